@@ -79,13 +79,11 @@ def attention(kernel: str, settings: dict[str, Any], n: int) -> int:
 
 
 def by_tiles(settings: dict[str, Any], n: int, *, output: bool) -> Cost:
-    """Statistics by tiles of torch operations. A first call, with one head for each key head, keeps the patterns of
-    masks, so that they are not counted."""
-    q, k, v = tensors(n)
+    """Statistics by tiles of torch operations; of the second call, because the first one keeps patterns of masks."""
+    call = Call.of(*tensors(n), masks.Causal())
+    rows = row_state(call)
     with like_a_card():
-        for heads in (KEY_HEADS, HEADS):
-            call = Call.of(q[:, :heads], k, v, masks.Causal())
-            rows = row_state(call)
+        for _ in range(2):
             with Launches() as found:
                 measured(call, output=True, **settings) if output else sweep(call, rows, **settings)
     return Cost(found.count, found.bytes)

@@ -19,12 +19,12 @@ from qkv.models import DecoderConfig
 
 MODEL = DecoderConfig.gpt2(d_model=64, layers=2, heads=4, attention_bias=False)
 """Learned positions, pre-norm, GELU, a tied output: the chapter's Lab 5 at a smaller size."""
-AS_IN_CHAPTER = "every sequence begins with <s>, without warm-up"
+AS_IN_CHAPTER = "<s> first, no warm-up"
 """The chapter's training."""
 CONDITIONS: Mapping[str, tuple[str, int]] = {
     AS_IN_CHAPTER: ("fixed", 0),
-    "every sequence begins with <s>, 100 steps of warm-up": ("fixed", 100),
-    "sequences begin anywhere, without warm-up": ("random", 0),
+    "<s> first, 100-step warm-up": ("fixed", 100),
+    "any token first, no warm-up": ("random", 0),
 }
 """How sequences begin, and the steps over which the learning rate rises."""
 
@@ -55,8 +55,8 @@ class TextSink(Experiment):
     def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
         """The conditions under which a sink forms."""
         able = [i.condition for i in verdicts["C139"].intervals if i.clears]
-        found = f"On text a sink forms if {'; or if '.join(able)}" if able else "No sink forms on text at this scale"
-        return f"{found} ({results.seeds} seeds)"
+        found = f"a sink forms with {', and with '.join(able)}" if able else "no sink forms"
+        return f"On text {found} ({results.seeds} seeds)"
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The first evaluation with a sink, and the loss of each condition."""
@@ -68,10 +68,7 @@ class TextSink(Experiment):
             seen = [step for step, x in zip(curve["steps"], strongest, strict=True) if x > SINK]
             steps += seen[:1]
         if steps:
-            said.append(
-                f"{AS_IN_CHAPTER.capitalize()}, the sink is there by step {max(steps)} in all runs that have one "
-                "(looked at every 100)."
-            )
+            said.append(f"A sink without warm-up is there by step {max(steps)} (looked at every 100).")
         return {"C139": " ".join(said)}
 
 
