@@ -79,7 +79,7 @@ def training_of_mini() -> Figure:
 def _mini(result: dict[str, Any]) -> list[str]:
     profile = qkv.profile("qkv-mini", default_text("qkv-mini"), progress=False)
     sink = profile.data["sink"].isel(text=0)
-    short, whole = (sink.isel(query=slice(1, n)).mean("query").values for n in (SHORT, None))
+    short, whole = (sink.isel(query=slice(n)).mean("query").values for n in (SHORT, None))  # α of Gu et al. 2025
     order = [divmod(int(i), short.shape[1]) for i in short.ravel().argsort()[::-1]]
     found = result["evaluation"]
     task, _ = settings.from_toml(_folder("qkv-mini") / "run.toml")
