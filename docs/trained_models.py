@@ -103,8 +103,8 @@ def _mini(result: dict[str, Any]) -> list[str]:
         f"On held-out text of Python 3.11's standard library: {found['loss']:.3f} nats per token, "
         f"{found['bits_per_byte']:.3f} bits per byte. Over its whole context, windows of {task.context} held-out "
         f"tokens, {int((windows > 0.3).sum())} of its {short.size} heads put more than 30 % of their weight on `<s>`. "
-        f"On the first {SHORT} tokens of the program that `qkv profile` reads by default they are "
-        f"{int((short > 0.3).sum())} (table; all {profile.data.sizes['query']} tokens: last column). `qkv.sinks` "
+        f"On the first {SHORT} tokens of the program that `qkv profile` reads by default, "
+        f"{int((short > 0.3).sum())} do (table; all {profile.data.sizes['query']} tokens: last column). `qkv.sinks` "
         "measures the loss [without that token](SINKS).",
         "",
         f"| layer.head | on the first token, {SHORT} tokens | whole program |",

@@ -61,8 +61,8 @@ def with_peak(*, read: bool) -> DecoderLM:
     model = decoder(2)
     feed_forward = model.get_submodule("blocks.0.feed_forward")
     feed_forward.up.weight[0, MARK] = 10  # type: ignore[index, union-attr]
-    feed_forward.down.weight[PEAK, 0] = 10  # type: ignore[index, union-attr]
-    written = 100 / (15 / 16) ** 0.5
+    feed_forward.down.weight[PEAK, 0] = 100  # type: ignore[index, union-attr]
+    written = 1000 / (15 / 16) ** 0.5
     rms = ((15 + written**2) / 16) ** 0.5
     add_head(model, 1, PEAK if read else MARK, 4 * STRENGTH * rms / (written if read else 1))
     return model

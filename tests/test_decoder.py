@@ -345,7 +345,7 @@ def test_saved_model_loads_unchanged(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_weights_are_readable_by_whom_the_configuration_is(tmp_path: Path) -> None:
+def test_saved_weights_have_the_permissions_of_the_configuration(tmp_path: Path) -> None:
     files = list(checkpoint.save(model_of(), tmp_path).iterdir())
     assert len({file.stat().st_mode for file in files}) == 1, "safetensors lets the owner alone read its files"
 

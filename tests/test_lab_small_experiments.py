@@ -272,6 +272,9 @@ def test_text_sink_and_dropout_read_curves() -> None:
         curve = {"check.sink": {"steps": [0, 100], "values": [[[0.06]], [[plain]]]}}
         runs = {name: [Outcome(s, {"loss": 2.0}, check={"sink": [[x + s / 100]]}, curves=curve) for s in range(4)]
                 for name, x in zip(texts.CONDITIONS, (plain, warm, free), strict=True)}  # fmt: skip
+        title = experiment("text_sink").conclude(Results(runs)).title
+        able = [x > 0.3 for x in (plain, warm, free)]
+        assert [name in title for name in texts.CONDITIONS] == able, "the title names other conditions than have a sink"
         return verdicts("text_sink", runs)["C139"]
 
     def dropout(without: float, left: float) -> str:

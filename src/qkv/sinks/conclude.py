@@ -8,7 +8,8 @@ from statistics import mean
 from typing import Any
 
 from qkv.lab.experiments.evidence import Effect, Verdict, judge, number
-from qkv.sinks.criteria import CRITERIA, MASSIVE, SINK, TIMES
+from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN
+from qkv.sinks.criteria import CRITERIA, SINK, TIMES
 from qkv.sinks.measure import Found
 from qkv.sinks.ratios import TINY, geometric, ratio
 
@@ -73,10 +74,11 @@ def _massive(found: Found, causal: bool) -> Decided:
     at = [text["magnitudes"][found["depth"]] for text in found["texts"]]
     return [
         Effect("over the median", [ratio(one["first"], one["median"]) for one in at]),
+        Effect("magnitude", [one["first"] for one in at], bound=MASSIVE),
         Effect("over the other tokens", [ratio(one["first"], one["others"]) for one in at], bound=1.0),
     ], (
         f"Measured after block {found['depth'] - 1}, where the first is largest on other texts. Sun et al. 2024 call "
-        f"an activation massive if it is above {MASSIVE:g} and about 1,000 times the median or more."
+        f"an activation massive if it is above {MASSIVE:g} and about {TIMES_MEDIAN:,.0f} times the median or more."
     )
 
 

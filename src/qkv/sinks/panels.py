@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.lab import draw
-from qkv.sinks.criteria import MASSIVE, SINK
+from qkv.profiler.capture.residual import TIMES_MEDIAN
+from qkv.sinks.criteria import SINK
 from qkv.sinks.ratios import geometric
 
 if TYPE_CHECKING:
@@ -65,12 +66,12 @@ def magnitudes(axes: Axes, texts: Sequence[Found]) -> None:
         for name, part in {"first token": "first", "other tokens": "others"}.items()
     }
     draw.curves(axes, depths, lines, markers=True)
-    axes.axhline(MASSIVE, color=draw.MUTED, linewidth=0.9, linestyle="--")
+    axes.axhline(TIMES_MEDIAN, color=draw.MUTED, linewidth=0.9, linestyle="--")
     axes.set(xlabel="depth (0: embeddings)", ylabel="largest over median magnitude", yscale="log")
     axes.set_xticks(_few(len(depths)))
-    axes.set_ylim(top=5 * max(MASSIVE, *(float(line.max()) for line in lines.values())))
+    axes.set_ylim(top=5 * max(TIMES_MEDIAN, *(float(line.max()) for line in lines.values())))
     axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
-    _title(axes, f"Magnitudes (massive above {MASSIVE:g})")
+    _title(axes, f"Magnitudes (massive above {TIMES_MEDIAN:,.0f})")
 
 
 def peaks(axes: Axes, texts: Sequence[Found]) -> None:
