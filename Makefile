@@ -14,10 +14,10 @@ help:  ## list the targets
 
 venv: $(VENV)/.ready  ## create the development environment .venv with the versions in constraints.txt
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkv needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e './lab[tensorboard]'
 	@touch $@
 
 demo: venv  ## profile the bundled model, then a model at 8,192 tokens against plain SDPA; writes OUT=qkv-demo
@@ -70,12 +70,12 @@ SELECTED := causal sink off-by-one key-bias alibi window bigbird longformer sigm
 
 bench: venv  ## run all benchmarks, about 75 minutes; writes benchmarks/results
 	$(BIN)/python -m benchmarks
-	$(BIN)/qkv bench --lengths 512 1024 2048 4096 8192 16384 --memory 4096 8192 16384 --seconds 1.5 --out $(MECHANISMS)
-	$(BIN)/qkv bench --lengths 32 128 512 --seconds 1 --name float32-8-short --out $(MECHANISMS)
-	$(BIN)/qkv bench causal statistics sink window alibi sigmoid linear --queries 1 --lengths 1024 8192 65536 --seconds 1 --out $(MECHANISMS)
-	$(BIN)/qkv bench --backward --lengths 1024 2048 4096 8192 --memory 2048 4096 8192 --seconds 1 --out $(MECHANISMS)
-	$(BIN)/qkv bench $(SELECTED) --lengths 1024 2048 4096 8192 --heads 4 --seconds 1 --out $(MECHANISMS)
-	$(BIN)/qkv bench $(SELECTED) --lengths 1024 2048 4096 8192 --dtype bfloat16 --seconds 1 --out $(MECHANISMS)
+	$(BIN)/python -m benchmarks.mechanisms --lengths 512 1024 2048 4096 8192 16384 --memory 4096 8192 16384 --seconds 1.5 --out $(MECHANISMS)
+	$(BIN)/python -m benchmarks.mechanisms --lengths 32 128 512 --seconds 1 --name float32-8-short --out $(MECHANISMS)
+	$(BIN)/python -m benchmarks.mechanisms causal statistics sink window alibi sigmoid linear --queries 1 --lengths 1024 8192 65536 --seconds 1 --out $(MECHANISMS)
+	$(BIN)/python -m benchmarks.mechanisms --backward --lengths 1024 2048 4096 8192 --memory 2048 4096 8192 --seconds 1 --out $(MECHANISMS)
+	$(BIN)/python -m benchmarks.mechanisms $(SELECTED) --lengths 1024 2048 4096 8192 --heads 4 --seconds 1 --out $(MECHANISMS)
+	$(BIN)/python -m benchmarks.mechanisms $(SELECTED) --lengths 1024 2048 4096 8192 --dtype bfloat16 --seconds 1 --out $(MECHANISMS)
 
 GPU_PYTHON  ?= python3
 GPU_VERSION ?= 3.12
@@ -90,21 +90,22 @@ bench-gpu:  ## measure on a CUDA card from the source tree, without installing: 
 	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m benchmarks.gpu
 
 test-gpu:  ## run the tests of the CUDA kernels from the source tree, without installing
-	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m pytest -o addopts= -q -p no:cacheprovider tests/test_fused.py tests/test_triton.py tests/test_flex.py \
-		tests/test_flex_normalizers.py tests/test_launches.py
+	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m pytest -o addopts= -q -p no:cacheprovider tests/core/test_fused.py tests/core/test_triton.py tests/core/test_flex.py \
+		tests/core/test_flex_normalizers.py tests/core/test_launches.py
 
-TRAINED := src/qkv/models/trained
+
+MINI := src/qkv/models/trained/qkv-mini
 
 models: venv  ## train the bundled models again, on two cores, about two hours
-	for m in qkv-reversal qkv-translation qkv-caption qkv-mini; do \
-	  $(BIN)/qkv train --config $(TRAINED)/$$m/run.toml --out qkv-runs/$$m --threads 2 && \
-	  cp qkv-runs/$$m/model/* qkv-runs/$$m/metrics.jsonl qkv-runs/$$m/result.json $(TRAINED)/$$m/ || exit 1; \
+	for folder in $(MINI) lab/qkv_lab/models/trained/*; do m=$$(basename $$folder); \
+	  $(BIN)/qkv train --config $$folder/run.toml --out qkv-runs/$$m --threads 2 && \
+	  cp qkv-runs/$$m/model/* qkv-runs/$$m/metrics.jsonl qkv-runs/$$m/result.json $$folder/ || exit 1; \
 	done
-	$(BIN)/python -c "from qkv import models; models.save(models.load('qkv-runs/qkv-mini/model').half(), '$(TRAINED)/qkv-mini')"
+	$(BIN)/python -c "from qkv import models; models.save(models.load('qkv-runs/qkv-mini/model').half(), '$(MINI)')"
 	$(BIN)/python release/sbom.py
 
 JOBS ?= 2
-RESULTS := src/qkv/lab/experiments/results
+RESULTS := lab/qkv_lab/experiments/results
 
 experiments: venv  ## run all experiments of the lab on JOBS=2 cores: an estimate comes first, about a night; resumes; writes docs/experiments
 	$(BIN)/qkv experiment all --jobs $(JOBS) --out qkv-experiments
@@ -112,8 +113,8 @@ experiments: venv  ## run all experiments of the lab on JOBS=2 cores: an estimat
 	cp qkv-experiments/*.png qkv-experiments/README.md docs/experiments/
 	$(BIN)/python docs/make_larger.py
 
-sinks: venv  ## study the attention sinks of the bundled models, about two minutes on one core; writes src/qkv/sinks/results
-	OMP_NUM_THREADS=1 $(BIN)/python -m qkv.sinks
+sinks: venv  ## study the attention sinks of the bundled models, about two minutes on one core; writes research/sinks/results
+	OMP_NUM_THREADS=1 $(BIN)/python -m research.sinks
 	$(BIN)/python docs/make_larger.py
 
 SITE := docs/_build/html
@@ -129,7 +130,7 @@ claims: venv  ## run every check of the ledger of claims; writes docs/claims
 	$(BIN)/qkv claims --out docs/claims
 
 mutants: venv  ## test the ledger's checks: give them wrong answers, and count those that notice; about five minutes on one core
-	OMP_NUM_THREADS=1 $(BIN)/python -m qkv.ledger.mutation
+	OMP_NUM_THREADS=1 $(BIN)/python -m research.claims.mutation
 
 figures: venv  ## make the figures and numbers in README.md and docs/ again, about ten minutes
 	$(BIN)/python docs/make_figures.py
@@ -150,6 +151,7 @@ sbom: venv  ## write sbom.cdx.json, which lists the bundled models with the hash
 dist: venv  ## build wheel and sdist; writes dist
 	rm -rf dist
 	$(BIN)/python -m build --quiet
+	$(BIN)/python -m build --quiet --wheel --outdir dist lab
 
 clean:  ## remove the files of all other targets
 	rm -rf $(VENV) $(OUT) docs/_build docs/reference qkv-profile qkv-survey qkv-evict qkv-flow build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkv
+from benchmarks.mechanisms.run import slope
+from benchmarks.mechanisms.timing import alone, alternating, median_ratio
 from benchmarks.timing import THREADS
-from qkv.bench.run import slope
-from qkv.bench.timing import alone, alternating, median_ratio
 
 HEADS, DIM = 6, 64
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.mechanisms.timing import alternating, median_ratio
 from benchmarks.plain_gpt import PlainGPT
 from benchmarks.timing import THREADS
-from qkv.bench.timing import alternating, median_ratio
 from qkv.cache import Full
 from qkv.models import pretrained
 from qkv.models.decoder import DecoderLM

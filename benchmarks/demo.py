@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from qkv.bench.timing import alone
+from benchmarks.mechanisms.timing import alone
 from qkv.cli import main as qkv_main
 
 

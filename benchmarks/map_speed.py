@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.mechanisms.timing import alone, alternating, median_ratio, resident, timed
 from benchmarks.timing import THREADS, save
 from qkv._engine.call import Call
-from qkv.bench.timing import alone, alternating, median_ratio, resident, timed
 from qkv.kernels.flash import kernel as flash
 from qkv.masks import Causal
 from qkv.statistics.maps import HeadMap

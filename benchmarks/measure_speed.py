@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import qkv
 from benchmarks.attend_speed import tensors
+from benchmarks.mechanisms.timing import alternating, median_ratio
 from benchmarks.timing import THREADS
 from qkv._engine.call import Call
-from qkv.bench.timing import alternating, median_ratio
 from qkv.statistics.measure import measured
 
 CAUSAL = qkv.masks.Causal()

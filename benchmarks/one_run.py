@@ -13,8 +13,8 @@ import time
 import torch
 from torch import Tensor
 
+from benchmarks.mechanisms.timing import resident
 from benchmarks.timing import THREADS
-from qkv.bench.timing import resident
 from qkv.profiler.capture.models import random_gpt2
 from qkv.profiler.run import profile
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 import qkv
+from benchmarks.mechanisms.run import slope
+from benchmarks.mechanisms.timing import alone, alternating, median_ratio, resident
 from benchmarks.timing import THREADS
-from qkv.bench.run import slope
-from qkv.bench.timing import alone, alternating, median_ratio, resident
 from qkv.normalizers import Entmax, Normalizer, Pointwise, Sigmoid, SumToOne
 
 TOKENS, HEADS, DIM = 4096, 8, 64

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.mechanisms.run import slope
+from benchmarks.mechanisms.timing import alone, alternating, median_ratio
 from benchmarks.one_run import HEADS, from_weights, inputs, plain, profiled
 from benchmarks.timing import THREADS
-from qkv.bench.run import slope
-from qkv.bench.timing import alone, alternating, median_ratio
 from qkv.profiler.capture.models import random_gpt2
 
 TOKENS, LAYERS = 8192, 6

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.mechanisms.timing import alternating, median_ratio
 from benchmarks.timing import THREADS
-from qkv.bench.timing import alternating, median_ratio
 from qkv.nn.projection import project
 
 SHAPES = ((384, 1152), (384, 1536), (1536, 384), (2048, 2048))

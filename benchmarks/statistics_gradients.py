@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import qkv
+from benchmarks.mechanisms.timing import alternating, median_ratio
 from benchmarks.timing import THREADS
-from qkv.bench.timing import alternating, median_ratio
 
 TOKENS, HEADS, DIM = 4096, 8, 64
 CAUSAL = qkv.masks.Causal()

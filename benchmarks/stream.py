@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.mechanisms.timing import resident
 from benchmarks.timing import THREADS
-from qkv.bench.timing import resident
 from qkv.cache import Cache, Full, HeavyHitters, Sinks, Sliding
 from qkv.models.decoder import DecoderConfig, DecoderLM
 

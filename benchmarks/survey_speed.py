@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.mechanisms.timing import alternating, median_ratio
 from benchmarks.timing import THREADS
-from qkv.bench.timing import alternating, median_ratio
 from qkv.profiler.capture.models import Loaded, load
 from qkv.profiler.capture.special import Special, tokens_of
 from qkv.profiler.surveys.corpus import Corpus, of_texts

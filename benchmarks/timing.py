@@ -1,4 +1,4 @@
-"""Writes the results of benchmarks to files; the measuring functions are in `qkv.bench.timing`."""
+"""Writes the results of benchmarks to files; the measuring functions are in `benchmarks.mechanisms.timing`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.mechanisms.timing import machine
 from qkv._files import write_atomically
-from qkv.bench.timing import machine
 
 RESULTS = Path(__file__).parent / "results"
 THREADS = 2

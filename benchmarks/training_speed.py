@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from benchmarks.decoder_speed import HEADS, LAYERS, SIZE, training_step
+from benchmarks.mechanisms.timing import alternating, median_ratio
 from benchmarks.timing import THREADS
 from qkv import Attention
-from qkv.bench.timing import alternating, median_ratio
 from qkv.masks import Causal, bigbird
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.nn.composition import Composition

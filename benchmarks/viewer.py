@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.mechanisms.timing import timed
 from benchmarks.timing import THREADS, save
-from qkv.bench.timing import timed
 from qkv.profiler.capture.models import random_gpt2
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.explorer import Explorer

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import qkv
+from benchmarks.mechanisms.timing import alternating, median_ratio
 from benchmarks.timing import THREADS
-from qkv.bench.timing import alternating, median_ratio
 
 NEW = 64
 

@@ -27,12 +27,12 @@ import trained_models
 from make_screenshots import small
 
 import qkv
+from benchmarks.mechanisms import run, show
 from qkv import cli
-from qkv.bench import run, show
 from qkv.figures.save import save_figure
 from qkv.profiler.capture.models import load
 from qkv.profiler.texts import default_text
-from qkv.sinks.stored import stored
+from research.sinks.stored import stored
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import qkv
-from qkv.lab.experiments.estimate import SHIPPED
-from qkv.lab.settings import updated
-from qkv.lab.tasks.backcopy import Backcopy
-from qkv.ledger import CLAIMS
-from qkv.ledger.settled import load
+from qkv_lab.experiments.estimate import SHIPPED
+from qkv_lab.settings import updated
+from qkv_lab.tasks.backcopy import Backcopy
+from research.claims import CLAIMS
+from research.claims.settled import load
 
 DOCS = Path(__file__).parent
 FILE = DOCS / "larger-models.md"
@@ -41,7 +40,7 @@ WORDS = {
 """What the page says for each outcome, in its order: of experiments and studies, and of the ledger."""
 OPPOSITE = {"holds": "does not hold", "does not hold": "holds"}
 
-"""Experiments that measure a bundled model, which `qkv.sinks` does for more claims."""
+"""Experiments that measure a bundled model, which `research.sinks` does for more claims."""
 
 Verdicts = Mapping[str, Mapping[str, str]]
 """For each claim: the word of `WORDS` for each of our models."""
@@ -67,7 +66,7 @@ def ours() -> dict[str, dict[str, str]]:
     """Our verdicts on the claims of the page: of toy models, bundled models, or else of a computation."""
     ledger = json.loads((DOCS / "claims" / "verdicts.json").read_text(encoding="utf-8"))
     toys = toy_verdicts(_results().values())
-    studies = [study_verdicts(name, qkv.sinks.result(key)) for key, name in MODELS.items()]
+    studies = [study_verdicts(name, research.sinks.result(key)) for key, name in MODELS.items()]
     found = {}
     for id_ in claims():
         of = dict(toys.get(id_, {}))
@@ -106,7 +105,7 @@ def _results() -> dict[str, dict[str, Any]]:
 
 
 def _head() -> str:
-    mini, minilm = (qkv.sinks.result(key)["attrs"] for key in MODELS)
+    mini, minilm = (research.sinks.result(key)["attrs"] for key in MODELS)
     return f"""<!-- Made by docs/make_larger.py from docs/larger-models.toml: do not edit. -->
 # What larger models say
 

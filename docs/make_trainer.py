@@ -13,8 +13,8 @@ import matplotlib.pyplot as plt
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from qkv.lab.tasks.backcopy import Backcopy
 from qkv.tracking import AttentionCallback
+from qkv_lab.tasks.backcopy import Backcopy
 
 STEPS, BATCH, EVERY = 1500, 32, 25
 PANELS = {

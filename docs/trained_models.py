@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 import qkv
 from qkv import models
 from qkv.cli import main
-from qkv.lab import draw, log, settings, translate
 from qkv.models import bundled
 from qkv.positions import Rotary
 from qkv.profiler.texts import default_text
+from qkv_lab import draw, log, settings, translate
 
 SENTENCES = ("I love deep learning", "the black cat sat on the mat", "the old woman does not eat the red apples")
 PROMPT = 'def read(self, path):\n    """'
@@ -104,7 +104,7 @@ def _mini(result: dict[str, Any]) -> list[str]:
         f"{found['bits_per_byte']:.3f} bits per byte. Over its whole context, windows of {task.context} held-out "
         f"tokens, {int((windows > 0.3).sum())} of its {short.size} heads put more than 30 % of their weight on `<s>`. "
         f"On the first {SHORT} tokens of the program that `qkv profile` reads by default, "
-        f"{int((short > 0.3).sum())} do (table; all {profile.data.sizes['query']} tokens: last column). `qkv.sinks` "
+        f"{int((short > 0.3).sum())} do (table; all {profile.data.sizes['query']} tokens: last column). `research.sinks` "
         "measures the loss [without that token](SINKS).",
         "",
         f"| layer.head | on the first token, {SHORT} tokens | whole program |",
@@ -142,7 +142,7 @@ def _translation(result: dict[str, Any]) -> list[str]:
     return [
         f"{found['exact_match']:.1%} of unseen sentences are translated exactly (BLEU {found['bleu']:.1f}). The "
         f"English word with the most weight is correct for {check['best_accuracy']:.1%} of the French words (alignment "
-        f'error rate {check["best_aer"]:.3f}). `qkv.lab.translate("qkv-translation", "…")`:',
+        f'error rate {check["best_aer"]:.3f}). `qkv_lab.translate("qkv-translation", "…")`:',
         "",
         "| | |",
         "|---|---|",

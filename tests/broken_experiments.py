@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from lab_tasks import Counting
-from qkv.lab.experiments import Conclusion, Criterion, Effect, Experiment, Results, Setting, Verdict
-from qkv.lab.experiments.evidence import FAILS
-from qkv.lab.task import Measured
+from qkv_lab.experiments import Conclusion, Criterion, Effect, Experiment, Results, Setting, Verdict
+from qkv_lab.experiments.evidence import FAILS
+from qkv_lab.task import Measured
 
 BROKEN: list[tuple[Any, str]] = []
 X = "measured.x"
@@ -182,7 +182,7 @@ class RandomSettings(Trained):
         return {**found, "a": replace(a, training=replace(a.training, lr=0.1 * random.random()))}
 
 
-@broken(".settings: returned an object of class Counting as 'a', expected qkv.lab.experiments.Setting")
+@broken(".settings: returned an object of class Counting as 'a', expected qkv_lab.experiments.Setting")
 class OnlyTasks(Trained):
     def settings(self, seed: int, quick: bool) -> Any:
         return {"a": Counting()}

@@ -1,4 +1,4 @@
-"""Tasks that each break one law of `qkv.lab.Task`, with the message that `check_task` must give."""
+"""Tasks that each break one law of `qkv_lab.Task`, with the message that `check_task` must give."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lab_tasks import Counting
-from qkv.lab.task import Batch, Measured, Training
+from qkv_lab.task import Batch, Measured, Training
 
 BROKEN: list[tuple[Any, str]] = []
 
@@ -91,7 +91,7 @@ class NoModel(Counting):
     model: Any = None
 
 
-@broken("NoTraining.training: returned an object of class dict, expected qkv.lab.Training")
+@broken("NoTraining.training: returned an object of class dict, expected qkv_lab.Training")
 class NoTraining(Counting):
     @staticmethod
     def training() -> Any:

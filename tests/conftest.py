@@ -1,7 +1,7 @@
 """What the core's tests share: seeded generators, tolerances from the dtype, small tiles, shapes checked on request.
 
 With QKV_CHECK_SHAPES=1 every call of the core checks the shapes and types of its signature (jaxtyping and beartype).
-That takes twice the time of the tests, so tests/test_shapes.py does it with one case of each. The import hook must come
+That takes twice the time of the tests, so tests/docs/test_shapes.py does it with one case of each. The import hook must come
 before the first import of qkv.
 """
 
@@ -27,16 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CORE = (
     "errors", "_contract", "_files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
     "_engine", "ring", "reference", "kernels", "linear", "statistics", "choice", "_launches", "_cost", "attention",
-    "cache", "nn", "models", "course",
+    "cache", "nn", "models",
 )  # fmt: skip
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPU tensors; read when they are first imported
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
 if os.environ.get("QKV_CHECK_SHAPES") == "1":
-    jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")
+    names = [*(f"qkv.{name}" for name in CORE), "qkv_lab.course", "qkv_lab.models"]
+    jaxtyping.install_import_hook(names, f"{__name__}.checked")
 
 from fuzz.tiles import small  # noqa: E402
-
 from qkv import InputError, masks, reference  # noqa: E402
 from qkv._engine import workspace  # noqa: E402
 from qkv._engine.sizes import BY_DEVICE  # noqa: E402

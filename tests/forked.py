@@ -12,8 +12,8 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "accelerate", "accelerate.utils", "qkv.lab.loop", "qkv.lab.experiments.run", "qkv.lab.draw",
-     "qkv.lab.tokens", "qkv.profiler.surveys.survey", "torch.distributed.tensor", "torch._dynamo"]
+    ["torch", "accelerate", "accelerate.utils", "qkv_lab.loop", "qkv_lab.experiments.run", "qkv_lab.draw",
+     "qkv_lab.tokens", "qkv.profiler.surveys.survey", "torch.distributed.tensor", "torch._dynamo"]
 )  # fmt: skip
 
 

@@ -13,11 +13,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from qkv.lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
-from qkv.lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
-from qkv.lab.settings import with_entries
-from qkv.lab.task import Batch, Measured, Training
 from qkv.models import DecoderConfig, DecoderLM
+from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
+from qkv_lab.settings import with_entries
+from qkv_lab.task import Batch, Measured, Training
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def weights(folder: Any) -> dict[str, Tensor]:
 
 def prepared_length(corpus: str, cache: str) -> int:
     """The number of training tokens of a corpus, which this process prepares unless another has."""
-    from qkv.lab.tokens import prepare
+    from qkv_lab.tokens import prepare
 
     os.environ["QKV_CACHE"] = cache
     return len(prepare(corpus, "bpe", 280).train)
@@ -153,7 +153,7 @@ def prepared_length(corpus: str, cache: str) -> int:
 
 def train_slowly(folder: Path, pause: float) -> None:
     """Train on `Counting`, with the number of each step on standard output and a pause after it."""
-    from qkv.lab import loop
+    from qkv_lab import loop
 
     step = loop._step
 

@@ -1,4 +1,4 @@
-"""The cases of tests/test_ring.py; as a script, the processes that share a sequence.
+"""The cases of tests/core/test_ring.py; as a script, the processes that share a sequence.
 
 python ring_cases.py FOLDER SIZE…: groups of so many processes, each of which writes what it found to
 FOLDER/found-SIZE.pt, and two processes that run the example of docs/ring.md and write what it says to

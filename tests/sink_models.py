@@ -1,4 +1,4 @@
-"""Hand-made decoders whose sinks are known in closed form, for the tests of `qkv.sinks`."""
+"""Hand-made decoders whose sinks are known in closed form, for the tests of `research.sinks`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from sphinx.application import Sphinx
 
 from qkv import cli
-from qkv.lab.tasks import names
+from qkv_lab.tasks import names
 
 
 def help_output(*words: str) -> str:

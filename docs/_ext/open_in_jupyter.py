@@ -7,7 +7,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from qkv.lab.lessons.notebook import notebook
+from qkv_lab.lessons.notebook import notebook
 
 HEAD = "---\njupytext:"
 TOLD = "---\nlanguage_info:\n  name: python\n  pygments_lexer: ipython3\njupytext:"  # for cells that do not run

@@ -29,8 +29,8 @@ MODULES = {
     "qkv.reference": "the definitions, in float64 and plain loops",
     "qkv.profiler": "profiles of models: statistics of all heads",
     "qkv.lab": "tasks for small models, and training",
-    "qkv.lab.tasks": "the tasks",
-    "qkv.lab.check": "checks of the labs' exercises",
+    "qkv_lab.tasks": "the tasks",
+    "qkv_lab.check": "checks of the labs' exercises",
 }
 
 

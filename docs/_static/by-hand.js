@@ -1,6 +1,6 @@
 // Attention by hand: a few tokens, every number open to change, and so are the tokens and the sizes of the vectors. It
 // starts with three tokens in two dimensions. Used by tutorial/03-by-hand.md. Finds <div id="by-hand">, and needs nothing
-// else: no library, no network. What it computes is compared with qkv.reference in tests/test_docs_widget.py.
+// else: no library, no network. What it computes is compared with qkv.reference in tests/lab/test_docs_widget.py.
 "use strict";
 
 (() => {

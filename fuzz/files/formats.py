@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import save_file
 
 import qkv
-from qkv.bench import run as bench
-from qkv.lab import log, resume, settings, tokens
-from qkv.lab.experiments import record
-from qkv.lab.experiments.run import _PartialResults as PartialResults
-from qkv.lab.translation import read_vocabulary
+from benchmarks.mechanisms import run as bench
 from qkv.models import DecoderConfig, DecoderLM, from_hugging_face
 from qkv.models.text import load_text_model
 from qkv.profiler import Survey, ablation_run
 from qkv.profiler.capture import models
-from qkv.sinks import Study
+from qkv_lab import log, resume, settings, tokens
+from qkv_lab.experiments import record
+from qkv_lab.experiments.run import _PartialResults as PartialResults
+from qkv_lab.translation import read_vocabulary
+from research.sinks import Study
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "0.1.0"
 

@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from qkv import (
         biases,
         cache,
-        course,
         edits,
         features,
         huggingface,
         kernels,
-        lab,
         masks,
         models,
         nn,
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
         reference,
         ring,
         scores,
-        sinks,
         statistics,
         testing,
         tracking,
@@ -67,14 +64,12 @@ __all__ = [
     "biases",
     "cache",
     "choose_keys",
-    "course",
     "edit",
     "edits",
     "features",
     "head_outputs",
     "huggingface",
     "kernels",
-    "lab",
     "linear_attend",
     "linformer",
     "load",
@@ -94,7 +89,6 @@ __all__ = [
     "reference",
     "ring",
     "scores",
-    "sinks",
     "statistics",
     "testing",
     "tracking",
@@ -104,7 +98,7 @@ __all__ = [
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
 _MODULES = (
     "biases", "cache", "course", "edits", "features", "huggingface", "kernels", "lab", "masks", "models", "nn",
-    "normalizers", "plot", "positions", "profiler", "reference", "ring", "scores", "sinks", "statistics", "testing",
+    "normalizers", "plot", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing",
     "tracking",
 )  # fmt: skip
 _NAMES = {

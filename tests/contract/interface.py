@@ -1,6 +1,6 @@
 """The public interface as text: names with their parameters, options of the command line, saved formats.
 
-`make contract` writes names.txt, options.txt and formats.txt beside this file. `tests/test_contract.py` fails if they
+`make contract` writes names.txt, options.txt and formats.txt beside this file. `tests/docs/test_contract.py` fails if they
 differ from the code. Types are left out: how Python writes them changes with its version.
 """
 
@@ -66,9 +66,9 @@ def parameters(function: Callable[..., Any]) -> str:
 def options() -> Iterator[str]:
     """A line for every option of the command line, and for every setting of a task in `qkv train` and run.toml."""
     from qkv.cli import COMMANDS
-    from qkv.cli.train import Run
-    from qkv.lab.tasks import names as tasks
-    from qkv.lab.tasks import task_class
+    from qkv_lab.cli.train import Run
+    from qkv_lab.tasks import names as tasks
+    from qkv_lab.tasks import task_class
 
     for command, function in COMMANDS.items():
         if command != "train":
@@ -112,10 +112,10 @@ def settings(made: Any, prefix: str = "") -> Iterator[str]:
 
 def formats() -> Iterator[str]:
     """The versions of saved formats, the variables of a profile, and the entries of a model's config.json."""
-    from qkv.lab import tokens
     from qkv.models import checkpoint
     from qkv.profiler.data import archive, variables
     from qkv.profiler.surveys import data
+    from qkv_lab import tokens
 
     yield f"{archive.FORMAT} {archive.VERSION}"
     yield f"{data.FORMAT} {data.VERSION}"

@@ -1,6 +1,6 @@
 """Write a small file of each format that qkv saves: ``python tests/golden/make.py VERSION``, before a release.
 
-The files of a release are never written again: `tests/test_golden.py` opens those of every release.
+The files of a release are never written again: `tests/docs/test_golden.py` opens those of every release.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import qkv
+from benchmarks.mechanisms.run import bench, save
 from qkv import lab, sinks
-from qkv.bench.run import bench, save
 from qkv.cli import main
-from qkv.lab import experiments, tokenizers, tokens
-from qkv.lab.tasks import Reversal
-from qkv.lab.translation import Vocabulary, vocabulary_file
 from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM
 from qkv.profiler.surveys.survey import survey
+from qkv_lab import experiments, tokenizers, tokens
+from qkv_lab.tasks import Reversal
+from qkv_lab.translation import Vocabulary, vocabulary_file
 
 TEXT = "def f(x): return x + 1"
 

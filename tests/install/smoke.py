@@ -88,8 +88,8 @@ def demo() -> None:
 
 
 def train() -> None:
-    from qkv.lab.grammar import Pair
-    from qkv.lab.tasks.translation import bleu
+    from qkv_lab.grammar import Pair
+    from qkv_lab.tasks.translation import bleu
 
     command("train", "reversal", "--steps", "2", "--batch", "4", "--tensorboard", "--out", "run")
     command("experiment", "norm_place", "--quick", "--out", "experiments")

@@ -8,8 +8,8 @@ from qkv_example.task import First
 
 import qkv
 from qkv import testing
-from qkv.lab import experiments, tasks
 from qkv.models import DecoderConfig
+from qkv_lab import experiments, tasks
 
 
 def test_mask_bias_score_normalizer_and_statistic_keep_the_contract() -> None:

@@ -1,4 +1,4 @@
-"""The command line: `qkv COMMAND`, with one module for each command."""
+"""The command line: `qkv COMMAND`, with one module for each command; other packages add theirs as entry points."""
 
 from __future__ import annotations
 
@@ -9,26 +9,21 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 
 import tyro
 
 import qkv
-from qkv._packages import explain
+from qkv._packages import explain, lab_is_missing
 from qkv.cli import (
     ablate,
-    bench,
-    check,
-    claims,
     evict,
-    experiment,
     flow,
     generate,
-    lab,
     maps,
     profile,
     survey,
     survey_merge,
-    train,
     view,
 )
 from qkv.cli.files import discard_output
@@ -44,13 +39,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "map": maps.head_map,
     "view": view.view,
     "generate": generate.generate,
-    "bench": bench.bench,
-    "train": train.train,
-    "experiment": experiment.experiment,
-    "claims": claims.claims,
-    "lab": lab.lab,
-    "check": check.check,
 }
+
+OF_LAB = ("train", "experiment", "claims", "lab", "check")
+"""Commands of the distribution qkv-lab, which registers them in the entry point group `qkv.commands`."""
 
 SUBCOMMANDS: dict[str, Callable[..., None]] = {"survey merge": survey_merge.merge}
 
@@ -67,9 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show_menu()
         return 0
     try:
-        if arguments[:1] == ["train"]:  # its flags depend on the task, which is its first argument
-            train.train(*arguments[1:])
-        elif (words := " ".join(arguments[:2])) in SUBCOMMANDS:  # a model in a folder called merge is ./merge
+        if (words := " ".join(arguments[:2])) in SUBCOMMANDS:  # a model in a folder called merge is ./merge
             _call(SUBCOMMANDS[words], f"qkv {words}", arguments[2:])
         else:
             _call(_command(arguments[0]), f"qkv {arguments[0]}", arguments[1:])
@@ -102,12 +92,27 @@ def _printable(text: str) -> str:
 
 
 def _command(name: str) -> Callable[..., None]:
-    if name not in COMMANDS:
-        raise InputError(f"command is {name!r}, expected one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
-    return COMMANDS[name]
+    """The function of a command: one of this package, or one that another package registers in `qkv.commands`."""
+    if name in COMMANDS:
+        return COMMANDS[name]
+    registered = {entry.name: entry for entry in entry_points(group="qkv.commands")}
+    if name in registered:
+        command: Callable[..., None] = registered[name].load()
+        return command
+    if name in OF_LAB:
+        raise InputError(lab_is_missing(f"qkv {name}"))
+    known = [*COMMANDS, *registered]
+    raise InputError(f"command is {name!r}, expected one of {', '.join(known)}{nearest(name, known)}")
 
 
 def _call(command: Callable[..., None], name: str, arguments: list[str]) -> None:
+    """Parse the arguments of a command by its signature, and run it.
+
+    A command of the signature `(*arguments: str)` parses them itself: the flags of `qkv train` depend on the task.
+    """
+    if [p.kind for p in inspect.signature(command).parameters.values()] == [inspect.Parameter.VAR_POSITIONAL]:
+        command(*arguments)
+        return
     _join_lines(command)
     context = contextvars.copy_context()  # the limit of --max-size ends with the command
     context.run(tyro.cli, command, prog=name, args=arguments)

@@ -156,7 +156,7 @@ def survey(
 def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     """The corpus of these files, folders and addresses, or a named corpus of the lab."""
     from qkv._addresses import local, scheme_of
-    from qkv.lab import corpora
+    from qkv.profiler import corpora
     from qkv.profiler.surveys import corpus, dataset, formats
     from qkv.profiler.surveys import stream as streams
 

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from qkv._packages import from_lab
 from qkv.models.beam import Hypothesis, beam_search
 from qkv.models.bundled import folder_of
 from qkv.models.byte_tokenizer import ByteTokenizer
-from qkv.models.captioner import Captioner, CaptionerConfig
 from qkv.models.checkpoint import load, save
-from qkv.models.classifier import Classifier, ClassifierConfig
 from qkv.models.decoder import DecoderConfig, DecoderLM, DecoderState
-from qkv.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, EncoderDecoderWeights
 from qkv.models.generation import generate, pad_left, stream, text_stream
 from qkv.models.pretrained import from_hugging_face
 from qkv.models.sampling import Sampler
-from qkv.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 
 __all__ = [
     "ByteTokenizer",
-    "Captioner",
-    "CaptionerConfig",
-    "Classifier",
-    "ClassifierConfig",
     "DecoderConfig",
     "DecoderLM",
     "DecoderState",
-    "EncoderDecoder",
-    "EncoderDecoderConfig",
-    "EncoderDecoderWeights",
     "Hypothesis",
-    "RNNSeq2Seq",
-    "RNNSeq2SeqConfig",
     "Sampler",
     "beam_search",
     "folder_of",
@@ -41,6 +31,19 @@ __all__ = [
     "stream",
     "text_stream",
 ]
+
+
+TEACHING = (
+    "Captioner", "CaptionerConfig", "Classifier", "ClassifierConfig", "EncoderDecoder", "EncoderDecoderConfig",
+    "EncoderDecoderWeights", "RNNSeq2Seq", "RNNSeq2SeqConfig",
+)  # fmt: skip
+"""Names of this package that are in the distribution qkv-lab."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in TEACHING:
+        return from_lab(f"qkv.models.{name}", "qkv_lab.models", name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -12,28 +12,35 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from qkv._packages import explain, from_lab
 from qkv._untrusted import check_version, first_line, load_json
 from qkv.errors import InputError
 from qkv.models import bundled, tensors
 from qkv.models import config as configs
-from qkv.models.captioner import Captioner, CaptionerConfig
-from qkv.models.classifier import Classifier, ClassifierConfig
 from qkv.models.decoder import DecoderConfig, DecoderLM
-from qkv.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
-from qkv.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SHOWN = 20  # tensors of one problem that a message lists
 VERSION = 1
 """The version of the format; increase it when an older qkv could misread a folder that this version writes."""
-KINDS: dict[str, tuple[type[Any], type[nn.Module]]] = {
-    "DecoderLM": (DecoderConfig, DecoderLM),
-    "EncoderDecoder": (EncoderDecoderConfig, EncoderDecoder),
-    "RNNSeq2Seq": (RNNSeq2SeqConfig, RNNSeq2Seq),
-    "Captioner": (CaptionerConfig, Captioner),
-    "Classifier": (ClassifierConfig, Classifier),
-}
+KINDS = ("DecoderLM", "EncoderDecoder", "RNNSeq2Seq", "Captioner", "Classifier")
+"""The classes whose checkpoints `load` reads; all but the first are in the distribution qkv-lab."""
+
+
+def class_of(kind: str) -> tuple[type[Any], type[nn.Module]]:
+    """The configuration and the class of a kind of model.
+
+    Raises:
+        InputError: if the class is in qkv-lab, which is not installed.
+    """
+    if kind == "DecoderLM":
+        return DecoderConfig, DecoderLM
+    try:
+        config, model = (from_lab(f"qkv.models.{kind}", "qkv_lab.models", name) for name in (f"{kind}Config", kind))
+    except ModuleNotFoundError as error:
+        raise explain(f"model: {kind}", error) or error from error
+    return config, model
 
 
 def save(model: nn.Module, folder: str | Path) -> Path:
@@ -52,7 +59,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     from safetensors.torch import save_file
 
     kind = type(model).__name__
-    if kind not in KINDS or not isinstance(model, KINDS[kind][1]):
+    if kind not in KINDS or not isinstance(model, class_of(kind)[1]):
         raise InputError(f"model is {kind}, expected one of {', '.join(KINDS)}")
     described = {"format_version": VERSION, "model": kind, "config": configs.to_dict(model.config)}
     folder = Path(folder)
@@ -70,10 +77,6 @@ def save(model: nn.Module, folder: str | Path) -> Path:
 
 @overload
 def load(folder: Literal["qkv-mini", "qkv-reversal"]) -> DecoderLM: ...
-@overload
-def load(folder: Literal["qkv-translation"]) -> RNNSeq2Seq: ...
-@overload
-def load(folder: Literal["qkv-caption"]) -> Captioner: ...
 @overload
 def load(folder: str | Path) -> nn.Module: ...
 def load(folder: str | Path) -> nn.Module:
@@ -94,7 +97,7 @@ def load(folder: str | Path) -> nn.Module:
     kind, entries = described.get("model"), described.get("config")
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):
         raise InputError(f"{CONFIG} in {folder} has model {kind!r}, expected one of {', '.join(KINDS)} with its config")
-    config_class, model_class = KINDS[kind]
+    config_class, model_class = class_of(kind)
     with readable(folder, WEIGHTS):
         declared = tensors.declared(folder / WEIGHTS)
     with valid_config(folder):

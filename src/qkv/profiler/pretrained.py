@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 from torch import nn
 
-from qkv.models import Captioner, DecoderLM, RNNSeq2Seq
+from qkv.models import DecoderLM
 from qkv.profiler.capture import models
 
 
@@ -14,14 +14,6 @@ from qkv.profiler.capture import models
 def load(
     name: Literal["qkv-mini", "qkv-reversal"], *, dtype: str = "float32", tokens: int | None = None, head: bool = False
 ) -> tuple[DecoderLM, Any]: ...
-@overload
-def load(
-    name: Literal["qkv-translation"], *, dtype: str = "float32", tokens: int | None = None, head: bool = False
-) -> tuple[RNNSeq2Seq, Any]: ...
-@overload
-def load(
-    name: Literal["qkv-caption"], *, dtype: str = "float32", tokens: int | None = None, head: bool = False
-) -> tuple[Captioner, Any]: ...
 @overload
 def load(
     name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool = False

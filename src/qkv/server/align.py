@@ -14,14 +14,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.errors import InputError, nearest
-from qkv.lab import heads, scenes, settings
-from qkv.lab.scenes import END, START, Scenes
-from qkv.lab.tasks.caption import Caption, to_input
-from qkv.lab.tasks.reversal import Reversal
-from qkv.lab.translation import SPECIAL, Vocabulary, read_vocabulary, translate
-from qkv.lab.translation import START as BEGIN
 from qkv.models import Captioner, DecoderLM, RNNSeq2Seq, Sampler, bundled, generate, load
 from qkv.profiler.analyses.edits import edited
+from qkv_lab import heads, scenes, settings
+from qkv_lab.scenes import END, START, Scenes
+from qkv_lab.tasks.caption import Caption, to_input
+from qkv_lab.tasks.reversal import Reversal
+from qkv_lab.translation import SPECIAL, Vocabulary, read_vocabulary, translate
+from qkv_lab.translation import START as BEGIN
 
 if TYPE_CHECKING:
     from qkv.server.schemas import AlignRequest, CaptionRequest

@@ -3,7 +3,7 @@
 For a softmax, one pass over blocks of rows computes the output, the log-sum-exp and every statistic
 (`qkv.statistics.one_pass`). Other normalizers and custom statistics take two: a kernel computes the row state, such as
 the log-sum-exp, of every query; then a sweep over the tiles of scores computes the final weights and reduces them.
-(tests/test_measure.py checks identities that give some of the statistics by other means.)
+(tests/core/test_measure.py checks identities that give some of the statistics by other means.)
 """
 
 from __future__ import annotations

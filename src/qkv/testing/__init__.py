@@ -3,7 +3,7 @@
 Call them in your own tests. They test the contract of the base classes, on which kernels, profiles and the lab rely, as
 scikit-learn's ``check_estimator`` does. Each function returns None, or raises `CheckFailed`, an `AssertionError` whose
 message names the class, the method, the place, the expected result and the actual one. The checks are deterministic.
-They require only torch, except those of tasks and experiments, which train: they need ``pip install 'qkv[train]'``.
+They require only torch. `check_task` and `check_experiment` are in the distribution qkv-lab.
 
 >>> from qkv.masks import Mask
 >>> class Even(Mask):
@@ -16,9 +16,9 @@ They require only torch, except those of tasks and experiments, which train: the
 Even.sees: returned torch.int64 of shape (9,), expected a boolean tensor, True where a query may attend
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-from qkv._lazy import lazy
+from qkv._packages import from_lab
 from qkv.testing.biases import check_bias
 from qkv.testing.edits import check_edit
 from qkv.testing.masks import check_mask
@@ -27,26 +27,21 @@ from qkv.testing.report import CheckFailed
 from qkv.testing.scores import check_score
 from qkv.testing.statistics import check_statistic
 
-if TYPE_CHECKING:
-    from qkv.testing.lab.experiments import check_experiment
-    from qkv.testing.lab.tasks import check_task
-
 __all__ = [
     "CheckFailed",
     "check_bias",
     "check_edit",
-    "check_experiment",
     "check_mask",
     "check_normalizer",
     "check_score",
     "check_statistic",
-    "check_task",
 ]
 
 
-_NAMES = {"qkv.testing.lab.experiments": ("check_experiment",), "qkv.testing.lab.tasks": ("check_task",)}
-if not TYPE_CHECKING:
-    __getattr__ = lazy(__name__, _NAMES)
+def __getattr__(name: str) -> Any:
+    if name in ("check_experiment", "check_task"):
+        return from_lab(f"qkv.testing.{name}", "qkv_lab.testing", name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

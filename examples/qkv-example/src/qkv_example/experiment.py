@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import qkv
-from qkv.lab.experiments import Criterion, Effect, Experiment, Results
+from qkv_lab.experiments import Criterion, Effect, Experiment, Results
 
 TEMPERATURES = ("0.5", "1", "2", "4")
 

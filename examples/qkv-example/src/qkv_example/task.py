@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.lab import Training, heads
 from qkv.models import DecoderConfig, DecoderLM
+from qkv_lab import Training, heads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

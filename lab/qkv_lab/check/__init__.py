@@ -1,0 +1,38 @@
+"""Checks of the labs' exercises. Each runs a learner's answer on test inputs and prints a hint at the first mistake."""
+
+from __future__ import annotations
+
+from qkv_lab.check.alignment import additive_score, alignment_accuracy
+from qkv_lab.check.attention import attention, entropy, temperature
+from qkv_lab.check.heads import causal_mask, cross_attention, dropout, multi_head
+from qkv_lab.check.lookup import online_softmax, soft_lookup, stable_softmax
+from qkv_lab.check.reversal import einsum_attention, reversal_score
+from qkv_lab.check.sinks import first_token, key_bias, off_by_one, sink_rate
+from qkv_lab.check.transformer import parameter_count, sink_token
+
+__all__ = [
+    "additive_score",
+    "alignment_accuracy",
+    "attention",
+    "causal_mask",
+    "cross_attention",
+    "dropout",
+    "einsum_attention",
+    "entropy",
+    "first_token",
+    "key_bias",
+    "multi_head",
+    "off_by_one",
+    "online_softmax",
+    "parameter_count",
+    "reversal_score",
+    "sink_rate",
+    "sink_token",
+    "soft_lookup",
+    "stable_softmax",
+    "temperature",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,298 @@
+"""Checks of Lab 1: attention of one head, entropy of its rows, temperature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+import qkv
+from qkv_lab.check.hints import draw, expect, pair, same
+from qkv_lab.check.verdict import Wrong, judge
+
+Attended = tuple[Float[Tensor, "b nq dv"], Float[Tensor, "b nq nk"]]
+
+AXIS = (
+    "each column of the weights sums to 1, not each row: a query's weights run over the keys, which are the last "
+    "dimension, so softmax(dim=-1)"
+)
+
+
+def attention(answer: Callable[..., Attended]) -> bool:
+    """Exercise of Lab 1: scaled dot-product attention of one head, with a mask.
+
+    Args:
+        answer: ``answer(q, k, v, mask=None)`` for q (b, nq, d), k (b, nk, d), v (b, nk, dv) and a mask (nq, nk) that is
+            True where a query may attend. Returns out (b, nq, dv) and weights (b, nq, nk). A query with no visible key
+            has weights 0 and output 0, and must not make gradients NaN.
+
+    >>> def right(q, k, v, mask=None):
+    ...     scores = q @ k.mT / q.shape[-1] ** 0.5
+    ...     if mask is not None:
+    ...         scores = scores.masked_fill(~mask, -torch.inf)
+    ...         nothing = ~mask.any(-1, keepdim=True)
+    ...         weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+    ...     else:
+    ...         weights = scores.softmax(-1)
+    ...     return weights @ v, weights
+    >>> attention(right)
+    ✓ shapes
+    ✓ rows of weights
+    ✓ scores
+    ✓ output
+    ✓ mask
+    ✓ large scores
+    ✓ a query with no visible key
+    True
+    """
+    q, k, v = draw(2, 3, 4), draw(2, 5, 4, seed=1), draw(2, 5, 7, seed=2)
+    mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0], [1, 1, 0, 1, 1]]).bool()
+
+    def shapes() -> None:
+        out, weights = pair(answer(q, k, v))
+        _has_shape(weights, (2, 3, 5), "weights", "(b, nq, nk): a row for each query, a column for each key")
+        _has_shape(out, (2, 3, 7), "out", "(b, nq, dv): a mean of values for each query")
+
+    def rows() -> None:
+        weights = pair(answer(q, k, v))[1].detach()
+        if _ones(weights.sum(-1)):
+            return
+        if _ones(weights.sum(-2)):
+            raise Wrong(AXIS)
+        if _ones(weights.sum((-1, -2))):
+            raise Wrong("all weights of a text sum to 1: the softmax must be taken row by row, softmax(dim=-1)")
+        raise Wrong("the rows of weights do not sum to 1: is the softmax missing, or not the last step?")
+
+    def scores() -> None:
+        raw = q.double() @ k.double().mT
+        mistakes = {
+            "the scores are not scaled: divide q · k by √d, where d is the size of a query": raw.softmax(-1),
+            "the scores are divided by d, expected by its square root": (raw / 4).softmax(-1),
+            "the scores are divided by the root of the size of the values, expected that of the queries": (
+                raw / math.sqrt(7)
+            ).softmax(-1),
+            "the scores are divided by the root of the number of keys, expected that of the size of the queries": (
+                raw / math.sqrt(5)
+            ).softmax(-1),
+            "the scores are multiplied by √d, expected divided": (raw * 2).softmax(-1),
+            "large scores get small weights: the sign of the scores is inverted": (-raw / 2).softmax(-1),
+        }
+        expect(pair(answer(q, k, v))[1], _truth(q, k, v)[1], "weights", mistakes)
+
+    def output() -> None:
+        expect(pair(answer(q, k, v))[0], _truth(q, k, v)[0], "out, which is weights @ v,")
+
+    def masked() -> None:
+        s = q.double() @ k.double().mT / 2
+        plain = s.softmax(-1)
+        mistakes = {
+            "the mask is the wrong way round: True is where a query may attend": s.masked_fill(
+                mask, -torch.inf
+            ).softmax(-1),
+            "the mask is ignored": plain,
+            "the mask comes after the softmax: masked keys still contribute to the sum, and rows no longer sum to 1; "
+            "mask the scores, before the softmax": plain * mask,
+            "masked keys get the score 0, whose weight is not 0: e⁰ = 1; expected −inf": s.masked_fill(
+                ~mask, 0
+            ).softmax(-1),
+            "scores are multiplied by the mask: a score of 0 does not mask a key, because e⁰ = 1; expected −inf": (
+                (s * mask).softmax(-1)
+            ),
+            "the mask is added to the scores as 0 and 1; expected −inf for masked keys": (s + mask).softmax(-1),
+        }
+        out, weights = pair(answer(q, k, v, mask))
+        right = _truth(q, k, v, mask)
+        expect(weights, right[1], "weights", mistakes)
+        expect(out, right[0], "out")
+
+    def large() -> None:
+        weights = pair(answer(200 * q, 200 * k, v))[1]
+        if not bool(weights.isfinite().all()):
+            raise Wrong(
+                "scores of several thousand overflow: eˢ is infinite from s = 89 in float32; subtract each row's "
+                "largest score first, or let torch.softmax do it"
+            )
+        expect(weights, _truth(200 * q, 200 * k, v)[1], "weights")
+
+    def no_visible_key() -> None:
+        visible = mask.clone()
+        visible[1] = False
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, weights = pair(answer(*inputs, visible))
+        for what, got in (("weights", weights), ("out", out)):
+            if bool(got[:, 1].isnan().any()):
+                raise Wrong(
+                    f"{what} of a query with no visible key is NaN: the softmax of a row of −inf is 0/0; expected 0. "
+                    "Give such rows finite scores before the softmax, and weights 0 after it"
+                )
+        if same(weights[:, 1], torch.full((2, 5), 0.2)):
+            raise Wrong(
+                "a query with no visible key attends to all keys equally, though all are masked; expected weights 0"
+            )
+        right = _truth(q, k, v, visible)
+        expect(weights, right[1], "weights")
+        expect(out, right[0], "out")
+        if out.requires_grad:
+            out[:, [0, 2]].sum().backward()
+            for name, x in zip("vqk", (inputs[2], *inputs[:2]), strict=True):
+                if x.grad is not None and not bool(x.grad.isfinite().all()):
+                    late = (
+                        "replace NaN in the weights, not in the output"
+                        if name == "v"
+                        else "give the row finite scores before the softmax; adding −inf keeps NaN"
+                    )
+                    raise Wrong(
+                        f"the gradient of {name} is NaN, though the loss does not use the masked row: NaN was replaced "
+                        f"too late, and 0 × NaN is NaN in the backward pass; {late}"
+                    )
+
+    return judge(
+        answer,
+        {
+            "shapes": shapes,
+            "rows of weights": rows,
+            "scores": scores,
+            "output": output,
+            "mask": masked,
+            "large scores": large,
+            "a query with no visible key": no_visible_key,
+        },
+    )
+
+
+def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"]]) -> bool:
+    """Exercise 1.1: the entropy of every row of weights, −Σ a ln a, in nats.
+
+    Args:
+        answer: ``answer(weights)`` for weights (..., nk), whose rows sum to 1 or are all 0. Returns (...). A weight of
+            0 adds 0, the limit of a ln a.
+
+    >>> entropy(lambda weights: -torch.special.xlogy(weights, weights).sum(-1))
+    ✓ a number for each row
+    ✓ nats
+    ✓ weights of 0
+    ✓ least and greatest
+    True
+    """
+    weights = (2 * draw(2, 3, 5, 7)).softmax(-1)
+    terms = -torch.special.xlogy(weights.double(), weights.double())
+    right = terms.sum(-1)
+
+    def shape() -> None:
+        mistakes = {
+            "the sum runs over queries: the entropy of a row is a sum over keys, the last dimension": terms.sum(-2),
+            "it is one number, expected one for each row: sum over keys only": right.mean(),
+            "it is one number, expected one for each row: sum over keys only, dim=-1": terms.sum(),
+            "it still has a dimension for the keys: sum over it without keepdim": right[..., None],
+            "it is −a ln a for every weight: the sum over keys is missing": terms,
+        }
+        got = answer(weights)
+        if not isinstance(got, Tensor) or got.shape != right.shape:
+            expect(got, right, "the entropy", mistakes)
+
+    def values() -> None:
+        mistakes = {
+            "it is negative: ln a is at most 0, so the sum of a ln a needs a minus sign": -right,
+            "it is the mean over keys, expected the sum": terms.mean(-1),
+            "it is in bits (log₂), expected nats: the natural logarithm": right / math.log(2),
+            "it is divided by ln n, which makes it relative to the maximum; expected nats": right / math.log(7),
+            "it is e to the entropy, the perplexity; expected the entropy": right.exp(),
+            "it is −Σ ln a: weight each logarithm by a": -weights.double().log().sum(-1),
+        }
+        expect(answer(weights), right, "the entropy", mistakes)
+
+    def zeros() -> None:
+        got = answer(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]))
+        if isinstance(got, Tensor) and not bool(got.isfinite().all()):
+            raise Wrong(
+                "a weight of 0 makes NaN: ln 0 is −∞, and 0 × −∞ is NaN; torch.special.xlogy and torch.special.entr "
+                "return the limit, 0"
+            )
+        expect(got, torch.tensor([math.log(2), 0.0]), "the entropy of rows (½, ½, 0) and (0, 0, 0)")
+
+    def ends() -> None:
+        expect(answer(torch.eye(6)), torch.zeros(6), "the entropy where all weight is on one key, expected 0,")
+        even = torch.full((4, 9), 1 / 9)
+        expect(answer(even), torch.full((4,), math.log(9)), "the entropy of nine equal weights, expected ln 9,")
+
+    trials = {"a number for each row": shape, "nats": values, "weights of 0": zeros, "least and greatest": ends}
+    return judge(answer, trials)
+
+
+def temperature(answer: Callable[..., Attended]) -> bool:
+    """Exercise 1.2: attention whose scores are divided by √d · temperature.
+
+    Args:
+        answer: ``answer(q, k, v, temperature=1.0)`` for q (b, nq, d), k (b, nk, d), v (b, nk, dv). Returns out
+            (b, nq, dv) and weights (b, nq, nk).
+
+    >>> def right(q, k, v, temperature=1.0):
+    ...     weights = (q @ k.mT / (q.shape[-1] ** 0.5 * temperature)).softmax(-1)
+    ...     return weights @ v, weights
+    >>> temperature(right)
+    ✓ temperature 1
+    ✓ temperature 2
+    ✓ temperature ½
+    ✓ very cold
+    ✓ very hot
+    True
+    """
+    q, k, v = draw(2, 3, 5, seed=3), draw(2, 6, 5, seed=4), draw(2, 6, 4, seed=5)
+    raw = q.double() @ k.double().mT
+    s = raw / math.sqrt(5)
+
+    def one() -> None:
+        mistakes = {"the scores are not scaled: 1/√d stays, in addition to the temperature": raw.softmax(-1)}
+        expect_temperature(answer(q, k, v), 1.0, mistakes)
+
+    def at(t: float) -> Callable[[], None]:
+        mistakes = {
+            "a high temperature sharpens: the scores are multiplied by it, expected divided": (s * t).softmax(-1),
+            "the weights are divided by the temperature: then rows do not sum to 1; divide the scores, before the "
+            "softmax": s.softmax(-1) / t,
+            "the temperature changes nothing": s.softmax(-1),
+            "the temperature is under the root: expected √d · temperature": (raw / math.sqrt(5 * t)).softmax(-1),
+            "1/√d is missing: expected both √d and the temperature": (raw / t).softmax(-1),
+            "temperature is added to √d, expected times √d": (raw / (math.sqrt(5) + t)).softmax(-1),
+        }
+        return lambda: expect_temperature(answer(q, k, v, t), t, mistakes)
+
+    def cold() -> None:
+        got = pair(answer(q, k, v, 1e-3))
+        if not all(bool(x.isfinite().all()) for x in got):
+            raise Wrong("at temperature 0.001 it overflows: subtract each row's largest score, or use torch.softmax")
+        expect_temperature(got, 1e-3, {})
+
+    def hot() -> None:
+        expect_temperature(answer(q, k, v, 1e6), 1e6, {})
+
+    def expect_temperature(got: object, t: float, mistakes: dict[str, Tensor]) -> None:
+        out, weights = pair(got)
+        right = _truth(q, k, v, temperature=t)
+        expect(weights, right[1], "weights", mistakes)
+        expect(out, right[0], "out")
+
+    trials = {"temperature 1": one, "temperature 2": at(2.0), "temperature ½": at(0.5)}
+    return judge(answer, {**trials, "very cold": cold, "very hot": hot})
+
+
+def _truth(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Output and weights of one head, in float64."""
+    inputs = [x.detach().double()[:, None] for x in (q, k, v)]
+    normalizer = qkv.normalizers.Softmax(temperature)
+    out, weights = qkv.attend(*inputs, mask=mask, normalizer=normalizer, return_weights=True)
+    return out[:, 0], weights[:, 0]
+
+
+def _has_shape(x: Tensor, shape: tuple[int, ...], what: str, why: str) -> None:
+    if tuple(x.shape) != shape:
+        raise Wrong(f"{what} has shape {tuple(x.shape)}, expected {shape}, {why}")
+
+
+def _ones(sums: Tensor) -> bool:
+    return same(sums, torch.ones_like(sums))

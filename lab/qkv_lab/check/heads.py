@@ -1,0 +1,339 @@
+"""Checks of Lab 2: causal mask, multi-head attention, dropout of weights, cross-attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+import qkv
+from qkv_lab.check.hints import draw, expect, pair, same
+from qkv_lab.check.verdict import Wrong, judge
+
+Heads = tuple[Float[Tensor, "b n d_model"], Float[Tensor, "b heads n m"]]
+
+
+def causal_mask(answer: Callable[[int], Bool[Tensor, "n n"]]) -> bool:
+    """Lab 2: the causal mask.
+
+    Args:
+        answer: ``answer(n)`` returns a boolean tensor (n, n), rows are queries: True where the key is at the
+            query's position or before it.
+
+    >>> causal_mask(lambda n: torch.ones(n, n).tril().bool())
+    ✓ booleans
+    ✓ visible keys
+    ✓ other lengths
+    True
+    """
+
+    def booleans() -> None:
+        got = answer(5)
+        if not isinstance(got, Tensor):
+            raise Wrong(f"it returns {type(got).__name__}, expected a tensor")
+        if got.shape != (5, 5):
+            raise Wrong(
+                f"for n = 5 the mask has shape {tuple(got.shape)}, expected (5, 5); it broadcasts over batch and heads"
+            )
+        if got.dtype != torch.bool:
+            raise Wrong(
+                f"the mask is {got.dtype}, expected torch.bool: ~ does not invert ones, and adding 1 to scores masks "
+                "nothing"
+            )
+
+    def visible_keys(n: int) -> Callable[[], None]:
+        ones = torch.ones(n, n, dtype=torch.double)
+        mistakes = {
+            "queries see later keys instead of earlier ones: rows are queries, so use the lower triangle": ones.triu(),
+            "a query must see itself, or the first one has no visible key: the diagonal must be True": ones.tril(-1),
+            "True marks masked keys (as in torch.nn.MultiheadAttention); expected visible keys": (ones.triu(1)),
+            "every query sees one key too many, the one after it": ones.tril(1),
+        }
+        return lambda: expect(answer(n).double(), ones.tril(), "the mask", mistakes)
+
+    def lengths() -> None:
+        for n in (1, 2, 9):
+            visible_keys(n)()
+
+    return judge(answer, {"booleans": booleans, "visible keys": visible_keys(5), "other lengths": lengths})
+
+
+def multi_head(answer: Callable[..., Heads]) -> bool:
+    """Lab 2: self-attention in several heads over four matrices.
+
+    Args:
+        answer: ``answer(x, w_q, w_k, w_v, w_o, heads, mask=None)`` for x (b, n, d_model), matrices (d_model, d_model)
+            that are applied from the right, ``x @ w_q``, and a mask (n, n), True where a query may attend. Head i has
+            the columns from i · d_model/heads on of the projections. Returns out (b, n, d_model) and weights
+            (b, heads, n, n).
+
+    >>> def right(x, w_q, w_k, w_v, w_o, heads, mask=None):
+    ...     q, k, v = ((x @ w).unflatten(-1, (heads, -1)).transpose(1, 2) for w in (w_q, w_k, w_v))
+    ...     scores = q @ k.mT / q.shape[-1] ** 0.5
+    ...     if mask is not None:
+    ...         scores = scores.masked_fill(~mask, -torch.inf)
+    ...     weights = scores.softmax(-1)
+    ...     return (weights @ v).transpose(1, 2).flatten(2) @ w_o, weights
+    >>> multi_head(right)
+    ✓ one head
+    ✓ weights of three heads
+    ✓ output of three heads
+    ✓ mask
+    True
+    """
+    x, place = draw(2, 5, 12), torch.arange(5)
+    mask = (place[:, None] + 2 * place) % 3 < 2  # every query has a visible key, and a masked one
+    matrices = [draw(12, 12, seed=i) / math.sqrt(12) for i in (1, 2, 3, 4)]
+    w_o = matrices[3].double()
+
+    def merged(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(2)
+
+    def one() -> None:
+        out, weights = pair(answer(x, *matrices, 1))
+        right_out, right_weights, inner = _heads(x, x, matrices, 1)
+        transposed = [m.T for m in matrices]
+        wrong = _heads(x, x, transposed, 1)
+        _check_weights(weights, right_weights, {"the matrices are transposed: expected x @ w_q": wrong[1]})
+        mistakes = {
+            "the output matrix is missing: multiply the merged heads by w_o": merged(inner),
+            "the output matrix is transposed: expected … @ w_o": merged(inner) @ w_o.T,
+        }
+        expect(out, right_out, "out", mistakes)
+
+    def weights_of() -> None:
+        right = _heads(x, x, matrices, 3)[1]
+        q, k = (x.double() @ m.double() for m in matrices[:2])
+
+        def scored(split: Callable[[Tensor], Tensor], size: int = 4) -> Tensor:
+            return (split(q) @ split(k).mT / math.sqrt(size)).softmax(-1)
+
+        def parted(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (3, 4)).transpose(1, 2)
+
+        mistakes = {
+            "the scores are divided by √d_model, expected the root of the size of a head, d_model / heads": scored(
+                parted, 12
+            ),
+            "the heads are split along the length, which mixes tokens: view as (b, n, heads, …), then transpose": (
+                scored(lambda x: x.reshape(2, 3, 5, 4))
+            ),
+            "the heads are interleaved: head 0 must have the first d_model / heads columns, unflatten to (heads, "
+            "d_head), not (d_head, heads)": scored(lambda x: x.unflatten(-1, (4, 3)).permute(0, 3, 1, 2)),
+            "heads attend to heads within a token: heads must come before the length, transpose(1, 2)": scored(
+                lambda x: x.unflatten(-1, (3, 4))
+            ),
+            "the weights are averaged over the heads: return those of each head": right.mean(1),
+            "the scores are not scaled: divide by √(d_model / heads)": scored(parted, 1),
+        }
+        _check_weights(pair(answer(x, *matrices, 3))[1], right, mistakes)
+
+    def output() -> None:
+        right, _, inner = _heads(x, x, matrices, 3)
+        mistakes = {
+            "heads are merged without moving them back behind the length: transpose(1, 2), then flatten": (
+                inner.reshape(2, 5, 12) @ w_o
+            ),
+            "heads are merged in the wrong order: concatenate each token's heads, head 0 first": (
+                inner.permute(0, 2, 3, 1).flatten(2) @ w_o
+            ),
+            "the output matrix is missing: multiply the merged heads by w_o": merged(inner),
+        }
+        expect(pair(answer(x, *matrices, 3))[0], right, "out", mistakes)
+
+    def masked() -> None:
+        out, weights = pair(answer(x, *matrices, 3, mask))
+        right_out, right, _ = _heads(x, x, matrices, 3, mask)
+        free = _heads(x, x, matrices, 3)[1]
+        mistakes = {
+            "the mask is ignored": free,
+            "the mask is transposed: its rows are queries": _heads(x, x, matrices, 3, mask.T)[1],
+            "the mask comes after the softmax: rows no longer sum to 1": free * mask,
+        }
+        if same(weights * mask, torch.zeros_like(weights)):
+            raise Wrong("the mask is the wrong way round: True is where a query may attend")
+        expect(weights, right, "weights", mistakes)
+        expect(out, right_out, "out")
+
+    trials = {"one head": one, "weights of three heads": weights_of, "output of three heads": output, "mask": masked}
+    return judge(answer, trials)
+
+
+def dropout(answer: Callable[..., tuple[Float[Tensor, "b n dv"], Float[Tensor, "b n m"]]]) -> bool:
+    """Exercise 2.1: attention with dropout of its weights.
+
+    Args:
+        answer: ``answer(q, k, v, p, training)`` for q (b, n, d), k (b, m, d), v (b, m, dv), a probability and whether
+            the model is in training mode. Returns out (b, n, dv) and the weights (b, n, m) after dropout.
+
+    >>> def right(q, k, v, p, training):
+    ...     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    ...     weights = torch.nn.functional.dropout(weights, p, training)
+    ...     return weights @ v, weights
+    >>> dropout(right)
+    ✓ in evaluation
+    ✓ in training
+    ✓ the output
+    ✓ nothing to drop
+    True
+    """
+    q, k, v = draw(2, 40, 8), draw(2, 50, 8, seed=1), draw(2, 50, 6, seed=2)
+    plain = (q.double() @ k.double().mT / math.sqrt(8)).softmax(-1)
+    p = 0.3
+
+    def run(training: bool, p: float = p) -> tuple[Tensor, Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(20)
+            out, weights = pair(answer(q, k, v, p, training))
+        if weights.shape != plain.shape:
+            raise Wrong(f"weights has shape {tuple(weights.shape)}, expected {tuple(plain.shape)}, (b, n, m)")
+        return out.detach().double(), weights.detach().double()
+
+    def evaluation() -> None:
+        out, weights = run(False)
+        if bool((weights == 0).any()) or same(weights.sum(-1), torch.full((2, 40), 1 - p)):
+            raise Wrong(
+                "weights are dropped in evaluation, too: pass `training` to functional.dropout, whose default is True"
+            )
+        expect(weights, plain, "weights in evaluation")
+        if not same(out, plain @ v.double()):
+            raise Wrong("out is not weights @ v in evaluation, where nothing is dropped")
+
+    def training() -> None:
+        _, weights = run(True)
+        ratio = weights / plain
+        kept = ratio[weights != 0]
+        dropped = (weights == 0).double().mean().item()
+        if same(weights, plain):
+            raise Wrong("no weight is dropped in training; is dropout applied to the output, or not at all?")
+        if same(weights.sum(-1), torch.ones(2, 40)):
+            raise Wrong(
+                "rows still sum to 1 in training: dropout comes after the softmax, without normalising again; only the "
+                "mean over draws is the plain attention"
+            )
+        for dim, what, all_of in ((1, "keys", "queries"), (2, "queries", "keys")):
+            if bool(((weights == 0).all(dim) | (weights != 0).all(dim)).all()):
+                raise Wrong(f"whole {what} are dropped, the same for all {all_of}; draw each weight independently")
+        if same(kept, torch.ones_like(kept)):
+            raise Wrong("the remaining weights are not scaled up: 1/(1 − p) keeps the mean over draws unchanged")
+        if abs(dropped - p) > 0.05 and abs(dropped - (1 - p)) < 0.05:
+            raise Wrong(
+                f"{dropped:.0%} of the weights are dropped, expected {p:.0%}: p is the share that is dropped, not kept"
+            )
+        if abs(dropped - p) > 0.05:
+            raise Wrong(f"{dropped:.0%} of the weights are dropped, expected {p:.0%}")
+        expect(kept, torch.full_like(kept, 1 / (1 - p)), "the ratio of remaining to plain weights", tolerance=1e-4)
+
+    def output() -> None:
+        out, weights = run(True)
+        if same(out, plain @ v.double(), 1e-4):
+            raise Wrong("out uses the plain weights: dropout comes before weights @ v")
+        expect(out, weights @ v.double(), "out, which is the dropped weights @ v,", tolerance=1e-4)
+
+    def nothing() -> None:
+        expect(run(True, 0.0)[1], plain, "weights with p = 0, in training,")
+
+    trials = {"in evaluation": evaluation, "in training": training, "the output": output, "nothing to drop": nothing}
+    return judge(answer, trials)
+
+
+def cross_attention(answer: Callable[..., Heads]) -> bool:
+    """Exercise 2.2: queries of one sequence, keys and values of another.
+
+    Args:
+        answer: ``answer(x, context, w_q, w_k, w_v, w_o, heads)`` for x (b, n, d_model), context (b, m, d_context), w_q
+            and w_o (d_model, d_model), w_k and w_v (d_context, d_model), applied from the right. Returns out
+            (b, n, d_model) and weights (b, heads, n, m).
+
+    >>> def right(x, context, w_q, w_k, w_v, w_o, heads):
+    ...     q, k, v = ((s @ w).unflatten(-1, (heads, -1)).transpose(1, 2)
+    ...                for s, w in ((x, w_q), (context, w_k), (context, w_v)))
+    ...     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    ...     return (weights @ v).transpose(1, 2).flatten(2) @ w_o, weights
+    >>> cross_attention(right)
+    ✓ queries, keys and values
+    ✓ other lengths
+    ✓ other widths
+    True
+    """
+    x = draw(2, 5, 12)
+
+    def made(m: int, width: int) -> tuple[Tensor, list[Tensor]]:
+        widths = (12, width, width, 12)
+        return draw(2, m, width, seed=1), [draw(w, 12, seed=2 + i) / math.sqrt(w) for i, w in enumerate(widths)]
+
+    def sides() -> None:
+        context, matrices = made(5, 12)
+        out, weights = pair(answer(x, context, *matrices, 3))
+        right_out, right, _ = _heads(x, context, matrices, 3)
+        own = _heads(x, x, matrices, 3)
+        mistakes = {
+            "keys come from x: this is self-attention; expected keys from the context": own[1],
+            "queries come from the context, expected from x": _heads(context, context, matrices, 3)[1],
+            "the sequences are swapped: queries come from x, keys and values from the context": _heads(
+                context, x, matrices, 3
+            )[1],
+            "a causal mask masks part of the context, but all of it must be visible": _heads(
+                x, context, matrices, 3, torch.ones(5, 5).tril().bool()
+            )[1],
+        }
+        expect(weights, right, "weights", mistakes)
+        values = _merged(right @ _split(x.double() @ matrices[2].double(), 3)) @ matrices[3].double()
+        expect(out, right_out, "out", {"values come from x, expected from the context, as the keys do": values})
+
+    def other(m: int, width: int, hint: str) -> Callable[[], None]:
+        def trial() -> None:
+            context, matrices = made(m, width)
+            try:
+                got = answer(x, context, *matrices, 3)
+            except RuntimeError as error:
+                raise Wrong(f"{hint} ({str(error).splitlines()[0]})") from None
+            out, weights = pair(got)
+            right_out, right, _ = _heads(x, context, matrices, 3)
+            expect(weights, right, "weights")
+            expect(out, right_out, "out")
+
+        return trial
+
+    return judge(
+        answer,
+        {
+            "queries, keys and values": sides,
+            "other lengths": other(
+                7,
+                12,
+                "it fails for a context of 7 tokens and 5 queries: weights are (b, heads, n, m); n and m can differ",
+            ),
+            "other widths": other(
+                4, 10, "it fails for a context 10 wide: the context has its own width before w_k and w_v"
+            ),
+        },
+    )
+
+
+def _heads(
+    x: Tensor, context: Tensor, matrices: list[Tensor], heads: int, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, weights, and the heads' outputs before they are merged, (b, heads, n, d), in float64."""
+    x, context = x.double(), context.double()
+    w_q, w_k, w_v, w_o = (m.double() for m in matrices)
+    q, k, v = _split(x @ w_q, heads), _split(context @ w_k, heads), _split(context @ w_v, heads)
+    inner, weights = qkv.attend(q, k, v, mask=mask, return_weights=True)
+    return _merged(inner) @ w_o, weights, inner
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _merged(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+def _check_weights(got: Tensor, right: Tensor, mistakes: dict[str, Tensor]) -> None:
+    if got.ndim == 3 and right.shape[1] == 1 and got.shape == right[:, 0].shape:
+        raise Wrong("weights has no dimension for the heads: expected (b, heads, n, n), also for one head")
+    expect(got, right, "weights", mistakes)

@@ -1,0 +1,319 @@
+"""Checks of the NumPy lab: stable softmax, attention as a soft lookup, online softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv import reference
+from qkv_lab.check.hints import expect
+from qkv_lab.check.verdict import Wrong, judge
+
+Array = np.ndarray
+Blocks = list[tuple[Array, Array]]
+MASKED = -np.inf
+
+
+def stable_softmax(answer: Callable[[Array], Array]) -> bool:
+    """Exercise of the NumPy lab: the softmax of every row, without overflow.
+
+    Args:
+        answer: ``answer(scores)`` for a float64 array (…, n) with any number of leading dimensions. Some scores of a
+            row may be −∞, but not all. Returns weights (…, n); each row sums to one.
+
+    >>> def right(scores):
+    ...     powers = np.exp(scores - scores.max(-1, keepdims=True))
+    ...     return powers / powers.sum(-1, keepdims=True)
+    >>> stable_softmax(right)
+    ✓ small scores
+    ✓ scores of 1,000 and −1,000
+    ✓ rows far from each other
+    ✓ keys of score −∞
+    True
+    """
+
+    def small() -> None:
+        scores = np.random.default_rng(0).normal(size=(2, 3, 5))
+        given = scores.copy()
+        got = _tensor(_with_shape_hint(lambda: answer(given), "a maximum or sum"), "the answer")
+        if not np.array_equal(scores, given):
+            raise Wrong("it changes the scores it was given; make a new array (`x = x - …`, not `x -= …`)")
+        mistakes = {
+            "the weights sum to one over the first axis; keys are the last axis: sum over axis −1": _softmax(scores, 0),
+            "the weights sum to one down the columns; a query is a row, so the sum runs over axis −1": (
+                _softmax(scores, 1)
+            ),
+            "all weights together sum to one; each row should, so the sum runs over the last axis only": (
+                _softmax(scores.ravel()).reshape(scores.shape)
+            ),
+            "these are the powers e^s; each row has to be divided by its sum": np.exp(scores),
+            "these are the powers e^(s − max); each row has to be divided by its sum": (
+                np.exp(scores - scores.max(-1, keepdims=True))
+            ),
+            "these are logarithms of the weights": np.log(_softmax(scores)),
+            "these are powers of 2; a softmax takes e^s: np.exp": _softmax(np.log(2) * scores),
+        }
+        _expect(got, _softmax(scores), "the answer", mistakes)
+
+    def large() -> None:
+        for scores in (np.array([[1000.0, 1001.0, 999.0]]), np.array([[-1000.0, -1001.0, -1003.0]])):
+            got = _quietly(partial(answer, scores))
+            if not got.isfinite().all():
+                raise Wrong(
+                    "e^1000 overflows to ∞ and e^−1000 underflows to 0, and ∞/∞ and 0/0 are NaN; subtract the largest "
+                    "score of each row first, which does not change the weights"
+                )
+            _expect(got, _softmax(scores), "the answer", {
+                "all weights are equal, as if the scores were clipped; subtract the row's largest score instead": (
+                    np.full_like(scores, 1 / 3)
+                ),
+            })  # fmt: skip
+
+    def far() -> None:
+        scores = np.array([[2000.0, 2001.0], [0.0, 1.0]])
+        got = _quietly(lambda: answer(scores))
+        if not got.isfinite().all():
+            raise Wrong(
+                "the largest score of the whole array was subtracted; the powers of a row far below it underflow, and "
+                "0/0 is NaN; each row needs its own maximum: max(-1, keepdims=True)"
+            )
+        _expect(got, _softmax(scores), "the answer")
+
+    def masked() -> None:
+        scores = np.array([[0.0, MASKED, 1.0], [MASKED, MASKED, -4.0]])
+        got = _quietly(lambda: answer(scores))
+        if not got.isfinite().all():
+            raise Wrong(
+                "a key with score −∞ has weight e^−∞ = 0; here the row becomes NaN, because −∞ − (−∞) is NaN: subtract "
+                "the row's *largest* score, not its smallest or its mean"
+            )
+        _expect(got, _softmax(scores), "the answer")
+
+    trials = {
+        "small scores": small,
+        "scores of 1,000 and −1,000": large,
+        "rows far from each other": far,
+        "keys of score −∞": masked,
+    }
+    return judge(answer, trials)
+
+
+def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> bool:
+    """Exercise of the NumPy lab: scaled dot-product attention.
+
+    Args:
+        answer: ``answer(q, k, v)`` for float64 queries (nq, d), keys (nk, d) and values (nk, dv). Returns (nq, dv).
+
+    >>> def right(q, k, v):
+    ...     scores = q @ k.T / np.sqrt(q.shape[-1])
+    ...     powers = np.exp(scores - scores.max(-1, keepdims=True))
+    ...     return powers / powers.sum(-1, keepdims=True) @ v
+    >>> soft_lookup(right)
+    ✓ 3 queries, 5 keys
+    ✓ one key
+    ✓ large queries
+    True
+    """
+
+    def sizes() -> None:
+        rng = np.random.default_rng(1)
+        q, k, v = rng.normal(size=(3, 4)), rng.normal(size=(5, 4)), rng.normal(size=(5, 2))
+        scores = q @ k.T
+        mistakes = {
+            "these are the weights; the answer is the weighted mean of the values: weights @ v": _softmax(scores / 2),
+            "the scores are used as weights; apply a softmax to each row first": scores / 2 @ v,
+            "the scores are used as weights, and are not scaled": scores @ v,
+            "the scores are not scaled; divide them by √d, where d is the size of a query": _softmax(scores) @ v,
+            "the scores are divided by d, expected √d, which is how their standard deviation grows": _softmax(
+                scores / 4
+            )
+            @ v,
+            "the scores are divided by the root of a value's size, expected √d, with a query's size d": _softmax(
+                scores / np.sqrt(2)
+            )
+            @ v,
+            "the scores are divided by the root of the number of keys, expected √d": _softmax(scores / np.sqrt(5)) @ v,
+            "the scores are multiplied by √d, expected divided": _softmax(scores * 2) @ v,
+            "the weights are divided by √d; divide the scores, before the softmax": (_softmax(scores) / 2 @ v),
+            "the softmax runs over the queries; it should run over the keys of each query: the last axis": (
+                _softmax(scores / 2, 0) @ v
+            ),
+        }
+        got = _with_shape_hint(lambda: answer(q, k, v), "a row's maximum or sum")
+        _expect(_tensor(got, "the answer"), _attention(q, k, v), "the answer", mistakes)
+
+    def one() -> None:
+        rng = np.random.default_rng(2)
+        q, k, v = rng.normal(size=(2, 3)), rng.normal(size=(1, 3)), rng.normal(size=(1, 4))
+        _expect(
+            _tensor(answer(q, k, v), "the answer"),
+            np.repeat(v, 2, 0),
+            "the answer (expected the value of the only key)",
+        )
+
+    def large() -> None:
+        rng = np.random.default_rng(3)
+        q, k, v = 1e4 * rng.normal(size=(2, 3)), rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
+        got = _quietly(lambda: answer(q, k, v))
+        if not got.isfinite().all():
+            raise Wrong("large scores overflow in exp; subtract the largest of each row first")
+        _expect(got, _attention(q, k, v), "the answer")
+
+    return judge(answer, {"3 queries, 5 keys": sizes, "one key": one, "large queries": large})
+
+
+def online_softmax(answer: Callable[[Iterator[tuple[Array, Array]]], tuple[Array, float]]) -> bool:
+    """Exercise of the NumPy lab: attention of one query whose keys arrive in blocks.
+
+    Args:
+        answer: ``answer(blocks)`` for an iterator that can be read once. A block is the scores (m,) of m keys and their
+            values (m, dv); m differs between blocks, and masked keys have score −∞. Returns the output (dv,) and the
+            log-sum-exp of all scores.
+
+    >>> def right(blocks):
+    ...     top, total, out = -np.inf, 0.0, 0.0
+    ...     for scores, values in blocks:
+    ...         new = max(top, scores.max())
+    ...         if new > -np.inf:
+    ...             powers, kept = np.exp(scores - new), np.exp(top - new)
+    ...             top, total, out = new, total * kept + powers.sum(), out * kept + powers @ values
+    ...     return out / total, top + np.log(total)
+    >>> online_softmax(right)
+    ✓ one block
+    ✓ scores that rise
+    ✓ scores of 1,000
+    ✓ a first block of masked keys
+    True
+    """
+
+    def trial(seed: int, sizes: tuple[int, ...], lifts: tuple[float, ...]) -> Callable[[], None]:
+        rng = np.random.default_rng(seed)
+        blocks = [(rng.normal(size=m) + lift, rng.normal(size=(m, 3))) for m, lift in zip(sizes, lifts, strict=True)]
+        return lambda: _check_online(answer, blocks)
+
+    trials = {
+        "one block": trial(4, (3,), (2.0,)),
+        "scores that rise": trial(5, (4, 1, 3), (0.0, 2.0, 4.0)),
+        "scores of 1,000": trial(6, (3, 2, 4), (0.0, 1000.0, 999.0)),
+        "a first block of masked keys": trial(7, (2, 3), (MASKED, 0.0)),
+    }
+    return judge(answer, trials)
+
+
+def _check_online(answer: Callable[..., object], blocks: Blocks) -> None:
+    """One trial of `online_softmax`."""
+    with np.errstate(all="ignore"):
+        found = answer(_Once([(s.copy(), v.copy()) for s, v in blocks]))
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise Wrong("expected two results: the output and the log-sum-exp")
+    out, lse = _tensor(found[0], "the output"), _tensor(found[1], "the log-sum-exp")
+    if not (out.isfinite().all() and lse.isfinite().all()):
+        if not np.isfinite(blocks[0][0]).any():
+            raise Wrong("after a block of masked keys the largest score is −∞, and −∞ − (−∞) is NaN; skip such a block")
+        raise Wrong("exp overflows or underflows; subtract the largest score *so far*, and update it as it rises")
+    scores, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    means = [_softmax(s) @ v for s, v in blocks if np.isfinite(s).any()]
+    top = scores.max()
+    rest = np.log(np.exp(scores - top).sum())
+    _expect(out, _softmax(scores) @ values, "the output", {
+        "when the largest score rises, the sum of values must be rescaled, too: multiply it by e^(old − new)": (
+            _running(blocks, total=True, out=False)
+        ),
+        "the sum of values is rescaled when the largest score rises, but the sum of powers is not: multiply both by "
+        "e^(old − new)": _running(blocks, total=False, out=True),
+        "sums with different largest scores are added without rescaling: when the largest score rises, multiply the "
+        "old sums by e^(old − new)": _running(blocks, total=False, out=False),
+        "when the largest score rises, the sums must shrink: multiply by e^(old − new), not e^(new − old)": (
+            _running(blocks, total=True, out=True, sign=-1)
+        ),
+        "the blocks' outputs are averaged with equal weights; weight each by its sum of powers": np.mean(means, 0),
+        "this is the output of the last block only": means[-1],
+        "the output is not divided by the sum of the powers": np.exp(scores - top) @ values,
+    })  # fmt: skip
+    _expect(lse, np.array(top + rest), "the log-sum-exp", {
+        "the log-sum-exp lacks the largest score that was subtracted: add it to ln Σ e^(s − max)": np.array(rest),
+        "this is Σ e^(s − max), expected its logarithm plus the largest score": np.exp(rest),
+        "Σ e^(s − max) is added to the largest score; add its logarithm instead": np.array(top + np.exp(rest)),
+        "this is the largest score; the log-sum-exp adds ln Σ e^(s − max) to it": np.array(top),
+    })  # fmt: skip
+
+
+class _Once:
+    """An iterator over blocks that raises `Wrong` when it is read a second time."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks, self.ended = iter(blocks), False
+
+    def __iter__(self) -> _Once:
+        if self.ended:
+            raise Wrong("the blocks are read a second time; keep everything you need during the first pass")
+        return self
+
+    def __next__(self) -> tuple[Array, Array]:
+        try:
+            return next(self.blocks)
+        except StopIteration:
+            self.ended = True
+            raise
+
+
+def _running(blocks: Blocks, *, total: bool, out: bool, sign: int = 1) -> Array:
+    """The output of an online softmax that rescales only the total, only the sum of values, or neither.
+
+    With sign −1 the factor is inverted.
+    """
+    top, powers_sum, sums = MASKED, 0.0, np.zeros(blocks[0][1].shape[1])
+    with np.errstate(all="ignore"):
+        for scores, values in blocks:
+            new = max(top, float(scores.max()))
+            powers, kept = np.exp(scores - new), np.exp(sign * (top - new)) if top > MASKED else 0.0
+            powers_sum = powers_sum * (kept if total else 1.0) + powers.sum()
+            sums = sums * (kept if out else 1.0) + powers @ values
+            top = new
+        return np.asarray(sums / powers_sum)
+
+
+def _softmax(scores: Array, axis: int = -1) -> Array:
+    powers = np.exp(scores - scores.max(axis, keepdims=True))
+    return np.asarray(powers / powers.sum(axis, keepdims=True))
+
+
+def _attention(q: Array, k: Array, v: Array) -> Array:
+    return reference.attention(q[None, None], k[None, None], v[None, None]).out[0, 0]
+
+
+def _with_shape_hint(call: Callable[[], object], what: str) -> object:
+    """Call an answer; if NumPy reports shapes that do not match, raise `Wrong` with a hint."""
+    try:
+        return call()
+    except ValueError as error:
+        if "broadcast" in str(error):
+            raise Wrong(f"shapes do not match ({error}); {what} keeps its axis with keepdims=True") from None
+        if "matmul" in str(error):
+            shapes = "scores are q @ k.T, (nq, nk), and outputs weights @ v, (nq, dv)"
+            raise Wrong(f"shapes of a matrix product do not match; {shapes}") from None
+        raise
+
+
+def _quietly(call: Callable[[], object]) -> Tensor:
+    with np.errstate(all="ignore"):
+        return _tensor(call(), "the answer")
+
+
+def _tensor(got: object, what: str) -> Tensor:
+    """The result of an answer as a tensor; `Wrong` if it is not an array of numbers."""
+    try:
+        if got is not None:
+            return torch.tensor(np.asarray(got, dtype=np.float64))
+    except (TypeError, ValueError):
+        pass
+    raise Wrong(f"{what} is {type(got).__name__}, expected an array of numbers")
+
+
+def _expect(got: Tensor, expected: Array, what: str, mistakes: dict[str, Array] | None = None) -> None:
+    known = {hint: torch.tensor(wrong) for hint, wrong in (mistakes or {}).items()}
+    expect(got, torch.tensor(expected), what, known, 1e-8)

@@ -1,0 +1,1 @@
+"""The commands of qkv-lab: `qkv train`, `lab`, `check`, `experiment` and `claims`."""

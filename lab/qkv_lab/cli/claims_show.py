@@ -1,0 +1,145 @@
+"""What `qkv claims` prints: counts, verdicts with their evidence, and comparisons, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from research.claims.claim import KINDS, SOURCES, Finding
+from research.claims.evidence import evidence_of
+from research.claims.run import Checked
+
+COLOURS = {"holds": "green", "false": "red", "only when": "yellow", "undecided": "magenta", "unseen": "dim"}
+
+
+def kind(one: Checked) -> str | None:
+    """The kind of the verdict; None if the check gives none."""
+    return None if one.verdict is None else one.verdict.kind
+
+
+def described(one: Checked) -> dict[str, Any]:
+    """A checked claim as plain data, with its evidence."""
+    found: dict[str, Any] = {
+        "claim": one.claim.id,
+        "source": one.claim.source,
+        "section": one.claim.section,
+        "text": one.claim.text,
+        "verdict": kind(one),
+        "because": str(one.error) if one.verdict is None else one.verdict.text,
+    }
+    if one.verdict is not None:
+        found["links"] = list(one.verdict.by)
+        found["models"] = [asdict(finding) for finding in one.verdict.findings]
+        found["evidence"] = [asdict(evidence) for evidence in evidence_of(one.claim.id, one.verdict)]
+    return found
+
+
+def as_json(entries: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
+    """Print JSON, with null for numbers that are not finite."""
+    from qkv_lab.log import finite
+
+    print(json.dumps(finite(entries), indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def counts(found: Mapping[str, Checked]) -> None:
+    """Print the number of verdicts of each kind, by source."""
+    table = Table("source", box=box.SIMPLE_HEAD, pad_edge=False)
+    for word in (*KINDS.values(), "all"):
+        table.add_column(word, justify="right")
+    for source in (*SOURCES, None):
+        kinds = [kind(one) for one in found.values() if source in (None, one.claim.source)]
+        numbers = Counter(kinds)
+        table.add_row(source or "all", *(str(numbers[k]) for k in KINDS), str(len(kinds)), end_section=source is None)
+    _console().print(table)
+
+
+def verdicts(found: Iterable[Checked]) -> None:
+    """Print each claim with its verdict and evidence."""
+    console = _console()
+    for one in found:
+        claim = one.claim
+        console.print(Text.assemble((claim.id, "bold"), (f"  {claim.source}, {claim.section}", "dim")))
+        console.print(Text(claim.text, "italic"))
+        if one.verdict is None:
+            console.print(Text(f"{_state(one)}: {one.error}\n", "red"))
+            continue
+        console.print(Text.assemble(_word(one.verdict.kind), "  ", one.verdict.text))
+        if one.verdict.findings:
+            console.print(findings(one.verdict.findings))
+        for evidence in evidence_of(claim.id, one.verdict):
+            console.print(Text(f"{evidence} Repeat it: {evidence.command}", "dim"))
+        if read := [_plain(by) for by in one.verdict.by if not by.startswith(("[experiment ", "[study of "))]:
+            console.print(Text(f"See {', '.join(read)}", "dim"))
+        console.print()
+
+
+def findings(rows: Iterable[Finding]) -> Table:
+    """The verdicts on single models."""
+    table = Table("model", "text", "verdict", "measured", box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(row.model.replace("`", ""), row.length, _word(row.kind), row.number)
+    return table
+
+
+def compared(found: Mapping[str, Checked], shipped: Mapping[str, Checked], folder: Path) -> None:
+    """Print the verdicts with the results in a folder beside those with the results of the package."""
+    table = Table("claim", escape(str(folder)), "results of qkv", "because", box=box.SIMPLE_HEAD, pad_edge=False)
+    for id_, one in found.items():
+        because = str(one.error) if one.verdict is None else one.verdict.text
+        table.add_row(Text(id_, no_wrap=True), _outcome(one), _outcome(shipped[id_]), Text(because))
+    _console().print(table)
+    changed = [id_ for id_, one in found.items() if kind(one) != kind(shipped[id_])]
+    if changed:
+        print(f"{len(changed)} of {len(found)} verdicts not as with the results of qkv: {', '.join(changed)}")
+    else:
+        print("All verdicts are those with the results of qkv.")
+
+
+def summary(found: Mapping[str, Checked], out: Path | None) -> None:
+    """Print the checks without a verdict, and where the pages are."""
+    console = _console()
+    failed = [one for one in found.values() if one.error is not None]
+    for one in failed:
+        console.print(Text(f"{one.claim.id} {_state(one)}: {one.error}", "red"))
+    seconds = sum(one.seconds for one in found.values())
+    console.print(f"{len(found)} checks in {seconds:.0f} s, {_numbers(failed)}", markup=False)
+    if out is not None:
+        console.print(f"No pages were written to {out}." if failed else f"Pages  {out}", markup=False, soft_wrap=True)
+
+
+def _numbers(failed: Collection[Checked]) -> str:
+    drifted = sum(one.drifted for one in failed)
+    missing = len(failed) - drifted
+    return f"{drifted} drifted" + (f", {missing} without a result to read" if missing else "")
+
+
+def _state(one: Checked) -> str:
+    return "drifted" if one.drifted else "not checked"
+
+
+def _outcome(one: Checked) -> Text:
+    return Text(_state(one), "red") if one.verdict is None else _word(one.verdict.kind)
+
+
+def _word(of: str) -> Text:
+    return Text(KINDS[of], COLOURS[of])
+
+
+def _plain(link: str) -> str:
+    """A Markdown link as text: its address follows if it is on the web."""
+    return re.sub(r"\[([^]]*)\]\(([^)]*)\)", lambda m: f"{m[1]} {m[2]}" if m[2].startswith("http") else m[1], link)
+
+
+def _console() -> Console:
+    return Console(highlight=False)

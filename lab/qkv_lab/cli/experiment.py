@@ -1,0 +1,137 @@
+"""`qkv experiment`: test claims about attention on small models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from qkv.errors import InputError, renamed
+
+if TYPE_CHECKING:
+    from qkv_lab.experiments import Estimate, Result
+
+
+def experiment(
+    names: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]", help_behavior_hint="")
+    ] = (),
+    /,
+    *,
+    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    seeds: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    most_seeds: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-experiments"),
+    jobs: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
+    redraw: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> None:
+    """Test claims about attention by training small models and measuring them.
+
+    Each verdict compares a confidence interval over seeds with a bound that was written down before the runs. Seeds are
+    added until no claim is undecided, up to the experiment's last look. For each experiment the command writes all
+    numbers as JSON and a figure to DIR; README.md collects the verdicts on all claims. Finished training runs are not
+    repeated, so an interrupted experiment continues where it stopped.
+
+    qkv experiment                            (list the experiments, with the processor time that each took)
+
+    qkv experiment learning_rate --quick      (a short version, to see that it works)
+
+    qkv experiment weight_decay --seeds 5     (exactly 5 seeds)
+
+    qkv experiment all --most-seeds 20        (a budget: stop with 20 seeds, even if a claim is undecided then)
+
+    qkv experiment all --jobs 4               (all experiments; an estimate of the time comes first)
+
+    Args:
+        names: Names of experiments, or all. Without a name the command lists the experiments.
+        quick: Run the short version, whose models are too small for conclusions.
+        seeds: Exactly so many seeds, in place of the experiment's own numbers.
+        most_seeds: Stop after the last look with at most so many seeds. The intervals allow for all looks nevertheless,
+            so the same command without this option may go on later.
+        out: Folder for the results. It is created if it does not exist.
+        jobs: Number of training runs at the same time, each in its own process on one core.
+        redraw: Draw the conclusions and the figures again from the numbers in DIR, without training.
+    """
+    from qkv._files import write_atomically
+    from qkv_lab import experiments
+
+    if not names:
+        _list()
+        return
+    if jobs < 1:
+        raise InputError(f"--jobs is {jobs}, expected at least 1")
+    if seeds is not None and seeds < 2:
+        raise InputError(f"--seeds is {seeds}, expected at least 2: one seed has no interval")
+    if seeds is not None and most_seeds is not None:
+        raise InputError(f"--most-seeds is {most_seeds}, but --seeds {seeds} sets the number; expected one of the two")
+    chosen = dict.fromkeys(x for name in names for x in (experiments.names() if name == "all" else [name]))
+    for name in chosen:
+        experiments.experiment(name)  # raises for an unknown name before the first experiment runs
+    if not redraw and not quick:
+        with renamed(most_seeds="--most-seeds"):  # of all experiments before the first one runs
+            found = experiments.estimate(chosen, out, seeds=seeds, most_seeds=most_seeds)
+        _announce(found, jobs)
+    for name in chosen:
+        if redraw:
+            result = experiments.redraw(name, out)
+        else:
+            result = experiments.run(
+                name, out, quick=quick, seeds=seeds, most_seeds=most_seeds, jobs=jobs, progress=True
+            )
+        _show(name, result)
+        write_atomically(out / "README.md", experiments.table(out))
+
+
+def _announce(estimate: Estimate, jobs: int) -> None:
+    """Print how long the runs will take."""
+    from qkv.cli.terminal import duration
+
+    if estimate.runs:
+        time = duration(estimate.seconds / jobs)
+        kept = f"; {estimate.done:,} are done already" if estimate.done else ""
+        print(f"{estimate.runs:,} runs, about {time}{kept}. More follow if a claim is undecided then.")
+
+
+def _list() -> None:
+    """Print the names of all experiments, their questions and the claims that they test."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from qkv.cli.terminal import duration
+    from qkv_lab import experiments
+
+    table = Table("experiment", "question", "claims", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in experiments.names():
+        try:
+            found = experiments.experiment(name)
+        except InputError as error:  # a broken entry point of an installed package
+            table.add_row(Text(name, no_wrap=True), Text(str(error)), Text(""))
+        else:
+            seconds = experiments.cost(name)
+            label = Text.assemble(name, (f"\n{duration(seconds)}", "dim") if seconds else "")
+            table.add_row(label, Text(found.question), Text(", ".join(found.claims)))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("Below a name: the processor time of the results that come with qkv.", markup=False)
+    console.print("usage: qkv experiment NAME … [--quick] [--seeds N] [--jobs N] [--out DIR]", markup=False)
+
+
+def _show(name: str, result: Result) -> None:
+    """Print the verdicts and the names of the files."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("claim", "verdict", "because", title=name, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for verdict in result.verdicts:
+        table.add_row(Text(verdict.claim, no_wrap=True), Text(verdict.holds), Text(verdict.text))
+    console = Console(highlight=False)
+    console.print(table)
+    if not all(verdict.text in result.paragraph for verdict in result.verdicts):
+        console.print(result.paragraph, markup=False)
+    console.print(f"\nNumbers  {result.json_path}", markup=False, soft_wrap=True)
+    console.print(f"Figure   {result.figure_path}\n", markup=False, soft_wrap=True)

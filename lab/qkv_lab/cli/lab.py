@@ -1,0 +1,158 @@
+"""`qkv lab`: the labs and the tutorial in a terminal, and as notebooks."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from qkv.cli.files import folder
+from qkv.cli.terminal import print_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qkv_lab.lessons.catalog import Lesson
+    from qkv_lab.lessons.page import Cell
+    from qkv_lab.lessons.run import Runner
+
+
+def lab(
+    names: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]", help_behavior_hint="")
+    ] = (),
+    /,
+    *,
+    notebook: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-lab"),
+) -> None:
+    """Work through a lab or a chapter of the tutorial, offline.
+
+    Without a name the command lists the labs and the chapters. With a name it runs the page: it prints the text, the
+    results of the code and the hints of the exercises, and saves the figures as PNG files in DIR/NAME. To write the
+    code yourself, take the notebook, or check a file of your own with qkv check.
+
+    qkv lab                       (list the labs and the chapters)
+
+    qkv lab sinks                 (run a lab in the terminal; less than a minute)
+
+    qkv lab sinks --notebook      (write qkv-lab/sinks.ipynb, for Jupyter)
+
+    qkv check                     (the exercises, for answers in a file of your own)
+
+    Args:
+        names: Names of labs or chapters. Without a name the command lists them.
+        notebook: Write Jupyter notebooks instead of running the code here.
+        out: Folder for figures and notebooks. It is created if it does not exist.
+    """
+    from qkv_lab.lessons.catalog import lesson
+
+    if not names:
+        _list()
+        return
+    chosen = [lesson(name) for name in dict.fromkeys(names)]  # raises for an unknown name before the first one runs
+    for one in chosen:
+        if notebook:
+            _write_notebook(one, out)
+        else:
+            _run(one, out / one.name)
+
+
+def _list() -> None:
+    """Print the names of all labs and chapters, what they are about, and how long they take."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from qkv_lab.lessons.catalog import LESSONS
+
+    console = Console(highlight=False)
+    for part, heading in (("tutorial", "Tutorial"), ("labs", "Labs, with exercises")):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=heading, title_justify="left", title_style="bold")
+        table.add_column("name", style="cyan", no_wrap=True, min_width=14)
+        table.add_column("about")
+        table.add_column("minutes", justify="right")
+        for one in LESSONS:
+            if one.part == part:
+                table.add_row(one.name, one.about, str(one.minutes))
+        console.print(table)
+    console.print("Minutes are those of a reader who writes the answers. Everything runs offline, on one core.")
+    console.print("usage: qkv lab NAME … [--notebook] [--out DIR], and qkv check for the exercises", markup=False)
+
+
+def _write_notebook(one: Lesson, out: Path) -> None:
+    from qkv._files import write_atomically
+    from qkv_lab.lessons.notebook import notebook
+
+    path = out / f"{one.name}.ipynb"
+    with folder(out):
+        write_atomically(path, notebook(one.text()))
+    print_line("Notebook", f"{path}   (jupyter lab {path})", main=True)
+
+
+def _run(one: Lesson, out: Path) -> None:
+    """Print the page with its results; the figures go to the folder `out`."""
+    from rich.console import Console
+
+    from qkv_lab.lessons import prose
+    from qkv_lab.lessons.page import cells
+    from qkv_lab.lessons.run import Runner
+
+    console = Console(highlight=False)
+    page = cells(one.text())
+    codes = sum(cell.kind == "code" for cell in page)
+    saved: list[Path] = []
+    began = time.perf_counter()
+    with folder(out), Runner(one.name, out) as runner:
+        for cell in page:
+            if cell.kind == "text":
+                runner.text(cell)
+                prose.show(console, cell.source)
+            else:
+                saved += _code(console, runner, cell, codes)
+    print_line("Lab", f"{one.name} in {time.perf_counter() - began:.0f} s", main=True)
+    for path in saved:
+        print_line("Figure", path)
+    print_line("Code", f"qkv lab {one.name} --notebook")
+
+
+def _code(console: Console, runner: Runner, cell: Cell, codes: int) -> list[Path]:
+    """Run a cell, print its result, and return its figures."""
+    from rich.padding import Padding
+    from rich.syntax import Syntax
+
+    from qkv._progress import spinner
+    from qkv_lab.lessons.exercises import checked, exercise
+
+    with spinner(f"cell {runner.number + 1} of {codes}: {runner.heading}"):
+        output = runner.code(cell)
+    found = checked(cell)
+    if found is not None:
+        one = exercise(found[0])
+        console.print(f"Exercise {one.name}: define {one.signature}", style="bold cyan", markup=False)
+        code = Syntax(one.code, "python", theme="ansi_dark", background_color="default")
+        console.print(Padding(code, (0, 0, 0, 2)))
+        console.print("This code contains a mistake, which the check explains:", style="dim")
+    if output.text and "hide-cell" not in cell.tags:
+        _print_result(console, output.text, wrap=found is not None)
+    if found is not None:
+        told = f"Check your own: qkv check {found[0]} FILE.py. The page goes on with its own solution.\n"
+        console.print(told, style="dim", markup=False)
+    for path in output.figures:
+        console.print(f"  figure  {path}\n", style="dim", markup=False, soft_wrap=True)
+    return output.figures
+
+
+def _print_result(console: Console, text: str, *, wrap: bool) -> None:
+    """Print the output of a cell, indented. Tables are not wrapped, so that their columns stay whole."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if wrap:
+        console.print(Padding(Text(text), (0, 0, 0, 2)))
+    else:
+        console.print(Text(textwrap.indent(text, "  ")), soft_wrap=True)
+    console.print()

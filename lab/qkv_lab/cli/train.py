@@ -1,0 +1,195 @@
+"""`qkv train`: train a small model on a task and compare its attention with the known truth."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from qkv.errors import InputError
+
+if TYPE_CHECKING:
+    from qkv_lab import Task, Trained
+
+EXAMPLES = """\
+qkv train reversal                                          (a task with its default settings)
+
+qkv train reversal --help                                   (all settings of the task)
+
+qkv train reversal --length 8 --model.layers 1 --steps 500  (change some settings)
+
+qkv train --config qkv-runs/reversal/run.toml --seed 1 --out qkv-runs/again
+
+qkv train --config lesson                                   (a lesson's model, 26,672 parameters)
+
+torchrun --nproc-per-node 2 -m qkv.cli train language       (two processes)"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The command line of one task: every setting of the task and of the training is a flag.
+
+    tyro takes the types of the first two fields from their defaults, so that `qkv --help` need not import torch.
+    """
+
+    task: Annotated[Any, tyro.conf.arg(name="")]
+    training: Annotated[Any, tyro.conf.arg(name="")]
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Folder of the run. If it contains an interrupted run with the same settings, that run continues."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Read settings from this TOML file, such as the run.toml of another run; flags override them. The package has
+    one: lesson, the model of 26,672 parameters that a lesson trains to reverse six symbols."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Number of threads that torch uses; by default torch decides."""
+    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Also write the metrics for TensorBoard."""
+
+
+def train(*arguments: str) -> None:
+    """Train a small model on a task whose correct attention is known: minutes on one core.
+
+    `qkv train` lists the tasks, and `qkv train TASK --help` lists the settings of a task. A run writes its settings,
+    metrics, checkpoints, model and figures to its folder. Repeat the command to continue an interrupted run.
+
+    qkv train reversal --length 8 --model.layers 1 --steps 500
+
+    Args:
+        arguments: The task and its flags.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _list()
+        return
+    run = _read(arguments)
+    if run.threads is not None:
+        if run.threads < 1:
+            raise InputError(f"--threads is {run.threads}, expected at least 1")
+        import torch
+
+        torch.set_num_threads(run.threads)
+    from qkv_lab import loop
+
+    trained = loop.train(run.task, run.training, run.out, progress=True, tensorboard=run.tensorboard)
+    if os.environ.get("RANK", "0") == "0":  # only one of several processes prints
+        _show(run.task, trained)
+
+
+def _read(arguments: Sequence[str]) -> Run:
+    """The settings of a run: flags override --config, which overrides the defaults of the task."""
+    from qkv_lab import settings
+    from qkv_lab.tasks import names, task_class
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path, nargs="?")
+    config = first.parse_known_args(arguments)[0].config
+    name = None if arguments[0].startswith("-") else arguments[0]
+    if name is not None:
+        cls = task_class(name)
+        task, training = cls(), cls.training()
+    elif config is None:
+        raise InputError(f"task is missing before {arguments[0]}, expected one of {', '.join(names())}")
+    if config is not None:
+        task, training = settings.from_toml(config)
+        if name not in (None, task.name):
+            raise InputError(f"--config: {config} has the settings of the task {task.name!r}, expected {name!r}")
+    with _without_compositions():
+        run: Run = tyro.cli(
+            Run,
+            default=Run(task, training, Path("qkv-runs", task.name)),
+            prog=f"qkv train {task.name}",
+            description=_about(type(task)),
+            args=arguments[name is not None :],
+        )
+    return run
+
+
+def _without_compositions() -> tyro.constructors.ConstructorRegistry:
+    """Rules for tyro by which a composition, such as `DecoderConfig.attention`, is None: only code can make one."""
+    from qkv.attention import Attention
+
+    def parsed(given: list[str]) -> None:
+        if given != ["None"]:
+            raise ValueError(f"{given[0]} is not None; a composition can be set in code alone")
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def _(field: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[None] | None:
+        if field.type != (Attention | None):
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="None",
+            instance_from_str=parsed,
+            is_instance=lambda x: x is None,
+            str_from_instance=lambda _: ["None"],
+        )
+
+    return registry
+
+
+def _about(task: type[Task]) -> str:
+    """The docstring of a task's class without its examples."""
+    lines = [line.strip() for line in (task.__doc__ or "").partition(">>>")[0].splitlines()]
+    return "\n".join(lines).strip()
+
+
+def _list() -> None:
+    """Print the tasks and some examples."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from qkv_lab.tasks import names, task_class
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    for name in names():
+        try:
+            about = _about(task_class(name)).partition("\n")[0]
+        except InputError as error:  # a broken entry point of an installed package
+            about = str(error)
+        table.add_row(name, Text(about))
+    console = Console(highlight=False)
+    console.print("usage: qkv train TASK [--config FILE] [--out DIR] [OPTIONS]\n", markup=False)
+    console.print(table)
+    console.print(f"\n{EXAMPLES}", markup=False, soft_wrap=True)
+
+
+def _show(task: Task, trained: Trained) -> None:
+    """Print the final metrics and the names of the files."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from qkv.models.file_tokenizer import TOKENIZER
+    from qkv_lab.log import scalars
+    from qkv_lab.loop import FIGURES, MODEL
+    from qkv_lab.settings import RUN
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"{task.name} at step {trained.metrics[-1]['step']:,}", no_wrap=True)
+    table.add_column("", justify="right")
+    for found in (trained.evaluation, trained.check):
+        for name, value in scalars(found):
+            table.add_row(name, f"{value:.4g}")
+        table.add_section()
+    model = trained.folder / MODEL
+    named = shlex.quote(str(model))
+    hints = [f"qkv profile {named}"] if (model / TOKENIZER).exists() else []  # only for models that read text
+    hints += [f'qkv generate {named} "def "'] if task.name == "language" else []
+    figures = ", ".join(p.name for p in sorted((trained.folder / FIGURES).glob("*.png")))
+    console = Console(highlight=False)
+    console.print(table)
+    for line in (
+        f"Model     {model}   (qkv.models.load)",
+        f"Figures   {trained.folder / FIGURES}: {figures}",
+        f"Settings  {trained.folder / RUN}",
+        *(["", *hints] if hints else []),
+    ):
+        console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,144 @@
+"""Shared parts of the lab's figures: panels, colours, curves, heatmaps. They do not use pyplot's global state."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from qkv.figures.layout import heat
+from qkv.figures.save import save_figure
+from qkv.figures.style import HAIRLINE, INK, MUTED
+
+__all__ = [
+    "COLOURS",
+    "HAIRLINE",
+    "INK",
+    "MARKERS",
+    "MUTED",
+    "by_seed",
+    "curves",
+    "heatmap",
+    "panels",
+    "plain",
+    "save_figure",
+]
+
+COLOURS = ("#12415f", "#b8501a", "#26748f", "#e3a25b", "#7c4a86", "#78b9c6", "#626b73", "#8a9a3b", "#c45a7c")
+"""Colours of lines and points, in this order. `MARKERS` tells them apart in grey and for colour-blind readers."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+
+
+def panels(
+    title: str, note: str = "", *, columns: int = 1, rows: int = 1, width: float = 7.0, height: float = 3.4
+) -> tuple[Figure, list[Axes]]:
+    """A figure of `rows` × `columns` panels; `height` in inches is that of a panel, `width` that of the figure.
+
+    The title states the finding in a sentence. The note, in smaller type, describes model, data and seeds.
+    """
+    with mpl.rc_context({"font.size": 9, "axes.titlesize": 9}):
+        lines = textwrap.wrap(title, int(width * 11.2)), textwrap.wrap(note, int(width * 16.5))
+        top = 0.14 + 0.22 * len(lines[0]) + 0.165 * len(lines[1]) + 0.1
+        figure = Figure(figsize=(width, height * rows + top), facecolor="white", layout="constrained")
+        total = height * rows + top
+        figure.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 1 - top / total - 0.01))  # type: ignore[union-attr, call-arg]
+        figure.text(0.18 / width, 1 - 0.12 / total, "\n".join(lines[0]), size=11, weight="bold", color=INK, va="top")
+        below = 1 - (0.16 + 0.22 * len(lines[0])) / total
+        figure.text(0.18 / width, below, "\n".join(lines[1]), size=8, color=MUTED, va="top")
+        made = figure.subplots(rows, columns, squeeze=False)
+    for axes in made.flat:
+        plain(axes)
+    return figure, list(made.flat)
+
+
+def plain(axes: Axes) -> None:
+    """Style axes with two spines and a faint horizontal grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=8)
+    axes.grid(axis="y", color=HAIRLINE, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+
+
+def by_seed(
+    axes: Axes,
+    values: Mapping[str, Mapping[int, float]],
+    *,
+    colour: str = COLOURS[0],
+    grey: Mapping[str, Collection[int]] | None = None,
+    level: float = 0.95,
+    joined: int | None = None,
+) -> None:
+    """Plot values by name along the x axis: a dot for every seed, the mean, and its confidence interval (Student's t).
+
+    Args:
+        axes: the axes.
+        values: for each name the value of each seed. Thin lines join the values of a seed.
+        colour: the colour of dots and intervals.
+        grey: for each name the seeds to draw in grey, such as runs that did not learn their task.
+        level: the level of the intervals.
+        joined: the lines join so many neighbouring names, which compare; all if None.
+    """
+    from qkv_lab.experiments.evidence import confidence
+
+    names, grey = list(values), grey or {}
+    every = joined or max(1, len(names))
+    for seed in sorted({seed for found in values.values() for seed in found}):
+        for start in range(0, len(names), every):
+            at = [i for i in range(start, min(start + every, len(names))) if seed in values[names[i]]]
+            axes.plot(at, [values[names[i]][seed] for i in at], color=HAIRLINE, linewidth=0.6, zorder=1)
+    for place, name in enumerate(names):
+        found = values[name]
+        for hidden, tone in ((False, colour), (True, "#a8adb2")):
+            chosen = [x for seed, x in found.items() if (seed in grey.get(name, ())) == hidden]
+            axes.scatter([place] * len(chosen), chosen, s=14, color=tone, alpha=0.6, linewidths=0, zorder=2)
+        mean, low, high = confidence(list(found.values()), level)
+        dark = "#7d8489" if grey.get(name) and len(grey[name]) > 0.1 * len(found) else INK
+        if math.isfinite(low):
+            axes.vlines(place + 0.22, low, high, color=dark, linewidth=1.4, zorder=3)
+        axes.hlines(mean, place + 0.12, place + 0.32, color=dark, linewidth=2, zorder=3)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+
+
+def curves(
+    axes: Axes, x: Sequence[float], by_name: Mapping[str, Any], *, markers: bool = False, level: float = 0.95
+) -> None:
+    """Plot one line per name over x. Values (seeds, x) become their mean, with its confidence interval as a band."""
+    from qkv_lab.experiments.evidence import confidence
+
+    for at, (name, values) in enumerate(by_name.items()):
+        y = np.atleast_2d(np.asarray(values, float))
+        colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)] if markers else None
+        axes.plot(x, y.mean(0), color=colour, marker=marker, markersize=4, linewidth=1.6, label=name)
+        if len(y) > 1:
+            _, low, high = np.array([confidence(column, level) for column in y.T.tolist()]).T
+            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def heatmap(
+    axes: Axes,
+    weights: Any,
+    *,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    vmax: float | None = None,
+) -> Any:
+    """Plot attention weights with queries as rows and keys as columns; returns the image, for a colour bar."""
+    w = np.asarray(weights, float)
+    image = heat(axes, w, Normalize(0, w.max() if vmax is None else vmax))
+    axes.set_aspect("equal")
+    if rows is not None:
+        axes.set_yticks(range(len(rows)), list(rows))
+    if columns is not None:
+        axes.set_xticks(range(len(columns)), list(columns), rotation=90 if max(map(len, columns)) > 2 else 0)
+    return image

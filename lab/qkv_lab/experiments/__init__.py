@@ -1,0 +1,41 @@
+"""Experiments that train small models and test claims about attention, in minutes on one machine.
+
+`run` carries one out by name. To write one, subclass `Experiment`; an installed package registers its own as entry
+points in the group ``qkv.experiments``.
+"""
+
+from __future__ import annotations
+
+from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.estimate import Estimate, cost, estimate
+from qkv_lab.experiments.evidence import Criterion, Effect, Interval, Verdict, confidence, judge
+from qkv_lab.experiments.page import table
+from qkv_lab.experiments.registry import experiment, names
+from qkv_lab.experiments.run import Result, redraw, run
+
+__all__ = [
+    "Conclusion",
+    "Criterion",
+    "Effect",
+    "Estimate",
+    "Experiment",
+    "Interval",
+    "Outcome",
+    "Result",
+    "Results",
+    "Setting",
+    "Verdict",
+    "confidence",
+    "cost",
+    "estimate",
+    "experiment",
+    "judge",
+    "names",
+    "redraw",
+    "run",
+    "table",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,231 @@
+"""The base class of experiments, and the records they use: settings of runs, outcomes, results, conclusions."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from torch import nn
+
+from qkv.errors import InputError
+from qkv_lab.experiments.evidence import ERROR, Criterion, Effect, Verdict, judge
+from qkv_lab.task import Measured, Task, Training
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The settings of one run. Experiments share runs with equal settings: each is trained once."""
+
+    task: Task
+    training: Training
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """The verdicts of an experiment, with a title for its figure and a summary."""
+
+    verdicts: Sequence[Verdict]
+    title: str
+    """The finding, in one sentence: the title of the figure."""
+    paragraph: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The measurements of one run."""
+
+    seed: int
+    evaluation: Measured = field(default_factory=dict)
+    """The task's metrics on held-out data, at the end."""
+    check: Measured = field(default_factory=dict)
+    """The task's attention check (`Task.check`), at the end."""
+    measured: Measured = field(default_factory=dict)
+    """The result of `Experiment.measure` or `Experiment.compute`."""
+    curves: Mapping[str, Mapping[str, list[Any]]] = field(default_factory=dict)
+    """For each metric in `Experiment.curves`: the ``steps``, and the ``values`` at these steps."""
+    diverged: str | None = None
+    """The error message if the loss became NaN or infinite; the other fields are empty then."""
+    seconds: float | None = field(default=None, compare=False)
+    """The processor time of training and measuring, in seconds; None if it is not known."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """The outcomes of all runs by variant, one outcome per seed.
+
+    >>> results = Results({
+    ...     "with": [Outcome(0, check={"sink_score": 0.9}), Outcome(1, check={"sink_score": 0.8})],
+    ...     "without": [Outcome(0, check={"sink_score": 0.5}), Outcome(1, check={"sink_score": 0.25})],
+    ... })
+    >>> results.values("with", "check.sink_score")
+    [0.9, 0.8]
+    >>> [round(x, 2) for x in results.differences("with", "without", "check.sink_score")]
+    [0.4, 0.55]
+    """
+
+    variants: Mapping[str, Sequence[Outcome]]
+    quick: bool = False
+    level: float = 1 - ERROR
+    """The level of the intervals in verdicts."""
+
+    def values(self, variant: str, name: str) -> list[float]:
+        """One number per run that did not diverge, by its dotted name: ``check.sink_score``, ``measured.x``.
+
+        If the entry is a nested list, as by layer and head, the number is the maximum over the list.
+
+        Raises:
+            InputError: if a run has no entry of that name.
+        """
+        return list(self.by_seed(variant, name).values())
+
+    def by_seed(self, variant: str, name: str) -> dict[int, float]:
+        """As `values`, by the seed of the run; empty if there is no such variant."""
+        return {outcome.seed: float(np.max(value_of(outcome, name))) for outcome in self.finished(variant)}
+
+    def by_variant(self, name: str) -> dict[str, list[float]]:
+        """`values` of every variant with at least one run that did not diverge."""
+        return {variant: self.values(variant, name) for variant in self.variants if self.finished(variant)}
+
+    def differences(self, a: str, b: str, name: str) -> list[float]:
+        """The values of variant `a` minus those of variant `b`, of the runs with the same seed."""
+        return paired(self.by_seed(a, name), self.by_seed(b, name))
+
+    def finished(self, variant: str) -> list[Outcome]:
+        """The runs of a variant that did not diverge; empty if there is no such variant."""
+        return [outcome for outcome in self.variants.get(variant, ()) if outcome.diverged is None]
+
+    def curve(self, variant: str, name: str) -> tuple[list[int], np.ndarray]:
+        """The steps of a curve, and its values as an array (seeds, steps, …)."""
+        found = [outcome.curves[name] for outcome in self.finished(variant)]
+        return list(found[0]["steps"]), np.asarray([c["values"] for c in found], float)
+
+    @property
+    def seeds(self) -> int:
+        """The largest number of runs in any variant."""
+        return max((len(outcomes) for outcomes in self.variants.values()), default=0)
+
+    @property
+    def note(self) -> str:
+        """The number of seeds, for the line under a figure's title."""
+        fewest = min((len(outcomes) for outcomes in self.variants.values()), default=0)
+        seeds = f"{self.seeds} seed{'' if self.seeds == 1 else 's'}"
+        if fewest < self.seeds:
+            seeds = f"{fewest} to {seeds}"
+        return f"Quick form, too short to judge by: {seeds}." if self.quick else f"{seeds}."
+
+
+def paired(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
+    """The differences a − b of the values with the same seed.
+
+    >>> paired({0: 3.0, 1: 5.0}, {1: 1.0, 2: 9.0})
+    [4.0]
+    """
+    return [a[seed] - b[seed] for seed in a if seed in b]
+
+
+def value_of(outcome: Outcome, name: str) -> Any:
+    """The entry of an outcome with a dotted name; `InputError` if there is none."""
+    value: Any = {"evaluation": outcome.evaluation, "check": outcome.check, "measured": outcome.measured}
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise InputError(
+                f"name is {name!r}, expected the dotted name of an entry of the outcome, such as 'check.sink'"
+            )
+        value = value[part]
+    return value
+
+
+class Experiment(ABC):
+    """A question that is answered by training small models.
+
+    A subclass trains models (`settings` and `measure`), or computes something per seed (`compute`), or both; the two
+    kinds of variants have different names. It states its `criteria` and gives their `effects`, from which the verdicts
+    follow, or has a `conclude` of its own. Its constructor takes no arguments: worker processes call it.
+
+    >>> class Coins(Experiment):
+    ...     name, question = "coins", "Does a coin show heads more often than not?"
+    ...     criteria = (Criterion("C1", "2026-11-23", "Share of heads", bound=0.5),)
+    ...     def compute(self, seed, quick):
+    ...         return {"coin": {"heads": float(np.random.default_rng(seed).integers(2, size=10).mean())}}
+    ...     def effects(self, results):
+    ...         return {"C1": [Effect("", results.values("coin", "measured.heads"), ("coin",))]}
+    >>> shares = [Outcome(seed, measured=Coins().compute(seed, False)["coin"]) for seed in range(20)]
+    >>> Coins().conclude(Results({"coin": shares})).verdicts[0].holds
+    'undecided'
+    """
+
+    name: ClassVar[str]
+    question: ClassVar[str]
+    criteria: ClassVar[tuple[Criterion, ...]] = ()
+    """What decides each of its claims."""
+    claims: ClassVar[tuple[str, ...]]
+    """The numbers of the claims that it decides, by default those of the `criteria`."""
+    curves: ClassVar[tuple[str, ...]] = ()
+    """The metrics to keep as curves over steps, by dotted name: ``loss``, ``check.sink``."""
+    looks: ClassVar[tuple[int, ...]] = (10, 20, 40)
+    """The numbers of seeds at which the results are looked at. The runs end at the first look at which no claim is
+    undecided. Every interval has the level 1 − 0.05 / looks, so that all looks together err in at most 5 %."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.criteria and "claims" not in cls.__dict__:
+            cls.claims = tuple(criterion.claim for criterion in cls.criteria)
+
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        """The settings of each variant's run with a seed. The quick form takes seconds and is for tests only."""
+        return {}
+
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        """Extra measurements of a trained model, which is in evaluation mode; gradients are disabled."""
+        return {}
+
+    def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
+        """For each variant that is not trained by the loop of the lab: its measurements with a seed."""
+        return {}
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """For each claim in `criteria`: its effects, with one number per seed."""
+        return {}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """For some claims: sentences with further numbers, to put after those of the verdict."""
+        return {}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The finding in one sentence, by the verdicts; the title of the figure."""
+        by_outcome: dict[str, list[str]] = {}
+        for verdict in verdicts.values():
+            by_outcome.setdefault(verdict.holds, []).append(verdict.claim)
+        return "; ".join(f"{', '.join(claims)}: {outcome}" for outcome, claims in by_outcome.items())
+
+    def conclude(self, results: Results) -> Conclusion:
+        """The verdicts and their summary. They depend on the numbers alone, by the `criteria`."""
+        effects, remarks = self.effects(results), self.remarks(results)
+        verdicts = {
+            criterion.claim: judge(criterion, effects[criterion.claim], results.level, remarks.get(criterion.claim, ""))
+            for criterion in self.criteria
+        }
+        title = self.title(results, verdicts)
+        return Conclusion(list(verdicts.values()), title, " ".join(v.text for v in verdicts.values()))
+
+    def figure(self, results: Results) -> Figure:
+        """The results, under the title of the conclusion; by default the seeds, interval and bound of every effect."""
+        from qkv_lab.experiments.draw import intervals_figure
+
+        return intervals_figure(self.conclude(results), results, self.effects(results))
+
+
+def summary(values: Sequence[float], digits: int = 2) -> str:
+    """The mean as text, with the range over seeds if there is more than one.
+
+    >>> summary([0.75, 0.85]), summary([0.5])
+    ('0.80 (0.75–0.85)', '0.50')
+    """
+    mean = f"{np.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f}–{max(values):.{digits}f})"

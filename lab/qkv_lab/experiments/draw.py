@@ -1,0 +1,84 @@
+"""The default figure of an experiment: every seed, the mean and its interval beside the bound, for every effect."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from qkv_lab.experiments.evidence import Effect, Interval, Verdict, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from qkv_lab.experiments.base import Conclusion, Results
+
+
+WIDTH = 7.2
+ROW, CAPTION = 0.5, 0.42
+"""The heights in inches of a row and of the words above the first row of a claim."""
+UNCOUNTED = "#a8adb2"
+
+
+def intervals_figure(found: Conclusion, results: Results, effects: Mapping[str, Sequence[Effect]]) -> Figure:
+    """One row per effect: a dot for every seed, the mean, its interval, and the bound that it must clear.
+
+    The rows of a claim stand under the words of its criterion. Effects that do not count are grey. Each row has a scale
+    of its own, because effects have different units.
+    """
+    from qkv_lab import draw
+
+    claims = [(v, _rows(v, effects)) for v in found.verdicts]
+    claims = [(v, rows) for v, rows in claims if rows]
+    count = max(1, sum(len(rows) for _, rows in claims))
+    height = ROW + CAPTION * len(claims) / count
+    note = (
+        f"Dots: seeds. Point and bar: their mean and its {100 * results.level:.3g} % confidence interval. The arrow "
+        f"points from the bound to where the claim holds. {results.note}"
+    )
+    figure, panels = draw.panels(found.title, note, rows=count, width=WIDTH, height=height)
+    free = iter(panels)
+    beside = max((len(line) for _, rows in claims for one, _ in rows for line in _label(one).splitlines()), default=0)
+    for verdict, rows in claims:
+        for i, (one, values) in enumerate(rows):
+            axes = next(free)
+            _draw(axes, one, values)
+            if i == 0 and verdict.criterion is not None:
+                words = f"{verdict.claim} {verdict.holds}: {verdict.criterion.effect}"
+                axes.set_title(textwrap.fill(words, 112 - beside), loc="left", size=8, color=draw.INK)
+    return figure
+
+
+def _rows(verdict: Verdict, effects: Mapping[str, Sequence[Effect]]) -> list[tuple[Interval, Sequence[float]]]:
+    """The intervals of a verdict with the values that they are of."""
+    of = effects.get(verdict.claim, ())
+    return [(one, effect.values) for one, effect in zip(verdict.intervals, of, strict=True) if one.n]
+
+
+def _label(one: Interval) -> str:
+    return textwrap.fill(("presupposed: " if one.premise else "") + one.condition.rstrip(","), 24)
+
+
+def _draw(axes: Axes, one: Interval, values: Sequence[float]) -> None:
+    from qkv_lab import draw
+
+    colour = UNCOUNTED if one.unless else draw.COLOURS[0]
+    ends = (one.low, one.high) if math.isfinite(one.low) else (one.mean, one.mean)
+    axes.plot(values, [-0.5] * len(values), "o", color=colour, markersize=3, alpha=0.35, markeredgewidth=0)
+    axes.hlines(0.3, *ends, color=colour, linewidth=2.5)
+    axes.plot(one.mean, 0.3, "o", color=colour, markersize=5)
+    axes.axvline(one.bound, color=draw.MUTED, linewidth=1, linestyle="--")
+    side = ("→", "left") if one.above else ("←", "right")
+    axes.text(one.bound, 0.85, f" {side[0]} ", size=8, ha=side[1], va="center", color=draw.MUTED)
+    shown = (*ends, *values, one.mean, one.bound)
+    margin = 0.06 * (max(shown) - min(shown)) or 0.1
+    axes.set(xlim=(min(shown) - margin, max(shown) + margin), ylim=(-1, 1))
+    axes.set_yticks([0.3], [_label(one)])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.text(
+        1.01, 0.65, f"{number(one.mean)}, n = {one.n}", transform=axes.transAxes, size=8, va="center", color=draw.INK
+    )

@@ -1,0 +1,238 @@
+"""Verdicts with power: an interval for an effect, and the outcome of a claim by comparing the interval with a bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from qkv.errors import InputError
+
+Holds = Literal["holds", "does not hold", "holds only when", "undecided", "not seen at this scale"]
+HOLDS: Holds = "holds"
+FAILS: Holds = "does not hold"
+ONLY: Holds = "holds only when"
+UNDECIDED: Holds = "undecided"
+UNSEEN: Holds = "not seen at this scale"
+
+ERROR = 0.05
+"""The largest probability that an interval misses the mean at any of an experiment's looks at its results."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What decides a claim. It is written down, with its date, before the runs that decide the claim."""
+
+    claim: str
+    """The number of the claim: C078."""
+    dated: str
+    """The day on which the criterion was written, such as 2026-11-23."""
+    effect: str
+    """The quantity with one value per seed, in words: what is measured, in which unit, minus what."""
+    bound: float
+    """The claim holds if the mean over seeds is above this bound."""
+    above: bool = True
+    """False if the claim holds *below* the bound."""
+    ratio: bool = False
+    """Whether the effect is a ratio: its mean is the geometric mean."""
+    parts: bool = False
+    """What several effects are: parts of the claim, of which each must hold, or (by default) conditions of a claim that
+    is said to hold under all of them, such as models or sizes."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One number per seed (or text), under one condition."""
+
+    condition: str
+    values: Sequence[float]
+    variants: tuple[str, ...] = ()
+    """The variants that it was measured on: they get more seeds while a claim is undecided."""
+    unless: str = ""
+    """Why the effect does not count, such as "elu learnt its task in 1 of 10 runs"."""
+    bound: float | None = None
+    """A bound of its own, in place of the criterion's."""
+    above: bool | None = None
+    """A direction of its own, in place of the criterion's."""
+    premise: bool = False
+    """Whether it is what the claim presupposes, such as that there is a sink: without it the claim cannot be seen."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A confidence interval of the mean of an effect."""
+
+    condition: str
+    n: int
+    """The number of seeds."""
+    mean: float
+    low: float
+    high: float
+    bound: float
+    above: bool
+    unless: str = ""
+    premise: bool = False
+
+    @property
+    def clears(self) -> bool | None:
+        """True if all of the interval is on the claim's side of the bound, False if none of it is, None otherwise."""
+        if self.low > self.bound:
+            return self.above
+        if self.high < self.bound:
+            return not self.above
+        return None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on one claim of the sources."""
+
+    claim: str
+    """Its number in the list of claims: C078."""
+    holds: Holds
+    text: str
+    """The numbers and the criterion."""
+    intervals: tuple[Interval, ...] = ()
+    criterion: Criterion | None = None
+    undecided: tuple[str, ...] = ()
+    """The variants that need more seeds."""
+
+
+def judge(
+    criterion: Criterion, effects: Sequence[Effect], level: float = 1 - ERROR, remark: str = "", unit: str = "seed"
+) -> Verdict:
+    """The verdict on a claim from its effects.
+
+    Each effect has a confidence interval of its mean. The claim *holds* if every interval lies on its side of the
+    bound, and *does not hold* if every interval lies on the other side, or, if the effects are parts of the claim, any.
+    If some lie here and some there, it *holds only when*. If an interval that matters contains the bound, the claim is
+    *undecided*. It is *not seen at this scale* if a premise fails, or if no effect counts.
+
+    Args:
+        criterion: what decides the claim.
+        effects: one or more; those that do not count are reported, and have no influence.
+        level: the level of each interval.
+        remark: sentences to put after the numbers.
+        unit: what each value is of, in the singular: a seed, or a text.
+
+    >>> lower = Criterion("C1", "2026-11-23", "Loss with the sink minus loss without", bound=-0.1, above=False)
+    >>> judge(lower, [Effect("", [-0.31, -0.28, -0.35])]).holds
+    'holds'
+    >>> judge(lower, [Effect("", [-0.31, 0.18, -0.05])]).text
+    'Loss with the sink minus loss without: -0.06 (95 % interval -0.67 to 0.55, 3 seeds). The claim holds below -0.1.'
+    """
+    found = [(effect, _interval(criterion, effect, level)) for effect in effects]
+    premises = [(e, i) for e, i in found if e.premise]
+    counted = [(e, i) for e, i in found if not e.premise and not i.unless]
+    states = [i.clears for _, i in counted]
+    unclear = [e for e, i in [*premises, *counted] if i.clears is None]
+    if any(i.clears is False for _, i in premises) or not counted:
+        holds, unclear = UNSEEN, []
+    elif any(i.clears is None for _, i in premises):
+        holds = UNDECIDED
+    elif False in states and (criterion.parts or (True not in states and None not in states)):
+        holds, unclear = FAILS, []
+    elif False in states and True in states:
+        holds, unclear = ONLY, []
+    elif None in states:
+        holds = UNDECIDED
+    else:
+        holds = HOLDS
+    text = " ".join(filter(None, [_text(criterion, [i for _, i in found], level, unit), remark]))
+    variants = tuple(dict.fromkeys(v for e in unclear for v in e.variants))
+    return Verdict(criterion.claim, holds, text, tuple(i for _, i in found), criterion, variants)
+
+
+def confidence(values: Sequence[float], level: float = 1 - ERROR) -> tuple[float, float, float]:
+    """The mean, and the ends of its confidence interval by Student's t distribution; infinite for one value.
+
+    Raises:
+        InputError: without values.
+
+    >>> [round(x, 3) for x in confidence([1.0, 2.0, 3.0])]
+    [2.0, -0.484, 4.484]
+    """
+    import numpy as np
+    from scipy import stats
+
+    if not values:
+        raise InputError("values is empty, expected at least one number")
+    mean = float(np.mean(values))
+    if len(values) == 1:
+        return mean, -math.inf, math.inf
+    half = float(stats.t.ppf((1 + level) / 2, len(values) - 1) * stats.sem(values))
+    return mean, mean - half, mean + half
+
+
+def _interval(criterion: Criterion, effect: Effect, level: float) -> Interval:
+    values = list(effect.values)
+    if not values:
+        mean, low, high = math.nan, -math.inf, math.inf
+    elif criterion.ratio and not effect.premise:
+        mean, low, high = (math.exp(x) for x in confidence([math.log(x) for x in values], level))
+    else:
+        mean, low, high = confidence(values, level)
+    bound = criterion.bound if effect.bound is None else effect.bound
+    above = criterion.above if effect.above is None else effect.above
+    reason = effect.unless or ("" if values else "no run was finished")
+    return Interval(effect.condition, len(values), mean, low, high, bound, above, reason, effect.premise)
+
+
+def number(value: float) -> str:
+    """A number for a sentence: two decimals, or two significant digits if it is smaller than 0.1.
+
+    >>> number(0.84214), number(12.3456), number(-0.00123), number(0.0)
+    ('0.84', '12.35', '-0.0012', '0')
+    """
+    if not math.isfinite(value):
+        return "∞" if value > 0 else "−∞" if value < 0 else "none"
+    if value == 0:
+        return "0"
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+def shown(interval: Interval) -> str:
+    """The mean and the ends of an interval as text: ``"0.84 (0.83 to 0.85)"``."""
+    if interval.n == 0:
+        return "no number"
+    if not math.isfinite(interval.low):
+        return number(interval.mean)
+    return f"{number(interval.mean)} ({number(interval.low)} to {number(interval.high)})"
+
+
+def _text(criterion: Criterion, found: Sequence[Interval], level: float, unit: str) -> str:
+    """The sentences of a verdict: effect, intervals, criterion, and what does not count."""
+    parts = []
+    premises = [i for i in found if i.premise]
+    counted = [i for i in found if not i.premise and not i.unless]
+    if counted:
+        sizes = sorted({i.n for i in counted})
+        seeds = f"{sizes[0]}–{sizes[-1]} {unit}s" if len(sizes) > 1 else f"{sizes[0]} {unit}{'s' * (sizes[0] != 1)}"
+        how = f"{100 * level:.3g} % interval"
+        if len(counted) == 1 and not counted[0].condition:
+            one = counted[0]
+            inside = f"{how} {number(one.low)} to {number(one.high)}, {seeds}" if one.n > 1 else seeds
+            parts.append(f"{criterion.effect}: {number(one.mean)} ({inside}).")
+        else:
+            each = ", ".join(f"{i.condition} {shown(i)}{_own_bound(criterion, i)}" for i in counted)
+            parts.append(f"{criterion.effect} (mean, {how}, {seeds}): {each}.")
+    else:
+        parts.append(f"{criterion.effect}.")
+    parts.append(f"The claim holds {_side(criterion.above)} {criterion.bound:g}.")
+    parts += [
+        f"It presupposes {i.condition} {_side(i.above)} {i.bound:g}, which is {shown(i)}." for i in premises if i.n
+    ]
+    if left := [f"{i.condition} ({i.unless})" if i.condition else i.unless for i in found if i.unless]:
+        parts.append(f"Not counted: {', '.join(left)}.")
+    return " ".join(parts)
+
+
+def _side(above: bool) -> str:
+    return "above" if above else "below"
+
+
+def _own_bound(criterion: Criterion, one: Interval) -> str:
+    if (one.bound, one.above) == (criterion.bound, criterion.above):
+        return ""
+    return f" [must be {_side(one.above)} {one.bound:g}]"

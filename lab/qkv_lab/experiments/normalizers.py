@@ -1,0 +1,209 @@
+"""Experiment on normalizers, learned sinks and gates, with which a head can be inactive without attending to a token
+(Gu et al. 2025, §6.2; Qiu et al. 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkv.models import DecoderLM
+from qkv_lab import heads
+from qkv_lab.experiments.base import Results, Setting, paired
+from qkv_lab.experiments.evidence import Criterion, Effect, Verdict
+from qkv_lab.experiments.sinks import (
+    ALPHA,
+    DATED,
+    EXCESS,
+    LESS,
+    SINK,
+    STRONGEST,
+    Change,
+    Sweep,
+    argmax_head,
+    at_strongest_head,
+    by_seed,
+    decoder_and_task,
+    difference,
+    has_sink,
+    not_learnt,
+    note,
+    panel_title,
+    plot_sinks,
+    rotate_labels,
+    sink,
+    unlearnt_runs,
+)
+from qkv_lab.task import Measured
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SOFTMAX, OFF, LEARNED, KEY, ELEMENT, HEAD, BARE = (
+    "softmax", "off by one", "learned sink", "key bias", "gate elementwise", "gate a head", "no <s>",
+)  # fmt: skip
+UNNORMALISED = ("sigmoid", "elu", "relu")
+DIVIDED = {"sigmoid": "sigmoid / sum", "elu": "elu / sum"}
+"""The same weights divided by their sum, so that rows are normalised."""
+STEPS = {"elu": 1500, "elu / sum": 1500}
+"""Variants that need more steps to learn the task."""
+GATES = (ELEMENT, HEAD)
+TEXTS = 16
+PEAK = 10.0
+"""A layer has a peak if its largest magnitude at the first token is above this multiple of the median. It would be a
+massive activation above 100 and 1,000 times the median (Sun et al. 2024, arXiv:2402.17762)."""
+WORSE = 0.02
+"""Smaller differences of loss, in nats a token, do not count as an effect."""
+
+
+def _normalizer(name: str, value: str) -> Change:
+    return Change(model={"normalizer": value}, training={"steps": STEPS[name]} if name in STEPS else {})
+
+
+class Normalizers(Sweep):
+    """Softmax, its alternatives, and learned sinks and gates in addition to it."""
+
+    name = "normalizers"
+    question = "Which normalizers, learned sinks and gates remove the sink, and what else changes?"
+    criteria = (
+        Criterion("C089", DATED, f"{STRONGEST} with rows divided by their sum, minus without", LESS),
+        Criterion("C090", DATED, f"{STRONGEST} without normalisation (rows divided by their sum to measure it)", SINK,
+                  above=False),
+        Criterion("C094", DATED, f"{STRONGEST} without normalisation (rows divided by their sum to measure it)", SINK,
+                  above=False),
+        Criterion("C098", DATED, "Largest magnitude at the first token over the median, with softmax minus with a "
+                  "learned sink", 0.0),
+        Criterion("C099", DATED, "Largest relative error of a layer's output in int8 (scaled by the largest "
+                  "magnitude), with softmax minus with a learned sink", 0.0),
+        Criterion("C103", DATED, f"{STRONGEST} with softmax minus with softmax off by one", LESS),
+        Criterion("C105", DATED, f"{STRONGEST} with a gate on the attention output", SINK, above=False),
+        Criterion("C134", DATED, f"{STRONGEST} with softmax minus with a learned key of value 0", LESS),
+        Criterion("C135", DATED, f"{STRONGEST} with softmax minus with softmax off by one", LESS),
+        Criterion("C140", DATED, "Weight on a learned first token <s> minus that on the first token of the text", LESS),
+        Criterion("C378", "2026-11-24", "Excess loss, in nats a token, without normalisation minus with the same "
+                  "weights divided by their sum", WORSE),
+    )  # fmt: skip
+    variants: ClassVar[Mapping[str, Change]] = {
+        SOFTMAX: Change(),
+        BARE: Change(task={"first": "random"}),
+        OFF: Change(model={"normalizer": "off_by_one"}),
+        LEARNED: Change(model={"sink": True}),
+        KEY: Change(model={"key_bias": True}),
+        **{name: _normalizer(name, name) for name in UNNORMALISED},
+        **{name: _normalizer(name, f"{of}_sum") for of, name in DIVIDED.items()},
+        ELEMENT: Change(model={"gate": "elementwise"}),
+        HEAD: Change(model={"gate": "head"}),
+    }
+
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        """``int8_error``: the largest quantisation error of a layer's output; ``first``, ``second``: weights on keys.
+
+        The weights are means over the queries from the third on, for the head with the largest weight on the first key.
+        """
+        model, task = decoder_and_task(model, setting)
+        ids = task.held_out(TEXTS)["ids"]
+        with hidden_states(model) as states:
+            w = heads.maps(model, ids)[..., 2:, :2].mean((0, 3))
+        layer, head = argmax_head(w[..., 0])
+        first, second = w[layer, head]
+        return {
+            "int8_error": max(int8_error(x) for x in states),
+            "first": float(first),
+            "second": float(second),
+        }
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """Each claim by the weight on the first token, or the measure that it names, compared with plain softmax."""
+        premise = has_sink(results, SOFTMAX)
+        peak = Effect(
+            "the largest magnitude at the first token over the median, with softmax,",
+            results.values(SOFTMAX, "check.massive"), (SOFTMAX,), bound=PEAK, premise=True,
+        )  # fmt: skip
+        off = [premise, difference(results, SOFTMAX, OFF)]
+        token = paired(results.by_seed(SOFTMAX, "measured.first"), results.by_seed(SOFTMAX, "measured.second"))
+        learned = {"a learned logit": LEARNED, "a learned key": KEY}
+
+        def less(name: str) -> list[Effect]:
+            return [peak, *(difference(results, SOFTMAX, v, what, name) for what, v in learned.items())]
+
+        return {
+            "C089": [premise, *(difference(results, by_sum, of, of) for of, by_sum in DIVIDED.items())],
+            "C090": [premise, sink(results, "sigmoid")],
+            "C094": [premise, sink(results, "sigmoid"), sink(results, "elu")],
+            "C098": less("check.massive"),
+            "C099": less("measured.int8_error"),
+            "C103": off,
+            "C105": [premise, *(sink(results, v) for v in GATES)],
+            "C134": [premise, difference(results, SOFTMAX, KEY)],
+            "C135": off,
+            "C140": [premise, Effect("", token, (SOFTMAX,), unless=not_learnt(results, SOFTMAX))],
+            "C378": [
+                Effect(of, results.differences(of, by_sum, EXCESS), (of, by_sum)) for of, by_sum in DIVIDED.items()
+            ],  # also of runs that did not learn the task, which is a harm
+        }
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The limits of what was tested."""
+        off = sum(x <= SINK for x in results.values(OFF, ALPHA))
+        runs = f"Of {len(results.finished(OFF))} runs with it {off} have no sink (at most {SINK})."
+        gates = "Only that sinks are gone is judged; these models have no massive activations with softmax either."
+        size = "Only models of this size were trained."
+        return {"C103": runs, "C135": runs, "C105": gates, "C094": size}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The variants without a sink."""
+        means = {v: sum(x) / len(x) for v, x in results.by_variant(ALPHA).items() if not not_learnt(results, v)}
+        gone = [v for v, mean in means.items() if mean <= SINK and v not in (SOFTMAX, BARE)]
+        start = (
+            f"The mean weight on <s> is at most {SINK} with {', '.join(gone)}" if gone else "Every variant has a sink"
+        )
+        return f"{start} ({results.note.removesuffix('.')})"
+
+    def figure(self, results: Results) -> Figure:
+        """Sinks, norms of values, quantisation errors and loss of every variant."""
+        from qkv_lab import draw
+
+        figure, (weight, drain, peak, error) = draw.panels(
+            self.conclude(results).title, note(results), columns=2, rows=2, width=8.6, height=2.8
+        )
+        plot_sinks(weight, results)
+        draw.by_seed(drain, at_strongest_head(results, "check.value_drain"), colour=draw.COLOURS[2])
+        drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
+        panel_title(drain, "Norm of the first value, over others'")
+        drain.set(ylabel="ratio", ylim=(0, None))
+        draw.by_seed(peak, by_seed(results, "measured.int8_error"), colour=draw.COLOURS[4])
+        panel_title(peak, "Error of hidden states as int8 (absmax)")
+        peak.set(ylabel="relative error (RMS)", ylim=(0, None))
+        draw.by_seed(error, by_seed(results, EXCESS), colour=draw.COLOURS[1], grey=unlearnt_runs(results))
+        panel_title(error, "Loss over that of the chain itself")
+        error.set_ylabel("excess loss (nats a token)")
+        for axes in (weight, drain, peak, error):
+            rotate_labels(axes)
+        return figure
+
+
+def int8_error(x: Float[Tensor, "b n d"]) -> float:
+    """The relative error (RMS) of quantising a text's states to int8 with one scale, the largest magnitude in the text.
+
+    >>> import torch
+    >>> int8_error(torch.tensor([[[127.0, 1.0]]])), int8_error(torch.tensor([[[254.0, 1.0]]])) > 0
+    (0.0, True)
+    """
+    scale = x.abs().flatten(1).amax(1)[:, None, None] / 127
+    off = (x / scale).round() * scale - x
+    return float((off.flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)).mean())
+
+
+@contextmanager
+def hidden_states(model: DecoderLM) -> Iterator[list[Tensor]]:
+    """Record every layer's output while the model runs inside."""
+    states: list[Tensor] = []
+    handles = [b.register_forward_hook(lambda _, __, x: states.append(x.float())) for b in model.blocks]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()

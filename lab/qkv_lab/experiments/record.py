@@ -1,0 +1,169 @@
+"""The JSON file of an experiment's results: its entries, and how it is written and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkv._untrusted import check_version, first_line, load_json
+from qkv.errors import InputError
+from qkv_lab import log, settings
+from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.evidence import Verdict
+
+VERSION = 1
+"""The version of the JSON file; increase it when an older qkv could misread a file that this version writes."""
+ENTRIES = {"question": str, "paragraph": str, "title": str, "verdicts": list, "quick": bool, "variants": dict}
+"""The entries that every reader needs."""
+DIGITS = 5
+"""The significant digits of the numbers in the JSON file."""
+
+
+def described(
+    made: Experiment,
+    results: Results,
+    found: Conclusion,
+    design: Mapping[str, Any],
+    plan: Mapping[str, Mapping[int, Setting]],
+    runs: Mapping[str, Sequence[str]],
+    jobs: int,
+) -> dict[str, Any]:
+    """The contents of NAME.json."""
+    return {
+        "format_version": VERSION,
+        "name": made.name,
+        "question": made.question,
+        "claims": list(made.claims),
+        "quick": results.quick,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": _versions(),
+        "machine": {**_machine(), "jobs": jobs},
+        "command": command(made.name, results.quick, design),
+        "design": dict(design),
+        **conclusion_fields(found),
+        "variants": {v: _variant_fields(plan.get(v), runs.get(v), rows) for v, rows in results.variants.items()},
+    }
+
+
+def command(name: str, quick: bool, design: Mapping[str, Any]) -> str:
+    """The command that makes the same results."""
+    if quick:
+        return f"qkv experiment {name} --quick"
+    looks, budget = design["looks"], design.get("budget")
+    only = f" --seeds {looks[0]}" if len(looks) == 1 else f" --most-seeds {budget}" if budget else ""
+    return f"qkv experiment {name}{only}"
+
+
+def conclusion_fields(found: Conclusion) -> dict[str, Any]:
+    return {
+        "title": found.title,
+        "verdicts": [_verdict_fields(v) for v in found.verdicts],
+        "paragraph": found.paragraph,
+    }
+
+
+def _verdict_fields(verdict: Verdict) -> dict[str, Any]:
+    fields = {name: x for name, x in asdict(verdict).items() if x not in ((), None)}
+    return dict(rounded(fields))
+
+
+def _variant_fields(
+    planned: Mapping[int, Setting] | None, runs: Sequence[str] | None, outcomes: Sequence[Outcome]
+) -> dict[str, Any]:
+    """The entry of a variant in the JSON file: all settings of its first run, and the outcome of each run."""
+    rows = [{name: x for name, x in asdict(outcome).items() if x not in ({}, None)} for outcome in outcomes]
+    found: dict[str, Any] = {"seeds": [o.seed for o in outcomes]}
+    if planned:
+        first = next(iter(planned.values()))
+        found["settings"] = settings.parse_toml(settings.to_toml(first.task, first.training))
+        found["runs"] = list(runs or ())
+    return found | {"results": rows}
+
+
+def load(file: Path) -> dict[str, Any]:
+    """The contents of a result file; `InputError` if it is missing or is no result of an experiment."""
+    try:
+        found = load_json(file)
+        check_version(found, VERSION)
+        missing = ENTRIES.keys() - set(found)
+        if missing:
+            raise ValueError(f"it has no {', '.join(sorted(missing))}")
+        wrong = [name for name, kind in ENTRIES.items() if type(found[name]) is not kind]
+        wrong += ["design"] * (not isinstance(found.get("design", {}), dict))
+        wrong += [f"verdict {v!r}"[:80] for v in found["verdicts"] if not isinstance(v.get("claim"), str)]
+        for variant, rows in found["variants"].items():
+            wrong += [f"the results of {variant[:80]!r}"] * (not all("seed" in row for row in rows["results"]))
+            for row in rows["results"]:
+                Outcome(**row)
+        if wrong:
+            raise ValueError(f"{wrong[0]} is not what an experiment writes")
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise InputError(f"out: no result of an experiment in {file} ({first_line(error)})") from error
+    return dict(found)
+
+
+def seconds_in(found: Mapping[str, Any]) -> float:
+    """The processor time of all runs in a result, in seconds."""
+    return float(sum(row.get("seconds") or 0.0 for x in found["variants"].values() for row in x["results"]))
+
+
+def rounded(value: Any) -> Any:
+    """The value with all floats rounded to `DIGITS` significant digits."""
+    if isinstance(value, Mapping):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(v) for v in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def text_of(value: Any) -> str:
+    """The text of a JSON file, with NaN and infinity as null."""
+    return _lines(log.finite(value)) + "\n"
+
+
+def _lines(value: Any, indent: int = 0) -> str:
+    """JSON with one line per entry, except short values and lists of numbers, so that people can read and diff it."""
+    flat = json.dumps(value, allow_nan=False)
+    if len(flat) + indent <= 110 or not isinstance(value, dict | list):
+        return flat
+    if isinstance(value, list) and not any(isinstance(x, dict) for x in value):
+        return flat
+    pad = " " * (indent + 1)
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(pad + _lines(x, indent + 1) for x in value) + "\n" + " " * indent + "]"
+    rows = (f"{pad}{json.dumps(k)}: {_lines(x, indent + 1)}" for k, x in value.items())
+    return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
+
+
+def _versions() -> dict[str, str]:
+    from qkv import __version__
+
+    commit = _commit()
+    return {"qkv": __version__, "torch": torch.__version__, **({"commit": commit} if commit else {})}
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that qkv runs from; None if it was installed from a package."""
+    source = Path(__file__).parents[3]
+    if not (source / ".git").exists():
+        return None
+    found = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+
+
+def _machine() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    if (information := Path("/proc/cpuinfo")).exists():
+        names = [x.split(":", 1)[1].strip() for x in information.read_text().splitlines() if x.startswith("model name")]
+        cpu = names[0] if names else cpu
+    threads = torch.get_num_threads()
+    return {"cpu": cpu, "threads": threads, "cores": os.cpu_count(), "python": platform.python_version()}

@@ -1,0 +1,90 @@
+"""The experiments, by name. To add one, write its file in this folder and a line in `BUILT_IN`."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from qkv._registry import Registry
+from qkv_lab.experiments.base import Experiment
+
+BUILT_IN = {
+    "emergence": "emergence.Emergence",
+    "mechanism": "mechanism.Mechanism",
+    "learning_rate": "optimisation.LearningRate",
+    "weight_decay": "optimisation.WeightDecay",
+    "data_amount": "data.DataAmount",
+    "first_token": "data.FirstToken",
+    "positions": "architecture.Positions",
+    "norm_place": "architecture.NormPlace",
+    "activation": "architecture.Activation",
+    "heads": "architecture.Heads",
+    "model_size": "architecture.ModelSize",
+    "prefix": "masks.PrefixMask",
+    "window": "masks.WindowMask",
+    "normalizers": "normalizers.Normalizers",
+    "streaming": "streaming.Streaming",
+    "overmixing": "overmixing.Overmixing",
+    "random_scores": "random_scores.RandomScores",
+    "scaling": "scaling.Scaling",
+    "bottleneck": "bottleneck.Bottleneck",
+    "coreference": "relations.Pronouns",
+    "hops": "relations.Depth",
+    "projections": "relations.Projections",
+    "two_lookups": "head_numbers.TwoLookups",
+    "four_lookups": "head_numbers.FourLookups",
+    "shared_keys": "head_numbers.SharedKeys",
+    "score_functions": "associations.ScoreFunctions",
+    "linear_attention": "associations.LinearAttention",
+    "hard_attention": "associations.HardAttention",
+    "recurrence": "recurrence.Recurrence",
+    "no_mask": "causal.NoMask",
+    "extrapolation": "extrapolation.Extrapolation",
+    "relative_positions": "extrapolation.RelativePositions",
+    "lesson": "lesson.Lesson",
+    "blocks": "blocks.Blocks",
+    "text_sink": "texts.TextSink",
+    "dropout": "texts.Dropout",
+}
+GROUP = "qkv.experiments"
+"""The group of entry points in which an installed package registers subclasses of `Experiment`."""
+
+
+def _problem(cls: Any) -> str | None:
+    """Why a class that an installed package registers cannot be used as an experiment."""
+    if not issubclass(cls, Experiment):
+        return "is not a subclass of qkv_lab.experiments.Experiment"
+    missing = [name for name in ("name", "question", "claims") if not hasattr(cls, name)]
+    if cls.conclude is Experiment.conclude:
+        missing += [name for name in ("criteria", "effects") if getattr(cls, name) is getattr(Experiment, name)]
+    if missing:
+        return f"does not define {', '.join(missing)}"
+    for name in ("settings", "compute"):
+        if "seed" not in signature(getattr(cls, name)).parameters:
+            return f"has {name}(quick), expected {name}(seed, quick), which returns the runs of one seed"
+    return None
+
+
+REGISTRY = Registry("experiment", "qkv_lab.experiments", BUILT_IN, GROUP, _problem)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all experiments, those of installed packages last.
+
+    Raises:
+        InputError: if an installed package registers a name that is taken.
+    """
+    return REGISTRY.names()
+
+
+def experiment(name: str) -> Experiment:
+    """The experiment of a name, built in or of an installed package (entry points in the group ``qkv.experiments``).
+
+    Raises:
+        InputError: if there is none (with the nearest name), or if an installed package's cannot be loaded.
+
+    >>> experiment("learning_rate").claims
+    ('C078', 'C100')
+    """
+    made: Experiment = REGISTRY.load(name)()
+    return made

@@ -1,0 +1,116 @@
+"""Shared parts of the experiments on small tasks: training a module of one's own, and which variants count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qkv_lab.experiments.base import Experiment, Results, Setting
+from qkv_lab.experiments.evidence import UNDECIDED, Effect, Verdict
+from qkv_lab.task import Task, Training
+
+LEARNT = 0.9
+"""A variant counts if this share of its runs reached the least value of its metric."""
+QUICK: Mapping[str, Any] = {"steps": 4, "batch": 4, "warmup": 1}
+"""The training settings of the quick form."""
+LEAST = 0.05
+"""Smaller differences of accuracies do not count as an effect."""
+
+
+class Small(Experiment):
+    """An experiment whose figure has a sentence for a title, by the outcome of its first claim."""
+
+    says: ClassVar[Mapping[str, str]]
+    """The finding for each outcome: `evidence.HOLDS`, `FAILS`, `ONLY`."""
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The finding, or that it is undecided, and the number of seeds."""
+        first = verdicts[self.claims[0]]
+        unknown = "Undecided" if first.holds == UNDECIDED else "Not seen at this scale"
+        return f"{self.says.get(first.holds, f'{unknown}: {self.question}')} ({results.seeds} seeds)"
+
+
+def setting(task: Task, seed: int, quick: bool, **changes: Any) -> Setting:
+    """The run of a task with its own training settings and some `changes`; it is evaluated at the end only.
+
+    >>> from qkv_lab.tasks import Reversal
+    >>> setting(Reversal(), 3, False, steps=250).training.evaluate_every
+    250
+    """
+    chosen = {**changes, **(QUICK if quick else {})}
+    training = replace(task.training(), seed=seed, **chosen)
+    every = {name: changes.get(name, training.steps) for name in ("evaluate_every", "save_every")}
+    return Setting(task, replace(training, **every))
+
+
+def fit(model: nn.Module, loss: Callable[[int], Tensor], training: Training) -> list[float]:
+    """Train a module with AdamW, as `qkv_lab.train` does, but without a folder; for modules that it cannot save.
+
+    Args:
+        model: the module; it is in evaluation mode at the end.
+        loss: the mean loss of a step, counted from 0.
+        training: the settings; those of evaluations, checkpoints and processes are ignored.
+
+    Returns:
+        The loss of every step. Training ends early if it is not finite.
+
+    >>> model = nn.Linear(1, 1)
+    >>> losses = fit(model, lambda step: (model(torch.ones(1, 1)) - 2).square().mean(), Training(steps=50, warmup=1))
+    >>> len(losses), losses[-1] < losses[0]
+    (50, True)
+    """
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=(training.beta1, training.beta2))
+    losses: list[float] = []
+    model.train()
+    for step in range(training.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = training.lr_at(step)
+        of_step = loss(step)
+        losses.append(of_step.item())
+        if not math.isfinite(losses[-1]):
+            break
+        optimizer.zero_grad()
+        of_step.backward()
+        if training.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+        optimizer.step()
+    model.eval()
+    return losses
+
+
+def unlearnt(results: Results, name: str, least: float, *variants: str) -> str:
+    """Why variants do not count, such as "1 head reached 0.9 in 3 of 10 runs"; an empty text if all do.
+
+    A variant counts if its metric, by its dotted name, is at least `least` in 90 % of its runs.
+    """
+    for variant in variants:
+        runs = results.variants.get(variant, ())
+        values = results.values(variant, name)
+        count = sum(x >= least for x in values)
+        if not runs or count < LEARNT * len(runs):
+            return f"{variant} reached {least:g} in {count} of {len(runs)} runs"
+    return ""
+
+
+def minus(results: Results, a: str, b: str, name: str, condition: str = "", *, unless: str = "") -> Effect:
+    """The effect of variant `a` minus variant `b` with the same seed, of an entry by its dotted name."""
+    return Effect(condition, results.differences(a, b, name), (a, b), unless=unless)
+
+
+def means_of(results: Results, variants: Sequence[str], name: str) -> str:
+    """The mean of an entry in each variant, as text, for remarks.
+
+    >>> from qkv_lab.experiments import Outcome
+    >>> means_of(Results({"a": [Outcome(0, check={"x": 1.0}), Outcome(1, check={"x": 2.0})]}), ["a", "b"], "check.x")
+    'a: 1.50'
+    """
+    found = {v: results.values(v, name) for v in variants}
+    return "; ".join(f"{v}: {sum(x) / len(x):.2f}" for v, x in found.items() if x)

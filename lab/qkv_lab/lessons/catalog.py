@@ -1,0 +1,73 @@
+"""The labs and the chapters of the tutorial, with the files of their pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qkv.errors import InputError, nearest
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A lab, or a chapter of the tutorial.
+
+    Attributes:
+        name: name on the command line.
+        part: "labs" or "tutorial", the folder of its page.
+        minutes: estimated time of a reader who writes the answers of the exercises.
+        about: what it is about, in a line.
+    """
+
+    name: str
+    part: str
+    minutes: int
+    about: str
+
+    def text(self) -> str:
+        """The page, in MyST Markdown."""
+        return (folder() / self.part / f"{self.name}.md").read_text(encoding="utf-8")
+
+
+LESSONS = (
+    Lesson("01-lookup", "tutorial", 15, "a dictionary that answers by how well keys fit"),
+    Lesson("02-scores", "tutorial", 15, "three ways to compare two vectors, and why √d"),
+    Lesson("03-by-hand", "tutorial", 15, "three tokens on paper, the same in four programs"),
+    Lesson("04-masks", "tutorial", 15, "which tokens may attend to which, and a test that finds leaks"),
+    Lesson("05-positions", "tutorial", 15, "sinusoids, rotations and biases add order"),
+    Lesson("06-heads", "tutorial", 15, "several attentions added up, and sharing keys"),
+    Lesson("07-a-model", "tutorial", 15, "a model that reverses, trained in seconds and opened"),
+    Lesson("08-seeing", "tutorial", 15, "all heads of a language model, and what weights do not say"),
+    Lesson("09-sinks", "tutorial", 15, "heads that attend to a token without content, and six alternatives"),
+    Lesson("10-long", "tutorial", 15, "linear memory, windows, caches, linear attention, and their costs"),
+    Lesson("attention", "labs", 40, "one head, its mask, queries with no visible key"),
+    Lesson("multi-head", "labs", 60, "multi-head attention, the same as einsums"),
+    Lesson("visualise", "labs", 40, "maps and a statistic of two trained models"),
+    Lesson("sinks", "labs", 60, "two measures of sinks, two alternatives, a small model with a sink"),
+    Lesson("transformer", "labs", 75, "a language model from its parts, trained on Python code"),
+    Lesson("numpy", "labs", 45, "softmax, lookup, masks and heads, without torch"),
+    Lesson("notebook", "labs", 25, "a first course, cell by cell, with its claims tested"),
+    Lesson("reversal", "labs", 60, "a small Transformer on a task with a known solution"),
+    Lesson("bahdanau", "labs", 50, "additive attention; models that translate"),
+    Lesson("caption", "labs", 30, "experiments with a model that describes scenes"),
+    Lesson("worked-example", "labs", 25, "the sources' calculations by hand, to three decimals"),
+)
+"""In the order in which they can be read."""
+
+
+def lesson(name: str) -> Lesson:
+    """The lab or chapter with a name.
+
+    >>> lesson("sinks").minutes
+    60
+    """
+    found = {one.name: one for one in LESSONS}
+    if name not in found:
+        raise InputError(f"lab is {name!r}, expected one of {', '.join(found)}{nearest(name, found)}")
+    return found[name]
+
+
+def folder() -> Path:
+    """The folder with the pages: inside the package in an installed wheel, the documentation in a clone."""
+    installed = Path(__file__).parent / "pages"
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "docs"

@@ -1,0 +1,109 @@
+"""Appends the metrics of a run to a file with one JSON object per line, and optionally to TensorBoard."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qkv._files import write_atomically
+from qkv._untrusted import first_line, parse_json, read_bytes
+from qkv.errors import InputError
+
+
+class Log:
+    """A file of metrics: each line is a JSON object with a ``step``. Scalars can also go to TensorBoard.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = Log(Path(folder) / "metrics.jsonl")
+    ...     log.write({"step": 3, "loss": 2.5})
+    ...     log.close()
+    ...     read(log.path)
+    [{'step': 3, 'loss': 2.5}]
+    """
+
+    def __init__(self, path: Path, *, resume_at: int = 0, tensorboard: Path | None = None) -> None:
+        self.path = path
+        _drop_after(path, resume_at)
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"folder: cannot write {path} ({error.strerror})") from error
+        self._board = None if tensorboard is None else _tensorboard_writer(tensorboard, resume_at)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one line and flush it, so that it survives a crash of this process."""
+        try:
+            self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise InputError(f"folder: cannot write {self.path} ({error.strerror})") from error
+        if self._board is not None:
+            for name, value in scalars(line):
+                self._board.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        """Close the file and the TensorBoard writer."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines up to the first that is not a JSON object with a step, which a crash may have cut short."""
+    found: list[dict[str, Any]] = []
+    if not path.exists():
+        return found
+    try:
+        lines = read_bytes(path).decode("utf-8", errors="replace").splitlines()
+    except (OSError, ValueError) as error:
+        raise InputError(f"folder: cannot read {path} ({first_line(error)})") from error
+    for text in lines:
+        try:
+            line = parse_json(text)
+        except ValueError:
+            break
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            break
+        found.append(line)
+    return found
+
+
+def scalars(entries: Mapping[str, Any], where: str = "") -> list[tuple[str, float]]:
+    """The numbers in nested mappings, by name with slashes; lists are left out."""
+    out: list[tuple[str, float]] = []
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            out += scalars(value, f"{where}{name}/")
+        elif isinstance(value, int | float) and name != "step":
+            out.append((f"{where}{name}", float(value)))
+    return out
+
+
+def finite(value: Any) -> Any:
+    """The value with NaN and infinity replaced by None, because JSON cannot express them."""
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Delete the lines after `step`, because the run resumes there and writes them again."""
+    lines = [line for line in read(path) if line["step"] <= step] if step else []
+    if not path.exists():
+        return
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _tensorboard_writer(folder: Path, step: int) -> Any:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise InputError("tensorboard needs tensorboard, which is not installed: pip install 'qkv-lab[tensorboard]'")
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=step or None)

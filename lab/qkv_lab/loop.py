@@ -1,0 +1,386 @@
+"""The training loop of all tasks, on one process or several, with exact resumption."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkv._files import write_atomically
+from qkv._progress import Bar, bar
+from qkv._untrusted import SizeError, free_memory
+from qkv.errors import InputError
+from qkv.models import checkpoint, tensors
+from qkv_lab import log, resume, settings
+from qkv_lab.task import Batch, Task, Training
+
+__all__ = [
+    "Diverged",
+    "Interrupted",
+    "Trained",
+    "train",
+]
+
+LEAST_PER_TOKEN = 256
+"""Bytes that a token of a batch takes at least, as ids and in the layers of the smallest model."""
+MOST_TENSORS = 2000  # of a model
+METRICS, RESULT, MODEL, FIGURES = "metrics.jsonl", "result.json", "model", "figures"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model, the folder and the metrics of a finished run."""
+
+    model: nn.Module
+    """In evaluation mode."""
+    folder: Path
+    metrics: list[dict[str, Any]]
+    """The lines of metrics.jsonl."""
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """Metrics on held-out data, at the end."""
+        return dict(self.metrics[-1]["evaluation"])
+
+    @property
+    def check(self) -> dict[str, Any]:
+        """The attention check at the end."""
+        return dict(self.metrics[-1]["check"])
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted; the message says how to resume it."""
+
+
+class Diverged(InputError):  # noqa: N818  # a name without "Error", as StopIteration
+    """The loss, or its gradient, became NaN or infinite."""
+
+
+def train(
+    task: Task,
+    training: Training,
+    folder: str | Path,
+    *,
+    progress: bool = True,
+    tensorboard: bool = False,
+    figures: bool = True,
+) -> Trained:
+    """Train the model of a task, or resume a run in the same folder.
+
+    A run that was interrupted or killed ends with exactly the same weights as an uninterrupted one. Under ``torchrun``
+    or ``accelerate launch`` each process takes its share of every batch; the weights then agree with those of one
+    process to rounding.
+
+    Args:
+        task: the task, see `qkv_lab.tasks`.
+        training: the training settings.
+        folder: the run's folder. It gets run.toml (all settings), metrics.jsonl and checkpoints, and at the end model/
+            (for `qkv.models.load`), figures/ and result.json.
+        progress: show a progress bar if standard error is a terminal.
+        tensorboard: also write scalars to ``tensorboard/`` in the folder.
+        figures: draw the task's figures at the end.
+
+    Returns:
+        The trained model and its metrics. A finished run is loaded, not trained again.
+
+    Raises:
+        InputError: if the folder cannot be written or holds a run with other settings; for a damaged checkpoint.
+        Diverged: if the loss or its gradient becomes NaN or infinite; earlier checkpoints stay.
+        Interrupted: on SIGINT or SIGTERM, after a checkpoint was saved.
+
+    >>> import tempfile
+    >>> from qkv_lab.tasks import Reversal
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     trained = train(Reversal(), Training(steps=2, batch=4), folder, progress=False)
+    ...     sorted(p.name for p in (trained.folder / "model").iterdir())
+    ['config.json', 'model.safetensors']
+    """
+    from accelerate import Accelerator
+
+    # Without cpu=True accelerate ignores torchrun's processes on a machine without GPUs.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    folder = Path(folder)
+    parts = accelerator.num_processes * training.accumulate
+    if training.batch % parts:
+        raise InputError(
+            f"batch is {training.batch}, expected a multiple of {parts}: {accelerator.num_processes} processes × "
+            f"accumulate={training.accumulate}"
+        )
+    _check_size(task)
+    _check_batch(task, training, parts)
+    if accelerator.is_main_process:
+        _claim_folder(folder, task, training)
+    accelerator.wait_for_everyone()
+    if (folder / RESULT).exists():
+        finished = checkpoint.load(folder / MODEL).to(accelerator.device)
+        return Trained(finished, folder, log.read(folder / METRICS))
+
+    torch.manual_seed(training.seed)
+    objective, optimizer = _prepare(accelerator, task, training)
+    model: nn.Module = accelerator.unwrap_model(objective).model
+    found = resume.checkpoints(folder)
+    done = resume.load(found[-1], model, optimizer.optimizer) if found else 0
+    main = accelerator.is_main_process
+    with ExitStack() as stack:
+        requests = stack.enter_context(_stop_requests())
+        shown = stack.enter_context(bar(task.name, "steps", training.steps, done=done, show=progress and main))
+        writer = stack.enter_context(_Writer(folder, task, training, done, shown, tensorboard)) if main else None
+        if writer is not None and done == 0:
+            writer.evaluation(model, 0)
+        for step in range(done, training.steps):
+            batch = task.batch(step, training.batch, training.seed)
+            loss, norm = _step(accelerator, objective, optimizer, task, training, batch, step)
+            now = step + 1
+            _check_finite(loss, norm, now, training, folder)
+            stop = requests.pending(accelerator) and now < training.steps
+            if writer is not None:
+                writer.step(now, loss, norm, task.count(batch))
+                if now % training.evaluate_every == 0 or now == training.steps:
+                    writer.evaluation(model, now)
+                if now % training.save_every == 0 or now == training.steps or stop:
+                    resume.save(folder, now, model, optimizer.optimizer)
+            if stop:
+                raise Interrupted(
+                    f"stopped at step {now} after saving a checkpoint; run the same command again to resume"
+                )
+    if main:
+        _finish(folder, task, model, accelerator.num_processes, figures)
+    accelerator.wait_for_everyone()
+    return Trained(model.eval(), folder, log.read(folder / METRICS))
+
+
+class _Objective(nn.Module):
+    """The loss as the forward of a module, because distributed training synchronises gradients of modules."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.model = task.build()
+        self._task = task
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self._task.loss(self.model, batch)
+
+
+def _check_size(task: Task) -> None:
+    """Raise `InputError` for a model that does not fit in memory, before it is built: settings may be a stranger's."""
+    try:
+        tensors.build_without_memory(task.build, MOST_TENSORS, free_memory())
+    except SizeError as error:
+        raise InputError(f"model of the task {task.name!r} is too large: {error}") from error
+    except Exception:  # a task of the user's own may need real tensors to build its model; then it is just built
+        return
+
+
+def _check_batch(task: Task, training: Training, parts: int) -> None:
+    """Raise `InputError` for a batch that does not fit in memory, before it is made."""
+    tokens = task.count(task.batch(0, 1, training.seed)) * training.batch // parts
+    if tokens * LEAST_PER_TOKEN > free_memory():
+        raise InputError(
+            f"batch is {training.batch}, whose {tokens:,} tokens do not fit in memory; expected a smaller one, or "
+            "more parts with accumulate"
+        )
+
+
+def _prepare(accelerator: Any, task: Task, training: Training) -> tuple[nn.Module, Any]:
+    """The objective and its optimizer, on this process's device."""
+    objective = _Objective(task)
+    prepared: tuple[nn.Module, Any] = accelerator.prepare(objective, _optimizer(objective, training))
+    return prepared
+
+
+def _check_finite(loss: float, norm: float, step: int, training: Training, folder: Path) -> None:
+    """Raise `Diverged` if the loss or the gradient's norm is not finite: the weights are NaN and must not be saved."""
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    good = resume.checkpoints(folder)
+    kept = f"{good[-1].name} is the last checkpoint before it" if good else "there is no checkpoint before it"
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
+    raise Diverged(f"lr is {training.lr}, expected a lower one: {what} at step {step}; {kept}")
+
+
+class _Writer:
+    """Writes metrics to the file and the progress bar, and measures predictions per second between evaluations."""
+
+    def __init__(
+        self, folder: Path, task: Task, training: Training, done: int, progress: Bar, tensorboard: bool
+    ) -> None:
+        self._task, self._training = task, training
+        self._log = log.Log(
+            folder / METRICS, resume_at=done, tensorboard=folder / "tensorboard" if tensorboard else None
+        )
+        self._bar, self._shown_step = progress, done
+        self._restart_clock()
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._log.close()
+
+    def _restart_clock(self) -> None:
+        self._predictions, self._began = 0, time.perf_counter()
+
+    def step(self, step: int, loss: float, norm: float, predictions: int) -> None:
+        self._predictions += predictions
+        if step % self._training.log_every and step < self._training.steps:
+            return
+        rate = self._predictions / (time.perf_counter() - self._began)
+        line = {"step": step, "loss": loss, "lr": self._training.lr_at(step - 1)}
+        self._log.write({**line, "gradient_norm": norm, "tokens_per_second": rate})
+        self._bar(step - self._shown_step, note=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
+        self._shown_step = step
+        self._restart_clock()
+
+    @torch.no_grad()
+    def evaluation(self, model: nn.Module, step: int) -> None:
+        training = model.training
+        model.eval()
+        try:
+            found = self._task.evaluate(model)
+            line = {"step": step, "evaluation": found, "check": self._task.check(model)}
+        finally:
+            model.train(training)
+        self._log.write(line)
+        scores = "  ".join(f"{name} {value:.4g}" for name, value in log.scalars(found)[:4])
+        self._bar.say(f"step {step:>6}  {scores}")
+        self._restart_clock()
+
+
+def _optimizer(module: nn.Module, training: Training) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101); vectors are not decayed."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=training.lr, betas=(training.beta1, training.beta2), fused=True)
+
+
+def _step(
+    accelerator: Any, objective: nn.Module, optimizer: Any, task: Task, training: Training, batch: Batch, step: int
+) -> tuple[float, float]:
+    """One optimizer step; returns the loss over the whole batch and the norm of its gradient.
+
+    Each micro-batch's loss is weighted by its share of the predictions, so that the gradient does not depend on the
+    number of processes and micro-batches. Dropout depends on the seed, the step and the process alone.
+    """
+    processes, rank = accelerator.num_processes, accelerator.process_index
+    for group in optimizer.param_groups:
+        group["lr"] = training.lr_at(step)
+    torch.manual_seed(((training.seed * 1_000_003 + step) * 4099 + rank) % 2**63)
+    objective.train()
+    total, local_loss = task.count(batch), torch.zeros((), device=accelerator.device)
+    count = processes * training.accumulate
+    parts = [_micro_batch(batch, rank + processes * i, count) for i in range(training.accumulate)]
+    bfloat16 = training.precision == "bfloat16"
+    for i, part in enumerate(parts):
+        share = task.count(part) / total
+        on_device = {name: x.to(accelerator.device) for name, x in part.items()}
+        last = i == len(parts) - 1
+        with nullcontext() if last else accelerator.no_sync(objective):
+            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bfloat16):
+                loss = objective(on_device) * share
+            accelerator.backward(loss * processes)  # distributed training takes the mean over processes
+        local_loss += loss.detach()
+    norm = accelerator.clip_grad_norm_(objective.parameters(), training.clip or math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(accelerator.reduce(local_loss)), float(norm)
+
+
+def _micro_batch(batch: Batch, index: int, count: int) -> Batch:
+    return {name: x.tensor_split(count)[index] for name, x in batch.items()}
+
+
+def _claim_folder(folder: Path, task: Task, training: Training) -> None:
+    """Write run.toml; `InputError` if the folder holds a run with other settings."""
+    try:
+        text = settings.to_toml(task, training)
+        file = folder / settings.RUN
+        if file.exists():
+            differs = settings.difference(
+                {"format_version": 1, **settings.read_toml(file, "folder")}, settings.parse_toml(text)
+            )
+            if differs:
+                raise InputError(
+                    f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"
+                )
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text)
+    except OSError as error:
+        raise InputError(f"folder: cannot write to {folder} ({error.strerror})") from error
+
+
+@torch.no_grad()
+def _finish(folder: Path, task: Task, model: nn.Module, processes: int, figures: bool) -> None:
+    """Save the model and its figures, and last result.json, which marks the run as finished."""
+    from qkv_lab.draw import save_figure
+    from qkv_lab.history import loss_figure
+
+    model.eval()
+    unfinished = folder / f".{MODEL}.part"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        checkpoint.save(model, unfinished)
+        for name, text in task.files().items():
+            (unfinished / name).write_text(text, encoding="utf-8")
+        shutil.rmtree(folder / MODEL, ignore_errors=True)
+        unfinished.replace(folder / MODEL)
+        metrics = log.read(folder / METRICS)
+        if figures:
+            (folder / FIGURES).mkdir(exist_ok=True)
+            for name, figure in {"loss": loss_figure(task.name, metrics), **task.figures(model)}.items():
+                save_figure(figure, folder / FIGURES / f"{name}.png")
+        parameters = sum(p.numel() for p in model.parameters())
+        result = {"task": task.name, **metrics[-1], "parameters": parameters, "processes": processes}
+        write_atomically(folder / RESULT, json.dumps(log.finite(result), indent=1) + "\n")
+    except OSError as error:
+        raise InputError(
+            f"folder: cannot write to {folder} ({error.strerror}); the checkpoints are complete"
+        ) from error
+
+
+class _StopRequests:
+    """Counts SIGINT and SIGTERM; the second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def handle(self, number: int, frame: Any) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
+
+    def pending(self, accelerator: Any) -> bool:
+        """True if any process received a signal."""
+        if accelerator.num_processes == 1:
+            return self.count > 0
+        flag = torch.tensor(float(self.count > 0), device=accelerator.device)
+        return bool(accelerator.reduce(flag) > 0)
+
+
+@contextmanager
+def _stop_requests() -> Iterator[_StopRequests]:
+    """Defer the first SIGINT or SIGTERM to the end of the step; a second one interrupts at once."""
+    requests = _StopRequests()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = {s: signal.signal(s, requests.handle) for s in signals}
+    except ValueError:  # signals reach the main thread only
+        before = {}
+    try:
+        yield requests
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

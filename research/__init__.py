@@ -1,0 +1,1 @@
+"""What stands behind the verdicts: checks of the ledger, studies of trained models. In no distribution."""

@@ -1,0 +1,161 @@
+"""Checks on multi-head attention, the sources of queries and keys, the einsum layer of step 1, the model of step 2."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import torch
+from torch import nn
+
+import qkv
+from qkv.nn import EinsumAttention, MultiHeadAttention
+from research.claims import Verdict, claim, holds, only_when
+from research.claims.lesson.model import LENGTH, VOCABULARY, Layer, Model, causal
+
+EINSUM, TINY = "Step 1: einsum", "Step 2: tiny Transformer"
+
+
+@claim("C192", "lesson", "Multi-head attention", "A single head computes one attention pattern, one weighted average.")
+def c192() -> Verdict:
+    values = torch.eye(4, dtype=torch.float64)  # four tokens; a value's halves are what two heads would carry
+    wanted = torch.cat([values[1, :2], values[2, 2:]])  # one half of token 1, the other of token 2
+    grid = torch.linspace(0, 1, 21, dtype=torch.float64)
+    weights = torch.cartesian_prod(grid, grid, grid)
+    weights = weights[weights.sum(1) <= 1]
+    one = torch.cat([weights, 1 - weights.sum(1, keepdim=True)], 1) @ values
+    nearest = (one - wanted).norm(dim=1).min().item()
+    two = torch.cat([torch.eye(4).double()[1] @ values[:, :2], torch.eye(4).double()[2] @ values[:, 2:]])
+    return holds(
+        nearest > 0.5 and torch.equal(two, wanted),
+        "It has one weight for a query and a key, so its output lies in the convex hull of the values. To take one "
+        f"half of the value of a token and the other half of another's, any single pattern stays {nearest:.2f} away "
+        "(of a length of 1.41); two heads, with a pattern each, do it exactly.",
+    )
+
+
+def parameters(d: int, heads: int, bias: bool) -> int:
+    return sum(p.numel() for p in MultiHeadAttention(d, heads, bias=bias).parameters())
+
+
+@claim("C193", "lesson", "Multi-head attention", "Multi-head attention has $4 d_{model}^2$ parameters.")
+def c193() -> Verdict:
+    d = 64
+    without, with_bias = parameters(d, 8, bias=False), parameters(d, 8, bias=True)
+    return only_when(
+        without == 4 * d * d and with_bias == 4 * d * d + 4 * d,
+        f"Without biases: {without:,} at d = 64. The lesson's code has them (`nn.Linear`), so it has 4 d² + 4 d = "
+        f"{with_bias:,}.",
+    )
+
+
+@claim("C194", "lesson", "Multi-head attention", "That is as many as one head of full width has.")
+def c194() -> Verdict:
+    counts = [parameters(64, heads, bias=True) for heads in (1, 2, 8)]
+    matrix = nn.Linear(64, 64)
+    one = 4 * sum(p.numel() for p in matrix.parameters())
+    return holds(
+        counts == [one] * 3,
+        f"1, 2 and 8 heads at d = 64 have {counts[0]:,} parameters each, those of four maps of 64 to 64.",
+    )
+
+
+@claim("C195", "lesson", "Multi-head attention", "One batched product over all heads replaces h separate ones.")
+def c195() -> Verdict:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 8, 10, 16, dtype=torch.float64)
+    at_once = (q @ k.mT / 4).softmax(-1) @ v
+    each = torch.stack([(q[:, h] @ k[:, h].mT / 4).softmax(-1) @ v[:, h] for h in range(8)], 1)
+    off = (at_once - each).abs().max().item()
+    same = f"the same within {off:.1g}" if off else "the very same numbers"
+    return holds(off < 1e-14, f"A loop over 8 heads gives {same} in float64.")
+
+
+@claim("C196", "lesson", "Self- and cross-attention", "10 decoder tokens and 50 encoder tokens give a 10 × 50 matrix.")
+def c196() -> Verdict:
+    layer = MultiHeadAttention(32, 4)
+    _, weights = layer(torch.randn(1, 10, 32), torch.randn(1, 50, 32), return_weights=True)
+    return holds(weights.shape == (1, 4, 10, 50), f"One a head: the weights are {tuple(weights.shape)}.")
+
+
+@claim("C201", "lesson", EINSUM, "The einsum strings compute multi-head attention.")
+def c201() -> Verdict:
+    torch.manual_seed(0)
+    x, (w_q, w_k, w_v) = torch.randn(2, 7, 32).double(), torch.randn(3, 32, 4, 8).double()
+    w_o, hidden = torch.randn(4, 8, 32).double(), torch.ones(7, 7, dtype=torch.bool).triu(1)
+    q, k, v = (torch.einsum("bsm, mhd -> bshd", x, w) for w in (w_q, w_k, w_v))
+    scores = torch.einsum("bshd, bthd -> bhst", q, k) / math.sqrt(8)
+    mixed = torch.einsum("bhst, bthd -> bshd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+    named = torch.einsum("bshd, hdm -> bsm", mixed, w_o)
+    plain = nn.functional.scaled_dot_product_attention(
+        *((x @ w.flatten(1)).view(2, 7, 4, 8).transpose(1, 2) for w in (w_q, w_k, w_v)), is_causal=True
+    )
+    off = ((plain.transpose(1, 2).flatten(2) @ w_o.flatten(0, 1) - named).abs().max() / named.abs().max()).item()
+    return holds(
+        off < 1e-13, f"Views, transposes and torch's own kernel give the same within a part of {off:.0e} (float64)."
+    )
+
+
+@claim("C202", "lesson", EINSUM, "With einsum no transpose, reshape or contiguous is needed.")
+def c202() -> Verdict:
+    code = inspect.getsource(EinsumAttention.forward)
+    used = [name for name in (".transpose(", ".reshape(", ".view(", ".contiguous(") if name in code]
+    return holds(
+        not used and code.count("torch.einsum") >= 4,
+        "Our own layer of that kind, `qkv.nn.EinsumAttention`, has none of them in its forward. Inside, einsum "
+        "permutes and reshapes all the same, to make batched products.",
+    )
+
+
+@claim("C203", "lesson", EINSUM, "Its letters: s is the length of the source, t of the target.")
+def c203() -> Verdict:
+    q, k = torch.randn(1, 3, 2, 4), torch.randn(1, 5, 2, 4)  # 3 queries, 5 keys
+    shape = torch.einsum("bshd, bthd -> bhst", q, k).shape
+    return only_when(
+        shape == (1, 2, 3, 5),
+        "Only where both are one sequence, as in the lesson. In the strings s counts queries and t keys: with 3 "
+        f"queries and 5 keys the scores are {tuple(shape)}. In cross-attention queries are of the target and keys of "
+        "the source, so the letters are the wrong way round.",
+    )
+
+
+@claim("C204", "lesson", EINSUM, "The size of a head is $d_{model}$ // heads.")
+def c204() -> Verdict:
+    d, heads = 32, 5
+    built = sum(p.numel() for p in Layer(d, heads).project) // 3 // d
+    try:
+        EinsumAttention(d, heads)
+        refused = False
+    except qkv.InputError:
+        refused = True
+    return only_when(
+        built == 30 and refused,
+        "If the number of heads divides the width. This layer does not check it, unlike the lesson's first one: with "
+        f"32 and 5 heads it builds 5 × 6 = {built} dimensions without a word. `qkv.nn` refuses.",
+    )
+
+
+@claim("C205", "lesson", TINY, "The feed-forward layer is 4 times as wide, and norms come before the sublayers.")
+def c205() -> Verdict:
+    torch.manual_seed(0)
+    block = qkv.nn.TransformerBlock(MultiHeadAttention(32, 4), qkv.nn.FeedForward(32, activation="gelu"))
+    x = torch.randn(1, 5, 32)
+    mid = x + block.attention(block.attention_norm(x))
+    by_hand = mid + block.feed_forward(block.feed_forward_norm(mid))
+    width = block.feed_forward.up.weight.shape[0]
+    return holds(
+        width == 128 and torch.allclose(by_hand, block(x), atol=1e-6),
+        f"{width} for 32, and x + f(norm(x)) twice, which are the defaults of `qkv.nn` as well.",
+    )
+
+
+@claim("C206", "lesson", TINY, "It prints how many parameters its model has.")
+def c206() -> Verdict:
+    task, default = Model(VOCABULARY, 2 * LENGTH + 1), Model(VOCABULARY, 128, d=64)
+    counts = [sum(p.numel() for p in model.parameters()) for model in (task, default)]
+    shape = task(torch.zeros(1, 12, dtype=torch.long), causal())[0].shape
+    return holds(
+        counts == [26_672, 109_840] and shape == (1, 12, 16),
+        f"The text does not show the number. In our rendering the model of the task has {counts[0]:,}, and one with "
+        f"the defaults of the class and 16 tokens {counts[1]:,}.",
+    )

@@ -1,0 +1,181 @@
+"""Checks for section 4: printed results, shapes, masks and parameter counts of the code."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+import qkv
+from research.claims import Verdict, claim, false, holds, only_when
+
+SDPA, MHA, SEQ2SEQ = "4 SDPA", "4 MHA", "4 Seq2Seq"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0) -> tuple[Tensor, Tensor]:
+    """A reimplementation of its functions: scores are −1e9 where the mask is 0; weights are returned after dropout."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    scores = scores if mask is None else scores.masked_fill(mask == 0, -1e9)
+    weights = dropout(scores.softmax(-1), p=p)
+    return weights @ v, weights
+
+
+class Seq2Seq(nn.Module):
+    """A reimplementation of its model: an LSTM encoder, and an LSTM decoder with attention in four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.said = nn.Embedding(100, 64), nn.Embedding(120, 64)
+        self.encoder = nn.LSTM(64, 128, batch_first=True)
+        self.decoder = nn.LSTM(64 + 128, 128, batch_first=True)
+        self.attention, self.out = qkv.nn.MultiHeadAttention(128, 4), nn.Linear(128, 120)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory, state = self.encoder(self.read(source))
+        steps = []
+        for token in target.split(1, dim=1):
+            context = self.attention(state[0].transpose(0, 1), memory)
+            out, state = self.decoder(torch.cat([self.said(token), context], -1), state)
+            steps.append(self.out(out))
+        return torch.cat(steps, 1)
+
+
+def its_heads() -> tuple[Tensor, Tensor]:
+    """Queries and keys (2, 8, 6, 8) of an untrained layer like the demonstration's, on random words."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 128), torch.randn(2, 6, 64)
+    q, k = layer(x).detach().unflatten(-1, (16, 8)).transpose(1, 2).split(8, 1)
+    return q, k
+
+
+@claim("C352", "overview", SDPA, "−1e9 where the mask is 0 gives a weight of about 0.")
+def c352() -> Verdict:
+    q = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    weights = attention(q, q, q, torch.ones(5, 5).tril())[1]
+    return holds(weights.triu(1).max() == 0, "Exactly 0 in float32, for rows that see at least one key.")
+
+
+@claim("C353", "overview", SDPA, "With −1e9 a mask is complete: what is masked gets no weight.")
+def c353() -> Verdict:
+    q = torch.zeros(3, 8)
+    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    weights = attention(q, torch.randn(4, 8), torch.randn(4, 8), mask)[1]
+    return only_when(
+        weights[:2].mul(1 - mask[:2]).max() == 0 and torch.allclose(weights[2], torch.full((4,), 0.25)),
+        "As long as each query may see a key. One that may see none spreads even weights of 0.25 over the four hidden "
+        "ones, without an error.",
+    )
+
+
+@claim("C354", "overview", SDPA, "In the demonstration “cat” now includes context from “The” and “sat”.")
+def c354() -> Verdict:
+    rng = np.random.RandomState(42)
+    rng.randn(4 * 8 + 2 * 64 + 8 + 4 * 8)  # what the demonstration before it draws
+    x = torch.from_numpy(rng.randn(3, 16))
+    own = attention(x, x, x)[1].diagonal()
+    return only_when(
+        own.min() > 0.9,
+        f"If a trace counts. Queries, keys and values are the same random vectors, so each word finds itself: "
+        f"{', '.join(f'{value:.3f}' for value in own.tolist())} of the weight. *cat* takes {1 - own[1]:.1%} from the "
+        "other two.",
+    )
+
+
+@claim("C355", "overview", MHA, "The demonstration has output (2, 6, 64) and weights (2, 8, 6, 6).")
+def c355() -> Verdict:
+    out, weights = qkv.nn.MultiHeadAttention(64, 8)(torch.randn(2, 6, 64), return_weights=True)
+    shapes = tuple(out.shape), tuple(weights.shape)
+    return holds(shapes == ((2, 6, 64), (2, 8, 6, 6)), f"{shapes[0]} and {shapes[1]}.")
+
+
+@claim("C356", "overview", MHA, "Each row of the printed weights sums to 1.0.")
+def c356() -> Verdict:
+    q, k = its_heads()
+    sums, kept = attention(q, k, k, p=0.1)[1].sum(-1), attention(q, k, k)[1].sum(-1)
+    alone = dropout(torch.ones(1000), 0.1).max().item()  # the first row of a causal mask has one weight of 1
+    return false(
+        sums.min() < 0.95 and sums.max() > 1.05 and torch.allclose(kept, torch.ones_like(kept)),
+        f"The module is in training mode, with dropout of 0.1 on the weights it returns. From initial weights like "
+        f"its own rows sum to {sums.min():.2f} to {sums.max():.2f}, and the one weight of a causal first row, 1, "
+        f"is kept as {alone:.3f} = 1 / 0.9. After `.eval()` they sum to 1.",
+    )
+
+
+@claim("C357", "overview", MHA, "The 8 heads each learn a different pattern of attention.")
+def c357() -> Verdict:
+    weights = attention(*its_heads(), its_heads()[1])[1]
+    even = (-(weights * weights.log()).sum(-1) / math.log(6)).mean((0, 2))
+    return only_when(
+        even.min() > 0.9,
+        f"When trained. In the demonstration nothing is: with torch's initial weights the entropies of the 8 heads are "
+        f"{even.min():.0%} to {even.max():.0%} of that of even weights.",
+    )
+
+
+@claim("C358", "overview", MHA, "With the causal mask later positions have zero weight.")
+def c358() -> Verdict:
+    q, k = torch.randn(2, 2, 8, 6, 8, generator=torch.Generator().manual_seed(0))
+    weights = attention(q, k, k, torch.ones(6, 6).tril(), p=0.1)[1]
+    return holds(weights.triu(1).max() == 0, "Exactly, also with dropout.")
+
+
+@claim("C359", "overview", MHA, "A mask may have the shape (batch, 1, n, n) or (batch, 1, 1, n).")
+def c359() -> Verdict:
+    q, k = torch.randn(2, 2, 8, 6, 8, generator=torch.Generator().manual_seed(0))
+    real = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    short, full = real[:, None, None], real[:, None, None].expand(2, 1, 6, 6)
+    a, b = (attention(q, k, k, mask)[1] for mask in (short, full))
+    return holds(
+        torch.equal(a, b) and a[1, ..., 4:].max() == 0, "Both broadcast over the heads, and give the same weights."
+    )
+
+
+@claim("C360", "overview", SEQ2SEQ, "Shapes: source (2, 4), target (2, 3), output (2, 3, 120).")
+def c360() -> Verdict:
+    with torch.no_grad():
+        out = Seq2Seq()(torch.randint(100, (2, 4)), torch.randint(120, (2, 3)))
+    return holds(out.shape == (2, 3, 120), f"{tuple(out.shape)}.")
+
+
+@claim("C361", "overview", SEQ2SEQ, "It is trained by teacher forcing, with the true target tokens as inputs.")
+def c361() -> Verdict:
+    torch.manual_seed(0)
+    model, source, target = Seq2Seq().eval(), torch.randint(100, (1, 4)), torch.randint(120, (1, 3))
+    changed = target.clone()
+    changed[0, 1] += 1 if target[0, 1] < 119 else -1  # another second token
+    with torch.no_grad():
+        moved = (model(source, target) - model(source, changed))[0].abs().amax(-1) > 0
+    return only_when(
+        moved.tolist() == [False, True, True],
+        "If the loss compares output t with token t + 1. Step t reads token t itself: with another second token the "
+        "second output changes. Compared with token t, as the shapes suggest, it would learn to copy its input. There "
+        "is no start token either.",
+    )
+
+
+@claim("C362", "overview", SEQ2SEQ, "It handles batches of source sentences.")
+def c362() -> Verdict:
+    torch.manual_seed(0)
+    model = Seq2Seq().eval()
+    source, target = torch.randint(1, 100, (1, 4)), torch.randint(1, 120, (1, 3))
+    padded = torch.cat([source, torch.zeros(1, 3, dtype=torch.long)], 1)
+    with torch.no_grad():
+        moved = (model(source, target) - model(padded, target)).abs().max().item()
+        memory, state = model.encoder(model.read(padded))
+        _, weights = model.attention(state[0].transpose(0, 1), memory, return_weights=True)
+    on_padding = weights[..., 4:].sum(-1).mean().item()
+    return only_when(
+        moved > 1e-3 and on_padding > 0.2,
+        f"Of sentences of one length. No mask is passed, so three tokens of padding after four words take "
+        f"{on_padding:.0%} of the weight, and move outputs by up to {moved:.2f}. Its buffer for outputs is on the CPU "
+        "wherever the model is.",
+    )
+
+
+@claim("C363", "overview", SEQ2SEQ, "With vocabularies of 100 and 120 it has 359,800 parameters (not printed there).")
+def c363() -> Verdict:
+    count = sum(p.numel() for p in Seq2Seq().parameters())
+    return holds(count == 359_800, f"{count:,}.")

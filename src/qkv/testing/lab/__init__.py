@@ -1,1 +1,0 @@
-"""Checks of tasks and experiments, which need the lab."""

@@ -1,0 +1,264 @@
+"""Sequence parallelism equals a single process: out, lse, gradients, statistics.
+
+Two and four processes (gloo) run the cases of `ring_cases`, once; each test then looks at one case.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.attention.flex_attention as torch_flex
+
+import qkv
+import ring_cases
+from conftest import MASKS, close, fits, rand, refused, unchecked
+from forked import Forked
+from qkv import masks
+from qkv.masks import EMPTY, FULL, Grid, Region
+from qkv.masks.convert import grid_mod
+from qkv.profiler.capture.calls import calls_of
+from qkv.ring import Piece
+from qkv.statistics import Mass
+
+SIZES = (2, 4)
+HERE = Path(__file__).parents[1]
+EPS = {torch.float64: 256, torch.float32: 256, torch.bfloat16: 8}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What the processes of each group found."""
+    folder = tmp_path_factory.mktemp("ring")
+    launch = [sys.executable, "-W", "error", str(HERE / "ring_cases.py"), str(folder), *map(str, SIZES)]
+    done = subprocess.run(launch, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = {size: torch.load(folder / f"found-{size}.pt") for size in SIZES}
+    for size in SIZES:
+        files = [folder / f"profile-{size}-{rank}.qkv.zip" for rank in range(size)]
+        found[size]["profiles"] = [qkv.Profile.load(file) for file in files]
+    found[2]["said"] = [(folder / f"said-{rank}.txt").read_text(encoding="utf-8") for rank in range(2)]
+    return found
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [(name, size) for size in SIZES for name in ring_cases.of(size)[0]])
+def test_sharded_attention_equals_one_process(name: str, size: int, found: dict[int, dict[str, Any]]) -> None:
+    case = ring_cases.CASES[name]
+    want, got = case.run(lambda x: x), found[size][name]
+    assert want.keys() == got.keys()
+    for key, x in want.items():
+        assert got[key].dtype == x.dtype, key
+        scale = max(1.0, float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 1.0)
+        finite = x.isfinite()
+        assert torch.equal(got[key].isfinite(), finite), key
+        close(
+            torch.where(finite, got[key] / scale, 0),
+            torch.where(finite, x / scale, 0),
+            eps=EPS[case.dtype],
+            dtype=case.dtype,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [(name, size) for size in SIZES for name in ring_cases.of(size)[1]])
+def test_sharded_statistics_equal_one_process(name: str, size: int, found: dict[int, dict[str, Any]]) -> None:
+    case = ring_cases.CASES[name]
+    want, got = ring_cases.measured(case, lambda x, dim=2: x), found[size]["statistics"][name]
+    assert want.keys() == got.keys()
+    for key, x in want.items():
+        assert got[key].dtype == x.dtype, key
+        assert torch.equal(got[key] == -torch.inf, x == -torch.inf), key
+        pair = [y.masked_fill(x == -torch.inf, 0) for y in (got[key], x)]
+        if key in ("distance", "spread"):  # only the square is resolved
+            pair = [(y / ring_cases.N).square() for y in pair]
+        assert not pair[1].isnan().any(), key
+        close(*pair, eps=EPS[case.dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_positions_are_those_of_an_early_and_a_late_chunk(size: int, found: dict[int, dict[str, Any]]) -> None:
+    chunk = 24 // (2 * size)
+    for rank, mine in enumerate(found[size]["positions"]):
+        early, late = rank * chunk, (2 * size - 1 - rank) * chunk
+        assert mine.tolist() == [*range(early, early + chunk), *range(late, late + chunk)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_a_causal_mask_is_load_balanced_at_every_step(size: int, found: dict[int, dict[str, Any]]) -> None:
+    at = found[size]["positions"]
+    for step in range(size):
+        pairs = {int((at[r][:, None] >= at[(r - step) % size]).sum()) for r in range(size)}
+        assert len(pairs) == 1
+
+
+ARGUMENTS = {
+    "odd": "q", "length": "q", "gradient": "q", "normalizer": "normalizer", "bias": "bias", "mask": "ids",
+    "dropout": "dropout_p", "weights": "return_weights", "kernel": "kernel", "shard": "x", "dim": "dim",
+    "bins": "bins", "first": "first", "unshard": "x", "twice": "kernel",
+}  # fmt: skip
+DISTINGUISHED = {
+    "odd": "5 tokens", "length": r"process 1 has q \(1, 2, 4, 4\)", "gradient": "process 1 has .* with gradient",
+    "bias": "sharded", "shard": "length 5", "unshard": "gradient", "kernel": "'eager'", "twice": "second",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_bad_input_raises_on_every_process_without_deadlock(size: int, found: dict[int, dict[str, Any]]) -> None:
+    named = found[size]["refused"]
+    assert {case: argument for case, (argument, _) in named.items()} == ARGUMENTS
+    for case, match in DISTINGUISHED.items():
+        assert re.search(match, named[case][1]), named[case][1]
+
+
+@pytest.mark.slow
+def test_a_subgroup_can_share_a_sequence(found: dict[int, dict[str, Any]]) -> None:
+    want = ring_cases.CASES["causal"].run(lambda x: x)
+    for key, x in want.items():
+        close(found[4]["two of four"][key], x, eps=EPS[torch.float64])
+
+
+@pytest.mark.slow
+def test_the_documentation_runs_on_two_processes(found: dict[int, dict[str, Any]]) -> None:
+    said = re.findall(
+        r"process (\d) has tokens (\d+) … (\d+); largest difference to one process (\d\.\de.\d\d)",
+        "".join(found[2]["said"]),
+    )
+    assert {(rank, first, last) for rank, first, last, _ in said} == {("0", "0", "1023"), ("1", "256", "767")}
+    assert all(float(difference) < 1e-5 for *_, difference in said)
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_by_its_neighbours(tmp_path: Path) -> None:
+    started = []
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        started.append(Forked(ring_cases.lost, rank, tmp_path, 30.0, folder=tmp_path / str(rank)))
+    assert started[2].wait() == -signal.SIGKILL, started[2].errors
+    for process in started[:2]:
+        assert process.wait(60) == 0, process.errors
+    first = [re.findall(r"process of rank (\d)", process.out) for process in started[:2]]
+    assert ["2"] in first, f"no process names the killed one: {[p.out for p in started[:2]]}"
+    assert all(first), "a process ended without a sentence"
+
+
+def test_a_group_of_one_holds_the_whole_sequence(alone: dist.ProcessGroup) -> None:
+    x = rand(2, 3, 10, 4)
+    assert torch.equal(qkv.ring.shard(x, alone), x)
+    assert torch.equal(qkv.ring.unshard(x, alone), x)
+    assert qkv.ring.positions(10, alone).tolist() == list(range(10))
+    case = ring_cases.CASES["sink"]
+    want, got = case.run(lambda x: x), case.run(lambda x: qkv.ring.shard(x, alone), group=alone)
+    for name, one in want.items():
+        close(got[name], one)
+    composed = qkv.Attention(mask=masks.Window(3))
+    close(composed(x, x, x, group=alone), composed(x, x, x))
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "ALiBi"])
+def test_blocks_can_use_flex(name: str, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # shape checks cannot be traced
+    case = ring_cases.CASES[name]
+    x, asked = case.tensors()[:3], case.composed(case.parameters())
+    want, got = (qkv.attend(*x, mask=case.mask, group=alone, kernel=one, **asked) for one in ("auto", "flex"))
+    close(got, want)
+
+
+def test_a_requested_kernel_serves_all_blocks_or_raises(alone: dist.ProcessGroup) -> None:
+    q, k, v = ring_cases.CASES["causal"].tensors()[:3]
+    slopes = torch.ones(ring_cases.HEADS, requires_grad=True)
+    with pytest.raises(qkv.InputError, match=r"kernel='flash' cannot serve this call: .* no gradient for a bias"):
+        qkv.attend(q, k, v, bias=qkv.biases.ALiBi(slopes), kernel="flash", group=alone)
+
+
+def test_objects_that_are_not_groups_are_rejected() -> None:
+    x = rand(1, 1, 4, 2)
+    wrong: Any = "world"
+    with unchecked(), refused("group"):
+        qkv.attend(x, x, x, group=wrong)
+    with unchecked(), refused("group"):
+        qkv.ring.shard(x, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_every_process_gets_the_profile_of_the_whole(size: int, found: dict[int, dict[str, Any]]) -> None:
+    inputs = {"input_ids": ring_cases.IDS, "positions": torch.arange(80).expand(2, 80)}
+    want = qkv.profile(ring_cases.Reader(), inputs, progress=False, map_tokens=0, map_bins=0)
+    for got in found[size]["profiles"]:
+        assert got.data["key_token"].values.tolist() == want.data["key_token"].values.tolist()
+        assert got.data["module"].values.tolist() == ["layers.0", "layers.1"]
+        assert set(want.data) - set(got.data) == {
+            "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle",
+            "key_directions", "first_contribution",
+        }  # fmt: skip
+        for name, values in got.data.items():
+            pair = values, want.data[name]
+            if name == "spread":  # only its square is resolved
+                pair = pair[0] ** 2, pair[1] ** 2
+            np.testing.assert_allclose(*pair, rtol=2e-4, atol=2e-3 if name == "spread" else 5e-5, err_msg=str(name))
+        assert not got.residual
+        assert got.attrs["probes"] == "not run: several processes share the sequence"
+
+
+def test_of_a_shared_sequence_maps_and_own_statistics_are_refused(alone: dist.ProcessGroup) -> None:
+    batch = {"input_ids": ring_cases.IDS, "positions": torch.arange(80).expand(2, 80)}
+    with pytest.raises(qkv.InputError, match="shares its sequence with other processes"):
+        calls_of(ring_cases.Reader(alone), batch)
+    with pytest.raises(qkv.InputError, match="statistics has mine"):
+        qkv.profile(ring_cases.Reader(alone), batch, statistics=[Mass("mine", masks.Window(2))], progress=False)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("sizes", [(12, 12), (8, 16), (16, 8)])
+def test_a_mask_seen_from_a_piece_is_its_part_of_the_whole(name: str, sizes: tuple[int, int]) -> None:
+    """Every pair of chunks: its visible pairs, its block status, and the results of kernels on it."""
+    (nq, nk), b, h = sizes, 2, 3
+    if not fits(name, nq, nk):
+        pytest.skip("this mask needs a key for every query")
+    mask = MASKS[name](nq, nk, b, h)
+    if mask is None:
+        pytest.skip("no mask")
+    grid = Grid.of(nq, nk, b, h)
+    whole = mask.dense(nq, nk, batch=b, heads=h).expand(b, h, nq, nk)
+    for row in range(0, nq, nq // 4):
+        for column in range(0, nk, nk // 4):
+            rows, keys = slice(row, row + nq // 4), slice(column, column + nk // 4)
+            piece = Piece(slice(0, nq // 4), slice(0, nk // 4), Region(rows, keys), grid)
+            seen = piece.local_mask(mask)
+            want, kinds = whole[:, :, rows, keys], piece.block_status(mask)
+            assert torch.equal(seen.dense(nq // 4, nk // 4, batch=b, heads=h).expand_as(want), want)
+            here = Grid.of(nq // 4, nk // 4, b, h)
+            pair = torch.meshgrid(*map(torch.arange, want.shape), indexing="ij")
+            assert torch.equal(grid_mod(seen, here)(*pair).expand_as(want), want)
+            assert kinds != {EMPTY} or not want.any()
+            assert kinds != {FULL} or want.all()
+            if seen.band is not None:
+                low, high = seen.band
+                back = torch.arange(nq // 4)[:, None] + (nk - nq) // 4 - torch.arange(nk // 4)
+                assert torch.equal(((back >= low) & (back <= high)).expand_as(want), want)

@@ -1,0 +1,37 @@
+"""A package outside of qkv can add one of each thing: the example package is installed, and its own tests pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forked import Forked
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "qkv-example"
+
+
+@pytest.mark.slow
+def test_the_example_package_installs_and_passes_its_tests(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(
+        [*install, "--target", str(packages), str(EXAMPLE)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    process = Forked(its_tests, packages, folder=tmp_path)
+    assert process.wait(600) == 0, process.out[-3000:] + process.errors[-3000:]
+
+
+def its_tests(packages: Path) -> None:
+    """Run the tests of the example package, as it is installed in a folder."""
+    sys.path.insert(0, str(packages))
+    os.chdir(packages.parent)
+    already_imported = "ignore::pytest.PytestAssertRewriteWarning"
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-W", already_imported, str(EXAMPLE / "tests")]))

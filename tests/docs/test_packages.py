@@ -1,0 +1,135 @@
+"""All that is imported is declared, a missing extra is one sentence, and untested versions are reported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from qkv import InputError, _packages, cli
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+YOURS = {"datasets", "triton", "x_transformers"}
+"""Packages that qkv works with if a user has them, and never asks for by an extra."""
+
+
+def module(requirement: str) -> str:
+    """The module that a requirement installs."""
+    return re.split(r"[\[<>=;~! ]", requirement)[0].lower().replace("-", "_")
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The packages that a file imports, in functions too, but not for types alone."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    types = [x for x in ast.walk(tree) if isinstance(x, ast.If) and "TYPE_CHECKING" in ast.dump(x.test)]
+    skipped = {x for branch in types for statement in branch.body for x in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if node not in skipped and isinstance(node, ast.Import | ast.ImportFrom):
+            names = [x.name for x in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from (name.partition(".")[0] for name in names)
+
+
+def test_every_imported_package_is_a_dependency_or_in_an_extra() -> None:
+    found = {name for file in (ROOT / "src" / "qkv").rglob("*.py") for name in imported(file)}
+    base = {module(requirement) for requirement in PROJECT["dependencies"]}
+    brought = {"pydantic": "fastapi", "starlette": "fastapi", "traitlets": "anywidget"}
+    declared = base | set(_packages.EXTRAS) | set(brought) | YOURS | {"qkv"}
+    assert {"torch", "transformers", "uvicorn"} <= found
+    assert not found - declared - sys.stdlib_module_names
+    assert found >= YOURS
+    assert set(brought.values()) <= set(_packages.EXTRAS)
+
+
+def test_the_extra_that_a_sentence_names_installs_the_package() -> None:
+    for name, extra in _packages.EXTRAS.items():
+        assert name in map(module, PROJECT["optional-dependencies"][extra]), f"{extra} does not install {name}"
+
+
+def test_every_extra_has_a_smoke_test() -> None:
+    tree = ast.parse((ROOT / "tests" / "install" / "smoke.py").read_text(encoding="utf-8"))
+    (smoke,) = (node.value for node in tree.body if isinstance(node, ast.AnnAssign))
+    tested = {x.id for x in ast.walk(smoke) if isinstance(x, ast.Name)}
+    assert {"base", *PROJECT["optional-dependencies"]} - {"dev"} <= tested
+
+
+def test_require_names_what_is_missing_and_its_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    _packages.require("this", "transformers")
+    monkeypatch.setattr(_packages.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"^training needs accelerate, .*'qkv\[train\]'$"):
+        _packages.require("training", "accelerate")
+    with pytest.raises(InputError, match=r"transformers, accelerate and scipy.*'qkv\[hf,train\]'$"):
+        _packages.require("claims", "transformers", "accelerate", "scipy")
+
+
+def test_a_command_that_lacks_a_package_ends_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        raise ModuleNotFoundError("No module named 'scipy.stats'", name="scipy.stats")
+
+    monkeypatch.setitem(cli.COMMANDS, "flow", command)
+    assert cli.main(["flow"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "scipy" in line
+    assert "'qkv[train]'" in line
+
+
+def test_an_import_that_no_extra_could_mend_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> None:
+        import qkv.no_such_module  # noqa: F401
+
+    monkeypatch.setitem(cli.COMMANDS, "flow", command)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        cli.main(["flow"])
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Versions that seem to be installed, beside a qkv that is tested with zarr 3.0.8 to 3.1."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr(_packages, "version", found.__getitem__)
+    monkeypatch.setattr(_packages, "requires", lambda name: ["numpy>=2", "zarr<3.2,>=3.0.8", "torch>=2; extra == 'x'"])
+    _packages.check_tested.cache_clear()
+    yield found
+    _packages.check_tested.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.0.8", "3.1.6", "3.1.6+local"])
+def test_tested_versions_are_silent(installed: dict[str, str], version: str) -> None:
+    installed["zarr"] = version
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _packages.check_tested("zarr")
+
+
+@pytest.mark.parametrize("version", ["3.0.7", "3.2.0", "3.2.0rc1", "4.0"])
+def test_a_version_outside_the_tested_range_warns_once(installed: dict[str, str], version: str) -> None:
+    installed["zarr"] = version
+    with pytest.warns(UserWarning, match=rf"zarr {re.escape(version)} .*pip install 'zarr<3.2,>=3.0.8'"):
+        _packages.check_tested("zarr")
+    _packages.check_tested("zarr")  # a second warning would be an error
+
+
+def test_a_source_tree_without_metadata_has_no_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(_packages, "version", missing)
+    _packages.check_tested.cache_clear()
+    _packages.check_tested("zarr")
+    _packages.check_tested.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["torch", "zarr", "transformers"])
+def test_packages_whose_internals_are_used_have_an_upper_bound(name: str) -> None:
+    every = [*PROJECT["dependencies"], *(x for extra in PROJECT["optional-dependencies"].values() for x in extra)]
+    assert [x for x in every if module(x) == name]
+    assert all(",<" in x for x in every if module(x) == name)

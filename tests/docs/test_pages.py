@@ -1,0 +1,117 @@
+"""Every code block of the documentation runs, and every `qkv` command in it is valid."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import socket
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import torch.distributed as dist
+
+import pages
+from conftest import unchecked
+from qkv import cli
+from qkv_lab.cli import train
+
+pytest.importorskip("transformers", reason="the pages profile models")
+WITH_PYTHON = [page for page in pages.pages() if pages.python(page)]
+WITH_COMMANDS = [page for page in pages.pages() if pages.commands(page)]
+
+
+class Shell:
+    """Runs a notebook's `!qkv …` in this process."""
+
+    def system(self, line: str) -> None:
+        words = shlex.split(line)
+        assert words[0] == "qkv", f"a cell runs {words[0]!r}, expected qkv"
+        assert cli.main(words[1:]) == 0, f"`{line}` failed"
+
+
+@pytest.fixture
+def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder, a process group of one, the site's figure style, and no shape checks, as outside of tests."""
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # as torchrun says
+    for name, value in {"HF_HUB_OFFLINE": "1", **alone}.items():
+        monkeypatch.setenv(name, value)
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    with mpl.rc_context(fname=pages.DOCS / "matplotlibrc"), unchecked():
+        mpl.use("agg")
+        yield
+    plt.close("all")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.random.set_rng_state(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_of_a_page_runs(page: str, reader_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks run in order, those of the README each alone; a cell tagged raises-exception raises."""
+
+    def as_script() -> dict[str, Any]:
+        main = types.ModuleType("__main__")  # so that what it defines can be pickled
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        vars(main)["get_ipython"] = Shell
+        return vars(main)
+
+    namespace = as_script()
+    for block in pages.python(page):
+        namespace = as_script() if page == "README.md" else namespace
+        code = compile(_magics(block.code), f"{page}:{block.line}", "exec", dont_inherit=True)
+        if "raises-exception" in block.tags:
+            with pytest.raises(Exception):  # noqa: B017, PT011  # the page shows which one
+                exec(code, namespace)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # plt.show() without a screen
+                exec(code, namespace)
+
+
+def _magics(code: str) -> str:
+    """`!command` as IPython reads it."""
+    lines = (
+        f"get_ipython().system({line[1:].strip()!r})" if line.startswith("!") else line for line in code.split("\n")
+    )
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_commands_of_a_page_are_valid(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line accepts every `qkv …` line with its flags and values."""
+    ran: list[str] = []
+    for commands in (cli.COMMANDS, cli.SUBCOMMANDS):
+        for name, command in commands.items():
+            monkeypatch.setitem(commands, name, _recorded(name, command, ran))
+    monkeypatch.setattr(cli.train, "train", lambda *words: train._read(words) if words else None)
+    monkeypatch.chdir(pages.ROOT)
+    for words in pages.commands(page):
+        try:
+            code = cli.main(words)
+        except SystemExit as done:
+            code = int(done.code or 0)
+        assert code == 0, f"qkv {shlex.join(words)}: {capsys.readouterr().err}"
+
+
+def _recorded(name: str, command: Any, ran: list[str]) -> Any:
+    @functools.wraps(command)
+    def record(*args: object, **kwargs: object) -> None:
+        ran.append(name)
+
+    return record

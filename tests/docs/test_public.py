@@ -1,0 +1,104 @@
+"""`dir` shows exactly the public names, and the code of the documentation uses only public names."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import pages
+import qkv
+from conftest import refused
+
+PACKAGES = {"qkv", "qkv.lab"}
+"""Packages whose `__all__` names modules."""
+
+
+def modules(package: str) -> list[str]:
+    """The public modules of a package, recursively."""
+    module = importlib.import_module(package)
+    names = [name for name in module.__all__ if isinstance(getattr(module, name), ModuleType)]
+    found = [f"{package}.{name}" for name in names]
+    return [package, *(x for name in found for x in (modules(name) if name in PACKAGES else [name]))]
+
+
+MODULES = modules("qkv")
+
+
+def test_public_modules_are_found() -> None:
+    assert {"qkv.masks", "qkv.kernels", "qkv.models", "qkv.profiler", "qkv.testing", "qkv_lab.check"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dir_shows_exactly_the_public_names(name: str) -> None:
+    module = importlib.import_module(name)
+    shown = [x for x in dir(module) if not (x.startswith("__") and x.endswith("__"))]
+    assert shown == sorted(module.__all__)
+    assert [x for x in shown if not hasattr(module, x)] == []
+
+
+def test_tables_of_lazy_names_agree() -> None:
+    """The imports for type checkers, the table of lazy imports, and `__all__` agree."""
+    for package in (qkv, importlib.import_module("qkv.lab")):
+        path = pages.ROOT / "src" / f"{package.__name__.replace('.', '/')}/__init__.py"
+        typed = next(x for x in ast.parse(path.read_text()).body if isinstance(x, ast.If))
+        imported = {x.module: {alias.name for alias in x.names} for x in typed.body if isinstance(x, ast.ImportFrom)}
+        lazy = {package.__name__: package._MODULES, **package._NAMES}
+        assert imported == {name: set(names) for name, names in lazy.items()}
+        assert set().union(*imported.values()) == set(package.__all__) - {"InputError"}
+
+
+def test_load_gives_a_model_and_its_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the tokenizer is transformers'")
+    model, tokenizer = qkv.load("qkv-mini")
+    assert isinstance(model, qkv.models.DecoderLM)
+    assert tokenizer.decode(tokenizer("import os")["input_ids"], skip_special_tokens=True) == "import os"
+    qkv.models.save(qkv.models.DecoderLM(qkv.models.DecoderConfig(d_model=16, layers=1, heads=2)), str(tmp_path))
+    model, tokenizer = qkv.load(str(tmp_path), dtype="float64")
+    assert next(model.parameters()).dtype.itemsize == 8
+    assert tokenizer("ab")["input_ids"].tolist() == [[97, 98]]
+    assert qkv.load("qkv-reversal")[1] is None
+    with refused("model", match="after the model"):
+        qkv.load("no model")
+
+
+def uses(page: str) -> list[str]:
+    """Dotted names of qkv that the code of a page imports or uses as attributes of `qkv`."""
+    found = []
+    for block in pages.python(page):
+        lines = ("pass" if line.startswith(("!", "%")) else line for line in block.code.split("\n"))
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.Import):
+                found += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                found.append(ast.unparse(node))
+    return [name for name in found if name.split(".")[0] == "qkv" and name.replace(".", "").isidentifier()]
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name is not in `__all__` of its public module."""
+    module, _, rest = name.partition(".")
+    while rest:
+        here, _, rest = rest.partition(".")
+        if here not in importlib.import_module(module).__all__:
+            return not (here.startswith("__") and here.endswith("__"))
+        module = f"{module}.{here}"
+        if module not in MODULES:
+            return False  # a class or function, whose attributes are its own
+    return False
+
+
+def test_private_names_are_recognised() -> None:
+    assert is_private("qkv.profiler.capture.models.load")
+    assert is_private("qkv.masks.Tensor")
+    assert not is_private("qkv.masks.Causal.sees")
+
+
+def test_pages_use_only_public_names() -> None:
+    with_code = [page for page in pages.pages() if pages.python(page)]
+    assert [(page, name) for page in with_code for name in uses(page) if is_private(name)] == []

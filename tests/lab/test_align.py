@@ -1,0 +1,113 @@
+"""Alignments and captions for the page: words, weights and probabilities equal those of the models."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import refused
+from qkv.errors import InputError
+from qkv.models import bundled, load
+from qkv.server.align import SENTENCE, Aligners
+from qkv_lab import heads, scenes
+from qkv_lab.tasks.caption import Caption
+from qkv_lab.translation import START, read_vocabulary, translate
+
+
+@dataclass
+class Request:
+    model: str = ""
+    text: str = ""
+    scene: int = 0
+
+
+@pytest.fixture(scope="module")
+def aligners() -> Aligners:
+    return Aligners()
+
+
+def test_examples_and_vocabularies_work(aligners: Aligners) -> None:
+    said = aligners.description()
+    assert {m["name"] for m in said["models"]} == {"qkv-translation", "qkv-reversal"}
+    for model in said["models"]:
+        assert set(model["example"].split()) <= set(model["words"])
+        found = aligners.align(Request(model["name"], model["example"]))
+        assert len(found["target"]) == len(found["probability"]) > 0
+    assert said["captioner"] == {"name": "qkv-caption", "scenes": 256}
+
+
+@torch.no_grad()
+def test_translations_have_the_weights_of_the_lab_and_the_probabilities_of_the_model(aligners: Aligners) -> None:
+    found = aligners.align(Request("qkv-translation", SENTENCE.capitalize() + "."))
+    source, target, weights = translate("qkv-translation", SENTENCE)
+    assert weights is not None
+    assert (found["source"], found["target"]) == (source, target)
+    np.testing.assert_allclose(found["weights"], weights[None, None], atol=1e-6)
+    folder = bundled.folder_of("qkv-translation")
+    assert folder is not None
+    model, (english, french) = load(folder), read_vocabulary(folder)
+    said, at = [START], torch.tensor([english.numbers(source)])
+    for word, probability in zip(target, found["probability"], strict=True):  # one step at a time
+        chances = model(at, torch.tensor([said]))[0, -1].softmax(-1)
+        [number] = french.numbers([word])
+        assert int(chances.argmax()) == number
+        assert probability == pytest.approx(float(chances[number]), rel=1e-4)
+        said.append(number)
+
+
+def test_reversals_are_right_and_have_the_weights_of_the_profiler(aligners: Aligners) -> None:
+    found = aligners.align(Request("qkv-reversal", "a b c d e f"))
+    assert found["target"] == list("fedcba")
+    assert (found["layers"], found["heads"]) == (2, 4)
+    assert found["source"][:6] == list("abcdef")
+    ids = [*range(2, 8), heads.SEPARATOR, *range(7, 2, -1)]
+    maps = heads.maps(load("qkv-reversal"), torch.tensor([ids]))[0]
+    np.testing.assert_allclose(found["weights"], maps[:, :, 6:, :7], atol=1e-5)
+    mirror = np.asarray(found["weights"])[0, 1]  # head 0.1 mirrors: README.md of the trained models
+    assert mirror[:, :6].argmax(1).tolist() == [5, 4, 3, 2, 1, 0]
+    assert min(found["probability"]) > 0.9
+
+
+@torch.no_grad()
+def test_captions_are_of_the_scenes_of_the_evaluation(aligners: Aligners) -> None:
+    model, task = load("qkv-caption"), Caption()
+    held, (images, captions) = task._held_out(model)
+    right = 0
+    for scene in (0, 7, 255):
+        found = aligners.caption(Request(scene=scene))
+        assert found["truth"] == scenes.text(held.captions[scene])
+        right += " ".join(found["words"]) == found["truth"]
+        pixels = np.frombuffer(base64.b64decode(found["image"]), np.uint8).reshape(40, 40, 3)
+        np.testing.assert_allclose(pixels / 255, held.images[scene].transpose(1, 2, 0), atol=0.002)
+        if " ".join(found["words"]) == found["truth"]:  # then it read what the truth says
+            wanted = model.maps(images[scene : scene + 1], captions[scene : scene + 1])[0, : len(found["words"])]
+            np.testing.assert_allclose(found["weights"], wanted, atol=1e-5)
+        assert np.sum(found["weights"], (1, 2)) == pytest.approx(1, abs=1e-5)
+        assert np.shape(found["weights"])[1:] == (found["gh"], found["gw"]) == (10, 10)
+    assert right >= 2
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "message"),
+    [
+        ("qkv-translation", "the blck cat", "word 'blck' is not in the vocabulary; did you mean 'black'"),
+        ("qkv-translation", " . ", "expected at least one word"),
+        ("qkv-translation", "the " * 50, "50 words, expected at most 40"),
+        ("qkv-reversal", "a b", "2 symbols, expected 6"),
+        ("qkv-reversal", "a b c d e z", "text has the symbol 'z', expected a to n"),
+        ("../qkv-mini", "a", "model is '../qkv-mini'"),
+    ],
+)
+def test_align_rejects_unknown_words_and_models(aligners: Aligners, model: str, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        aligners.align(Request(model, text))
+
+
+@pytest.mark.parametrize("scene", [-1, 256])
+def test_caption_rejects_scenes_out_of_range(aligners: Aligners, scene: int) -> None:
+    with refused("scene"):
+        aligners.caption(Request(scene=scene))

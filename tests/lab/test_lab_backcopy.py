@@ -1,0 +1,223 @@
+"""Bigram-Backcopy: triggers, transition probabilities, deterministic batches, and the sink of a trained model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkv
+from conftest import refused
+from qkv.models import DecoderConfig
+from qkv_lab.tasks import backcopy
+from qkv_lab.tasks.backcopy import Backcopy
+
+
+def sequences(task: Backcopy, *, step: int = 0, size: int = 200, seed: int = 0) -> Tensor:
+    """All tokens of a batch, (size, length + 1)."""
+    batch = task.batch(step, size, seed)
+    return torch.cat([batch["ids"], batch["targets"][:, -1:]], 1)
+
+
+SMALL = DecoderConfig(layers=1, heads=2, d_model=16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"first": "random"}, {"symbols": 11, "triggers": 5, "length": 30}, {"triggers": 0}, {"unique": 7}],
+)
+def test_token_after_a_trigger_repeats_the_one_before(changes: dict[str, Any]) -> None:
+    task = Backcopy(**changes)
+    for made in (sequences(task), task.held_out(50)["ids"]):
+        start = 1 if task.first == "fixed" else 0
+        assert bool((made[:, :start] == task.symbols).all())
+        assert bool((made[:, start:] < task.symbols).all())
+        assert not bool(task.is_trigger(made[:, start]).any())
+        triggers = 0
+        for row in made.tolist():
+            for before, at, after in zip(row, row[1:], row[2:], strict=False):
+                if 1 <= at <= task.triggers:
+                    assert after == before < task.symbols
+                    triggers += 1
+        assert (triggers > 0) == (task.triggers > 0)
+
+
+def test_ordinary_tokens_follow_the_transition_probabilities() -> None:
+    task = Backcopy(symbols=13, triggers=2)
+    chain = backcopy._chain(13, 2)
+    made = np.concatenate([sequences(task, step=step, size=500).numpy() for step in range(8)])
+    assert np.allclose(chain.probabilities.sum(1), 1)
+    before, after = made[:, :-1].ravel(), made[:, 1:].ravel()
+    for token in (0, *range(3, 14)):
+        counts = np.bincount(after[before == token], minlength=13)
+        expected = chain.probabilities[token] * counts.sum()
+        possible = expected > 0
+        assert counts[~possible].sum() == 0
+        chi = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+        free = possible.sum() - 1
+        assert chi < free + 6 * np.sqrt(2 * free)  # six standard deviations above the mean of χ²
+
+
+def test_chain_has_the_bigram_frequencies_of_the_standard_library() -> None:
+    chain, pairs = backcopy._chain(64, 3), backcopy._pairs()
+    assert chain.bytes[0] == ord(" ")
+    assert len(set(chain.bytes.tolist())) == 64
+    assert pairs.sum() > 1_000_000
+    counts = pairs[np.ix_(chain.bytes, chain.bytes)]
+    assert np.abs(chain.probabilities[:64] - counts / counts.sum(1, keepdims=True)).max() < 0.01
+    assert chain.probabilities[:64].min() >= 1 / backcopy.DRAWS
+    assert np.array_equal(
+        np.stack([np.bincount(row, minlength=64) for row in chain.table]) / backcopy.DRAWS, chain.probabilities
+    )
+
+
+def test_batches_depend_on_their_arguments_only() -> None:
+    for changes in ({}, {"unique": 50}):
+        task = Backcopy(**changes)
+        late = sequences(task, step=500)
+        backcopy._pool.cache_clear()
+        assert torch.equal(late, sequences(Backcopy(**changes), step=500))
+        assert not torch.equal(late, sequences(task, step=501))
+        assert not torch.equal(late, sequences(task, step=500, seed=1))
+        assert sequences(task, size=3).shape == (3, 65)
+    assert torch.equal(Backcopy().held_out(9)["ids"], Backcopy(unique=3).held_out(9)["ids"])
+
+
+def test_held_out_sequences_are_never_trained_on() -> None:
+    """With short sequences of few symbols, which would soon repeat."""
+    task = Backcopy(symbols=8, triggers=2, length=8)
+    batch = task.held_out(300)
+    held = {tuple(row) for row in torch.cat([batch["ids"], batch["targets"][:, -1:]], 1).tolist()}
+    trained = {tuple(row) for step in range(20) for row in sequences(task, step=step, size=500).tolist()}
+    again = {tuple(row) for row in sequences(task, step=20, size=500).tolist()}
+    assert len(held) > 200
+    assert again & trained, "there are too many different sequences: this test would always pass"
+    assert not held & trained
+
+
+def test_unique_limits_the_sequences() -> None:
+    task = Backcopy(unique=10)
+    seen = {tuple(row) for step in range(5) for row in sequences(task, step=step, size=64).tolist()}
+    assert len(seen) == 10
+    other = {tuple(row) for row in sequences(task, size=64, seed=1).tolist()}
+    assert not seen & other
+    short = Backcopy(symbols=8, length=8, unique=500)
+    assert len({tuple(row) for row in sequences(short, size=20_000).tolist()}) == 500
+    with pytest.raises(qkv.InputError, match=r"unique is 20000, but only \d+ distinct sequences were found"):
+        Backcopy(symbols=8, length=8, triggers=4, unique=20_000).batch(0, 2, 0)
+
+
+def test_tokens_inside_a_prefix_are_not_targets() -> None:
+    task = Backcopy(model=replace(SMALL, prefix=5), length=12)
+    batch = task.batch(0, 3, 0)
+    assert bool((batch["targets"][:, :4] == -100).all())
+    assert task.count(batch) == 3 * 8
+    assert torch.equal(batch["targets"][:, 4:-1], batch["ids"][:, 5:])
+    model = task.build().eval()
+    logits = model(batch["ids"])[:, 4:].flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, batch["targets"][:, 4:].flatten())
+    assert task.loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-5)
+    with torch.no_grad():
+        assert 0 <= task.evaluate(model)["backcopy_accuracy"] <= 1
+
+
+class Oracle(nn.Module):
+    """A model that predicts with the true probabilities."""
+
+    def __init__(self, task: Backcopy) -> None:
+        super().__init__()
+        self.task, self.weight = task, nn.Parameter(torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        probabilities = torch.as_tensor(backcopy._chain(self.task.symbols, self.task.triggers).probabilities).float()
+        copied = nn.functional.one_hot(ids.roll(1, 1), self.task.symbols + 1).float() * 1e9
+        drawn = nn.functional.pad(probabilities.clamp(min=1e-30).log()[ids], (0, 1), value=-1e9)
+        return torch.where(self.task.is_trigger(ids)[..., None], copied, drawn)
+
+
+@pytest.mark.parametrize("first", ["fixed", "random"])
+def test_true_probabilities_have_no_excess_loss(first: Any) -> None:
+    task = Backcopy(first=first)
+    found = task.evaluate(Oracle(task))
+    assert found["backcopy_accuracy"] == 1
+    for name in ("excess", "bigram_excess", "backcopy_loss"):
+        assert found[name] == pytest.approx(0, abs=1e-5)
+    batch = task.held_out(backcopy.EVALUATED)
+    trigger, p = task.is_trigger(batch["ids"]).numpy(), backcopy._chain(64, 3).probabilities
+    rows = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1)
+    assert found["entropy"] == pytest.approx(np.where(trigger, 0, rows[batch["ids"].numpy()]).mean(), rel=0.02)
+
+
+@torch.no_grad()
+def test_check_averages_weights_over_triggers_and_other_queries() -> None:
+    task = Backcopy(model=replace(SMALL, layers=2), length=20)
+    model = task.build().eval()
+    ids = task.held_out(backcopy.CHECKED)["ids"]
+    data = qkv.profile(model, ids, progress=False, map_tokens=32).data
+    weights, triggers = torch.as_tensor(data["weights"].values), task.is_trigger(ids)
+    found: dict[str, Any] = {"trigger_previous": [], "trigger_first": [], "other_first": []}
+    for b, row in enumerate(triggers.tolist()):
+        for i, trigger in enumerate(row):
+            if trigger:
+                found["trigger_previous"].append(weights[b, :, :, i, i - 1])
+                found["trigger_first"].append(weights[b, :, :, i, 0])
+            elif i:
+                found["other_first"].append(weights[b, :, :, i, 0])
+    checked = task.check(model)
+    for name, rows in found.items():
+        torch.testing.assert_close(torch.tensor(checked[name]), torch.stack(rows).mean(0), rtol=1e-4, atol=1e-6)
+    assert "sink_score" in checked
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes", [{"window": 4}, {"normalizer": "sigmoid"}, {"sink": True}, {"prefix": 5}, {"positions": "alibi"}]
+)
+def test_other_models_can_be_checked_and_drawn(changes: dict[str, Any]) -> None:
+    task = Backcopy(model=replace(SMALL, **changes), length=16)
+    model = task.build().eval()
+    assert np.shape(task.check(model)["other_first"]) == (1, 2)
+    assert set(task.figures(model)) == {"weights", "sink"}
+
+
+def test_settings_out_of_range_are_rejected() -> None:
+    for changes, argument in (
+        ({"symbols": 4}, "symbols"),
+        ({"triggers": 40}, "triggers"),
+        ({"first": "none"}, "first"),
+        ({"length": 5}, "length"),
+        ({"unique": 0}, "unique"),
+        ({"model": DecoderConfig(prefix=65)}, "model.prefix"),
+    ):
+        with refused(argument):
+            Backcopy(**changes)
+    with refused("model.vocab_size"):
+        Backcopy(model=DecoderConfig(vocab_size=9)).build()
+
+
+@pytest.mark.slow
+def test_trained_model_has_a_sink_and_is_active_at_triggers() -> None:
+    task = Backcopy(length=32)
+    torch.manual_seed(0)
+    model, training = task.build(), replace(task.training(), steps=300, lr=1e-2, warmup=50)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, weight_decay=training.weight_decay, fused=True)
+    for step in range(training.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = training.lr_at(step)
+        optimizer.zero_grad()
+        task.loss(model, task.batch(step, training.batch, 0)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+        optimizer.step()
+    with torch.no_grad():
+        evaluated, checked = task.evaluate(model.eval()), task.check(model)
+    assert evaluated["backcopy_accuracy"] > 0.9
+    assert evaluated["excess"] < 0.15
+    assert checked["sink_score"] == 1
+    assert checked["sink"][0][0] > 0.5
+    assert checked["other_first"][0][0] > 0.5 > 10 * checked["trigger_first"][0][0]
+    assert checked["trigger_previous"][0][0] > 0.6
+    assert checked["value_drain"][0][0] < 0.5

@@ -1,0 +1,250 @@
+"""The caption task: scenes and captions agree, held-out scenes are new, and attention metrics are correct."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import refused, unchecked
+from qkv.models import Captioner
+from qkv_lab import scenes, train
+from qkv_lab.scenes import COLOURS, PAD, RADIUS, SHAPES, VOCABULARY, Scenes
+from qkv_lab.tasks.caption import Caption, attention_to_objects
+
+
+def drawn(n: int = 200, seed: int = 0, *, held_out: bool = False) -> Scenes:
+    return scenes.draw(np.random.default_rng(seed), n, held_out=held_out)
+
+
+def named(tokens: np.ndarray) -> list[tuple[str, str]]:
+    """The objects (colour, shape) that the text of a caption names."""
+    words = scenes.text(tokens).split()
+    found = list(zip(words[::2], words[1::2], strict=True))
+    assert all(colour in COLOURS and shape in SHAPES for colour, shape in found), words
+    return found
+
+
+def box(mask: np.ndarray) -> tuple[int, int, int, int]:
+    """First and last row, first and last column."""
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    return rows[0], rows[-1], columns[0], columns[-1]
+
+
+# --- scenes -----------------------------------------------------------------------------------------------------------
+
+
+def test_scenes_depend_on_the_generator_only() -> None:
+    for name in ("images", "captions", "objects", "masks"):
+        assert np.array_equal(getattr(drawn(9), name), getattr(drawn(9), name))
+        assert not np.array_equal(getattr(drawn(9), name), getattr(drawn(9, 1), name))
+
+
+def test_batches_depend_on_seed_and_step_only() -> None:
+    task = Caption()
+    one = task.batch(3, 8, 5)
+    task.batch(4, 8, 5)
+    again = Caption().batch(3, 8, 5)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    for other in (task.batch(4, 8, 5), task.batch(3, 8, 6)):
+        assert not torch.equal(one["captions"], other["captions"])
+
+
+def test_no_caption_is_both_trained_on_and_held_out() -> None:
+    train = {scenes.text(c) for seed in range(3) for c in drawn(2000, seed).captions}
+    held = {scenes.text(c) for c in drawn(1000, held_out=True).captions}
+    assert not train & held
+    assert len(held) > 100
+
+
+def test_an_eighth_of_all_descriptions_is_held_out() -> None:
+    n, rng = 40_000, np.random.default_rng(0)
+    for count in (2, 3, 4):
+        share = scenes.held(scenes._described(rng, np.full(n, count))).mean()
+        assert share == pytest.approx(1 / 8, abs=0.025)
+
+
+def test_captions_name_every_object_once() -> None:
+    found = drawn()
+    assert {len(named(c)) for c in found.captions} == {1, 2, 3, 4}
+    for tokens, objects in zip(found.captions, found.objects, strict=True):
+        end = list(tokens).index(scenes.END)
+        assert tokens[0] == scenes.START
+        assert (tokens[end + 1 :] == PAD).all()
+        assert (tokens[:end] != PAD).all()
+        things = named(tokens)
+        words = [[VOCABULARY[t] for t in tokens[objects == i]] for i in range(len(things))]
+        assert words == [list(x) for x in things]
+        assert (objects < len(things)).all()
+        assert len({x[0] for x in things}) == len({x[1] for x in things}) == len(things)
+
+
+def test_objects_are_named_in_the_order_of_their_colours() -> None:
+    for tokens in drawn().captions:
+        order = [list(COLOURS).index(colour) for colour, _ in named(tokens)]
+        assert order == sorted(order)
+
+
+def test_masks_are_exactly_the_pixels_of_their_colours() -> None:
+    found = drawn(100)
+    for image, tokens, masks in zip(found.images, found.captions, found.masks, strict=True):
+        for (colour, _), mask in zip(named(tokens), masks, strict=False):
+            like = abs(image.transpose(1, 2, 0) - COLOURS[colour]).max(-1) < 6 * scenes.NOISE
+            assert (like == mask).all(), colour
+        assert (masks.sum(0) <= 1).all()
+        assert masks.any((1, 2)).sum() == len(named(tokens))
+
+
+def test_masks_have_the_shapes_of_their_names() -> None:
+    found = drawn(300)
+    for tokens, masks in zip(found.captions, found.masks, strict=True):
+        for (_, shape), mask in zip(named(tokens), masks, strict=False):
+            top, bottom, left, right = box(mask)
+            cut = mask[top : bottom + 1, left : right + 1]
+            assert bottom - top == right - left == 2 * (RADIUS - (shape == "square"))
+            corners = [cut[0, 0], cut[0, -1], cut[-1, 0], cut[-1, -1]]
+            assert corners == {"square": [1] * 4, "triangle": [0, 0, 1, 1]}.get(shape, [0] * 4)
+            if shape in ("circle", "cross"):
+                assert (cut.mean() > 0.7) == (shape == "circle")
+
+
+def test_objects_are_spread_over_the_image() -> None:
+    """Equally often in each ninth of the image, and up to its edges."""
+    middles = np.array([np.argwhere(m).mean(0) for masks in drawn(1500).masks for m in masks if m.any()])
+    assert middles.min() < RADIUS + 1
+    assert middles.max() > 39 - RADIUS - 2
+    counts = np.histogram2d(*(middles // 13).T, bins=3)[0]
+    assert counts.min() > 0.8 * counts.mean()
+
+
+@pytest.mark.parametrize(("size", "stride"), [(48, 4), (36, 4), (41, 8)])
+def test_on_grid_counts_the_pixels_of_each_cell(size: int, stride: int) -> None:
+    mask = drawn(1).masks[0].any(0)[:size, :size]
+    mask = np.pad(mask, ((0, size - len(mask)), (0, size - mask.shape[1])))
+    got, half = scenes.on_grid(mask, stride), stride // 2
+    assert got.shape == (-(-size // stride),) * 2
+    for i, j in np.ndindex(got.shape):
+        around = [mask[y, x] for y in range(size) for x in range(size)
+                  if abs(y - i * stride) <= half and abs(x - j * stride) <= half]  # fmt: skip
+        assert got[i, j] == pytest.approx(np.mean(around))
+
+
+# --- attention metrics ------------------------------------------------------------------------------------------------
+
+
+def hand_made() -> tuple[Scenes, np.ndarray]:
+    """One image of 16 × 16 with one cell of 16 on the object; two words after the start: red circle."""
+    tokens = [VOCABULARY.index(w) for w in ("<start>", "red", "circle", "<end>")]
+    masks = np.zeros((1, 4, 16, 16), bool)
+    masks[0, 0, 3:6, 8:10] = True  # within the two pixels around row 4 and column 8
+    held = Scenes(np.zeros((1, 3, 16, 16), np.float32), np.array([tokens]), np.array([[-1, 0, 0, -1]]), masks)
+    return held, np.full((1, 3, 4, 4), 1 / 16)
+
+
+def test_attention_metrics_of_hand_made_weights() -> None:
+    held, weights = hand_made()
+    even = {"mass": 1 / 16, "mass_at_colours": 1 / 16, "mass_at_shapes": 1 / 16, "chance": 1 / 16, "strongest": 0.0}
+    assert attention_to_objects(weights, held) == even
+    weights[0, :2] = 0
+    weights[0, 0, 1, 2], weights[0, 0, 0, 0] = 0.75, 0.25  # predicts "red"
+    weights[0, 1, 3, 3], weights[0, 1, 1, 2] = 0.75, 0.25  # predicts "circle"
+    right = {"mass": 0.5, "mass_at_colours": 0.75, "mass_at_shapes": 0.25, "chance": 1 / 16, "strongest": 0.5}
+    assert attention_to_objects(weights, held) == right
+    weights[0, 2] = 0  # predicts the end token
+    assert attention_to_objects(weights, held) == right
+
+
+def test_receptive_field_of_a_cell_is_centred_as_in_on_grid() -> None:
+    """A cell of the convolutions depends on the pixels around its centre."""
+    torch.manual_seed(0)
+    model = Caption().build()
+    for conv in model.features:
+        if isinstance(conv, torch.nn.Conv2d):
+            torch.nn.init.constant_(conv.weight, 1.0)
+    image = torch.rand(1, 3, 40, 40, requires_grad=True)
+    grid = model.features(image)
+    assert grid.shape[2:] == (10, 10)
+    for i, j in ((0, 0), (3, 5), (9, 9)):
+        (slope,) = torch.autograd.grad(grid[0, 0, i, j], image, retain_graph=True)
+        y, x = np.nonzero(slope[0].sum(0).numpy() > 0)
+        for axis, at in ((y, 4 * i), (x, 4 * j)):
+            assert (axis.min(), axis.max()) == (max(at - 3, 0), min(at + 3, 39))
+
+
+def test_attention_on_the_named_object_has_mass_one() -> None:
+    """Hand-made weights on the object that the next token names; shifted by one token the mass is smaller."""
+    held = drawn(50, held_out=True)
+    on = scenes.on_grid(held.masks, 4) > 0
+    weights = np.full((*held.captions[:, 1:].shape, 10, 10), 1 / 100)
+    for i, t in np.argwhere(held.objects[:, 1:] >= 0):
+        cells = on[i, held.objects[i, t + 1]]
+        weights[i, t] = cells / cells.sum()
+    assert attention_to_objects(weights, held)["mass"] == pytest.approx(1)
+    for shift in (-1, 1):
+        assert attention_to_objects(np.roll(weights, shift, 1), held)["mass"] < 0.7
+
+
+# --- the task ---------------------------------------------------------------------------------------------------------
+
+
+def test_loss_averages_over_the_count() -> None:
+    task = Caption()
+    model, batch = task.build().eval(), task.batch(0, 6, 0)
+    parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 2), slice(2, 6))]
+    with torch.no_grad():
+        total = sum(task.loss(model, part) * task.count(part) for part in parts)
+        assert total / task.count(batch) == pytest.approx(task.loss(model, batch).item(), rel=1e-5)
+
+
+def test_untrained_model_has_chance_metrics_and_figures() -> None:
+    task = Caption(held_out=24)
+    torch.manual_seed(0)
+    model = task.build().eval()
+    with torch.no_grad(), unchecked():
+        found, checked = task.evaluate(model), task.check(model)
+        assert found == task.evaluate(model)
+        figures = task.figures(model)
+    assert found["exact_match"] == 0
+    assert found["loss"] == pytest.approx(np.log(len(VOCABULARY)), abs=0.5)
+    assert checked["mass"] == pytest.approx(checked["chance"], abs=0.05)
+    assert list(figures) == ["attention"]
+    assert json.loads(task.files()["vocabulary.json"]) == list(VOCABULARY)
+
+
+def test_hard_attention_can_be_trained() -> None:
+    task = Caption(held_out=8, model=replace(Caption().model, attention="hard"))
+    model = task.build()
+    assert isinstance(model, Captioner)
+    task.loss(model.train(), task.batch(0, 4, 0)).backward()
+    slopes = [p.grad for p in model.attention.parameters()]
+    assert all(g is not None and g.isfinite().all() for g in slopes)
+    assert any(g.any() for g in slopes if g is not None)  # the attention gets gradients
+    with torch.no_grad():
+        assert 0 <= task.check(model.eval())["mass"] <= 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("size", 29), ("objects", 5), ("held_out", 0)])
+def test_settings_out_of_range_are_rejected(name: str, value: int) -> None:
+    with refused(name):
+        Caption(**{name: value})
+
+
+def test_another_vocabulary_size_is_rejected() -> None:
+    with refused("model.vocab_size"):
+        Caption(model=replace(Caption().model, vocab_size=7)).build()
+
+
+@pytest.mark.slow
+def test_trained_model_attends_to_the_named_object(tmp_path: Path) -> None:
+    task = Caption(held_out=128, objects=2, size=32)
+    chosen = replace(task.training(), steps=300, batch=32, evaluate_every=300)
+    trained = train(task, chosen, tmp_path / "run", progress=False)
+    assert trained.evaluation["token_accuracy"] > 0.7
+    assert trained.check["mass"] > 2 * trained.check["chance"]
+    assert trained.check["strongest"] > 0.4
+    untrained = trained.metrics[0]["check"]
+    assert untrained["mass"] < 1.3 * untrained["chance"]

@@ -1,0 +1,266 @@
+"""Corpora: deterministic documents, held-out splits, downloads, datasets, and errors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from conftest import refused
+from qkv.errors import InputError
+from qkv.profiler import corpora
+from qkv.profiler.corpora import Corpus, load
+
+COPY = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"  # beside the repository, if it exists
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QKV_CACHE", str(tmp_path / "cache"))
+
+    def offline(address: str) -> bytes:
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr(corpora, "fetch", offline)
+    return tmp_path / "cache"
+
+
+# --- the library ------------------------------------------------------------------------------------------------------
+
+
+def test_library_excludes_tests_and_installed_packages() -> None:
+    library = load("library")
+    assert library.skipped == 0
+    assert 8e6 < sum(map(len, library.documents)) < 20e6
+    assert any('"""Random variable generators.' in x for x in library.documents)
+    unwanted = Path(pytest.__file__).read_text(), Path(__import__("test.support").__file__).read_text()
+    assert not set(unwanted) & set(library.documents)
+    assert load("library") == library
+
+
+def test_documents_are_shuffled_independently_of_the_file_system(tmp_path: Path) -> None:
+    names = [f"{i:02}.txt" for i in range(30)]
+    orders = []
+    for at, order in enumerate((names, names[::-1])):
+        for name in order:
+            (tmp_path / str(at) / "inner").mkdir(parents=True, exist_ok=True)
+            (tmp_path / str(at) / "inner" / name).write_text(f"this is {name}")
+        orders.append(load(str(tmp_path / str(at))))
+    assert orders[0].documents == orders[1].documents != tuple(sorted(orders[0].documents))
+    assert orders[0].fingerprint == orders[1].fingerprint
+
+
+# --- files and folders ------------------------------------------------------------------------------------------------
+
+
+def test_folder_gives_its_text_files_and_counts_the_skipped_ones(tmp_path: Path) -> None:
+    for name, data in {
+        "a.py": b"one\r\n", "b.md": "zwei\u00e9".encode(), "copy.py": b"one\r\n", "blank.txt": b" \n",
+        "c.bin": b"\0\1text", "latin.txt": b"\xe9t\xe9", ".hidden/x.txt": b"hidden", "__pycache__/y.txt": b"cached",
+        ".secret": b"dot",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    found = load(str(tmp_path))
+    assert sorted(found.documents) == ["one\r\n", "zwei\u00e9"]  # line ends unchanged, duplicates once
+    assert found.skipped == 2
+
+
+def test_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_bytes("à\r\nb".encode())
+    assert load(str(tmp_path / "book.txt")).documents == ("à\r\nb",)
+
+
+def test_missing_empty_and_binary_corpora_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
+    (tmp_path / "empty.txt").write_bytes(b"\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x.bin").write_bytes(b"\0")
+    for name, message in {
+        "libary": r"no file or folder 'libary', expected 'library', .*did you mean 'library'",
+        str(tmp_path / "latin.txt"): "is not UTF-8 text",
+        str(tmp_path / "empty.txt"): "is empty, expected some text",
+        str(tmp_path / "folder"): r"is empty \(files that are not UTF-8 text: 1\)",
+    }.items():
+        with pytest.raises(InputError, match=f"^corpus.*{message}"):
+            load(name)
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+    )
+    with refused("corpus", match="cannot read"):
+        load(str(tmp_path / "latin.txt"))
+
+
+def test_package_gives_the_python_files_of_an_installed_package() -> None:
+    import networkx
+
+    found, root = load("package:networkx"), Path(networkx.__file__).parent
+    assert (root / "__init__.py").read_text() in found.documents
+    assert (root / "algorithms" / "tests" / "test_core.py").read_text() not in found.documents
+    for name in ("package:no_such_package", "package:networkx.algorithms", "package:../x", "package:this"):
+        with refused("corpus", match="package:NAME"):
+            load(name)
+
+
+def test_documents_that_share_a_passage_are_left_out() -> None:
+    lines = [f"    this is the long line of number {i}\n" for i in range(6)]
+    book = "".join(lines)
+    same = {
+        "indented otherwise": "x = 1\n" + "".join("\t" + line.strip() + "\n\n" for line in lines[1:4]),
+        "whole": book,
+    }
+    other = {
+        "two lines": "".join(lines[:2]) + "and then another long line\n",
+        "not in a row": "".join(f"{line}something in between them\n" for line in lines),
+        "short lines": "a = 1\nb = 2\nc = 3\nd = 4\n",
+    }
+    assert corpora.without_passages([*same.values(), *other.values()], [book, "a = 1\nb = 2\nc = 3\n"]) == list(
+        other.values()
+    )
+
+
+# --- held-out text ----------------------------------------------------------------------------------------------------
+
+
+def test_whole_documents_of_about_five_percent_of_the_text_are_held_out() -> None:
+    library = load("library")
+    train, held_out = library.split()
+    assert sorted(train + held_out) == sorted(library.documents)
+    assert not set(train) & set(held_out)
+    share = sum(map(len, held_out)) / sum(map(len, library.documents))
+    assert 0.04 < share <= 0.05
+    assert library.split() == (train, held_out)
+
+
+@pytest.mark.parametrize("sizes", [[1000], [600, 400], [960, 10, 30]])
+def test_of_few_documents_a_small_one_or_the_end_of_each_is_held_out(sizes: list[int]) -> None:
+    texts = tuple(chr(97 + i) * n for i, n in enumerate(sizes))
+    train, held_out = Corpus("few", texts).split()
+    assert "".join(sorted("".join(train + held_out))) == "".join(texts)
+    assert sum(map(len, held_out)) in (40, 50)
+
+
+def test_tiny_document_alone_is_not_enough_to_hold_out() -> None:
+    _, held_out = Corpus("uneven", ("a" * 1000, "b")).split()
+    assert len(held_out[0]) == 50
+
+
+# --- Tiny Shakespeare -------------------------------------------------------------------------------------------------
+
+
+def test_shakespeare_is_downloaded_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if COPY.exists():
+        text = COPY.read_bytes()
+        assert len(text) == 1_115_394
+    else:
+        text = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 99
+        monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(text).hexdigest())
+    fetched = []
+    monkeypatch.setattr(corpora, "fetch", lambda address: fetched.append(address) or text)
+    first, again = load("shakespeare"), load("shakespeare")
+    assert first == again
+    assert first.documents[0].startswith("First Citizen:\nBefore we proceed any further")
+    assert fetched == ["https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"]
+    assert [x.name for x in (cache / "corpora").iterdir()] == ["tinyshakespeare.txt"]
+
+
+def test_shakespeare_with_a_wrong_checksum_is_rejected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "fetch", lambda address: b"<html>not found</html>")
+    with pytest.raises(InputError, match=r"the SHA-256 is [0-9a-f]{64}, expected 86c4e6aa.*, for https://"):
+        load("shakespeare")
+    assert not cache.exists()
+    (cache / "corpora").mkdir(parents=True)
+    (cache / "corpora" / "tinyshakespeare.txt").write_bytes(b"First Cit")
+    with pytest.raises(InputError, match=r"tinyshakespeare.txt; delete this file"):
+        load("shakespeare")
+
+
+def test_download_error_suggests_a_local_copy(cache: Path) -> None:
+    with pytest.raises(InputError, match=r"^corpus: cannot download .*no network in tests.* the path of a copy"):
+        load("shakespeare")
+    assert not cache.exists()
+
+
+def test_unwritable_cache_is_rejected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.write_text("a file where a folder should be")
+    monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(b"x").hexdigest())
+    monkeypatch.setattr(corpora, "fetch", lambda address: b"x")
+    with refused("QKV_CACHE"):
+        load("shakespeare")
+
+
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpora.write_cached(tmp_path / "x", b"before")
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        corpora.write_cached(tmp_path / "x", b"after")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"x": b"before"}
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+
+class Rows(dict[str, list[object]]):
+    """The part of a dataset's interface that corpora use."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str = "4.1.0") -> list[tuple[object, ...]]:
+    """Install a fake package `datasets` with one dataset; returns the list of its calls."""
+    calls: list[tuple[object, ...]] = []
+
+    def load_dataset(name: str, **options: object) -> Rows:
+        calls.append((name, options))
+        if name != "tiny/stories":
+            raise FileNotFoundError(f"Dataset '{name}' doesn't exist on the Hub\nmore")
+        return Rows(text=["Once", "upon", "Once", ""], title=["a", "b", "c", "d"], year=[1, 2, 3, 4])
+
+    module = types.ModuleType("datasets")
+    module.__dict__.update(
+        load_dataset=load_dataset, __version__=version, __spec__=types.SimpleNamespace(name="datasets")
+    )
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return calls
+
+
+def test_dataset_gives_the_texts_of_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = install(monkeypatch)
+    assert sorted(load("hf:tiny/stories").documents) == ["Once", "upon"]
+    assert sorted(load("hf:tiny/stories:title").documents) == ["a", "b", "c", "d"]
+    assert calls == 2 * [("tiny/stories", {"split": "train"})]  # without trust_remote_code
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("hf:tiny/stories:body", r"has no column 'body', expected .* one of text, title, year"),
+        ("hf:tiny/stories:year", "whose rows are int, expected a column of texts"),
+        ("hf:none", r"cannot load the dataset 'none' \(Dataset 'none' doesn't exist on the Hub\)"),
+        ("hf:", "expected 'hf:NAME' or 'hf:NAME:COLUMN'"),
+        ("hf:a:b:c", "expected 'hf:NAME' or 'hf:NAME:COLUMN'"),
+    ],
+)
+def test_unusable_datasets_are_rejected(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    with pytest.raises(InputError, match=says):
+        load(name)
+
+
+def test_datasets_must_be_installed_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "2.18.0")
+    with pytest.raises(InputError, match=r"needs datasets 4 or newer.*2\.18\.0"):
+        load("hf:tiny/stories")
+    monkeypatch.setattr(corpora.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install 'datasets>=4'"):
+        load("hf:tiny/stories")

@@ -1,0 +1,298 @@
+"""Language modelling: deterministic batches, held-out text, losses, and saved models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from conftest import refused
+from qkv.errors import InputError
+from qkv.models import DecoderConfig, checkpoint
+from qkv.models.generation import generate
+from qkv.models.text import load_text_model
+from qkv.profiler import corpora
+from qkv.profiler.capture.models import load as load_profiled
+from qkv_lab import tokenizers, track
+from qkv_lab.history import loss_figure
+from qkv_lab.ngrams import baselines
+from qkv_lab.tasks.language import Language
+
+SMALL = DecoderConfig.llama(d_model=32, layers=2, heads=2)
+
+
+@pytest.fixture(autouse=True)
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """60 documents of written-out sums, which are partly predictable."""
+    monkeypatch.setenv("QKV_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    generator = np.random.default_rng(0)
+    for i in range(60):
+        rows = [f"{a} plus {b} is {a + b}.\n" for a, b in generator.integers(0, 50, (25, 2))]
+        (tmp_path / "texts" / f"{i}.txt").write_text("".join(rows))
+    return tmp_path / "texts"
+
+
+def task(texts: Path, **changes: object) -> Language:
+    return replace(Language(str(texts), context=24, vocab_size=300, model=SMALL), **changes)  # type: ignore[arg-type]
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("first", ["fixed", "random"])
+def test_batches_are_windows_of_the_text_and_depend_on_their_arguments_only(
+    tokenizer: str, first: str, texts: Path
+) -> None:
+    made = task(texts, tokenizer=tokenizer, first=first)
+    ids = made.batch(7, 5, 3)["ids"]
+    assert ids.shape == (5, 25)
+    assert ids.dtype == torch.int64
+    assert made.count({"ids": ids}) == 5 * 24
+    other = task(texts, tokenizer=tokenizer, first=first)
+    other.batch(6, 2, 3)
+    assert torch.equal(other.batch(7, 5, 3)["ids"], ids)
+    assert not torch.equal(other.batch(8, 5, 3)["ids"], ids)
+    assert not torch.equal(other.batch(7, 5, 4)["ids"], ids)
+    bos = made.build().vocabulary - 1
+    assert bool((ids[:, 0] == bos).all()) == (first == "fixed")
+    assert bos not in ids[:, 1:]
+    decode = tokenizers.from_json(made.files()["tokenizer.json"]).decode
+    whole = "\n\n".join(x.read_text() for x in texts.iterdir())
+    piece = decode(ids[0].tolist()).strip("\ufffd").split("\n")[0]
+    assert piece in whole
+
+
+def test_windows_reach_both_ends_of_the_text(texts: Path) -> None:
+    made = task(texts, tokens=26)
+    found = {tuple(row) for step in range(20) for row in made.batch(step, 4, 0)["ids"][:, 1:].tolist()}
+    data = made._data.train[:26].tolist()
+    assert found == {tuple(data[i : i + 24]) for i in range(3)}
+
+
+def test_further_corpora_are_trained_on_in_their_share_and_not_held_out(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpora, "LINE", 12)
+    held_out = corpora.load(str(texts)).split()[1][0]
+    for name, text in {"capitals": "HELLO WORLD " * 40, "copy": held_out, "digits": "0123456789" * 40}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    more = ", ".join(str(tmp_path / f"{name}.txt") for name in ("capitals", "copy", "digits"))
+    made, plain = task(texts, more=more, more_share=0.25), task(texts)
+    ids = made.batch(0, 2000, 0)["ids"]
+    texts_of = [bytes(row) for row in ids[:, 1:].tolist()]
+    assert sum(b" plus " not in x for x in texts_of) / 2000 == pytest.approx(0.25, abs=0.03)
+    assert all(any(part in x for x in texts_of) for part in (b"WORLD", b"6789012345"))
+    assert held_out.encode() not in made._more.astype("u1").tobytes()
+    assert torch.equal(made.unseen, plain.unseen)
+    assert torch.equal(task(texts, more=more, more_share=0.0).batch(3, 4, 5)["ids"], plain.batch(3, 4, 5)["ids"])
+    with refused("more", match="repeats the held-out text"):
+        task(texts, more=str(tmp_path / "copy.txt")).build()
+    with refused("more_share", match="from 0 to 1"):
+        task(texts, more_share=1.5)
+
+
+def test_held_out_text_is_not_in_the_training_text(texts: Path) -> None:
+    made = task(texts)
+    train = made._data.train.astype("u1").tobytes()
+    held_out = [bytes(row) for row in made.unseen[:, 1:].tolist()]
+    assert len(held_out) == len(set(held_out)) > 40
+    assert sum(row in train for row in held_out) == 0
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_uniform_predictions_have_the_loss_of_the_vocabulary_size(tokenizer: str, texts: Path) -> None:
+    made = task(texts, tokenizer=tokenizer)
+    model = made.build()
+    with torch.no_grad():
+        model.output.weight.zero_()  # type: ignore[union-attr, operator]
+        found = made.evaluate(model)
+    size = 257 if tokenizer == "bytes" else 300
+    assert found["loss"] == pytest.approx(log(size), abs=1e-5)
+    assert found["perplexity"] == pytest.approx(size, rel=1e-4)
+    decode = tokenizers.from_json(made.files()["tokenizer.json"]).decode
+    text = "".join(decode(row) for row in made.unseen.tolist())
+    tokens = made.unseen[:, 1:].numel()
+    assert found["bits_per_byte"] == pytest.approx(tokens * log(size, 2) / len(text.encode()), rel=1e-5)
+
+
+@torch.no_grad()
+def test_baselines_are_beside_the_loss_and_on_the_figure(texts: Path, tmp_path: Path) -> None:
+    made = task(texts)
+    model = made.build().eval()
+    found = made.evaluate(model)
+    expected = baselines(made._train, made.unseen.numpy(), 257)
+    assert (found["unigram_loss"], found["bigram_loss"]) == (expected.unigram, expected.bigram)
+    assert found["bigram_loss"] < found["unigram_loss"] < found["loss"], "the model is untrained"
+    ratio = found["bits_per_byte"] / found["loss"]
+    assert found["bigram_bits_per_byte"] == pytest.approx(ratio * found["bigram_loss"])
+    assert found["unigram_bits_per_byte"] == pytest.approx(ratio * found["unigram_loss"])
+    (axes,) = loss_figure("language", [{"step": 1, "loss": 6.0}, {"step": 1, "evaluation": found}]).axes
+    dashed = {float(np.ravel(line.get_ydata())[0]) for line in axes.lines if line.get_linestyle() == "--"}
+    assert dashed == {expected.unigram, expected.bigram}
+
+
+def test_longer_sequences_are_evaluated_by_place(texts: Path) -> None:
+    made = task(texts, longest=80, model=replace(SMALL, positions="learned"))
+    model = made.build().eval()
+    assert model.config.context == 80
+    with torch.no_grad():
+        found = made.evaluate(model)
+        ids = task(texts, context=80).unseen
+        losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none").mean(0)
+    assert found["places"] == ["13-24", "25-48", "49-80"]
+    expected = [losses[a:b].mean().item() for a, b in ((12, 24), (24, 48), (48, 80))]
+    assert found["loss_by_place"] == pytest.approx(expected, rel=1e-4)
+    assert found["longest_loss"] == found["loss_by_place"][-1]
+    assert set(made.figures(model)) == {"first_token", "places"}
+    assert "longest_loss" not in task(texts).evaluate(task(texts).build().eval())
+
+
+@pytest.mark.slow
+def test_loss_without_a_causal_mask_leaks_the_next_token_but_not_when_writing(texts: Path) -> None:
+    made = task(texts, model=replace(SMALL, prefix=24))
+    torch.manual_seed(0)
+    model = made.build()
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+    for step in range(250):
+        optimizer.zero_grad()
+        made.loss(model, made.batch(step, 16, 0)).backward()
+        optimizer.step()
+    found = made.evaluate(model.eval())
+    assert found["loss"] < 0.5 < found["bigram_loss"]
+    assert found["writing_loss"] > 10 * found["loss"]
+
+
+@torch.no_grad()
+def test_writing_loss_of_a_causal_model_is_its_loss_at_these_positions(texts: Path) -> None:
+    made = task(texts)
+    model = made.build().eval()
+    ids = made.unseen
+    losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
+    expected = losses[:, [n - 1 for n in range(3, 25, 3)]].mean().item()
+    assert made.writing_loss(model) == pytest.approx(expected, rel=1e-4)
+    assert "writing_loss" not in made.evaluate(model)
+
+
+def test_loss_is_the_mean_cross_entropy(texts: Path) -> None:
+    made = task(texts)
+    model, batch = made.build(), made.batch(0, 3, 0)
+    ids = batch["ids"]
+    expected = torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(made.loss(model, batch), expected)
+    whole = made.unseen
+    expected = torch.nn.functional.cross_entropy(model(whole[:, :-1]).flatten(0, 1), whole[:, 1:].flatten())
+    assert made.evaluate(model)["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_few_steps_beat_token_frequencies(texts: Path) -> None:
+    made = task(texts)
+    torch.manual_seed(0)
+    model = made.build()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(60):
+        made.loss(model, made.batch(step, 16, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found = made.evaluate(model)
+    counts = Counter(made._data.held_out.tolist())
+    unigram = -sum(n / counts.total() * log(n / counts.total()) for n in counts.values())
+    assert found["loss"] < 0.7 * unigram
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_check_uses_texts_of_the_context_length(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = task(texts, model=replace(SMALL, positions="learned"))  # which cannot read more than the context
+    model, read = made.build().eval(), []
+    whole = track.attention
+    monkeypatch.setattr(track, "attention", lambda model, ids: read.append(ids) or whole(model, ids))
+    found = made.check(model)
+    assert np.shape(found["sink"]) == (2, 2)
+    assert read[0].shape[1] == 24
+    assert set(read[0][:, 0].tolist()) == {256}
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ([0.1, 0.9, 0.2, 0.31], "<s> gets more than 30 % of the attention in 2 of 4"),
+        ([0] * 4, "in none of 4 heads"),
+    ],
+)
+def test_figure_title_counts_sinks(
+    weights: list[float], says: str, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(track, "attention", lambda model, ids: {"sink": np.reshape(weights, (2, 2)).tolist()})
+    made = task(texts)
+    figure = made.figures(made.build())["first_token"]
+    assert says in figure.texts[0].get_text().replace("\n", " ")
+    assert [x.get_text() for x in figure.axes[0].texts] == [f"{w:.2f}" for w in weights]
+
+
+# --- what is saved ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("first", ["fixed", "random"])
+def test_saved_model_generates_and_can_be_profiled(tokenizer: str, first: str, texts: Path, tmp_path: Path) -> None:
+    made = task(texts, tokenizer=tokenizer, first=first)
+    model = made.build()
+    checkpoint.save(model, tmp_path / "model")
+    for name, text in made.files().items():
+        (tmp_path / "model" / name).write_text(text, encoding="utf-8")
+    plain = tokenizers.from_json(made._data.tokenizer).encode("12 plus é")
+    expected = [model.vocabulary - 1, *plain] if first == "fixed" else plain  # type: ignore[operator]
+
+    loaded = load_text_model(str(tmp_path / "model"))
+    ids = loaded.encode("12 plus é")
+    assert ids == expected
+    assert loaded.tokenizer.decode(ids) == "12 plus é"
+    rows = generate(loaded.model, loaded.model.start(), torch.tensor([ids]), max_new_tokens=5, seed=0)
+    assert isinstance(loaded.tokenizer.after(ids).decode(rows[0]), str)
+
+    profiled = load_profiled(str(tmp_path / "model"))
+    profile = qkv.profile(profiled.model, "12 plus é", tokenizer=profiled.tokenizer, progress=False)
+    assert profile.data.sizes["query"] == len(expected)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokenizer", "words"), ("first", "last"), ("vocab_size", 256), ("context", 1), ("tokens", 24)],
+)
+def test_settings_out_of_range_are_rejected(name: str, value: object, texts: Path) -> None:
+    with refused(name):
+        task(texts, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"context": 10**4}, "tokens held out, expected a context of 10,000"),
+        ({"context": 10**6}, "tokens to train on, expected a context of 1,000,000"),
+        ({"tokens": 10**6}, r"tokens is 1,000,000, but .* has [\d,]+ to train on"),
+        ({"corpus": "/nowhere.txt"}, "no file or folder '/nowhere.txt'"),
+        ({"model": replace(SMALL, vocab_size=99)}, "model.vocab_size is 99, but the task sets it to 257"),
+    ],
+)
+def test_build_rejects_corpora_that_are_missing_or_too_small(
+    changes: dict[str, object], says: str, texts: Path
+) -> None:
+    with pytest.raises(InputError, match=says):
+        task(texts, **changes).build()

@@ -1,0 +1,224 @@
+"""Tokenizers are lossless; token files match the corpus, are made once, and are rejected when damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import refused
+from forked import CONTEXT
+from lab_tasks import prepared_length
+from qkv.errors import InputError
+from qkv.profiler import corpora
+from qkv.profiler.corpora import Corpus
+from qkv_lab import tokenizers
+from qkv_lab.tokens import open_tokens, prepare, write_tokens
+
+WORDS = ["def the self.head(x):\n    return x\n", "class Tail:\n    body = 'the self'\n", "été <s> 🙂\r\n"]
+BPE = tokenizers.train_bpe(WORDS, 270)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of 60 small documents, and an empty cache."""
+    monkeypatch.setenv("QKV_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    for i in range(60):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"document {i} says <s> é{i * i}\n" + "the same words " * 5)
+    return tmp_path / "texts"
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, tokenizers.byte_tokenizer()], ids=["bpe", "bytes"])
+@given(
+    text=st.text(st.characters(codec="utf-8")) | st.sampled_from(["", "<s>", " <s>a</s>", "\u0120\u010a", "a  \t\n"])
+)
+def test_any_text_is_decoded_unchanged_and_never_contains_bos(tokenizer: str, text: str) -> None:
+    made = tokenizers.from_json(tokenizer)
+    ids = made.encode(text)
+    lengths = tokenizers.byte_lengths(tokenizer)
+    assert made.decode(ids) == text
+    assert len(lengths) - 1 not in ids
+    assert lengths[ids].sum() == len(text.encode())
+    assert tokenizers.encode_all(tokenizer, [text, text]).tolist() == ids + ids
+
+
+def test_byte_tokens_are_the_bytes() -> None:
+    ids = tokenizers.from_json(tokenizers.byte_tokenizer()).encode("Añ\0\n~ \x7f")
+    assert ids == list("Añ\0\n~ \x7f".encode())
+    assert sorted(json.loads(tokenizers.byte_tokenizer())["model"]["vocab"].values()) == list(range(256))
+
+
+def test_bpe_merges_frequent_words() -> None:
+    ids = tokenizers.from_json(BPE).encode(" the self")
+    assert len(ids) < len(" the self")
+    assert tokenizers.byte_lengths(BPE).shape == (270,)
+
+
+@pytest.mark.slow
+def test_bpe_is_deterministic_across_processes() -> None:
+    code = f"from qkv_lab import tokenizers; print(tokenizers.train_bpe({WORDS!r}, 270), end='')"
+    environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == BPE
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, tokenizers.byte_tokenizer()], ids=["bpe", "bytes"])
+def test_transformers_reads_tokenizer_json(tokenizer: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    (tmp_path / "tokenizer.json").write_text(tokenizers.with_bos(tokenizer), encoding="utf-8")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    bos = len(tokenizers.byte_lengths(tokenizer)) - 1
+    text = "def the self.head é 🙂 . , ' s n't"
+    assert theirs(text)["input_ids"] == [bos, *tokenizers.from_json(tokenizer).encode(text)]
+    assert theirs.convert_ids_to_tokens([bos]) == ["<s>"]
+    assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_with_bos_prepends_bos() -> None:
+    started = tokenizers.from_json(tokenizers.with_bos(BPE))
+    ids = started.encode("the <s>")
+    assert ids == [269, *tokenizers.from_json(BPE).encode("the <s>")]
+    assert started.decode(ids) == "the <s>"
+
+
+def test_bpe_rejects_bad_vocabulary_sizes() -> None:
+    with refused("vocab_size"):
+        tokenizers.train_bpe(WORDS, 256)
+    with pytest.raises(InputError, match=r"vocab_size is 5000, but the text has only \d+ tokens"):
+        tokenizers.train_bpe(WORDS, 5000)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vocabulary", "size"), [(257, 2), (65_536, 2), (65_537, 4)])
+def test_written_tokens_are_read_back_as_a_memory_map(vocabulary: int, size: int, tmp_path: Path) -> None:
+    tokens = np.array([0, 1, vocabulary - 1, 7])
+    write_tokens(tmp_path / "x.bin", tokens, vocabulary, "key")
+    found = open_tokens(tmp_path / "x.bin", "key")
+    assert found.tolist() == tokens.tolist()
+    assert isinstance(found, np.memmap)
+    assert not found.flags.writeable
+    assert (tmp_path / "x.bin").read_bytes() == tokens.astype(f"<u{size}").tobytes()
+
+
+def test_damaged_token_files_are_rejected(tmp_path: Path) -> None:
+    file, beside = tmp_path / "x.bin", tmp_path / "x.json"
+
+    def check_rejected(message: str) -> None:
+        with pytest.raises(InputError, match=f"^corpus: {message}.*delete .* to make it again"):
+            open_tokens(file, "key")
+        write_tokens(file, np.arange(5), 257, "key")
+        assert len(open_tokens(file, "key")) == 5
+
+    check_rejected(r"cannot read .*x.json \(No such file")
+    file.write_bytes(file.read_bytes()[:-1])
+    check_rejected(".*x.bin has 9 bytes, expected 10")
+    file.unlink()
+    check_rejected("cannot read .*x.bin")
+    beside.write_text('{"count": 5')
+    check_rejected(".*x.json is damaged")
+    beside.write_text('{"count": 5}')
+    check_rejected(".*x.json is damaged")
+    write_tokens(file, np.arange(5), 257, "another")
+    check_rejected(".*x.json does not describe these tokens")
+
+
+# --- corpora as tokens ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_prepared_tokens_decode_to_the_corpus(tokenizer: str, folder: Path) -> None:
+    prepared = prepare(str(folder), tokenizer, 300)
+    assert prepared.vocab_size == (257 if tokenizer == "bytes" else 300)
+    decode = tokenizers.from_json(prepared.tokenizer).decode
+    train, held_out = corpora.load(str(folder)).split()
+    assert decode(prepared.train.tolist()) == "\n\n".join(train)
+    assert decode(prepared.held_out.tolist()) == "\n\n".join(held_out)
+    assert prepared.bos not in prepared.train
+
+
+def test_bpe_is_trained_without_the_held_out_text(folder: Path) -> None:
+    train, _ = corpora.load(str(folder)).split()
+    assert prepare(str(folder), "bpe", 300).tokenizer == tokenizers.train_bpe(train, 300)
+
+
+def test_tokens_are_cached_until_text_or_settings_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(str(folder), "bpe", 300)
+
+    def never(*_: object) -> str:
+        raise AssertionError("made again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizers, "train_bpe", never)
+        patch.setattr(tokenizers, "encode_all", never)
+        again = prepare(str(folder), "bpe", 300)
+        assert again.train.tolist() == prepared.train.tolist()
+        assert again.tokenizer == prepared.tokenizer
+        with pytest.raises(AssertionError, match="made again"):
+            prepare(str(folder), "bpe", 301)
+        (folder / "0.txt").write_text("something else")
+        with pytest.raises(AssertionError, match="made again"):
+            prepare(str(folder), "bpe", 300)
+    assert prepare(str(folder), "bpe", 300).train.tolist() != prepared.train.tolist()
+
+
+def test_interrupted_preparation_is_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tokenizers.encode_all
+    with monkeypatch.context() as patch:
+        calls = iter([whole])
+        patch.setattr(
+            tokenizers,
+            "encode_all",
+            lambda *given: next(calls)(*given),  # noqa: PLW0108  (a different function at each call)
+        )
+        with pytest.raises(StopIteration):
+            prepare(str(folder))
+    _, held_out = corpora.load(str(folder)).split()
+    assert len(prepare(str(folder)).held_out) == len("\n\n".join(held_out).encode())
+
+
+@pytest.mark.slow
+def test_several_processes_can_prepare_at_once(folder: Path) -> None:
+    with CONTEXT.Pool(3) as pool:
+        lengths = pool.starmap(prepared_length, 3 * [(str(folder), str(folder.parent / "cache"))])
+    assert len(set(lengths)) == 1
+    made = next((folder.parent / "cache" / "tokens").iterdir())
+    expected = ["held_out.bin", "held_out.json", "tokenizer.json", "train.bin", "train.json"]
+    assert sorted(x.name for x in made.iterdir()) == expected
+
+
+def test_prepare_rejects_a_tiny_corpus_and_an_unknown_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QKV_CACHE", str(tmp_path))
+    monkeypatch.setattr(corpora, "load", lambda name: Corpus(name, ("tiny",)))
+    with pytest.raises(InputError, match=r"^corpus is 'tiny\.txt', which is too small"):
+        prepare("tiny.txt")
+    with refused("tokenizer"):
+        prepare("tiny.txt", "words")
+
+
+@pytest.mark.slow
+def test_library_tokenized_by_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fourth file of it: all of them take four times as long."""
+    monkeypatch.setenv("QKV_CACHE", str(tmp_path))
+    part = Corpus("library", corpora.load("library").documents[::4])
+    monkeypatch.setattr(corpora, "load", lambda name: part)
+    prepared = prepare("library", "bpe", 2048)
+    lengths = tokenizers.byte_lengths(prepared.tokenizer)
+    train, _ = part.split()
+    assert lengths[prepared.train].sum() == len("\n\n".join(train).encode())
+    assert lengths[prepared.train].mean() > 2.7

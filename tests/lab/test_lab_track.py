@@ -1,0 +1,174 @@
+"""Attention statistics against explicitly computed weights and values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conftest import enlarged, refused, unchecked
+from qkv.models import DecoderConfig, DecoderLM
+from qkv.models.decoder import NORMALIZERS, POSITIONS
+from qkv_lab import track
+
+TINY = {"vocab_size": 23, "context": 29, "d_model": 12, "layers": 2, "heads": 6, "kv_heads": 2, "d_hidden": 17}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{f"positions {name}": {"positions": name} for name in POSITIONS},
+    **{f"normalizer {name}": {"normalizer": name} for name in NORMALIZERS},
+    "sink": {"sink": True},
+    "key bias": {"key_bias": True},
+    "gate": {"gate": "elementwise"},
+    "gate by head": {"gate": "head", "qk_norm": True},
+    "window": {"window": 4},
+    "window of one": {"window": 1},
+    "prefix": {"prefix": 5},
+    "scale": {"score_scale": 2.0},
+    "post-norm": {"place": "post", "norm": "rmsnorm", "bias": False, "activation": "swiglu", "tied": False},
+    "dropout": {"dropout": 0.5},
+}
+variants = pytest.mark.parametrize("name", VARIANTS)
+
+
+def model_of(**changes: Any) -> DecoderLM:
+    torch.manual_seed(0)
+    return enlarged(DecoderLM(DecoderConfig(**{**TINY, **changes})))
+
+
+def ids_of(*shape: int) -> Tensor:
+    return torch.randint(23, shape, generator=torch.Generator().manual_seed(1))
+
+
+def by_hand(model: DecoderLM, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (layer, b, h, n, n), values (layer, b, h, n, dv) and hidden states (layer, b, n, d), layer by layer."""
+    weights, values, hidden = [], [], []
+    x = model._embedded(ids, 0, None)
+    for block in model.blocks:
+        heads = block.attention
+        given = block.attention_norm(x) if block.place == "pre" else x
+        weights.append(heads(given, return_weights=True)[1])
+        made = heads.in_proj(given)[..., -heads.widths[2] :]
+        values.append(made.unflatten(-1, (heads.kv_heads, -1)).transpose(1, 2).repeat_interleave(3, 1))
+        x = block(x)
+        hidden.append(x)
+    return torch.stack(weights), torch.stack(values), torch.stack(hidden)
+
+
+@variants
+@torch.no_grad()
+def test_statistics_agree_with_explicit_weights(name: str) -> None:
+    model, ids = model_of(**VARIANTS[name]), ids_of(3, 11)
+    found = track.attention(model, ids)
+    weights, values, hidden = by_hand(model, ids)
+    unnormalised = VARIANTS[name].get("normalizer") in ("sigmoid", "elu", "relu")
+    shares = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) if unnormalised else weights
+    window = min(11, model.config.window or 11)
+    first = shares[..., :window, 0]
+
+    def check(key: str, want: Tensor) -> None:
+        torch.testing.assert_close(torch.tensor(found[key]).double(), want.double(), rtol=1e-5, atol=1e-6)
+
+    if window > 1:
+        check("sink", first[..., 1:].mean((1, 3)))
+        check("sink_share", (first[..., 1:] > 0.3).double().mean((1, 3)))
+    else:
+        assert found["sink"] == found["sink_share"] == [[0.0] * 6] * 2
+    assert found["sink_score"] == pytest.approx(float((first.mean((1, 3)) > 0.3).double().mean()))
+    assert ("sink_raw" in found) == unnormalised
+    if unnormalised:
+        check("sink_raw", weights[..., 1:, 0].mean((1, 3)))
+    assert ("sink_mass" in found) == (name in ("sink", "key bias", "normalizer off_by_one"))
+    if "sink_mass" in found:
+        check("sink_mass", 1 - weights.sum(-1)[..., 1:].mean((1, 3)))
+    rows = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    entropy = -torch.xlogy(rows, rows).sum(-1)[..., 1:]
+    check("entropy", entropy.mean((1, 3)))
+    visible = torch.ones(11, 11, dtype=torch.bool).tril().triu(-window + 1)
+    visible[: model.config.prefix, : model.config.prefix] = True
+    check("entropy_ratio", (entropy / visible.sum(-1)[1:].clamp(min=2).log()).mean((1, 3)))
+    norms = values.norm(dim=-1).mean(1)
+    check("value_drain", norms[..., 0] / norms[..., 1:].mean(-1))
+    check("hidden_norm", (lengths := hidden.norm(dim=-1).mean(1))[:, 0] / lengths[:, 1:].mean(1))
+    check("massive", (hidden[:, :, 0].abs().amax(-1) / hidden.abs().flatten(2).median(-1).values).mean(1))
+    torch.testing.assert_close(
+        torch.tensor(track.value_norms(model, ids)).double(), norms.double(), rtol=1e-5, atol=1e-6
+    )
+
+
+@torch.no_grad()
+def test_cosines_use_rotated_queries_and_keys() -> None:
+    model, ids = model_of(positions="rotary", layers=1), ids_of(2, 7)
+    heads, x = model.blocks[0].attention, model.blocks[0].attention_norm(model._embedded(ids, 0, None))
+    q, k, _ = heads._project(x, None, None)
+    q, k = heads.rotary.span(q), heads.rotary.span(k).repeat_interleave(3, 1)
+    cosine = nn.functional.cosine_similarity(q[:, :, :, None], k[:, :, None], dim=-1)
+    found = track.attention(model, ids)
+    others = torch.stack([cosine[:, :, i, 1 : i + 1].mean(-1) for i in range(1, 7)]).mean((0, 1))
+    assert found["key_cosine"] == [pytest.approx(cosine[:, :, 1:, 0].mean((0, 2)).tolist(), rel=1e-5)]
+    assert found["key_cosine_others"] == [pytest.approx(others.tolist(), rel=1e-5)]
+
+
+@pytest.mark.parametrize("normalizer", ["sigmoid", "elu"])
+def test_large_unnormalised_weights_are_not_counted_as_a_sink(normalizer: str) -> None:
+    """Claim C132: at scores near 0 ELU + 1 gives every key the weight 1, so that undivided weights suggest sinks."""
+    torch.manual_seed(0)
+    model = DecoderLM(DecoderConfig(**{**TINY, "normalizer": normalizer, "context": 64}))
+    found = track.attention(model, ids_of(2, 64))
+    assert found["sink_score"] == 0
+    harmonic = sum(1 / i for i in range(2, 65)) / 63
+    assert torch.tensor(found["sink"]).flatten().tolist() == pytest.approx([harmonic] * 12, rel=0.01)
+    raw = 1.0 if normalizer == "elu" else sum(1 / (1 + i) for i in range(2, 65)) / 63  # σ(−ln i)
+    assert torch.tensor(found["sink_raw"]).flatten().tolist() == pytest.approx([raw] * 12, rel=0.05)
+
+
+def test_hand_made_sink_is_found() -> None:
+    """All queries point at the first key; its value, norm and activation have known sizes."""
+    model = DecoderLM(
+        DecoderConfig(vocab_size=23, context=16, d_model=8, layers=1, heads=1, positions="none", bias=False)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.blocks[0].attention_norm.weight.fill_(1)
+        model.embedding.weight[:, 0], model.embedding.weight[:, 1] = 1, -1
+        model.embedding.weight[5] = torch.tensor([1.0, -1, 0, 0, 0, 0, 2000, -2000])
+        q, k, v = model.blocks[0].attention.in_proj.weight.split(8)
+        q[0, 0], k[0, 6], v[0, 0] = 30, 30, 1
+    ids = torch.full((2, 9), 7)
+    ids[:, 0] = 5
+    found = track.attention(model, ids)
+    assert found["sink"] == found["sink_share"] == [[1.0]]
+    assert found["sink_score"] == 1
+    assert found["entropy"][0][0] < 1e-6
+    assert found["key_cosine"] == [[pytest.approx(1, abs=1e-5)]]
+    assert found["key_cosine_others"] == [[0.0]]
+    assert found["value_drain"][0][0] < 0.001
+    assert found["hidden_norm"] == [pytest.approx(2000, rel=0.001)]
+    assert found["massive"][0] > 1000 or math.isinf(found["massive"][0])
+
+
+def test_model_keeps_its_mode_and_has_no_hooks_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of(dropout=0.5), ids_of(2, 7)
+    model.train()
+
+    def hooks() -> int:
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+    assert track.attention(model, ids) == track.attention(model, ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.blocks[1].attention), "_merged", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            track.attention(model, ids)
+    assert model.training
+    assert hooks() == 0
+
+
+def test_attention_rejects_other_models_and_short_texts() -> None:
+    model = model_of()
+    with unchecked(), refused("model"):
+        track.attention(nn.Linear(2, 2), ids_of(2, 3))  # type: ignore[arg-type]
+    for ids in (ids_of(2, 1), ids_of(3)):
+        with unchecked(), refused("ids"):
+            track.attention(model, ids)

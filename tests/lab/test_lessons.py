@@ -1,0 +1,222 @@
+"""The labs and chapters run in a terminal and as notebooks, and `qkv check` judges a reader's file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pages
+from conftest import refused
+from qkv import cli
+from qkv.errors import InputError
+from qkv_lab import check
+from qkv_lab.answers import answer, child
+from qkv_lab.lessons.catalog import LESSONS, lesson
+from qkv_lab.lessons.exercises import exercise, exercises
+from qkv_lab.lessons.notebook import notebook
+from qkv_lab.lessons.page import Cell, cells
+from qkv_lab.lessons.run import Runner
+
+
+def test_the_catalog_lists_every_page_with_the_minutes_of_the_index() -> None:
+    for part in ("labs", "tutorial"):
+        files = {path.stem for path in (pages.DOCS / part).glob("*.md")} - {"index"}
+        assert files == {one.name for one in LESSONS if one.part == part}
+    index = (pages.DOCS / "labs" / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[.*?\]\((.+?)\.md\) \| (.+?) \| .+ \| (\d+) \|$", index, re.MULTILINE)
+    listed = {(one.name, one.about, str(one.minutes)) for one in LESSONS if one.part == "labs"}
+    assert {(name, about, minutes) for name, about, minutes in rows} == listed
+    with refused("lab", match="did you mean 'sinks'"):
+        lesson("sink")
+
+
+@pytest.mark.parametrize("name", [one.name for one in LESSONS])
+def test_cells_are_those_that_the_site_runs(name: str) -> None:
+    one = lesson(name)
+    found = [cell for cell in cells(one.text()) if cell.kind == "code"]
+    expected = [b for b in pages.blocks(f"docs/{one.part}/{name}.md") if b.kind == "cell"]
+    assert [(cell.source, cell.tags) for cell in found] == [(block.code, block.tags) for block in expected]
+    texts = "\n".join(cell.source for cell in cells(one.text()) if cell.kind == "text")
+    assert not re.search(r"\]\((?!https?:)[^)]*(\.md|\.rst|#)", texts), "a link to a page that is not there"
+
+
+def test_every_check_has_an_exercise_and_a_solution(capsys: pytest.CaptureFixture[str]) -> None:
+    """The code to start from is complete: its only fault is the mistake of the lab."""
+    assert sorted(exercises()) == check.__all__
+    for name, one in exercises().items():
+        assert callable(answer.solution(name))
+        space: dict[str, object] = {}
+        exec(one.start, space)
+        assert not getattr(check, name)(space[one.defines])
+        assert "NameError" not in capsys.readouterr().out, name
+    assert exercise("key_bias").start.startswith("import math\nimport torch\n\n\ndef with_key(")
+    assert exercise("sink_token").signature == "SinkToken(d_model)"
+    with refused("exercise", match="did you mean 'entropy'"):
+        exercise("entropi")
+
+
+def test_cells_run_as_in_a_notebook(tmp_path: Path) -> None:
+    """The value of the last line is shown, figures are files, expected exceptions are output; nothing leaks out."""
+    main = sys.modules["__main__"]
+    with Runner("made", tmp_path) as runner:
+        runner.text(Cell("text", "# Title\n\n## The $\\sqrt d$ rule"))
+        assert runner.code(Cell("code", "x = 2\nprint('two')\nx + 1")).text == "two\n3"
+        assert runner.code(Cell("code", "x + 1;")).text == ""
+        drawn = runner.code(Cell("code", "import matplotlib.pyplot as plt\nplt.plot([1, 2]);\nplt.show()"))
+        assert drawn.figures == [tmp_path / "01-the-d-rule.png"]
+        assert drawn.figures[0].read_bytes().startswith(b"\x89PNG")
+        assert runner.code(Cell("code", "1 / 0", ("raises-exception",))).text == "ZeroDivisionError: division by zero"
+        with pytest.raises(NameError):
+            runner.code(Cell("code", "missing"))
+        with refused("lab"):
+            runner.code(Cell("code", "import no_such_package"))
+    assert sys.modules["__main__"] is main
+
+
+def test_a_chapter_runs_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.random.fork_rng():
+        assert cli.main(["lab", "03-by-hand", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "Every score is divided by √2".lower() in " ".join(said.lower().split())
+    assert "[-0.553 -0.805]" in said
+    assert "def attention" not in said, "the solution of the exercise is hidden"
+    assert [path.suffix for path in (tmp_path / "03-by-hand").iterdir()] == [".png"]
+
+
+def test_an_exercise_shows_its_hint_and_how_to_check_an_own_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (
+        "# A lab\n\n```{code-cell}\nfrom qkv.lab import check\n```\n\n```{code-cell}\ndef entropy(weights):\n"
+        "    return -weights\n\n\ncheck.entropy(entropy);\n```\n"
+    )
+    one = type(LESSONS[0])
+    monkeypatch.setattr(one, "text", lambda self: page)
+    assert cli.main(["lab", "attention", "--out", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "✗ a number for each row" in said
+    assert "qkv check entropy FILE.py" in said
+
+
+def test_notebooks_fold_solutions(tmp_path: Path) -> None:
+    assert cli.main(["lab", "sinks", "--notebook", "--out", str(tmp_path)]) == 0
+    made = json.loads((tmp_path / "sinks.ipynb").read_text(encoding="utf-8"))
+    folded = [cell for cell in made["cells"] if cell["metadata"].get("jupyter") == {"source_hidden": True}]
+    assert len(folded) == 3
+    assert all("assert check." in cell["source"] for cell in folded)
+
+
+@pytest.mark.slow
+def test_a_notebook_runs_in_jupyter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="notebooks run with the docs extra")
+    nbclient = pytest.importorskip("nbclient", reason="notebooks run with the docs extra")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    made = nbformat.reads(notebook(lesson("03-by-hand").text()), 4)
+    nbformat.validate(made)
+    nbclient.NotebookClient(made, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert any("qkv.reference" in out.get("text", "") for cell in made.cells for out in cell.get("outputs", []))
+
+
+Judge = Callable[[str], int]
+ANSWERS = {
+    "right": "def entropy(w):\n    return -__import__('torch').special.xlogy(w, w).sum(-1)\n",
+    "mistake": "def entropy(w):\n    return (w * w.log()).sum(-1)\n",
+    "raises": "def helper(w):\n    return w.no_such_method()\n\n\ndef entropy(w):\n    return helper(w)\n",
+    "syntax": "def entropy(w:\n    return 1\n",
+    "loading": "import math\nx = math.log(0)\n",
+    "exits": "raise SystemExit(0)\n",
+    "missing": "def entropyy(w):\n    return w\n",
+    "number": "entropy = 3\n",
+}
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
+    """Checks one of ANSWERS in this process, as the child process does; gives the exit code."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, answer.MODULE, sys)
+
+    def judge(name: str) -> int:
+        file = tmp_path / f"{name}.py"
+        file.write_text(ANSWERS[name], encoding="utf-8")
+        return child.main("entropy", file, "entropy", tmp_path, 60)
+
+    return judge
+
+
+def test_wrong_answers_are_explained_and_drawn(
+    judged: Judge, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert judged("right") == child.RIGHT
+    assert not (tmp_path / child.DRAWN).exists()
+    assert judged("mistake") == child.WRONG
+    assert "✗ nats: it is negative" in capsys.readouterr().out
+    assert (tmp_path / child.DRAWN).read_bytes().startswith(b"\x89PNG")
+
+
+def test_exceptions_show_the_lines_of_the_file_only(judged: Judge, capsys: pytest.CaptureFixture[str]) -> None:
+    assert judged("raises") == child.WRONG
+    said = capsys.readouterr().out
+    assert re.findall(r"line (\d+), in (\w+)", said) == [("6", "entropy"), ("2", "helper")]
+    assert "AttributeError" in said
+    assert "qkv" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("syntax", r"not valid Python(.|\n)*line 1"),
+        ("loading", r"line 2, in <module>(.|\n)*ValueError"),
+        ("exits", "SystemExit"),
+        ("missing", "does not define entropy; it defines entropyy; did you mean 'entropyy'"),
+        ("number", "entropy is int"),
+    ],
+)
+def test_unusable_files_are_refused(judged: Judge, tmp_path: Path, name: str, told: str) -> None:
+    assert judged(name) == child.UNUSABLE
+    assert re.search(told, (tmp_path / child.REFUSED).read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_check_runs_in_a_process_with_a_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "answer.py"
+    command = ["check", "entropy", str(file), "--out", str(tmp_path / "out"), "--seconds", "1"]
+    file.write_text("def entropy(w):\n    while True:\n        pass\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command)
+    assert ended.value.code == 1
+    assert re.search(r"no answer after 1 s: answer\.py was in line [23], in entropy", capsys.readouterr().out)
+    file.write_text("def entropy(w:\n", encoding="utf-8")
+    assert cli.main(command) == 2
+    assert "not valid Python" in capsys.readouterr().err
+    file.write_text(ANSWERS["right"], encoding="utf-8")
+    assert cli.main([*command[:-1], "60"]) == 0
+    assert cli.main(["check", "entropy", str(tmp_path / "nothing.py")]) == 2
+
+
+def test_results_that_are_drawn() -> None:
+    """The expected result is computed for copies of the arguments, with the same random numbers."""
+    recorded = answer.Recorded(lambda q, k, v, p, training: (q.zero_(), v))
+    recorded(*torch.ones(3, 1, 2, 4), 0.5, True)
+    assert recorded.last is not None
+    out, weights = answer.expected("dropout", recorded.last)
+    again, _ = answer.expected("dropout", recorded.last)
+    assert torch.equal(out, again)
+    assert set(np.unique(weights)) <= {0.0, 1.0}
+
+
+def test_lists_are_printed_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lab"]) == 0
+    assert cli.main(["check"]) == 0
+    said = capsys.readouterr().out
+    assert all(one.name in said for one in LESSONS)
+    assert all(name in said for name in exercises())
+    with pytest.raises(InputError, match="--seconds"):
+        cli.check.check("entropy", Path("x.py"), seconds=0)

@@ -1,0 +1,42 @@
+"""The results of experiments in the package: complete, by the present criteria, and the same as on the page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from qkv_lab.experiments.estimate import SHIPPED
+from qkv_lab.experiments.page import table
+from qkv_lab.experiments.record import load
+from qkv_lab.experiments.registry import BUILT_IN, experiment
+
+DOCS = Path(__file__).parents[2] / "docs" / "experiments"
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_shipped_result_is_by_the_present_criteria(name: str) -> None:
+    """Criteria are dated before the runs; for another result run `make experiments`."""
+    made, found = experiment(name), load(SHIPPED / f"{name}.json")
+    verdicts = {v["claim"]: v for v in found["verdicts"]}
+    assert set(verdicts) == set(made.claims)
+    assert not found["quick"]
+    looks = found["design"]["looks"]
+    exact = len(looks) == 1 and looks[0] >= 10 and found["command"].endswith(f"--seeds {looks[0]}")
+    assert looks == list(made.looks) or exact
+    if "budget" in found["design"]:
+        assert "undecided" in {v["holds"] for v in found["verdicts"]}
+        assert found["design"]["budget"] < made.looks[-1]
+    for criterion in made.criteria:
+        present = {key: value for key, value in asdict(criterion).items() if value is not None}
+        assert verdicts[criterion.claim]["criterion"] == present
+        assert criterion.dated <= found["created"][:10]
+
+
+def test_page_of_experiments_is_up_to_date() -> None:
+    assert (DOCS / "README.md").read_text(encoding="utf-8") == table(SHIPPED)
+
+
+def test_every_experiment_has_a_figure() -> None:
+    assert {file.stem for file in DOCS.glob("*.png")} == set(BUILT_IN)

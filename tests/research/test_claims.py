@@ -1,0 +1,139 @@
+"""The ledger of claims: it is complete, and every check still gives the verdict on its page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+
+from qkv_lab.experiments.evidence import Interval
+from research.claims import CLAIMS, Drifted, Verdict, claim, false, holds
+from research.claims.claim import Finding
+from research.claims.index import can_fail, index, needed
+from research.claims.page import pages
+from research.claims.settled import load
+
+load()
+PAGES = Path(__file__).parents[2] / "docs" / "claims"
+PUBLISHED = json.loads((PAGES / "verdicts.json").read_text(encoding="utf-8"))
+
+
+def test_ledger_has_every_claim_of_the_sources() -> None:
+    assert sorted(CLAIMS) == [f"C{i:03}" for i in range(1, 387)]
+    assert set(PUBLISHED) == set(CLAIMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("id_", sorted(CLAIMS))
+def test_check_gives_the_verdict_on_its_page(id_: str) -> None:
+    """Raises `Drifted` if the condition of a verdict no longer holds; for a changed verdict run `make claims`."""
+    verdict = CLAIMS[id_].check()
+    assert verdict.kind == PUBLISHED[id_], f"{id_} is now {verdict.kind!r}: {verdict.text}; run `make claims`"
+    assert verdict.text.strip().endswith((".", ")", "*")), f"{id_}: {verdict.text}"
+    assert_readable(verdict.text)
+
+
+def test_verdict_whose_condition_fails_raises_drifted() -> None:
+    with pytest.raises(Drifted, match="no longer finds"):
+        holds(False, "two is three")
+    assert false(True, "two is two").kind == "false"
+
+
+def test_claim_ids_are_unique_and_sources_known() -> None:
+    with pytest.raises(ValueError, match="each id once"):
+        claim("C001", "chapter", "1", "again")
+    with pytest.raises(ValueError, match="source is 'nobody'"):
+        claim("C999", "nobody", "1", "unknown")
+
+
+def test_pages_are_up_to_date() -> None:
+    """Except for the texts of verdicts, whose numbers may differ in the last digit between machines."""
+
+    def compared(text: str) -> list[str]:
+        """Headings, claims with their verdicts, counts and code; the list of errors sorted by id."""
+        lines = text.splitlines()
+        starts = ("## ", "**C", "> ", "def ", "    ", "| the ", "| **all")
+        found = [x for x in lines if x.startswith(starts) or " claims: <" in x]
+        return found + sorted(x for x in lines if x.startswith("- [C"))
+
+    stand_in = {id_: Verdict(PUBLISHED[id_], "…") for id_ in CLAIMS}
+    for name, text in pages(stand_in).items():
+        page = compared((PAGES / name).read_text(encoding="utf-8"))
+        differ = [pair for pair in zip_longest(compared(text), page) if pair[0] != pair[1]]
+        assert not differ, f"docs/claims/{name}: expected {differ[0][0]}, found {differ[0][1]}; run `make claims`"
+
+
+def test_page_groups_and_links_its_claims() -> None:
+    by = ("the bundled model `x`", "[Y](https://y)")
+    found = {id_: Verdict("holds", "As C001 and [C002](#c002).", by) for id_ in CLAIMS}
+    lines = pages(found)["chapter.md"].splitlines()
+    headings = [line for line in lines if line.startswith("## ")]
+    assert headings[:2] == ["## Section 1", "## Section 2"]
+    assert "## Lab 1" in headings
+    assert len(headings) == len(set(headings))
+    assert lines[6].startswith("142 claims: <span")
+    assert "As [C001](chapter.md#c001) and [C002](#c002)." in lines
+    assert "Settled with small models: bundled model `x`. To read: [Y](https://y)." in lines
+
+
+def test_page_says_how_an_experiment_decided() -> None:
+    found = {id_: Verdict("holds", "…", ("[experiment `window`](x)",) if id_ == "C084" else ()) for id_ in CLAIMS}
+    (line,) = [x for x in pages(found)["chapter.md"].splitlines() if x.startswith("Experiment `")]
+    assert re.fullmatch(r"Experiment `window`: .*\d+ seeds, \d+ runs.*\. Command: `qkv experiment window`\.", line)
+
+
+def test_page_shows_the_verdict_on_each_model() -> None:
+    found = {id_: Verdict("holds", "…") for id_ in CLAIMS}
+    found["C061"] = Verdict("only when", "…", (), (Finding("MiniLM", "64 tokens", "false", "0.1 (0.0 to 0.2)"),))
+    row = '| MiniLM | 64 tokens | <span class="verdict false">false</span> | 0.1 (0.0 to 0.2) |'
+    assert row in pages(found)["chapter.md"].splitlines()
+
+
+def test_index_lists_undecided_claims_with_what_would_decide() -> None:
+    found = {id_: Verdict("holds", "…") for id_ in CLAIMS}
+    assert "## What is undecided" not in index(found)
+    found["C061"] = Verdict("undecided", "…", (), (Finding("MiniLM", "64 tokens", "undecided", "0.3 (0.2 to 0.4)"),))
+    found["C014"] = Verdict("undecided", "It is 1. And more.")
+    section = index(found).split("## What is undecided")[1]
+    assert "→ MiniLM, 64 tokens: 0.3 (0.2 to 0.4). More texts would decide." in section
+    assert "→ It is 1.\n" in section
+
+
+def test_number_of_seeds_that_would_decide() -> None:
+    """The half-width of 0.2 at 10 seeds must fall to the distance from the bound."""
+    clear, near, at, one = (
+        Interval("", n, mean, mean - half, mean + half, 0.5, True)
+        for n, mean, half in ((10, 0.8, 0.2), (10, 0.55, 0.2), (10, 0.5, 0.2), (1, 0.6, math.inf))
+    )
+    assert needed((clear,)) == needed((one,)) == ""
+    assert needed((clear, near)) == "About 160 seeds would decide if the mean stays."
+    assert "More than 1,000 seeds" in needed((near, at))
+
+
+def test_index_states_the_share_of_checks_that_can_fail(tmp_path: Path) -> None:
+    file = tmp_path / "mutation.json"
+    found = {id_: Verdict("holds", "…") for id_ in CLAIMS}
+    assert can_fail(file) == []
+    assert "can fail" not in index(found, file)
+    file.write_text('{"computed": 200, "can_fail": 199, "cannot": ["C034"], "by": {}}')
+    text = " ".join(can_fail(file))
+    assert "199 of 200 (99.5 %) then contradict their verdict. The others are [C034](chapter.md#c034)." in text
+    assert text in index(found, file).replace("\n", " ")
+
+
+def test_claims_are_valid_markdown() -> None:
+    for one in CLAIMS.values():
+        assert_readable(one.text)
+
+
+def assert_readable(text: str) -> None:
+    """No HTML outside of backticks; emphasis and formulas are closed."""
+    plain = re.sub(r"`[^`]*`", "", text)
+    assert not re.search(r"<[/a-zA-Z]", plain), text
+    assert plain.count("$") % 2 == 0, text
+    assert len(re.findall(r"(?<!\\)\*", re.sub(r"\$[^$]*\$", "", plain))) % 2 == 0, text
+    assert "\n" not in text, text

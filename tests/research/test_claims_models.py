@@ -1,0 +1,119 @@
+"""Claims about sinks on toy and trained models: the common verdict, and what is said where models disagree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from research.claims import Verdict, models
+from research.claims.claim import KINDS
+from research.claims.models import TOY, TRAINED, everywhere
+from research.claims.results import result, results_in
+from research.claims.settle import common
+from research.sinks.criteria import CRITERIA
+
+INTERVAL = {"condition": "", "n": 12, "mean": 0.2, "low": 0.1, "high": 0.3, "bound": 0.5, "above": False}
+
+
+def studied(outcomes: Mapping[int, str]) -> dict[str, Any]:
+    """A study whose verdicts on C068 have these outcomes, by the length of the texts."""
+    criterion = {"bound": 0.5, "above": False}
+    return {
+        "verdicts": [
+            {"claim": "C068", "tokens": n, "holds": outcome, "criterion": criterion, "intervals": [INTERVAL]}
+            for n, outcome in outcomes.items()
+        ]
+    }
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The verdict on C068 from made-up outcomes of the experiment and of the two studies."""
+
+    def judge(toy: str, mini: Mapping[int, str], minilm: Mapping[int, str]) -> Verdict:
+        found = result("mechanism")
+        found["verdicts"] = [{"claim": "C068", "holds": toy, "text": "It is drained."}]
+        (tmp_path / "mechanism.json").write_text(json.dumps(found), encoding="utf-8")
+        monkeypatch.setattr(models, "study_of", {"qkv-mini": studied(mini), "minilm": studied(minilm)}.__getitem__)
+        with results_in(tmp_path):
+            return everywhere("C068")
+
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (["holds", "holds"], "holds"),
+        (["false", "unseen", "undecided"], "false"),
+        (["holds", "false", "undecided"], "only when"),
+        (["only when", "holds"], "only when"),
+        (["undecided", "unseen"], "undecided"),
+        (["unseen"], "unseen"),
+    ],
+)
+def test_models_that_do_not_decide_have_no_influence(kinds: list[str], expected: str) -> None:
+    assert common(kinds) == common(reversed(kinds)) == expected
+
+
+def test_common_verdict_names_all_models(judged: Any) -> None:
+    verdict = judged("holds", {64: "holds", 512: "not seen at this scale"}, {64: "holds", 512: "holds"})
+    assert verdict.kind == "holds"
+    assert verdict.text.startswith(
+        "It holds on toy models (`mechanism`), qkv-mini (64 tokens) and MiniLM (64 and 512 tokens); "
+        "it cannot be seen on qkv-mini (512 tokens). Toy models (`mechanism`): It is drained. Trained models: Norm of"
+    )
+    assert verdict.text.endswith("It holds below 0.5.")
+    assert [finding.number for finding in verdict.findings] == ["", *4 * ["0.20 (0.10 to 0.30); 12 texts"]]
+    assert verdict.by[0] == "[experiment `mechanism`](../experiments/README.md#mechanism)"
+
+
+def test_disagreement_of_toy_and_trained_models_is_told(judged: Any) -> None:
+    verdict = judged("does not hold", {64: "holds"}, {64: "holds", 512: "undecided"})
+    assert verdict.kind == "only when"
+    assert verdict.text.startswith(
+        "Toy and trained models disagree, which is the finding: it holds on qkv-mini (64 tokens) and MiniLM "
+        "(64 tokens); it does not hold on toy models (`mechanism`); it is undecided on MiniLM (512 tokens)."
+    )
+
+
+def test_disagreement_between_trained_models_is_told(judged: Any) -> None:
+    verdict = judged("holds", {64: "holds"}, {64: "does not hold"})
+    assert verdict.kind == "only when"
+    assert verdict.text.startswith("It depends on the model or the length of the text, which is the finding: it holds")
+
+
+def test_a_computation_counts_as_one_more_model(judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged("holds", {64: "holds"}, {64: "holds"})
+    monkeypatch.setitem(TOY, "C068", ())
+    verdict = everywhere("C068", Verdict("false", "It is 3.", ("[paper](https://x)",)))
+    assert verdict.kind == "only when"
+    assert "Computed, false: It is 3." in verdict.text
+    assert verdict.findings[0].model == "computed"
+    assert verdict.by[0] == "[paper](https://x)"
+
+
+def test_numbers_tell_other_bounds_and_premises_that_do_not_hold() -> None:
+    criterion = {"bound": 0.5, "above": False}
+    premise = INTERVAL | {"condition": "the sink", "above": True, "premise": True}
+    other = INTERVAL | {"condition": "ratio", "bound": 1.0}
+    told = models.numbers({"criterion": criterion, "intervals": [INTERVAL, other, premise]}, "seed")
+    assert told == (
+        "0.20 (0.10 to 0.30), ratio 0.20 (0.10 to 0.30) [must be below 1], "
+        "the sink 0.20 (0.10 to 0.30) [must be above 0.5]; 12 seeds"
+    )
+    none = INTERVAL | {"n": 0, "mean": None, "low": None, "high": None, "unless": "no head has a sink"}
+    assert models.numbers({"criterion": criterion, "intervals": [none]}, "text") == "no head has a sink"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("id_", sorted(TOY))
+def test_every_claim_is_judged_on_both_trained_models(id_: str) -> None:
+    assert set(TOY) == set(CRITERIA)
+    verdict = everywhere(id_)
+    assert [f.model for f in verdict.findings if f.length] == [name for name in TRAINED.values() for _ in range(2)]
+    assert {f.kind for f in verdict.findings} <= set(KINDS)

@@ -1,0 +1,399 @@
+"""`research.sinks`: models whose sinks are known in closed form, dense float64 interventions."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import qkv
+import sink_models as made
+from conftest import close, enlarged, refused
+from hf_models import build
+from qkv.edits import HideFirst, Patch
+from qkv.models import DecoderConfig, DecoderLM
+from qkv_lab.cli.claims_model import run_model
+from qkv_lab.experiments.evidence import FAILS, HOLDS, UNSEEN
+from research.sinks import Study, conclude, criteria, removal, result, study
+from research.sinks.added import Added, added, output_weights
+from research.sinks.geometry import FirstKey, Magnitudes
+from research.sinks.measure import Chosen
+from research.sinks.peaks import others, peaks, replaced
+from research.sinks.rows import Rows
+from research.sinks.stored import NAMES, RESULTS
+from research.sinks.subject import Subject, evaluated, self_attention
+from research.sinks.texts import Texts, default_texts, prepared
+
+IDS = torch.randint(97, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def own() -> DecoderLM:
+    """Grouped heads, rotary positions and a window, in float64 with large weights."""
+    config = DecoderConfig.llama(vocab_size=97, d_model=24, layers=2, heads=6, kv_heads=2, head_dim=4, window=7)
+    return enlarged(DecoderLM(config))
+
+
+MODELS = {"qkv": own, **{name: lambda name=name: build(name).double() for name in ("gpt2", "llama", "bert")}}  # type: ignore[misc]
+
+
+def dense(subject: Subject, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores with −∞ at masked keys, keys and values of all query heads of a layer, by definition in float64."""
+    call = self_attention(subject.model, IDS)[layer].call
+    group = call.q.shape[1] // call.k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (call.k, call.v))
+    scores = call.q.double() @ k.transpose(2, 3) * call.factor
+    n = scores.shape[2]
+    if call.mask is not None:
+        scores = scores.masked_fill(~call.mask.dense(n, n), -torch.inf)
+    return scores, k, v
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_by_definition(name: str) -> None:
+    subject = Subject.of(MODELS[name](), IDS)
+    assert subject.causal == (name != "bert")
+    for layer in range(2):
+        scores, _, _ = dense(subject, layer)
+        rows = Rows.of(self_attention(subject.model, IDS)[layer].call)
+        for head in range(scores.shape[1]):
+            first, uniformity = [], []
+            for row in scores[0, head]:
+                weights = row[row > -torch.inf].softmax(0)
+                if row[0] > -torch.inf:
+                    first.append(float(weights[0]))
+                if len(weights) > 1:
+                    uniformity.append(float(-(weights * weights.log()).sum() / math.log(len(weights))))
+            assert float(rows.alpha[0, head]) == pytest.approx(np.mean(first), rel=1e-5)
+            assert float(rows.share[0, head]) == pytest.approx(np.mean(np.array(first[1:]) > 0.3))
+            assert float(rows.uniformity[0, head]) == pytest.approx(np.mean(uniformity), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("case", removal.CASES)
+def test_removal_equals_dense_recomputation(name: str, case: str) -> None:
+    """The rest of the row divided by its sum, and the first value zero, in two heads of different layers."""
+    subject = Subject.of(MODELS[name](), IDS)
+    masked, zero_value = removal.CASES[case]
+    patches: dict[Any, Patch] = {}
+    with evaluated(subject.model):
+        for layer, head in ((0, 1), (1, 3)):
+            if patches:
+                with qkv.edit(subject.model, {**patches}):
+                    scores, _, v = dense(subject, layer)
+            else:
+                scores, _, v = dense(subject, layer)
+            weights = scores.softmax(-1)
+            if masked:
+                weights[:, :, 1:, 0] = 0
+                weights = weights / weights.sum(-1, keepdim=True)
+            if zero_value:
+                v[:, :, 0] = 0
+            patches[layer, head] = Patch((weights @ v)[:, head])
+        with qkv.edit(subject.model, {**patches}):
+            want = subject.states(IDS)[-1]
+        with removal.removed(subject, list(patches), masked=masked, zero_value=zero_value):
+            got = subject.states(IDS)[-1]
+        plain = subject.states(IDS)[-1]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert (got - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_first_key_by_definition(name: str) -> None:
+    subject = Subject.of(MODELS[name](), IDS)
+    call = self_attention(subject.model, IDS)[1].call
+    found = FirstKey.of(call, 3)
+    scores, k, v = dense(subject, 1)
+    q, k, v = call.q[0, 3].double(), k[0, 3], v[0, 3]
+    nearest, angles, angles_others = [], [], []
+    for i in range(1, len(q)):
+        seen = [j for j in range(len(k)) if scores[0, 3, i, j] > -torch.inf]
+        if 0 in seen:
+            cosines = {j: float(q[i] @ k[j] / (q[i].norm() * k[j].norm())) for j in seen}
+            nearest.append(cosines[0] >= max(cosines.values()))
+            angles.append(math.degrees(math.acos(cosines[0])))
+            angles_others += [math.degrees(math.acos(x)) for j, x in cosines.items() if j]
+    want = [
+        float(v[0].norm() / v[1:].norm(dim=1).mean()), float(k[0].norm() / k[1:].norm(dim=1).mean()),
+        np.mean(nearest), np.mean(angles), np.mean(angles_others),
+    ]  # fmt: skip
+    assert list(found) == pytest.approx(want, rel=1e-5)
+
+
+def test_known_head() -> None:
+    """One layer whose query i gives the first token e^s / (e^s + i)."""
+    model, ids = made.with_known_head(), made.texts(1, 20)
+    subject = Subject.of(model, ids)
+    call = self_attention(model, ids)[0].call
+    size = math.exp(made.STRENGTH)
+    want = torch.tensor([size / (size + i) for i in range(20)], dtype=torch.float64)
+    close(Rows.of(call).first[0, 0], want, eps=1e6)
+    key, value = FirstKey.of(call, 0), 15 / 16
+    along, across = 4 * made.STRENGTH, value**-0.5
+    assert key.key_norm == pytest.approx(math.hypot(along, across) / (14 / 16) ** -0.5)
+    assert key.value_norm == pytest.approx((14 / 15) ** 0.5)
+    assert (key.nearest, key.angle) == pytest.approx((1, math.degrees(math.atan(across / along))))
+    assert key.angle_others == pytest.approx(90)
+    with removal.removed(subject, [(0, 0)], masked=True, zero_value=False), evaluated(model):
+        uniform = subject.states(ids)[-1][0, -1, 2:]
+    x = model.embedding.weight[ids[0]].detach()[:, 2:]
+    close(uniform, x[-1] + x[1:].mean(0) * (16 / 14) ** 0.5, eps=1e6)
+
+
+def test_removing_a_peak_destroys_the_sink_of_a_head_that_reads_it() -> None:
+    ids = made.texts(2, 20)
+    for read in (True, False):
+        subject = Subject.of(made.with_peak(read=read), ids)
+        chosen = Chosen.of(subject, ids)
+        assert (chosen.heads, chosen.peaks, chosen.later_heads) == ([(1, 0)], {1: [made.PEAK]}, [(1, 0)])
+        for by in ("mean", "zero"):
+            with replaced(subject, chosen.peaks, by):  # type: ignore[arg-type]
+                alpha = Rows.of(self_attention(subject.model, ids)[1].call).alpha
+            close(alpha[:, 0], expected_alpha(0.0 if read else made.STRENGTH), eps=1e12)
+        close(Rows.of(self_attention(subject.model, ids)[1].call).alpha[:, 0], expected_alpha(made.STRENGTH), eps=1e6)
+
+
+def expected_alpha(score: float) -> Tensor:
+    """α of two texts of 20 tokens in which the first key has this score, and the others 0."""
+    return torch.full((2,), sum(math.exp(score) / (math.exp(score) + i) for i in range(20)) / 20, dtype=torch.float64)
+
+
+def test_a_dimension_that_is_large_in_the_embedding_is_no_peak() -> None:
+    states = torch.ones(4, 2, 3, 5)
+    states[:, :, 0, 4] = 50
+    states[2, :, 0, 1] = -30
+    assert peaks(list(states), written=True) == {2: [1]}
+    assert peaks(list(states), written=False) == {0: [4], 1: [4], 2: [1, 4]}
+    drawn = others({2: [1, 3]}, 5, torch.Generator().manual_seed(0))
+    assert len(drawn[2]) == 2
+    assert not {1, 3} & set(drawn[2])
+    assert Magnitudes.of(states[2, 0]) == (50, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def studied() -> dict[bool, Study]:
+    return {read: study(made.with_peak(read=read), made.texts(), progress=False) for read in (True, False)}
+
+
+def test_verdicts_on_hand_made_models(studied: dict[bool, Study]) -> None:
+    """The two models differ in the cause of the sink alone; both have it for one first token only."""
+    for read, found in studied.items():
+        holds = {verdict.claim: verdict.holds for verdict in found.verdicts[64]}
+        assert list(holds) == list(criteria.CRITERIA)
+        for claim in ("C061", "C063", "C064", "C065", "C067", "C068", "C069", "C074", "C077"):
+            assert holds[claim] == HOLDS, claim
+        assert holds["C062"] == FAILS
+        assert holds["C073"] == (HOLDS if read else FAILS)
+        assert holds["C076"] == UNSEEN  # every row is heavy
+    cost = studied[True].lengths[64]["texts"][0]["cost"]
+    assert set(cost) == {"kept", *removal.CASES}
+
+
+class Letters:
+    """A tokenizer of letters with a special token at each end."""
+
+    all_special_ids = (0, 1)
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True, **_: object) -> dict[str, list[int]]:
+        ids = [ord(x) - 95 for x in text]
+        return {"input_ids": [0, *ids, 1] if add_special_tokens else ids}
+
+
+def test_other_first_tokens_and_random_tokens() -> None:
+    """The sink of the known head is on token 0, which the tokenizer puts first, and on no other token."""
+    found = study(made.with_known_head(), ["b" * 64 + "ca" * 500], tokenizer=Letters(), progress=False)
+    size = math.exp(made.STRENGTH)
+    with_mark, uniform = (np.mean([first / (first + i) for i in range(64)]) for first in (size, 1))
+    for text in found.lengths[64]["texts"]:
+        assert (text["strongest"], text["random"]) == pytest.approx((with_mark, with_mark))
+        assert [*text["other_first"], text["own_first"]] == pytest.approx([uniform] * 5)
+    verdict = found.verdicts[64][1]
+    assert (verdict.claim, verdict.holds) == ("C062", FAILS)
+    assert [interval.mean for interval in verdict.intervals] == [0, 0]
+
+
+def test_studies_are_saved_and_loaded(studied: dict[bool, Study], tmp_path: Path) -> None:
+    studied[True].save(tmp_path / "study.json")
+    again = Study.load(tmp_path / "study.json")
+    assert again.as_dict() == json.loads(json.dumps(studied[True].as_dict()))
+    (tmp_path / "study.json").write_text("[]")
+    with refused("file"):
+        Study.load(tmp_path / "study.json")
+    studied[False].figure().savefig(tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize("name", ["qkv", "gpt2", "llama", "bert"])
+def test_what_heads_add_sums_to_what_attention_adds(name: str) -> None:
+    model = MODELS[name]()
+    subject = Subject.of(model, IDS)
+    weights = output_weights(subject, IDS)
+    assert weights is not None
+    inside = {"qkv": "blocks.1.attention", "gpt2": "h.1.attn", "llama": "layers.1.self_attn",
+              "bert": "encoder.layer.1.attention.output.dense"}[name]  # fmt: skip
+    sums: list[Tensor] = []
+    module = model.get_submodule(inside)
+    handle = module.register_forward_hook(lambda _, __, out: sums.append(out if isinstance(out, Tensor) else out[0]))
+    subject.states(IDS)
+    handle.remove()
+    bias = {"gpt2": "c_proj", "bert": ""}.get(name)
+    shift = 0 if bias is None else module.get_submodule(bias).bias.detach()  # type: ignore[union-attr, operator]
+    scores, _, v = dense(subject, 1)
+    got = torch.einsum("bhnv,hvd->bnd", scores.softmax(-1) @ v, weights[1].double())
+    torch.testing.assert_close(got + shift, sums[0].double(), rtol=1e-5, atol=1e-5)
+
+
+def test_gated_attention_adds_no_known_part_of_a_head() -> None:
+    gated = enlarged(DecoderLM(DecoderConfig(vocab_size=97, d_model=24, layers=1, heads=2, gate="elementwise")))
+    assert output_weights(Subject.of(gated, IDS), IDS) is None
+    scaled = build("gemma2")  # a norm between attention and the residual
+    assert output_weights(Subject.of(scaled, IDS), IDS) is None
+
+
+def test_heads_are_compared_with_themselves() -> None:
+    """Pooled over the layers, heavy rows add more than light ones; in every head they add less."""
+    heads = [Added(0, 0, 0.02, 0.1), Added(1, 0, 2.0, 4.0)] * 2
+    texts = [{"added": [vars(one) for one in heads[:2]]}, {"added": [vars(heads[1])]}]
+    effects, _ = conclude.DECIDE["C075"]({"adds": True, "texts": texts}, True)
+    assert list(effects[0].values) == pytest.approx([math.sqrt(0.2 * 0.5), 0.5])
+
+
+def test_rows_that_add_are_the_later_ones_with_much_and_little_weight() -> None:
+    model, ids = made.with_known_head(), made.texts(1, 40)
+    subject = Subject.of(model, ids)
+    weights = output_weights(subject, ids)
+    assert weights is not None
+    recording = subject.record(ids)
+    (row,) = (Rows.of(observed.call) for observed in recording.calls)
+    half = torch.arange(40) < 20
+    row.first[0, 0] = torch.where(half, 0.9, 0.1)
+    (found,) = added(recording, [row], weights)
+    call, x = recording.calls[0].call, recording.states[0][0]
+    ratio = (call.v[0, 0, :1] @ weights[0][0]).norm() / x.norm(dim=1)  # all weight is on the first token
+    assert found.heavy == pytest.approx(float(ratio[1:20].mean()), rel=1e-3)
+    assert found.light == pytest.approx(float(ratio[20:].mean()), rel=1e-3)
+    row.first[0, 0] = 0.9
+    assert added(recording, [row], weights) == []
+
+
+def test_only_later_tokens_of_a_causal_model_are_counted() -> None:
+    changed = IDS[:1].repeat(3, 1)
+    changed[1:, 5] = (changed[0, 5] + torch.tensor([1, 2])) % 97
+    for name in ("gpt2", "bert"):
+        subject = Subject.of(MODELS[name](), IDS)
+        x = subject.states(changed)[-1]
+        moved = [
+            float((x[r, i] - x[0, i]).norm() / x[0, i].norm())
+            for r in (1, 2)
+            for i in range(11)
+            if (i > 5 if name == "gpt2" else i != 5)
+        ]
+        assert removal.movement(subject, changed, 5) == pytest.approx(np.mean(moved))
+
+
+def test_the_cost_is_the_rise_of_the_loss(tmp_path: Path) -> None:
+    """Of a Hugging Face model from a folder: the loss with the sink masked is that with `HideFirst` in its heads."""
+    config = LlamaConfig(vocab_size=97, hidden_size=24, intermediate_size=16, num_hidden_layers=2,
+                         num_attention_heads=4, max_position_embeddings=64)  # fmt: skip
+    enlarged(LlamaForCausalLM(config)).save_pretrained(tmp_path)
+    found = study(str(tmp_path), torch.randint(97, (16, 64)), progress=False)
+    assert found.attrs["model"] == str(tmp_path)
+    model = qkv.load(str(tmp_path), head=True)[0]
+    subject = Subject.of(model, IDS)
+    heads = [(0, 1), (1, 2)]
+    cost = removal.cost(subject, IDS[:1], heads)
+    with qkv.edit(model, {head: HideFirst() for head in heads}), torch.no_grad():
+        loss = nn.functional.cross_entropy(model(IDS[:1]).logits[0, :-1], IDS[0, 1:])
+    assert cost["masked"] == pytest.approx(float(loss), rel=1e-4)
+    assert abs(cost["masked"] - cost["kept"]) > 1e-3
+
+
+def test_command_prints_verdicts_and_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = DecoderLM(DecoderConfig(context=64, d_model=16, layers=1, heads=2))
+    qkv.models.save(model, str(tmp_path / "model"))
+    (tmp_path / "text.txt").write_text("one two three. " * 80)
+    run_model(str(tmp_path / "model"), tmp_path / "text.txt", tmp_path / "out")
+    shown = capsys.readouterr().out
+    assert "C061" in shown
+    assert "does not hold" in shown
+    assert Study.load(tmp_path / "out" / "sinks.json").verdicts[64][0].holds == FAILS
+    assert (tmp_path / "out" / "sinks.png").stat().st_size > 5000
+    (tmp_path / "text.txt").write_text("one two three. ")
+    with refused("--text"):
+        run_model(str(tmp_path / "model"), tmp_path / "text.txt", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+class Reversed(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids.flip(1)
+
+
+def test_models_that_cannot_be_studied_are_refused() -> None:
+    with refused("model", "Sigmoid"):
+        Subject.of(DecoderLM(DecoderConfig(vocab_size=97, d_model=24, layers=1, heads=2, normalizer="sigmoid")), IDS)
+    with refused("model", "Reversed"):
+        Subject.of(Reversed(), IDS)
+    for name in ("bart", "vit", "whisper"):
+        with refused("model", "one sequence of tokens"):
+            Subject.of(build(name), IDS)
+    with refused("model", "forms its weights itself"):
+        Subject.of(build("gptj"), IDS)
+    with refused("model", "one stack"):
+        Subject.of(build("albert"), IDS)  # the same block several times
+
+
+def test_a_block_whose_output_is_changed_before_the_next_is_refused() -> None:
+    model = own()
+    model.blocks[1].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]), prepend=True)
+    with refused("model", "residual stream"):
+        Subject.of(model, IDS)
+
+
+def test_texts_are_cut_into_windows_of_different_texts_first() -> None:
+    model = DecoderLM(DecoderConfig(vocab_size=28, context=200, d_model=8, layers=1, heads=1))
+    many = ["ab" * 75 + "c"] * 5 + ["d" * 90] * 6
+    found = prepared(model, [*many, "e" * 99], Letters())
+    assert found.windows.shape == (16, 64)
+    assert found.windows[:, 0].tolist() == [*[2] * 5, *[5] * 6, 6, *[2] * 4]
+    ids = found.of(64)
+    assert ids[:, 0].eq(0).all()
+    assert ids[:, -1].eq(1).all()
+    assert torch.equal(found.without_special(64)[:, :-1], found.windows[:, :63])
+    noise = found.random(64, torch.Generator().manual_seed(0))
+    assert torch.equal(noise[:, [0, -1]], ids[:, [0, -1]])
+    assert noise[:, 1:-1].min() >= 2
+    with refused("texts"):
+        prepared(model, ["a" * 63] * 20, Letters())
+    with refused("texts"):
+        prepared(model, ["a" * 100] * 20, None)
+    with refused("model"):
+        prepared(DecoderLM(DecoderConfig(vocab_size=28, context=63, d_model=8, layers=1, heads=1)), many, Letters())
+
+
+def test_default_texts_are_enough() -> None:
+    assert isinstance(prepared(*_loaded("qkv-mini")), Texts)
+    assert isinstance(prepared(*_loaded("minilm")), Texts)
+
+
+def _loaded(name: str) -> tuple[nn.Module, list[str], Any]:
+    model, tokenizer = qkv.load(name)
+    return model, default_texts(name), tokenizer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stored_results_have_the_verdicts_of_their_measurements(name: str) -> None:
+    file = json.loads((RESULTS / f"{name}.json").read_text())
+    assert json.loads(json.dumps(result(name))) == file
+    assert {n: len(texts) for n, texts in ((found["tokens"], found["texts"]) for found in file["lengths"])} == {
+        64: 12,
+        512: 12,
+    }
+    with refused("name"):
+        result("no model")

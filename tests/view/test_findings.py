@@ -1,0 +1,96 @@
+"""The sentences about a profile: the same numbers in every place, and commands that work."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from drawn import all_text_is_on_the_page
+from qkv import cli
+from qkv.figures.findings import Findings
+from qkv.models import DecoderConfig, DecoderLM
+from qkv.report.payload import payload
+
+
+@pytest.fixture(scope="module")
+def mini() -> qkv.Profile:
+    return qkv.profile("qkv-mini", progress=False)
+
+
+@pytest.fixture(scope="module")
+def bert() -> qkv.Profile:
+    return qkv.profile("minilm", "The cat sat on the mat.", progress=False)
+
+
+def test_report_figures_and_card_take_their_sentences_from_the_findings(mini: qkv.Profile) -> None:
+    found = Findings(mini.data, mini.attrs, mini.main)
+    (group,) = payload(mini)[0]["groups"]
+    assert group["texts"][0]["headline"] == found.headline
+    assert [tile["label"] for tile in group["texts"][0]["findings"]] == [one.label for one in mini.findings()]
+    assert found.headline in mini._repr_html_()
+    assert found.sinks is not None
+    for figure in (mini.plot.sink(), mini.plot.sinks()):
+        title = " ".join(text.get_text().replace("\n", " ") for text in figure.texts)
+        assert f"{found.sinks.value} {found.sinks.label}{found.whole_clause}" in title
+        all_text_is_on_the_page(figure)
+
+
+def test_numbers_of_the_findings_are_those_of_the_tables(mini: qkv.Profile, bert: qkv.Profile) -> None:
+    for profile in (mini, bert):
+        sinks, types, trend = profile.sinks(), profile.types()["type"], profile.sink_trend()
+        by_label = {one.label: one for one in profile.findings()}
+        above = (sinks["alpha_first"] > 0.3).sum()
+        assert profile.findings()[0].value == f"{above} of {len(sinks)}"
+        assert trend["heads"].iloc[0] == above
+        assert by_label["heads have one clear type"].value == f"{(types != 'mixed').sum()} of {len(types)}"
+        rows = Findings(profile.data).by_type()
+        assert {row.type: row.heads for row in rows} == types.value_counts().to_dict()
+
+
+def test_trend_splits_the_text_into_ranges_whose_mean_is_that_of_the_text(mini: qkv.Profile) -> None:
+    trend = mini.sink_trend()
+    queries = trend["last"] - trend["first"] + 1
+    assert queries.sum() == mini.data.sizes["query"]
+    assert (trend["first"].iloc[1:].to_numpy() == trend["last"].iloc[:-1].to_numpy() + 1).all()
+    whole = float(mini.sinks()["alpha_whole"].mean())
+    assert float((trend["share"] * queries).sum() / queries.sum()) == pytest.approx(whole, abs=1e-6)
+
+
+def test_python_steps_draw_the_head_they_name(mini: qkv.Profile) -> None:
+    steps = [step for one in mini.findings() for step in one.steps if step.layer is not None]
+    assert steps
+    for step in {step.command: step for step in steps}.values():
+        figure = eval(step.command, {"profile": mini})  # a line that qkv wrote
+        assert f"Layer {step.layer}, head {step.head}" in figure.texts[0].get_text()
+
+
+@pytest.mark.parametrize(
+    "given", [["minilm", "it's a 'cat'"], ["qkv-mini", "--tokens", "40"], ["minilm", "a long text " * 20]]
+)
+def test_commands_of_the_findings_run_on_the_same_text(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["profile", *given, "--no-probe"]) == 0
+    profile = qkv.Profile.load("qkv-profile/profile.qkv.zip")
+    command = next(step.command for one in profile.findings() for step in one.steps)
+    name, *words = shlex.split(command)
+    assert (name, words[0]) == ("qkv", "map")
+    assert cli.main([*words, "--data"]) == 0
+    with np.load("map.npz") as drawn:
+        edges = drawn["column_edges"][-1]
+    assert edges == profile.data.sizes["key"]
+
+
+def test_untrained_uniform_heads_do_not_count_as_retrieval() -> None:
+    torch.manual_seed(0)
+    model = DecoderLM(DecoderConfig(vocab_size=100, d_model=32, layers=1, heads=4, context=2048))
+    profile = qkv.profile(model, torch.randint(100, (1, 1500)), probe=False, progress=False)
+    table = profile.types()
+    assert (table["type"] == "uniform").all()
+    assert not table["traits"].str.contains("retrieval").any()
