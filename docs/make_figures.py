@@ -276,12 +276,13 @@ def _fill(page: Path, tables: dict[str, list[str]]) -> None:
 
 
 def _mechanisms() -> list[str]:
-    """Tables of `qkv bench`: the goals, and all measurements."""
+    """Tables of `python -m benchmarks.mechanisms`: the goals, and all measurements."""
     found = {path.stem: run.load(path) for path in sorted((RESULTS / "mechanisms").glob("*.json"))}
     lines = [
         "## Every mechanism",
         "",
-        "Measured by `qkv bench`: milliseconds of qkv, and the ratio to the time of an alternative in the same run.",
+        "Measured by `python -m benchmarks.mechanisms`: milliseconds of qkv, and the ratio to the time of an",
+        "alternative in the same run.",
         "`plain` is qkv's causal softmax; `sdpa` is torch's fused attention, with a mask or bias tensor if needed;",
         "`flex` is FlexAttention compiled for CPU (the block mask is made before; forward only, from 4,096 tokens on);",
         "`eager` forms the weights. An alternative is left out if its scores would take more than 3 GiB. Exponents of",

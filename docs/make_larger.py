@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import research.sinks
 from qkv_lab.experiments.estimate import SHIPPED
 from qkv_lab.settings import updated
 from qkv_lab.tasks.backcopy import Backcopy

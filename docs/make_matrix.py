@@ -83,8 +83,8 @@ Any mask can be combined with any bias, any score and any normalizer. A kernel e
 or raises an error with the reason; nothing falls back silently. `eager` supports everything and forms the weights.
 `tiled` supports everything without forming them. The other kernels are faster where they apply.
 Every pair of choices is tested on every kernel against the specification,
-[`qkv.reference`](../src/qkv/reference/__init__.py), in [`tests/core/test_matrix.py`](../tests/core/test_matrix.py), outputs and
-gradients. `qkv.plan(...)` gives the same reasons for your call.
+[`qkv.reference`](../src/qkv/reference/__init__.py), in [`tests/core/test_matrix.py`](../tests/core/test_matrix.py),
+outputs and gradients. `qkv.plan(...)` gives the same reasons for your call.
 
 Written by `docs/make_matrix.py`, which asks the kernels on a CPU, with torch {version}. A kernel supports a
 composition if all of its rows say yes; a number refers to the reason below the table. On CUDA `flex` also trains, and

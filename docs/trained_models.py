@@ -104,8 +104,8 @@ def _mini(result: dict[str, Any]) -> list[str]:
         f"{found['bits_per_byte']:.3f} bits per byte. Over its whole context, windows of {task.context} held-out "
         f"tokens, {int((windows > 0.3).sum())} of its {short.size} heads put more than 30 % of their weight on `<s>`. "
         f"On the first {SHORT} tokens of the program that `qkv profile` reads by default, "
-        f"{int((short > 0.3).sum())} do (table; all {profile.data.sizes['query']} tokens: last column). `research.sinks` "
-        "measures the loss [without that token](SINKS).",
+        f"{int((short > 0.3).sum())} do (table; all {profile.data.sizes['query']} tokens: last column). "
+        "`research.sinks` measures the loss [without that token](SINKS).",
         "",
         f"| layer.head | on the first token, {SHORT} tokens | whole program |",
         "|---|---:|---:|",

@@ -1,8 +1,8 @@
 """What the core's tests share: seeded generators, tolerances from the dtype, small tiles, shapes checked on request.
 
 With QKV_CHECK_SHAPES=1 every call of the core checks the shapes and types of its signature (jaxtyping and beartype).
-That takes twice the time of the tests, so tests/docs/test_shapes.py does it with one case of each. The import hook must come
-before the first import of qkv.
+That takes twice the time of the tests, so tests/docs/test_shapes.py does it with one case of each. The
+import hook must come before the first import of qkv.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`qkv bench`: time and memory of every mechanism against alternative implementations, on this machine."""
+"""`python -m benchmarks.mechanisms`: time and memory of every mechanism against alternatives."""

@@ -1,4 +1,4 @@
-"""`qkv bench`: time every attention mechanism on this machine."""
+"""`python -m benchmarks.mechanisms`: time every attention mechanism on this machine."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def bench(
     Markdown, and a figure to DIR. Results of the same machine and lengths that are already in DIR are kept, so you can
     interrupt the command and time the remaining mechanisms later.
 
-    qkv bench                                      (all mechanisms, about fifteen minutes)
+    python -m benchmarks.mechanisms                                      (all mechanisms, about fifteen minutes)
 
-    qkv bench alibi window --lengths 4096 16384    (two mechanisms, two lengths)
+    python -m benchmarks.mechanisms alibi window --lengths 4096 16384    (two mechanisms, two lengths)
 
-    qkv bench causal --backward --dtype bfloat16   (a training step)
+    python -m benchmarks.mechanisms causal --backward --dtype bfloat16   (a training step)
 
-    qkv bench causal window --queries 1 --lengths 100000    (one step of decoding)
+    python -m benchmarks.mechanisms causal window --queries 1 --lengths 100000    (one step of decoding)
 
-    qkv bench --device cuda --dtype bfloat16       (on a CUDA card)
+    python -m benchmarks.mechanisms --device cuda --dtype bfloat16       (on a CUDA card)
 
     Args:
         mechanisms: Mechanisms to time, such as causal, statistics, sink, alibi, window, bigbird, sigmoid, entmax or

@@ -1,4 +1,4 @@
-"""The mechanisms that `qkv bench` measures, and for each the implementations one would use without qkv."""
+"""The mechanisms that are measured, and for each the implementations one would use without qkv."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Measure the memory of one mechanism in a fresh process, for `qkv bench`.
+"""Measure the memory of one mechanism in a fresh process, for `python -m benchmarks.mechanisms`.
 
-python -m benchmarks.mechanisms.one MECHANISM TOKENS HEADS DTYPE BACKWARD QUERIES   prints JSON: bytes by which the process grew,
-without the inputs; QUERIES is 0 for all tokens
+`python -m benchmarks.mechanisms.one MECHANISM TOKENS HEADS DTYPE BACKWARD QUERIES` prints JSON: the bytes by which the
+process grew, without the inputs. QUERIES is 0 for all tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run the benchmarks of `qkv bench`: times of all contenders in turn, memory of qkv alone."""
+"""Run the benchmarks of `python -m benchmarks.mechanisms`: times of all contenders in turn, memory of qkv alone."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def load(path: Path) -> dict[str, Any]:
         for row in result["mechanisms"].values():
             row["cells"] = {int(n): cell for n, cell in row["cells"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"path: {str(path)!r} has no results of qkv bench ({first_line(error)})") from error
+        raise InputError(f"path: {str(path)!r} has no results of mechanisms ({first_line(error)})") from error
     return result
 
 

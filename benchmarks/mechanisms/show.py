@@ -1,4 +1,4 @@
-"""The results of `qkv bench` as a terminal table, as Markdown, and as a figure."""
+"""The results of `python -m benchmarks.mechanisms` as a terminal table, as Markdown, and as a figure."""
 
 from __future__ import annotations
 

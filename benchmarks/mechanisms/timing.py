@@ -1,4 +1,4 @@
-"""Measurement for `qkv bench`: alternating repeats in one process for time, a fresh process for memory."""
+"""Measurement: alternating repeats in one process for time, a fresh process for memory."""
 
 from __future__ import annotations
 

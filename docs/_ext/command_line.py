@@ -34,7 +34,7 @@ def page() -> str:
         "The output of `--help` for every command. Invalid input prints one sentence and exits with code 2.",
     ]
     lines += ["Ctrl-C leaves no partly written files and exits with code 130.", ""]
-    commands = [name.split() for name in (*cli.COMMANDS, *cli.SUBCOMMANDS)]
+    commands = [name.split() for name in (*cli.commands(), *cli.SUBCOMMANDS)]
     for words in [*commands, *(["train", name] for name in names())]:
         lines += [f"## qkv {' '.join(words)}", "", "```text", help_output(*words), "```", ""]
     return "\n".join(lines)

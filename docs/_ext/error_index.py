@@ -9,7 +9,8 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-SOURCE = Path(__file__).parents[2] / "src" / "qkv"
+ROOT = Path(__file__).parents[2]
+SOURCES = (ROOT / "src" / "qkv", ROOT / "lab" / "qkv_lab")
 NAMES = ("InputError", "Diverged", "Incomplete")
 
 
@@ -27,9 +28,9 @@ def sentence(node: ast.expr) -> str | None:
 def errors() -> dict[str, list[str]]:
     """The messages of each module, in the order of the source."""
     found: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        module = ".".join(("qkv", *parts)).removesuffix(".__init__")
+    for path in (path for source in SOURCES for path in sorted(source.rglob("*.py"))):
+        package = next(source for source in SOURCES if path.is_relative_to(source))
+        module = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in NAMES and node.args:
                 text = sentence(node.args[0])

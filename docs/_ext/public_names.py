@@ -24,13 +24,16 @@ MODULES = {
     "qkv.huggingface": "models of the transformers library with these kernels",
     "qkv.ring": "sequence parallelism over several processes",
     "qkv.statistics": "statistics of the weights",
-    "qkv.testing": "checks of your own masks, scores, biases, normalizers, statistics, edits, tasks and experiments",
+    "qkv.testing": "checks of your own masks, scores, biases, normalizers, statistics and edits",
     "qkv.kernels": "kernels, and the interface for your own",
     "qkv.reference": "the definitions, in float64 and plain loops",
     "qkv.profiler": "profiles of models: statistics of all heads",
-    "qkv.lab": "tasks for small models, and training",
+    "qkv_lab": "tasks for small models, and training",
     "qkv_lab.tasks": "the tasks",
     "qkv_lab.check": "checks of the labs' exercises",
+    "qkv_lab.models": "models that teach: translation, captions, classification",
+    "qkv_lab.course": "attention with the calls that courses use",
+    "qkv_lab.testing": "checks of your own tasks and experiments",
 }
 
 

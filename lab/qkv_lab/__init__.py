@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING
 from qkv._lazy import lazy
 
 if TYPE_CHECKING:
-    from qkv_lab import check, experiments, grammar, heads, scenes, sentences, tasks, translation
+    from qkv_lab import (
+        check,
+        course,
+        experiments,
+        grammar,
+        heads,
+        models,
+        scenes,
+        sentences,
+        tasks,
+        testing,
+        translation,
+    )
     from qkv_lab.loop import Diverged, Interrupted, Trained, train
     from qkv_lab.task import Task, Training
     from qkv_lab.translation import translate
@@ -23,18 +35,24 @@ __all__ = [
     "Trained",
     "Training",
     "check",
+    "course",
     "experiments",
     "grammar",
     "heads",
+    "models",
     "scenes",
     "sentences",
     "tasks",
+    "testing",
     "train",
     "translate",
     "translation",
 ]
 
-_MODULES = ("check", "experiments", "grammar", "heads", "scenes", "sentences", "tasks", "translation")
+_MODULES = (
+    "check", "course", "experiments", "grammar", "heads", "models", "scenes", "sentences", "tasks", "testing",
+    "translation",
+)  # fmt: skip
 _NAMES = {
     "qkv_lab.loop": ("Diverged", "Interrupted", "Trained", "train"),
     "qkv_lab.task": ("Task", "Training"),

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from qkv._untrusted import check_version, first_line, load_json
 from qkv.errors import InputError, nearest
-from qkv.models import EncoderDecoder, RNNSeq2Seq, Sampler, bundled, generate, load
+from qkv.models import Sampler, bundled, generate, load
 from qkv_lab import grammar
+from qkv_lab.models import EncoderDecoder, RNNSeq2Seq
 
 __all__ = [
     "END",

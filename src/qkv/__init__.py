@@ -97,7 +97,7 @@ __all__ = [
 
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
 _MODULES = (
-    "biases", "cache", "course", "edits", "features", "huggingface", "kernels", "lab", "masks", "models", "nn",
+    "biases", "cache", "edits", "features", "huggingface", "kernels", "masks", "models", "nn",
     "normalizers", "plot", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing",
     "tracking",
 )  # fmt: skip
@@ -117,7 +117,7 @@ _NAMES = {
     "qkv.statistics.sums": ("Statistics",),
 }
 if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has every name
-    __getattr__ = lazy(__name__, _NAMES, _MODULES)
+    __getattr__ = lazy(__name__, _NAMES, (*_MODULES, "course", "lab"))  # the last two are in qkv-lab
 
 
 def __dir__() -> list[str]:

@@ -214,9 +214,9 @@ def test_readme_commands_exist(tmp_path: Path) -> None:
     shown = set(re.findall(r"^ {4}make ([a-z]+)|`make ([a-z]+)`", readme, re.MULTILINE))
     named = {a or b for a, b in shown}
     assert {"demo", "test"} <= named <= targets
-    from qkv.cli import COMMANDS
+    from qkv.cli import commands
 
-    assert set(re.findall(r"\bqkv (?!profile)([a-z]+) --", readme)) <= set(COMMANDS)
+    assert set(re.findall(r"\bqkv (?!profile)([a-z]+) --", readme)) <= set(commands())
 
 
 def test_interrupt_leaves_nothing(

@@ -1,7 +1,7 @@
 """The public interface as text: names with their parameters, options of the command line, saved formats.
 
-`make contract` writes names.txt, options.txt and formats.txt beside this file. `tests/docs/test_contract.py` fails if they
-differ from the code. Types are left out: how Python writes them changes with its version.
+`make contract` writes names.txt, options.txt and formats.txt beside this file. `tests/docs/test_contract.py` fails if
+they differ from the code. Types are left out: how Python writes them changes with its version.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def modules(package: str = "qkv") -> Iterator[str]:
 
 def names() -> Iterator[str]:
     """A line for every public function, class, member of a class, and constant."""
-    for module in modules():
+    for module in [*modules(), *modules("qkv_lab")]:
         found = importlib.import_module(module)
         for name in sorted(found.__all__):
             thing = getattr(found, name)
@@ -65,12 +65,12 @@ def parameters(function: Callable[..., Any]) -> str:
 
 def options() -> Iterator[str]:
     """A line for every option of the command line, and for every setting of a task in `qkv train` and run.toml."""
-    from qkv.cli import COMMANDS
+    from qkv.cli import commands
     from qkv_lab.cli.train import Run
     from qkv_lab.tasks import names as tasks
     from qkv_lab.tasks import task_class
 
-    for command, function in COMMANDS.items():
+    for command, function in commands().items():
         if command != "train":
             hints = get_type_hints(function, include_extras=True)
             for parameter in inspect.signature(function).parameters.values():
@@ -125,8 +125,10 @@ def formats() -> Iterator[str]:
     for name, dims in sorted(variables.COORDINATES.items()):
         yield f"{archive.FORMAT} coordinate {name}({', '.join(dims)})"
     yield from (f"{archive.FORMAT} attribute {name}" for name in sorted(variables.ATTRIBUTES))
-    for kind, (config, _) in sorted(checkpoint.KINDS.items()):
-        yield from (f"config.json of {kind}: {field.name}" for field in dataclasses.fields(config))
+    for kind in sorted(checkpoint.KINDS):
+        yield from (
+            f"config.json of {kind}: {field.name}" for field in dataclasses.fields(checkpoint.class_of(kind)[0])
+        )
 
 
 TEXTS: dict[str, Callable[[], Iterator[str]]] = {"names": names, "options": options, "formats": formats}

@@ -12,18 +12,17 @@ from torch import Tensor, nn
 import qkv
 from conftest import close, enlarged, rand, refused, unchecked
 from qkv import Attention, cache, masks
-from qkv.models import (
+from qkv.models import DecoderConfig, DecoderLM
+from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock, from_torch, to_torch
+from qkv.positions import Rotary
+from qkv_lab.models import (
     Classifier,
     ClassifierConfig,
-    DecoderConfig,
-    DecoderLM,
     EncoderDecoder,
     EncoderDecoderConfig,
     RNNSeq2Seq,
     RNNSeq2SeqConfig,
 )
-from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock, from_torch, to_torch
-from qkv.positions import Rotary
 
 CAUSAL = Attention(mask=masks.Causal())
 

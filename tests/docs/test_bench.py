@@ -1,4 +1,4 @@
-"""`qkv bench`: rivals compute the same function; results are saved, loaded, printed and drawn. No timing is tested."""
+"""The benchmark of mechanisms: rivals compute the same; results are saved, loaded, printed and drawn. No timing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.mechanisms import run, show
+from benchmarks.mechanisms.__main__ import main
 from benchmarks.mechanisms.contenders import MECHANISMS, Case
 from benchmarks.mechanisms.timing import allocated, alternating, median_ratio
 from conftest import refused
-from qkv.cli import main
 
 SAME = {"sdpa", "eager", "x-transformers"}
 OTHER = {("linear", "sdpa"), ("favor", "sdpa"), ("linformer", "sdpa")}  # these approximate softmax attention
@@ -126,7 +126,7 @@ def test_memory_of_a_mechanism_is_linear() -> None:
 
 
 def test_command_writes_results_table_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["bench", "sink", "--lengths", "48", "--queries", "1", "--heads", "2", "--seconds", "0", "--threads", "1"]
+    options = ["sink", "--lengths", "48", "--queries", "1", "--heads", "2", "--seconds", "0", "--threads", "1"]
     assert main([*options, "--out", str(tmp_path), "--name", "mine"]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"mine.json", "mine.md", "mine.png"}
     assert "sink" in capsys.readouterr().out
@@ -186,7 +186,7 @@ def test_bench_on_a_card(tmp_path: Path) -> None:
 def test_command_rejects_bad_arguments(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *options, "--out", str(tmp_path / "new")]) == 2
+    assert main([*options, "--out", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

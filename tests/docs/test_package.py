@@ -29,26 +29,29 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the wheel, built from the sdist, which is built from the files that git tracks."""
+    """Folder with the wheel of qkv, built from its sdist of the files that git tracks, and the wheel of qkv-lab."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, ROOT / "lab", cwd=folder)
     return folder
 
 
 @pytest.mark.slow
 def test_wheel_and_sdist_contain_required_files(built: Path) -> None:
-    (wheel,) = built.glob("*.whl")
+    (wheel,) = built.glob("qkv-*.whl")
     (sdist,) = built.glob("*.tar.gz")
     names = set(zipfile.ZipFile(wheel).namelist())
     here = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src" / "qkv").rglob("*") if p.is_file()}
     wanted = {name for name in here if "__pycache__" not in name}
     assert wanted <= names
-    for model in bundled.NAMES:
-        assert f"qkv/models/trained/{model}/model.safetensors" in names
+    assert "qkv/models/trained/qkv-mini/model.safetensors" in names
+    (lab,) = built.glob("qkv_lab-*.whl")
+    for model in set(bundled.NAMES) - {"qkv-mini"}:
+        assert f"qkv_lab/models/trained/{model}/model.safetensors" in zipfile.ZipFile(lab).namelist()
     assert not {name for name in names if not name.startswith(("qkv/", "qkv-"))}, "the wheel must contain only qkv"
     assert "qkv/py.typed" in names
     assert any(name.endswith(".dist-info/sboms/sbom.cdx.json") for name in names)
-    assert wheel.stat().st_size <= 12 * 2**20, "the wheel is larger than 12 MiB: move a model to a package of its own"
+    assert wheel.stat().st_size <= 8 * 2**20, "the wheel is larger than 8 MiB: move a model to a package of its own"
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "Makefile", "constraints.txt"} <= inside
@@ -57,7 +60,7 @@ def test_wheel_and_sdist_contain_required_files(built: Path) -> None:
 
 @pytest.mark.slow
 def test_every_link_of_the_published_readme_is_absolute(built: Path) -> None:
-    (wheel,) = built.glob("*.whl")
+    (wheel,) = built.glob("qkv-*.whl")
     (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
     head, readme = zipfile.ZipFile(wheel).read(name).decode().split("\n\n", 1)
     assert f"Version: {qkv.__version__}" in head.splitlines()
@@ -67,15 +70,27 @@ def test_every_link_of_the_published_readme_is_absolute(built: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
-    """Dependencies come from this environment through a path file; only qkv itself is installed in the new one."""
-    (wheel,) = built.glob("*.whl")
+    """Dependencies come from this environment through a path file; qkv, and then qkv-lab, are installed."""
+    (wheel,) = built.glob("qkv-*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
     python = tmp_path / "env" / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
-    run(*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile", wheel, cwd=tmp_path)
+    install = (*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile")
+    run(*install, wheel, cwd=tmp_path)
     (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (packages / "dependencies").mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if "qkv" not in path.name:  # neither the editable installations nor their metadata
+            (packages / "dependencies" / path.name).symlink_to(path)
+    (packages / "dependencies.pth").write_text("dependencies\n")
     qkv_command = tmp_path / "env" / "bin" / "qkv"
+    for name in ("train", "lab", "check", "experiment", "claims"):
+        alone = subprocess.run([qkv_command, name], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert alone.returncode == 2
+        assert "pip install qkv-lab" in alone.stderr
+    without = "import qkv\ntry:\n    qkv.course.create_causal_mask\nexcept ModuleNotFoundError as e:\n    print(e)\n"
+    assert "qkv-lab" in run(python, "-c", without, cwd=tmp_path)
+    run(*install, *built.glob("qkv_lab-*.whl"), cwd=tmp_path)
     assert run(qkv_command, "--version", cwd=tmp_path) == f"qkv {qkv.__version__}\n"
     code = (
         "import qkv, qkv.cli, qkv.models as m\n"

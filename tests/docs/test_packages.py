@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+import qkv
+import qkv_lab
 from qkv import InputError, _packages, cli
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-YOURS = {"datasets", "triton", "x_transformers"}
+YOURS = {"datasets", "triton"}
 """Packages that qkv works with if a user has them, and never asks for by an extra."""
 
 
@@ -41,11 +43,22 @@ def test_every_imported_package_is_a_dependency_or_in_an_extra() -> None:
     found = {name for file in (ROOT / "src" / "qkv").rglob("*.py") for name in imported(file)}
     base = {module(requirement) for requirement in PROJECT["dependencies"]}
     brought = {"pydantic": "fastapi", "starlette": "fastapi", "traitlets": "anywidget"}
-    declared = base | set(_packages.EXTRAS) | set(brought) | YOURS | {"qkv"}
+    declared = base | set(_packages.EXTRAS) | set(brought) | YOURS | {"qkv", "qkv_lab", "tensorboard"}
     assert {"torch", "transformers", "uvicorn"} <= found
     assert not found - declared - sys.stdlib_module_names
     assert found >= YOURS
     assert set(brought.values()) <= set(_packages.EXTRAS)
+
+
+def test_every_package_that_the_lab_imports_is_a_dependency_of_qkv_lab_or_of_qkv() -> None:
+    lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = {name for file in (ROOT / "lab").rglob("*.py") for name in imported(file)}
+    needed = [*PROJECT["dependencies"], *lab["dependencies"]]
+    assert (
+        not found - set(map(module, needed)) - {"qkv", "qkv_lab", "datasets", "transformers"} - sys.stdlib_module_names
+    )
+    assert f"qkv=={qkv.__version__}" in lab["dependencies"]
+    assert qkv_lab.__version__ == qkv.__version__
 
 
 def test_the_extra_that_a_sentence_names_installs_the_package() -> None:
@@ -63,23 +76,23 @@ def test_every_extra_has_a_smoke_test() -> None:
 def test_require_names_what_is_missing_and_its_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     _packages.require("this", "transformers")
     monkeypatch.setattr(_packages.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"^training needs accelerate, .*'qkv\[train\]'$"):
-        _packages.require("training", "accelerate")
-    with pytest.raises(InputError, match=r"transformers, accelerate and scipy.*'qkv\[hf,train\]'$"):
-        _packages.require("claims", "transformers", "accelerate", "scipy")
+    with pytest.raises(InputError, match=r"^a table needs polars, .*'qkv\[frames\]'$"):
+        _packages.require("a table", "polars")
+    with pytest.raises(InputError, match=r"transformers, polars and pyarrow.*'qkv\[hf,frames\]'$"):
+        _packages.require("this", "transformers", "polars", "pyarrow")
 
 
 def test_a_command_that_lacks_a_package_ends_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def command() -> None:
-        raise ModuleNotFoundError("No module named 'scipy.stats'", name="scipy.stats")
+        raise ModuleNotFoundError("No module named 'polars.io'", name="polars.io")
 
     monkeypatch.setitem(cli.COMMANDS, "flow", command)
     assert cli.main(["flow"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "scipy" in line
-    assert "'qkv[train]'" in line
+    assert "polars" in line
+    assert "'qkv[frames]'" in line
 
 
 def test_an_import_that_no_extra_could_mend_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,15 +25,10 @@ import numpy as np
 from torch import Tensor, nn
 
 import qkv
-from qkv.models import (
-    Captioner,
-    DecoderConfig,
-    DecoderLM,
-    EncoderDecoder,
-    EncoderDecoderConfig,
-    EncoderDecoderWeights,
-)
+from qkv.models import DecoderConfig, DecoderLM
 from qkv.nn import AdditiveAttention, LuongAttention, MultiHeadAttention, TransformerBlock
+from qkv_lab import course
+from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig, EncoderDecoderWeights
 
 
 def returns(x: Tensor, array: np.ndarray, flag: bool, name: str) -> None:
@@ -72,10 +67,10 @@ def returns(x: Tensor, array: np.ndarray, flag: bool, name: str) -> None:
     translator = EncoderDecoder(EncoderDecoderConfig(9, 9))
     assert_type(translator(x, x), Tensor)
     assert_type(translator(x, x, return_weights=True), tuple[Tensor, EncoderDecoderWeights])
-    lesson = qkv.course.MultiHeadAttention(8, num_heads=2)
+    lesson = course.MultiHeadAttention(8, num_heads=2)
     assert_type(lesson(x, x, x), tuple[Tensor, Tensor])
     assert_type(lesson(x, return_attention=False), tuple[Tensor, None])
-    assert_type(qkv.course.scaled_dot_product_attention(array, array, array), tuple[np.ndarray, np.ndarray])
+    assert_type(course.scaled_dot_product_attention(array, array, array), tuple[np.ndarray, np.ndarray])
     additive = AdditiveAttention(8, 8, 8)
     assert_type(additive(x, x), Tensor)
     assert_type(additive(x, x, return_weights=True), tuple[Tensor, Tensor])
@@ -116,9 +111,10 @@ def type_errors() -> list[str]:
             Path(folder, f"{module(page)}.py").write_text("\n\n".join(b.code for b in pages.python(page)) + "\n")
         Path(folder, "returns.py").write_text(RETURNS)
         Path(folder, "wrong.py").write_text(WRONG)
+        paths = f"{pages.ROOT}/src:{pages.ROOT}/lab:{pages.ROOT}"
         done = subprocess.run(
             [sys.executable, "-m", "mypy", "--strict", *sorted(map(str, Path(folder).glob("*.py")))],
-            cwd=pages.ROOT, env={"MYPYPATH": str(pages.ROOT / "src")}, capture_output=True, text=True, check=False,
+            cwd=pages.ROOT, env={"MYPYPATH": paths}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode in (0, 1), done.stdout + done.stderr
         # mypy's cache knows an unchanged page by the folder of the run before.

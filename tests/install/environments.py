@@ -22,8 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = ["base", *(name for name in PROJECT["optional-dependencies"] if name != "dev")]
-"""The installations to test; `make test` itself runs in dev."""
+EXTRAS = ["base", *(name for name in PROJECT["optional-dependencies"] if name != "dev"), "lab"]
+"""The installations to test, of which lab is qkv-lab without an extra; `make test` itself runs in dev."""
+LAB = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def requirements(extra: str) -> Iterator[str]:
@@ -45,8 +46,8 @@ def run(*command: str | Path, cwd: Path) -> int:
     return subprocess.run(list(map(str, command)), cwd=cwd, env=environment, check=False).returncode
 
 
-def passes(extra: str, wheel: Path, *, python: str, lowest: bool) -> bool:
-    """Whether an extra can be installed alone, and its smoke test passes then."""
+def passes(extra: str, wheel: Path, lab: Path, *, python: str, lowest: bool) -> bool:
+    """Whether an extra, or qkv-lab, can be installed alone, and its smoke test passes then."""
     with tempfile.TemporaryDirectory(prefix="qkv-") as name:
         folder = Path(name)
         uv, there = (sys.executable, "-m", "uv", "--quiet"), folder / "env" / "bin" / "python"
@@ -55,9 +56,14 @@ def passes(extra: str, wheel: Path, *, python: str, lowest: bool) -> bool:
             return False
         if lowest:
             direct = folder / "direct.txt"
-            more = [] if extra == "base" else list(requirements(extra))
+            others = LAB["dependencies"] + LAB["optional-dependencies"]["tensorboard"]
+            more = {"base": [], "lab": [x for x in others if not x.startswith("qkv")]}
+            more = more[extra] if extra in more else list(requirements(extra))
             direct.write_text("\n".join(PROJECT["dependencies"] + more), encoding="utf-8")
             steps = [("--resolution", "lowest-direct", "-r", direct), ("--no-deps", wheel)]
+            steps += [("--no-deps", lab)] if extra == "lab" else []
+        elif extra == "lab":
+            steps = [(f"qkv @ {wheel.as_uri()}", f"qkv-lab[tensorboard] @ {lab.as_uri()}")]
         else:
             steps = [(f"qkv @ {wheel.as_uri()}" if extra == "base" else f"qkv[{extra}] @ {wheel.as_uri()}",)]
         (folder / "work").mkdir()
@@ -75,14 +81,14 @@ def main() -> int:
     if unknown := set(given.extras) - set(EXTRAS):
         parser.error(f"no extra {', '.join(sorted(unknown))}; expected some of {', '.join(EXTRAS)}")
     with tempfile.TemporaryDirectory(prefix="qkv-") as name:
-        build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", name, ROOT)
-        if run(*build, cwd=Path(name)):
+        build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", name)
+        if run(*build, ROOT, cwd=Path(name)) or run(*build, ROOT / "lab", cwd=Path(name)):
             return 1
-        (wheel,) = Path(name).glob("*.whl")
+        (wheel,), (lab,) = Path(name).glob("qkv-*.whl"), Path(name).glob("qkv_lab-*.whl")
         failed = [
             extra
             for extra in given.extras or EXTRAS
-            if not passes(extra, wheel, python=given.python, lowest=given.lowest)
+            if not passes(extra, wheel, lab, python=given.python, lowest=given.lowest)
         ]
     print(f"failed: {', '.join(failed)}" if failed else "all passed")
     return bool(failed)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from conftest import refused, unchecked
-from qkv.models import Captioner
 from qkv_lab import scenes, train
+from qkv_lab.models import Captioner
 from qkv_lab.scenes import COLOURS, PAD, RADIUS, SHAPES, VOCABULARY, Scenes
 from qkv_lab.tasks.caption import Caption, attention_to_objects
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import qkv
 from qkv.scores import Dot
-from qkv_lab import experiments
+from qkv_lab import experiments, tasks
 from qkv_lab.experiments import (
     associations,
     blocks,
@@ -306,7 +306,7 @@ def test_fit_follows_the_schedule_and_stops_when_the_loss_is_not_finite() -> Non
 def test_recall_of_a_recurrent_network_uses_the_loss_of_the_task() -> None:
     torch.manual_seed(0)
     model = recurrence.RecurrentLM(18, "GRU")
-    task = qkv_lab.tasks.Recall(min_length=5, max_length=5)
+    task = tasks.Recall(min_length=5, max_length=5)
     ids = task.batch(0, 3, 0)["ids"]
     expected = nn.functional.cross_entropy(model(ids)[:, 5:-1].flatten(0, 1), ids[:, 6:].flatten())
     torch.testing.assert_close(task.loss(model, {"ids": ids}), expected)

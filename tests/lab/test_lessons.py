@@ -18,6 +18,7 @@ from qkv import cli
 from qkv.errors import InputError
 from qkv_lab import check
 from qkv_lab.answers import answer, child
+from qkv_lab.cli.check import check as check_command
 from qkv_lab.lessons.catalog import LESSONS, lesson
 from qkv_lab.lessons.exercises import exercise, exercises
 from qkv_lab.lessons.notebook import notebook
@@ -219,4 +220,4 @@ def test_lists_are_printed_without_torch(capsys: pytest.CaptureFixture[str]) -> 
     assert all(one.name in said for one in LESSONS)
     assert all(name in said for name in exercises())
     with pytest.raises(InputError, match="--seconds"):
-        cli.check.check("entropy", Path("x.py"), seconds=0)
+        check_command("entropy", Path("x.py"), seconds=0)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from broken_experiments import BROKEN, Computed, Trained
-from qkv.testing import CheckFailed, check_experiment
+from qkv.testing import CheckFailed
 from qkv_lab.experiments import experiment
 from qkv_lab.tasks import backcopy
+from qkv_lab.testing import check_experiment
 
 
 @pytest.mark.parametrize("made", [Computed(), Trained()], ids=lambda made: made.name)

@@ -13,7 +13,7 @@ import torch
 from broken_tasks import BROKEN
 from lab_tasks import Counting
 from qkv.models import DecoderConfig
-from qkv.testing import CheckFailed, check_task
+from qkv.testing import CheckFailed
 from qkv_lab.tasks import (
     Backcopy,
     Caption,
@@ -35,6 +35,7 @@ from qkv_lab.tasks import (
     recall,
     reversal,
 )
+from qkv_lab.testing import check_task
 
 SMALL: dict[str, Any] = {"d_model": 8, "layers": 1, "heads": 2}
 TASKS: list[Any] = [

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from conftest import enlarged, refused
 from hf_models import LENGTH, PADDED, TARGET, build, inputs
 from qkv.figures.mixing import mixing_figure
-from qkv.models import DecoderConfig, DecoderLM, EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig
+from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.analyses.mixing import mixing
 from qkv.profiler.capture.models import load
+from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 8]])
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from conftest import rand, refused
 from hf_models import PADDED, ROUTED, build, inputs
-from qkv.models import Classifier, ClassifierConfig, DecoderConfig, DecoderLM, EncoderDecoder, EncoderDecoderConfig
+from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.capture import residual
 from qkv.profiler.capture.inputs import real_tokens, sequences_of
 from qkv.profiler.capture.residual import Residuals, attention_modules, joined, layer_of, observe_residual
+from qkv_lab.models import Classifier, ClassifierConfig, EncoderDecoder, EncoderDecoderConfig
 
 States = dict[str, list[Tensor]]
 

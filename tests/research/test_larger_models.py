@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+import research.sinks
 from qkv_lab.experiments.evidence import Holds
 from research.claims import CLAIMS
 from research.claims.claim import KINDS

@@ -25,7 +25,6 @@ import torch
 import qkv
 from conftest import refused
 from qkv.errors import InputError
-from qkv.models import EncoderDecoder, EncoderDecoderConfig
 from qkv.profiler import run
 from qkv.profiler.capture import models
 from qkv.profiler.explore.explorer import Explorer
@@ -40,6 +39,7 @@ from qkv.server.jobs import ClientDisconnected, JobQueue, JobQueues, QueueFull
 from qkv.server.page_schema import Page
 from qkv.server.run import _socket, serve_in_thread
 from qkv.server.session import Session, copy_sharing_weights
+from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 
 pytest.importorskip("transformers", reason="the tokenizer of qkv-mini needs transformers")
 

@@ -86,7 +86,7 @@ def claims(
 def _run(ids: tuple[str, ...], results: Path | None, out: Path | None, as_json: bool, *, short: bool) -> None:
     """Run checks, print what they find, and write the pages."""
     from qkv._files import write_atomically
-    from qkv.cli import claims_show as show
+    from qkv_lab.cli import claims_show as show
     from research.claims.page import pages
     from research.claims.results import results_in
 
@@ -115,7 +115,7 @@ def _run(ids: tuple[str, ...], results: Path | None, out: Path | None, as_json: 
 
 def _compare(results: Path, ids: tuple[str, ...], as_json: bool) -> None:
     """Run checks with the results in a folder and with those of the package, and print both."""
-    from qkv.cli import claims_show as show
+    from qkv_lab.cli import claims_show as show
     from research.claims.claim import CLAIMS
     from research.claims.results import claims_in, results_in
 

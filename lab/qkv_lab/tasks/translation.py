@@ -16,10 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv.errors import InputError
-from qkv.models import EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig
 from qkv.models.config import one_of
 from qkv_lab import grammar, sentences
 from qkv_lab.grammar import Pair
+from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig
 from qkv_lab.task import Batch, Measured, Training
 from qkv_lab.translation import (
     END,

@@ -7,9 +7,10 @@ from torch import nn
 
 import qkv
 from qkv import masks
-from qkv.models import DecoderConfig, DecoderLM, EncoderDecoder, EncoderDecoderConfig
+from qkv.models import DecoderConfig, DecoderLM
 from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock
 from qkv.positions import Learned, Rotary, Sinusoidal
+from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 from research.claims import Verdict, claim, experiment, holds, only_when
 from research.claims.chapter.lab_code import LabBlock
 

@@ -8,7 +8,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from qkv.models import RNNSeq2Seq, bundled, load
+from qkv.models import bundled, load
+from qkv_lab.models import RNNSeq2Seq
 from qkv_lab.translation import padded, read_vocabulary, translate
 from research.claims import Verdict, claim, experiment, false, holds, only_when
 from research.claims.deep_dive.complexity import listed, path

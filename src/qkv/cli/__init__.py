@@ -91,14 +91,19 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
+def commands() -> dict[str, Callable[..., None]]:
+    """All commands by name, with those that other packages register."""
+    return {**COMMANDS, **{entry.name: entry.load() for entry in entry_points(group="qkv.commands")}}
+
+
 def _command(name: str) -> Callable[..., None]:
     """The function of a command: one of this package, or one that another package registers in `qkv.commands`."""
     if name in COMMANDS:
         return COMMANDS[name]
     registered = {entry.name: entry for entry in entry_points(group="qkv.commands")}
     if name in registered:
-        command: Callable[..., None] = registered[name].load()
-        return command
+        loaded: Callable[..., None] = registered[name].load()
+        return loaded
     if name in OF_LAB:
         raise InputError(lab_is_missing(f"qkv {name}"))
     known = [*COMMANDS, *registered]

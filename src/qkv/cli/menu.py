@@ -23,7 +23,6 @@ MENU: dict[str, dict[str, str]] = {
     },
     "Run": {
         'qkv generate qkv-mini "class Stack:"': "continue a text",
-        "qkv bench": "time every attention mechanism on this machine",
     },
 }
 

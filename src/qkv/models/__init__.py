@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qkv._packages import from_lab
 from qkv.models.beam import Hypothesis, beam_search
@@ -40,10 +40,12 @@ TEACHING = (
 """Names of this package that are in the distribution qkv-lab."""
 
 
-def __getattr__(name: str) -> Any:
-    if name in TEACHING:
-        return from_lab(f"qkv.models.{name}", "qkv_lab.models", name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has every name
+
+    def __getattr__(name: str) -> Any:
+        if name in TEACHING:
+            return from_lab(f"qkv.models.{name}", "qkv_lab.models", name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

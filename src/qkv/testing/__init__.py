@@ -1,9 +1,9 @@
-"""Checks of user-defined masks, scores, biases, normalizers, statistics, edits, tasks and experiments.
+"""Checks of user-defined masks, scores, biases, normalizers, statistics and edits.
 
 Call them in your own tests. They test the contract of the base classes, on which kernels, profiles and the lab rely, as
 scikit-learn's ``check_estimator`` does. Each function returns None, or raises `CheckFailed`, an `AssertionError` whose
 message names the class, the method, the place, the expected result and the actual one. The checks are deterministic.
-They require only torch. `check_task` and `check_experiment` are in the distribution qkv-lab.
+They require only torch. `qkv_lab.testing` of the distribution qkv-lab checks tasks and experiments.
 
 >>> from qkv.masks import Mask
 >>> class Even(Mask):
@@ -16,9 +16,6 @@ They require only torch. `check_task` and `check_experiment` are in the distribu
 Even.sees: returned torch.int64 of shape (9,), expected a boolean tensor, True where a query may attend
 """
 
-from typing import Any
-
-from qkv._packages import from_lab
 from qkv.testing.biases import check_bias
 from qkv.testing.edits import check_edit
 from qkv.testing.masks import check_mask
@@ -36,12 +33,6 @@ __all__ = [
     "check_score",
     "check_statistic",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("check_experiment", "check_task"):
-        return from_lab(f"qkv.testing.{name}", "qkv_lab.testing", name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
