@@ -96,9 +96,9 @@ def test_commands_of_a_page_are_valid(
 ) -> None:
     """The command line accepts every `qkv …` line with its flags and values."""
     ran: list[str] = []
-    for commands in (cli.commands(), cli.SUBCOMMANDS):
+    for table, commands in ((cli.COMMANDS, cli.commands()), (cli.SUBCOMMANDS, dict(cli.SUBCOMMANDS))):
         for name, command in commands.items():
-            monkeypatch.setitem(commands, name, _recorded(name, command, ran))
+            monkeypatch.setitem(table, name, _recorded(name, command, ran))
     monkeypatch.setitem(cli.COMMANDS, "train", lambda *words: train._read(words) if words else None)
     monkeypatch.chdir(pages.ROOT)
     for words in pages.commands(page):
