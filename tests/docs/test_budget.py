@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGET = tomllib.loads((ROOT / "budget.toml").read_text(encoding="utf-8"))
 WHAT_TO_DO = (
-    "Delete something: a second answer to a question, a wrapper that is used once, a test of what is gone. If nothing can "
-    "go, raise the number in budget.toml in the same commit and give the reason in its message."
+    "Delete something: a second answer to a question, a wrapper that is used once, a test of what is gone. If nothing "
+    "can go, raise the number in budget.toml in the same commit and give the reason in its message."
 )
 
 
@@ -36,7 +36,6 @@ def test_file_names_do_not_repeat_inside_a_package() -> None:
     """A package and a module beside it, or in it, must not have one name: tabs in an editor could not be told apart."""
     for room in ("src/qkv", "lab/qkv_lab"):
         for folder in {path.parent for path in sources(room)}:
-            names = [path.stem for path in folder.glob("*.py")] + [
-                p.name for p in folder.iterdir() if (p / "__init__.py").exists()
-            ]
+            packages = [path.name for path in folder.iterdir() if (path / "__init__.py").exists()]
+            names = [path.stem for path in folder.glob("*.py")] + packages
             assert len(names) == len(set(names)), f"{folder.relative_to(ROOT)} has a module and a package of one name"
