@@ -74,7 +74,7 @@ def test_python_of_a_page_runs(page: str, reader_environment: None, monkeypatch:
         namespace = as_script() if page == "README.md" else namespace
         code = compile(_magics(block.code), f"{page}:{block.line}", "exec", dont_inherit=True)
         if "raises-exception" in block.tags:
-            with pytest.raises(Exception):  # the page shows which one
+            with pytest.raises(Exception):  # noqa: B017, PT011  # the page shows which one
                 exec(code, namespace)
         else:
             with warnings.catch_warnings():

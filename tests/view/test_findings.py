@@ -12,8 +12,8 @@ import torch
 import qkv
 from drawn import all_text_is_on_the_page
 from qkv import cli
-from qkv.figures.findings import Findings
 from qkv.models import DecoderConfig, DecoderLM
+from qkv.profiler.data.findings import Findings
 from qkv.report.payload import payload
 
 

@@ -14,8 +14,8 @@ import pytest
 import profile_fixture as made
 from conftest import refused
 from qkv.errors import InputError
-from qkv.figures.findings import headline
 from qkv.profiler import Profile
+from qkv.profiler.data.findings import headline
 from qkv.report import html as report
 from qkv.report.notebook import text
 

@@ -19,9 +19,9 @@ from conftest import refused
 from drawn import all_text_is_on_the_page
 from qkv.errors import InputError
 from qkv.figures import style
-from qkv.figures.findings import Findings
 from qkv.profiler import Profile
 from qkv.profiler.data import tables
+from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.types import MIXED, ROLES
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -59,6 +59,9 @@ class Classifier(nn.Module):
     >>> model(torch.randint(1, 11, (2, 7))).shape
     torch.Size([2, 3])
     """
+
+    one_stack: ClassVar[bool] = True
+    """All attention is one stack of self-attention layers, so the number of a layer says which it is."""
 
     def __init__(self, config: ClassifierConfig) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ def arguments_of(
     target: str | None,
     dtype: str,
 ) -> dict[str, Any] | None:
-    """The model and text of a command, from which `qkv.figures.steps` writes the next commands.
+    """The model and text of a command, from which `qkv.profiler.data.findings` writes the next commands.
 
     A text that came from standard input, or that is long, is written to text.txt in the folder `out`; without a folder
     the commands cannot be written, and the result is None.

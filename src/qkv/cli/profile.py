@@ -19,7 +19,7 @@ from qkv.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from qkv.figures.findings import Findings
+    from qkv.profiler.data.findings import Findings
     from qkv.profiler.profiles import Profile
 
 FIGURES = ("overview", "received", "entropy", "sink", "sinks", "types")
@@ -179,7 +179,7 @@ def _show(result: Profile) -> None:
     """Print a summary of every group: its findings with their next steps, its heads by type, and its tokens."""
     from rich.console import Console
 
-    from qkv.figures.findings import Findings
+    from qkv.profiler.data.findings import Findings
 
     console = Console(highlight=False)
     for group, data in result.groups.items():
@@ -204,7 +204,7 @@ def _show_states(console: Console, result: Profile) -> None:
 def _title(result: Profile, group: str) -> str:
     from rich.markup import escape
 
-    from qkv.profiler.data.words import counted, layers_and_heads
+    from qkv.profiler.data.labels import counted, layers_and_heads
 
     sizes = result.groups[group].sizes
     parts = [] if len(result.groups) == 1 else [group]
@@ -249,7 +249,7 @@ def _token_table(result: Profile, group: str, most: int = 8) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from qkv.figures.style import percent
+    from qkv.profiler.data.labels import percent
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most attended tokens", title_justify="left")
     for name in ("token", "of all attention", "× its share of the text", "count"):

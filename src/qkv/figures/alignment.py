@@ -19,7 +19,8 @@ from qkv.figures.layout import (
     token_label,
     write_cells,
 )
-from qkv.figures.style import MUTED, percent
+from qkv.figures.style import MUTED
+from qkv.profiler.data.labels import percent
 
 MARKUP = re.compile(r"<[^<>\s]+>|\[[A-Z]+\]")  # special tokens that a tokenizer does not list
 AFTER = "(next)"  # the unknown word that the last query of a text predicts

@@ -9,10 +9,10 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from qkv.figures.findings import head_name
 from qkv.figures.layout import DIVERGING, Drawing, layer_by_head, place, plain, titled
-from qkv.figures.style import ACCENT, INK, MUTED, STATISTICS, percent
-from qkv.profiler.data.words import target_change
+from qkv.figures.style import ACCENT, INK, MUTED
+from qkv.profiler.data.findings import head_name
+from qkv.profiler.data.labels import STATISTICS, percent, target_change
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,8 +12,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from qkv.errors import InputError
 from qkv.figures.layout import PERCENT, Drawing, colour_bar, layer_by_head, place, plain, titled
-from qkv.figures.style import INK, MUTED, WARM, percent
-from qkv.profiler.data.words import layers_and_heads
+from qkv.figures.style import INK, MUTED, WARM
+from qkv.profiler.data.labels import layers_and_heads, percent
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -24,7 +24,8 @@ from qkv.figures.layout import (
     token_label,
     token_strip,
 )
-from qkv.figures.style import ACCENT, MUTED, percent
+from qkv.figures.style import ACCENT, MUTED
+from qkv.profiler.data.labels import percent
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -27,15 +27,9 @@ from qkv.figures.layout import (
     token_label,
     token_strip,
 )
-from qkv.figures.style import (
-    ACCENT,
-    DESTINATIONS,
-    INK,
-    MUTED,
-    percent,
-    written,
-)
+from qkv.figures.style import ACCENT, DESTINATIONS, INK, MUTED
 from qkv.profiler.data import tables
+from qkv.profiler.data.labels import percent, written
 
 if TYPE_CHECKING:
     import xarray as xr

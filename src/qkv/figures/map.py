@@ -13,7 +13,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from qkv.errors import InputError
 from qkv.figures.layout import Drawing, heat, titled, token_label
 from qkv.figures.save import DPI
-from qkv.figures.style import HAIRLINE, INK, MUTED, percent
+from qkv.figures.style import HAIRLINE, INK, MUTED
+from qkv.profiler.data.labels import percent
 from qkv.statistics.maps import Picture
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.errors import InputError
 from qkv.figures.layout import Drawing, along, place, plain, titled, token_strip
-from qkv.figures.style import ACCENT, HAIRLINE, INK, MUTED, WARM, percent
+from qkv.figures.style import ACCENT, HAIRLINE, INK, MUTED, WARM
 from qkv.profiler.data import tables
+from qkv.profiler.data.labels import percent
 
 if TYPE_CHECKING:
     import xarray as xr

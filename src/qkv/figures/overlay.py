@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 from qkv.errors import InputError
 from qkv.figures.layout import Drawing, place, titled, token_label
-from qkv.figures.style import HAIRLINE, INK, MUTED, percent
+from qkv.figures.style import HAIRLINE, INK, MUTED
+from qkv.profiler.data.labels import percent
 
 ACROSS = 6  # pictures in a row
 DARK = 0.22  # brightness, relative to the image, at a weight of 0

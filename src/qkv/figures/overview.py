@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from qkv.figures.findings import headline
 from qkv.figures.layout import (
     Drawing,
     colour_bar,
@@ -18,17 +17,9 @@ from qkv.figures.layout import (
     plain,
     titled,
 )
-from qkv.figures.style import (
-    ACCENT,
-    INK,
-    MUTED,
-    STATISTICS,
-    WARM,
-    Column,
-    columns_of,
-    written,
-)
-from qkv.profiler.data.words import counted, layers_and_heads
+from qkv.figures.style import ACCENT, INK, MUTED, WARM
+from qkv.profiler.data.findings import headline
+from qkv.profiler.data.labels import STATISTICS, Column, columns_of, counted, layers_and_heads, written
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,17 +10,15 @@ from matplotlib.figure import Figure
 
 from qkv.errors import InputError, nearest
 from qkv.figures.alignment import AFTER, alignment_figure
-from qkv.figures.findings import shared_by
 from qkv.figures.head import head_figure, position, received_figure, weights_figure
 from qkv.figures.layout import (
     note,
 )
 from qkv.figures.overview import by_layer_figure, overview_figure, subtitle_of
-from qkv.figures.style import (
-    MUTED,
-    columns_of,
-)
+from qkv.figures.style import MUTED
 from qkv.profiler.data import tables
+from qkv.profiler.data.findings import shared_by
+from qkv.profiler.data.labels import columns_of
 
 if TYPE_CHECKING:
     import xarray as xr

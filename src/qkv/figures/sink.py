@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from qkv.figures.findings import Findings
 from qkv.figures.layout import PERCENT, Drawing, place, plain, titled
 from qkv.figures.overview import subtitle_of
 from qkv.figures.style import ACCENT, HAIRLINE, MUTED, WARM
+from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.sinks import EPSILON, sink_table, trend_by_head
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from qkv.figures.findings import Findings
 from qkv.figures.layout import Drawing, layer_by_head, place, plain, titled
-from qkv.figures.style import ACCENT, HAIRLINE, INK, MUTED, WARM, percent
+from qkv.figures.style import ACCENT, HAIRLINE, INK, MUTED, WARM
+from qkv.profiler.data.findings import Findings
+from qkv.profiler.data.labels import percent
 from qkv.profiler.data.sinks import EPSILON, sink_table, sink_tokens
 from qkv.profiler.data.tables import readable
 

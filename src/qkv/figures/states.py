@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from qkv.errors import InputError
 from qkv.figures.layout import Drawing, place, plain, titled
 from qkv.figures.style import ACCENT, HAIRLINE, MUTED, WARM
-from qkv.profiler.data.words import counted
+from qkv.profiler.data.labels import counted
 
 if TYPE_CHECKING:
     import xarray as xr

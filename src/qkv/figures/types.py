@@ -11,8 +11,8 @@ from matplotlib.patches import Rectangle
 
 from qkv.figures.layout import Drawing, place, titled
 from qkv.figures.style import INK, KINDS, MUTED
+from qkv.profiler.data.labels import layers_and_heads
 from qkv.profiler.data.types import MIXED, ROLES, TRAITS
-from qkv.profiler.data.words import layers_and_heads
 
 if TYPE_CHECKING:
     import pandas as pd

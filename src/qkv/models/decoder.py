@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -205,6 +205,9 @@ class DecoderLM(nn.Module):
     >>> model(torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3, 100])
     """
+
+    one_stack: ClassVar[bool] = True
+    """All attention is one stack of self-attention layers, so the number of a layer says which it is."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

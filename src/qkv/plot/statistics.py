@@ -14,9 +14,10 @@ from matplotlib.colors import Normalize
 from qkv.errors import InputError, nearest
 from qkv.figures.head import received_curve
 from qkv.figures.layout import DIVERGING, Drawing, layer_by_head, place, plain
-from qkv.figures.style import INK, MUTED, STATISTICS
+from qkv.figures.style import INK, MUTED
 from qkv.plot.given import array, layers, token_lists
 from qkv.plot.single import label, label_inches, scale, written
+from qkv.profiler.data.labels import STATISTICS
 from qkv.profiler.profiles import Profile
 from qkv.statistics.given import measure_weights
 from qkv.statistics.sums import Statistics

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from qkv._lazy import above
 from qkv.errors import InputError
 from qkv.profiler.data import tables
-from qkv.profiler.data.words import target_change
+from qkv.profiler.data.labels import target_change
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -84,9 +85,8 @@ class Comparison:
 
     def plot(self, group: str | None = None) -> Figure:
         """Layer × head maps of the differences in entropy, sink and local weight, and the heads that changed most."""
-        from qkv.figures.comparison import comparison_figure
-
-        return comparison_figure(self, self._name(group))
+        figure: Figure = above("qkv.figures.comparison", "comparison_figure")(self, self._name(group))
+        return figure
 
     def __repr__(self) -> str:
         names = (repr(p.attrs.get("model", "unnamed model")) for p in (self.a, self.b))

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import xarray as xr
 
+from qkv._lazy import above
 from qkv._packages import require
-from qkv._warnings import user_frame
 from qkv.errors import InputError
 from qkv.profiler.data import archive, frames, sinks, tables, types
+from qkv.profiler.data.findings import Finding, Findings
+from qkv.profiler.data.labels import size_of
 from qkv.profiler.data.variables import ATTRIBUTES, COORDINATES, VARIABLES
-from qkv.profiler.data.words import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import polars as pl
     from torch import Tensor, nn
 
-    from qkv.figures.findings import Finding
     from qkv.figures.plots import Plots
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.explore.explorer import Explorer
@@ -203,8 +202,6 @@ class Profile:
         >>> print(found.steps[0].command)
         profile.plot.map(1, 11)
         """
-        from qkv.figures.findings import Findings
-
         return Findings(self.group(group), self.attrs, group or self.main).all
 
     def sink_tokens(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
@@ -317,30 +314,17 @@ class Profile:
         parts, attrs = archive.read_archive(Path(path))
         with archive.damaged(Path(path)):
             profile = cls(parts["groups"], attrs, parts["residual"])
-            older = {
-                name: data["module"].values[~tables.rows_known(data)].tolist() for name, data in profile.groups.items()
-            }
-        for name, unknown in older.items():
-            if unknown:
-                warnings.warn(
-                    f"path: {str(path)!r} was written by an older qkv, which did not divide rows by their sums: if the "
-                    f"attention of {name!r} in {', '.join(unknown)} does not sum to 1, its shares are not comparable; "
-                    "profile the model again",
-                    stacklevel=user_frame(),
-                )
         return profile
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the profile as one HTML file that works offline, and return its path."""
-        from qkv.report.html import write_report
-
-        return write_report(self, path)
+        written: Path = above("qkv.report.html", "write_report")(self, path)
+        return written
 
     def view(self, height: int = 720) -> View:
         """The interactive report in a notebook's cell, `height` pixels high; it needs no server and no network."""
-        from qkv.report.notebook import View
-
-        return View(self, height)
+        shown: View = above("qkv.report.notebook", "View")(self, height)
+        return shown
 
     def widget(
         self,
@@ -374,9 +358,7 @@ class Profile:
         2
         """
         require("widget", "anywidget")
-        from qkv.report.widget import widget_of
-
-        widget = widget_of(self)
+        widget: ProfileWidget = above("qkv.report.widget", "widget_of")(self)
         if model is not None:
             widget.read_from(model, inputs, tokenizer=tokenizer, target=target)
         return widget
@@ -384,31 +366,29 @@ class Profile:
     @property
     def plot(self) -> Plots:
         """Matplotlib figures of this profile: `profile.plot.overview()`, `.received()`, `.head(3, 1)` …"""
-        from qkv.figures.plots import Plots
-
-        return Plots(self)
+        plots: Plots = above("qkv.figures.plots", "Plots")(self)
+        return plots
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {size_of(data)}" for name, data in self.groups.items())
         return f"Profile({self.attrs.get('model', 'unnamed model')!r}, {sizes})"
 
     def _repr_html_(self) -> str:
-        from qkv.report.notebook import card
-
-        return card(self)
+        card: str = above("qkv.report.notebook", "card")(self)
+        return card
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """The widget for a notebook with a kernel, if anywidget is installed. Elsewhere the card is shown."""
-        from qkv.report.notebook import can_show_widgets
-
-        bundle = self.widget()._repr_mimebundle_() if can_show_widgets() else None
+        bundle = self.widget()._repr_mimebundle_() if above("qkv.report.notebook", "can_show_widgets")() else None
         return {} if bundle is None else dict(bundle[0])
 
     def _display_(self) -> Any:
         """What marimo shows: the widget, or the card."""
-        from qkv.report.notebook import Card, has_anywidget
-
-        return self.widget() if has_anywidget() else Card(self)
+        return (
+            self.widget()
+            if above("qkv.report.notebook", "has_anywidget")()
+            else above("qkv.report.notebook", "Card")(self)
+        )
 
 
 def _checked(name: str, data: xr.Dataset) -> xr.Dataset:

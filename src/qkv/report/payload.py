@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.figures import style
-from qkv.figures.findings import Findings
-from qkv.profiler.data import sinks, tables
+from qkv.profiler.data import labels, sinks, tables
+from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.types import MIXED, ROLES, type_table
 from qkv.report.pools import pooled_maps, visible_zeros
 
@@ -95,9 +95,9 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
 
 def looks(*groups: xr.Dataset) -> dict[str, Any]:
     """Labels and colours of statistics and destinations, for all pages, with user-defined statistics of `groups`."""
-    statistics = style.STATISTICS
+    statistics = labels.STATISTICS
     for data in groups:
-        statistics = statistics | style.columns_of(data)
+        statistics = statistics | labels.columns_of(data)
     return {
         "statistics": {name: column._asdict() for name, column in statistics.items()},
         "destinations": [

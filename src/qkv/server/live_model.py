@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qkv import edits as of_heads
 from qkv.errors import InputError
-from qkv.models import Classifier, DecoderLM
+from qkv.models import DecoderLM
 from qkv.models.generation import evaluating
 from qkv.normalizers import Sigmoid, Softmax
 from qkv.profiler.analyses import edits as own_edits
@@ -115,7 +115,7 @@ def everywhere(model: nn.Module, normalizer: str) -> Callable[[], AbstractContex
     Raises:
         InputError: for a model whose heads cannot be edited.
     """
-    if isinstance(model, DecoderLM | Classifier):
+    if getattr(model, "one_stack", False):
         changes = own_edits.everywhere(model, normalizer)
         return lambda: own_edits.edited(model, changes)
     if not hasattr(model, "get_input_embeddings") or getattr(model.config, "is_encoder_decoder", False):

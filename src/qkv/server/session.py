@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from qkv.errors import InputError
-from qkv.figures.effect import effect_of
 from qkv.profiler import run
 from qkv.profiler.capture import models
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.residual import attention_modules
+from qkv.profiler.data.findings import effect_of
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.tile_cache import Cancelled, Stopped
 from qkv.report.payload import payload

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from qkv._engine.call import Call, Result
 from qkv.errors import InputError
 from qkv.kernels import editing, serve
-from qkv.models import Classifier, DecoderLM
 from qkv.models.config import one_of
 from qkv.nn import MultiHeadAttention
 from qkv.normalizers import Normalizer, Sigmoid, Softmax
@@ -59,11 +58,11 @@ def attention_layers(model: nn.Module) -> list[MultiHeadAttention]:
         InputError: for a model that is not one of qkv's, or that has several kinds of attention, so that layer numbers
             are ambiguous.
 
-    >>> from qkv.models import DecoderConfig
+    >>> from qkv.models import DecoderConfig, DecoderLM
     >>> len(attention_layers(DecoderLM(DecoderConfig(d_model=32, layers=3, heads=2))))
     3
     """
-    if not isinstance(model, DecoderLM | Classifier):
+    if not getattr(model, "one_stack", False):
         raise InputError(
             f"edits: model is {type(model).__name__}, whose heads cannot be edited; expected qkv's own DecoderLM, such "
             "as qkv-mini, or Classifier"
@@ -93,7 +92,7 @@ def edited(model: nn.Module, edits: Iterable[Edit], *, on_weights: OnWeights | N
     works inside if all heads of a layer have the same edit.
 
     Args:
-        model: a `DecoderLM` or `Classifier`.
+        model: a `DecoderLM`, or a `Classifier` of qkv-lab.
         edits: at most one for each head; heads without an edit do not change.
         on_weights: callback with the number of every layer and the attention weights of its heads after the edits,
             (b, h, nq, nk). The weights are formed for it, which takes quadratic memory.
@@ -101,7 +100,7 @@ def edited(model: nn.Module, edits: Iterable[Edit], *, on_weights: OnWeights | N
     Raises:
         InputError: for another kind of model, a layer or head that it does not have, or two edits of one head.
 
-    >>> from qkv.models import DecoderConfig
+    >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model, ids = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)), torch.tensor([[1, 2, 3]])
     >>> before = model(ids)
     >>> with edited(model, [Edit(0, 3, "sigmoid"), Edit(1, 0, temperature=0.5)]):

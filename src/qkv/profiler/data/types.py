@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from qkv.profiler.data import tables
-from qkv.profiler.data.delimiters import is_delimiter
+from qkv.profiler.data.labels import is_delimiter
 from qkv.profiler.data.tables import over_texts, received_share, valid_keys
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The sentences about a profile: its headline and findings, which the terminal, reports, the viewer and figures share.
+"""The sentences about a profile: its headline and findings, the next steps, and the effect of an intervention.
 
 All of them judge heads by one taxonomy (`Profile.types`), and sinks by one score: α, the mean share of the row on the
 first token (Gu et al. 2025), over the first 64 queries and over the whole text.
@@ -6,21 +6,114 @@ first token (Gu et al. 2025), over the first 64 queries and over the whole text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qkv.figures.steps import Step, steps_of
-from qkv.figures.style import percent, written
 from qkv.profiler.data import sinks, tables
+from qkv.profiler.data.labels import counted, percent, written
+from qkv.profiler.data.sinks import EPSILON, sink_table
 from qkv.profiler.data.types import MIXED, ROLES, sink_scores, type_table
-from qkv.profiler.data.words import counted
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
+
+
+SHARED = ("tokens", "dtype")  # options that all commands take, with the same meaning
+OWN_TEXT = ("ablate", "evict")  # without a text, these commands take one of their own
+
+
+class Step(NamedTuple):
+    """What to do next: its purpose, the command to copy, and the head that it is about."""
+
+    purpose: str
+    command: str
+    layer: int | None = None
+    head: int | None = None
+
+
+def steps_of(kind: str, data: xr.Dataset, attrs: Mapping[str, Any], group: str, head: pd.Series) -> tuple[Step, ...]:
+    """The steps after a finding of one kind, about the head of a row of a table.
+
+    Profiles made by a command get commands; other profiles get Python, in which `model`, `inputs` and `tokenizer` are
+    those of `qkv.profile`. Eviction and ablation need a causal language model.
+    """
+    write = _Commands(attrs["arguments"]) if "arguments" in attrs else _Python()
+    at = int(head["layer"]), int(head["head"])
+    shown = Step(f"see L{at[0]} · H{at[1]}", write.map(*at, group), *at)
+    decoder = bool(data.attrs["causal"]) and group == "self"
+    return tuple(step for step in _OF[kind](shown, write, decoder) if step is not None)
+
+
+def _after_sinks(shown: Step, write: _Commands | _Python, decoder: bool) -> list[Step | None]:
+    return [
+        shown,
+        Step("hide the first token from one head at a time", write.ablate()) if decoder else None,
+        Step("evict the first tokens from the cache", write.evict("window", "sinks")) if decoder else None,
+    ]
+
+
+def _after_distance(shown: Step, write: _Commands | _Python, decoder: bool) -> list[Step | None]:
+    return [shown, Step("keep only the last keys in the cache", write.evict("window")) if decoder else None]
+
+
+_OF: dict[str, Callable[[Step, _Commands | _Python, bool], list[Step | None]]] = {
+    "sinks": _after_sinks,
+    "map": lambda shown, _write, _decoder: [shown],
+    "distance": _after_distance,
+}
+
+
+class _Commands:
+    """Commands on the model and text of an earlier command, given by its arguments."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
+
+    def map(self, layer: int, head: int, group: str) -> str:
+        of = [] if group in ("self", "decoder") else ["--group", group]
+        return self._written("map", "--layer", str(layer), "--head", str(head), *of)
+
+    def ablate(self) -> str:
+        return self._written("ablate", "--what", "sinks")
+
+    def evict(self, *policies: str) -> str:
+        return self._written("evict", "--policies", ",".join(policies))
+
+    def _written(self, name: str, *options: str) -> str:
+        given = self._arguments
+        words = ["qkv", name]
+        if given["model"] != "qkv-mini" or "text" in given or "file" in given:
+            words.append(given["model"])
+        if "text" in given:
+            words += ["--text", given["text"]] if name == "map" else [given["text"]]
+        if "file" in given:
+            words += [given["file"]] if name == "map" else ["--file", given["file"]]
+        if "target" in given and name not in OWN_TEXT:
+            words += ["--target", given["target"]]
+        for option in SHARED:
+            if option in given:
+                words += [f"--{option}", str(given[option])]
+        return shlex.join([*words, *options])
+
+
+class _Python:
+    """Lines of Python for a profile that no command made."""
+
+    def map(self, layer: int, head: int, group: str) -> str:
+        of = "" if group in ("self", "decoder") else f", group={group!r}"
+        return f"profile.plot.map({layer}, {head}{of})"
+
+    def ablate(self) -> str:
+        return 'qkv.profiler.ablation(model, inputs, what="sinks", tokenizer=tokenizer)'
+
+    def evict(self, *policies: str) -> str:
+        return f"qkv.profiler.eviction(model, inputs, policies={list(policies)!r}, tokenizer=tokenizer)"
+
 
 _DOES = {  # predicates of "one head …" and of "many heads …"
     "induction": ("is an induction head", "are induction heads"),
@@ -370,3 +463,74 @@ def _uniform_first(data: xr.Dataset) -> float:
     """The weight that uniform attention puts on the first token, averaged over queries and texts."""
     visible = data["visible"].values
     return float((1 / visible[visible > 0]).mean())
+
+
+WORKED = 0.5  # an intervention worked if at most this part of the sinks is left
+
+
+def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
+    """Whether a normalizer, put into a model that was trained with another, removed its sinks at the first token.
+
+    Args:
+        normalizer: ``"off-by-one"``, ``"sigmoid"`` or ``"softmax"``, in the place of the trained one.
+        before: the data set of a group, of the model as trained.
+        after: of the same group and texts, with the intervention.
+
+    >>> import qkv
+    >>> mini, tokenizer = qkv.load("qkv-mini")
+    >>> found = [qkv.profile(mini, "for name in names:", tokenizer=tokenizer, progress=False)]
+    >>> with qkv.profiler.edited(mini, qkv.profiler.everywhere(mini, "off-by-one")):
+    ...     found.append(qkv.profile(mini, "for name in names:", tokenizer=tokenizer, probe=False, progress=False))
+    >>> said = effect_of("off-by-one", *(profile.data for profile in found))
+    >>> "had a sink at the first token in this text of 7 tokens, " in said
+    True
+    """
+    tables = [sink_table(data) for data in (before, after)]
+    counts = [int((table["alpha_first"] > EPSILON).sum()) for table in tables]
+    had, has = counts
+    verdict = (
+        "There was no sink to remove"
+        if had == has == 0
+        else "It worked"
+        if has <= WORKED * had
+        else "It helped a little"
+        if has < had
+        else "It made no difference"
+        if has == had
+        else "It did not work"
+    )
+    found = Findings(before)
+    parts = [f"{verdict}: {_heads(had)} had a sink at {first_token(before)} in {found.window}, {has:,} with it"]
+    if (why := _reason(normalizer, before, after, worked=has <= WORKED * had)) and had + has:
+        parts.append(why)
+    if has >= WORKED * had and has and not found.is_long:
+        even = float(tables[0]["alpha_even"].mean())
+        parts.append(f"In a text this short, rows of even weights alone have α = {even:.2g}")
+    return ". ".join(parts) + "."
+
+
+def _reason(normalizer: str, before: xr.Dataset, after: xr.Dataset, *, worked: bool) -> str:
+    """Why the sinks left or stayed, from the heads that have one with or without the intervention."""
+    sinks = np.zeros((before.sizes["layer"], before.sizes["head"]), bool)
+    for data in (before, after):
+        sinks |= sink_table(data)["alpha_first"].to_numpy().reshape(sinks.shape) > EPSILON
+    if normalizer == "off-by-one" and "sink_mass" in after:
+        taken = float(np.nanmean(after["sink_mass"].values[:, sinks]))
+        if worked:
+            return f"In these heads the additional logit of 0 takes {percent(taken)} of a row"
+        level = float(np.nanmean(before["lse"].values[:, sinks]))
+        return (
+            f"In these heads the additional logit of 0 takes only {percent(taken)} of a row: the scores, whose mean "
+            f"log-sum-exp is {written(level, 'nats')}, are above it, as the model was not trained with it"
+        )
+    if normalizer == "sigmoid" and "row_sum" in after and not worked:
+        total = float(np.nanmean(after["row_sum"].values[:, sinks]))
+        return (
+            f"In these heads a row sums to {written(total, '')} on average instead of 1, and α is a share of that sum: "
+            "the model was not trained with a sigmoid, so the first token still has the largest scores"
+        )
+    return ""
+
+
+def _heads(number: int) -> str:
+    return f"{number:,} head{'' if number == 1 else 's'}"
