@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,17 +11,10 @@ import torch
 from conftest import refused
 from qkv.errors import InputError
 from qkv.models import bundled, load
-from qkv.server.align import SENTENCE, Aligners
 from qkv_lab import heads, scenes
+from qkv_lab.align.models import SENTENCE, Aligners
 from qkv_lab.tasks.caption import Caption
 from qkv_lab.translation import START, read_vocabulary, translate
-
-
-@dataclass
-class Request:
-    model: str = ""
-    text: str = ""
-    scene: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +27,14 @@ def test_examples_and_vocabularies_work(aligners: Aligners) -> None:
     assert {m["name"] for m in said["models"]} == {"qkv-translation", "qkv-reversal"}
     for model in said["models"]:
         assert set(model["example"].split()) <= set(model["words"])
-        found = aligners.align(Request(model["name"], model["example"]))
+        found = aligners.align(model["name"], model["example"])
         assert len(found["target"]) == len(found["probability"]) > 0
     assert said["captioner"] == {"name": "qkv-caption", "scenes": 256}
 
 
 @torch.no_grad()
 def test_translations_have_the_weights_of_the_lab_and_the_probabilities_of_the_model(aligners: Aligners) -> None:
-    found = aligners.align(Request("qkv-translation", SENTENCE.capitalize() + "."))
+    found = aligners.align("qkv-translation", SENTENCE.capitalize() + ".")
     source, target, weights = translate("qkv-translation", SENTENCE)
     assert weights is not None
     assert (found["source"], found["target"]) == (source, target)
@@ -60,7 +52,7 @@ def test_translations_have_the_weights_of_the_lab_and_the_probabilities_of_the_m
 
 
 def test_reversals_are_right_and_have_the_weights_of_the_profiler(aligners: Aligners) -> None:
-    found = aligners.align(Request("qkv-reversal", "a b c d e f"))
+    found = aligners.align("qkv-reversal", "a b c d e f")
     assert found["target"] == list("fedcba")
     assert (found["layers"], found["heads"]) == (2, 4)
     assert found["source"][:6] == list("abcdef")
@@ -78,7 +70,7 @@ def test_captions_are_of_the_scenes_of_the_evaluation(aligners: Aligners) -> Non
     held, (images, captions) = task._held_out(model)
     right = 0
     for scene in (0, 7, 255):
-        found = aligners.caption(Request(scene=scene))
+        found = aligners.caption(scene)
         assert found["truth"] == scenes.text(held.captions[scene])
         right += " ".join(found["words"]) == found["truth"]
         pixels = np.frombuffer(base64.b64decode(found["image"]), np.uint8).reshape(40, 40, 3)
@@ -104,10 +96,10 @@ def test_captions_are_of_the_scenes_of_the_evaluation(aligners: Aligners) -> Non
 )
 def test_align_rejects_unknown_words_and_models(aligners: Aligners, model: str, text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        aligners.align(Request(model, text))
+        aligners.align(model, text)
 
 
 @pytest.mark.parametrize("scene", [-1, 256])
 def test_caption_rejects_scenes_out_of_range(aligners: Aligners, scene: int) -> None:
     with refused("scene"):
-        aligners.caption(Request(scene=scene))
+        aligners.caption(scene)

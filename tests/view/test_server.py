@@ -14,15 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from fastapi import APIRouter
 
 import qkv
+import qkv_lab.align
 from conftest import refused
 from qkv.errors import InputError
 from qkv.profiler import run
@@ -36,9 +40,9 @@ from qkv.server.connection import Connection
 from qkv.server.data_routes import _top_weights
 from qkv.server.guard import MAX_BODY, SECURITY, Guard
 from qkv.server.jobs import ClientDisconnected, JobQueue, JobQueues, QueueFull
-from qkv.server.page_schema import Page
 from qkv.server.run import _socket, serve_in_thread
-from qkv.server.session import Session, copy_sharing_weights
+from qkv.server.schemas import Page
+from qkv.server.session import Session, ViewerPage, copy_sharing_weights
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 
 pytest.importorskip("transformers", reason="the tokenizer of qkv-mini needs transformers")
@@ -139,7 +143,9 @@ def test_session_lists_all_sources_and_models(app: Guard, session: Session) -> N
     assert said["sources"][4]["name"] == "qkv-mini with off-by-one"
     assert said["version"] == session.version != Session("other").version
     assert (said["live"]["layers"], said["live"]["heads"]) == (config.layers, config.heads)
-    assert [x["kind"] for x in said["align"]["models"]] == ["translation", "reversal"]
+    (align,) = said["pages"]
+    assert (align["id"], align["missing"]) == ("align", None)
+    assert [x["kind"] for x in align["data"]["models"]] == ["translation", "reversal"]
 
 
 def test_page_equals_the_payload(app: Guard, session: Session) -> None:
@@ -502,39 +508,58 @@ def test_viewer_html_and_its_files_are_served(app: Guard) -> None:
     page = ask(app, "/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     named = re.findall(r'(?:src|href)="(/?static/[\w.]+)"', page.text)
-    folder = Path(qkv.__file__).parent / "page"
-    styles = {f"/static/{path.name}" for path in folder.glob("page_*.css")}
+    folders = Path(qkv.__file__).parent / "page", Path(qkv_lab.align.__file__).parent / "page"
+    files = {path.name: path for folder in folders for path in folder.iterdir()}
+    styles = {f"/static/{name}" for name in files if name.startswith("page_") and name.endswith(".css")}
     assert styles < set(named)  # a new page needs no change of the HTML
     for name in [*named, "/static/charts.js"]:
         found = ask(app, "/" + name.lstrip("/"))
         assert found.status_code == 200, name
-        assert found.content == (folder / Path(name).name).read_bytes()
+        assert found.content == files[Path(name).name].read_bytes()
         kind = "text/css" if name.endswith(".css") else "text/javascript"
         assert found.headers["content-type"].startswith(kind)
 
 
 def test_every_answer_carries_the_security_headers(app: Guard) -> None:
-    for path in ("/", "/api/session", "/static/charts.js", "/docs", "/nothing", "/api/sources/0/curves/0/0"):
+    for path in ("/", "/api/session", "/static/charts.js", "/openapi.json", "/nothing", "/api/sources/0/curves/0/0"):
         response = ask(app, path)
         for name, value in SECURITY.items():
             assert response.headers.get_list(name) == [value], path
         assert "server" not in response.headers
 
 
-def test_docs_page_describes_every_route_and_loads_nothing(app: Guard) -> None:
-    page, description = ask(app, "/docs").text, ask(app, "/openapi.json").json()
-    assert "//" not in re.sub(r"<code>.*?</code>", "", page).replace("</", "")  # no address of another server
-    assert "<script" not in page
-    assert "style=" not in page
-    routes: list[Any] = [*data_routes.router.routes, *model_routes.router.routes]
+def test_the_description_has_every_route(app: Guard) -> None:
+    description = ask(app, "/openapi.json").json()
+    routes: list[Any] = [*data_routes.router.routes, *model_routes.router.routes, *qkv_lab.align.router.routes]
     assert set(description["paths"]) == {"/api/session", *(route.path for route in routes)}
-    for path in description["paths"]:
-        assert f"<code>{path}</code>" in page
     assert {"Page", "MapShape", "LiveAnswer", "ErrorAnswer"} <= set(description["components"]["schemas"])
     assert "HTTPValidationError" not in str(description)  # errors are sentences
-    for name in description["components"]["schemas"]:
-        assert f"id='{name}'" in page
-    assert ask(app, "/docs.css").headers["content-type"].startswith("text/css")
+
+
+def test_a_page_of_another_package_that_fails_does_not_take_the_viewer_down(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def broken() -> dict[str, Any]:
+        raise ValueError("no data")
+
+    (tmp_path / "page_mine.js").write_text("export function mount() {}")
+    page = ViewerPage("mine", "Mine", tmp_path, APIRouter(), broken)
+    entries = [
+        SimpleNamespace(name="mine", value="a:b", load=lambda: page),
+        EntryPoint("gone", "no_module:x", "qkv.pages"),
+    ]
+    monkeypatch.setattr("qkv.server.session.entry_points", lambda group: entries)
+    session = Session("pages")
+    assert [one.id for one in session.pages] == ["mine"]
+    assert "gone" in caplog.text
+    before = session.missing(page)
+    session.prepare()
+    assert session.missing(page) != before
+    app = create_app(session)
+    assert ask(app, "/static/page_mine.js").status_code == 200
+    (said,) = ask(app, "/api/session").json()["pages"]
+    assert said["data"] is None
+    assert "ValueError" in said["missing"]
 
 
 def test_sources_that_are_not_ready_or_failed_say_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -799,10 +824,18 @@ def test_slow_body_times_out(app: Guard, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_public_server_requires_its_token(session: Session) -> None:
     app = create_app(session, host="0.0.0.0", token="abc-123")
     for headers in ({}, {"cookie": "qkv-token-8765=wrong"}, {"cookie": "qkv-token-1=abc-123"}, {"cookie": "=;;=\x7f"}):
-        for path in ("/", "/api/session", "/static/charts.js", "/docs", "/?token=", "/?token=abc-12", "/?token=é"):
+        for path in (
+            "/",
+            "/api/session",
+            "/static/charts.js",
+            "/openapi.json",
+            "/?token=",
+            "/?token=abc-12",
+            "/?token=é",
+        ):
             assert "token" in sentence(ask(app, path, headers=headers), 401)
-    welcome = ask(app, "/docs?a=1&token=abc-123&b=%26")
-    assert (welcome.status_code, welcome.headers["location"]) == (303, "/docs?a=1&b=%26")
+    welcome = ask(app, "/openapi.json?a=1&token=abc-123&b=%26")
+    assert (welcome.status_code, welcome.headers["location"]) == (303, "/openapi.json?a=1&b=%26")
     assert welcome.headers["set-cookie"] == "qkv-token-8765=abc-123; Path=/; HttpOnly; SameSite=Strict"
     cookie = {"cookie": "other=1; qkv-token-8765=abc-123"}
     assert ask(app, "/api/session", headers=cookie).status_code == 200
@@ -1239,8 +1272,11 @@ def test_server_start_prepares_the_session() -> None:
         assert httpx.get(f"{url}api/sources/{made}/map/0/0/0/0").json()["kind"] == "exact"
 
 
-@pytest.mark.parametrize("name", ["align", "guard", "live", "session"])
+MODULES = ["qkv_lab.align.models", "qkv.server.guard", "qkv.server.live", "qkv.server.session"]
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name: str) -> None:
-    found = doctest.testmod(importlib.import_module(f"qkv.server.{name}"))
+    found = doctest.testmod(importlib.import_module(name))
     assert found.attempted > 0
     assert found.failed == 0

@@ -14,10 +14,10 @@ import pytest
 import qkv
 from qkv.profiler.data import tables
 from qkv.report.payload import trimmed
-from qkv.server.align import Aligners
 from qkv.server.live import Live
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
+from qkv_lab.align.models import Aligners
 from viewer_fixture import HOSTILE, LIVE_TEXT, PHONE, VISIBLE_PARTS, Served, Tab, check_pictures, overflow, texts_of
 
 if TYPE_CHECKING:
@@ -416,7 +416,7 @@ def test_comparison_shows_hostile_tokens_literally(tab: Opens) -> None:
 
 def test_translation_shows_and_exports_its_weights(tab: Opens, mini: Served, aligners: Aligners) -> None:
     one = tab(mini).open("align", say="the black cat")
-    answer = aligners.align(SimpleNamespace(model="qkv-translation", text="the black cat"))
+    answer = aligners.align("qkv-translation", "the black cat")
     expect(one.page.locator(".align-target")).to_have_text(answer["target"])
     weights = np.array(answer["weights"])[0, 0]
     cells = one.page.locator(".align-cell").evaluate_all("(all) => all.map((x) => x.getAttribute('aria-label'))")
@@ -438,7 +438,7 @@ def test_translation_shows_and_exports_its_weights(tab: Opens, mini: Served, ali
 def test_reversal_shows_the_weights_of_the_selected_head(tab: Opens, mini: Served, aligners: Aligners) -> None:
     one = tab(mini).open("align", view="reversal")
     example = next(x for x in aligners.description()["models"] if x["kind"] == "reversal")["example"]
-    answer = aligners.align(SimpleNamespace(model="qkv-reversal", text=example))
+    answer = aligners.align("qkv-reversal", example)
     expect(one.page.locator(".align-target")).to_have_text(answer["target"])
     expect(one.page.locator(".align-head")).to_have_count(1 + answer["layers"] * answer["heads"])
     one.page.click('[data-key="head-0.1"]')
@@ -452,7 +452,7 @@ def test_reversal_shows_the_weights_of_the_selected_head(tab: Opens, mini: Serve
 @pytest.mark.slow
 def test_caption_shows_the_weights_of_the_selected_word(tab: Opens, mini: Served, aligners: Aligners) -> None:
     one = tab(mini).open("align", view="captions", scene=2)
-    answer = aligners.caption(SimpleNamespace(scene=2))
+    answer = aligners.caption(2)
     expect(one.page.locator(".align-multiple")).to_have_count(len(answer["words"]))
     expect(one.page.locator(".align-multiple span")).to_have_text(answer["words"])
     one.page.click(".align-multiple >> nth=1")
@@ -466,7 +466,7 @@ def test_caption_shows_the_weights_of_the_selected_word(tab: Opens, mini: Served
     one.page.click('[aria-label="Next scene"]')
     one.page.wait_for_url(lambda url: "scene=3" in url)
     one.settled()
-    expect(one.page.locator(".align-multiple span")).to_have_text(aligners.caption(SimpleNamespace(scene=3))["words"])
+    expect(one.page.locator(".align-multiple span")).to_have_text(aligners.caption(3)["words"])
     check_pictures(one)
 
 

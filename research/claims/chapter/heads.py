@@ -11,7 +11,7 @@ import qkv
 from qkv import kernels
 from qkv.models import DecoderLM
 from qkv.nn import MultiHeadAttention
-from qkv.profiler.data.labels import is_delimiter
+from qkv.profiler.data.types import is_delimiter
 from research.claims import Verdict, claim, experiment, holds, only_when
 from research.claims.chapter.mini import heads_of_mini, ids_of_mini, tokens_of_mini
 

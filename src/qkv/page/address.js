@@ -16,8 +16,12 @@ export const PAGES = [
   { id: "sinks", title: "Sinks", profile: true, context: true },
   { id: "live", title: "Live", missing: ({ live }) => !live && "No language model is loaded: open a model instead of a profile to type a text." },
   { id: "compare", title: "Compare", profile: true },
-  { id: "align", title: "Seq2seq & images", missing: ({ align }) => !align.models.length && !align.captioner && "Neither a translation model nor a captioner is installed." },
 ];
+
+/** Add the pages of other packages, which the session names, to the list. */
+export function addPages(session) {
+  for (const { id, title } of session.pages) if (!PAGES.some((page) => page.id === id)) PAGES.push({ id, title, missing: ({ pages }) => pages.find((page) => page.id === id)?.missing });
+}
 
 export const SHARED = ["source", "group", "text", "layer", "head"]; // keys of the state that all pages share
 

@@ -4,7 +4,7 @@ import { h, onUncaught } from "./dom.js";
 import { useLooks } from "./colour.js";
 import { integer, percent } from "./numbers.js";
 import { Api, Source, THE_MAP } from "./api.js";
-import { PAGES, SHARED, addressOf, parsedAddress, validHead, validPlace } from "./address.js";
+import { PAGES, SHARED, addPages, addressOf, parsedAddress, validHead, validPlace } from "./address.js";
 import { Shell } from "./shell.js";
 
 const POLL = 600; // milliseconds between requests for the state of a profile that is being prepared
@@ -32,6 +32,7 @@ class App {
     onUncaught((error) => this.trouble(error));
     try {
       await this.refresh();
+      addPages(this.session);
       useLooks(this.session.looks);
       await this.#readAddress();
     } catch (error) {

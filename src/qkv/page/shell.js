@@ -9,7 +9,7 @@ import { headName } from "./heads.js";
 const SETTINGS = "qkv-viewer"; // key in localStorage: the theme, and whether single keys act
 const byId = (id) => document.getElementById(id);
 
-const KEYS = [
+const keys = () => [
   [`1 – ${PAGES.length}`, PAGES.map(({ title }) => title).join(", ")],
   ["n, p", "next, previous head"],
   ["Shift + n, p", "the same head of the next, previous layer"],
@@ -53,6 +53,7 @@ export class Shell {
     // On a phone the list of pages scrolls sideways: keep the current one visible.
     const current = byId("nav").querySelector("[aria-current]");
     if (current) byId("nav").scrollLeft = current.offsetLeft - byId("nav").clientWidth / 2 + current.offsetWidth / 2;
+    byId("help-keys").replaceChildren(...keys().map(([key, does]) => h("div", {}, h("dt", {}, h("kbd", {}, key)), h("dd", {}, does))));
     this.#context();
   }
 
@@ -186,7 +187,6 @@ export class Shell {
 
   #help() {
     const dialog = byId("help-dialog"), box = byId("single-keys");
-    byId("help-keys").replaceChildren(...KEYS.map(([key, does]) => h("div", {}, h("dt", {}, h("kbd", {}, key)), h("dd", {}, does))));
     byId("help").addEventListener("click", () => dialog.showModal());
     byId("help-close").addEventListener("click", () => dialog.close());
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });

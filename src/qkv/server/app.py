@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from importlib.resources import files
@@ -21,13 +21,13 @@ from qkv.report.payload import looks
 from qkv.server import data_routes, model_routes
 from qkv.server.computing import not_found
 from qkv.server.data_routes import IMMUTABLE
-from qkv.server.docs_page import STYLE, docs_page
 from qkv.server.guard import Guard
 from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull
-from qkv.server.page_schema import Looks
-from qkv.server.schemas import Alignment, ErrorAnswer, LiveModel, SessionState, SourceState
+from qkv.server.schemas import AddedPage, ErrorAnswer, LiveModel, Looks, SessionState, SourceState
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from qkv.server.session import Session
 
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png"}
@@ -68,16 +68,17 @@ def create_app(
     )  # fmt: skip
     app.state.session, app.state.queues = session, queues
     _add_error_handlers(app)
-    _add_pages(app)
-    app.include_router(data_routes.router)
-    app.include_router(model_routes.router)
+    _add_pages(app, [page.folder for page in session.pages])
+    for router in (data_routes.router, model_routes.router, *(page.router for page in session.pages)):
+        app.include_router(router)
     return Guard(app, host=host, port=port, token=token)
 
 
-def _add_pages(app: FastAPI) -> None:
+def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
+    """Serve the viewer and its static files, with those of the pages that other packages add."""
     folder = files("qkv.page")
     # All files are read at the start and found by name, so a name that a client sends never becomes a path.
-    known = {x.name: x.read_bytes() for x in folder.iterdir() if _type_of(x.name)}
+    known = {x.name: x.read_bytes() for where in (*others, folder) for x in where.iterdir() if _type_of(x.name)}
     packed = {name: gzip.compress(content, mtime=0) for name, content in known.items()}
     styles = "".join(
         f'<link rel="stylesheet" href="/static/{name}">\n'
@@ -102,21 +103,13 @@ def _add_pages(app: FastAPI) -> None:
             return Response(packed[name], media_type=_type_of(name), headers=headers | {"Content-Encoding": "gzip"})
         return Response(known[name], media_type=_type_of(name), headers=headers)
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return HTMLResponse(docs_page(app.openapi()))
-
-    @app.get("/docs.css", include_in_schema=False)
-    async def docs_style() -> Response:
-        return Response(STYLE, media_type="text/css")
-
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
         return JSONResponse(app.openapi())
 
     @app.get("/api/session", tags=["session"])
     async def state(request: Request, response: Response) -> SessionState:
-        """The sources of the session with their progress, and the models for text, alignment and captions."""
+        """The sources of the session with their progress, the model for text, and the pages that other packages add."""
         response.headers["Cache-Control"] = "no-store"
         session: Session = request.app.state.session
         return SessionState(
@@ -130,7 +123,10 @@ def _add_pages(app: FastAPI) -> None:
                 for x in session.sources
             ],
             live=None if session.live_description is None else LiveModel(**session.live_description),
-            align=Alignment(**session.aligner_description),
+            pages=[
+                AddedPage(id=x.id, title=x.title, data=session.page_data.get(x.id), missing=session.missing(x))
+                for x in session.pages
+            ],
             looks=Looks(**looks()),
             computing=request.app.state.queues.slow.progress,
         )  # fmt: skip

@@ -13,8 +13,17 @@ from qkv.profiler.explore.tile_cache import Stopped
 from qkv.report.stored import StoredMaps
 from qkv.server.computing import compute, not_found
 from qkv.server.jobs import Work
-from qkv.server.page_schema import Page
-from qkv.server.schemas import LARGEST_INDEX, HeadLink, Links, MapShape, Similarities, TokenWeight, TopWeights, Weight
+from qkv.server.schemas import (
+    LARGEST_INDEX,
+    HeadLink,
+    Links,
+    MapShape,
+    Page,
+    Similarities,
+    TokenWeight,
+    TopWeights,
+    Weight,
+)
 
 if TYPE_CHECKING:
     from qkv.server.session import Session, Source

@@ -1,4 +1,4 @@
-"""Routes that run models: live text, alignment, captions, and interventions on the normalizer of a model."""
+"""Routes that run models: live text, and interventions on the normalizer of a model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from fastapi import APIRouter, Request
 from qkv.server.computing import compute, not_found
 from qkv.server.data_routes import ready_source
 from qkv.server.schemas import (
-    AlignAnswer,
-    AlignRequest,
-    CaptionAnswer,
-    CaptionRequest,
     Created,
     InterventionRequest,
     LiveAnswer,
@@ -42,23 +38,6 @@ async def step(request: Request, body: StepRequest) -> StepAnswer:
     live = _live(request)
     key = ("step", body.model_dump_json())
     return StepAnswer(**await compute(request, key, lambda stopped: live.step(body), quick=True))
-
-
-@router.post("/align")
-async def align(request: Request, body: AlignRequest) -> AlignAnswer:
-    """The output of a sequence-to-sequence model, and its attention weights for each output word."""
-    aligners = _session(request).aligners
-    key = ("align", body.model_dump_json())
-    return AlignAnswer(**await compute(request, key, lambda stopped: aligners.align(body), quick=True))
-
-
-@router.post("/caption")
-async def caption(request: Request, body: CaptionRequest) -> CaptionAnswer:
-    """The caption of a held-out scene, and the attention weights on the image for each word."""
-    aligners = _session(request).aligners
-    return CaptionAnswer(
-        **await compute(request, ("caption", body.scene), lambda stopped: aligners.caption(body), quick=True)
-    )
 
 
 @router.post("/interventions")

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -28,11 +29,14 @@ from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.tile_cache import Cancelled, Stopped
 from qkv.report.payload import payload
 from qkv.report.stored import StoredMaps
-from qkv.server.align import Aligners
 from qkv.server.live import Live
 from qkv.server.live_model import everywhere
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+    from fastapi import APIRouter
+
     from qkv.profiler.capture.models import Loaded
     from qkv.profiler.profiles import Profile
 
@@ -40,6 +44,34 @@ M = TypeVar("M", bound=nn.Module)
 Prepare = Callable[["Source"], None]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ViewerPage:
+    """A page that a package adds to the viewer, as an object in its group of entry points ``qkv.pages``."""
+
+    id: str
+    """Its module ``page_<id>.js`` is in `folder` and exports ``mount(root, app)``; ``page_<id>.css`` is its style."""
+    title: str
+    folder: Traversable
+    """Static files, which are served beside the viewer's own."""
+    router: APIRouter
+    """Routes below ``/api``."""
+    prepare: Callable[[], dict[str, Any]]
+    """Makes what the page shows at first, the `data` of its entry in ``app.session.pages``."""
+
+
+def added_pages() -> list[ViewerPage]:
+    """The pages that installed packages add. One that cannot be loaded is left out, and the log says why."""
+    pages = []
+    for entry in entry_points(group="qkv.pages"):
+        try:
+            page = entry.load()
+        except Exception as error:  # importing a module can raise anything
+            log.warning("The page %s of %s cannot be loaded: %r", entry.name, entry.value, error)
+            continue
+        pages.append(page)
+    return pages
 
 
 @dataclass(eq=False)
@@ -89,8 +121,10 @@ class Session:
         self.sources: list[Source] = []
         self.live: Live | None = None
         self.live_description: dict[str, Any] | None = None
-        self.aligners = Aligners()
-        self.aligner_description: dict[str, Any] = {"models": [], "captioner": None}
+        self.pages = added_pages()
+        self.page_data: dict[str, dict[str, Any]] = {}
+        """What the added pages show at first, by their id, once it is prepared."""
+        self._page_errors: dict[str, str] = {}
         self._models: dict[int, tuple[Loaded, Any, str | None]] = {}  # pristine copies with their inputs and target
         self._cache_budget = explore.CacheBudget()
         self._cores = torch.get_num_threads()
@@ -210,7 +244,7 @@ class Session:
                 log.exception("%s could not be profiled", source.name)
 
     def _load_small_models(self) -> None:
-        """Load the aligners and the live model: the first added model that supports live text, else qkv-mini.
+        """Load the live model (the first model that supports live text, else qkv-mini), and prepare the added pages.
 
         This is quick, so it comes before the sources.
         """
@@ -221,9 +255,20 @@ class Session:
             )
             live = next((x for x in candidates if x.description() is not None), None) or Live(models.load("qkv-mini"))
             self.live, self.live_description = live, live.description()
-            self.aligner_description = self.aligners.description()
-        except Exception:  # the other pages work without them
-            log.exception("The models for live text and for alignment could not be loaded")
+        except Exception:  # the other pages work without it
+            log.exception("The model for live text could not be loaded")
+        for page in self.pages:
+            try:
+                self.page_data[page.id] = page.prepare()
+            except Exception as error:  # another package's code can raise anything
+                self._page_errors[page.id] = f"{page.title} could not be prepared ({type(error).__name__})."
+                log.exception("The page %s could not be prepared", page.title)
+
+    def missing(self, page: ViewerPage) -> str | None:
+        """The reason why an added page has nothing to show yet, or None."""
+        if page.id in self.page_data:
+            return None
+        return self._page_errors.get(page.id, f"{page.title} is being prepared.")
 
     def _add(self, name: str, kind: Literal["model", "profile", "intervention"], prepare: Prepare) -> Source:
         with self._changed:

@@ -1,9 +1,8 @@
-"""Labels, units, number formats and phrases of the statistics of heads; which tokens are delimiters."""
+"""Labels, units, number formats and phrases of the statistics of heads."""
 
 from __future__ import annotations
 
 import math
-import unicodedata
 from typing import TYPE_CHECKING, NamedTuple
 
 from qkv.profiler.data.frames import COLUMNS
@@ -86,13 +85,3 @@ def counted(number: int, noun: str) -> str:
 def target_change(before: str, after: str) -> str:
     """A head's target before and after a change: "[CLS] 43 % → previous 51 %", or "[CLS] 43 %" if it is the same."""
     return before if before == after else f"{before} → {after}"
-
-
-def is_delimiter(piece: str) -> bool:
-    """True if a token, as text or in its tokenizer's spelling, is only punctuation or white space.
-
-    >>> [is_delimiter(piece) for piece in (".", "Ġ(", "##!", "Ċ", "▁a", "")]
-    [True, True, True, True, False, False]
-    """
-    plain = piece.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").replace("<0x0A>", "\n")
-    return plain != "" and all(unicodedata.category(c).startswith("P") for c in plain.strip().removeprefix("##"))

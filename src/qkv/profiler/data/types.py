@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,7 +10,6 @@ import numpy as np
 import xarray as xr
 
 from qkv.profiler.data import tables
-from qkv.profiler.data.labels import is_delimiter
 from qkv.profiler.data.tables import over_texts, received_share, valid_keys
 
 if TYPE_CHECKING:
@@ -193,3 +193,13 @@ def type_table(data: xr.Dataset) -> pd.DataFrame:
     traits = [", ".join(name for name in TRAITS if row[name]) for row in found.to_dict("records")]
     table.insert(3, "traits", traits)
     return table
+
+
+def is_delimiter(piece: str) -> bool:
+    """True if a token, as text or in its tokenizer's spelling, is only punctuation or white space.
+
+    >>> [is_delimiter(piece) for piece in (".", "Ġ(", "##!", "Ċ", "▁a", "")]
+    [True, True, True, True, False, False]
+    """
+    plain = piece.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").replace("<0x0A>", "\n")
+    return plain != "" and all(unicodedata.category(c).startswith("P") for c in plain.strip().removeprefix("##"))

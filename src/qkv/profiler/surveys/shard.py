@@ -16,7 +16,7 @@ from qkv.profiler.capture.inputs import batches, sequences_of
 from qkv.profiler.capture.observe import ObservedCall, Observer, observe, unobserved
 from qkv.profiler.capture.special import Special, tokens_of
 from qkv.profiler.capture.tokens import special_ids, token_text
-from qkv.profiler.data.labels import is_delimiter
+from qkv.profiler.data.types import is_delimiter
 from qkv.profiler.data.variables import UNFUSED
 from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, number
 from qkv.profiler.surveys.corpus import Document

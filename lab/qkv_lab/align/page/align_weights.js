@@ -1,4 +1,7 @@
-// Weights of an alignment as [target][source], of one head or averaged over all heads.
+// The models of the page, and weights of an alignment as [target][source], of one head or averaged over all heads.
+
+/** The models with their vocabularies, and the captioner. */
+export const alignment = (app) => app.session.pages.find(({ id }) => id === "align").data;
 
 /** `shown`: [layer, head], or null for the mean of all heads. */
 export function weightsOf({ weights }, shown) {

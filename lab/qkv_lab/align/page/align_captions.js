@@ -1,5 +1,6 @@
 // Captions of held-out scenes, with the attention weights on the image for each word.
 
+import { alignment } from "./align_weights.js";
 import { drawScene } from "./align_scene.js";
 import { choice } from "./charts.js";
 import { bytesOf } from "./data.js";
@@ -26,7 +27,7 @@ export class AlignCaptions {
 
   constructor(root, app) {
     this.#app = app;
-    const { name, scenes } = app.session.align.captioner;
+    const { name, scenes } = alignment(app).captioner;
     this.#scenes = scenes;
     const canvas = h("canvas", { class: "align-image", role: "img" });
     this.#parts = {
@@ -189,7 +190,7 @@ export class AlignCaptions {
     const answer = this.#answer;
     if (!answer) return null;
     return {
-      name: `${this.#app.session.align.captioner.name}-scene${this.#scene}`,
+      name: `${alignment(this.#app).captioner.name}-scene${this.#scene}`,
       svg: () => {
         const side = 120, gap = 14;
         const images = [["image", null], ...answer.words.map((word, i) => [word, this.#light(i)])].map(([word, light], i) => {

@@ -6,7 +6,7 @@ import base64
 import string
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,17 +14,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.errors import InputError, nearest
-from qkv.models import Captioner, DecoderLM, RNNSeq2Seq, Sampler, bundled, generate, load
+from qkv.models import DecoderLM, Sampler, bundled, generate, load
 from qkv.profiler.analyses.edits import edited
 from qkv_lab import heads, scenes, settings
+from qkv_lab.models import Captioner, RNNSeq2Seq
 from qkv_lab.scenes import END, START, Scenes
 from qkv_lab.tasks.caption import Caption, to_input
 from qkv_lab.tasks.reversal import Reversal
 from qkv_lab.translation import SPECIAL, Vocabulary, read_vocabulary, translate
 from qkv_lab.translation import START as BEGIN
-
-if TYPE_CHECKING:
-    from qkv.server.schemas import AlignRequest, CaptionRequest
 
 TRANSLATION, REVERSAL, CAPTIONER = "qkv-translation", "qkv-reversal", "qkv-caption"
 SENTENCE = "the old woman does not eat the red apples"
@@ -36,14 +34,13 @@ SEPARATOR = "⇄"
 class Aligners:
     """The bundled models whose attention aligns output and input. Each is loaded on first use.
 
-    >>> from types import SimpleNamespace
-    >>> found = Aligners().align(SimpleNamespace(model="qkv-translation", text="the black cat"))
+    >>> found = Aligners().align("qkv-translation", "the black cat")
     >>> found["target"], [found["source"][max(range(3), key=row.__getitem__)] for row in found["weights"][0][0]]
     (['le', 'chat', 'noir'], ['the', 'cat', 'black'])
     """
 
     def description(self) -> dict[str, Any]:
-        """The fields of `Alignment`: models with their vocabularies, and the number of scenes of the captioner."""
+        """What the page shows at first: models with their vocabularies, and the number of scenes of the captioner."""
         task = _reversal()[0]
         symbols = _letters(task)
         return {
@@ -64,7 +61,7 @@ class Aligners:
             "captioner": {"name": CAPTIONER, "scenes": _caption()[0].held_out},
         }
 
-    def align(self, request: AlignRequest) -> dict[str, Any]:
+    def align(self, model: str, text: str) -> dict[str, Any]:
         """Run a model on some words.
 
         Returns:
@@ -76,13 +73,13 @@ class Aligners:
         Raises:
             InputError: for an unknown model, a word outside of its vocabulary, or a wrong number of words.
         """
-        if request.model == TRANSLATION:
-            return _translate(request.text)
-        if request.model == REVERSAL:
-            return _reverse(request.text)
-        raise InputError(f"model is {request.model!r}, expected {TRANSLATION!r} or {REVERSAL!r}")
+        if model == TRANSLATION:
+            return _translate(text)
+        if model == REVERSAL:
+            return _reverse(text)
+        raise InputError(f"model is {model!r}, expected {TRANSLATION!r} or {REVERSAL!r}")
 
-    def caption(self, request: CaptionRequest) -> dict[str, Any]:
+    def caption(self, scene: int) -> dict[str, Any]:
         """Caption a held-out scene.
 
         Returns:
@@ -94,9 +91,9 @@ class Aligners:
             InputError: for a scene that does not exist.
         """
         task, model = _caption()
-        if not 0 <= request.scene < task.held_out:
-            raise InputError(f"scene is {request.scene}, expected 0 to {task.held_out - 1}")
-        drawn, index = _scenes(), request.scene
+        if not 0 <= scene < task.held_out:
+            raise InputError(f"scene is {scene}, expected 0 to {task.held_out - 1}")
+        drawn, index = _scenes(), scene
         image = to_input(drawn)[index : index + 1]
         first = torch.tensor([[START]])
         with torch.no_grad():

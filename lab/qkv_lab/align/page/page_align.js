@@ -1,13 +1,14 @@
 // Seq2seq & images: attention weights of small models for translation, reversal and captions, for each output word.
 
 import { AlignCaptions } from "./align_captions.js";
+import { alignment } from "./align_weights.js";
 import { AlignWords } from "./align_words.js";
 import { choice } from "./charts.js";
 import { h, replace } from "./dom.js";
 
 /** Keys of its state: `view`, `say` (the input text), `look` ("mean" or "layer.head"), `scene`, `word`, `over`. */
 export function mount(root, app) {
-  const { models, captioner } = app.session.align;
+  const { models, captioner } = alignment(app);
   const views = [...models.map(({ kind }) => [kind, kind === "translation" ? "Translation" : "Reversal"]), ...(captioner ? [["captions", "Captions"]] : [])];
   const tabs = h("div", { class: "controls align-tabs" }), body = h("div", { class: "align-body" });
   root.append(tabs, body);
