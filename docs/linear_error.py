@@ -14,7 +14,7 @@ from torch import Tensor
 
 import qkv
 from qkv.features import Favor, elu_plus_one
-from qkv.figures.style import ACCENT, HAIRLINE, INK, MUTED, WARM
+from qkv.figures.layout import ACCENT, HAIRLINE, INK, MUTED, WARM
 from qkv.linear import linear_attend, linformer
 
 N, D, SEEDS = 512, 32, 20

@@ -29,7 +29,7 @@ from make_screenshots import small
 import qkv
 from benchmarks.mechanisms import run, show
 from qkv import cli
-from qkv.figures.save import save_figure
+from qkv.figures.layout import save_figure
 from qkv.profiler.capture.models import load
 from qkv.profiler.texts import default_text
 from research.sinks.stored import stored

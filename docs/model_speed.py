@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from qkv.figures.style import HAIRLINE, INK, MUTED
+from qkv.figures.layout import HAIRLINE, INK, MUTED
 
 
 def table(result: dict[str, Any]) -> list[str]:

@@ -76,7 +76,7 @@ def figure(result: dict[str, Any], path: Path) -> None:
     """Time against length of every mechanism and its rivals, one panel for each mechanism."""
     import matplotlib.pyplot as plt
 
-    from qkv.figures.style import HAIRLINE, INK, MUTED
+    from qkv.figures.layout import HAIRLINE, INK, MUTED
 
     lengths, rows = _lengths(result), result["mechanisms"]
     across = min(5, len(rows))

@@ -13,9 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from qkv.figures.layout import heat
-from qkv.figures.save import save_figure
-from qkv.figures.style import HAIRLINE, INK, MUTED
+from qkv.figures.layout import HAIRLINE, INK, MUTED, heat, save_figure
 
 __all__ = [
     "COLOURS",

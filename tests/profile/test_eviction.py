@@ -16,7 +16,7 @@ import hf_models as hf
 from conftest import enlarged, largest_tensor, oracle, refused, set_tile
 from qkv.cache import Evicting, HeavyHitters
 from qkv.cli import main
-from qkv.figures.eviction import budget_figure, heads_figure
+from qkv.figures.analyses import budget_figure, heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.token_loss import token_loss

@@ -16,7 +16,7 @@ from conftest import MASKS, close, enlarged, fits, largest_tensor, oracle, rand,
 from qkv import masks, normalizers
 from qkv._engine.call import Call
 from qkv.cli import main
-from qkv.figures.flow import flow_figure
+from qkv.figures.analyses import flow_figure
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Normalizer
 from qkv.profiler.analyses.flow import flow_to, rollout

@@ -234,8 +234,8 @@ def test_figure_has_the_right_panels(
 
 def test_every_bin_is_a_whole_number_of_pixels(program: AttentionMap) -> None:
     """Else a sink one bin wide might fall between two pixels."""
+    from qkv.figures.layout import DPI
     from qkv.figures.map import map_figure
-    from qkv.figures.save import DPI
 
     for size in (3, 7, 19, 31):
         picture = program.picture(size=size)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from conftest import enlarged, refused
 from hf_models import LENGTH, PADDED, TARGET, build, inputs
-from qkv.figures.mixing import mixing_figure
+from qkv.figures.analyses import mixing_figure
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.analyses.mixing import mixing
 from qkv.profiler.capture.models import load

@@ -8,7 +8,7 @@ import torch
 import profile_fixture as made
 import qkv
 from conftest import refused
-from qkv.figures.similarity import plane
+from qkv.figures.comparison import plane
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import Profile
 

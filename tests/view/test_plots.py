@@ -18,7 +18,7 @@ import profile_fixture as made
 from conftest import refused
 from drawn import all_text_is_on_the_page
 from qkv.errors import InputError
-from qkv.figures import style
+from qkv.figures import layout
 from qkv.profiler import Profile
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings
@@ -288,8 +288,8 @@ def test_overlay_rejects_images_grids_and_queries_that_do_not_fit() -> None:
 
 
 def test_types_of_heads_have_colours_on_both_pages() -> None:
-    assert list(style.KINDS) == list(style.KINDS_DARK) == [*ROLES, MIXED]
-    assert len(set(style.KINDS.values())) == len(set(style.KINDS_DARK.values())) == len(style.KINDS)
+    assert list(layout.KINDS) == list(layout.KINDS_DARK) == [*ROLES, MIXED]
+    assert len(set(layout.KINDS.values())) == len(set(layout.KINDS_DARK.values())) == len(layout.KINDS)
 
 
 def test_figures_reject_unknown_layers_heads_texts_and_statistics() -> None:

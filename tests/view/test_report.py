@@ -21,8 +21,7 @@ from qkv.profiler import Profile
 from qkv.profiler.data import tables
 from qkv.profiler.data.types import MIXED, ROLES
 from qkv.report import html as report
-from qkv.report.payload import binned, display, payload
-from qkv.report.pools import pooled_maps
+from qkv.report.payload import binned, display, payload, pooled_maps
 from viewer_fixture import PATIENCE
 
 if TYPE_CHECKING:

@@ -180,7 +180,7 @@ def _greedy_captions(model: nn.Module, images: Tensor) -> list[list[int]]:
 
 def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Measured, kind: str) -> Figure:
     """One image per generated word, darkened where the attention is low, with the named object outlined."""
-    from qkv.figures.overlay import lit, show_image
+    from qkv.figures.map import lit, show_image
     from qkv_lab.draw import panels
 
     rows = [-(-(len(words) + 1) // COLUMNS) for _, _, words, _ in shown]

@@ -55,8 +55,8 @@ def ablate(
         out: Folder for the results. It is created if it does not exist.
         max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
-    from qkv.figures.ablation import ablation_figure
-    from qkv.figures.save import save_figure
+    from qkv.figures.analyses import ablation_figure
+    from qkv.figures.layout import save_figure
     from qkv.profiler.ablation_run import ablation
 
     allow(max_size)

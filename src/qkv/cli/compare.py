@@ -45,7 +45,7 @@ def write(comparison: Comparison, out: Path) -> list[Path]:
     import pandas as pd
 
     from qkv._files import write_atomically
-    from qkv.figures.save import save_figure
+    from qkv.figures.layout import save_figure
 
     tables = [comparison.heads(group).assign(group=group) for group in comparison.groups]
     files = [out / "comparison.csv"]

@@ -68,8 +68,8 @@ def evict(
         max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
 
-    from qkv.figures.eviction import budget_figure, heads_figure
-    from qkv.figures.save import save_figure
+    from qkv.figures.analyses import budget_figure, heads_figure
+    from qkv.figures.layout import save_figure
     from qkv.profiler.analyses.eviction import eviction
 
     allow(max_size)

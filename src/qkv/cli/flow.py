@@ -68,8 +68,8 @@ def flow(
 
     from qkv._files import write_atomically
     from qkv._progress import bar
-    from qkv.figures.flow import flow_figure
-    from qkv.figures.save import save_figure
+    from qkv.figures.analyses import flow_figure
+    from qkv.figures.layout import save_figure
     from qkv.profiler.analyses.flow import flow_to, rollout
 
     allow(max_size)

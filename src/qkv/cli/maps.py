@@ -80,8 +80,8 @@ def head_map(
 
     from qkv._files import write_atomically
     from qkv._progress import bar, spinner
+    from qkv.figures.layout import save_figure
     from qkv.figures.map import map_figure, sentence
-    from qkv.figures.save import save_figure
     from qkv.profiler.explore import attention_map as maps
     from qkv.statistics.maps import checked_slice
 

@@ -25,8 +25,8 @@ def measured(loaded: Loaded, inputs: Any, position: int) -> xr.Dataset:
 def write(data: xr.Dataset, name: str, out: Path) -> list[Path]:
     """Write mixing.png and mixing.csv: the mean response of each layer and token."""
     from qkv._files import write_atomically
-    from qkv.figures.mixing import mixing_figure
-    from qkv.figures.save import save_figure
+    from qkv.figures.analyses import mixing_figure
+    from qkv.figures.layout import save_figure
 
     figure, table = out / "mixing.png", out / "mixing.csv"
     save_figure(mixing_figure(data, name=name), figure)

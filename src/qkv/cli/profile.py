@@ -153,7 +153,7 @@ def profile(
 
 def _figures(result: Profile, out: Path) -> list[Path]:
     from qkv._progress import bar
-    from qkv.figures.save import save_figure
+    from qkv.figures.layout import save_figure
 
     with bar("drawing", "figures", len(FIGURES)) as step:
         for name in FIGURES:

@@ -85,7 +85,7 @@ def write(result: Survey, folder: Folder) -> None:
     """
     from rich.console import Console
 
-    from qkv.figures.save import png_of
+    from qkv.figures.layout import png_of
     from qkv.figures.survey import FIGURES
 
     names = []

@@ -1,16 +1,30 @@
-"""Figure that compares two profiles: layer × head maps of the differences, and the heads that changed most."""
+"""Two profiles compared head by head, and the similarity of the heads of one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from qkv.figures.layout import DIVERGING, Drawing, layer_by_head, place, plain, titled
-from qkv.figures.style import ACCENT, INK, MUTED
+from qkv.figures.layout import (
+    ACCENT,
+    DIVERGING,
+    HAIRLINE,
+    INK,
+    KINDS,
+    MUTED,
+    Drawing,
+    colour_bar,
+    heat,
+    layer_by_head,
+    place,
+    plain,
+    titled,
+)
 from qkv.profiler.data.findings import head_name
 from qkv.profiler.data.labels import STATISTICS, percent, target_change
 
@@ -20,13 +34,14 @@ if TYPE_CHECKING:
 
     from qkv.profiler.comparison import Comparison
 
+
 # From decrease to increase; equally dark at both ends, and distinguishable with every kind of colour blindness.
 SHOWN = ("entropy", "sink", "local")
 MIN_SCALE = {
     "%": 0.05,
     "nats": 0.1,
 }  # smallest range of a colour scale, so that rounding errors do not look like changes
-NAMED = 8  # heads that changed most
+COMPARISON_NAMED = 8  # heads that changed most
 
 
 def comparison_figure(comparison: Comparison, group: str) -> Figure:
@@ -46,10 +61,10 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
     cell = min(0.3, 2.25 / columns, 4.6 / layers)
     wide, tall = max(cell * columns, 1.3), max(cell * layers, 0.9)
     left, top, gap, row = 0.72, 1.05, 0.85, 0.25
-    most = heads.sort_values("change", ascending=False, kind="stable").head(NAMED)
+    most = heads.sort_values("change", ascending=False, kind="stable").head(COMPARISON_NAMED)
     width = max(left + 3 * (wide + gap), 8.4)
     figure = Drawing(figsize=(width, top + tall + 0.9 + row * len(most) + 0.45))
-    titled(figure, _sentence(heads), _subtitle(comparison, group))
+    titled(figure, _comparison_sentence(heads), _subtitle(comparison, group))
     shares = [heads[f"{n}_difference"].abs().max() for n in names if STATISTICS[n].unit == "%"]
     for index, name in enumerate(names):
         x, unit = left + index * (wide + gap), STATISTICS[name].unit
@@ -102,7 +117,7 @@ def _most(axes: Axes, heads: pd.DataFrame) -> None:
         )  # fmt: skip
 
 
-def _sentence(heads: pd.DataFrame) -> str:
+def _comparison_sentence(heads: pd.DataFrame) -> str:
     if not heads["change"].any():
         return "No head attends to other tokens than before"
     moved, count = int(heads["moved"].sum()), f"{len(heads):,}"
@@ -129,3 +144,111 @@ def _subtitle(comparison: Comparison, group: str) -> str:
 
 def _signed(value: float) -> str:
     return "0" if abs(value) < 1e-9 else f"{value:+.3g}".replace("-", "−")
+
+
+SIDE = 4.3  # inches, of both panels
+SIMILARITY_NAMED = 32  # beyond this many heads, points have no labels
+
+
+def similarity_figure(subtitle: str, table: pd.DataFrame, types: pd.DataFrame) -> Figure:
+    """The table of `Profile.similarity`, and the types of the heads, as a figure.
+
+    >>> import qkv
+    >>> profile = qkv.profile("qkv-mini", "for name in names:", progress=False)
+    >>> len(similarity_figure("qkv-mini", profile.similarity(), profile.types()).axes)
+    3
+    """
+    figure = Drawing(figsize=(2 * SIDE + 3.1, SIDE + 1.85))
+    of = "all weights" if table.attrs["maps"] == "weights" else "pooled maps"
+    measure = "similarity: 1 − the mean Jensen-Shannon divergence of the rows, in bits"
+    titled(figure, _similarity_sentence(table), f"{subtitle} · {measure} · from {of}")
+    _matrix(place(figure, 0.7, 1.2, SIDE, SIDE), place(figure, 0.8 + SIDE, 1.2, 0.09, SIDE), table)
+    _plane(place(figure, SIDE + 1.6, 1.2, SIDE, SIDE), table, types["type"].to_numpy())
+    return figure
+
+
+def plane(similarity: np.ndarray) -> np.ndarray:
+    """Places (heads, 2) whose distances are near to √(1 − similarity): classical multidimensional scaling.
+
+    For one query √(Jensen-Shannon divergence) is a metric that fits into a Euclidean space (Endres and Schindelin
+    2003); two dimensions keep its largest part.
+
+    >>> plane(np.array([[1, 0.75], [0.75, 1]]))[:, 0].round(3).tolist()
+    [0.25, -0.25]
+    """
+    squares = 1 - np.where(np.isfinite(similarity), similarity, 0)
+    inner = -(squares - squares.mean(0) - squares.mean(1, keepdims=True) + squares.mean()) / 2
+    values, vectors = np.linalg.eigh(inner)
+    places = np.zeros((len(squares), 2))
+    for axis in range(min(2, len(squares))):
+        direction = vectors[:, -1 - axis] * np.sqrt(max(0.0, float(values[-1 - axis])))
+        places[:, axis] = direction * (1 if direction[np.abs(direction).argmax()] >= 0 else -1)
+    return places
+
+
+def _matrix(axes: Axes, bar: Axes, table: pd.DataFrame) -> None:
+    image = heat(axes, table.to_numpy(), Normalize(0, 1))
+    axes.set_aspect("equal")
+    layer = table.index.get_level_values(0).to_numpy()
+    starts = np.flatnonzero(np.r_[True, layer[1:] != layer[:-1]])
+    ends = np.r_[starts[1:], len(layer)]
+    for start in starts[1:]:
+        axes.axhline(start - 0.5, color="white", lw=0.8)
+        axes.axvline(start - 0.5, color="white", lw=0.8)
+    step = max(1, len(starts) // 16)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks((starts + ends - 1)[::step] / 2, [str(name) for name in layer[starts][::step]])
+        axis.label.set(fontsize=8, color=MUTED)
+    axes.set(xlabel="layer (its heads in order)", ylabel="layer")
+    axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
+    axes.spines[:].set_visible(False)
+    axes.set_title("All pairs of heads", loc="left", fontsize=9, color=INK, pad=5)
+    colour_bar(bar, image, "")
+
+
+def _plane(axes: Axes, table: pd.DataFrame, types: np.ndarray) -> None:
+    places = plane(table.to_numpy())
+    for kind, colour in KINDS.items():
+        chosen = types == kind
+        if chosen.any():
+            label = f"{kind} ({chosen.sum()})"
+            axes.scatter(
+                places[chosen, 0], places[chosen, 1], s=26, color=colour, lw=0.5, ec=MUTED, label=label, zorder=2
+            )
+    centre, reach = (places.max(0) + places.min(0)) / 2, (np.ptp(places, 0).max() or 1) * 0.56
+    axes.set(xlim=(centre[0] - reach, centre[0] + reach), ylim=(centre[1] - reach, centre[1] + reach))
+    axes.set(xticks=[], yticks=[])
+    if len(places) <= SIMILARITY_NAMED:
+        _name(axes, table, places, reach)
+    axes.spines[:].set_color(HAIRLINE)
+    axes.set_title("Heads with similar maps lie close together", loc="left", fontsize=9, color=INK, pad=5)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=7.5, labelcolor=MUTED)
+
+
+def _name(axes: Axes, table: pd.DataFrame, places: np.ndarray, reach: float) -> None:
+    """Label the points with layer·head, towards the middle; points that nearly coincide share one label."""
+    left, middle = list(range(len(places))), (places[:, 0].max() + places[:, 0].min()) / 2
+    while left:
+        near = [at for at in left if (np.abs(places[at] - places[left[0]]) < reach * np.array([0.22, 0.07])).all()]
+        left = [at for at in left if at not in near]
+        words = ", ".join("·".join(map(str, table.index[at])) for at in near)
+        inside = places[near, 0].mean() < middle
+        x = places[near, 0].min() if inside else places[near, 0].max()
+        axes.annotate(
+            words, (x, places[near, 1].max()), (-3 if inside else 3, 5), textcoords="offset points",
+            ha="left" if inside else "right", fontsize=6.5, color=MUTED, zorder=3,
+        )  # fmt: skip
+
+
+def _similarity_sentence(table: pd.DataFrame) -> str:
+    values = table.to_numpy()
+    above = np.triu_indices(len(values), 1)
+    known = values[above]
+    if not np.isfinite(known).any():
+        return "The similarity of heads is not defined: there are no two heads to compare"
+    best = int(np.nanargmax(known))
+    one, other = (table.index[above[side][best]] for side in (0, 1))
+    return (
+        f"Layer {one[0]}, head {one[1]} and layer {other[0]}, head {other[1]} are the most alike: "
+        f"{known[best]:.2f}, against {np.nanmedian(known):.2f} in the median pair"
+    )

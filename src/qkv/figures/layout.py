@@ -1,27 +1,90 @@
-"""Shared parts of all figures: placement in inches, titles, axes along a text, colour maps."""
+"""What all figures share: colours, places on the page, colour maps, marks, and saving."""
 
 from __future__ import annotations
 
+import functools
 import io
 import textwrap
+import unicodedata
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from qkv.figures.glyphs import drawable
-from qkv.figures.style import HAIRLINE, INK, MUTED, RAMP, WARM
+from qkv._files import write_atomically
 from qkv.profiler.data import tables
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
+
+
+INK, MUTED, HAIRLINE = "#1b2126", "#626b73", "#dfe3e4"
+ACCENT, WARM = "#1f6f8b", "#b8501a"
+
+# From small to large values, evenly darker, so that it also works in greyscale. The dark page has its own ramp.
+RAMP = ("#f3f6f5", "#d9e7e6", "#a8ccd0", "#66a6b4", "#2f7793", "#174a6c", "#0b2545")
+RAMP_DARK = ("#1f262c", "#203d4c", "#236079", "#3a8a9a", "#6fb5b5", "#b0dccf", "#effbee")
+
+# Destinations of weight. Warm: tokens that receive it regardless of content. Cool: by position. Grey: the rest.
+DESTINATIONS = {
+    "first": ("first token", "#b8501a"),
+    "special": ("other special tokens", "#e3a25b"),
+    "sink_logit": ("learned sink", "#7c4a86"),
+    "self": ("self", "#12415f"),
+    "previous": ("previous", "#26748f"),
+    "next": ("next", "#78b9c6"),
+    "nearby": ("nearby", "#bfdcd6"),
+    "elsewhere": ("elsewhere", "#c8ccd0"),
+}
+DESTINATIONS_DARK = {
+    "first": "#d9723b",
+    "special": "#f0c48c",
+    "sink_logit": "#b98cc3",
+    "self": "#d3eef0",
+    "previous": "#77c0cd",
+    "next": "#3f90a5",
+    "nearby": "#2c5d69",
+    "elsewhere": "#464e56",
+}
+
+# Types of heads. Warm: sinks, regardless of content. Blue: by position. Green: by content. Grey: no single role.
+# Distinguishable with every kind of colour blindness, on white and on the dark page (ΔE ≥ 13 between any two).
+KINDS = {
+    "induction": "#4b7450",
+    "duplicate token": "#76b562",
+    "previous token": "#26748f",
+    "self": "#12415f",
+    "first token": "#b8501a",
+    "other sink": "#dd8e29",
+    "delimiter": "#f7d99d",
+    "local": "#74b8d9",
+    "uniform": "#9aa2a8",
+    "mixed": "#e4e7e8",
+}
+KINDS_DARK = {
+    "induction": "#45bd80",
+    "duplicate token": "#a6ee9c",
+    "previous token": "#3f90a5",
+    "self": "#d3eef0",
+    "first token": "#d9723b",
+    "other sink": "#f0c061",
+    "delimiter": "#8a5433",
+    "local": "#215a72",
+    "uniform": "#8b7d80",
+    "mixed": "#2c3339",
+}
+
 
 COLOURS: Colormap = LinearSegmentedColormap.from_list("qkv", RAMP)
 DIVERGING: Colormap = LinearSegmentedColormap.from_list(
@@ -264,3 +327,53 @@ def name_peaks(axes: Axes, values: np.ndarray, tokens: np.ndarray, most: int) ->
                 textcoords="offset points", ha="left" if position < 0.03 * len(values) else "center",
                 va="bottom", fontsize=7.5, color=WARM,
             )  # fmt: skip
+
+
+DPI = 160
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, atomically."""
+    write_atomically(path, png_of(figure))
+
+
+def png_of(figure: Figure) -> bytes:
+    """A figure as the content of a PNG file."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI)
+    return drawn.getvalue()
+
+
+IGNORED = ("Cf", "Mn", "Cc")  # joiners, marks and control characters: they are dropped, since they stand for nothing
+
+
+def drawable(text: str) -> str:
+    """The text as matplotlib can draw it: a character that no font of the figure has is named by its code point.
+
+    >>> drawable("café"), drawable("\\U000e0fff")
+    ('café', '[U+E0FFF]')
+    """
+    known = _characters(tuple(FontProperties().get_family()))
+    if all(ord(x) in known for x in text):
+        return text
+    made = []
+    for x in text:
+        if ord(x) in known:
+            made.append(x)
+        elif unicodedata.category(x) not in IGNORED:
+            made.append(f"[U+{ord(x):04X}]")
+    return "".join(made)
+
+
+@functools.lru_cache(maxsize=8)
+def _characters(families: tuple[str, ...]) -> frozenset[int]:
+    """The code points that the fonts of these families have; matplotlib falls back from one to the next."""
+    files = set()
+    for family in families:
+        with_default = family in font_manager.font_family_aliases
+        try:
+            files.add(findfont(FontProperties(family=[family]), fallback_to_default=with_default))
+        except ValueError:  # matplotlib skips a family that is not installed, too
+            continue
+    files = files or {findfont(FontProperties())}
+    return frozenset(code for file in files for code in get_font(file).get_charmap())

@@ -1,25 +1,44 @@
-"""Figure of one head's attention map, query by key, with every bin a whole number of pixels."""
+"""One head: its map, query by key; the alignment of words; weights over an image."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+import torch
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.errors import InputError
-from qkv.figures.layout import Drawing, heat, titled, token_label
-from qkv.figures.save import DPI
-from qkv.figures.style import HAIRLINE, INK, MUTED
+from qkv.figures.layout import (
+    DPI,
+    HAIRLINE,
+    INK,
+    LABELLED_TOKENS,
+    MUTED,
+    Drawing,
+    along,
+    colour_bar,
+    heat,
+    place,
+    titled,
+    token_label,
+    write_cells,
+)
 from qkv.profiler.data.labels import percent
 from qkv.statistics.maps import Picture
 
 if TYPE_CHECKING:
+    import xarray as xr
     from matplotlib.axes import Axes
     from torch import Tensor
+
 
 POOLS = ("max", "mean", "both")
 LABELLED = 64  # up to this many tokens on a side are printed
@@ -56,7 +75,7 @@ class _Panel(NamedTuple):
 def map_figure(head_map: Mapped, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
     """The attention map of one head: queries down, keys across, starting at the top left.
 
-    Each bin is a whole number of pixels when saved by `qkv.figures.save.save_figure`, so that a sink one bin wide
+    Each bin is a whole number of pixels when saved by `qkv.figures.layout.save_figure`, so that a sink one bin wide
     remains visible. Bins without a visible pair are grey. The colour scale is logarithmic if weights differ by more
     than a factor of thirty, which the colour bar states. Up to 64 tokens on a side are printed.
 
@@ -203,3 +222,262 @@ def _at(figure: Figure, left: float, top: float, wide: int, tall: int) -> Axes:
     across, up = (round(x * DPI) for x in figure.get_size_inches())
     x, y = round(left * DPI), round(top * DPI)
     return figure.add_axes((x / across, 1 - (y + tall) / up, wide / across, tall / up))
+
+
+@dataclass(frozen=True)
+class StoredMap:
+    """One head of a data set of one text; `at` holds the indices of its layer and head."""
+
+    model: str
+    group: str
+    data: xr.Dataset
+    at: tuple[int, int]
+
+    @property
+    def layer(self) -> int:
+        return int(self.data["layer"][self.at[0]])
+
+    @property
+    def head(self) -> int:
+        return int(self.data["head"][self.at[1]])
+
+    @property
+    def n_queries(self) -> int:
+        return int(self.data["n_queries"][0])
+
+    @property
+    def n_keys(self) -> int:
+        return int(self.data["n_keys"][0])
+
+    def query_tokens(self, rows: slice = slice(None), *, item: int = 0) -> list[str]:
+        """The tokens of the queries."""
+        return [str(name) for name in self.data["query_token"].values[item, : self.n_queries][rows]]
+
+    def key_tokens(self, columns: slice = slice(None), *, item: int = 0) -> list[str]:
+        """The tokens of the keys."""
+        return [str(name) for name in self.data["key_token"].values[item, : self.n_keys][columns]]
+
+    def picture(self) -> Picture | None:
+        """The pooled map; None if the profile stores none for this text."""
+        if "map_max" not in self.data:
+            return None
+        bins = int(self.data["bin_queries"][0]), int(self.data["bin_keys"][0])
+        if 0 in bins:
+            return None
+        sides = zip((self.n_queries, self.n_keys), bins, strict=True)
+        down, across = (np.array([*range(0, n, size), n]) for n, size in sides)
+        largest, average = (
+            self.data[name].values[0, self.at[0], self.at[1], : len(down) - 1, : len(across) - 1]
+            for name in ("map_max", "map_mean")
+        )
+        if not np.isfinite(largest).all():
+            return None
+        visible = np.ones(largest.shape)
+        if self.data.attrs["causal"]:  # a bin is masked if its first key comes after its last query
+            visible = (across[:-1] <= down[1:, None] - 1 + self.n_keys - self.n_queries).astype(float)
+        return Picture(*(torch.from_numpy(np.array(x)) for x in (largest, average, visible, down, across)))
+
+
+ACROSS = 6  # pictures in a row
+DARK = 0.22  # brightness, relative to the image, at a weight of 0
+
+
+def overlay_figure(
+    subtitle: str,
+    of: str,
+    image: np.ndarray,
+    maps: np.ndarray,
+    names: Sequence[str],
+    *,
+    corners: bool = False,
+) -> Figure:
+    """The image, followed by a picture for each query.
+
+    The brightness of a picture is proportional to the weights, interpolated between the centres of cells; the cell with
+    the largest weight is as bright as the image. Below each picture is the share of the weight on that cell.
+
+    Args:
+        subtitle: model, length and texts, for the second line.
+        of: the head or heads of the weights; empty for a model with one head.
+        image: (h, w, 3), numbers from 0 to 1 or bytes.
+        maps: (queries, gh, gw) weights.
+        names: names of the queries.
+        corners: whether cell (i, j) is centred on the pixel (i h / gh, j w / gw), as after strided convolutions with
+            padding; otherwise on the middle of its part of the image.
+    """
+    picture = checked(image)
+    across = min(ACROSS, len(maps) + 1)
+    down = -(-(len(maps) + 1) // across)
+    wide = 1.45 if len(maps) > 2 else 2.6
+    tall = wide * picture.shape[0] / picture.shape[1]
+    left, top, gap_x, gap_y = 0.3, 1.25, 0.2, 0.55
+    width = max(left + across * (wide + gap_x) + 0.1, 7.2)
+    figure = Drawing(figsize=(width, top + down * (tall + gap_y)))
+    titled(figure, f"{of}: {_overlay_sentence(maps, names)}" if of else _overlay_sentence(maps, names), subtitle)
+    panels = [place(figure, left + n % across * (wide + gap_x), top + n // across * (tall + gap_y), wide, tall)
+              for n in range(len(maps) + 1)]  # fmt: skip
+    show_image(panels[0], picture, "the image")
+    for axes, weights, name in zip(panels[1:], maps, names, strict=True):
+        show_image(axes, lit(picture, weights, corners=corners), token_label(name))
+        peak = f"{percent(float(weights.max()))} on one of {weights.size:,} cells"
+        axes.set_xlabel(peak, fontsize=6.5, color=MUTED, labelpad=3, loc="left")
+    return figure
+
+
+def lit(picture: np.ndarray, weights: np.ndarray, *, corners: bool = False) -> np.ndarray:
+    """A picture (h, w, 3) in [0, 1], dark where the weights (gh, gw) are small.
+
+    >>> lit(np.ones((2, 2, 3)), np.array([[1.0, 0.0], [0.0, 0.0]]))[..., 0].tolist()
+    [[1.0, 0.22], [0.22, 0.22]]
+    """
+    (height, width), (down, across) = picture.shape[:2], weights.shape
+    top = float(weights.max())
+    light = weights / top if top > 0 else weights
+    rows, columns = (_middles(n, cells, corners) for n, cells in ((height, down), (width, across)))
+    along = np.stack([np.interp(np.arange(height), rows, column) for column in light.T], 1)
+    smooth = np.stack([np.interp(np.arange(width), columns, row) for row in along])
+    result: np.ndarray = picture * (DARK + (1 - DARK) * smooth[..., None])
+    return result
+
+
+def checked(image: np.ndarray) -> np.ndarray:
+    """The image as numbers from 0 to 1; `InputError` for other shapes or ranges."""
+    array = np.asarray(image)
+    if array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
+        raise InputError(f"image has shape {array.shape}, expected (height, width, 3)")
+    bytes_ = array.dtype == np.uint8
+    numbers = array.astype(np.float64) / (255 if bytes_ else 1)
+    if not (np.isfinite(numbers).all() and numbers.min() >= 0 and numbers.max() <= 1):
+        span = f"{numbers.min():.3g} to {numbers.max():.3g}"
+        raise InputError(f"image holds {span}, expected numbers from 0 to 1, or bytes")
+    return numbers
+
+
+def _middles(length: int, cells: int, corners: bool) -> np.ndarray:
+    step = length / cells
+    return np.arange(cells) * step if corners else (np.arange(cells) + 0.5) * step - 0.5
+
+
+def show_image(axes: Axes, picture: np.ndarray, name: str) -> None:
+    """An image without ticks, with its name above it."""
+    axes.imshow(picture, aspect="auto", interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_color(HAIRLINE)
+    axes.set_title(name, loc="left", fontsize=8.5, color=INK, pad=4)
+
+
+def _overlay_sentence(maps: np.ndarray, names: Sequence[str]) -> str:
+    peaks = maps.reshape(len(maps), -1).max(1)
+    sharpest = int(peaks.argmax())
+    name = token_label(names[sharpest]).strip("“”")
+    return f"“{name}” is the sharpest, with {percent(float(peaks[sharpest]))} on one of {maps[0].size:,} cells"
+
+
+MARKUP = re.compile(r"<[^<>\s]+>|\[[A-Z]+\]")  # special tokens that a tokenizer does not list
+AFTER = "(next)"  # the unknown word that the last query of a text predicts
+PRINTED = 0.01  # smaller weights are not printed in their cells
+
+
+def alignment_figure(
+    subtitle: str,
+    of: str,
+    weights: np.ndarray,
+    queries: list[str],
+    keys: list[str],
+    special: frozenset[str] = frozenset(),
+) -> Figure:
+    """Target words down, source words across, for one text.
+
+    The tokens of a word share one row and one column: the mean over the word's queries of the sum over the word's keys,
+    which preserves row sums. Weights are printed in cells that are large enough.
+
+    Args:
+        subtitle: model, length and texts, for the second line.
+        of: the head or heads of the weights, such as "Layer 1, head 2"; empty for a model with one head.
+        weights: (queries, keys) of the text.
+        queries: tokens of the rows.
+        keys: tokens of the columns.
+        special: special tokens, which are not part of words.
+    """
+    special = special | {AFTER} | {token for token in (*queries, *keys) if MARKUP.fullmatch(token)}
+    rows, columns = words(queries, special), words(keys, special)
+    shown = merged(weights, [len(row) for row in rows], [len(column) for column in columns])
+    targets, sources = (["".join(word) for word in side] for side in (rows, columns))
+    cell = min(0.46, 8.5 / len(sources), 8.5 / len(targets))
+    wide, tall = max(cell * len(sources), 1.6), max(cell * len(targets), 1.0)
+    # Names of keys are above the map, names of queries on its left.
+    left, top = 0.55 + _label_inches(targets), 1.15 + _label_inches(sources)
+    figure = Drawing(figsize=(max(left + wide + 1.0, 6.4), top + tall + 0.35))
+    sentence = _alignment_sentence(shown, targets, sources, special)
+    titled(figure, f"{of}: {sentence}" if of else sentence[0].upper() + sentence[1:], subtitle)
+    axes, bar = place(figure, left, top, wide, tall), place(figure, left + wide + 0.12, top, 0.1, tall)
+    norm = Normalize(0, max(float(shown.max()), 0.1))
+    image = heat(axes, shown, norm)
+    along(axes, np.array(sources, object), what="source")
+    along(axes, np.array(targets, object), vertical=True, what="target")
+    axes.tick_params(top=False, bottom=False, labeltop=True, labelbottom=False, length=0, colors=MUTED)
+    axes.xaxis.set_label_position("top")
+    axes.set_xlabel("source: key", fontsize=8, color=MUTED, loc="left", labelpad=6)
+    axes.set_ylabel("target: query", fontsize=8, color=MUTED, loc="top", labelpad=6)
+    write_cells(axes, image, lambda weight: f"{100 * weight:.0f}", least=PRINTED)
+    colour_bar(bar, image, "%")
+    bar.set_title("weight, %", fontsize=7.5, color=MUTED, loc="left", pad=5)
+    return figure
+
+
+def words(tokens: list[str], special: frozenset[str] = frozenset()) -> list[list[str]]:
+    """Group tokens into words by the marks of tokenizers: "##" inside words, or a space before words.
+
+    Special tokens and punctuation are separate words. If the tokenizer has no marks, every token is a word.
+
+    >>> words([" light", "house", " keeper", ".", "</s>"], frozenset(["</s>"]))
+    [[' light', 'house'], [' keeper'], ['.'], ['</s>']]
+    >>> words(["[CLS]", "gu", "##lls", "fly"])
+    [['[CLS]'], ['gu', 'lls'], ['fly']]
+    """
+    spaced = any(token[:1] in " ▁Ġ" for token in tokens if token.strip() and token not in special)
+    grouped: list[list[str]] = []
+    before = ""
+    for token in tokens:
+        inside = token.startswith("##") or (spaced and token[:1] not in (" ", "▁", "Ġ", ""))
+        ordinary = all(x not in special and any(map(str.isalnum, x)) for x in (token, before))
+        if grouped and inside and ordinary:
+            grouped[-1].append(token.removeprefix("##"))
+        else:
+            grouped.append([token])
+        before = token
+    return grouped
+
+
+def merged(weights: np.ndarray, rows: list[int], columns: list[int]) -> np.ndarray:
+    """Weights (queries, keys) of words: means over queries, sums over keys; `rows`, `columns` are tokens per word.
+
+    >>> merged(np.array([[0.5, 0.25, 0.25], [0.0, 0.5, 0.5]]), [2], [1, 2]).tolist()
+    [[0.25, 0.75]]
+    """
+    starts = [np.cumsum([0, *sizes[:-1]]) for sizes in (rows, columns)]
+    summed = np.add.reduceat(np.add.reduceat(weights.astype(np.float64), starts[1], axis=1), starts[0], axis=0)
+    result: np.ndarray = summed / np.array(rows)[:, None]
+    return result
+
+
+def _label_inches(names: list[str]) -> float:
+    """Inches for the names of words, or for positions if there are too many words to name."""
+    return 0.075 * max(len(token_label(name)) for name in names) if len(names) <= LABELLED_TOKENS else 0.3
+
+
+def _alignment_sentence(weights: np.ndarray, targets: list[str], sources: list[str], special: frozenset[str]) -> str:
+    """The title: the mean of the largest weights, and the pair of words with the largest weight."""
+    sharp = f"a target word puts {percent(float(weights.max(1).mean()))} of its weight on one source word"
+    plain = [
+        [i for i, word in enumerate(side) if word not in special and any(map(str.isalnum, word))]
+        for side in (targets, sources)
+    ]
+    if not plain[0] or not plain[1]:
+        return sharp
+    among = weights[np.ix_(*plain)]
+    row, column = np.unravel_index(among.argmax(), among.shape)
+    pair = targets[plain[0][row]].strip(" ▁Ġ"), sources[plain[1][column]].strip(" ▁Ġ")
+    return f"{sharp}; “{pair[0]}” attends to “{pair[1]}” with {percent(float(among.max()))}"

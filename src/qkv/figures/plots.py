@@ -9,13 +9,20 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from qkv.errors import InputError, nearest
-from qkv.figures.alignment import AFTER, alignment_figure
-from qkv.figures.head import head_figure, position, received_figure, weights_figure
 from qkv.figures.layout import (
+    MUTED,
     note,
 )
-from qkv.figures.overview import by_layer_figure, overview_figure, subtitle_of
-from qkv.figures.style import MUTED
+from qkv.figures.map import AFTER, alignment_figure
+from qkv.figures.overview import (
+    by_layer_figure,
+    head_figure,
+    overview_figure,
+    position,
+    received_figure,
+    subtitle_of,
+    weights_figure,
+)
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import shared_by
 from qkv.profiler.data.labels import columns_of
@@ -91,7 +98,7 @@ class Plots:
 
     def sink(self, text: int | None = None, group: str | None = None) -> Figure:
         """The sink score of the first token: every head by layer, and its weight along the text."""
-        from qkv.figures.sink import sink_figure
+        from qkv.figures.sinks import sink_figure
 
         return sink_figure(self._name(), self._data(group, text))
 
@@ -103,7 +110,7 @@ class Plots:
 
     def types(self, group: str | None = None) -> Figure:
         """The type of each head as a layer × head map: `Profile.types` as a figure."""
-        from qkv.figures.types import types_figure
+        from qkv.figures.overview import types_figure
 
         return types_figure(self._name(), self._profile.types(group))
 
@@ -113,7 +120,7 @@ class Plots:
         Mean cosine over all pairs of tokens (Ethayarajh 2019, arXiv:1909.00512); Dong et al. 2021, arXiv:2103.03404,
         show that attention without skip connections makes all states alike.
         """
-        from qkv.figures.states import states_figure
+        from qkv.figures.sinks import states_figure
 
         return states_figure(self._name(), self._profile.residual)
 
@@ -125,7 +132,7 @@ class Plots:
         Points are coloured by the type of head, and placed by classical multidimensional scaling, as in figure 6 of
         Clark et al. 2019 (arXiv:1906.04341).
         """
-        from qkv.figures.similarity import similarity_figure
+        from qkv.figures.comparison import similarity_figure
 
         subtitle = subtitle_of(self._name(), self._data(group, text))
         return similarity_figure(subtitle, self._profile.similarity(text, group, maps=maps), self._profile.types(group))
@@ -141,8 +148,7 @@ class Plots:
         Raises:
             InputError: if the profile holds neither, because it was not made by `qkv.profile`.
         """
-        from qkv.figures.map import map_figure
-        from qkv.figures.stored_map import StoredMap
+        from qkv.figures.map import StoredMap, map_figure
 
         data = self._data(group, text)
         at = position(data, layer, head)
@@ -194,13 +200,13 @@ class Plots:
             head: one head of the layer.
             text: index of the profile's input.
             group: the kind of attention, such as "cross" of a captioner.
-            corners: where the centres of cells are, see `qkv.figures.overlay.overlay_figure`; True for the grid of
+            corners: where the centres of cells are, see `qkv.figures.map.overlay_figure`; True for the grid of
                 `qkv.models.Captioner`.
 
         Raises:
             InputError: for an image, a grid or a query that does not fit, or weights that were not stored.
         """
-        from qkv.figures.overlay import overlay_figure
+        from qkv.figures.map import overlay_figure
 
         data = self._data(group, text)
         of, weights = _mean_of(data, layer, head, text)

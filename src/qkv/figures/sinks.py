@@ -1,7 +1,8 @@
-"""Figure of attention sinks: sink scores of every head, the values of sinks, and the tokens that are sinks."""
+"""Attention sinks by head and by position, and massive activations in the residual stream."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,11 +10,12 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from qkv.figures.layout import Drawing, layer_by_head, place, plain, titled
-from qkv.figures.style import ACCENT, HAIRLINE, INK, MUTED, WARM
+from qkv.errors import InputError
+from qkv.figures.layout import ACCENT, HAIRLINE, INK, MUTED, PERCENT, WARM, Drawing, layer_by_head, place, plain, titled
+from qkv.figures.overview import subtitle_of
 from qkv.profiler.data.findings import Findings
-from qkv.profiler.data.labels import percent
-from qkv.profiler.data.sinks import EPSILON, sink_table, sink_tokens
+from qkv.profiler.data.labels import counted, percent
+from qkv.profiler.data.sinks import EPSILON, sink_table, sink_tokens, trend_by_head
 from qkv.profiler.data.tables import readable
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
+
 
 KINDS = {"alpha_first": "this text", "alpha_random": "random tokens", "alpha_repeated": "one token repeated"}
 TOKENS = 8  # number of sink tokens listed
@@ -45,7 +48,7 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     figure = Drawing(figsize=(width, lower + 2.6 + 0.6))
     titled(
         figure,
-        _sentence(data),
+        _sinks_sentence(data),
         f"{name} · sink score α: mean share of the row on a token, of queries that see it; above, of the first "
         f"64{_floor(data)}",
     )
@@ -127,7 +130,7 @@ def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:
     axes.tick_params(axis="y", length=0, labelsize=8, colors=INK)
 
 
-def _sentence(data: xr.Dataset) -> str:
+def _sinks_sentence(data: xr.Dataset) -> str:
     found = Findings(data)
     if found.sinks is None:
         return "A text of one token has no sink score"
@@ -135,3 +138,155 @@ def _sentence(data: xr.Dataset) -> str:
     if "sink_mass" in data and (learned := float(np.nanmean(data["sink_mass"].values))) >= 0.01:
         parts.append(f"the learned sink takes {percent(learned)}")
     return ", ".join(parts)
+
+
+def sink_figure(name: str, data: xr.Dataset) -> Figure:
+    """Left: α of the first token by layer, one dot for each head. Right: its weight by position of the query.
+
+    A ring is the score over the whole text, a dot that over the first 64 queries. The right panel has one line for each
+    head, and is left out for texts that are not longer than 64 tokens.
+
+    >>> import qkv
+    >>> profile = qkv.profile("qkv-mini", progress=False)
+    >>> len(sink_figure("qkv-mini", profile.data).axes)
+    2
+    """
+    table = sink_table(data)
+    trend = trend_by_head(data)
+    found = Findings(data)
+    long = len(trend.ranges) > 1
+    layers = data.sizes["layer"]
+    wide = min(8.0, max(3.2, 0.5 * layers))
+    beside = 3.6 if long else 0.0
+    figure = Drawing(figsize=(max(6.4, 0.72 + wide + 0.5 + (0.75 + beside if long else 0.4)), 4.5))
+    title = "The first token has no sink score" if found.sinks is None else f"{found.sinks.value} {found.sinks.label}"
+    titled(figure, title + found.whole_clause, subtitle_of(name, data))
+    window = f"the first {data.sizes.get('prefix_key', 64)} queries" if long else "the text"
+    _by_layer(place(figure, 0.72, 1.3, wide, 2.6), data, table, window, long=long)
+    if long:
+        _along(place(figure, 0.72 + wide + 0.75, 1.3, beside, 2.6), trend.ranges, trend.share, trend.even)
+    return figure
+
+
+def _by_layer(axes: Axes, data: xr.Dataset, table: pd.DataFrame, window: str, *, long: bool) -> None:
+    plain(axes)
+    layers = data["layer"].values
+    for index, layer in enumerate(layers):
+        rows = table[table["layer"] == layer].sort_values("alpha_first")
+        # Spread the dots of a layer sideways, so that equal values do not overlap.
+        at = index + (np.arange(len(rows)) * 0.618 % 1 - 0.5) * 0.5
+        first, whole = rows["alpha_first"].to_numpy(), rows["alpha_whole"].to_numpy()
+        colours = [WARM if value > EPSILON else ACCENT for value in first]
+        axes.scatter(
+            at, first, s=19, color=colours, lw=0, zorder=3, label=None if index else f"one head, over {window}"
+        )
+        if long:
+            axes.vlines(at, whole, first, color=HAIRLINE, lw=1, zorder=1)
+            axes.scatter(
+                at, whole, s=15, facecolor="white", edgecolor=MUTED, lw=0.9, zorder=2,
+                label=None if index else "over the whole text",
+            )  # fmt: skip
+    _threshold(axes)
+    step = max(1, len(layers) // 16)
+    axes.set_xticks(np.arange(0, len(layers), step), [str(layer) for layer in layers[::step]])
+    axes.set(xlim=(-0.6, len(layers) - 0.4), ylim=(0, _top(table["alpha_first"].to_numpy())))
+    axes.set_xlabel("layer", fontsize=8, color=MUTED)
+    axes.set_ylabel("α: mean share of the row on the first token", fontsize=8, color=MUTED)
+    axes.yaxis.set_major_formatter(PERCENT)
+    if not np.isfinite(table["alpha_first"]).any():
+        axes.text(
+            0.5,
+            0.4,
+            "the profile has no score of\nthese heads over the first queries",
+            transform=axes.transAxes,
+            ha="center",
+            fontsize=8,
+            color=MUTED,
+        )
+        return
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, frameon=False, fontsize=7.5, labelcolor=MUTED,
+                handletextpad=0.2, columnspacing=1.2, scatteryoffsets=[0.5])  # fmt: skip
+
+
+def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: np.ndarray) -> None:
+    """A line for each head: its weight on the first token, by range of query positions."""
+    plain(axes)
+    x = np.arange(len(ranges))
+    for values in share.reshape(len(ranges), -1).T:
+        axes.plot(x, values, color=WARM if values[0] > EPSILON else ACCENT, lw=0.9, alpha=0.55)
+    axes.plot(x, np.nanmean(share, (1, 2)), color="black", lw=2, label="mean of all heads")
+    axes.plot(x, np.nanmean(even, (1, 2)), color=MUTED, lw=0.9, ls=(0, (1, 1.5)), label="rows of even weights")
+    _threshold(axes)
+    axes.set_xticks(x, [f"{first:,}–{stop - 1:,}" for first, stop in ranges])
+    axes.tick_params(axis="x", labelrotation=0 if len(ranges) <= 4 else 40)
+    axes.set(xlim=(-0.1, len(ranges) - 0.9), ylim=(0, _top(share)))
+    axes.set_xlabel("position of the query", fontsize=8, color=MUTED)
+    axes.yaxis.set_major_formatter(PERCENT)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, frameon=False, fontsize=7.5, labelcolor=MUTED,
+                handletextpad=0.5, columnspacing=1.2)  # fmt: skip
+
+
+def _top(shares: np.ndarray) -> float:
+    """The upper end of the axis; heads across two sequences have no score, so that all values may be NaN."""
+    return max([0.4, *(1.08 * shares[np.isfinite(shares)])])
+
+
+def _threshold(axes: Axes) -> None:
+    axes.axhline(EPSILON, color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=0)
+
+
+def states_figure(name: str, stacks: Mapping[str, xr.Dataset]) -> Figure:
+    """The mean cosine similarity of the states of two tokens by depth: a line for each stack, a thin one for each text.
+
+    Args:
+        name: name of the model.
+        stacks: hidden states by stack of layers, as in `Profile.residual`.
+
+    Raises:
+        InputError: if no stack has the variable `cosine`, as in profiles of older versions.
+
+    >>> import qkv
+    >>> profile = qkv.profile("qkv-mini", progress=False, probe=False)
+    >>> len(states_figure("qkv-mini", profile.residual).axes)
+    1
+    """
+    cosines = {stack: data["cosine"].values.astype(float) for stack, data in stacks.items() if "cosine" in data}
+    cosines = {stack: values for stack, values in cosines.items() if np.isfinite(values).any()}
+    if not cosines:
+        raise InputError("profile: it holds no similarity of hidden states; profile a text of two or more tokens again")
+    depths = max(values.shape[1] for values in cosines.values())
+    width = min(11.0, max(6.4, 1.6 + 0.45 * depths))
+    figure = Drawing(figsize=(width, 4.2))
+    first, values = next(iter(cosines.items()))
+    texts, tokens = len(values), int(stacks[first]["n_tokens"].sum())
+    subtitle = (
+        f"{name} · {counted(texts, 'text')}, {counted(tokens, 'token')} · mean over all pairs of tokens of a text"
+    )
+    titled(figure, _states_sentence(np.nanmean(values, 0)), subtitle)
+    axes = place(figure, 0.72, 1.05, width - 1.1, 2.6)
+    plain(axes)
+    axes.axhline(0, color=HAIRLINE, lw=0.8)
+    colours = (ACCENT, WARM, MUTED)
+    for at, (stack, values) in enumerate(cosines.items()):
+        x, colour = np.arange(values.shape[1]), colours[at % len(colours)]
+        for one in values if len(values) > 1 else []:
+            axes.plot(x, one, color=colour, lw=0.6, alpha=0.4)
+        axes.plot(x, np.nanmean(values, 0), color=colour, lw=1.6, marker="o", ms=3.5, label=stack)
+    axes.set_ylim(min(0.0, *(float(np.nanmin(values)) for values in cosines.values())) - 0.02, 1.02)
+    axes.xaxis.set_major_locator(MaxNLocator(min(depths, 16), integer=True))
+    axes.set_xlabel("depth: 0 is the input of the first layer, i the output of layer i", fontsize=8, color=MUTED)
+    axes.set_ylabel("cosine of two tokens' states", fontsize=8, color=MUTED)
+    if len(cosines) > 1:
+        axes.legend(loc="best", frameon=False, fontsize=7.5, labelcolor=MUTED)
+    return figure
+
+
+def _states_sentence(mean: np.ndarray) -> str:
+    start, peak, end = mean[0], int(np.nanargmax(mean)), mean[-1]
+    if mean[peak] > max(start, end) + 0.05:
+        beside = f"against {start:.2f} at the input and {end:.2f} at the end"
+        return f"States of different tokens are most alike at depth {peak}: cosine {mean[peak]:.2f}, {beside}"
+    if abs(end - start) < 0.05:
+        return f"States of different tokens are as alike at the end as at the input: cosine {end:.2f}"
+    way = "more" if end > start else "less"
+    return f"States of different tokens become {way} alike with depth: from cosine {start:.2f} to {end:.2f}"

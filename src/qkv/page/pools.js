@@ -1,6 +1,6 @@
 // The pooled map of a head: for each bin of queries × keys its largest and its average weight.
 
-/** Decode the codes of a head. `about`: the description of the pooled maps of a text, see qkv.report.pools. */
+/** Decode the codes of a head. `about`: the description of the pooled maps of a text, see qkv.report.payload. */
 export function pooledMap(about, codes) {
   const { rows, columns, low, high } = about, size = rows * columns;
   const table = Float32Array.from({ length: 256 }, (_, c) => (c ? low * (high / low) ** ((c - 1) / 254) : 0));

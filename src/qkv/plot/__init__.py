@@ -9,11 +9,9 @@ make a new figure and return it. In a notebook both are shown as a picture. pypl
 'Each token attends to itself'
 """
 
-from qkv.plot.graph import arcs
-from qkv.plot.many import heads, model, panels
-from qkv.plot.single import matrix, weights
-from qkv.plot.statistics import by_head, entropy, received, sinks
-from qkv.plot.words import alignment, overlay
+from qkv.plot.given import by_head, entropy, received, sinks
+from qkv.plot.many import arcs, heads, model, panels
+from qkv.plot.single import alignment, matrix, overlay, weights
 
 __all__ = [
     "alignment",

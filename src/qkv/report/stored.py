@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from qkv.errors import InputError
-from qkv.figures.stored_map import StoredMap
+from qkv.figures.map import StoredMap
 from qkv.profiler.explore.pyramid import OnProgress, deepest, edges
 from qkv.profiler.explore.tile_cache import Stopped, never
 from qkv.report.payload import trimmed

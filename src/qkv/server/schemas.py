@@ -52,7 +52,7 @@ class Array(BaseModel):
 
 
 class Pooled(BaseModel):
-    """How to decode the pooled maps of a text: see `qkv.report.pools.pooled_maps`."""
+    """How to decode the pooled maps of a text: see `qkv.report.payload.pooled_maps`."""
 
     rows: int
     columns: int

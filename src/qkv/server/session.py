@@ -93,7 +93,7 @@ class Source:
     page: bytes = b""
     """The JSON of `qkv.report.payload.payload`."""
     pools: dict[tuple[int, int], str] = field(default_factory=dict)
-    """The pooled maps by group and text, as JSON: see `qkv.report.pools`."""
+    """The pooled maps by group and text, as JSON: see `qkv.report.payload`."""
     curves: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """The curves by group and text: 16-bit planes, as the payload describes them."""
     groups: list[dict[str, Any]] = field(default_factory=list)

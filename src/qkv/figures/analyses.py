@@ -1,0 +1,387 @@
+"""What ablation, eviction, attention rollout and over-mixing found."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+
+from qkv.errors import InputError
+from qkv.figures.layout import (
+    ACCENT,
+    HAIRLINE,
+    INK,
+    LABELLED_TOKENS,
+    MUTED,
+    PERCENT,
+    WARM,
+    Drawing,
+    along,
+    colour_bar,
+    layer_by_head,
+    name_peaks,
+    note,
+    place,
+    plain,
+    titled,
+    token_label,
+    token_strip,
+)
+from qkv.profiler.data import tables
+from qkv.profiler.data.labels import layers_and_heads, percent
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+    from matplotlib.axes import Axes
+
+    from qkv.profiler.ablation_run import Ablation
+    from qkv.profiler.analyses.eviction import Eviction
+
+
+DIVERGING = LinearSegmentedColormap.from_list("qkv diverging", ("#26748f", "#f3f6f5", "#b5493a"))
+REMOVED = {"heads": "without the head", "means": "with the head's mean over tokens", "sinks": "without the head's sink"}
+
+
+def ablation_figure(ablation: Ablation) -> Figure:
+    """A layer × head map of the change of the loss; red where the loss rises, blue where it falls."""
+    table, attrs = ablation.table, ablation.attrs
+    values = table.pivot(index="layer", columns="head", values="delta_nats")
+    layers, heads = values.shape
+    cell = min(0.46, 5.2 / heads, 5.0 / layers)
+    wide, tall = cell * heads, cell * layers
+    figure = Drawing(figsize=(max(0.65 + wide + 0.9, 7.4), 1.1 + tall + 0.5))
+    worst = table.loc[table["delta_nats"].idxmax()]
+    removed = REMOVED[attrs["what"]]
+    name, rise = f"{int(worst['layer'])}.{int(worst['head'])}", f"{worst['delta_nats']:+.3f}"
+    title = f"Head {name} matters most: {rise} nats a token {removed}"
+    if worst["delta_nats"] <= 0:
+        title = f"The loss rises for no head: at most {rise} nats a token {removed}"
+    titled(figure, title, f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {ablation.nats:.3f} nats a token")
+    largest = max(1e-6, float(table["delta_nats"].abs().max()))
+    axes = place(figure, 0.65, 1.1, wide, tall)
+    written = _written if cell > 0.4 else None
+    image = layer_by_head(
+        axes, values, TwoSlopeNorm(0, -largest, largest), ticks=12, written=written, colours=DIVERGING
+    )
+    axes.set_title("change of the loss, nats per token", loc="left", fontsize=9, color=INK, pad=5)
+    axes.set_xlabel("head", fontsize=8, color=MUTED)
+    axes.set_ylabel("layer", fontsize=8, color=MUTED)
+    colour_bar(place(figure, 0.65 + wide + 0.1, 1.1, 0.08, tall), image, "nats")
+    return figure
+
+
+def _written(value: float) -> str:
+    text = f"{value:.2f}".replace("-", "−")
+    return "0" if text in ("0.00", "−0.00") else text.replace("0.", ".")
+
+
+LINES = {"window": ("#26748f", "s"), "sinks": (WARM, "o"), "heavy": ("#7c4a86", "^")}
+OTHERS = (("#5b7f2b", "D"), ("#a05195", "v"), ("#4d5b6a", "P"), ("#b8860b", "X"))
+"""Colours and markers of other policies, in their order."""
+
+
+def budget_figure(eviction: Eviction) -> Figure:
+    """Cost by budget, a line for each policy: the increase of the loss, if it was measured, and attention lost."""
+    mean = eviction.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().reset_index()
+    panels = [(mean, "mass_lost", "Attention on evicted keys, mean of all heads")]
+    if eviction.loss is not None:
+        panels.insert(
+            0, (eviction.loss[eviction.loss["policy"] != "full"], "delta_nats", "Increase of the loss, nats per token")
+        )
+    wide, gap = (4.0, 0.95) if len(panels) > 1 else (6.4, 0)
+    figure = Drawing(figsize=(max(0.85 + len(panels) * (wide + gap), 7.4), 4.5))
+    whole = "" if eviction.loss is None else f" · loss with all keys {eviction.loss['nats'].iloc[0]:.2f} nats"
+    titled(figure, _eviction_sentence(eviction, mean), _eviction_subtitle(eviction) + whole)
+    for index, (table, column, label) in enumerate(panels):
+        axes = place(figure, 0.75 + index * (wide + gap), 1.2, wide, 2.75)
+        plain(axes)
+        axes.set_title(label, loc="left", fontsize=9, color=INK, pad=7)
+        _lines(axes, table, column, eviction.attrs["policies"])
+        if column == "mass_lost":
+            axes.yaxis.set_major_formatter(PERCENT)
+        if index == 0:
+            axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
+    return figure
+
+
+def heads_figure(eviction: Eviction, budget: int | None = None) -> Figure:
+    """The attention that each head loses at one budget (the smallest if None): a layer × head map for each policy.
+
+    Raises:
+        InputError: for a budget that was not measured.
+    """
+    budgets = sorted(set(eviction.mass["budget"]))
+    budget = budgets[0] if budget is None else budget
+    if budget not in budgets:
+        raise InputError(f"budget is {budget}, expected one of {', '.join(map(str, budgets))}")
+    table = eviction.mass[eviction.mass["budget"] == budget]
+    policies = list(dict.fromkeys(table["policy"]))
+    layers, heads = table["layer"].nunique(), table["head"].nunique()
+    cell = min(0.46, 3.4 / heads, 4.6 / layers)
+    wide, tall, gap = cell * heads, cell * layers, 0.45
+    width = max(0.65 + len(policies) * (wide + gap) + 0.5, 7.4)
+    figure = Drawing(figsize=(width, 1.1 + tall + 0.5))
+    worst = table.loc[table["mass_lost"].idxmax()]
+    title = (
+        f"With {budget} keys, head {worst['layer']}.{worst['head']} loses {percent(worst['mass_lost'])} "
+        f"of its attention to “{worst['policy']}”"
+    )
+    titled(figure, title, f"share of each head's attention on evicted keys · {_eviction_subtitle(eviction)}")
+    norm = Normalize(0, max(0.1, float(table["mass_lost"].max())))
+    for index, policy in enumerate(policies):
+        axes = place(figure, 0.65 + index * (wide + gap), 1.1, wide, tall)
+        values = table[table["policy"] == policy].pivot(index="layer", columns="head", values="mass_lost")
+        image = layer_by_head(axes, values, norm, ticks=12, written=lambda value: f"{100 * value:.0f}")
+        mean = values.to_numpy().mean()
+        axes.set_title(f"{policy}, mean {percent(mean)}", loc="left", fontsize=9, color=INK, pad=5)
+        axes.set_xlabel("head", fontsize=8, color=MUTED)
+        if index == 0:
+            axes.set_ylabel("layer", fontsize=8, color=MUTED)
+    right = 0.65 + len(policies) * (wide + gap) - gap + 0.1
+    colour_bar(place(figure, right, 1.1, 0.08, tall), image, "%")
+    return figure
+
+
+def _lines(axes: Axes, table: pd.DataFrame, column: str, meanings: dict[str, str]) -> None:
+    others = cycle(OTHERS)
+    looks = {policy: LINES.get(policy) or next(others) for policy in meanings}
+    labels = {policy: f"{policy}: {meaning}" for policy, meaning in meanings.items()}
+    budgets = sorted(int(b) for b in set(table["budget"]))
+    for policy, rows in table.groupby("policy", sort=False):
+        colour, marker = looks[str(policy)]
+        budget = rows["budget"].astype(float)
+        style: dict[str, Any] = {"color": colour, "marker": marker, "ms": 5, "lw": 1.6}
+        axes.plot(budget, rows[column], **style, label=labels[str(policy)], clip_on=False, zorder=3)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(budgets))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("keys cached in each layer", fontsize=8, color=MUTED)
+    low, high = float(table[column].min()), float(table[column].max())
+    axes.set_ylim(min(0.0, low) - (0.03 * (high - low) if low < 0 else 0), max(high, 1e-6) * 1.12)
+    axes.axhline(0, color=MUTED, lw=0.6)
+
+
+def _eviction_sentence(eviction: Eviction, mean: pd.DataFrame) -> str:
+    """The title: the policies with the lowest and the highest cost at the smallest budget."""
+    if eviction.loss is None:
+        table, column = mean, "mass_lost"
+    else:
+        table, column = eviction.loss[eviction.loss["policy"] != "full"], "delta_nats"
+    least = table[table["budget"] == table["budget"].min()].sort_values(column)
+
+    def cost(row: Any) -> str:
+        return percent(row[column]) if column == "mass_lost" else f"{row[column]:.2f} nats"
+
+    best, worst = least.iloc[0], least.iloc[-1]
+    verb = "loses" if column == "mass_lost" else "costs"
+    what = " of the attention" if column == "mass_lost" else " per token"
+    title = f"With {best['budget']} keys, “{best['policy']}” {verb} {cost(best)}{what}"
+    return title if len(least) == 1 else f"{title}, “{worst['policy']}” {cost(worst)}"
+
+
+def _eviction_subtitle(eviction: Eviction) -> str:
+    attrs = eviction.attrs
+    layers, heads = eviction.mass["layer"].nunique(), eviction.mass["head"].nunique()
+    texts = f"{attrs['tokens']:,} tokens" + (f" in {attrs['texts']} texts" if attrs["texts"] > 1 else "")
+    return f"{attrs['model']} · {layers_and_heads(layers, heads)} · {texts}"
+
+
+def flow_figure(rollout: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure:
+    """The rollout of one chosen token, from `rollout` or `flow_to`: shares along the text, and below them by layer.
+
+    Raises:
+        InputError: if `text` or `chosen` is out of range.
+    """
+    for name, value, size in (("text", text, rollout.sizes["text"]), ("chosen", chosen, rollout.sizes["chosen"])):
+        if not 0 <= value < size:
+            raise InputError(f"{name} is {value}, expected a number from 0 to {size - 1}")
+    n = int(rollout["n_tokens"].values[text])
+    by_depth = rollout.values[text, chosen, :, :n]
+    tokens, position = rollout["token_name"].values[text, :n], int(rollout["chosen_position"].values[text, chosen])
+    backward = rollout.attrs["of"] == "queries"
+    share = by_depth[0 if backward else -1]
+    strip = max(0.9, 0.16 * len(by_depth))
+    below = 0.95 if n <= LABELLED_TOKENS else 0.6
+    figure = Drawing(figsize=(9.8, 3.27 + strip + below))
+    titled(figure, _flow_sentence(share, tokens, position, backward), _flow_subtitle(rollout, n))
+    curve = place(figure, 1.02, 0.95, 7.98, 2.2)
+    heat, bar = place(figure, 1.02, 3.27, 7.98, strip), place(figure, 9.09, 3.27, 0.08, strip)
+    plain(curve)
+    _shares(curve, share, tokens)
+    equal = 1 / n if backward else float(share.mean())
+    curve.axhline(equal, color=MUTED, lw=0.7, ls=(0, (4, 3)))
+    note(curve, equal, "equal\nshare" if backward else "mean")
+    what = "share of its final state\nfrom each token" if backward else "share of each token's\nfinal state"
+    curve.set_ylabel(what, fontsize=8, color=MUTED)
+    along(curve, tokens, labels=False)
+    _by_depth(heat, bar, by_depth)
+    along(heat, tokens, what="token")
+    return figure
+
+
+def _shares(axes: Axes, share: np.ndarray, tokens: np.ndarray) -> None:
+    """Shares along the text on a logarithmic scale, with the largest named; shares of 0 are left blank."""
+    positive = share[share > 0]
+    top = float(positive.max())
+    low = min(max(float(np.quantile(positive, 0.02)), top * 1e-6), top / 4)
+    edges, shown = np.arange(len(share) + 1) - 0.5, np.where(share > 0, np.maximum(share, low), np.nan)
+    axes.set_yscale("log")
+    axes.stairs(shown, edges, baseline=low / 2, fill=True, color="#cfe1e4", lw=0)
+    axes.stairs(shown, edges, baseline=None, color=ACCENT, lw=0.9 if len(share) < 500 else 0.5)
+    axes.set_ylim(low / 1.3, top * (top / low) ** 0.2 * 1.2)
+    steps = (1, 2, 5) if top < 100 * low else (1,)
+    axes.yaxis.set_major_locator(FixedLocator([m * 10.0**p for p in range(-9, 1) for m in steps if m * 10.0**p <= 1]))
+    axes.yaxis.set_major_formatter(PERCENT)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+    name_peaks(axes, share, tokens, 9)
+
+
+def _by_depth(axes: Axes, bar: Axes, values: np.ndarray) -> None:
+    """Depth by token, embeddings at the bottom. The scale is logarithmic: a token's own share exceeds all others."""
+    positive = values[values > 0]
+    low = max(float(np.quantile(positive, 0.05)), 1e-6)
+    token_strip(axes, bar, values, LogNorm(low, max(float(values.max()), 10 * low)))
+    top = len(values) - 1
+    step = max(1, top // 6)
+    axes.set_yticks([*range(0, top, step), top], ["embeddings", *map(str, range(step, top, step)), "final"])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_ylabel("after layer", fontsize=8, color=MUTED)
+
+
+def _flow_sentence(share: np.ndarray, tokens: np.ndarray, position: int, backward: bool) -> str:
+    others = share.copy()
+    others[position] = -1
+    top = int(others.argmax())
+    here, there = (f"{_quoted(tokens[at])} (token {at:,})" for at in (position, top))
+    if others[top] <= 0:
+        return f"The final state of {here} is all its own" if backward else f"{here} takes part in no token but itself"
+    if backward:
+        return (
+            f"{percent(share[position])} of the final state of {here} is its own; {percent(share[top])} is from {there}"
+        )
+    return (
+        f"{percent(share.mean())} of the average final state is from {here}; {percent(share[top])} of that of {there}"
+    )
+
+
+def _quoted(token: str) -> str:
+    label = token_label(token)
+    return label if label.startswith("“") else f"“{label}”"
+
+
+def _flow_subtitle(rollout: xr.DataArray, n: int) -> str:
+    group = rollout.attrs["group"]
+    kind = "" if group == "self" else f" · {group} attention"
+    layers = rollout.sizes["depth"] - 1
+    rest = f"attention rollout, residual weight {rollout.attrs['residual']:g} · {layers} layers · {n:,} tokens"
+    return f"{rollout.attrs['model']}{kind} · {rest}"
+
+
+FAINTEST = 1e-3  # relative to the norm of a hidden state; smaller movements are drawn as none
+
+
+def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: int = 0, name: str = "") -> Figure:
+    """The response at every depth and token, and its mean over later tokens by depth.
+
+    Args:
+        data: the result of `qkv.profiler.analyses.mixing.mixing`.
+        other: a second result, without the first token or for a model with the same depth, drawn as a second curve.
+        text: index of the text.
+        name: name of the model; the name in `data` if empty.
+
+    Raises:
+        InputError: if `text` is out of range, or `other` has another depth.
+
+    >>> from qkv.profiler.analyses.mixing import mixing
+    >>> figure = mixing_figure(mixing("qkv-mini", "def mean(values):", position=3))
+    >>> len(figure.axes)
+    3
+    """
+    if not 0 <= text < data.sizes["text"]:
+        raise InputError(f"text: got {text}; expected 0 to {data.sizes['text'] - 1}")
+    if other is not None and other.sizes["depth"] != data.sizes["depth"]:
+        depths = data.sizes["depth"], other.sizes["depth"]
+        raise InputError(f"other: got {depths[1]} depths; expected {depths[0]} as in data")
+    one = data.isel(text=text)
+    moved = one["response"].values
+    moved = moved[:, np.isfinite(moved).any(0)]
+    depths, n = moved.shape
+    tall = min(0.3 * depths, 4.6) if depths > 3 else 0.9
+    figure = Drawing(figsize=(9.6, 1.05 + tall + 0.8))
+    titled(figure, _mixing_sentence(data, other, text), _mixing_subtitle(data, text, name or str(data.attrs["model"])))
+    heat = place(figure, 0.72, 1.05, 5.45, tall)
+    bar = place(figure, 6.24, 1.05, 0.09, tall)
+    curve = place(figure, 7.3, 1.05, 2.0, tall)
+
+    most = max(float(np.nanmax(moved)), 2 * FAINTEST)
+    token_strip(heat, bar, moved, LogNorm(FAINTEST, most), under="white", extend=0.06)
+    along(heat, one["token_name"].values[:n], what="token")
+    heat.set_title("Movement of each token, share of its norm", loc="left", fontsize=8.5, color=INK, pad=6)
+    for spine in heat.spines.values():
+        spine.set_color(HAIRLINE)
+
+    plain(curve)
+    curve.set_title("Mean of later tokens", loc="left", fontsize=8.5, color=INK, pad=6)
+    for later, colour, label in _curves(data, other, text):
+        curve.plot(100 * later, np.arange(depths), color=colour, lw=1.3, marker="o", ms=3, label=label)
+    curve.set_xlim(left=0)
+    curve.xaxis.set_major_locator(MaxNLocator(4))
+    curve.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g} %"))
+    if other is not None:
+        curve.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.3 / tall), ncols=2, frameon=False, fontsize=7.5,
+            labelcolor=MUTED, handlelength=1.2, columnspacing=1.2, borderaxespad=0,
+        )  # fmt: skip
+    for axes in (heat, curve):
+        _depths(axes, depths, labelled=axes is heat)
+    return figure
+
+
+def _curves(data: xr.Dataset, other: xr.Dataset | None, text: int) -> list[tuple[np.ndarray, str, str]]:
+    curves = [(data["later"].values[text], ACCENT, _kind(data))]
+    if other is not None:
+        curves.append((other["later"].values[text], WARM, _kind(other)))
+    if other is not None and curves[0][2] == curves[1][2]:
+        curves = [(later, colour, label) for (later, colour, _), label in zip(curves, ("this", "other"), strict=True)]
+    return curves
+
+
+def _kind(data: xr.Dataset) -> str:
+    return "without the first token" if data.attrs["without_first"] else "whole text"
+
+
+def _depths(axes: Axes, depths: int, *, labelled: bool) -> None:
+    """The depth axis, downwards as in all figures, with the embeddings at the top."""
+    step = max(1, round(depths / 12))
+    axes.set_yticks(np.arange(0, depths, step), [str(d) if d else "emb." for d in range(0, depths, step)])
+    axes.set_ylim(depths - 0.5, -0.5)
+    if labelled:
+        axes.set_ylabel("after layer", fontsize=8, color=MUTED)
+
+
+def _mixing_sentence(data: xr.Dataset, other: xr.Dataset | None, text: int) -> str:
+    later = float(data["later"].values[text, -1])
+    if np.isnan(later):
+        return "No token comes after the changed one"
+    sentence = f"A changed token moves later ones by {percent(later)} of their norm"
+    if other is not None:
+        rest = percent(float(other["later"].values[text, -1]))
+        sentence += f", by {rest} without the first token" if other.attrs["without_first"] else f", there by {rest}"
+    return sentence
+
+
+def _mixing_subtitle(data: xr.Dataset, text: int, name: str) -> str:
+    position, count = data.attrs["position"], data.sizes["replacement"]
+    place = int(np.flatnonzero(data["token"].values == position)[0])
+    token = tables.readable(str(data["token_name"].values[text, place]))
+    others = f"mean of {count} other tokens in its place" if count > 1 else "one other token in its place"
+    return f"{name} · “{token}” at position {position} changed · {others} · {_kind(data)}"
