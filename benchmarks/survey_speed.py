@@ -23,12 +23,12 @@ import torch
 
 from benchmarks.mechanisms.timing import alternating, median_ratio
 from benchmarks.timing import THREADS
+from qkv.profiler.capture.inputs import Special, tokens_of
 from qkv.profiler.capture.models import Loaded, load
-from qkv.profiler.capture.special import Special, tokens_of
+from qkv.profiler.corpora import library_text
 from qkv.profiler.surveys.corpus import Corpus, of_texts
 from qkv.profiler.surveys.pieces import Piece, batches_of, pieces
 from qkv.profiler.surveys.survey import survey
-from qkv.profiler.texts import library_text
 
 LENGTH, BATCH = 512, 4096
 

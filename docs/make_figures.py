@@ -31,7 +31,7 @@ from benchmarks.mechanisms import run, show
 from qkv import cli
 from qkv.figures.layout import save_figure
 from qkv.profiler.capture.models import load
-from qkv.profiler.texts import default_text
+from qkv.profiler.corpora import default_text
 from research.sinks.stored import stored
 
 DOCS = Path(__file__).parent

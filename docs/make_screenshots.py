@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from PIL import Image
 
 from qkv.profiler.capture.models import load
-from qkv.profiler.texts import default_text
+from qkv.profiler.corpora import default_text
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
 

@@ -17,7 +17,7 @@ from qkv import models
 from qkv.cli import main
 from qkv.models import bundled
 from qkv.positions import Rotary
-from qkv.profiler.texts import default_text
+from qkv.profiler.corpora import default_text
 from qkv_lab import draw, log, settings, translate
 
 SENTENCES = ("I love deep learning", "the black cat sat on the mat", "the old woman does not eat the red apples")

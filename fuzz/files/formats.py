@@ -16,7 +16,7 @@ import qkv
 from benchmarks.mechanisms import run as bench
 from qkv.models import DecoderConfig, DecoderLM, from_hugging_face
 from qkv.models.text import load_text_model
-from qkv.profiler import Survey, ablation_run
+from qkv.profiler import Survey, editing
 from qkv.profiler.capture import models
 from qkv_lab import log, resume, settings, tokens
 from qkv_lab.experiments import record
@@ -50,7 +50,7 @@ def _resume(folder: Path) -> Any:
 
 
 def _ablation(folder: Path) -> Any:
-    return ablation_run._read(folder / "ablation.jsonl", "heads:0")
+    return editing._read(folder / "ablation.jsonl", "heads:0")
 
 
 MODEL = ("config.json", "model.safetensors")

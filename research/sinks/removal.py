@@ -13,8 +13,7 @@ from qkv._engine.call import Call
 from qkv.edits import Edit, Head
 from qkv.kernels import serve, serving
 from qkv.masks import Dense
-from qkv.profiler.ablation_run import next_token_loss, predicts_next_token
-from qkv.profiler.editing import edit
+from qkv.profiler.editing import edit, next_token_loss, predicts_next_token
 from research.sinks.rows import visible
 from research.sinks.subject import Subject
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qkv.errors import InputError
 from qkv.models import DecoderLM
 from qkv.normalizers import Softmax
-from qkv.profiler.capture.calls import calls_of
+from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.observe import WEIGHTS_ONLY, ObservedCall
 from qkv.profiler.capture.residual import layer_of

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.models import bundled
-from qkv.profiler.capture.inputs import positions, vocabulary
-from qkv.profiler.capture.special import Special, tokens_of
-from qkv.profiler.capture.tokens import special_ids
+from qkv.profiler.capture.inputs import Special, positions, special_ids, tokens_of, vocabulary
 
 SHORT, LONG = 64, 512
 """The lengths at which a model is measured, in tokens: T of Gu et al. 2025, and the whole text."""

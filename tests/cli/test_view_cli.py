@@ -17,7 +17,7 @@ import pytest
 
 import qkv
 from qkv.cli import main
-from qkv.profiler.texts import default_text
+from qkv.profiler.corpora import default_text
 
 pytest.importorskip("transformers", reason="loading models needs transformers")
 TEXT = "def one():\n    return 1\n"

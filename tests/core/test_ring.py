@@ -26,7 +26,7 @@ from forked import Forked
 from qkv import masks
 from qkv.masks import EMPTY, FULL, Grid, Region
 from qkv.masks.convert import grid_mod
-from qkv.profiler.capture.calls import calls_of
+from qkv.profiler.capture.datasets import calls_of
 from qkv.ring import Piece
 from qkv.statistics import Mass
 

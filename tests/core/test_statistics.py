@@ -330,7 +330,7 @@ def test_measure_agrees_with_the_statistic_objects(nq: int, nk: int, mask: Mask 
 
 
 def test_tables_figures_and_surveys_use_units_and_definitions_of_the_objects() -> None:
-    from qkv.profiler.data import labels
+    from qkv.profiler.data import frames
     from qkv.profiler.data.frames import COLUMNS
     from qkv.profiler.data.variables import OF_HEADS, VARIABLES
     from qkv.profiler.surveys.quantities import QUANTITIES
@@ -345,7 +345,7 @@ def test_tables_figures_and_surveys_use_units_and_definitions_of_the_objects() -
         about = VARIABLES[name]
         assert COLUMNS[name][0] == about.units
         assert about.definition in COLUMNS[name][1]
-        column = labels.STATISTICS[name]
+        column = frames.STATISTICS[name]
         assert (column.label, column.meaning) == (about.label, about.definition)
         assert column.unit == ("%" if about.share else about.units)
         if name in QUANTITIES:
@@ -367,7 +367,7 @@ class Heavy(Statistic):
 statistics.BUILT_IN["heavy"] = Heavy()
 import tempfile
 import qkv
-from qkv.profiler.data.labels import STATISTICS
+from qkv.profiler.data.frames import STATISTICS
 from qkv.profiler.surveys.survey import survey
 from qkv.report.payload import payload
 

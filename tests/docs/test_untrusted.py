@@ -26,7 +26,7 @@ from qkv._untrusted import in_bytes, parse_array, parse_json, read_zip
 from qkv.cli import main
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import Survey
-from qkv.profiler.data.declared import check_hierarchy, frame_size
+from qkv.profiler.data.variables import check_hierarchy, frame_size
 from qkv_lab.tasks import Reversal
 
 CASES = 300

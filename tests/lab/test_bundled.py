@@ -12,7 +12,7 @@ from qkv import models
 from qkv.models import DecoderLM, bundled
 from qkv.models.text import load_text_model
 from qkv.profiler.capture.models import load
-from qkv.profiler.texts import default_text
+from qkv.profiler.corpora import default_text
 from qkv_lab import settings, translate
 from qkv_lab.tasks.reversal import Reversal
 from qkv_lab.tasks.translation import Translation

@@ -16,7 +16,7 @@ from conftest import refused
 from qkv import cli
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import ablation
-from qkv.profiler import ablation_run as analysis
+from qkv.profiler import editing as analysis
 
 
 def small() -> DecoderLM:

@@ -16,7 +16,7 @@ import hf_models as hf
 from conftest import largest_tensor, refused
 from qkv.errors import InputError
 from qkv.huggingface.masks import lazy_mask
-from qkv.profiler.capture import fingerprint
+from qkv.profiler.capture import probes
 from qkv.profiler.capture.observe import Observer, Record, observe, unobserved
 from qkv.profiler.run import profile
 from qkv.reference import statistics
@@ -568,17 +568,17 @@ def test_generation_under_observation_gives_the_same_tokens(name: str, suffix: s
     assert unobserved(observer) == []
 
 
-@pytest.mark.parametrize("n", [1, 4, 37, 2 * fingerprint.PART * 4 + 5])
+@pytest.mark.parametrize("n", [1, 4, 37, 2 * probes.PART * 4 + 5])
 def test_every_changed_byte_changes_the_hash_that_is_computed_on_a_gpu(n: int) -> None:
     values = torch.randint(256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    before = fingerprint.sums_of_bytes(values)
-    assert fingerprint.sums_of_bytes(values.clone()) == before
+    before = probes.sums_of_bytes(values)
+    assert probes.sums_of_bytes(values.clone()) == before
     for place in (0, n // 2, n - 1):
         changed = values.clone()
         changed[place] += 1
-        assert fingerprint.sums_of_bytes(changed) != before
+        assert probes.sums_of_bytes(changed) != before
     if n > 8:
         swapped = values.clone()
         swapped[[0, 8]] = swapped[[8, 0]]
         assert values[0] != values[8]
-        assert fingerprint.sums_of_bytes(swapped) != before
+        assert probes.sums_of_bytes(swapped) != before

@@ -20,10 +20,8 @@ from qkv.figures.analyses import budget_figure, heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.token_loss import token_loss
-from qkv.profiler.analyses.eviction import eviction, expiry, mass_lost
-from qkv.profiler.analyses.eviction_run import nats_of
-from qkv.profiler.analyses.policies import policies_of
-from qkv.profiler.capture.calls import calls_of
+from qkv.profiler.analyses.eviction import eviction, expiry, mass_lost, nats_of, policies_of
+from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.models import load
 
 FIRST = 2

@@ -25,8 +25,7 @@ from qkv.models.bundled import folder_of
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore import pyramid
 from qkv.profiler.explore.explorer import CacheBudget, Cancelled, Explorer
-from qkv.profiler.explore.pyramid import Pyramid, new_tile_cache
-from qkv.profiler.explore.tile_cache import SingleFlightCache
+from qkv.profiler.explore.pyramid import Pyramid, SingleFlightCache, new_tile_cache
 from qkv.scores import Additive
 from qkv.statistics import maps
 from qkv.statistics.measure import row_state
@@ -515,7 +514,7 @@ def test_nan_weights_are_rejected() -> None:
             ask()
 
 
-@pytest.mark.parametrize("module", ["explore.tile_cache", "explore.pyramid", "explore.explorer"])
+@pytest.mark.parametrize("module", ["explore.pyramid", "explore.explorer"])
 def test_examples_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"qkv.profiler.{module}"))
     assert result.attempted > 0 == result.failed

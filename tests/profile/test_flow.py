@@ -20,7 +20,7 @@ from qkv.figures.analyses import flow_figure
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Normalizer
 from qkv.profiler.analyses.flow import flow_to, rollout
-from qkv.profiler.capture.calls import calls_of
+from qkv.profiler.capture.datasets import calls_of
 from qkv.statistics.measure import row_state
 from qkv.statistics.products import weights_matmul, weights_transposed_matmul
 

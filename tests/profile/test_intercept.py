@@ -15,8 +15,8 @@ from conftest import close, largest_tensor, rand, refused
 from qkv import Attention, InputError, biases
 from qkv.kernels import eager
 from qkv.nn import MultiHeadAttention
-from qkv.profiler.capture.calls import calls_of
-from qkv.profiler.capture.torch_calls import as_scores, of_multi_head, of_scores, of_sdpa
+from qkv.profiler.capture.datasets import calls_of
+from qkv.profiler.capture.intercept import as_scores, of_multi_head, of_scores, of_sdpa
 from qkv.profiler.run import profile
 from qkv.reference import statistics
 from qkv.statistics.measure import row_state, sweep

@@ -23,7 +23,7 @@ from conftest import refused
 from qkv.errors import InputError
 from qkv.profiler import Profile, profile
 from qkv.profiler.capture.models import ByteTokenizer, Loaded, load, random_gpt2
-from qkv.profiler.texts import default_text, library_text
+from qkv.profiler.corpora import default_text, library_text
 from qkv.reference import statistics
 
 TEXTS = (

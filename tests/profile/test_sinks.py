@@ -20,7 +20,7 @@ from qkv.masks import Causal
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Softmax
 from qkv.profiler.capture import models
-from qkv.profiler.capture.geometry import geometry
+from qkv.profiler.capture.residual import geometry
 from qkv.profiler.data import types
 from qkv.profiler.data.sinks import relative_norm, sink_tokens
 from qkv.profiler.data.types import sink_scores

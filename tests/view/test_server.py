@@ -32,14 +32,13 @@ from qkv.errors import InputError
 from qkv.profiler import run
 from qkv.profiler.capture import models
 from qkv.profiler.explore.explorer import Explorer
-from qkv.profiler.explore.tile_cache import Cancelled
+from qkv.profiler.explore.pyramid import Cancelled
 from qkv.report.payload import payload, trimmed
-from qkv.server import data_routes, model_routes
+from qkv.server import routes
 from qkv.server.app import create_app
-from qkv.server.connection import Connection
-from qkv.server.data_routes import _top_weights
-from qkv.server.guard import MAX_BODY, SECURITY, Guard
+from qkv.server.guard import MAX_BODY, SECURITY, Connection, Guard
 from qkv.server.jobs import ClientDisconnected, JobQueue, JobQueues, QueueFull
+from qkv.server.routes import _top_weights
 from qkv.server.run import _socket, serve_in_thread
 from qkv.server.schemas import Page
 from qkv.server.session import Session, ViewerPage, copy_sharing_weights
@@ -530,8 +529,8 @@ def test_every_answer_carries_the_security_headers(app: Guard) -> None:
 
 def test_the_description_has_every_route(app: Guard) -> None:
     description = ask(app, "/openapi.json").json()
-    routes: list[Any] = [*data_routes.router.routes, *model_routes.router.routes, *qkv_lab.align.router.routes]
-    assert set(description["paths"]) == {"/api/session", *(route.path for route in routes)}
+    every: list[Any] = [*routes.data_router.routes, *routes.model_router.routes, *qkv_lab.align.router.routes]
+    assert set(description["paths"]) == {"/api/session", *(route.path for route in every)}
     assert {"Page", "MapShape", "LiveAnswer", "ErrorAnswer"} <= set(description["components"]["schemas"])
     assert "HTTPValidationError" not in str(description)  # errors are sentences
 
@@ -1185,7 +1184,7 @@ def test_slow_readers_and_writers_do_not_block_others(session: Session, monkeypa
 
 def test_silent_connections_are_closed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent from the start, in the middle of the first request head, and in the middle of the second."""
-    monkeypatch.setattr("qkv.server.connection.HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("qkv.server.guard.HEAD_SECONDS", 0.3)
     with serve_in_thread(session) as url:
         address = ("127.0.0.1", httpx.URL(url).port)
         whole = f"GET /favicon.ico HTTP/1.1\r\nHost: 127.0.0.1:{address[1]}\r\n\r\n".encode()
@@ -1204,7 +1203,7 @@ def test_silent_connections_are_closed(session: Session, monkeypatch: pytest.Mon
 def test_slow_answer_is_not_cut_off_by_the_head_timeout(
     crowded: tuple[Session, Sluggish], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkv.server.connection.HEAD_SECONDS", 0.05)
+    monkeypatch.setattr("qkv.server.guard.HEAD_SECONDS", 0.05)
     session, sluggish = crowded
     threading.Timer(0.5, sluggish.slow.go.set).start()
     with serve_in_thread(session) as url:

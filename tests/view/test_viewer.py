@@ -12,7 +12,7 @@ import pytest
 
 from qkv.profiler import Profile
 from qkv.profiler.capture.models import load
-from qkv.profiler.data import labels, tables
+from qkv.profiler.data import frames, tables
 from qkv.report.payload import trimmed
 from qkv.report.stored import StoredMaps
 from qkv.server.run import serve_in_thread
@@ -423,7 +423,7 @@ def test_overview_export_holds_the_statistics(tab: Opens, served: Served) -> Non
     for name in ("entropy", "sink", "distance", "top_key_share"):
         np.testing.assert_allclose([float(row[name]) for row in rows], heads[name], rtol=1e-5)
     said = texts_of(check_pictures(one))
-    assert any(labels.STATISTICS["distance"].label in text for text in said)
+    assert any(frames.STATISTICS["distance"].label in text for text in said)
     shown = {f"{x:.1f}" if x < 9.95 else f"{x:.0f}" for x in heads["distance"]}
     assert shown <= set(said)
 

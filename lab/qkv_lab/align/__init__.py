@@ -7,7 +7,7 @@ from importlib.resources import files
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from qkv.server.computing import compute
+from qkv.server.jobs import compute
 from qkv.server.schemas import Index, Name, RequestBody, Text
 from qkv.server.session import ViewerPage
 from qkv_lab.align.models import Aligners

@@ -264,7 +264,7 @@ class Language:
 
 def _first_token_figure(weight: np.ndarray, task: Language) -> Figure:
     """The mean weight on the first token as a heatmap, layers by heads."""
-    from qkv.profiler.data.labels import percent
+    from qkv.profiler.data.frames import percent
     from qkv_lab.draw import heatmap, panels
 
     layers, heads = weight.shape

@@ -10,7 +10,7 @@ from torch import Tensor
 import qkv
 from qkv import kernels
 from qkv.models.text import load_text_model
-from qkv.profiler.texts import default_text
+from qkv.profiler.corpora import default_text
 
 
 @cache

@@ -12,7 +12,7 @@ from qkv.cli.files import folder
 from qkv.cli.inputs import load_inputs, numbers, text_of
 
 if TYPE_CHECKING:
-    from qkv.profiler.ablation_run import Ablation
+    from qkv.profiler.editing import Ablation
 
 DEFAULT_TOKENS = 256
 MOST = 10
@@ -57,7 +57,7 @@ def ablate(
     """
     from qkv.figures.analyses import ablation_figure
     from qkv.figures.layout import save_figure
-    from qkv.profiler.ablation_run import ablation
+    from qkv.profiler.editing import ablation
 
     allow(max_size)
     if tokens is None and text is None and file is None:

@@ -37,7 +37,7 @@ def statistics_of(names: str | None) -> list[Statistic]:
 
 def text_of(model: str, text: str | None, file: Path | None, tokens: int | None, *, least: int = 1) -> str:
     """The user's text or file; else the bundled passage, or enough of Python's standard library for `tokens`."""
-    from qkv.profiler import texts
+    from qkv.profiler import corpora
 
     if text is not None and file is not None:
         raise InputError("text and --file are both given, expected one of them")
@@ -47,17 +47,17 @@ def text_of(model: str, text: str | None, file: Path | None, tokens: int | None,
         return read(file)
     if text is not None:
         return text
-    return texts.default_text(model) if tokens is None else texts.library_text(16 * tokens + 1024)
+    return corpora.default_text(model) if tokens is None else corpora.library_text(16 * tokens + 1024)
 
 
 def preset_text(name: str, text: str | None, file: Path | None) -> str:
     """The bundled text with a name, if no other text is given."""
-    from qkv.profiler import texts
+    from qkv.profiler import corpora
 
     if text is not None or file is not None:
         raise InputError(f"--preset ({name}) and {'text' if file is None else '--file'} are both given, expected one")
     with renamed(preset="--preset"):
-        return texts.preset(name)
+        return corpora.preset(name)
 
 
 def arguments_of(

@@ -204,7 +204,7 @@ def _show_states(console: Console, result: Profile) -> None:
 def _title(result: Profile, group: str) -> str:
     from rich.markup import escape
 
-    from qkv.profiler.data.labels import counted, layers_and_heads
+    from qkv.profiler.data.frames import counted, layers_and_heads
 
     sizes = result.groups[group].sizes
     parts = [] if len(result.groups) == 1 else [group]
@@ -249,7 +249,7 @@ def _token_table(result: Profile, group: str, most: int = 8) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from qkv.profiler.data.labels import percent
+    from qkv.profiler.data.frames import percent
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most attended tokens", title_justify="left")
     for name in ("token", "of all attention", "× its share of the text", "count"):

@@ -33,15 +33,15 @@ from qkv.figures.layout import (
     token_strip,
 )
 from qkv.profiler.data import tables
-from qkv.profiler.data.labels import layers_and_heads, percent
+from qkv.profiler.data.frames import layers_and_heads, percent
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
     from matplotlib.axes import Axes
 
-    from qkv.profiler.ablation_run import Ablation
     from qkv.profiler.analyses.eviction import Eviction
+    from qkv.profiler.editing import Ablation
 
 
 DIVERGING = LinearSegmentedColormap.from_list("qkv diverging", ("#26748f", "#f3f6f5", "#b5493a"))

@@ -26,7 +26,7 @@ from qkv.figures.layout import (
     titled,
 )
 from qkv.profiler.data.findings import head_name
-from qkv.profiler.data.labels import STATISTICS, percent, target_change
+from qkv.profiler.data.frames import STATISTICS, percent, target_change
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -31,7 +31,7 @@ from qkv.figures.layout import (
     token_label,
     write_cells,
 )
-from qkv.profiler.data.labels import percent
+from qkv.profiler.data.frames import percent
 from qkv.statistics.maps import Picture
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from qkv.figures.layout import (
 )
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import headline
-from qkv.profiler.data.labels import STATISTICS, Column, columns_of, counted, layers_and_heads, percent, written
+from qkv.profiler.data.frames import STATISTICS, Column, columns_of, counted, layers_and_heads, percent, written
 from qkv.profiler.data.types import MIXED, ROLES, TRAITS
 
 if TYPE_CHECKING:

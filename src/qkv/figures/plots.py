@@ -25,7 +25,7 @@ from qkv.figures.overview import (
 )
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import shared_by
-from qkv.profiler.data.labels import columns_of
+from qkv.profiler.data.frames import columns_of
 
 if TYPE_CHECKING:
     import xarray as xr

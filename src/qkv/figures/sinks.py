@@ -14,7 +14,7 @@ from qkv.errors import InputError
 from qkv.figures.layout import ACCENT, HAIRLINE, INK, MUTED, PERCENT, WARM, Drawing, layer_by_head, place, plain, titled
 from qkv.figures.overview import subtitle_of
 from qkv.profiler.data.findings import Findings
-from qkv.profiler.data.labels import counted, percent
+from qkv.profiler.data.frames import counted, percent
 from qkv.profiler.data.sinks import EPSILON, sink_table, sink_tokens, trend_by_head
 from qkv.profiler.data.tables import readable
 

@@ -9,9 +9,9 @@ make a new figure and return it. In a notebook both are shown as a picture. pypl
 'Each token attends to itself'
 """
 
-from qkv.plot.given import by_head, entropy, received, sinks
 from qkv.plot.many import arcs, heads, model, panels
 from qkv.plot.single import alignment, matrix, overlay, weights
+from qkv.plot.statistics import by_head, entropy, received, sinks
 
 __all__ = [
     "alignment",

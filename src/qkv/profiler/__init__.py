@@ -1,18 +1,18 @@
 """Profile models: observe their attention, compute exact statistics, and save, plot and report them."""
 
-from qkv.profiler.ablation_run import Ablation, ablation
 from qkv.profiler.analyses.edits import Edit, edited, everywhere
 from qkv.profiler.analyses.eviction import Eviction, eviction
 from qkv.profiler.analyses.flow import flow_to, rollout
 from qkv.profiler.analyses.mixing import mixing
 from qkv.profiler.comparison import Comparison, compare
+from qkv.profiler.corpora import default_text
+from qkv.profiler.editing import Ablation, ablation
 from qkv.profiler.explore.attention_map import AttentionMap, attention_map
 from qkv.profiler.explore.explorer import Explorer
 from qkv.profiler.profiles import Profile
 from qkv.profiler.run import profile
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.survey import survey
-from qkv.profiler.texts import default_text
 
 __all__ = [
     "Ablation",

@@ -12,7 +12,7 @@ import xarray as xr
 from qkv._lazy import above
 from qkv.errors import InputError
 from qkv.profiler.data import tables
-from qkv.profiler.data.labels import target_change
+from qkv.profiler.data.frames import target_change
 
 if TYPE_CHECKING:
     import pandas as pd

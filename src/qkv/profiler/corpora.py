@@ -1,4 +1,4 @@
-"""Loads text corpora: the standard library, installed packages, files and folders, Tiny Shakespeare, datasets."""
+"""Texts by name: bundled passages, the standard library, files, and corpora."""
 
 from __future__ import annotations
 
@@ -9,12 +9,61 @@ import sysconfig
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from qkv._datasets import checked_datasets, dataset_and_column
 from qkv._files import write_atomically
 from qkv.errors import InputError, nearest
+
+SENTENCES = {
+    "fox": "The quick brown fox jumps over the lazy dog.",
+    "car": "The red car was parked next to a blue truck.",
+}
+"""Short texts by name, which courses use."""
+PASSAGES = {"lighthouse": "default_text.txt", "logbook": "default_code.txt"}
+"""Files of longer texts by name: a passage of about 200 tokens with names, pronouns, repetition and a question; a
+short program."""
+PRESETS = (*SENTENCES, *PASSAGES)
+
+
+def preset(name: str) -> str:
+    """The bundled text with a name.
+
+    >>> preset("fox")
+    'The quick brown fox jumps over the lazy dog.'
+    >>> preset("lighthouse").split()[:4]
+    ['The', 'lighthouse', 'keeper', 'kept']
+    """
+    if name in SENTENCES:
+        return SENTENCES[name]
+    if name not in PASSAGES:
+        raise InputError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+    return (files("qkv.profiler") / PASSAGES[name]).read_text(encoding="utf-8").strip()
+
+
+def default_text(model: str = "") -> str:
+    """The bundled text for a model: a program for ``"qkv-mini"``, which was trained on code only, else a passage.
+
+    >>> default_text("qkv-mini").splitlines()[0]
+    'class LogBook:'
+    """
+    return preset("logbook" if model == "qkv-mini" else "lighthouse")
+
+
+def library_text(characters: int) -> str:
+    """The first `characters` of the source code of Python's standard library, its modules sorted by name."""
+    found: list[str] = []
+    length = 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if length >= characters:
+            break
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found.append(text)
+        length += len(text)
+    return "".join(found)[:characters]
+
 
 NAMES = ("library", "shakespeare")
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -184,9 +233,9 @@ def _bytes(path: Path) -> bytes:
 def _folder_corpus(name: str, root: Path, include: Callable[[str], bool], excluded: set[str]) -> Corpus:
     """The text files in a folder and its subfolders whose names `include` accepts."""
     found, skipped = list[tuple[str, str]](), 0
-    for folder, inner, files in os.walk(root):
+    for folder, inner, names in os.walk(root):
         inner[:] = [x for x in inner if x not in excluded and x != "__pycache__" and not x.startswith(".")]
-        for path in (Path(folder) / x for x in files if include(x) and not x.startswith(".")):
+        for path in (Path(folder) / x for x in names if include(x) and not x.startswith(".")):
             text = _text(_bytes(path)) if path.is_file() else None
             if text is None:
                 skipped += 1

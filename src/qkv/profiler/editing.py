@@ -1,21 +1,34 @@
-"""`edit` changes single heads of a model inside a context; `head_outputs` records their outputs."""
+"""Edits of heads while a model runs (`qkv.edit`), and their ablation one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+import xxhash
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.edits import Edit, Head
+from qkv._files import write_atomically
+from qkv._progress import bar
+from qkv._untrusted import parse_json, read_bytes
+from qkv.edits import Edit, Head, HideFirst, Mean, Zero
 from qkv.edits.active import ACTIVE, SELF, Edits, Place
 from qkv.edits.built_in import BY_NAME
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
+from qkv.models.decoder import DecoderLM
+from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.observe import OBSERVERS, Observer, observe, prepare
+
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 Key = tuple[int | str, int] | tuple[str, int, int]
 
@@ -133,3 +146,162 @@ def _shown(place: Place) -> str:
     named = f"({group!r}, {layer}, {head})" if group else f"({layer!r}, {head})"
     of = "" if group or isinstance(layer, str) else f" of the groups {' and '.join(SELF)}"
     return f"{named}{of}"
+
+
+REMOVED: dict[str, type[Edit]] = {"heads": Zero, "means": Mean, "sinks": HideFirst}
+"""What is removed: the head's output, what it tells about single tokens, or its attention to the first token."""
+PROGRESS = "ablation.jsonl"
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """How the loss changes without each head.
+
+    >>> import qkv
+    >>> model, tokenizer = qkv.load("qkv-mini")
+    >>> found = qkv.profiler.ablation(model, "import os, sys", tokenizer=tokenizer, layers=[0], progress=False)
+    >>> found.table.columns.tolist()
+    ['layer', 'head', 'nats', 'delta_nats']
+    """
+
+    table: pd.DataFrame
+    """A row for each head: ``nats``, the loss per token without it, and ``delta_nats``, its rise."""
+    nats: float
+    """The loss of the whole model, in nats per token."""
+    attrs: dict[str, Any]
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write ablation.csv and ablation.json; returns their paths."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / "ablation.csv", folder / "ablation.json"]
+        write_atomically(files[0], self.table.to_csv(index=False))
+        write_atomically(files[1], json.dumps(self.attrs | {"nats": self.nats}, indent=1) + "\n")
+        return files
+
+
+def ablation(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    what: str = "heads",
+    layers: Collection[int] | None = None,
+    tokenizer: Any = None,
+    folder: str | Path | None = None,
+    progress: bool = True,
+    name: str = "",
+) -> Ablation:
+    """The loss on the next token when each head of self-attention, or its sink, is removed; one forward for each head.
+
+    Args:
+        model: a causal language model with its output head, of qkv or of Hugging Face.
+        inputs: a text, or token ids (1, n), as in `qkv.profile`.
+        what: ``"heads"`` sets a head's output to 0, ``"means"`` replaces it by its mean over the tokens, ``"sinks"``
+            hides the first token from the head's queries.
+        layers: which layers, counted from 0; all if None.
+        tokenizer: converts a text to ids.
+        folder: keeps the finished heads in ``ablation.jsonl``, so that an interrupted run resumes.
+        progress: show a progress bar, if standard error is a terminal.
+        name: of the model, kept in the attributes.
+
+    Raises:
+        InputError: for a model without a loss on the next token, or a text of fewer than 2 tokens.
+
+    >>> from qkv.models import DecoderConfig, DecoderLM
+    >>> model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4))
+    >>> ablation(model, torch.arange(9)[None], what="sinks", layers=[1], progress=False).table.shape
+    (4, 4)
+    """
+    import pandas as pd
+
+    if what not in REMOVED:
+        raise InputError(f"what is {what!r}, expected one of {', '.join(map(repr, REMOVED))}{nearest(what, REMOVED)}")
+    (batch,) = batches(model, inputs, tokenizer, None)
+    ids = next((x for x in batch.values() if isinstance(x, Tensor) and x.ndim == 2), None)
+    if ids is None or ids.shape[0] != 1 or ids.shape[1] < 2:
+        found = "none" if ids is None else tuple(ids.shape)
+        raise InputError(f"inputs has token ids of shape {found}, expected (1, n) of at least 2 tokens")
+    heads = _heads(model, batch, layers)
+    key = f"{what}:{_hash(model, ids)}"
+    kept = Path(folder) / PROGRESS if folder is not None else None
+    done = _read(kept, key)
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        whole = next_token_loss(model, ids)
+        with bar("ablating", "heads", show=progress) as step:
+            for layer, head in heads:
+                if (layer, head) not in done:
+                    with edit(model, {(layer, head): REMOVED[what]()}):
+                        done[layer, head] = next_token_loss(model, ids)
+                    if kept is not None:
+                        _write(kept, key, done)
+                step(1, of=len(heads))
+    finally:
+        for module in training:
+            module.training = True
+    rows = [(layer, head, done[layer, head], done[layer, head] - whole) for layer, head in heads]
+    attrs = {"model": name or type(model).__name__, "what": what, "tokens": int(ids.shape[1])}
+    return Ablation(pd.DataFrame(rows, columns=["layer", "head", "nats", "delta_nats"]), whole, attrs)
+
+
+@torch.no_grad()
+def next_token_loss(model: nn.Module, ids: Int[Tensor, "1 n"]) -> float:
+    """The mean loss on the next token, in nats."""
+    _check_head(model)
+    if isinstance(model, DecoderLM):
+        logits = model(ids)
+    else:
+        logits = model(input_ids=ids, use_cache=False).logits
+    return float(nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:].to(logits.device)))
+
+
+def predicts_next_token(model: nn.Module) -> bool:
+    """Whether a model is a causal language model with its output head."""
+    if isinstance(model, DecoderLM):
+        return True
+    config: Any = getattr(model, "config", None)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    whole = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return head is not None and whole and not getattr(config, "is_encoder_decoder", False)
+
+
+def _check_head(model: nn.Module) -> None:
+    if not predicts_next_token(model):
+        raise InputError(
+            f"model {type(model).__name__} has no loss on the next token; expected a causal language model with its "
+            "output head, such as qkv-mini or one that AutoModelForCausalLM loads"
+        )
+
+
+def _heads(model: nn.Module, batch: dict[str, Any], layers: Collection[int] | None) -> list[tuple[int, int]]:
+    _check_head(model)
+    calls = calls_of(model, batch | ({} if isinstance(model, DecoderLM) else {"use_cache": False}), layers=layers)
+    return [
+        (call.layer, head) for call in calls if call.group in ("self", "text") for head in range(call.call.q.shape[1])
+    ]
+
+
+def _hash(model: nn.Module, ids: Tensor) -> str:
+    """Changes with the model's parameters and the text."""
+    digest = xxhash.xxh3_128()
+    for name, x in [*model.state_dict().items(), ("ids", ids)]:
+        digest.update(name.encode())
+        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _read(file: Path | None, key: str) -> dict[tuple[int, int], float]:
+    """The heads that an earlier run with the same model, text and edit has finished."""
+    if file is None or not file.exists():
+        return {}
+    try:
+        rows = [parse_json(line) for line in read_bytes(file).decode().splitlines()]
+        return {(row["layer"], row["head"]): float(row["nats"]) for row in rows if row["key"] == key}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"folder has {file}, which is not a file of an ablation; expected another folder") from error
+
+
+def _write(file: Path, key: str, done: dict[tuple[int, int], float]) -> None:
+    rows = ({"key": key, "layer": layer, "head": head, "nats": nats} for (layer, head), nats in done.items())
+    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))

@@ -16,7 +16,7 @@ from qkv._packages import require
 from qkv.errors import InputError
 from qkv.profiler.data import archive, frames, sinks, tables, types
 from qkv.profiler.data.findings import Finding, Findings
-from qkv.profiler.data.labels import size_of
+from qkv.profiler.data.frames import size_of
 from qkv.profiler.data.variables import ATTRIBUTES, COORDINATES, VARIABLES
 
 if TYPE_CHECKING:

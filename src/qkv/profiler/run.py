@@ -20,16 +20,15 @@ from qkv._progress import bar
 from qkv.errors import InputError
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.datasets import datasets
-from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
+from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Observer, observe, unobserved
 from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, observe_residual
-from qkv.profiler.capture.tokens import special_ids
+from qkv.profiler.corpora import default_text
 from qkv.profiler.data.frames import COLUMNS
 from qkv.profiler.data.types import ROLES, TRAITS
 from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.profiles import Profile
-from qkv.profiler.texts import default_text
 from qkv.statistics import Statistic
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def profile(
         command: the command line, kept in the attributes.
 
     Returns:
-        `Profile`, one data set for each kind of attention: see `qkv.profiler.capture.groups`. ``lse`` is NaN where the
+        `Profile`, one data set for each kind of attention (`qkv.profiler.capture.inputs`). ``lse`` is NaN where the
         normalizer has none. A module that attends step by step, with one query at a time, is one layer.
         ``attrs["sources"]`` names for every module the source of its statistics. ``"interface"`` (transformers'
         attention interface), ``"qkv"`` and ``"sdpa"`` are complete calls, measured in linear memory. ``"softmax"``

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from qkv._files import write_atomically
 from qkv.errors import InputError
-from qkv.profiler.data import labels, tables
+from qkv.profiler.data import frames, tables
 from qkv.profiler.data.findings import headline
-from qkv.profiler.data.labels import size_of
+from qkv.profiler.data.frames import size_of
 from qkv.profiler.explore import explorer
 from qkv.profiler.explore.explorer import Explorer
 from qkv.report.html import asset, bundled
@@ -126,7 +126,7 @@ def _informative(heads: pd.DataFrame) -> str:
 
 def _grid(data: xr.Dataset, heads: pd.DataFrame, statistic: str) -> str:
     """A layer × head map as SVG; each cell has a tooltip with its number."""
-    label, unit = labels.STATISTICS[statistic][:2]
+    label, unit = frames.STATISTICS[statistic][:2]
     layers, columns = data.sizes["layer"], data.sizes["head"]
     cell = max(3, min(22, 320 // columns, 200 // layers))
     gap = 1 if cell > 5 else 0
@@ -139,7 +139,7 @@ def _grid(data: xr.Dataset, heads: pd.DataFrame, statistic: str) -> str:
     ):
         row, column = divmod(place, columns)
         share = float(np.clip(np.nan_to_num(value) / top, 0, 1))
-        tooltip = f"L{layer} · H{head}: {labels.written(float(value), unit)}"
+        tooltip = f"L{layer} · H{head}: {frames.written(float(value), unit)}"
         tooltip += f"; {goes}" if len(values) <= MAX_TARGETS else ""
         cells.append(
             f'<rect x="{left + column * cell}" y="{above + row * cell}" width="{cell - gap}" height="{cell - gap}" '
@@ -152,7 +152,7 @@ def _grid(data: xr.Dataset, heads: pd.DataFrame, statistic: str) -> str:
         if row % every == 0
     )
     wide, tall = left + columns * cell, above + layers * cell
-    caption = f"{label}, 0 to {labels.written(top, unit)} · layers ↓ heads →"
+    caption = f"{label}, 0 to {frames.written(top, unit)} · layers ↓ heads →"
     wide = max(wide, left + 210)  # room for the caption
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" '

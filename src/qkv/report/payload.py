@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.figures import layout
-from qkv.profiler.data import labels, sinks, tables
+from qkv.profiler.data import frames, sinks, tables
 from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.types import MIXED, ROLES, type_table
 
@@ -95,9 +95,9 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
 
 def looks(*groups: xr.Dataset) -> dict[str, Any]:
     """Labels and colours of statistics and destinations, for all pages, with user-defined statistics of `groups`."""
-    statistics = labels.STATISTICS
+    statistics = frames.STATISTICS
     for data in groups:
-        statistics = statistics | labels.columns_of(data)
+        statistics = statistics | frames.columns_of(data)
     return {
         "statistics": {name: column._asdict() for name, column in statistics.items()},
         "destinations": [

@@ -9,8 +9,7 @@ import torch
 
 from qkv.errors import InputError
 from qkv.figures.map import StoredMap
-from qkv.profiler.explore.pyramid import OnProgress, deepest, edges
-from qkv.profiler.explore.tile_cache import Stopped, never
+from qkv.profiler.explore.pyramid import OnProgress, Stopped, deepest, edges, never
 from qkv.report.payload import trimmed
 from qkv.statistics.maps import Picture
 

@@ -18,11 +18,10 @@ from starlette.exceptions import HTTPException
 import qkv
 from qkv.errors import InputError
 from qkv.report.payload import looks
-from qkv.server import data_routes, model_routes
-from qkv.server.computing import not_found
-from qkv.server.data_routes import IMMUTABLE
+from qkv.server import routes
 from qkv.server.guard import Guard
-from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull
+from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull, not_found
+from qkv.server.routes import IMMUTABLE
 from qkv.server.schemas import AddedPage, ErrorAnswer, LiveModel, Looks, SessionState, SourceState
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def create_app(
     app.state.session, app.state.queues = session, queues
     _add_error_handlers(app)
     _add_pages(app, [page.folder for page in session.pages])
-    for router in (data_routes.router, model_routes.router, *(page.router for page in session.pages)):
+    for router in (routes.data_router, routes.model_router, *(page.router for page in session.pages)):
         app.include_router(router)
     return Guard(app, host=host, port=port, token=token)
 

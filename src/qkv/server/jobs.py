@@ -9,11 +9,16 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from starlette.exceptions import HTTPException
 
-from qkv.profiler.explore.tile_cache import Cancelled, Stopped
+from qkv.profiler.explore.pyramid import Cancelled, Stopped
+
+if TYPE_CHECKING:
+    from fastapi import Request
+
 
 MAX_WAITING = 64  # jobs in a queue: more than the open pages of one person request at a time
 
@@ -201,3 +206,23 @@ class JobQueues:
         self.stop()
         end = time.monotonic() + wait
         return all(queue.close(max(0.0, end - time.monotonic())) for queue in (self.quick, self.slow))
+
+
+async def compute(request: Request, key: Hashable, work: Work, *, quick: bool = False, long: bool = False) -> Any:
+    """Run `work` in a compute thread and return its result; arguments and errors as of `JobQueue.run`.
+
+    `quick` selects the queue for work of a few milliseconds, which answers a pointer or a person typing.
+    """
+    queues: JobQueues = request.app.state.queues
+    jobs = queues.quick if quick else queues.slow
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    return await jobs.run(key, work, disconnected, long=long)
+
+
+def not_found(sentence: str) -> HTTPException:
+    """A 404 error whose detail is the sentence."""
+    return HTTPException(404, sentence)

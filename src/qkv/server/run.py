@@ -14,8 +14,7 @@ import uvicorn
 
 from qkv.errors import InputError
 from qkv.server.app import create_app
-from qkv.server.connection import Connection
-from qkv.server.guard import WILDCARDS, is_loopback
+from qkv.server.guard import WILDCARDS, Connection, is_loopback
 from qkv.server.jobs import JobQueues
 
 if TYPE_CHECKING:

@@ -26,11 +26,10 @@ from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.residual import attention_modules
 from qkv.profiler.data.findings import effect_of
 from qkv.profiler.explore import explorer as explore
-from qkv.profiler.explore.tile_cache import Cancelled, Stopped
+from qkv.profiler.explore.pyramid import Cancelled, Stopped
 from qkv.report.payload import payload
 from qkv.report.stored import StoredMaps
-from qkv.server.live import Live
-from qkv.server.live_model import everywhere
+from qkv.server.live import Live, everywhere
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable

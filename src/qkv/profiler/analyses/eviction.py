@@ -1,33 +1,11 @@
-"""`eviction` measures the cost of evicting keys from the cache: lost attention mass by head, and the rise of the loss.
-
-Policies at a budget of B keys for each layer and key head:
-
-- ``window``: the last B keys, including the query's own (`qkv.cache.Sliding`).
-- ``sinks``: the first few and the last B − few keys (StreamingLLM: Xiao et al. 2024, arXiv:2309.17453;
-  `qkv.cache.Sinks`).
-- ``heavy``: the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ that have received the most attention (H2O: Zhang et
-  al. 2023, arXiv:2306.14048; `qkv.cache.HeavyHitters`).
-- your own: a subclass of `qkv.cache.Evicting`, or its name if an installed package registers it in the group of entry
-  points ``qkv.policies``. It keeps the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ of most worth.
-
-There are two estimates, which answer different questions:
-
-**From the profile.** ``mass_lost`` is the share of its row that a query of the model with a full cache puts on keys
-that the policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens.
-For ``heavy`` and your own policies, keys are ranked by their worth at the *end* of the text, from the weight received
-from all queries of the model with a full cache, summed over the query heads that share a key head. This is an oracle:
-at query i a real cache only knows the weights up to then, of queries for which keys were already evicted.
-
-**By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache;
-``heavy`` and your own policies then decide online.
-"""
+"""What a model loses when its cache evicts keys: attention on evicted keys, and loss."""
 
 from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +15,16 @@ from torch import Tensor, nn
 
 from qkv._files import write_atomically
 from qkv._progress import Step, bar
-from qkv.cache import Evicting
-from qkv.errors import InputError
-from qkv.masks import Mask, Predicate
-from qkv.profiler.analyses.eviction_run import nats_of, run_mode
-from qkv.profiler.analyses.policies import BUILT_IN, Policy, policies_of
-from qkv.profiler.capture.calls import calls_of, without_values
+from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
+from qkv.cache.registry import POLICIES
+from qkv.errors import InputError, nearest
+from qkv.huggingface.attention import call_of, routes
+from qkv.huggingface.client import routed
+from qkv.kernels import serve
+from qkv.masks import Mask, Predicate, Prefix, Window
+from qkv.models.decoder import DecoderLM
+from qkv.models.token_loss import token_loss
+from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall
@@ -51,6 +33,82 @@ from qkv.statistics.shares import in_shares
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+BUILT_IN = ("window", "sinks", "heavy")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One policy, for caches of any budget."""
+
+    name: str
+    cache: Callable[[int], Cache]
+    """Makes the cache of one layer that holds a budget of keys."""
+    mask: Callable[[int], Mask] | None = None
+    """The retained keys as a mask to combine with the causal one; None if they depend on the weights."""
+    meaning: str = ""
+    """What it keeps, for legends."""
+
+    def worth(self, received: Tensor, budget: int) -> tuple[Tensor, int, int]:
+        """The worth of every key (b, hkv, n) at the end of a text, and how many old and recent keys are retained."""
+        cache = self.cache(budget)
+        assert isinstance(cache, Evicting)
+        queries = torch.arange(received.shape[-1], 0, -1, device=received.device).expand(received.shape)
+        return cache.checked_worth(received, queries), cache.keys - cache.recent, cache.recent
+
+
+def policies_of(chosen: Sequence[str | type[Evicting]], first: int) -> tuple[Policy, ...]:
+    """The policies of names and of `Evicting` classes. `first` is the number of keys that "sinks" always keeps.
+
+    Raises:
+        InputError: for no policy, an unknown name, two policies of one name, or `first` below 1.
+    """
+    if first < 1:
+        raise InputError(f"first is {first}, expected at least 1 key")
+    if not chosen:
+        raise InputError(f"policies is empty, expected some of {', '.join(BUILT_IN)}")
+    built_in = (
+        Policy("window", Sliding, Window, "the last keys"),
+        Policy(
+            "sinks",
+            lambda budget: Sinks(first, budget - first),
+            lambda budget: Prefix(first) | Window(budget - first),
+            f"the first {first} and the last keys",
+        ),
+        Policy(
+            "heavy", lambda budget: HeavyHitters(budget // 2, budget - budget // 2), None,
+            "half last keys, half most attended",
+        ),
+    )  # fmt: skip
+    by_name = {policy.name: policy for policy in built_in}
+    found = tuple(
+        by_name[each] if isinstance(each, str) and each in by_name else _ranked(each, by_name) for each in chosen
+    )
+    names = [policy.name for policy in found]
+    if len(set(names)) < len(names):
+        raise InputError(f"policies is {names}, expected each policy once")
+    return found
+
+
+def _ranked(policy: str | type[Evicting], built_in: dict[str, Policy]) -> Policy:
+    """An `Evicting` class, or one that an installed package registers: half of its keys are the last ones."""
+    made: type[Evicting]
+    if isinstance(policy, str):
+        known = [*built_in, *(name for name in POLICIES.names() if name not in POLICIES.built_in)]
+        if policy not in known:
+            raise InputError(f"policies has {policy!r}, expected some of {', '.join(known)}{nearest(policy, known)}")
+        made = POLICIES.load(policy)
+    elif isinstance(policy, type) and issubclass(policy, Evicting):
+        made = policy
+    else:
+        raise InputError(f"policies has {policy!r}, expected names and subclasses of qkv.cache.Evicting")
+    name: str = getattr(made, "name", made.__name__)
+    if name in POLICIES.built_in:
+        raise InputError(f"policies has a class with the name {name!r}, which is a built-in policy")
+    return Policy(
+        name, lambda budget: made(budget, budget - budget // 2), None, "half last keys, half the older of most worth"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,3 +335,79 @@ def _loss_table(nats: dict[tuple[Policy | None, int], float]) -> pd.DataFrame:
         for (policy, budget), nat in nats.items()
     ]
     return pd.DataFrame(rows).astype({"budget": "Int64"})
+
+
+CACHES, MASKS = "caches", "masks"  # run modes
+
+
+def run_mode(model: nn.Module, policies: Sequence[Policy]) -> str:
+    """The way to run a model with these policies: `CACHES`, or `MASKS` on its own attention.
+
+    Raises:
+        InputError: if the model cannot be run with these policies.
+    """
+    kind = type(model).__name__
+    if isinstance(model, DecoderLM):
+        return CACHES
+    if not any(map(routes, model.modules())):
+        raise InputError(
+            f"model {kind} cannot be run with a cache of qkv; expected a qkv.models.DecoderLM or a causal language "
+            "model of Hugging Face; run=False (--no-run) estimates from its attention weights alone"
+        )
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise InputError(
+            f"model {kind} has no output head, so it has no loss; expected a causal language model, such as "
+            "AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention weights alone"
+        )
+    for policy in policies:
+        if policy.mask is None:
+            raise InputError(
+                f"policies has {policy.name!r}, which cannot be a fixed mask and runs only with qkv's models, not with "
+                f"{kind}; expected 'window' and 'sinks', or run=False (--no-run)"
+            )
+    return MASKS
+
+
+@torch.no_grad()
+def nats_of(
+    mode: str, model: nn.Module, ids: Int[Tensor, "1 n"], policy: Policy | None, budget: int,
+    on_tokens: Callable[[float], None],
+) -> float:  # fmt: skip
+    """The sum of the loss over the n − 1 next tokens, in nats; without a policy all keys are kept."""
+    if mode == CACHES:
+        assert isinstance(model, DecoderLM)
+        training = model.training
+        try:
+            model.eval()
+            online = policy is not None and policy.mask is None
+            chunk, begin = (1, budget) if online else (64, 0)
+            make = (lambda: Full(ids.shape[1])) if policy is None else (lambda: policy.cache(budget))
+            return float(token_loss(model, ids, make, chunk=chunk, begin=begin, on_chunk=on_tokens).sum())
+        finally:
+            model.train(training)
+    found = _with_mask(model, ids, policy.mask(budget) if policy and policy.mask else None)
+    on_tokens(ids.shape[1])
+    return found
+
+
+def _with_mask(model: nn.Module, ids: Tensor, kept: Mask | None) -> float:
+    """The loss of a Hugging Face model whose causal attention is restricted to the keys in `kept`."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        call, _ = call_of(module, type(module).__name__, query, key, value, attention_mask, **arguments)
+        if kept is not None and call.mask is not None:
+            call = replace(call, mask=call.mask & kept)
+        return serve(call).out.transpose(1, 2).contiguous(), None
+
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with routed(model, attend):
+            logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        for module in training:
+            module.training = True
+    return float(nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:], reduction="sum"))

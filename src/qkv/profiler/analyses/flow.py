@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from qkv._engine.row_state import RowState
 from qkv.errors import InputError
-from qkv.profiler.capture.calls import calls_of, without_values
-from qkv.profiler.capture.inputs import batches, sequences_of
+from qkv.profiler.capture.datasets import calls_of, without_values
+from qkv.profiler.capture.inputs import Tokens, batches, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall
-from qkv.profiler.capture.tokens import Tokens
 from qkv.statistics.measure import row_state
 from qkv.statistics.products import weights_matmul, weights_transposed_matmul
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from qkv._engine.call import at_least_float32
 from qkv.errors import InputError
-from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, vocabulary
+from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids, token_text, vocabulary
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.residual import attention_modules, observe_residual
-from qkv.profiler.capture.tokens import special_ids, token_text
 
 _MEANING = {
     "response": "‖h′ − h‖ / ‖h‖ for each token's hidden state h, and h′ after the replacement of the changed token; "

@@ -1,4 +1,4 @@
-"""Turn texts, token ids or named tensors into the arguments of a model's forward, and find its sequences in them."""
+"""The inputs of a run: texts, tokens and batches, which tokens are special, and which sequence a call belongs to."""
 
 from __future__ import annotations
 
@@ -8,11 +8,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from qkv import ring
 from qkv.errors import InputError
+
+
+@dataclass(frozen=True)
+class Special:
+    """Ids of the special tokens that a tokenizer puts before and after a text."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Special:
+        """Find the special tokens of a tokenizer by encoding a short text with and without them."""
+        whole, bare = _ids(tokenizer, "a"), _ids(tokenizer, "a", add_special_tokens=False)
+        for at in range(len(whole) - len(bare) + 1):
+            if bare and whole[at : at + len(bare)] == bare:
+                return cls(tuple(whole[:at]), tuple(whole[at + len(bare) :]))
+        raise InputError(f"tokenizer: {type(tokenizer).__name__} does not put its special tokens around the text")
+
+
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text, without special tokens."""
+    return _ids(tokenizer, text, add_special_tokens=False)
+
+
+def _ids(tokenizer: Any, text: str, **settings: Any) -> list[int]:
+    encoded: Mapping[str, Any] = tokenizer(text, **settings)
+    ids = encoded["input_ids"]
+    ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    return list(ids[0]) if ids and isinstance(ids[0], list) else ids
+
 
 _NOT_TOKENS = re.compile("mask|position|type|label|segment|length", re.IGNORECASE)  # names of metadata about tokens
 
@@ -214,3 +247,120 @@ def positions(model: nn.Module) -> int | None:
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model.forward).parameters
+
+
+_CROSS = re.compile(r"cross|encoder_attn|enc_?dec", re.IGNORECASE)
+_SIDE = re.compile(r"(?:^|\.)(encoder|decoder)\.")
+
+
+def of_transformers(name: str, model: nn.Module) -> str:
+    """The group of a module of a Hugging Face model: cross, encoder, decoder; vision, audio, text; or self."""
+    if _CROSS.search(name):
+        return "cross"
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        side = _SIDE.search(name)  # the outermost: a BERT decoder contains a module called encoder
+        return side[1] if side else "decoder"
+    towers = [t for t in ("vision", "audio") if getattr(config, f"{t}_config", None) is not None]
+    for tower in towers:
+        if re.search(f"{tower}|visual" if tower == "vision" else tower, name, re.IGNORECASE):
+            return tower
+    return "text" if towers else "self"
+
+
+def of_call(name: str, *, n_queries: int, n_keys: int, causal: bool, two_sided: bool, sequences: Sequences) -> str:
+    """The group of a module of any other model: cross, encoder, decoder or self, by the first of these rules.
+
+    1. A module with "cross" in its name is cross.
+    2. A causal call is decoder, or self in a model without encoder and decoder that reads one sequence.
+    3. A call that is not causal and has different numbers of queries and keys is cross.
+    4. With as many queries as keys, a module of the encoder is encoder.
+    5. In a model that reads two sequences, modules of the decoder, and modules outside of encoder and decoder, are
+       cross. If no modules are called encoder and decoder, the lengths decide: cross if there is a single query or as
+       many queries as the second sequence has tokens; else encoder.
+    6. Any other module has the name of its side (encoder or decoder), or is self.
+
+    Args:
+        name: dotted name of the module.
+        n_queries: number of queries of the call.
+        n_keys: number of keys of the call.
+        causal: True if no query can attend to a later key.
+        two_sided: True if the model has modules called encoder and modules called decoder.
+        sequences: the sequences that the model reads.
+    """
+    if _CROSS.search(name):
+        return "cross"
+    found = _SIDE.search(f"{name}.") if two_sided else None
+    side = None if found is None else found[1]
+    if causal:
+        return "decoder" if side or sequences.two else "self"
+    if n_queries != n_keys:
+        return "cross"
+    if side == "encoder" or not sequences.two:
+        return side or "self"
+    from_target = n_queries == 1 or sequences.target is None or n_queries == sequences.target.shape[1]
+    return "cross" if two_sided or from_target else "encoder"
+
+
+def is_two_sided(model: nn.Module) -> bool:
+    """True if some modules are called encoder and some decoder."""
+    sides = {found[1] for name, _ in model.named_modules() if (found := _SIDE.search(f"{name}."))}
+    return len(sides) == 2
+
+
+class Tokens:
+    """The tokens at a group's queries and keys, and their names.
+
+    Args:
+        sequences: the sequences that the model reads.
+        tokenizer: converts ids to text; names are ids if it is None.
+        group: kind of attention.
+        processes: the processes of which each has a shard of the sequences (`qkv.ring`).
+    """
+
+    def __init__(self, sequences: Sequences, tokenizer: Any, group: str, processes: ProcessGroup | None = None) -> None:
+        self.tokenizer = tokenizer
+        source, target = sequences.source, sequences.target if sequences.two else sequences.source
+        kind = group.partition("-")[0]
+        self.queries = target if kind in ("decoder", "cross") else source
+        self.keys = target if kind == "decoder" else source
+        if processes is not None:
+            self.queries, self.keys = (
+                None if ids is None else ring.unshard(ids, processes, dim=1) for ids in (self.queries, self.keys)
+            )
+
+    def names(self, ids: Tensor | None, item: int, real: np.ndarray) -> list[str]:
+        """Names of the real tokens of one batch item: pieces of text, or positions if there are no token ids."""
+        if ids is None or ids.shape[1] != len(real):
+            return [str(n) for n in range(int(real.sum()))]
+        kept = ids[item].cpu().numpy()[real].tolist()
+        if self.tokenizer is None:
+            return [str(i) for i in kept]
+        return [token_text(self.tokenizer, i, piece) for i, piece in zip(kept, self._pieces(kept), strict=True)]
+
+    def _pieces(self, ids: list[int]) -> list[str]:
+        return [str(piece) for piece in self.tokenizer.convert_ids_to_tokens(ids)]
+
+    @property
+    def special(self) -> list[str]:
+        return list(getattr(self.tokenizer, "all_special_tokens", ()) or ())
+
+
+def special_ids(model: nn.Module, tokenizer: Any) -> set[int]:
+    """Ids of special tokens, by the tokenizer and the model's configuration."""
+    config = getattr(model, "config", None)
+    names = ("pad", "pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
+    known = [getattr(config, name, None) for name in names]
+    flat = [i for x in known for i in (x if isinstance(x, list | tuple) else [x])]
+    around = Special.of(tokenizer) if callable(tokenizer) else Special()
+    declared = getattr(tokenizer, "all_special_ids", ()) or ()
+    return {int(i) for i in (*flat, *declared, *around.before, *around.after) if isinstance(i, int)}
+
+
+def token_text(tokenizer: Any, token: int, piece: str) -> str:
+    """The text of a token: markers of byte-level and SentencePiece tokenizers become spaces and characters."""
+    if "▁" in piece:
+        return piece.replace("▁", " ")
+    if ("Ġ" in piece or "Ċ" in piece or not piece.isascii()) and hasattr(tokenizer, "decode"):
+        return str(tokenizer.decode([token])) or piece
+    return piece

@@ -28,19 +28,25 @@ from qkv._engine.row_state import RowState
 from qkv.edits.active import ACTIVE, applied, with_head
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
+from qkv.huggingface.client import routed
 from qkv.huggingface.functions import EAGER_NAMES, Own, eager_of, function_of, is_known, name_of, wrapped
 from qkv.huggingface.masks import LazyMask
-from qkv.huggingface.routing import routed
 from qkv.kernels import eager, serve, serving
 from qkv.masks import And, Causal, Dense, Grid, Mask, Window
 from qkv.nn.composition import Composition
-from qkv.profiler.capture import groups
-from qkv.profiler.capture.checking import Checked, check_rows, compared, compared_weights
-from qkv.profiler.capture.geometry import geometry, value_norms
+from qkv.profiler.capture import inputs
+from qkv.profiler.capture.checking import (
+    Checked,
+    RecordedInputs,
+    check_rows,
+    compared,
+    compared_weights,
+    recorded_inputs,
+    returned,
+)
 from qkv.profiler.capture.inputs import Sequences, arguments_of, real_tokens, sequences_of
-from qkv.profiler.capture.intercept import Intercept, unwatched
-from qkv.profiler.capture.outputs import RecordedInputs, recorded_inputs, returned
-from qkv.profiler.capture.torch_calls import of_scores, of_weights
+from qkv.profiler.capture.intercept import Intercept, of_scores, of_weights, unwatched
+from qkv.profiler.capture.residual import geometry, value_norms
 from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
 from qkv.statistics import Local, Statistic, Streaming
@@ -119,7 +125,7 @@ class Observer:
         self.names = {id(module): name or root for name, module in self.model.named_modules()}
         self.expected = [self.names[id(module)] for module in self.model.modules() if routes(module)]
         self._functions = {id(module): function_of(module) for module in self.model.modules() if routes(module)}
-        self._two_sided = groups.is_two_sided(self.model)
+        self._two_sided = inputs.is_two_sided(self.model)
         self._calls: dict[str, int] = {}
         self._paused = False
         self._thread = threading.get_ident()
@@ -155,7 +161,7 @@ class Observer:
         if self.foreign():
             return _served(call).out.transpose(1, 2).contiguous(), None
         self.sources[name] = "interface"
-        group = groups.of_transformers(name, self.model)
+        group = inputs.of_transformers(name, self.model)
         result = self._record(name, call, partial(_served, call), group, _is_causal(call.mask), keys)
         self._check(module, name, call, result.out, attention_mask, arguments)
         return result.out.transpose(1, 2).contiguous(), None
@@ -194,7 +200,7 @@ class Observer:
             return returned
         out, weights = returned[0], returned[1] if len(returned) > 1 else None
         name, where = self.names[id(module)], name_of(function)
-        group = groups.of_transformers(name, self.model)
+        group = inputs.of_transformers(name, self.model)
         reason: InputError | None = None
         before, place = _CHECKED.setdefault(self.model, {}), (where, None if is_known(function) else name)
         with_dropout = False
@@ -355,20 +361,20 @@ class Observer:
         compute = partial(_served, call) if known is None else lambda: known
         if not type(self.model).__module__.startswith("transformers."):
             return self._record_step_wise(name, call, compute, causal, fused=True, editable=editable)
-        group = groups.of_transformers(name, self.model)
+        group = inputs.of_transformers(name, self.model)
         return self._record(name, call, compute, group, causal, None, editable=editable)
 
     def record_returned(self, recorded: RecordedInputs) -> None:
         """For modules whose calls could not be read, record the weights that the model itself returns, if it does."""
         unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
-        observed = {groups.of_transformers(name, self.model) for name in self.fired}
+        observed = {inputs.of_transformers(name, self.model) for name in self.fired}
         for name, weights in returned(self.model, recorded, unread, observed).items():
             self._intercepted(name, "outputs", of_scores(weights.log()))
             del self.unreadable[name]
 
     def _group(self, name: str, call: Call, causal: bool) -> str:
         n_queries, n_keys = call.q.shape[2], call.k.shape[2]
-        return groups.of_call(
+        return inputs.of_call(
             name, n_queries=n_queries, n_keys=n_keys, causal=causal, two_sided=self._two_sided, sequences=self.sequences
         )
 

@@ -15,8 +15,7 @@ from qkv._files import write_atomically
 from qkv._packages import check_tested
 from qkv._untrusted import Budget, SizeError, check_version, first_line, parse_json, read_zip
 from qkv.errors import InputError
-from qkv.profiler.data.declared import META, check_hierarchy
-from qkv.profiler.data.variables import with_current_names
+from qkv.profiler.data.variables import META, check_hierarchy, with_current_names
 
 FORMAT = "qkv-profile"
 VERSION = 2  # increase it when an older qkv could misread a file that this version writes
@@ -55,7 +54,7 @@ def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: di
 def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str, Any]]:
     """Read a file that `write_archive` wrote; raises `InputError` for any other file.
 
-    The whole file is read into memory and checked first (`qkv.profiler.data.declared`), because it may be a stranger's.
+    The whole file is read into memory and checked first (`qkv.profiler.data.variables`): it may be a stranger's.
     """
     check_tested("zarr")
     from zarr.core.buffer import default_buffer_prototype

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from qkv.profiler.data import sinks, tables
-from qkv.profiler.data.labels import counted, percent, written
+from qkv.profiler.data.frames import counted, percent, written
 from qkv.profiler.data.sinks import EPSILON, sink_table
 from qkv.profiler.data.types import MIXED, ROLES, sink_scores, type_table
 

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
-from qkv.profiler.capture import groups
-from qkv.profiler.capture.calls import calls_of, without_values
-from qkv.profiler.capture.inputs import Sequences, batches, sequences_of
+from qkv.profiler.capture import inputs
+from qkv.profiler.capture.datasets import calls_of, without_values
+from qkv.profiler.capture.inputs import Sequences, Tokens, batches, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall
-from qkv.profiler.capture.tokens import Tokens
 from qkv.profiler.explore.pyramid import Pyramid, deepest, new_tile_cache
 from qkv.statistics.maps import HeadMap, Picture, checked_slice
 from qkv.statistics.measure import row_state
@@ -201,7 +200,7 @@ def _calls(
 
 def _only_group(model: nn.Module, sequences: Sequences) -> str | None:
     """The only group that the model has, if that is known before it runs, so that it need not run to its end."""
-    routed = {groups.of_transformers(name, model) for name, module in model.named_modules() if routes(module)}
+    routed = {inputs.of_transformers(name, model) for name, module in model.named_modules() if routes(module)}
     if len(routed) == 1:
         return routed.pop()
-    return None if routed or sequences.two or groups.is_two_sided(model) else "self"
+    return None if routed or sequences.two or inputs.is_two_sided(model) else "self"

@@ -23,12 +23,22 @@ from qkv.biases import Dense as DenseBias
 from qkv.errors import InputError, nearest
 from qkv.masks import Dense, Region
 from qkv.normalizers import Identity
-from qkv.profiler.capture.calls import calls_of, without_values
+from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall, Observer, observe, weights_of
-from qkv.profiler.explore.pyramid import OnProgress, Pyramid, base, deepest, new_tile_cache
-from qkv.profiler.explore.tile_cache import POLL_SECONDS, Cancelled, SingleFlightCache, Stopped, never
+from qkv.profiler.explore.pyramid import (
+    POLL_SECONDS,
+    Cancelled,
+    OnProgress,
+    Pyramid,
+    SingleFlightCache,
+    Stopped,
+    base,
+    deepest,
+    never,
+    new_tile_cache,
+)
 from qkv.statistics.maps import Picture, rectangle
 from qkv.statistics.measure import row_state
 

@@ -1,26 +1,117 @@
-"""A head's attention map as a tile pyramid for viewers: each zoom level has twice the resolution of the previous one.
-
-Bins of all zooms begin at multiples of powers of two, so pooling the four child tiles at the next zoom gives exactly
-the parent tile. Tiles at the `base` zoom (the deepest zoom at which the whole map has few pixels) and deeper are
-computed from weights; tiles at lower zooms are pooled from their children. A view of the whole map is therefore one
-pass over the weights, and a pass that was cancelled resumes from the tiles in the cache.
-"""
+"""Tiles of an attention map at every zoom, computed on request and cached."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Generic, TypeVar
 
 import torch
+from cachetools import LRUCache
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32
 from qkv._engine.row_state import RowState
 from qkv.errors import InputError
-from qkv.profiler.explore.tile_cache import Cancelled, SingleFlightCache, Stopped, never
 from qkv.statistics.maps import HeadMap, Picture, checked_slice, is_masked, slice_call
+
+V = TypeVar("V")
+Stopped = Callable[[], bool]
+
+POLL_SECONDS = 0.05  # a waiting thread checks at this interval whether its request was cancelled
+
+
+class Cancelled(Exception):  # noqa: N818  (not an error: the caller cancelled the request)
+    """Raised when the caller has cancelled the computation."""
+
+
+def never() -> bool:
+    """The default of `stopped`: the computation is not cancelled."""
+    return False
+
+
+class SingleFlightCache(Generic[V]):
+    """An LRU cache of at most `max_bytes` in which a missing value is computed by one thread while others wait for it.
+
+    The newest value is always kept, even if it alone is larger than `max_bytes`; all others are then evicted.
+
+    Args:
+        max_bytes: bound on the size of all values.
+        size: bytes of a value.
+
+    >>> squares = SingleFlightCache[int](100, size=lambda x: 40)
+    >>> [squares.get_or_compute(n, lambda n=n: n * n) for n in (3, 4, 5)], squares.bytes
+    ([9, 16, 25], 80)
+    >>> squares.get(3) is None, squares.get(5)
+    (True, 25)
+    """
+
+    def __init__(self, max_bytes: int, size: Callable[[V], int]) -> None:
+        self.max_bytes = max(1, max_bytes)
+        self._size = size
+        # cachetools refuses a value that is larger than the cache: such a value counts as a full cache.
+        self._values: LRUCache[Hashable, V] = LRUCache(self.max_bytes, lambda value: min(size(value), self.max_bytes))
+        self._running: dict[Hashable, threading.Event] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in use, at most `max_bytes`."""
+        return int(self._values.currsize)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._values
+
+    def get_or_compute(self, key: Hashable, compute: Callable[[], V], stopped: Stopped = never) -> V:
+        """The cached value of a key; if it is missing, one thread computes it while the others wait for the result.
+
+        If the computation fails or is cancelled, one of the waiting threads starts it anew.
+
+        Raises:
+            Cancelled: if `stopped` returns True while another thread computes the value.
+        """
+        while True:
+            with self._lock:
+                if key in self._values:
+                    return self._values[key]
+                running = self._running.get(key)
+                if running is None:
+                    done = self._running[key] = threading.Event()
+                    break
+            while not running.wait(POLL_SECONDS):
+                if stopped():
+                    raise Cancelled
+        try:
+            value = compute()
+            self.put(key, value)
+            return value
+        finally:
+            with self._lock:
+                del self._running[key]
+            done.set()
+
+    def get(self, key: Hashable) -> V | None:
+        """The value of a key, or None if it is not cached."""
+        with self._lock:
+            return self._values.get(key)
+
+    def put(self, key: Hashable, value: V) -> None:
+        """Insert a value; the least recently used values are evicted until it fits."""
+        with self._lock:
+            self._values[key] = value
+
+    def put_if_it_fits(self, key: Hashable, value: V) -> None:
+        """Insert a value only if nothing has to be evicted for it."""
+        with self._lock:
+            if key not in self._values and self._values.currsize + self._size(value) <= self.max_bytes:
+                self._values[key] = value
+
 
 TILE = 256  # pixels a side
 BASE_PIXELS = 2048 * 2048  # the whole map has at most so many pixels at the base zoom

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from qkv.errors import InputError
-from qkv.profiler.capture.inputs import positions
-from qkv.profiler.capture.special import Special
+from qkv.profiler.capture.inputs import Special, positions
 from qkv.profiler.surveys import accumulators, shard
 from qkv.profiler.surveys.data import VERSION
 from qkv.profiler.surveys.quantities import described

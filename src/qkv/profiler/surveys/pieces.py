@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.profiler.capture.special import Special
+from qkv.profiler.capture.inputs import Special
 
 
 @dataclass(frozen=True, slots=True)

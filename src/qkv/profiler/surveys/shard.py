@@ -12,10 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv.errors import InputError
-from qkv.profiler.capture.inputs import batches, sequences_of
+from qkv.profiler.capture.inputs import Special, batches, sequences_of, special_ids, token_text, tokens_of
 from qkv.profiler.capture.observe import ObservedCall, Observer, observe, unobserved
-from qkv.profiler.capture.special import Special, tokens_of
-from qkv.profiler.capture.tokens import special_ids, token_text
 from qkv.profiler.data.types import is_delimiter
 from qkv.profiler.data.variables import UNFUSED
 from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, number

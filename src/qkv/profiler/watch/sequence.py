@@ -14,8 +14,8 @@ from torch import Tensor
 from qkv._engine.call import Call
 from qkv.errors import InputError
 from qkv.masks import Causal, Dense, Mask, Region
-from qkv.profiler.capture.geometry import geometry, value_norms
 from qkv.profiler.capture.observe import PREFIX, WEIGHTS_ONLY, ObservedCall, Record, masses, weights_of
+from qkv.profiler.capture.residual import geometry, value_norms
 from qkv.profiler.watch.rows import Places, Rows, by_query, rows_of
 from qkv.statistics.measure import measured
 from qkv.statistics.shares import in_shares

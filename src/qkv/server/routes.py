@@ -1,4 +1,4 @@
-"""Routes for the data of a source: its page, its curves, and the weights of any head as tiles, rows, columns, pairs."""
+"""The routes below /api: the data of profiles, and models that run."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ import numpy as np
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from qkv.profiler.data.similarity import held_maps, similarities
-from qkv.profiler.explore.pyramid import TILE
-from qkv.profiler.explore.tile_cache import Stopped
+from qkv.profiler.explore.pyramid import TILE, Stopped
 from qkv.report.stored import StoredMaps
-from qkv.server.computing import compute, not_found
-from qkv.server.jobs import Work
+from qkv.server.jobs import Work, compute, not_found
 from qkv.server.schemas import (
     LARGEST_INDEX,
+    Created,
     HeadLink,
+    InterventionRequest,
     Links,
+    LiveAnswer,
+    LiveRequest,
     MapShape,
     Page,
     Similarities,
+    StepAnswer,
+    StepRequest,
     TokenWeight,
     TopWeights,
     Weight,
 )
 
 if TYPE_CHECKING:
+    from qkv.server.live import Live
     from qkv.server.session import Session, Source
 
-router = APIRouter(prefix="/api/sources/{s}", tags=["sources"])
+
+data_router = APIRouter(prefix="/api/sources/{s}", tags=["sources"])
 
 Position = Annotated[int, Path(ge=0, le=LARGEST_INDEX)]
 Token = Annotated[int, Query(ge=0, le=LARGEST_INDEX)]
@@ -101,13 +107,13 @@ def _check_index(name: str, index: int, n: int) -> None:
         raise not_found(f"{name} is {index}, expected {'0' if n == 1 else f'0..{n - 1}'}.")
 
 
-@router.get("/page", responses={200: {"model": Page}})
+@data_router.get("/page", responses={200: {"model": Page}})
 async def page(request: Request, s: Position) -> Response:
     """Statistics, tokens and texts of a source: all of its data except curves and weights."""
     return Response(ready_source(request, s).page, media_type="application/json", headers={"Cache-Control": "no-cache"})
 
 
-@router.get("/curves/{g}/{t}", responses=FLOATS)
+@data_router.get("/curves/{g}/{t}", responses=FLOATS)
 async def curves(request: Request, s: Position, g: Position, t: Position) -> Response:
     """Curves along a text as planes of 16-bit integers; `arrays` in the page describes how to decode them."""
     at = locate(request, s, g, t)
@@ -116,14 +122,14 @@ async def curves(request: Request, s: Position, g: Position, t: Position) -> Res
     )
 
 
-@router.get("/pools/{g}/{t}")
+@data_router.get("/pools/{g}/{t}")
 async def pools(request: Request, s: Position, g: Position, t: Position) -> Response:
     """The pooled map of each head in base64, deflated; `pooled` in the page describes how to decode them."""
     at = locate(request, s, g, t)
     return Response(at.source.pools[g, t], media_type="application/json", headers={"Cache-Control": "no-cache"})
 
 
-@router.get("/map/{g}/{t}/{layer}/{head}")
+@data_router.get("/map/{g}/{t}/{layer}/{head}")
 async def shape(request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position) -> MapShape:
     """The size of the attention map of a head, and at which resolution it is available."""
     at = locate(request, s, g, t, layer, head)
@@ -137,7 +143,7 @@ async def shape(request: Request, s: Position, g: Position, t: Position, layer: 
     )  # fmt: skip
 
 
-@router.get(
+@data_router.get(
     "/tiles/{version}/{g}/{t}/{layer}/{head}/{pool}/{zoom}/{i}/{j}",
     responses=FLOATS | {204: {"description": "All pairs of the tile are masked."}},
 )
@@ -174,7 +180,7 @@ async def tile(
     return Floats(values, {"X-Rows": str(rows), "X-Columns": str(columns), "Cache-Control": IMMUTABLE})
 
 
-@router.get("/profiles/{g}/{t}/{layer}/{head}", responses=FLOATS)
+@data_router.get("/profiles/{g}/{t}/{layer}/{head}", responses=FLOATS)
 async def profiles(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position
 ) -> Response:
@@ -186,7 +192,7 @@ async def profiles(
     return Floats(np.concatenate([received, data["entropy"].values[t, layer, head, :n_queries]]))
 
 
-@router.get("/pair/{g}/{t}/{layer}/{head}")
+@data_router.get("/pair/{g}/{t}/{layer}/{head}")
 async def pair(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, query: Token, key: Token
 ) -> Weight:
@@ -198,7 +204,7 @@ async def pair(
     return Weight(weight=await compute(request, ("pair", s, g, t, layer, head, query, key), work, quick=True))
 
 
-@router.get("/row/{g}/{t}/{layer}/{head}")
+@data_router.get("/row/{g}/{t}/{layer}/{head}")
 async def row(
     request: Request,
     s: Position,
@@ -217,7 +223,7 @@ async def row(
     return await compute(request, ("row", s, g, t, layer, head, query, k), work, quick=True)
 
 
-@router.get("/column/{g}/{t}/{layer}/{head}")
+@data_router.get("/column/{g}/{t}/{layer}/{head}")
 async def column(
     request: Request,
     s: Position,
@@ -236,7 +242,7 @@ async def column(
     return await compute(request, ("column", s, g, t, layer, head, key, k), work, quick=True)
 
 
-@router.get("/row-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
+@data_router.get("/row-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
 async def row_weights(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, query: Token
 ) -> Response:
@@ -247,7 +253,7 @@ async def row_weights(
     return Floats(await compute(request, ("row-weights", s, g, t, layer, head, query), work, quick=True))
 
 
-@router.get("/column-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
+@data_router.get("/column-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
 async def column_weights(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, key: Token
 ) -> Response:
@@ -258,7 +264,7 @@ async def column_weights(
     return Floats(await compute(request, ("column-weights", s, g, t, layer, head, key), work, quick=True))
 
 
-@router.get("/links/{g}/{t}/{layer}")
+@data_router.get("/links/{g}/{t}/{layer}")
 async def links(request: Request, s: Position, g: Position, t: Position, layer: Position, query: Token) -> Links:
     """The key with the largest weight of a query, in every head of a layer."""
     at = locate(request, s, g, t, layer)
@@ -278,7 +284,7 @@ async def links(request: Request, s: Position, g: Position, t: Position, layer: 
     )
 
 
-@router.get("/similar/{g}/{t}/{layer}/{head}")
+@data_router.get("/similar/{g}/{t}/{layer}/{head}")
 async def similar(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position
 ) -> Similarities:
@@ -330,3 +336,41 @@ def _top_weights(work: Work, position: int, tokens: list[str], others: list[str]
         )
 
     return sort
+
+
+model_router = APIRouter(prefix="/api", tags=["models"])
+
+
+@model_router.post("/live")
+async def answer(request: Request, body: LiveRequest) -> LiveAnswer:
+    """Attention weights of every head and the probabilities of the next token, before and after the edits."""
+    live = _live(request)
+    key = ("live", body.model_dump_json())
+    return LiveAnswer(**await compute(request, key, lambda stopped: live.answer(body), quick=True))
+
+
+@model_router.post("/live/step")
+async def step(request: Request, body: StepRequest) -> StepAnswer:
+    """Sample the next token of a text. The server is stateless: the same request gives the same token."""
+    live = _live(request)
+    key = ("step", body.model_dump_json())
+    return StepAnswer(**await compute(request, key, lambda stopped: live.step(body), quick=True))
+
+
+@model_router.post("/interventions")
+async def intervention(request: Request, body: InterventionRequest) -> Created:
+    """Create a source: the model of another source on the same texts, with another normalizer in all heads."""
+    ready_source(request, body.source)
+    return Created(id=_session(request).add_intervention(body.source, body.normalizer).id)
+
+
+def _session(request: Request) -> Session:
+    session: Session = request.app.state.session
+    return session
+
+
+def _live(request: Request) -> Live:
+    live = _session(request).live
+    if live is None:
+        raise not_found("The server has no language model for live text.")
+    return live
