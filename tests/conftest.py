@@ -38,7 +38,7 @@ if os.environ.get("QKV_CHECK_SHAPES") == "1":
 
 from fuzz.tiles import small  # noqa: E402
 from qkv import InputError, masks, reference  # noqa: E402
-from qkv._engine import workspace  # noqa: E402
+from qkv._engine import sweep  # noqa: E402
 from qkv._engine.sizes import BY_DEVICE  # noqa: E402
 from qkv.kernels import linear  # noqa: E402
 from qkv.normalizers import Normalizer  # noqa: E402
@@ -167,7 +167,7 @@ class _Largest(TorchDispatchMode):
 
 def largest_tensor(run: Callable[[], object]) -> int:
     """Numbers in the largest storage that any operation in `run` returns, starting with no memory kept."""
-    workspace._FREE.clear()
+    sweep._FREE.clear()
     with _Largest() as seen:
         run()
     return seen.numel

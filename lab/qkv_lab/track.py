@@ -15,7 +15,7 @@ import qkv
 from qkv.errors import InputError
 from qkv.models import DecoderLM
 from qkv.profiler.data.tables import raw_weights
-from qkv.statistics.shares import sums_to_one
+from qkv.statistics.measure import sums_to_one
 
 THRESHOLD = 0.3
 """ε of Gu et al. 2025: a head with more than this mean weight on the first key has a sink."""

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from qkv._engine.call import Call, detached
-from qkv._engine.card import GPUS, has_triton
 from qkv._engine.forward import finished, forward_reducer
 from qkv._engine.launches import Launches
-from qkv._engine.sweep import Block, Reducer, Tile, groups
-from qkv._engine.workspace import Workspace, workspace
+from qkv._engine.sizes import GPUS, has_triton
+from qkv._engine.sweep import Block, Reducer, Tile, Workspace, groups, workspace
 from qkv.kernels.flex import kernel as flex
 from qkv.kernels.flex.log_space import ScoreMod
 from qkv.kernels.fused import kernel as fused

@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup
 from qkv._cost import Cost, cost
 from qkv._diagram import Step, drawn, steps_of
 from qkv._engine.call import Call, as_biases, as_mask
-from qkv._engine.inputs import A, Form, autocast_dtype, refuse_unknown
-from qkv._engine.sdpa import from_torch_names
+from qkv._engine.inputs import A, Form, autocast_dtype, from_torch_names, refuse_unknown
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import choose, opaque, serve, serve_shared, watched

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qkv
 from conftest import MASKS, close, fits, mask_trees, oracle, rand, set_sizes, set_tile, triple
 from qkv import InputError, attend, biases, masks
-from qkv._engine import kept
+from qkv._engine import tiles
 from qkv.kernels.flash import kernel as flash
 from qkv.masks import Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Hard, Softmax
@@ -550,7 +550,7 @@ def test_masks_kept_from_inference_can_be_trained_with(kernel: str) -> None:
 
 
 def test_masks_made_in_a_transform_or_a_dispatch_mode_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_CACHE", {})
+    monkeypatch.setattr(tiles, "_CACHE", {})
     q, k, v = triple(dtype=torch.float32)
     torch.func.grad(lambda q: attend(q, k, v, mask=Window(3)).sum())(q)
 
@@ -560,9 +560,9 @@ def test_masks_made_in_a_transform_or_a_dispatch_mode_are_not_kept(monkeypatch: 
 
     with Mode():
         attend(q, k, v, mask=Window(3), kernel="eager")
-    assert not kept._CACHE
+    assert not tiles._CACHE
     attend(q, k, v, mask=Window(3), kernel="eager")
-    assert kept._CACHE
+    assert tiles._CACHE
 
 
 def test_a_mask_that_changes_between_calls_is_not_kept() -> None:

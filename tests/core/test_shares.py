@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from qkv import Profile
 from qkv.masks import Causal
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import EluPlusOne, Normalizer, ReLU, Sigmoid, Softmax
-from qkv.statistics.shares import rows_in_shares, sums_to_one
+from qkv.statistics.measure import rows_in_shares, sums_to_one
 
 KINDS: dict[str, dict[str, object]] = {
     "softmax": {},
@@ -278,18 +277,3 @@ def test_a_layer_without_a_null_key_puts_no_weight_on_it(tmp_path: Path) -> None
     even = np.mean([1 / i for i in range(2, 10)])
     np.testing.assert_allclose(table["weight_first"], [even, np.mean([1 / i for i in range(3, 11)])], rtol=1e-5)
     np.testing.assert_allclose(table["even_share"], even, rtol=1e-6)
-
-
-def test_profiles_of_an_older_version_open_without_the_new_variables(tmp_path: Path) -> None:
-    """Of softmax the shares are the weights; of sigmoid it is not known by how much the rows were too large."""
-    for kind, known in (("softmax", True), ("sigmoid", False)):
-        profile = profiled(kind)[0]
-        old = Profile({"self": profile.data.drop_vars(["row_sum", "first_contribution"])})
-        path = old.save(tmp_path / f"{kind}.qkv.zip")
-        with nullcontext() if known else pytest.warns(UserWarning, match=r"older qkv.*blocks\.0\.attention"):
-            loaded = Profile.load(path)
-        table = loaded.sinks()
-        assert table["contribution_first"].isna().all()
-        assert table["weight_first"].notna().all() == known
-        assert len(loaded.heads()) == len(loaded.types()) == 6
-        loaded.report(tmp_path / "report.html")

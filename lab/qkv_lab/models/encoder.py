@@ -18,8 +18,7 @@ from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.models.checks import check_dropout
 from qkv.models.config import one_of
-from qkv.nn.block import TransformerBlock, make_norm
-from qkv.nn.feed_forward import Activation, FeedForward
+from qkv.nn.block import Activation, FeedForward, TransformerBlock, make_norm
 from qkv.nn.multi_head import KeysValues, MultiHeadAttention
 from qkv.nn.projection import project
 from qkv.positions import Learned, Rotary, Sinusoidal

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32
 from qkv._engine.forward import ForwardState, dropped
-from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
+from qkv._engine.sweep import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv._engine.tiles import MASKED_SCORE
-from qkv._engine.workspace import Workspace
 from qkv.biases import Additive
 from qkv.biases.tensors import ByQuery, clipped
 from qkv.normalizers import Pointwise, SumToOne
-from qkv.normalizers.tile import TileWeights
+from qkv.normalizers.level import TileWeights
 from qkv.partial import Partial, sink_gradient
 
 

@@ -1,4 +1,4 @@
-"""`Call`: the checked and normalised arguments of one attention call, which every kernel takes; and its `Result`."""
+"""An attention call, checked and prepared: `Call`, its `Result`, and what is known of its rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv._contract import overrides, unlisted_tensor
@@ -433,3 +433,15 @@ def strictly_upper(mask: Tensor) -> bool:
     if bool(mask.diagonal(dim1=-2, dim2=-1).any()) or not bool(mask[..., 0, 1:].all()):  # cheap checks first
         return False
     return bool((mask == torch.ones(n, n, dtype=torch.bool).triu(1)).all())
+
+
+@dataclass(frozen=True, eq=False)
+class RowState:
+    """Per-query normalizer state: log-sum-exp or threshold, sum of the weights, or the chosen key."""
+
+    level: Float[Tensor, "b h nq"] | None = None
+    """State of a `SumToOne` normalizer: log-sum-exp for softmax (−inf for fully masked rows), threshold for entmax."""
+    total: Float[Tensor, "b h nq"] | None = None
+    """Sum of pointwise weights, if they are divided by it; 1 where the sum is 0."""
+    chosen: Int[Tensor, "b h nq"] | None = None
+    """The key chosen by hard attention; −1 for none."""

@@ -13,18 +13,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qkv._engine import noise
 from qkv._engine.call import Call
 from qkv._engine.sizes import sizes
-from qkv._engine.sweep import Block, Reducer, Tile, groups, reduce_tiles
-from qkv._engine.tiles import LOG2_E
-from qkv._engine.workspace import Workspace
+from qkv._engine.sweep import Block, Reducer, Tile, Workspace, groups, reduce_tiles
+from qkv._engine.tiles import LOG2_E, gumbel, uniform
 from qkv.biases.tensors import ByQuery
 from qkv.masks import Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
-from qkv.normalizers.level import level_of_rows
-from qkv.normalizers.tile import level_slopes, pointwise, solve_rows
+from qkv.normalizers.level import level_of_rows, level_slopes, pointwise, solve_rows
 from qkv.partial import Partial
 
 
@@ -96,7 +93,7 @@ def finished(call: Call, reducer: Forward) -> ForwardState:
 def dropped(tile: Tile) -> Tensor:
     """Dropout factor of each weight of a tile: 0, or 1 / (1 − p)."""
     call = tile.group.tiles.call
-    kept = noise.uniform(call.seed, tile.region, call.grid) >= call.dropout_p
+    kept = uniform(call.seed, tile.region, call.grid) >= call.dropout_p
     return kept.to(tile.group.tiles.dtype).div_(1 - call.dropout_p)
 
 
@@ -226,7 +223,7 @@ class _Panels(Reducer[None, _Panel]):
         if call.dropout_p:
             panel.dropped.append(dropped(tile))
         if call.normalizer.one_key and call.normalizer.sample:
-            panel.noise.append(noise.gumbel(call.seed, tile.region, call.grid))
+            panel.noise.append(gumbel(call.seed, tile.region, call.grid))
 
     def end(self, panel: _Panel, space: Workspace) -> None:
         block, found = panel.block, self.found

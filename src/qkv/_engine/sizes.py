@@ -1,7 +1,10 @@
-"""Tile sizes by device. They affect speed and memory, and results only by rounding; tests set small ones."""
+"""Sizes of tiles by device, and the CUDA card."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 from dataclasses import dataclass
 
 import torch
@@ -63,3 +66,17 @@ BY_DEVICE = {
 def sizes(device: torch.device) -> Sizes:
     """The sizes for a device; all accelerators use those of CUDA."""
     return BY_DEVICE.get(device.type, BY_DEVICE["cuda"])
+
+
+GPUS = ("cuda",)
+"""Types of the devices that torch's fused kernels, FlexAttention and Triton's kernels are for."""
+LARGEST_HEAD = 256
+"""Largest head dimension of torch's fused kernels and of the Triton kernels."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton runs its kernels on CPU tensors, as in the tests; it reads this variable when it is imported."""
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None

@@ -1,14 +1,12 @@
-"""The loop over the tiles of a score matrix, which runs a `Reducer` on every non-empty tile.
-
-Attention and its backward, statistics, attention maps, products with the weights and the search for a row's level are
-all reducers over the same tiles. Empty tiles are skipped, several heads are computed together, and blocks of queries
-are distributed over threads.
-"""
+"""The loop over the tiles of a score matrix, with its threads and scratch buffers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -19,11 +17,82 @@ from torch import Tensor
 
 from qkv._engine.call import Call
 from qkv._engine.sizes import sizes
-from qkv._engine.threads import each
-from qkv._engine.tiles import ScoreTiles, all_finite, heads_together, spans, zero_masked_keys
-from qkv._engine.weight_tiles import WeightTiles
-from qkv._engine.workspace import Workspace
+from qkv._engine.tiles import ScoreTiles, WeightTiles, all_finite, heads_together, spans, zero_masked_keys
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
+
+KEPT_BYTES = 2**26  # largest workspace that is kept for reuse
+_FREE: list[Workspace] = []
+_LOCK = threading.Lock()
+
+
+class Workspace:
+    """Named scratch buffers, for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """An uninitialised buffer of a shape, with the dtype and device of `like`; it may hold old data."""
+        size, key = math.prod(shape), (name, like.dtype, like.device)
+        kept = self._kept.get(key)
+        if kept is None or kept.numel() < size:
+            with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
+                kept = like.new_empty(size)
+            if type(kept) is Tensor:  # not a compiler's fake tensor
+                self._kept[key] = kept
+        return kept[:size].view(shape)
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self._kept.values())
+
+
+@contextmanager
+def workspace() -> Iterator[Workspace]:
+    """A workspace for exclusive use, returned to the pool at the end. The pool keeps one per thread."""
+    with _LOCK:
+        mine = _FREE.pop() if _FREE else Workspace()
+    try:
+        yield mine
+    finally:
+        if mine.bytes <= KEPT_BYTES:
+            with _LOCK:
+                if len(_FREE) < torch.get_num_threads():
+                    _FREE.append(mine)
+
+
+T = TypeVar("T")
+
+
+def each(
+    work: Callable[[T, Workspace], None], items: Sequence[T], device: torch.device, *, single_threaded: bool = False
+) -> None:
+    """Run `work` on every item, without gradients; on CPU with as many threads as torch may use.
+
+    `single_threaded` runs everything on the calling thread, for work so small that starting threads takes longer.
+
+    Each thread runs single-threaded operations on its own item, with its own workspace. Parallelism inside operations
+    would synchronise all threads dozens of times per tile, which on a busy machine costs more than the arithmetic.
+    """
+
+    def run(item: T) -> None:
+        with torch.no_grad(), workspace() as space:
+            work(item, space)
+
+    before = torch.get_num_threads()
+    threads = min(before, len(items)) if device.type == "cpu" else 1
+    try:
+        if single_threaded:
+            torch.set_num_threads(1)
+        if single_threaded or threads <= 1:
+            for item in items:
+                run(item)
+            return
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(run, items))
+    finally:
+        torch.set_num_threads(before)  # the default of threads that start later
+
 
 WAVE = 32  # blocks of queries prepared at a time: enough work for all threads, without copying all heads at once
 

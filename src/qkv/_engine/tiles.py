@@ -1,25 +1,70 @@
-"""`ScoreTiles`: computes any tile of the score matrix of a call, and the weights of its scores."""
+"""The tiles of a score matrix: their block status, scores and weights, and the noise of dropout."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
+from cachetools import LRUCache
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from qkv._engine.call import Call, at_least_float32
-from qkv._engine.kept import kept
+from qkv._engine.call import Call, RowState, at_least_float32
+from qkv._engine.launches import Launches
 from qkv._engine.sizes import sizes
+from qkv._engine.transforms import transforming
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
 from qkv.normalizers.base import checked_shape, weights_of
 from qkv.scores import Pairwise
+
+T = TypeVar("T")
+
+LARGEST = 2**25  # bytes of the largest entry
+ENTRY = 1000  # bytes of an entry besides the tensors
+_CACHE: LRUCache[Hashable, tuple[Any, int]] = LRUCache(2**27, getsizeof=lambda entry: entry[1])
+_LOCK = threading.Lock()
+
+
+def kept(
+    mask: Mask, grid: Grid, key: Hashable, make: Callable[[], T], nbytes: Callable[[T], int] = lambda made: 0
+) -> T:
+    """``make()``, or what it returned for an equal mask, grid and key before; nobody may change it.
+
+    Only masks that compare by value are kept, as tensors and functions inside of a mask may change. Nothing is kept
+    while decoding, where each step has another grid. `nbytes` is the memory of what was made.
+    """
+    if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
+        return make()
+    place = mask, grid, key
+    with _LOCK:
+        entry = _CACHE.get(place)
+    if entry is not None:
+        found: T = entry[0]
+        return found
+    with torch.inference_mode(False):  # an inference tensor could not be used in training
+        made = make()
+    size = ENTRY + nbytes(made)
+    if size <= LARGEST:
+        with _LOCK:
+            _CACHE[place] = made, size
+    return made
+
+
+def _other_tensors() -> bool:
+    """Whether a dispatch mode is active under which new tensors may be fake or wrapped."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return not all(isinstance(mode, Launches) for mode in _get_current_dispatch_mode_stack())
+
 
 LOG2_E = math.log2(math.e)
 MASKED_SCORE = -1e30  # score of a masked pair: exp of it is 0, and 0 times it is 0 (0 · −inf would be NaN)
@@ -283,3 +328,112 @@ def block_status(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b 
 def spans(length: int, size: int) -> Iterator[slice]:
     """Consecutive slices of `size` that cover `length`; the last may be shorter."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+class WeightTiles:
+    """Tiles of the weight matrix of the heads of `tiles`; the whole matrix is never formed.
+
+    Args:
+        tiles: score tiles of some batch items and heads of a call.
+        rows: row state of the whole call.
+        queries: True for the queries to include; the weights of other queries are 0.
+    """
+
+    def __init__(self, tiles: ScoreTiles, rows: RowState, queries: Bool[Tensor, "b nq"] | None = None) -> None:
+        self.tiles = tiles
+        here = (tiles.batch, tiles.heads)
+        self.level, self.total, self.chosen = (
+            None if x is None else x[here] for x in (rows.level, rows.total, rows.chosen)
+        )
+        self.uncounted = None if queries is None else ~queries[tiles.batch, None]
+        if tiles.call.normalizer.has_lse:
+            # exp(score − ∞) = 0 gives fully masked and excluded queries zero weights. (Finite, because 0 · ∞ is NaN.)
+            assert self.level is not None
+            empty = self.level == -torch.inf
+            empty = empty if self.uncounted is None else empty | self.uncounted
+            self.level = self.level.masked_fill(empty, -MASKED_SCORE)
+
+    def fill(
+        self,
+        rows: slice,
+        columns: slice,
+        masked: Bool[Tensor, "#b #h q k"] | None,
+        out: Float[Tensor, "b h q k"],
+        scratch: Float[Tensor, "b h q k"],
+    ) -> Float[Tensor, "b h q k"] | None:
+        """Write the weights of a tile to `out`; `masked` are its masked pairs, None if all are visible.
+
+        Returns log2 of the weights for softmax (a view of `scratch` if possible), else None.
+        """
+        if not self.tiles.call.normalizer.has_lse:
+            self._fill_by_definition(rows, columns, masked, out)
+            return None
+        tiles = self.tiles
+        assert self.level is not None
+        log2 = tiles.log2_weights(rows, columns, self.level[:, :, rows], out=scratch)
+        if masked is not None:
+            tiles.mask_(log2, masked, rows, columns, MASKED_SCORE)
+        if not tiles.linear:
+            log2.clamp_(min=MASKED_SCORE)  # a bias may also mask pairs, with −inf
+        torch.exp2(log2, out=out)
+        return log2
+
+    def _fill_by_definition(self, rows: slice, columns: slice, masked: Tensor | None, out: Tensor) -> None:
+        """The weights of any normalizer, computed by its definition."""
+        tiles, call = self.tiles, self.tiles.call
+        if self.chosen is not None:
+            keys = call.grid.columns(columns.start, columns.stop)
+            out.copy_(keys == self.chosen[:, :, rows, None])
+        else:
+            scores = tiles.scores(rows, columns)
+            shift, divisor = tiles.of(call.shift), tiles.of(call.divisor)
+            if shift is not None:
+                scores = scores + (shift[..., rows] if shift.shape[2] > 1 else shift)[..., None]
+            if masked is not None:
+                scores = scores.masked_fill(masked, -torch.inf)  # masked scores may be NaN
+            out.copy_(tiles.weights(scores, None if self.level is None else self.level[:, :, rows]))
+            for by in (self.total, divisor):
+                if by is not None:
+                    out /= by[:, :, rows, None]
+        if masked is not None:
+            out.masked_fill_(masked, 0)
+        if self.uncounted is not None:
+            out.masked_fill_(self.uncounted[..., rows, None], 0)
+
+
+_MASK = 0xFFFFFFFF
+
+
+def _hash32(x: Tensor) -> Tensor:
+    """A 32-bit hash: a bijection in which every input bit affects every output bit."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def _hash_seed(seed: int) -> int:
+    """The hashed seed; without the hash, seed + 1 would give the noise of seed shifted by one query."""
+    once = int(_hash32(torch.tensor(seed & _MASK)))
+    return int(_hash32(torch.tensor((once + 0x9E3779B9) & _MASK)))
+
+
+def uniform(seed: int, region: Region, grid: Grid) -> Float[Tensor, "b h q k"]:
+    """Uniform numbers in (0, 1), one for each pair of a region; float32 with 24 random bits.
+
+    >>> from qkv.masks import Grid, Region
+    >>> whole, row = slice(0, 4), slice(2, 3)
+    >>> a, b = (uniform(1, Region(rows, whole), Grid.of(4, 4)) for rows in (whole, row))
+    >>> torch.equal(a[:, :, 2:3], b)
+    True
+    """
+    b, h, q, k = region.indices(grid)
+    row = _hash32((q - grid.offset + _hash_seed(seed)) & _MASK)
+    for index in (h, b):
+        row = _hash32((row + (index + 1) * 0x9E3779B9) & _MASK)
+    bits = _hash32((row ^ _hash32(k + 0x632BE5AB)) & _MASK)
+    return ((bits >> 8).float() + 0.5) * 2**-24
+
+
+def gumbel(seed: int, region: Region, grid: Grid) -> Float[Tensor, "b h q k"]:
+    """Standard Gumbel noise: argmax(scores + noise) is a sample from softmax(scores) (Gumbel 1954)."""
+    return -torch.log(-torch.log(uniform(seed, region, grid)))

@@ -6,9 +6,8 @@ the biases of this package then become tensors by pair, by distance, or by query
 """
 
 from qkv.biases.base import Additive, Bias
-from qkv.biases.cap import SoftCap
 from qkv.biases.positions import ALiBi, RelativePosition, T5Bias, alibi_slopes, t5_bucket
-from qkv.biases.tensors import ByDistance, Dense, distances
+from qkv.biases.tensors import ByDistance, Dense, SoftCap, distances
 
 __all__ = [
     "ALiBi",

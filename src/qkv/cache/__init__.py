@@ -15,11 +15,9 @@ your own is a subclass of `Evicting` with one method, `worth`.
 """
 
 from qkv.cache.base import Cache
-from qkv.cache.evicting import Evicting
-from qkv.cache.full import Full
-from qkv.cache.heavy_hitters import HeavyHitters
+from qkv.cache.evicting import Evicting, HeavyHitters
+from qkv.cache.full import Full, Sliding
 from qkv.cache.sinks import Sinks
-from qkv.cache.sliding import Sliding
 
 __all__ = ["Cache", "Evicting", "Full", "HeavyHitters", "Sinks", "Sliding"]
 

@@ -1,6 +1,8 @@
-"""`Evicting`: the base of policies that keep the last keys and those of the greatest worth, such as H2O."""
+"""Caches that evict keys by their worth: the base class, heavy hitters (H2O), and policies by name."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from qkv._contract import require
 from qkv._engine.call import as_biases, at_least_float32
+from qkv._registry import Registry
 from qkv.attention import Attention
 from qkv.cache.base import PAST, Cache, attend_with, check_distance_mask, rotated
 from qkv.errors import InputError, at_least_one
@@ -190,3 +193,50 @@ def _of_key_heads(received: Tensor, key_heads: int) -> Tensor:
 
 def _described(x: object) -> str:
     return f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+
+
+class HeavyHitters(Evicting):
+    """H2O: keeps the last `recent` keys, and of the older ones the `heavy` keys that received most attention.
+
+    The attention received by a key is the exact sum of its weights over all queries so far, and over the query heads
+    that share its key head. (Zhang et al. 2023, arXiv:2306.14048, alg. 1.)
+
+    >>> HeavyHitters(32, 32)
+    HeavyHitters(heavy=32, recent=32, seen=0, length=0)
+    """
+
+    def __init__(self, heavy: int, recent: int) -> None:
+        at_least_one("HeavyHitters", heavy=heavy, recent=recent)
+        super().__init__(heavy + recent, recent)
+        self.heavy = heavy
+
+    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        """The attention received."""
+        return received
+
+    def checked_worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        """`worth`, which needs no copy and no check here: on a GPU the check would wait for the device."""
+        return received
+
+    def __repr__(self) -> str:
+        return f"HeavyHitters(heavy={self.heavy}, recent={self.recent}, seen={self.seen}, length={self.length})"
+
+
+BUILT_IN = {
+    "full": "full.Full",
+    "sliding": "sliding.Sliding",
+    "window": "sliding.Sliding",
+    "sinks": "sinks.Sinks",
+    "heavy": "heavy_hitters.HeavyHitters",
+}
+
+
+def _problem(cls: Any) -> str | None:
+    """Why a class that an installed package registers cannot be used as a policy."""
+    if not issubclass(cls, Evicting):
+        return "is not a subclass of qkv.cache.Evicting"
+    return None if isinstance(getattr(cls, "name", None), str) else "has no class attribute name"
+
+
+POLICIES = Registry("policy", "qkv.cache", BUILT_IN, "qkv.policies", _problem)
+"""Commands find policies of other packages here, in the group of entry points ``qkv.policies``."""

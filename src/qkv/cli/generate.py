@@ -145,7 +145,7 @@ def _most_tokens(model: DecoderLM, prompt: int, tokens: int) -> int:
 def _cache(text: str) -> Callable[[int], Cache]:
     """A function that makes the cache of one layer, called with the number of tokens to expect."""
     from qkv import cache
-    from qkv.cache.registry import POLICIES
+    from qkv.cache.evicting import POLICIES
 
     if text == "full":
         return cache.Full

@@ -30,7 +30,7 @@ def numbers(text: str) -> list[int]:
 
 def statistics_of(names: str | None) -> list[Statistic]:
     """The statistics of installed packages with these names, separated by commas."""
-    from qkv.statistics.registry import STATISTICS
+    from qkv.statistics.base import STATISTICS
 
     return [STATISTICS.load(name.strip())() for name in names.split(",")] if names else []
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv._engine import noise
 from qkv._engine.call import Call, Result
-from qkv._engine.kept import kept
-from qkv._engine.tiles import ScoreTiles, zero_masked_keys
+from qkv._engine.tiles import ScoreTiles, gumbel, kept, uniform, zero_masked_keys
 from qkv._engine.transforms import mapped, transformed
 from qkv.biases.tensors import clipped
 from qkv.masks import Grid, Mask, Region
@@ -48,7 +46,7 @@ def forward(call: Call) -> Result:
         scores = scores.masked_fill(~visible, -torch.inf)
     weights, lse = _weights(call, scores)
     if call.dropout_p:
-        kept = noise.uniform(call.seed, whole, call.grid) >= call.dropout_p
+        kept = uniform(call.seed, whole, call.grid) >= call.dropout_p
         weights = weights * kept / (1 - call.dropout_p)
     out = tiles.weigh(weights, v.to(tiles.dtype).flatten(0, 1))
     if call.values is not None:
@@ -88,7 +86,7 @@ def _one_key(call: Call, normalizer: SumToOne, scores: Tensor, soft: Tensor) -> 
     noisy = scores
     if normalizer.sample:
         whole = Region(slice(0, scores.shape[2]), slice(0, scores.shape[3]))
-        noisy = scores + noise.gumbel(call.seed, whole, call.grid).to(scores)
+        noisy = scores + gumbel(call.seed, whole, call.grid).to(scores)
     one = torch.zeros_like(soft).scatter_(-1, noisy.argmax(-1, keepdim=True), 1.0)
     one = one.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
     return one + (soft - soft.detach())

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from qkv._engine.backward import backward
-from qkv._engine.call import Call, Result, detached
+from qkv._engine.call import Call, Result, RowState, detached
 from qkv._engine.forward import ForwardState, forward_tiles
-from qkv._engine.row_state import RowState
 from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed
 from qkv.partial import Partial
 

@@ -22,8 +22,7 @@ from qkv.models.checks import check_dropout, check_ids
 from qkv.models.config import one_of
 from qkv.models.decoder_mask import causal, depends_on_length, depends_on_start
 from qkv.models.loss import linear_cross_entropy
-from qkv.nn.block import TransformerBlock, make_norm
-from qkv.nn.feed_forward import FeedForward
+from qkv.nn.block import FeedForward, TransformerBlock, make_norm
 from qkv.nn.multi_head import MultiHeadAttention
 from qkv.nn.projection import Projection, project
 from qkv.normalizers import EluPlusOne, Entmax, Normalizer, ReLU, Sigmoid, Softmax

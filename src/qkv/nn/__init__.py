@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
-from qkv.nn.block import TransformerBlock
+from qkv.nn.block import FeedForward, TransformerBlock
 from qkv.nn.composition import Composition
 from qkv.nn.convert import from_torch, to_torch
 from qkv.nn.einsum import EinsumAttention
-from qkv.nn.feed_forward import FeedForward
 from qkv.nn.linear import LinearAttention, LinformerAttention
 from qkv.nn.multi_head import MultiHeadAttention
-from qkv.nn.projection import Projection
-from qkv.nn.sink_token import SinkToken
+from qkv.nn.projection import Projection, SinkToken
 
 __all__ = [
     "AdditiveAttention",

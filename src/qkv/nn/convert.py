@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from qkv.attention import Attention
 from qkv.errors import InputError
-from qkv.nn.block import TransformerBlock
-from qkv.nn.feed_forward import FeedForward
+from qkv.nn.block import FeedForward, TransformerBlock
 from qkv.nn.multi_head import MultiHeadAttention
 from qkv.normalizers import Softmax, SumToOne
 from qkv.scores import Dot

@@ -1,4 +1,4 @@
-"""Linear layers that pick the faster of torch's CPU implementations for their shape."""
+"""Linear layers that are fast for few rows, and learned sink tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from qkv.errors import at_least_one
 
 FEW, SOME, MANY = 4, 32, 128  # rows: up to `FEW` (`SOME` if out > in) one bmm over threads, from `MANY` on oneDNN
 LARGE = 2**15  # with fewer weights, one thread is as fast as several
@@ -76,3 +78,31 @@ class Projection(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n out"]:
         return project(x, self.weight, self.bias)
+
+
+class SinkToken(nn.Module):
+    """`count` learned vectors prepended to every sequence (Xiao et al. 2024, arXiv:2309.17453, §3.3; the registers of
+    Darcet et al. 2023, arXiv:2309.16588).
+
+    Unlike a sink logit, they have values and are also queries. `strip` removes them again.
+
+    >>> import torch
+    >>> sink = SinkToken(64)
+    >>> x = torch.randn(2, 10, 64)
+    >>> sink(x).shape, torch.equal(sink.strip(sink(x)), x)
+    (torch.Size([2, 11, 64]), True)
+    """
+
+    def __init__(self, d_model: int, count: int = 1) -> None:
+        super().__init__()
+        at_least_one(d_model=d_model, count=count)
+        self.tokens = nn.Parameter(torch.empty(count, d_model))
+        nn.init.normal_(self.tokens, std=0.02)
+
+    def forward(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b longer d_model"]:
+        """The sink tokens followed by x."""
+        return torch.cat([self.tokens.to(x).expand(len(x), -1, -1), x], 1)
+
+    def strip(self, x: Float[Tensor, "b longer d"]) -> Float[Tensor, "b n d"]:
+        """The sequence without the sink tokens."""
+        return x[:, len(self.tokens) :]

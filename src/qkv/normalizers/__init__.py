@@ -4,9 +4,8 @@ Your own normalizer inherits from `Pointwise` or `SumToOne` and defines one meth
 """
 
 from qkv.normalizers.base import Normalizer, Pointwise, SumToOne
-from qkv.normalizers.entmax import Entmax, Sparsemax
 from qkv.normalizers.pointwise import EluPlusOne, Identity, ReLU, Sigmoid
-from qkv.normalizers.softmax import Hard, Softmax
+from qkv.normalizers.softmax import Entmax, Hard, Softmax, Sparsemax
 
 __all__ = [
     "EluPlusOne",

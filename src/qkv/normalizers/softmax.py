@@ -1,4 +1,4 @@
-"""Softmax, with attention sinks, and hard attention."""
+"""Softmax, and entmax with sparsemax."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkv.errors import InputError
 from qkv.normalizers.base import LOG2_E, SumToOne, check_temperature
 
 
@@ -90,3 +91,94 @@ class Hard(Exponential):
 
     def __post_init__(self) -> None:
         check_temperature(self)
+
+
+STEPS = 100  # most Newton steps for a threshold
+
+
+@dataclass(frozen=True, eq=False)
+class Entmax(SumToOne):
+    """α-entmax: [(α − 1) (s − level)]₊^(1/(α−1)), which sum to one; exact zeros for low scores.
+
+    1 < α ≤ 2; α = 1.5 by default, α = 2 is `Sparsemax`, and α → 1 is softmax (Peters et al. 2019, arXiv:1905.05702,
+    eq. 10, whose threshold τ is (α − 1) times the level). `sink` and `key` as in `Softmax`.
+
+    >>> from qkv import attend
+    >>> q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[1.0], [0.5], [-1.0]]]])
+    >>> attend(q, k, k, normalizer=Entmax(2.0), return_weights=True)[1].flatten().tolist()
+    [0.75, 0.25, 0.0]
+    """
+
+    alpha: float = 1.5
+    temperature: float = 1.0
+    sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None
+    key: Float[Tensor, "heads d"] | None = None
+    by_head = False
+    zero_at_minus_infinity = True
+
+    def __post_init__(self) -> None:
+        if not 1 < self.alpha <= 2:
+            raise InputError(f"Entmax: alpha is {self.alpha}, expected 1 < alpha ≤ 2 (for alpha = 1 use Softmax)")
+        self.check(0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def weight(self, scores: Tensor, level: Tensor) -> Tensor:
+        return _powers((self.alpha - 1) * (scores - level), 1 / (self.alpha - 1))
+
+    def weight_(self, scores: Tensor, level: Tensor) -> Tensor:
+        p = 1 / (self.alpha - 1)
+        above = scores.sub_(level).mul_(self.alpha - 1).relu_()
+        return above if p == 1 else above.square_() if p == 2 else _powers(above, p)
+
+    def level_of(self, scores: Tensor) -> Tensor:
+        """Newton on ‖[z − τ]₊‖_p = 1 with z = (α − 1) s, which is convex and decreasing in τ, from τ = max z − 1.
+
+        The norm is at least 1 there, so the steps increase τ and never pass the root. For α = 2 the result is exact
+        after finitely many steps (Michelot 1986).
+        """
+        p = 1 / (self.alpha - 1)
+        z = (self.alpha - 1) * scores
+        top = z.amax(-1)
+        empty = top == -torch.inf
+        tau = torch.where(empty, 0.0, top - 1)
+        for _ in range(STEPS):
+            step = _newton(z, tau, p)
+            # Converged rows stop moving, so a row's result does not depend on the others in the batch.
+            moving = step > 2 * torch.finfo(z.dtype).eps * (1 + tau.abs())
+            if not moving.any():
+                break
+            tau = torch.where(moving, tau + step, tau)
+        return tau / (self.alpha - 1)
+
+    def slope_from_weights(self, weights: Tensor) -> Tensor:
+        if self.alpha == 2:
+            return (weights > 0).to(weights)
+        if self.alpha == 1.5:
+            return weights.sqrt()
+        return torch.where(weights > 0, weights.clamp(min=torch.finfo(weights.dtype).tiny) ** (2 - self.alpha), 0)
+
+
+def Sparsemax(temperature: float = 1.0) -> Entmax:  # noqa: N802  (named like a class because it constructs a normalizer)
+    """The distribution nearest to the scores (Martins & Astudillo 2016, arXiv:1602.02068, eq. 2): `Entmax` with α = 2.
+
+    >>> Sparsemax().alpha
+    2.0
+    """
+    return Entmax(2.0, temperature)
+
+
+def _newton(z: Float[Tensor, "*n k"], tau: Float[Tensor, "*n"], p: float) -> Float[Tensor, "*n"]:
+    above = z - tau[..., None]
+    total = _powers(above, p).sum(-1)
+    slope = _powers(above, p - 1).sum(-1) if p != 1 else (above > 0).to(z).sum(-1)
+    safe = total > 0
+    total = torch.where(safe, total, 1.0)
+    return (1 - total ** (-1 / p)) * total / torch.where(safe, slope, 1.0)
+
+
+def _powers(x: Tensor, p: float) -> Tensor:
+    """[x]₊^p, with derivative 0 at 0 and below."""
+    x = torch.relu(x)
+    return x if p == 1 else x * x if p == 2 else torch.where(x > 0, x.clamp(min=torch.finfo(x.dtype).tiny) ** p, 0.0)

@@ -11,11 +11,23 @@ from typing import Any
 
 from qkv._warnings import renamed
 from qkv.statistics.base import Statistic, WeightTile
-from qkv.statistics.effective_keys import EffectiveKeys
-from qkv.statistics.entropy import Entropy
-from qkv.statistics.near import At, Local, Mass, Next, Previous, Self, Sink, Streaming
-from qkv.statistics.position import Distance, Spread
-from qkv.statistics.received import Received, Visible, VisibleQueries
+from qkv.statistics.built_in import (
+    At,
+    Distance,
+    EffectiveKeys,
+    Entropy,
+    Local,
+    Mass,
+    Next,
+    Previous,
+    Received,
+    Self,
+    Sink,
+    Spread,
+    Streaming,
+    Visible,
+    VisibleQueries,
+)
 from qkv.statistics.sums import Statistics, Thumbnail
 
 BUILT_IN: dict[str, Statistic] = {

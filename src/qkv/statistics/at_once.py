@@ -14,9 +14,8 @@ from torch import Tensor
 
 from qkv._engine.call import Call
 from qkv._engine.sizes import sizes
-from qkv._engine.sweep import Block, Group, Tile
+from qkv._engine.sweep import Block, Group, Tile, workspace
 from qkv._engine.tiles import LOG2_E, MASKED_SCORE, ScoreTiles
-from qkv._engine.workspace import workspace
 from qkv.masks import FULL, PARTIAL
 from qkv.statistics.one_pass import LOWEST, log2_scores
 from qkv.statistics.reduce import Request, RowsState, StatisticsReducer

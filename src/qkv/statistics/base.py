@@ -1,12 +1,13 @@
-"""`Statistic`, the base class of all statistics of attention weights, and `WeightTile`, the input of its `tile`."""
+"""The base class of statistics, and those of installed packages by name."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv._contract import Definition, require
+from qkv._registry import Registry
 from qkv.errors import InputError
 from qkv.masks import Grid, Region
 
@@ -188,3 +190,21 @@ def validated(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
     if len(set(names)) < len(names):
         raise InputError(f"statistics are named {', '.join(names)}, expected a different name for each")
     return statistics
+
+
+def _problem(cls: Any) -> str | None:
+    """Why a class that an installed package registers cannot be used as a statistic."""
+    if not issubclass(cls, Statistic):
+        return "is not a subclass of qkv.statistics.Statistic"
+    if not isinstance(getattr(cls, "name", None), str):
+        return "has no class attribute name"
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        return f"cannot be made without arguments ({error})"
+    return None
+
+
+STATISTICS = Registry("statistic", "qkv.statistics", {}, "qkv.statistics", _problem)
+"""Commands find statistics of other packages here, in the group of entry points ``qkv.statistics``. Every profile has
+the built-in ones, so they need no name."""

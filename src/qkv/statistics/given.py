@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkv._engine.call import Call, as_mask, at_least_float32
+from qkv._engine.call import Call, RowState, as_mask, at_least_float32
 from qkv._engine.inputs import Form
-from qkv._engine.row_state import RowState
 from qkv._engine.sweep import Tile
 from qkv.errors import InputError
 from qkv.masks import Mask

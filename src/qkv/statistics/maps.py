@@ -16,13 +16,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._engine.call import Call, detached
-from qkv._engine.row_state import RowState
+from qkv._engine.call import Call, RowState, detached
 from qkv._engine.sizes import sizes
-from qkv._engine.sweep import Block, Group, Reducer, Tile, reduce_tiles
-from qkv._engine.tiles import ScoreTiles, block_status
-from qkv._engine.weight_tiles import WeightTiles
-from qkv._engine.workspace import Workspace
+from qkv._engine.sweep import Block, Group, Reducer, Tile, Workspace, reduce_tiles
+from qkv._engine.tiles import ScoreTiles, WeightTiles, block_status
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles

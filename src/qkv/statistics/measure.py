@@ -1,10 +1,4 @@
-"""`measure`: exact statistics of one attention call, in memory linear in the sequence length.
-
-For a softmax, one pass over blocks of rows computes the output, the log-sum-exp and every statistic
-(`qkv.statistics.one_pass`). Other normalizers and custom statistics take two: a kernel computes the row state, such as
-the log-sum-exp, of every query; then a sweep over the tiles of scores computes the final weights and reduces them.
-(tests/core/test_measure.py checks identities that give some of the statistics by other means.)
-"""
+"""`measure`: exact statistics of the weights in linear memory, also as shares of rows that do not sum to 1."""
 
 from __future__ import annotations
 
@@ -18,9 +12,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._engine.call import Call, Result, as_biases, as_mask, detached
+from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, detached
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
-from qkv._engine.row_state import RowState
 from qkv._warnings import deprecated
 from qkv.biases import Bias
 from qkv.errors import InputError
@@ -349,3 +342,43 @@ def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, su
     sums.received, sums.visible_queries = key_sums.finish()
     if sums.prefix_sink_scores is not None:
         dist.all_reduce(sums.prefix_sink_scores, group=shared.group)
+
+
+WEIGHTS = ("sink", "self_", "previous", "next_", "received", "prefix_sink_scores", "mass")
+"""The fields of `Statistics` that are weights, or sums or means of weights."""
+
+
+def sums_to_one(normalizer: Normalizer) -> bool:
+    """Whether the weights of a row, with that of a sink logit, sum to 1.
+
+    >>> from qkv.normalizers import EluPlusOne, Sigmoid, Softmax
+    >>> [sums_to_one(x) for x in (Softmax(sink=0.0), EluPlusOne(divide="sum"), EluPlusOne(), Sigmoid())]
+    [True, True, False, False]
+    """
+    return not isinstance(normalizer, Pointwise) or normalizer.divide == "sum"
+
+
+def in_shares(call: Call, measured: Statistics, **options: Any) -> Statistics:
+    """The statistics `measured` of a call with shares in place of weights, from a second sweep over the scores.
+
+    `row_sum`, `thumbnail` and `own` stay those of the weights. No sweep is needed if the rows sum to one.
+
+    Args:
+        call: the attention call.
+        measured: its statistics.
+        options: `mass`, `first`, `queries` and `prefix_keys`, as in `qkv.measure`.
+    """
+    if sums_to_one(call.normalizer):
+        return measured
+    assert measured.row_sum is not None
+    total = torch.where(measured.row_sum > 0, measured.row_sum, 1.0)
+    shares = sweep(call, RowState(total=total), **options)
+    return replace(measured, **{name: getattr(shares, name) for name in WEIGHTS})
+
+
+def rows_in_shares(weights: Float[Tensor, "*b nq nk"], normalizer: Normalizer) -> Float[Tensor, "*b nq nk"]:
+    """A matrix of weights with the rows of `in_shares`."""
+    if sums_to_one(normalizer):
+        return weights
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1.0)

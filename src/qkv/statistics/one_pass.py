@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from qkv._engine.call import Call
-from qkv._engine.sweep import Block, Tile, reduce_tiles, row_blocks
+from qkv._engine.sweep import Block, Tile, Workspace, reduce_tiles, row_blocks
 from qkv._engine.tiles import LOG2_E, MASKED_SCORE
 from qkv._engine.transforms import transformed
-from qkv._engine.workspace import Workspace
 from qkv.statistics.reduce import KeySums, Request, RowsState, StatisticsReducer
 from qkv.statistics.sums import Sums
 

@@ -14,10 +14,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv._engine.call import Call, at_least_float32, detached
-from qkv._engine.row_state import RowState
+from qkv._engine.call import Call, RowState, at_least_float32, detached
 from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
-from qkv._engine.weight_tiles import WeightTiles
+from qkv._engine.tiles import WeightTiles
 from qkv.errors import InputError
 
 

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv._engine.call import Call, at_least_float32
-from qkv._engine.row_state import RowState
+from qkv._engine.call import Call, RowState, at_least_float32
 from qkv._warnings import alias
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne

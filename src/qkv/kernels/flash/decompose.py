@@ -19,9 +19,8 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv._engine.call import Call, at_least_float32
-from qkv._engine.kept import kept
 from qkv._engine.sizes import BY_DEVICE, Sizes
-from qkv._engine.tiles import block_status
+from qkv._engine.tiles import block_status, kept
 from qkv.biases import Bias, ByDistance
 from qkv.kernels.flash.blocks import DenseBlock, GatheredBlock, positions
 from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv._engine.call import Call, Result, at_least_float32, detached
-from qkv._engine.card import GPUS, has_triton
+from qkv._engine.sizes import GPUS, has_triton
 from qkv._engine.transforms import REASON, transformed
 from qkv.biases import Bias, Dense
 from qkv.errors import InputError

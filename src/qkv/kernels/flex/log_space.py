@@ -20,11 +20,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv._engine.call import Call, detached, user_defined
-from qkv._engine.card import GPUS
+from qkv._engine.sizes import GPUS
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
-from qkv.normalizers.level import TOLERANCE, raise_no_level, root
-from qkv.normalizers.tile import level_slopes
+from qkv.normalizers.level import TOLERANCE, level_slopes, raise_no_level, root
 from qkv.partial import Partial
 
 COMPOSITIONS = 256  # limit of compiled kernels

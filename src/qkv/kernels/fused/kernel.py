@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qkv._engine.call import Call, Result
-from qkv._engine.card import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
+from qkv._engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
 from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed
 from qkv.kernels.fused.check import difference
 from qkv.partial import Partial, sink_gradient

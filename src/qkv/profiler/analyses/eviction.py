@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qkv._files import write_atomically
 from qkv._progress import Step, bar
 from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
-from qkv.cache.registry import POLICIES
+from qkv.cache.evicting import POLICIES
 from qkv.errors import InputError, nearest
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.client import routed
@@ -28,8 +28,7 @@ from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall
-from qkv.statistics.measure import row_state, sweep
-from qkv.statistics.shares import in_shares
+from qkv.statistics.measure import in_shares, row_state, sweep
 
 if TYPE_CHECKING:
     import pandas as pd

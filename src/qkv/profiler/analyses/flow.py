@@ -18,7 +18,7 @@ import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv._engine.row_state import RowState
+from qkv._engine.call import RowState
 from qkv.errors import InputError
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import Tokens, batches, sequences_of

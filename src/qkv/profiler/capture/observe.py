@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from qkv import ring
-from qkv._engine.call import Call, Result, at_least_float32, detached
-from qkv._engine.row_state import RowState
+from qkv._engine.call import Call, Result, RowState, at_least_float32, detached
 from qkv.edits.active import ACTIVE, applied, with_head
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
@@ -50,8 +49,7 @@ from qkv.profiler.capture.residual import geometry, value_norms
 from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
 from qkv.statistics import Local, Statistic, Streaming
-from qkv.statistics.measure import measured, row_state, sweep
-from qkv.statistics.shares import in_shares
+from qkv.statistics.measure import in_shares, measured, row_state, sweep
 from qkv.statistics.sums import Statistics
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)

@@ -23,7 +23,7 @@ from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
 from qkv.profiler.capture.observe import ObservedCall, weights_of
 from qkv.profiler.data.variables import VARIABLES
-from qkv.statistics.shares import rows_in_shares
+from qkv.statistics.measure import rows_in_shares
 
 
 def fingerprint(model: nn.Module) -> Hashable | None:

@@ -52,7 +52,7 @@ class Variable:
 
     @classmethod
     def in_shares(cls, statistic: Statistic, *, always: bool = False) -> Variable:
-        """The variable that stores a statistic, computed from shares of the row (`qkv.statistics.shares`)."""
+        """The variable that stores a statistic, computed from shares of the row (`qkv.statistics.measure`)."""
         about = cls.of(statistic, always=always)
         return replace(about, definition=f"{about.definition}, as a share of the row") if about.share else about
 

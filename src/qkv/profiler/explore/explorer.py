@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv._engine.call import Call
-from qkv._engine.row_state import RowState
+from qkv._engine.call import Call, RowState
 from qkv.biases import Dense as DenseBias
 from qkv.errors import InputError, nearest
 from qkv.masks import Dense, Region

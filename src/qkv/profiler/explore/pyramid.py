@@ -13,8 +13,7 @@ from cachetools import LRUCache
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv._engine.call import Call, at_least_float32
-from qkv._engine.row_state import RowState
+from qkv._engine.call import Call, RowState, at_least_float32
 from qkv.errors import InputError
 from qkv.statistics.maps import HeadMap, Picture, checked_slice, is_masked, slice_call
 

@@ -22,8 +22,7 @@ from qkv.profiler.surveys.data import EXAMPLES, Survey
 from qkv.profiler.surveys.pieces import Batch, Piece, batches_of, pieces
 from qkv.profiler.surveys.quantities import Quantities, of_description
 from qkv.statistics import Local, Statistic
-from qkv.statistics.measure import row_state, sweep
-from qkv.statistics.shares import in_shares
+from qkv.statistics.measure import in_shares, row_state, sweep
 from qkv.statistics.sums import Statistics
 
 NAMED = 256

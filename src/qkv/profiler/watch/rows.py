@@ -17,7 +17,7 @@ from qkv._engine.call import Call
 from qkv.kernels import eager
 from qkv.masks import Region
 from qkv.statistics import Streaming
-from qkv.statistics.shares import rows_in_shares
+from qkv.statistics.measure import rows_in_shares
 
 SUMS = (
     "mass", "away", "away²", "distance", "sink", "self_", "previous", "next_", "local", "streaming_mass",

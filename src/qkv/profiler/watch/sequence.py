@@ -17,8 +17,7 @@ from qkv.masks import Causal, Dense, Mask, Region
 from qkv.profiler.capture.observe import PREFIX, WEIGHTS_ONLY, ObservedCall, Record, masses, weights_of
 from qkv.profiler.capture.residual import geometry, value_norms
 from qkv.profiler.watch.rows import Places, Rows, by_query, rows_of
-from qkv.statistics.measure import measured
-from qkv.statistics.shares import in_shares
+from qkv.statistics.measure import in_shares, measured
 from qkv.statistics.sums import Statistics
 
 TOGETHER, SCORES = 16, 2**18

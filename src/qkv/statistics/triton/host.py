@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from qkv._engine.call import Call
-from qkv._engine.card import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv._engine.kept import kept
-from qkv._engine.tiles import LOG2_E
+from qkv._engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
+from qkv._engine.tiles import LOG2_E, kept
 from qkv._engine.transforms import transformed
 from qkv.biases import ByDistance, SoftCap
 from qkv.masks import Dense, Document, Grid, Mask

@@ -1,4 +1,4 @@
-"""Weight on particular keys: the first of the text, the query's own token, its neighbours, or keys inside a mask."""
+"""The built-in statistics: one class each, with the definition that their fused sums are compared with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,144 @@ from torch import Tensor
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Prefix, Window
 from qkv.statistics.base import Statistic, WeightTile
+
+
+def _visible(tile: WeightTile) -> Tensor:
+    return torch.ones_like(tile.weights) if tile.visible is None else tile.visible.expand_as(tile.weights).double()
+
+
+class Received(Statistic):
+    """The attention that a key receives: the sum of the weights that all queries put on it.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Received()])
+    >>> [round(n, 3) for n in result.own["received"][0, 0].tolist()]
+    [2.083, 1.083, 0.583, 0.25]
+    """
+
+    name, label, unit, over, highest, logarithmic = "received", "Received", "queries", "key", 20.0, True
+    definition = "sum of the weights that all queries put on the key"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return tile.weights.double().sum(-2)
+
+
+class Visible(Statistic):
+    """The number of keys that a query may attend to.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Visible()])
+    >>> [round(n, 3) for n in result.own["visible"][0, 0].tolist()]
+    [1.0, 2.0, 3.0, 4.0]
+    """
+
+    name, label, unit, highest, logarithmic = "visible", "Visible keys", "keys", 20.0, True
+    definition = "how many keys the query may attend to"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return _visible(tile).sum(-1)
+
+
+class VisibleQueries(Statistic):
+    """The number of queries that may attend to a key.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[VisibleQueries()])
+    >>> [round(n, 3) for n in result.own["visible_queries"][0, 0].tolist()]
+    [4.0, 3.0, 2.0, 1.0]
+    """
+
+    name, label, unit, over, highest, logarithmic = "visible_queries", "Visible queries", "queries", "key", 20.0, True
+    definition = "how many queries may attend to the key"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return _visible(tile).sum(-2)
+
+
+class Entropy(Statistic):
+    """How evenly a query's weights are spread, in nats: 0 on one key, ln n over n equal ones.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Entropy()])
+    >>> [round(n, 3) for n in result.own["entropy"][0, 0].tolist()]
+    [0.0, 0.693, 1.099, 1.386]
+    """
+
+    name, label, unit, highest = "entropy", "Entropy", "nats", 14.0
+    definition = "−Σ a ln a of the query's weights a, which add up to 1 over the keys"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return -(tile.weights * tile.log_weights).sum(-1)
+
+    def finish(self, total: Tensor, mass: Tensor) -> Tensor:
+        safe = torch.where(mass > 0, mass, 1.0)
+        return torch.where(mass > 0, total / safe + safe.log(), 0.0).clamp(min=0)
+
+
+class EffectiveKeys(Statistic):
+    """The effective number of keys that share a query's weight (participation ratio, Rényi-2 perplexity).
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[EffectiveKeys()])
+    >>> [round(n, 3) for n in result.own["effective_keys"][0, 0].tolist()]
+    [1.0, 2.0, 3.0, 4.0]
+    """
+
+    name, label, unit, highest, logarithmic = "effective_keys", "Effective keys", "keys", 20.0, True
+    definition = "1 / Σ a²: how many keys share the weight"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return tile.weights.double().square().sum(-1)
+
+    def finish(self, total: Tensor, mass: Tensor) -> Tensor:
+        return torch.where(total > 0, mass.square() / torch.where(total > 0, total, 1.0), 0.0)
+
+
+class Distance(Statistic):
+    """The mean distance between a query and the keys it attends to, by weight.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Distance()])
+    >>> [round(n, 3) for n in result.own["distance"][0, 0].tolist()]
+    [0.0, 0.5, 1.0, 1.5]
+    """
+
+    name, label, unit, highest, logarithmic, one_text = "distance", "Distance", "tokens", 20.0, True, True
+    definition = "mean distance to the keys, by weight"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return (tile.weights * tile.distances.abs()).double().sum(-1)
+
+    def finish(self, total: Tensor, mass: Tensor) -> Tensor:
+        return total / torch.where(mass > 0, mass, 1.0)
+
+
+class Spread(Statistic):
+    """The standard deviation of the positions of the keys that a query attends to, by weight.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Spread()])
+    >>> [round(n, 3) for n in result.own["spread"][0, 0].tolist()]
+    [0.0, 0.5, 0.816, 1.118]
+    """
+
+    name, label, unit, highest, logarithmic, parts = "spread", "Spread", "tokens", 20.0, True, 2
+    definition = "standard deviation of the keys' positions, by weight"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        steps = tile.distances.double()
+        return torch.stack([(tile.weights * steps**n).sum(-1) for n in (1, 2)])
+
+    def finish(self, total: Tensor, mass: Tensor) -> Tensor:
+        mean, square = total / torch.where(mass > 0, mass, 1.0)
+        return (square - mean.square()).clamp(min=0).sqrt()
 
 
 class At(Statistic):
