@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 import qkv
 from qkv import models
 from qkv.cli import main
-from qkv.models import bundled
+from qkv.models import checkpoint
 from qkv.positions import Rotary
 from qkv.profiler.corpora import default_text
 from qkv_lab import draw, log, settings, translate
@@ -37,7 +37,7 @@ def page(sinks: str) -> str:
         "",
         "    qkv train --config src/qkv/models/trained/qkv-mini/run.toml --out qkv-mini --threads 1",
     ]
-    for name, what in bundled.NAMES.items():
+    for name, what in checkpoint.NAMES.items():
         result = _result(name)
         lines += ["", f"## {name}", "", f"{what[0].upper()}{what[1:]}. {_size(name, result)}", ""]
         lines += _SAID[name](result)
@@ -165,7 +165,7 @@ _SAID = {"qkv-mini": _mini, "qkv-reversal": _reversal, "qkv-translation": _trans
 
 
 def _folder(name: str) -> Path:
-    found = bundled.folder_of(name)
+    found = checkpoint.folder_of(name)
     assert found is not None
     return found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import qkv
-from qkv.models import bundled
+from qkv.models import checkpoint
 
 FILE = Path(__file__).parents[1] / "sbom.cdx.json"
 
@@ -34,13 +34,13 @@ def sbom() -> dict[str, Any]:
         "specVersion": "1.6",
         "version": 1,
         "metadata": {"component": package},
-        "components": [_model(name, purpose) for name, purpose in bundled.NAMES.items()],
-        "dependencies": [{"ref": "qkv", "dependsOn": list(bundled.NAMES)}],
+        "components": [_model(name, purpose) for name, purpose in checkpoint.NAMES.items()],
+        "dependencies": [{"ref": "qkv", "dependsOn": list(checkpoint.NAMES)}],
     }
 
 
 def _model(name: str, purpose: str) -> dict[str, Any]:
-    folder = bundled.folder_of(name)
+    folder = checkpoint.folder_of(name)
     assert folder is not None
     return {
         "type": "machine-learning-model",

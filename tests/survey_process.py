@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.decoder import DecoderConfig, DecoderLM
+from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler.surveys import survey as surveys
 from qkv.profiler.surveys.folder import Folder
 

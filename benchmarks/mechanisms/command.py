@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from qkv.cli.files import folder
-from qkv.cli.terminal import print_line
+from qkv.cli.shared import folder, print_line
 from qkv.errors import InputError
 
 

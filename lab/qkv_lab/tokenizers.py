@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Int
 
 from qkv.errors import InputError
-from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.text import TextTokenizer
+from qkv.models.tokenizers import ByteTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

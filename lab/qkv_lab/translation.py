@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qkv._untrusted import check_version, first_line, load_json
 from qkv.errors import InputError, nearest
-from qkv.models import Sampler, bundled, generate, load
+from qkv.models import Sampler, checkpoint, generate, load
 from qkv_lab import grammar
 from qkv_lab.models import EncoderDecoder, RNNSeq2Seq
 
@@ -143,7 +143,7 @@ def translate(
     'le chat noir'
     """
     if not isinstance(model, nn.Module):
-        folder = bundled.folder_of(str(model)) or Path(model)
+        folder = checkpoint.folder_of(str(model)) or Path(model)
         vocabulary = vocabulary or read_vocabulary(folder)
         model = load(folder)
     if vocabulary is None:

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from qkv.errors import InputError
-from qkv.models import bundled
+from qkv.models import checkpoint
 from qkv.profiler.capture.inputs import Special, positions, special_ids, tokens_of, vocabulary
 
 SHORT, LONG = 64, 512
@@ -96,7 +96,7 @@ def default_texts(name: str) -> list[str]:
         from qkv_lab import settings
         from qkv_lab.tasks.language import Language
 
-        folder = bundled.folder_of(name)
+        folder = checkpoint.folder_of(name)
         assert folder is not None
         task, _ = settings.from_toml(folder / settings.RUN)
         assert isinstance(task, Language)

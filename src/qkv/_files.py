@@ -1,11 +1,16 @@
-"""Atomic file writes."""
+"""Atomic file writes, files by address, and texts of data sets."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import os
+import re
 import uuid
 from pathlib import Path
+from typing import Any
 
+from qkv._untrusted import Budget
 from qkv.errors import InputError
 
 
@@ -33,3 +38,109 @@ def write_atomically(path: Path, data: bytes | memoryview | str) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # two letters or more, because C:/ is a drive; Path drops a slash
+_LOCAL = ("file", "local")
+IN_CLOUD = ("s3", "s3a", "gs", "gcs", "hf")
+"""Schemes whose packages the extra ``cloud`` installs."""
+
+
+def scheme_of(address: str | os.PathLike[str]) -> str | None:
+    """The scheme of an address in lower case; None for a path on this machine, also after ``file://``.
+
+    >>> scheme_of("s3://bucket/x"), scheme_of("folder/x"), scheme_of("file:///x")
+    ('s3', None, None)
+    """
+    found = _SCHEME.match(os.fspath(address))
+    scheme = found[1].lower() if found else None
+    return None if scheme in _LOCAL else scheme
+
+
+def local(address: str | os.PathLike[str]) -> str:
+    """The path of an address on this machine, without ``file://``."""
+    return re.sub(r"^(?:file|local)://", "", os.fspath(address), flags=re.IGNORECASE)
+
+
+def filesystem(address: str | os.PathLike[str], argument: str) -> tuple[Any, str]:
+    """The fsspec file system of an address, and the path in it.
+
+    Raises:
+        InputError: about `argument`, if the scheme is unknown, or its package is missing or cannot be used.
+
+    >>> filesystem("memory://x", "out")[1]
+    '/x'
+    """
+    import fsspec
+
+    text, scheme = os.fspath(address), scheme_of(address)
+    if scheme is None:
+        text = local(text)
+    elif "://" not in text:
+        raise InputError(f"{argument} is {text!r}, expected two slashes after {scheme}:, or a path on this machine")
+    elif scheme not in fsspec.available_protocols():
+        raise InputError(
+            f"{argument} is {text!r}, but no storage is known for {scheme}://; expected s3://, gs://, hf://, "
+            "memory://, another scheme of fsspec, or a path on this machine"
+        )
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(text)
+    except ImportError as error:
+        way_out = "pip install 'qkv[cloud]'" if scheme in IN_CLOUD else "install its package"
+        raise InputError(
+            f"{argument} is {text!r}, but the package for {scheme}:// is missing ({error}): {way_out}"
+        ) from error
+    except Exception as error:  # each backend has its own types of errors
+        raise InputError(f"{argument} is {text!r}, which cannot be used ({reason(error)})") from error
+    return found
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error's message, for a sentence."""
+    text = (getattr(error, "strerror", None) or str(error)).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def opened(address: str | os.PathLike[str], argument: str) -> Path | io.BytesIO:
+    """The path of a file on this machine, or the content of one elsewhere.
+
+    Raises:
+        InputError: about `argument`, if it is elsewhere and cannot be read.
+    """
+    if scheme_of(address) is None:
+        return Path(local(address))
+    files, path = filesystem(address, argument)
+    try:
+        size = files.size(path) or 0
+        Budget(size).take(size)
+        return io.BytesIO(files.cat_file(path))
+    except Exception as error:  # each backend has its own types of errors
+        raise InputError(f"{argument}: cannot read {os.fspath(address)!r} ({reason(error)})") from error
+
+
+def dataset_and_column(name: str) -> tuple[str, str]:
+    """The names of a dataset and its column in ``"hf:NAME"`` or ``"hf:NAME:COLUMN"``.
+
+    Raises:
+        InputError: if `name` is not of this form.
+
+    >>> dataset_and_column("hf:imdb")
+    ('imdb', 'text')
+    """
+    _, dataset, *rest = name.split(":")
+    if not dataset or len(rest) > 1:
+        raise InputError(f"corpus is {name!r}, expected 'hf:NAME' or 'hf:NAME:COLUMN'")
+    return dataset, rest[0] if rest else "text"
+
+
+def checked_datasets(name: str) -> None:
+    """Raise `InputError` if the package ``datasets``, which the corpus `name` needs, is missing or too old."""
+    if importlib.util.find_spec("datasets") is None:
+        raise InputError(f"corpus: {name!r} needs the package datasets: pip install 'datasets>=4'")
+    import datasets
+
+    if int(datasets.__version__.split(".")[0]) < 4:
+        raise InputError(
+            f"corpus: {name!r} needs datasets 4 or newer, which does not run code from datasets; installed is "
+            f"{datasets.__version__}: pip install 'datasets>=4'"
+        )

@@ -17,7 +17,7 @@ import torch
 
 import qkv
 from qkv.cli import main
-from qkv.cli.files import folder
+from qkv.cli.shared import folder
 from qkv.errors import InputError
 from qkv.profiler.capture import models
 

@@ -20,7 +20,7 @@ import torch
 from conftest import refused
 from qkv import InputError, cache
 from qkv.cli import main
-from qkv.models import checkpoint, hub
+from qkv.models import checkpoint, tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.models.generation import generate, text_stream
 from qkv.models.sampling import Sampler
@@ -529,7 +529,7 @@ def test_model_from_the_hub(gpt2: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", file)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", folder)
-    monkeypatch.setattr(hub, "reachable", lambda _: True)
+    monkeypatch.setattr(tensors, "reachable", lambda _: True)
     assert main(["generate", "someone/tiny", PROMPT, "--greedy", "--tokens", "9"]) == 0
     assert capsys.readouterr().out.startswith(PROMPT)
     assert asked[0] == ("someone/tiny", "config.json")
@@ -552,7 +552,7 @@ def test_unreachable_hub_is_reported(
         raise error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    monkeypatch.setattr(hub, "reachable", lambda _: True)
+    monkeypatch.setattr(tensors, "reachable", lambda _: True)
     reason = str(error).splitlines()[0].rstrip(".")
     fails(["no-such-model", "hi"], rf"cannot load 'no-such-model' \({reason}\); expected a folder", capsys)
 
@@ -562,11 +562,11 @@ def test_unreachable_hub_is_an_error_within_seconds_that_suggests_a_name(
 ) -> None:
     with socket.socket() as closed:  # bound, but not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
-        assert not hub.reachable(f"http://127.0.0.1:{closed.getsockname()[1]}")
+        assert not tensors.reachable(f"http://127.0.0.1:{closed.getsockname()[1]}")
         closed.listen()
-        hub.reachable.cache_clear()
-        assert hub.reachable(f"http://127.0.0.1:{closed.getsockname()[1]}")
-    monkeypatch.setattr(hub, "reachable", lambda _: False)
+        tensors.reachable.cache_clear()
+        assert tensors.reachable(f"http://127.0.0.1:{closed.getsockname()[1]}")
+    monkeypatch.setattr(tensors, "reachable", lambda _: False)
     fails(["qkv-mni", "hi"], r"qkv-mni.*cannot be reached.*did you mean 'qkv-mini'\?", capsys)
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from qkv._progress import bar, say, spinner
-from qkv.cli.terminal import Stopwatch, print_line
+from qkv.cli.shared import Stopwatch, print_line
 
 
 class Terminal:

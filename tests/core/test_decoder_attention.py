@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from conftest import close, enlarged, rand, refused, unchecked
 from qkv import Attention, biases, features, masks, models, normalizers, scores
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.models.composition import composition, described
-from qkv.models.config import from_dict, to_dict
+from qkv.models.config import composition, described, from_dict, to_dict
 
 N, HEADS, HEAD = 13, 3, 4
 STRICT = masks.Causal() & ~masks.Window(1)

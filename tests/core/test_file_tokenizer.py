@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from conftest import refused
-from qkv.models import bundled
-from qkv.models.file_tokenizer import FileTokenizer
+from qkv.models import checkpoint
+from qkv.models.tokenizers import FileTokenizer
 
 pytest.importorskip("tokenizers", reason="tokenizer.json is read by tokenizers")
 TEXTS = ["", "a", "def one(x):\n    return x\n", "é <s> 日本 🙂"]
 
 
 def file() -> Path:
-    folder = bundled.folder_of("qkv-mini")
+    folder = checkpoint.folder_of("qkv-mini")
     assert folder is not None
     return folder / "tokenizer.json"
 

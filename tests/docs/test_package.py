@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import qkv
-from qkv.models import bundled
+from qkv.models import checkpoint
 
 pytest.importorskip("hatchling", reason="building needs the dev extra")
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_wheel_and_sdist_contain_required_files(built: Path) -> None:
     assert wanted <= names
     assert "qkv/models/trained/qkv-mini/model.safetensors" in names
     (lab,) = built.glob("qkv_lab-*.whl")
-    for model in set(bundled.NAMES) - {"qkv-mini"}:
+    for model in set(checkpoint.NAMES) - {"qkv-mini"}:
         assert f"qkv_lab/models/trained/{model}/model.safetensors" in zipfile.ZipFile(lab).namelist()
     assert not {name for name in names if not name.startswith(("qkv/", "qkv-"))}, "the wheel must contain only qkv"
     assert "qkv/py.typed" in names
@@ -99,7 +99,7 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
     )
     where, loaded, *_ = run(python, "-c", code, cwd=tmp_path).splitlines()
     assert Path(where).is_relative_to(tmp_path / "env")
-    assert len(re.findall(r"'(\w+)'", loaded)) == len(bundled.NAMES)
+    assert len(re.findall(r"'(\w+)'", loaded)) == len(checkpoint.NAMES)
     assert "qkv-mini" in (tmp_path / "found" / "report.html").read_text(encoding="utf-8")
     assert "holds only when" in run(qkv_command, "claims", "C180", cwd=tmp_path)  # it reads a benchmark
     assert "qkv.reference  largest difference" in run(qkv_command, "lab", "03-by-hand", cwd=tmp_path)

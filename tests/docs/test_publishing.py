@@ -98,7 +98,7 @@ def test_bill_of_materials_has_the_hash_of_every_bundled_model() -> None:
     assert kept == made.text(), "sbom.cdx.json is not that of the bundled models: run `make sbom`"
     files = [file for model in json.loads(kept)["components"] for file in model["components"]]
     assert {file["name"] for file in files} >= {
-        f"qkv/models/trained/{name}/model.safetensors" for name in qkv.models.bundled.NAMES
+        f"qkv/models/trained/{name}/model.safetensors" for name in qkv.models.checkpoint.NAMES
     }
     assert all(re.fullmatch(r"[0-9a-f]{64}", file["hashes"][0]["content"]) for file in files)
 

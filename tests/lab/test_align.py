@@ -10,7 +10,7 @@ import torch
 
 from conftest import refused
 from qkv.errors import InputError
-from qkv.models import bundled, load
+from qkv.models import checkpoint, load
 from qkv_lab import heads, scenes
 from qkv_lab.align.models import SENTENCE, Aligners
 from qkv_lab.tasks.caption import Caption
@@ -39,7 +39,7 @@ def test_translations_have_the_weights_of_the_lab_and_the_probabilities_of_the_m
     assert weights is not None
     assert (found["source"], found["target"]) == (source, target)
     np.testing.assert_allclose(found["weights"], weights[None, None], atol=1e-6)
-    folder = bundled.folder_of("qkv-translation")
+    folder = checkpoint.folder_of("qkv-translation")
     assert folder is not None
     model, (english, french) = load(folder), read_vocabulary(folder)
     said, at = [START], torch.tensor([english.numbers(source)])

@@ -9,7 +9,7 @@ import torch
 
 import qkv
 from qkv import models
-from qkv.models import DecoderLM, bundled
+from qkv.models import DecoderLM, checkpoint
 from qkv.models.text import load_text_model
 from qkv.profiler.capture.models import load
 from qkv.profiler.corpora import default_text
@@ -21,9 +21,9 @@ FILES = {"config.json", "model.safetensors", "run.toml", "metrics.jsonl", "resul
 MOST = 20e6
 
 
-@pytest.mark.parametrize("name", bundled.NAMES)
+@pytest.mark.parametrize("name", checkpoint.NAMES)
 def test_every_model_has_settings_metrics_and_result(name: str) -> None:
-    folder = bundled.folder_of(name)
+    folder = checkpoint.folder_of(name)
     assert folder is not None
     assert {p.name for p in folder.iterdir()} >= FILES
     task, training = settings.from_toml(folder / "run.toml")
@@ -37,12 +37,12 @@ def test_every_model_has_settings_metrics_and_result(name: str) -> None:
 
 
 def test_all_models_together_are_small() -> None:
-    sizes = [p.stat().st_size for name in bundled.NAMES for p in bundled.folder_of(name).iterdir()]  # type: ignore[union-attr]
+    sizes = [p.stat().st_size for name in checkpoint.NAMES for p in checkpoint.folder_of(name).iterdir()]  # type: ignore[union-attr]
     assert 0 < sum(sizes) < MOST
 
 
 def test_folder_of_an_unknown_name_is_none() -> None:
-    assert bundled.folder_of("../qkv-mini") is None
+    assert checkpoint.folder_of("../qkv-mini") is None
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def test_translation_model_translates_and_aligns() -> None:
 
 @torch.no_grad()
 def test_captioner_describes_held_out_scenes_and_attends_to_the_objects() -> None:
-    folder = bundled.folder_of("qkv-caption")
+    folder = checkpoint.folder_of("qkv-caption")
     assert folder is not None
     task, _ = settings.from_toml(folder / "run.toml")
     model, said = models.load("qkv-caption"), json.loads((folder / "result.json").read_text())
@@ -83,7 +83,7 @@ def test_captioner_describes_held_out_scenes_and_attends_to_the_objects() -> Non
 @pytest.mark.slow
 @torch.no_grad()
 def test_translation_accuracy_equals_its_result_file() -> None:
-    folder = bundled.folder_of("qkv-translation")
+    folder = checkpoint.folder_of("qkv-translation")
     assert folder is not None
     task, _ = settings.from_toml(folder / "run.toml")
     assert isinstance(task, Translation)

@@ -15,7 +15,9 @@ import xarray as xr
 import qkv
 from conftest import refused
 from profile_fixture import dataset_from_weights, encoder_decoder, gpt, softmax
-from qkv.cli.compare import saved, show, write
+from qkv.cli.profile import saved_profile as saved
+from qkv.cli.profile import show_comparison as show
+from qkv.cli.profile import write_comparison as write
 from qkv.errors import InputError
 from qkv.models import DecoderLM
 from qkv.profiler import Profile

@@ -19,7 +19,7 @@ from qkv.cli import main
 from qkv.figures.analyses import budget_figure, heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.models.token_loss import token_loss
+from qkv.models.loss import token_loss
 from qkv.profiler.analyses.eviction import eviction, expiry, mass_lost, nats_of, policies_of
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.models import load

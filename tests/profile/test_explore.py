@@ -21,7 +21,7 @@ from hf_models import build, inputs
 from qkv import biases, masks, normalizers
 from qkv._engine.call import Call, as_biases
 from qkv.models import load
-from qkv.models.bundled import folder_of
+from qkv.models.checkpoint import folder_of
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore import pyramid
 from qkv.profiler.explore.explorer import CacheBudget, Cancelled, Explorer

@@ -22,8 +22,8 @@ from own_objects import Heavy, Taken
 from qkv import Attention, biases, features, masks, normalizers
 from qkv.kernels import watching
 from qkv.models import checkpoint
-from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.decoder import DecoderConfig, DecoderLM
+from qkv.models.tokenizers import ByteTokenizer
 from qkv.nn import EinsumAttention, LinearAttention, LinformerAttention, MultiHeadAttention
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.positions import Rotary

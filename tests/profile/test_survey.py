@@ -28,7 +28,7 @@ from forked import Forked, free_port
 from qkv.cli import main
 from qkv.errors import InputError
 from qkv.figures import survey as survey_plots
-from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler import profile
 from qkv.profiler.surveys import accumulators, corpus, ranks, shard
 from qkv.profiler.surveys.accumulators import DIGITS, Layer

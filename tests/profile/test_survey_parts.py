@@ -11,7 +11,7 @@ import torch
 
 from conftest import refused
 from qkv.cli import main
-from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.merging import Incomplete, merge_folders
 from qkv.profiler.surveys.survey import survey

@@ -20,7 +20,7 @@ import yaml
 from conftest import refused
 from qkv.cli import main
 from qkv.errors import InputError
-from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler.surveys import on_ray
 from qkv.profiler.surveys.corpus import Corpus, Document, of_files, of_texts
 from qkv.profiler.surveys.folder import Folder

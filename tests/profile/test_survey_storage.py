@@ -14,9 +14,9 @@ import pytest
 import survey_process
 from conftest import refused
 from forked import Forked, free_port
-from qkv import _addresses
+from qkv import _files
 from qkv.cli import main
-from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.merging import merge_folders
@@ -56,7 +56,7 @@ def memory() -> Iterator[Any]:
     ],
 )  # fmt: skip
 def test_addresses_are_told_from_paths(address: str, scheme: str | None) -> None:
-    assert _addresses.scheme_of(address) == scheme
+    assert _files.scheme_of(address) == scheme
 
 
 def test_unknown_schemes_are_refused_before_anything_runs(

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from conftest import refused
 from qkv.cli import main
-from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler.surveys import dataset, formats, stream
 from qkv.profiler.surveys.corpus import Document
 from qkv.profiler.surveys.merging import merge_folders

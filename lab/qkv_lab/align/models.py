@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.errors import InputError, nearest
-from qkv.models import DecoderLM, Sampler, bundled, generate, load
+from qkv.models import DecoderLM, Sampler, checkpoint, generate, load
 from qkv.profiler.analyses.edits import edited
 from qkv_lab import heads, scenes, settings
 from qkv_lab.models import Captioner, RNNSeq2Seq
@@ -175,7 +175,7 @@ def _letters(task: Reversal) -> list[str]:
 
 @cache
 def _translation() -> tuple[RNNSeq2Seq, tuple[Vocabulary, Vocabulary]]:
-    folder = bundled.folder_of(TRANSLATION)
+    folder = checkpoint.folder_of(TRANSLATION)
     assert folder is not None
     model = load(folder)
     assert isinstance(model, RNNSeq2Seq)
@@ -207,6 +207,6 @@ def _scenes() -> Scenes:
 
 def _load_bundled(name: str) -> tuple[Any, Any]:
     """A bundled model, and the task that it was trained on."""
-    folder = bundled.folder_of(name)
+    folder = checkpoint.folder_of(name)
     assert folder is not None
     return settings.from_toml(folder / "run.toml")[0], load(folder)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from qkv.cli.files import folder, read
-from qkv.cli.terminal import print_line
+from qkv.cli.shared import folder, print_line, read
 from qkv.errors import InputError
 
 if TYPE_CHECKING:

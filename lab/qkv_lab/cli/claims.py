@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.files import folder
+from qkv.cli.shared import folder
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv.cli.files import folder, read
+from qkv.cli.shared import folder, read
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:

@@ -85,7 +85,7 @@ def experiment(
 
 def _announce(estimate: Estimate, jobs: int) -> None:
     """Print how long the runs will take."""
-    from qkv.cli.terminal import duration
+    from qkv.cli.shared import duration
 
     if estimate.runs:
         time = duration(estimate.seconds / jobs)
@@ -100,7 +100,7 @@ def _list() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from qkv.cli.terminal import duration
+    from qkv.cli.shared import duration
     from qkv_lab import experiments
 
     table = Table("experiment", "question", "claims", box=box.SIMPLE_HEAD, pad_edge=False)

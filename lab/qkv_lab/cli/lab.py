@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from qkv.cli.files import folder
-from qkv.cli.terminal import print_line
+from qkv.cli.shared import folder, print_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -167,7 +167,7 @@ def _show(task: Task, trained: Trained) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from qkv.models.file_tokenizer import TOKENIZER
+    from qkv.models.tokenizers import TOKENIZER
     from qkv_lab.log import scalars
     from qkv_lab.loop import FIGURES, MODEL
     from qkv_lab.settings import RUN

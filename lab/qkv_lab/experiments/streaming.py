@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qkv.cache import Cache, Full, Sinks, Sliding
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.models.token_loss import token_loss
+from qkv.models.loss import token_loss
 from qkv_lab.experiments.base import Experiment, Results, Setting, paired
 from qkv_lab.experiments.evidence import HOLDS, Criterion, Effect, Verdict
 from qkv_lab.experiments.sinks import DATED, mean_of, not_learnt
@@ -146,7 +146,7 @@ def perplexity_by_position(
 ) -> Float[np.ndarray, " positions"]:
     """The perplexity of the next token at each of n − 1 positions: e to the mean token loss over texts.
 
-    See `qkv.models.token_loss`. To average over positions, average the logarithms.
+    See `qkv.models.loss`. To average over positions, average the logarithms.
 
     Args:
         model: the model; with rotary, ALiBi or no positions if the texts are longer than its context.

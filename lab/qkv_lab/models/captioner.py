@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from qkv.choice import choose_keys
 from qkv.errors import InputError
 from qkv.kernels import watching
-from qkv.models.checks import check_dropout, check_ids, check_tokens
-from qkv.models.config import one_of
+from qkv.models.config import check_dropout, check_ids, check_tokens, one_of
 from qkv.nn.alignment import AdditiveAttention
 from qkv.scores import Additive
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkv.errors import InputError
-from qkv.models.checks import check_ids, check_tokens
-from qkv.models.config import one_of
+from qkv.models.config import check_ids, check_tokens, one_of
 from qkv.nn.block import Activation
 from qkv_lab.models.encoder import Stack, StackConfig, Tokens, real_keys
 

@@ -16,8 +16,7 @@ from qkv.attention import Attention
 from qkv.cache import Cache
 from qkv.errors import InputError
 from qkv.masks import Mask
-from qkv.models.checks import check_dropout
-from qkv.models.config import one_of
+from qkv.models.config import check_dropout, one_of
 from qkv.nn.block import Activation, FeedForward, TransformerBlock, make_norm
 from qkv.nn.multi_head import KeysValues, MultiHeadAttention
 from qkv.nn.projection import project

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qkv.cache import Full
 from qkv.errors import InputError
-from qkv.models.checks import check_ids, check_tokens
+from qkv.models.config import check_ids, check_tokens
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.multi_head import KeysValues
 from qkv_lab.models.encoder import Stack, StackConfig, Tokens, real_keys

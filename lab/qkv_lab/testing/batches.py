@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv.testing.report import calling, difference, fail, number, shape_of
+from qkv.testing.inputs import calling, difference, fail, number, shape_of
 from qkv_lab.task import Batch, Task
 from qkv_lab.testing.randomness import set_generators
 from qkv_lab.testing.values import changed

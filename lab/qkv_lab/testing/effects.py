@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import isnan
 from typing import get_args
 
-from qkv.testing.report import calling, fail, shape_of
+from qkv.testing.inputs import calling, fail, shape_of
 from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results
 from qkv_lab.experiments.evidence import Effect, Holds, judge
 from qkv_lab.experiments.record import conclusion_fields

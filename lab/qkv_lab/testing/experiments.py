@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from qkv.testing.report import CheckFailed, calling, fail, shape_of
+from qkv.testing.inputs import CheckFailed, calling, fail, shape_of
 from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import Criterion
 from qkv_lab.experiments.registry import REGISTRY

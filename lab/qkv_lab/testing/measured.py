@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qkv.models.checkpoint import CONFIG, WEIGHTS
-from qkv.testing.report import calling, fail, shape_of
+from qkv.testing.inputs import calling, fail, shape_of
 from qkv_lab.task import Measured, Task
 from qkv_lab.testing.randomness import set_generators
 from qkv_lab.testing.values import changed, check_entries, first_difference, state_of

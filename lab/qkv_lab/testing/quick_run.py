@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from qkv.testing.report import CheckFailed, calling, fail, shape_of
+from qkv.testing.inputs import CheckFailed, calling, fail, shape_of
 from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
 from qkv_lab.experiments.run import redraw_experiment, run_experiment
 from qkv_lab.task import Measured

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qkv.testing.report import CheckFailed, calling, fail, shape_of
+from qkv.testing.inputs import CheckFailed, calling, fail, shape_of
 from qkv_lab import settings
 from qkv_lab.task import Task, Training
 from qkv_lab.tasks.registry import REGISTRY

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv.testing.report import CheckFailed, calling, difference
+from qkv.testing.inputs import CheckFailed, calling, difference
 from qkv_lab import loop, resume, settings
 from qkv_lab.task import Task, Training
 from qkv_lab.testing.randomness import set_generators

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv.testing.report import difference, fail, shape_of
+from qkv.testing.inputs import difference, fail, shape_of
 from qkv_lab import log
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from qkv.models import bundled, load
+from qkv.models import checkpoint, load
 from qkv_lab.models import RNNSeq2Seq
 from qkv_lab.translation import padded, read_vocabulary, translate
 from research.claims import Verdict, claim, experiment, false, holds, only_when
@@ -45,7 +45,7 @@ def entropies() -> tuple[float, float]:
     trained = load("qkv-translation")
     torch.manual_seed(0)
     fresh = RNNSeq2Seq(trained.config).eval()
-    words = read_vocabulary(bundled.folder_of("qkv-translation"))
+    words = read_vocabulary(checkpoint.folder_of("qkv-translation"))
     numbers = [padded([v.numbers(text.split())]) for v, text in zip(words, (english, french), strict=True)]
     found = []
     for model in (trained, fresh):

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv._contract import overrides, unlisted_tensor
-from qkv._warnings import user_frame
+from qkv._packages import user_frame
 from qkv.biases import Additive, Bias
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region

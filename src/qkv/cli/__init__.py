@@ -15,19 +15,8 @@ import tyro
 
 import qkv
 from qkv._packages import explain, lab_is_missing
-from qkv.cli import (
-    ablate,
-    evict,
-    flow,
-    generate,
-    maps,
-    profile,
-    survey,
-    survey_merge,
-    view,
-)
-from qkv.cli.files import discard_output
-from qkv.cli.menu import show_menu
+from qkv.cli import ablate, evict, flow, generate, maps, profile, survey, view
+from qkv.cli.shared import discard_output, show_menu
 from qkv.errors import InputError, nearest
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -44,7 +33,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 OF_LAB = ("train", "experiment", "claims", "lab", "check")
 """Commands of the distribution qkv-lab, which registers them in the entry point group `qkv.commands`."""
 
-SUBCOMMANDS: dict[str, Callable[..., None]] = {"survey merge": survey_merge.merge}
+SUBCOMMANDS: dict[str, Callable[..., None]] = {"survey merge": survey.merge}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

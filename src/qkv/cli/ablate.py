@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.files import folder
-from qkv.cli.inputs import load_inputs, numbers, text_of
+from qkv.cli.shared import folder, load_inputs, numbers, text_of
 
 if TYPE_CHECKING:
     from qkv.profiler.editing import Ablation

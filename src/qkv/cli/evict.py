@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.files import folder
-from qkv.cli.inputs import load_inputs, text_of
+from qkv.cli.shared import folder, load_inputs, text_of
 from qkv.errors import InputError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.files import discard_output, read
+from qkv.cli.shared import discard_output, read
 from qkv.errors import InputError
 
 if TYPE_CHECKING:

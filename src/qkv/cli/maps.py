@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.files import folder, read
-from qkv.cli.inputs import load_inputs, text_of
-from qkv.cli.terminal import print_line
+from qkv.cli.shared import folder, load_inputs, print_line, read, text_of
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:

@@ -10,17 +10,123 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli import compare, mixing
-from qkv.cli.files import folder
-from qkv.cli.inputs import arguments_of, load_inputs, numbers, preset_text, statistics_of, text_of
-from qkv.cli.terminal import Stopwatch, no_garbage_collection, print_line
+from qkv.cli.shared import (
+    Stopwatch,
+    arguments_of,
+    folder,
+    load_inputs,
+    no_garbage_collection,
+    numbers,
+    preset_text,
+    print_line,
+    statistics_of,
+    text_of,
+)
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
+    import xarray as xr
     from rich.console import Console
 
+    from qkv.profiler.capture.models import Loaded
+    from qkv.profiler.comparison import Comparison
     from qkv.profiler.data.findings import Findings
     from qkv.profiler.profiles import Profile
+
+
+def saved_profile(name: str) -> Profile | None:
+    """The profile in a file that `Profile.save` wrote; None if `name` is not a file: then it names a model."""
+    from qkv.profiler.profiles import Profile
+
+    if Path(name).is_file():
+        return Profile.load(name)
+    if name.endswith(".zip"):
+        raise InputError(f"--against: there is no file {name}, expected a saved_profile profile or a model")
+    return None
+
+
+def show_comparison(comparison: Comparison, most: int = 10) -> None:
+    """Print a summary and the heads that changed most."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console()
+    for group in comparison.groups:
+        names = " → ".join(escape(_profile_name(p)) for p in (comparison.a, comparison.b))
+        kind = "" if len(comparison.groups) == 1 else f"{group} · "
+        console.print(f"\n[bold]{kind}{names}[/bold]", highlight=False)
+        for sentence in comparison.summary(group):
+            console.print(sentence, highlight=False, markup=False)
+        heads = comparison.heads(group)
+        if heads["change"].any():
+            console.print(_changes_table(heads.sort_values("change", ascending=False, kind="stable").head(most)))
+
+
+def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
+    """Write comparison.csv, with all heads, and a figure for every group: compare.png, compare-cross.png …"""
+    import pandas as pd
+
+    from qkv._files import write_atomically
+    from qkv.figures.layout import save_figure
+
+    tables = [comparison.heads(group).assign(group=group) for group in comparison.groups]
+    files = [out / "comparison.csv"]
+    table = pd.concat(tables).set_index("group").reset_index()
+    write_atomically(files[0], table.to_csv(index=False).encode())
+    for group in comparison.groups:
+        name = "compare.png" if group == comparison.a.main else f"compare-{group}.png"
+        files.append(out / name)
+        save_figure(comparison.plot(group), files[-1])
+    return files
+
+
+def _profile_name(profile: Profile) -> str:
+    return f"{profile.attrs.get('model', 'model')} ({profile.attrs.get('dtype', 'unknown')})"
+
+
+def _changes_table(heads: Any) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most changed heads", title_justify="left")
+    table.add_column("head", no_wrap=True)
+    table.add_column("moved", justify="right")
+    table.add_column("attended to", no_wrap=True)
+    table.add_column("now attends to", no_wrap=True)
+    for name in ("first token", "entropy, nats"):
+        table.add_column(name, justify="right")
+    for row in heads.itertuples():
+        table.add_row(
+            f"{row.layer}.{row.head}", f"{row.change:.1%}", Text(row.goes_to_a),
+            Text(row.goes_to_b, style="bold" if row.moved else ""),
+            f"{100 * row.sink_difference:+.1f} %", f"{row.entropy_difference:+.2f}",
+        )  # fmt: skip
+    return table
+
+
+def measured_mixing(loaded: Loaded, inputs: Any, position: int) -> xr.Dataset:
+    """How the hidden states respond when the token at `position` is replaced."""
+    from qkv._progress import spinner
+    from qkv.profiler.analyses.mixing import mixing
+
+    if isinstance(inputs, dict):  # the inputs of --tokens
+        inputs = inputs["input_ids"]
+    with spinner("measuring the response to a replaced token"):
+        return mixing(loaded.model, inputs, position=position, tokenizer=loaded.tokenizer)
+
+
+def write_mixing(data: xr.Dataset, name: str, out: Path) -> list[Path]:
+    """Write mixing.png and mixing.csv: the mean response of each layer and token."""
+    from qkv._files import write_atomically
+    from qkv.figures.analyses import mixing_figure
+    from qkv.figures.layout import save_figure
+
+    figure, table = out / "mixing.png", out / "mixing.csv"
+    save_figure(mixing_figure(data, name=name), figure)
+    write_atomically(table, data["response"].to_dataframe().reset_index().to_csv(index=False).encode())
+    return [figure, table]
+
 
 FIGURES = ("overview", "received", "entropy", "sink", "sinks", "types")
 
@@ -123,7 +229,7 @@ def profile(
         )
 
     with folder(out):
-        other = None if against is None else compare.saved(against)
+        other = None if against is None else saved_profile(against)
         loaded, inputs = load_inputs(model, passage, tokens, dtype)
         clock.lap("loading the model")
         result = profiled(loaded, inputs)
@@ -133,18 +239,18 @@ def profile(
         comparison = None
         if against is not None:
             comparison = (other or profiled(*load_inputs(against, passage, tokens, dtype))).compare(result)
-        mixed = None if perturb is None else mixing.measured(loaded, inputs, perturb)
+        mixed = None if perturb is None else measured_mixing(loaded, inputs, perturb)
         clock.lap("measuring")
         _show(result)
         if comparison is not None:
-            compare.show(comparison)
+            show_comparison(comparison)
         clock.lap("summary")
         with no_garbage_collection():
             files = _figures(result, out)
         if comparison is not None:
-            files += compare.write(comparison, out)
+            files += write_comparison(comparison, out)
         if mixed is not None:
-            files += mixing.write(mixed, loaded.name, out)
+            files += write_mixing(mixed, loaded.name, out)
         clock.lap("figures")
         _write(result, out, files)
         clock.lap("report and data")

@@ -14,8 +14,7 @@ import tyro
 
 from qkv._packages import require
 from qkv._untrusted import allow
-from qkv.cli.inputs import arguments_of, load_inputs, text_of
-from qkv.cli.terminal import print_line
+from qkv.cli.shared import arguments_of, load_inputs, print_line, text_of
 from qkv.errors import InputError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv._engine.call import Call, Result, at_least_float32
 from qkv._engine.transforms import REASON, transformed
-from qkv._warnings import deprecated
+from qkv._packages import deprecated
 from qkv.masks import Grid, Mask
 from qkv.normalizers import Pointwise
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv._contract import Definition
-from qkv._warnings import deprecated
+from qkv._packages import deprecated
 from qkv.errors import InputError, at_least_one
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 

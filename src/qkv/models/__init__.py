@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from qkv._packages import from_lab
 from qkv.models.beam import Hypothesis, beam_search
-from qkv.models.bundled import folder_of
-from qkv.models.byte_tokenizer import ByteTokenizer
-from qkv.models.checkpoint import load, save
+from qkv.models.checkpoint import folder_of, load, save
 from qkv.models.decoder import DecoderConfig, DecoderLM, DecoderState
 from qkv.models.generation import generate, pad_left, stream, text_stream
 from qkv.models.pretrained import from_hugging_face
 from qkv.models.sampling import Sampler
+from qkv.models.tokenizers import ByteTokenizer
 
 __all__ = [
     "ByteTokenizer",

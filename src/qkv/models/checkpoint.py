@@ -1,23 +1,51 @@
-"""Saving and loading models: a folder with config.json and model.safetensors."""
+"""Saving and loading models: a folder with config.json and model.safetensors, and the models that come with qkv."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from qkv._packages import explain, from_lab
+from qkv._packages import LAB, explain, from_lab, lab_is_missing
 from qkv._untrusted import check_version, first_line, load_json
 from qkv.errors import InputError
-from qkv.models import bundled, tensors
 from qkv.models import config as configs
+from qkv.models import tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
+
+NAMES = {
+    "qkv-mini": "a causal language model of Python code",
+    "qkv-reversal": "reverses six symbols: its heads look at the mirrored position",
+    "qkv-translation": "English to French with Bahdanau's attention, in a small grammar",
+    "qkv-caption": "captions of small scenes, each word found by looking at the image",
+}
+
+
+def folder_of(name: str) -> Path | None:
+    """The folder of a model that comes with qkv or qkv-lab, for `qkv.models.load`; None for any other name.
+
+    Raises:
+        InputError: if the model is in qkv-lab, which is not installed.
+
+    >>> folder_of("gpt2") is None
+    True
+    """
+    if name not in NAMES:
+        return None
+    if name == "qkv-mini":
+        return Path(str(files("qkv.models") / "trained" / name))
+    if importlib.util.find_spec(LAB) is None:
+        raise InputError(lab_is_missing(f"model {name!r}"))
+    return Path(str(files("qkv_lab.models") / "trained" / name))
+
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -91,7 +119,7 @@ def load(folder: str | Path) -> nn.Module:
         InputError: if the folder has no model, the kind of model or a key of its configuration is unknown, or weights
             do not fit the model; the message lists all of them.
     """
-    own = bundled.folder_of(str(folder))
+    own = folder_of(str(folder))
     folder = own or Path(folder)
     described = read_config(folder)
     kind, entries = described.get("model"), described.get("config")

@@ -18,8 +18,7 @@ from qkv.biases import ALiBi, Bias, T5Bias
 from qkv.cache import Cache, Full
 from qkv.errors import InputError
 from qkv.masks import Causal, Dense, Mask, Prefix, Window
-from qkv.models.checks import check_dropout, check_ids
-from qkv.models.config import one_of
+from qkv.models.config import check_dropout, check_ids, one_of
 from qkv.models.decoder_mask import causal, depends_on_length, depends_on_start
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.block import FeedForward, TransformerBlock, make_norm

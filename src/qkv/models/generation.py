@@ -1,5 +1,5 @@
 """Generation with any model that has a `step`: token by token (`stream`), all at once (`generate`), or as text
-(`text_stream`). Beam search is in `qkv.models.beam`.
+(`text_stream`). Beam search is in `qkv.models.sampling`.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ import torch
 from qkv._packages import check_tested, require
 from qkv._untrusted import check_json_files, first_line, load_json
 from qkv.errors import InputError, nearest
-from qkv.models import bundled, checkpoint, hub, pretrained
-from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models import checkpoint, pretrained, tensors
 from qkv.models.decoder import DecoderLM
-from qkv.models.file_tokenizer import TOKENIZER, FileTokenizer
+from qkv.models.tokenizers import TOKENIZER, ByteTokenizer, FileTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "tokenizer.model"]
@@ -103,7 +102,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}{nearest(dtype, DTYPES)}")
-    folder = bundled.folder_of(name) or Path(name).expanduser()
+    folder = checkpoint.folder_of(name) or Path(name).expanduser()
     if not folder.is_dir():
         if folder.exists():
             raise InputError(f"model: {name} is a file, expected a folder")
@@ -208,7 +207,7 @@ def _of_hub(name: str) -> Path:
 
     logging.set_verbosity_error()
     disable_progress_bars()
-    cached = hub.only_cached(name, ("qkv-mini",))
+    cached = tensors.only_cached(name, ("qkv-mini",))
     try:
         config = huggingface_hub.hf_hub_download(name, checkpoint.CONFIG, local_files_only=cached)
         _known(checkpoint.read_config(Path(config).parent), name)

@@ -13,8 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from qkv._datasets import checked_datasets, dataset_and_column
-from qkv._files import write_atomically
+from qkv._files import checked_datasets, dataset_and_column, write_atomically
 from qkv.errors import InputError, nearest
 
 SENTENCES = {

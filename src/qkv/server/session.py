@@ -153,7 +153,7 @@ class Session:
     ) -> Source:
         """Add a model on its texts, to be profiled; `inputs` and `target` as in `qkv.profile`.
 
-        `arguments` are those of the command, see `qkv.cli.inputs.arguments_of`.
+        `arguments` are those of the command, see `qkv.cli.shared.arguments_of`.
         """
 
         def prepare(source: Source) -> None:

@@ -9,7 +9,7 @@ their own by inheriting from `Statistic`.
 
 from typing import Any
 
-from qkv._warnings import renamed
+from qkv._packages import renamed
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.built_in import (
     At,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, detached
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
-from qkv._warnings import deprecated
+from qkv._packages import deprecated
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import KERNELS, pick, ring, serve_shared, tiled, watching

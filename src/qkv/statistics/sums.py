@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv._engine.call import Call, RowState, at_least_float32
-from qkv._warnings import alias
+from qkv._packages import alias
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
 from qkv.statistics.base import Statistic

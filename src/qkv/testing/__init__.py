@@ -17,10 +17,9 @@ Even.sees: returned torch.int64 of shape (9,), expected a boolean tensor, True w
 """
 
 from qkv.testing.biases import check_bias
-from qkv.testing.edits import check_edit
-from qkv.testing.masks import check_mask
+from qkv.testing.inputs import CheckFailed
+from qkv.testing.masks import check_edit, check_mask
 from qkv.testing.normalizers import check_normalizer
-from qkv.testing.report import CheckFailed
 from qkv.testing.scores import check_score
 from qkv.testing.statistics import check_statistic
 

@@ -12,23 +12,27 @@ from qkv.biases import Additive, Bias
 from qkv.masks import Region
 from qkv.normalizers import Sigmoid, Softmax
 from qkv.testing import definition
-from qkv.testing.agreement import check_half, check_kernels, check_masked, check_measure, check_slopes
-from qkv.testing.copies import check_copies
+from qkv.testing.agreement import check_copies, check_half, check_kernels, check_masked, check_measure, check_slopes
 from qkv.testing.definition import Composition
 from qkv.testing.inputs import (
     SIZES,
+    CheckFailed,
     Size,
     Sizes,
+    calling,
     converted,
+    difference,
+    fail,
     key_heads_of,
     normal,
+    number,
     padded,
     parts,
+    shape_of,
     sizes_of,
     triple,
     with_holes,
 )
-from qkv.testing.report import CheckFailed, calling, difference, fail, number, shape_of
 
 ROUNDINGS = 2.0**12  # eps that the same function of the same numbers may be off
 

@@ -12,11 +12,26 @@ from qkv._contract import overrides
 from qkv.normalizers import Identity, Softmax
 from qkv.scores import Pairwise, Product, Score
 from qkv.testing import definition
-from qkv.testing.agreement import check_half, check_kernels, check_masked, check_measure, check_slopes
-from qkv.testing.copies import check_copies
+from qkv.testing.agreement import check_copies, check_half, check_kernels, check_masked, check_measure, check_slopes
 from qkv.testing.definition import Composition
-from qkv.testing.inputs import SIZES, Size, Sizes, converted, normal, padded, parts, sizes_of, triple, with_holes
-from qkv.testing.report import CheckFailed, calling, difference, fail, number, shape_of
+from qkv.testing.inputs import (
+    SIZES,
+    CheckFailed,
+    Size,
+    Sizes,
+    calling,
+    converted,
+    difference,
+    fail,
+    normal,
+    number,
+    padded,
+    parts,
+    shape_of,
+    sizes_of,
+    triple,
+    with_holes,
+)
 
 ROUNDINGS = 2.0**12  # eps that the same function of the same numbers may be off
 ROUNDING = ROUNDINGS * torch.finfo(torch.float64).eps

@@ -18,8 +18,18 @@ from qkv._engine.call import at_least_float32
 from qkv.masks import Causal, Dense, Mask, Region
 from qkv.statistics import Statistic, WeightTile
 from qkv.statistics.measure import measure
-from qkv.testing.inputs import Size, key_heads_of, normal, with_holes
-from qkv.testing.report import CheckFailed, calling, difference, fail, number, shape_of
+from qkv.testing.inputs import (
+    CheckFailed,
+    Size,
+    calling,
+    difference,
+    fail,
+    key_heads_of,
+    normal,
+    number,
+    shape_of,
+    with_holes,
+)
 
 SHAPES = ((7, 11), (11, 7), (1, 5))
 """Numbers of queries and keys of the matrices that are split into tiles."""

@@ -23,7 +23,7 @@ from qkv.huggingface.client import routed
 from qkv.kernels import serve
 from qkv.masks import Mask, Predicate, Prefix, Window
 from qkv.models.decoder import DecoderLM
-from qkv.models.token_loss import token_loss
+from qkv.models.loss import token_loss
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load

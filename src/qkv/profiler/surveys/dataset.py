@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qkv._addresses import reason
-from qkv._datasets import checked_datasets, dataset_and_column
+from qkv._files import checked_datasets, dataset_and_column, reason
 from qkv.errors import InputError
 from qkv.profiler.surveys.corpus import Document, Source, checked_shards
 from qkv.profiler.surveys.formats import of_value

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from qkv._addresses import reason, scheme_of
+from qkv._files import reason, scheme_of
 from qkv._untrusted import parse_json
 from qkv.errors import InputError
 from qkv.profiler.surveys.data import Survey, differing

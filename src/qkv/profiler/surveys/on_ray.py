@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qkv._addresses import scheme_of
+from qkv._files import scheme_of
 from qkv._packages import require
 from qkv.errors import InputError
 from qkv.profiler.surveys.folder import Folder

@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from qkv._addresses import filesystem, local
-from qkv._files import write_atomically
+from qkv._files import filesystem, local, write_atomically
 
 COMPLETE = ".complete"
 """The ending of the marker of an object, which is written after it: JSON with its size and SHA-256."""

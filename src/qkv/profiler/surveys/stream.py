@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qkv._addresses import filesystem, reason
+from qkv._files import filesystem, reason
 from qkv.errors import InputError
 from qkv.profiler.surveys.corpus import Document, Source, checked_shards
 from qkv.profiler.surveys.formats import BUFFER, documents

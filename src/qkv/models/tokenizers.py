@@ -1,4 +1,4 @@
-"""Tokenizers read from tokenizer.json, for models of this package. They need tokenizers, but not transformers."""
+"""Tokenizers of models of qkv: bytes, and the file tokenizer.json."""
 
 from __future__ import annotations
 
@@ -11,6 +11,31 @@ from torch import Tensor
 
 from qkv._untrusted import first_line, read_bytes
 from qkv.errors import InputError
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens: no files, any text, vocabulary 256.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode("é"), tokenizer.decode([195, 169])
+    ([195, 169], 'é')
+    """
+
+    vocab_size = 256
+    all_special_tokens: Sequence[str] = ()
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([list(text.encode())], dtype=torch.long)}
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int] | torch.Tensor, **kwargs: Any) -> str:
+        return bytes(torch.as_tensor(ids).tolist()).decode(errors="replace")
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return [bytes([i]).decode("latin-1") for i in ids]
+
 
 TOKENIZER = "tokenizer.json"
 

@@ -1,0 +1,303 @@
+"""What commands share: files, inputs, lines in the terminal, and the menu."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkv._files import scheme_of, write_atomically
+from qkv._untrusted import read_bytes
+from qkv.errors import InputError, renamed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from qkv.profiler.capture.models import Loaded
+    from qkv.statistics import Statistic
+
+
+def read(file: Path, called: str = "--file") -> str:
+    """Read a UTF-8 text file, or standard input if its name is "-". Errors name the option `called`."""
+    try:
+        data = sys.stdin.buffer.read() if str(file) == "-" else read_bytes(file)
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as error:
+        raise InputError(f"{called}: cannot read {file} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{called}: {file} is not UTF-8 text") from error
+    except ValueError as error:
+        raise InputError(f"{called}: cannot read {file}: {error}") from error
+
+
+@contextmanager
+def folder(path: Path, *, resumes: bool = False) -> Iterator[None]:
+    """Create a folder for results and check that it is writable before the work starts.
+
+    If the work fails, the folder is removed if it is new and empty. If the disk is full or lost, the error is one
+    sentence, and the files that the command has written so far are removed.
+
+    Args:
+        path: the folder.
+        resumes: the command continues an interrupted call: its files stay.
+    """
+    if scheme_of(path) is not None:
+        raise InputError(f"--out is {str(path)!r}, expected a folder on this machine; only qkv survey takes addresses")
+    created = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        before = set(path.iterdir())
+    except OSError as error:
+        raise InputError(f"--out: cannot write to {path} ({error.strerror})") from error
+    try:
+        yield
+    except BaseException as error:
+        failed = error if isinstance(error, OSError) and not isinstance(error, BrokenPipeError) else None
+        lost = failed is not None and _is_in(failed.filename, path)
+        if lost and not resumes:
+            _remove(path, before)
+        if created:
+            with suppress(OSError):  # it is not empty, or lost
+                path.rmdir()
+        if failed is None or not lost:
+            raise
+        kept = "; what is finished is kept, and the same command continues" if resumes else ""
+        raise InputError(f"--out: cannot write to {path} ({failed.strerror}){kept}") from error
+
+
+def _is_in(name: object, path: Path) -> bool:
+    """Whether the file of an OSError is in a folder; True if the error names none, as when a disk is full."""
+    return name is None or (
+        isinstance(name, str | os.PathLike) and Path(name).absolute().is_relative_to(path.absolute())
+    )
+
+
+def _remove(path: Path, before: set[Path]) -> None:
+    """Remove the files in a folder that were not there before, if it still exists."""
+    with suppress(OSError):
+        for file in set(path.iterdir()) - before:
+            if file.is_file():
+                file.unlink()
+
+
+def discard_output() -> None:
+    """Redirect standard output to the null device: Python would flush it at exit, and fail again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+SHORT_TEXT = 160  # characters of a text that is repeated in commands
+
+
+def numbers(text: str) -> list[int]:
+    """Parse 0,3,8-11 as a list of numbers."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        bad = not first.isdecimal() or (dash and not last.isdecimal()) or len(first + last) > 8
+        if bad or (dash and int(last) < int(first)):
+            raise InputError(f"--layers is {text!r}, expected numbers and ranges such as 0,3,8-11")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def statistics_of(names: str | None) -> list[Statistic]:
+    """The statistics of installed packages with these names, separated by commas."""
+    from qkv.statistics.base import STATISTICS
+
+    return [STATISTICS.load(name.strip())() for name in names.split(",")] if names else []
+
+
+def text_of(model: str, text: str | None, file: Path | None, tokens: int | None, *, least: int = 1) -> str:
+    """The user's text or file; else the bundled passage, or enough of Python's standard library for `tokens`."""
+    from qkv.profiler import corpora
+
+    if text is not None and file is not None:
+        raise InputError("text and --file are both given, expected one of them")
+    if tokens is not None and tokens < least:
+        raise InputError(f"--tokens is {tokens}, expected at least {least}")
+    if file is not None:
+        return read(file)
+    if text is not None:
+        return text
+    return corpora.default_text(model) if tokens is None else corpora.library_text(16 * tokens + 1024)
+
+
+def preset_text(name: str, text: str | None, file: Path | None) -> str:
+    """The bundled text with a name, if no other text is given."""
+    from qkv.profiler import corpora
+
+    if text is not None or file is not None:
+        raise InputError(f"--preset ({name}) and {'text' if file is None else '--file'} are both given, expected one")
+    with renamed(preset="--preset"):
+        return corpora.preset(name)
+
+
+def arguments_of(
+    model: str,
+    passage: str,
+    out: Path | None,
+    *,
+    text: str | None,
+    file: Path | None,
+    tokens: int | None,
+    target: str | None,
+    dtype: str,
+) -> dict[str, Any] | None:
+    """The model and text of a command, from which `qkv.profiler.data.findings` writes the next commands.
+
+    A text that came from standard input, or that is long, is written to text.txt in the folder `out`; without a folder
+    the commands cannot be written, and the result is None.
+    """
+    given: dict[str, Any] = {"model": model, "tokens": tokens, "target": target}
+    if dtype != "float32":
+        given["dtype"] = dtype
+    if str(file) == "-" or (text is not None and (len(text) > SHORT_TEXT or text.startswith("-"))):
+        if out is None:
+            return None
+        given["file"] = str(out / "text.txt")
+        write_atomically(out / "text.txt", passage.encode("utf-8", "replace"))
+    else:
+        given |= {"text": text, "file": None if file is None else str(file)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def load_inputs(
+    name: str, passage: str, tokens: int | None, dtype: str, *, head: bool | None = False
+) -> tuple[Loaded, Any]:
+    """Load a model, and return it with its inputs: the passage, or the first `tokens` tokens of it."""
+    from qkv._progress import spinner
+    from qkv.profiler.capture import models
+
+    with spinner(f"loading {name}"):
+        loaded = models.load(name, dtype=dtype, tokens=tokens or len(passage.encode()), head=head)
+    return loaded, passage if tokens is None else first_tokens(loaded, passage, tokens)
+
+
+def first_tokens(loaded: Loaded, text: str, tokens: int) -> dict[str, Any]:
+    """The first tokens of a text as a batch for the model; `InputError` if the text has fewer."""
+    if loaded.tokenizer is None:
+        raise InputError("--tokens needs a tokenizer, but this model has none")
+    batch = loaded.tokenizer(text, return_tensors="pt")
+    found = batch["input_ids"].shape[1]
+    if found < tokens:
+        raise InputError(f"--tokens is {tokens:,}, but the text has {found:,}")
+    return {k: v[:, :tokens] for k, v in batch.items() if k in ("input_ids", "attention_mask")}
+
+
+def print_line(label: str, text: str | Path, *, main: bool = False) -> None:
+    """Print a label and a text that is never wrapped, so that paths can be copied; dim, unless it is the `main` one."""
+    from rich.console import Console
+    from rich.text import Text
+
+    label = f"{label:<8} "
+    line = Text.assemble((label, "bold"), str(text)) if main else Text(f"{label}{text}", "dim")
+    Console(highlight=False).print(line, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """A rough duration, for estimates.
+
+    >>> duration(20), duration(400), duration(8000)
+    ('20 s', '7 min', '2 h 13 min')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Pause Python's cyclic garbage collector, for code that makes many objects and little garbage.
+
+    Importing the libraries and drawing figures takes a fifth less time with it.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Stopwatch:
+    """Wall-clock seconds of the parts of a command, each from the end of the part before.
+
+    >>> watch = Stopwatch()
+    >>> watch.lap("loading")
+    >>> watch.lap("measuring")
+    >>> print(watch)
+    0.0 s: loading 0.0, measuring 0.0
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Add the seconds since the last call to `part`."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s: {parts}"
+
+
+MENU: dict[str, dict[str, str]] = {
+    "Look at a model": {
+        "qkv profile": "measure where every head attends, and write a report",
+        "qkv view": "explore the heads of a model, or a saved profile, in your browser",
+        "qkv map --layer 1 --head 2": "draw one head, query by key, at any zoom",
+        "qkv flow": "trace which tokens the last token's final state comes from",
+    },
+    "Find out what matters": {
+        "qkv ablate": "remove one head after the other: how much the loss rises",
+        "qkv evict": "evict keys from the cache: how much attention and loss it costs",
+        "qkv survey minilm notes/": "profile a whole corpus, resumable, on many machines",
+    },
+    "Learn": {
+        "qkv lab sinks": "run a lab or a chapter of the tutorial here; qkv lab lists them",
+        "qkv check multi_head my.py": "check your answer to an exercise of a lab",
+        "qkv train reversal": "train a small model whose correct attention is known (half a minute)",
+        "qkv experiment": "claims about attention, tested on small models",
+        "qkv claims C014 C061": "what courses claim about attention: verdicts with evidence",
+    },
+    "Run": {
+        'qkv generate qkv-mini "class Stack:"': "continue a text",
+    },
+}
+
+
+def show_menu() -> None:
+    """Print the menu."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print("[bold]qkv[/bold]: compose, measure and explain attention.")
+    for heading, lines in MENU.items():
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(style="cyan", no_wrap=True, min_width=WIDTH)
+        table.add_column()
+        for command, purpose in lines.items():
+            table.add_row(f"  {command}", purpose)
+        console.print(f"\n[bold]{heading}[/bold]")
+        console.print(table)
+    console.print("\nStart with [cyan]qkv profile[/cyan]: a small model comes with qkv, so nothing is downloaded.")
+    console.print("[cyan]qkv COMMAND --help[/cyan] shows the options of a command with examples.")
+
+
+WIDTH = 2 + max(len(command) for lines in MENU.values() for command in lines)
