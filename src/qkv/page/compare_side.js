@@ -1,10 +1,13 @@
-// The sides of a comparison, the difference of their maps, and the export of both.
+// The sides of a comparison, their weights and curves, the difference of their maps, and the export of both.
 
+import { axisTicks, decades, niceTicks } from "./charts.js";
 import { css, destinationColour, looks, ramp, rgbOf } from "./colour.js";
-import { svg } from "./dom.js";
+import { h, svg } from "./dom.js";
 import { colourOf, csvOf, svgImage, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
 import { headName, rowOf, sharesOf } from "./heads.js";
-import { percent, weightWords } from "./numbers.js";
+import { integer, meanOf, percent, weightWords, written } from "./numbers.js";
+
+// The sides of a comparison, the difference of their maps, and the export of both.
 
 // One side of a comparison: {name: "left" or "right", source, at: {source, group, text, layer, head}, view, matrix, curves}.
 
@@ -116,4 +119,99 @@ export function comparedTable({ left, right, variation }, statistics) {
     });
   }
   return csvOf(["what", "position", "key", "a", "b", "difference"], rows);
+}
+
+// The whole attention map of a head as one matrix, assembled from tiles.
+
+/** Up to this many tokens a side, a map is loaded at full resolution, otherwise as one pooled tile. */
+export const MAX_EXACT = 512;
+
+/**
+ * The map of a head: {rows, columns, values, step, n_queries, n_keys, exact, why}; values row by row, or null if the
+ * profile has no map. `exact`: one cell per weight. Otherwise a cell holds the largest weight of a block of step.down
+ * queries × step.across keys; the last blocks may be smaller.
+ */
+export async function matrixOf(source, { group, text, layer, head }, { signal }) {
+  const shape = await source.map(group, text, layer, head);
+  const { kind, n_queries, n_keys, tile, deepest, why } = shape;
+  if (kind === "none") return { values: null, n_queries, n_keys, exact: false, why };
+  const pixel = { down: shape.pixel_queries ?? 1, across: shape.pixel_keys ?? 1 }; // more than 1 if only bins are stored
+  const exact = kind !== "small" && Math.max(n_queries, n_keys) <= MAX_EXACT;
+  const zoom = exact ? deepest : 0;
+  const block = 2 ** (deepest - zoom), step = { down: block * pixel.down, across: block * pixel.across };
+  const across = exact ? Math.ceil(n_keys / tile) : 1, down = exact ? Math.ceil(n_queries / tile) : 1;
+  const places = Array.from({ length: down * across }, (_, at) => [Math.floor(at / across), at % across]);
+  const tiles = await Promise.all(places.map(([i, j]) => source.tile(group, text, layer, head, "max", zoom, i, j, { signal })));
+  const rows = exact ? n_queries : (tiles[0]?.rows ?? Math.ceil(n_queries / step.down));
+  const columns = exact ? n_keys : (tiles[0]?.columns ?? Math.ceil(n_keys / step.across));
+  const values = new Float32Array(rows * columns); // masked tiles stay zero
+  tiles.forEach((part, at) => {
+    if (!part) return;
+    const [i, j] = places[at];
+    for (let row = 0; row < part.rows; row++)
+      values.set(part.values.subarray(row * part.columns, (row + 1) * part.columns), (i * tile + row) * columns + j * tile);
+  });
+  return { rows, columns, values, step, n_queries, n_keys, exact, why };
+}
+
+/** The total variation distance of each query: half the sum of |left − right| over the keys. */
+export function totalVariation(left, right) {
+  return Float32Array.from({ length: left.rows }, (_, row) => {
+    let difference = 0, missing = 0; // rows may sum to less than 1, for instance with a learned sink
+    for (let at = row * left.columns; at < (row + 1) * left.columns; at++) {
+      difference += Math.abs(left.values[at] - right.values[at]);
+      missing += left.values[at] - right.values[at];
+    }
+    return (difference + Math.abs(missing)) / 2;
+  });
+}
+
+// Several curves along a text in one chart.
+
+/**
+ * A chart of curves along texts that may differ in length. `series`: [{values, n, colour, label}], with values in bins of a
+ * text of n tokens. `width` in pixels; `log` for a logarithmic axis. The readout shows all values at the pointer.
+ */
+export function overlay({ title, series, width, unit, log = false }) {
+  const height = 124, left = 52, right = 6, top = 10, bottom = 18;
+  const inner = width - left - right, tall = height - top - bottom, n = Math.max(...series.map((one) => one.n));
+  const known = series.flatMap(({ values }) => Array.from(values).filter((x) => Number.isFinite(x) && (!log || x > 0))).sort((a, b) => a - b);
+  let high = known.at(-1) ?? 1, low = 0;
+  if (log) {
+    low = Math.max(known[Math.floor(known.length * 0.02)] ?? 1e-6, high * 1e-6);
+    if (low >= high / 2) low = high / 10;
+  }
+  const ticks = log ? decades(low, high) : niceTicks(Math.max(high, 1e-9));
+  if (!log) high = Math.max(high, ticks.at(-1));
+  const x = (one, bin) => left + ((((bin + 0.5) / one.values.length) * one.n) / n) * inner;
+  const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / high));
+  const path = (one) => {
+    let line = "", pen = false;
+    one.values.forEach((value, bin) => {
+      if (Number.isFinite(value)) line += `${pen ? "L" : "M"}${x(one, bin).toFixed(1)} ${y(value).toFixed(1)}`;
+      pen = Number.isFinite(value);
+    });
+    return line;
+  };
+  const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" }), readout = h("output", {});
+  const summary = series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ");
+  const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}. ${summary}` },
+    ticks.map((tick) => [
+      svg("line", { class: "rule", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
+      svg("text", { class: "tick", x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, unit === "%" ? percent(tick) : tick.toLocaleString("en")),
+    ]),
+    series.map((one) => svg("path", { d: path(one), fill: "none", stroke: one.colour, "stroke-width": 1.4, "stroke-linejoin": "round" })),
+    axisTicks(n).map((position) => svg("text", { class: "tick", x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? "middle" : "start" }, integer(position))),
+    marker);
+  drawing.addEventListener("pointermove", (event) => {
+    const box = drawing.getBoundingClientRect();
+    const position = Math.min(Math.max(Math.floor((((event.clientX - box.left) * (width / box.width) - left) / inner) * n), 0), n - 1);
+    const at = left + ((position + 0.5) / n) * inner;
+    marker.setAttribute("visibility", "visible");
+    marker.setAttribute("x1", at);
+    marker.setAttribute("x2", at);
+    readout.textContent = `${integer(position)} · ${series.map((one) => `${one.label} ${position < one.n ? written(one.values[Math.floor((position * one.values.length) / one.n)], unit) : "–"}`).join(" · ")}`;
+  });
+  drawing.addEventListener("pointerleave", () => { marker.setAttribute("visibility", "hidden"); readout.textContent = ""; });
+  return h("figure", { class: "curve" }, h("figcaption", {}, h("span", {}, title), readout), drawing);
 }
