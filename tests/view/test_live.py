@@ -17,7 +17,8 @@ from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM, Sampler, generat
 from qkv.models.text import load_text_model
 from qkv.profiler.analyses.edits import Edit, edited
 from qkv.profiler.capture.models import Loaded, load
-from qkv.server.live import EXAMPLE, MAX_CHARACTERS, Live
+from qkv.server.live import EXAMPLE, Live
+from qkv.server.schemas import MAX_CHARACTERS
 
 
 @dataclass

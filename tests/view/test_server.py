@@ -511,6 +511,8 @@ def test_viewer_html_and_its_files_are_served(app: Guard) -> None:
     files = {path.name: path for folder in folders for path in folder.iterdir()}
     styles = {f"/static/{name}" for name in files if name.startswith("page_") and name.endswith(".css")}
     assert styles < set(named)  # a new page needs no change of the HTML
+    for link in re.findall(r'<a [^>]*href="(/[^"]*)"', page.text):
+        assert ask(app, link).status_code == 200, link
     for name in [*named, "/static/charts.js"]:
         found = ask(app, "/" + name.lstrip("/"))
         assert found.status_code == 200, name
@@ -543,14 +545,17 @@ def test_a_page_of_another_package_that_fails_does_not_take_the_viewer_down(
 
     (tmp_path / "page_mine.js").write_text("export function mount() {}")
     page = ViewerPage("mine", "Mine", tmp_path, APIRouter(), broken)
+    bare = ViewerPage("bare", "Bare", tmp_path / "nothing", APIRouter(), dict)
     entries = [
         SimpleNamespace(name="mine", value="a:b", load=lambda: page),
         EntryPoint("gone", "no_module:x", "qkv.pages"),
+        EntryPoint("other", "math:pi", "qkv.pages"),
+        SimpleNamespace(name="bare", value="a:c", load=lambda: bare),
     ]
     monkeypatch.setattr("qkv.server.session.entry_points", lambda group: entries)
     session = Session("pages")
     assert [one.id for one in session.pages] == ["mine"]
-    assert "gone" in caplog.text
+    assert [record.args[0] for record in caplog.records if record.args] == ["gone", "other", "bare"]
     before = session.missing(page)
     session.prepare()
     assert session.missing(page) != before

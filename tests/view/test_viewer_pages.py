@@ -54,7 +54,7 @@ def percent(share: float) -> str:
 
 
 def nats(divergence: float) -> str:
-    """Format a positive divergence as live_next.js does."""
+    """Format a positive divergence as live_words.js does."""
     return "under 0.001 nats" if divergence < 0.001 else f"{divergence:#.2g}".rstrip(".") + " nats"
 
 

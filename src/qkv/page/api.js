@@ -1,9 +1,8 @@
 // Requests to the server with errors as sentences, and the data of one profile or model, fetched on demand.
 
 import { addStatistics } from "./colour.js";
-import { decodedArrays, inflated } from "./data.js";
+import { decodedArrays, inflated, pooledMap } from "./data.js";
 import { rowOf } from "./heads.js";
-import { pooledMap } from "./pools.js";
 
 const RETRIES = 4; // of a request that the server's full job queue rejected
 

@@ -1,6 +1,15 @@
-// One side of a comparison: {name: "left" or "right", source, at: {source, group, text, layer, head}, view, matrix, curves}.
+// The sides of a comparison, their weights and curves, the difference of their maps, and the export of both.
 
-import { rowOf } from "./heads.js";
+import { axisTicks, decades, niceTicks } from "./charts.js";
+import { css, destinationColour, looks, ramp, rgbOf } from "./colour.js";
+import { h, svg } from "./dom.js";
+import { colourOf, csvOf, svgImage, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
+import { headName, rowOf, sharesOf } from "./heads.js";
+import { integer, meanOf, percent, weightWords, written } from "./numbers.js";
+
+// The sides of a comparison, the difference of their maps, and the export of both.
+
+// One side of a comparison: {name: "left" or "right", source, at: {source, group, text, layer, head}, view, matrix, curves}.
 
 export const LABEL = { left: "A", right: "B" };
 
@@ -11,4 +20,198 @@ export function curveOf(side, name) {
   if (!side.curves[name]) return null;
   const { values, shape } = side.curves[name], row = rowOf(groupOf(side), side.at.layer, side.at.head);
   return values.subarray(row * shape[2], (row + 1) * shape[2]);
+}
+
+// The difference of two maps: its diverging colours and its drawing.
+
+/** A diverging colour from that of A (−1) over the background (0) to that of B (1), as [r, g, b]. */
+export function signedColour(x) {
+  const from = rgbOf(colourOf("--paper")), to = rgbOf(colourOf(x < 0 ? "--accent" : "--second"));
+  return from.map((channel, i) => Math.round(channel + (to[i] - channel) * Math.min(Math.abs(x), 1)));
+}
+
+/** Fill a canvas with right − left of two maps of the same shape. Cells without a difference stay transparent. */
+export function paintDifference(canvas, left, right) {
+  const difference = Float32Array.from(left.values, (value, at) => right.values[at] - value);
+  const sizes = difference.map(Math.abs).filter((size) => size > 0).sort();
+  const top = sizes[Math.floor(sizes.length * 0.998)] ?? 1; // scale by a high quantile, so that a few large differences do not make all others pale
+  canvas.width = left.columns;
+  canvas.height = left.rows;
+  const context = canvas.getContext("2d"), image = context.createImageData(left.columns, left.rows);
+  const table = Array.from({ length: 257 }, (_, level) => signedColour(level / 128 - 1));
+  difference.forEach((size, cell) => {
+    if (!size) return;
+    const level = Math.sign(size) * Math.sqrt(Math.min(Math.abs(size) / top, 1));
+    image.data.set([...table[Math.round(128 * (level + 1))], 255], 4 * cell);
+  });
+  context.putImageData(image, 0, 0);
+}
+
+// Export of the compare page as SVG and CSV.
+
+/** A file name that names both heads. */
+export function comparedName({ left, right }) {
+  const short = (side) => `${side.source.name}-t${side.at.text}-L${groupOf(side).layers[side.at.layer]}-H${groupOf(side).heads[side.at.head]}`;
+  return `${short(left)}-and-${short(right)}`;
+}
+
+/** Both maps, their difference if there is one, and the destinations of the weight. */
+export function comparedPicture({ left, right, variation, difference, scale }) {
+  const size = 360, gap = 28, parts = [];
+  const pictures = [[left, left.canvas], ...(variation ? [[null, difference]] : []), [right, right.canvas]];
+  let tall = size;
+  pictures.forEach(([side, canvas], index) => {
+    const x = index * (size + gap);
+    const words = side ? `${LABEL[side.name]} · ${side.source.name}, ${headName(groupOf(side), side.at.layer, side.at.head)}` : "B − A";
+    parts.push(svgText(x, 10, words, { "font-weight": 600 }));
+    if (!canvas) { parts.push(svgText(x, 40, "no map", { fill: "var(--soft)" })); return; }
+    const height = (size * canvas.height) / canvas.width;
+    tall = Math.max(tall, height);
+    parts.push(svgImage(canvas, { x, y: 20, width: size, height }), svg("rect", { x, y: 20, width: size, height, fill: "none", stroke: "var(--line)" }));
+  });
+  let y = 20 + tall + 22;
+  const colours = Array.from({ length: 24 }, (_, k) => css(ramp(k / 23)));
+  if (left.canvas || right.canvas) parts.push(svgRamp(0, y, colours, `≤ ${weightWords(scale.low)}`, percent(scale.top)));
+  if (variation) parts.push(svgKey(size + gap, y, [["A more", css(signedColour(-1))], ["B more", css(signedColour(1))]]));
+  const width = pictures.length * (size + gap) - gap;
+  const shares = [left, right].map((side) => sharesOf(groupOf(side), side.view, side.at.layer, side.at.head));
+  [left, right].forEach(({ name }, index) => {
+    y += 24;
+    const used = looks.destinations.filter((part) => shares[index][part.name] > 0.0005), whole = used.reduce((sum, part) => sum + shares[index][part.name], 0) || 1;
+    let x = 18;
+    parts.push(svgText(0, y + 8, LABEL[name], { "font-weight": 600 }));
+    for (const part of used) {
+      const wide = ((width - 18) * shares[index][part.name]) / whole;
+      parts.push(svg("rect", { x, y: y - 4, width: Math.max(wide - 1, 0.5), height: 16, fill: destinationColour(part) }));
+      x += wide;
+    }
+  });
+  y += 36;
+  parts.push(svgKey(18, y, looks.destinations.filter(({ name }) => shares.some((one) => one[name] > 0.0005)).map((part) => [part.label, destinationColour(part)])));
+  const goes = [left, right].map((side) => `${LABEL[side.name]}: ${side.view.heads.goes_to[rowOf(groupOf(side), side.at.layer, side.at.head)]}`).join(" · ");
+  return svgPicture({ width, height: y + 8, title: "Two heads compared", note: `${goes}. Rows are queries, columns are keys.`, parts });
+}
+
+/**
+ * Statistics, then the curves by position, then the cells of the maps: "weight", or "largest_weight" of a block if a map
+ * is pooled. Bins and blocks are listed at their first position. `statistics`: [{name, values: [a, b]}].
+ */
+export function comparedTable({ left, right, variation }, statistics) {
+  const rows = [], add = (what, position, key, a, b) => rows.push([what, position, key, a, b, a === null || b === null ? null : b - a]);
+  for (const { name, values: [a, b] } of statistics) add(name, null, null, a, b);
+  for (const name of ["received", "entropy"]) {
+    const [a, b] = [left, right].map((side) => curveOf(side, name));
+    if (!a || !b) continue;
+    const n = name === "received" ? [left.view.n_keys, right.view.n_keys] : [left.view.n_queries, right.view.n_queries];
+    const starts = [a, b].map((values, side) => new Map(Array.from(values, (value, bin) => [Math.ceil((bin * n[side]) / values.length), value])));
+    const positions = [...new Set([...starts[0].keys(), ...starts[1].keys()])].sort((x, y) => x - y);
+    for (const position of positions) add(name, position, null, ...starts.map((values) => values.get(position) ?? null));
+  }
+  variation?.forEach((value, query) => rows.push(["total_variation", query, null, null, null, value]));
+  const maps = [left.matrix, right.matrix], [a, b] = maps;
+  const together = a.values && b.values && ["rows", "columns", "n_queries", "n_keys", "exact"].every((name) => a[name] === b[name]);
+  const cells = together ? [maps] : [[a, null], [null, b]];
+  for (const pair of cells) {
+    const one = pair[0] ?? pair[1], what = one.exact ? "weight" : "largest_weight";
+    one.values?.forEach((_, at) => {
+      const row = Math.floor(at / one.columns);
+      add(what, row * one.step.down, (at - row * one.columns) * one.step.across, ...pair.map((map) => map?.values[at] ?? null));
+    });
+  }
+  return csvOf(["what", "position", "key", "a", "b", "difference"], rows);
+}
+
+// The whole attention map of a head as one matrix, assembled from tiles.
+
+/** Up to this many tokens a side, a map is loaded at full resolution, otherwise as one pooled tile. */
+export const MAX_EXACT = 512;
+
+/**
+ * The map of a head: {rows, columns, values, step, n_queries, n_keys, exact, why}; values row by row, or null if the
+ * profile has no map. `exact`: one cell per weight. Otherwise a cell holds the largest weight of a block of step.down
+ * queries × step.across keys; the last blocks may be smaller.
+ */
+export async function matrixOf(source, { group, text, layer, head }, { signal }) {
+  const shape = await source.map(group, text, layer, head);
+  const { kind, n_queries, n_keys, tile, deepest, why } = shape;
+  if (kind === "none") return { values: null, n_queries, n_keys, exact: false, why };
+  const pixel = { down: shape.pixel_queries ?? 1, across: shape.pixel_keys ?? 1 }; // more than 1 if only bins are stored
+  const exact = kind !== "small" && Math.max(n_queries, n_keys) <= MAX_EXACT;
+  const zoom = exact ? deepest : 0;
+  const block = 2 ** (deepest - zoom), step = { down: block * pixel.down, across: block * pixel.across };
+  const across = exact ? Math.ceil(n_keys / tile) : 1, down = exact ? Math.ceil(n_queries / tile) : 1;
+  const places = Array.from({ length: down * across }, (_, at) => [Math.floor(at / across), at % across]);
+  const tiles = await Promise.all(places.map(([i, j]) => source.tile(group, text, layer, head, "max", zoom, i, j, { signal })));
+  const rows = exact ? n_queries : (tiles[0]?.rows ?? Math.ceil(n_queries / step.down));
+  const columns = exact ? n_keys : (tiles[0]?.columns ?? Math.ceil(n_keys / step.across));
+  const values = new Float32Array(rows * columns); // masked tiles stay zero
+  tiles.forEach((part, at) => {
+    if (!part) return;
+    const [i, j] = places[at];
+    for (let row = 0; row < part.rows; row++)
+      values.set(part.values.subarray(row * part.columns, (row + 1) * part.columns), (i * tile + row) * columns + j * tile);
+  });
+  return { rows, columns, values, step, n_queries, n_keys, exact, why };
+}
+
+/** The total variation distance of each query: half the sum of |left − right| over the keys. */
+export function totalVariation(left, right) {
+  return Float32Array.from({ length: left.rows }, (_, row) => {
+    let difference = 0, missing = 0; // rows may sum to less than 1, for instance with a learned sink
+    for (let at = row * left.columns; at < (row + 1) * left.columns; at++) {
+      difference += Math.abs(left.values[at] - right.values[at]);
+      missing += left.values[at] - right.values[at];
+    }
+    return (difference + Math.abs(missing)) / 2;
+  });
+}
+
+// Several curves along a text in one chart.
+
+/**
+ * A chart of curves along texts that may differ in length. `series`: [{values, n, colour, label}], with values in bins of a
+ * text of n tokens. `width` in pixels; `log` for a logarithmic axis. The readout shows all values at the pointer.
+ */
+export function overlay({ title, series, width, unit, log = false }) {
+  const height = 124, left = 52, right = 6, top = 10, bottom = 18;
+  const inner = width - left - right, tall = height - top - bottom, n = Math.max(...series.map((one) => one.n));
+  const known = series.flatMap(({ values }) => Array.from(values).filter((x) => Number.isFinite(x) && (!log || x > 0))).sort((a, b) => a - b);
+  let high = known.at(-1) ?? 1, low = 0;
+  if (log) {
+    low = Math.max(known[Math.floor(known.length * 0.02)] ?? 1e-6, high * 1e-6);
+    if (low >= high / 2) low = high / 10;
+  }
+  const ticks = log ? decades(low, high) : niceTicks(Math.max(high, 1e-9));
+  if (!log) high = Math.max(high, ticks.at(-1));
+  const x = (one, bin) => left + ((((bin + 0.5) / one.values.length) * one.n) / n) * inner;
+  const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / high));
+  const path = (one) => {
+    let line = "", pen = false;
+    one.values.forEach((value, bin) => {
+      if (Number.isFinite(value)) line += `${pen ? "L" : "M"}${x(one, bin).toFixed(1)} ${y(value).toFixed(1)}`;
+      pen = Number.isFinite(value);
+    });
+    return line;
+  };
+  const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" }), readout = h("output", {});
+  const summary = series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ");
+  const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}. ${summary}` },
+    ticks.map((tick) => [
+      svg("line", { class: "rule", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
+      svg("text", { class: "tick", x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, unit === "%" ? percent(tick) : tick.toLocaleString("en")),
+    ]),
+    series.map((one) => svg("path", { d: path(one), fill: "none", stroke: one.colour, "stroke-width": 1.4, "stroke-linejoin": "round" })),
+    axisTicks(n).map((position) => svg("text", { class: "tick", x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? "middle" : "start" }, integer(position))),
+    marker);
+  drawing.addEventListener("pointermove", (event) => {
+    const box = drawing.getBoundingClientRect();
+    const position = Math.min(Math.max(Math.floor((((event.clientX - box.left) * (width / box.width) - left) / inner) * n), 0), n - 1);
+    const at = left + ((position + 0.5) / n) * inner;
+    marker.setAttribute("visibility", "visible");
+    marker.setAttribute("x1", at);
+    marker.setAttribute("x2", at);
+    readout.textContent = `${integer(position)} · ${series.map((one) => `${one.label} ${position < one.n ? written(one.values[Math.floor((position * one.values.length) / one.n)], unit) : "–"}`).join(" · ")}`;
+  });
+  drawing.addEventListener("pointerleave", () => { marker.setAttribute("visibility", "hidden"); readout.textContent = ""; });
+  return h("figure", { class: "curve" }, h("figcaption", {}, h("span", {}, title), readout), drawing);
 }

@@ -2,9 +2,8 @@
 
 import { choice, legend } from "./charts.js";
 import { h, replace } from "./dom.js";
-import { MapColours } from "./map_colours.js";
+import { MapColours, MapView } from "./map_view.js";
 import { edgeScales } from "./map_scene.js";
-import { MapView } from "./map_view.js";
 import { binStart, integer, named, weightWords } from "./numbers.js";
 import { FIRST, Pyramid, TileStore } from "./tiles.js";
 

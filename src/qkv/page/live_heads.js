@@ -3,7 +3,7 @@
 import { choice, legend } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { h, replace } from "./dom.js";
-import { codeOf, editsOf, headAt, headsOf, longName, settingOf, settingWords, shortName } from "./live_edits.js";
+import { codeOf, editsOf, headAt, headsOf, longName, settingOf, settingWords, shortName } from "./live_words.js";
 import { percent } from "./numbers.js";
 
 const SINK = 0.3; // a head with more on the first token is called a sink (Gu et al. 2025)

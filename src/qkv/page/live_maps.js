@@ -1,10 +1,13 @@
-// The attention maps of one head of a live model, as trained and with the edits, and its statistics.
+// A head of a live model: its maps, the tokens that the last query attends to, and the export of both.
 
 import { cellMap, legend, markCell, paint } from "./charts.js";
-import { h } from "./dom.js";
-import { headAt, longName } from "./live_edits.js";
-import { quoted } from "./live_next.js";
-import { percent, written } from "./numbers.js";
+import { css, inkOn, ramp } from "./colour.js";
+import { h, svg } from "./dom.js";
+import { csvOf, svgImage, svgPicture, svgText } from "./export.js";
+import { editWords, headAt, headlineOf, longName, nextRows, quoted, spaced } from "./live_words.js";
+import { named, percent, truncated, visible, written } from "./numbers.js";
+
+// The attention maps of one head of a live model, as trained and with the edits, and its statistics.
 
 /** Two maps that share a crosshair, and the statistics beside them. */
 export function liveMaps(answer) {
@@ -35,3 +38,85 @@ export function liveMaps(answer) {
       legend({ low: "0", high: percent(top), note: "∝ √weight" }), h("small", {}, "Rows are queries, columns are keys."), readout),
   ];
 }
+
+// The tokens of a live text, shaded by the attention weights of the last query.
+
+export class LiveTokens {
+  constructor() {
+    this.title = h("figcaption", {});
+    this.box = h("div", { class: "live-tokens", role: "group", "aria-label": "Tokens of the text" });
+    this.element = h("figure", { class: "live-figure" }, this.title, this.box);
+  }
+
+  /**
+   * `row`: the weight on each of the `tokens` in the head `at`; `generated`: {token, probability} of the last tokens, if
+   * the model generated them; `step`: {token, probability} of a token that was just sampled and not yet read, or null.
+   */
+  draw({ tokens, row, at, generated, step }) {
+    const top = Math.max(...row, 1e-9), first = tokens.length - generated.length + (step ? 1 : 0); // the first generated token, if tokenization is unchanged
+    const chips = tokens.map((token, i) => {
+      const sampled = i >= first ? generated[i - first] : null, colour = ramp(Math.sqrt(row[i] / top));
+      return h("span", {
+        class: `live-token${sampled ? " live-made" : ""}${i === tokens.length - 1 ? " live-query" : ""}`, style: { background: css(colour), color: inkOn(colour) },
+        "data-tip": `${named(token)}\nweight ${percent(row[i])}${sampled ? `\nsampled with probability ${percent(sampled.probability)}` : ""}`,
+      }, lines(token));
+    });
+    if (step) chips.push(h("span", { class: "live-token live-new", "data-tip": `${named(step.token)}\nprobability ${percent(step.probability)}` }, lines(step.token), h("sub", {}, percent(step.probability))));
+    const atEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 8;
+    this.box.replaceChildren(...chips);
+    if (step || atEnd) this.box.scrollTop = this.box.scrollHeight;
+    this.title.replaceChildren(
+      h("span", {}, `${longName(at)}: weights of the query `, quoted(tokens.at(-1)), step ? [", which predicts ", quoted(step.token)] : null),
+      legend({ low: "0", high: percent(top), note: "∝ √weight" }));
+  }
+}
+
+/** A token in the text: a line break is marked and breaks the line. */
+const lines = (token) => token.split("\n").map(visible).join("⏎\n");
+
+// Export of the live page as SVG and CSV.
+
+const SIDE = 260; // side of a map in pixels
+const WIDE = 300; // width of the bars
+
+const plainText = (parts) => parts.map((part) => part.textContent ?? part).join("");
+
+/** The probabilities of the next token, and the two maps; `canvases`: those of the page. */
+export function liveSvg(answer, { live, edits, canvases }) {
+  const [headline, likeliest] = headlineOf(answer).map(plainText), rows = nextRows(answer), { edited } = answer;
+  const bars = rows.flatMap(({ token, before, after }, i) => {
+    const y = 22 + i * 26;
+    return [
+      svgText(96, y + 12, truncated(spaced(token), 13), { "text-anchor": "end", "font-family": "monospace" }),
+      svg("rect", { x: 104, y, width: Math.max(130 * before, 0.5), height: 7, fill: "var(--soft)" }), svg("rect", { x: 104, y: y + 8, width: Math.max(130 * after, 0.5), height: 7, fill: "var(--accent)" }),
+      svgText(110 + 130 * Math.max(before, after), y + 12, edited ? `${percent(before)} → ${percent(after)}` : percent(after), { "font-size": 11 }),
+    ];
+  });
+  const maps = canvases.flatMap((canvas, i) => {
+    const x = WIDE + 40 + i * (SIDE + 20);
+    return [
+      svgText(x, 10, `${i ? "With the edits" : "As trained"}: ${longName(answer.at)}`, { "font-weight": 600 }), svgImage(canvas, { x, y: 22, width: SIDE, height: SIDE }),
+      svg("rect", { x, y: 22, width: SIDE, height: SIDE, fill: "none", stroke: "var(--line)" }),
+    ];
+  });
+  return svgPicture({
+    width: WIDE + 2 * SIDE + 60, height: Math.max(SIDE + 24, 24 + rows.length * 26), title: edited ? headline : `${live.model} as trained`,
+    note: `${likeliest} Text: “${visible(answer.text.slice(-120))}”. ${editWords(edits, live)}`,
+    parts: [svgText(0, 10, edited ? "Next token: as trained (grey), edited (blue)" : "Next token", { "font-weight": 600 }), bars, maps],
+  });
+}
+
+/** Probabilities, head statistics and weights before and after the edits. */
+export function liveCsv(answer) {
+  const { divergence, next, tokens, maps: [before, after], at } = answer, n = tokens.length;
+  const perHead = (name, words) => answer[name].before.flatMap((layer, l) => layer.map((value, head) => [words, longName(`${l}.${head}`), value, answer[name].after[l][head]]));
+  return csvOf(["what", "name", "before", "after"], [
+    ["KL divergence of the next token (nats)", "", 0, divergence],
+    ...next.before.map(({ token, probability }, i) => ["probability of the next token", token, probability, next.after[i].probability]),
+    ...perHead("sink", "mean weight on the first token"), ...perHead("entropy", "mean entropy (nats)"),
+    ...tokens.flatMap((query, i) => tokens.slice(0, i + 1).map((key, j) => [`weight in ${longName(at)}`, `${i} ${query} → ${j} ${key}`, before[i * n + j], after[i * n + j]])),
+  ]);
+}
+
+/** A name for exported files. */
+export const liveFileName = (answer, live) => `live-${live.model}-layer${headAt(answer.at).join("-head")}`;

@@ -4,14 +4,10 @@
 import { lengthWords, openingWords, validHead } from "./address.js";
 import { cellMap, keyOf, legend, markCell, paint, stack } from "./charts.js";
 import { css, destinationColour, looks } from "./colour.js";
-import { paintDifference, signedColour } from "./compare_difference.js";
-import { comparedName, comparedPicture, comparedTable } from "./compare_export.js";
-import { LABEL, curveOf, groupOf } from "./compare_side.js";
+import { comparedName, comparedPicture, comparedTable, curveOf, groupOf, LABEL, matrixOf, MAX_EXACT, overlay, paintDifference, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
 import { headName, labelOf, meaningOf, rowOf, sharesOf, statisticsOf } from "./heads.js";
-import { MAX_EXACT, matrixOf, totalVariation } from "./matrix.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
-import { overlay } from "./overlay.js";
 import { chooser, headChooser } from "./shell.js";
 import { mostSimilar, similarityMeaning } from "./similar.js";
 

@@ -2,12 +2,9 @@
 
 import { bytesOf } from "./data.js";
 import { h } from "./dom.js";
-import { isHead } from "./live_edits.js";
-import { liveCsv, liveFileName, liveSvg } from "./live_export.js";
+import { headlineOf, isHead, nextBars, nextRows, quoted, sampledRows, SHOWN } from "./live_words.js";
+import { liveCsv, liveFileName, liveMaps, liveSvg, LiveTokens } from "./live_maps.js";
 import { LiveHeads } from "./live_heads.js";
-import { liveMaps } from "./live_maps.js";
-import { sampledRows, headlineOf, nextBars, nextRows, quoted, SHOWN } from "./live_next.js";
-import { LiveTokens } from "./live_tokens.js";
 import { LiveWriting, temperatureWords } from "./live_writing.js";
 import { named, percent } from "./numbers.js";
 

@@ -3,12 +3,9 @@
 import { choice, legend } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { headTitle } from "./heads.js";
-import { MapColours, SCALES } from "./map_colours.js";
-import { mapCsv, mapSvg } from "./map_export.js";
-import { MapOverview } from "./map_overview.js";
-import { MapReadout } from "./map_readout.js";
+import { DEEP, MapColours, MapView, SCALES } from "./map_view.js";
+import { mapCsv, MapOverview, MapReadout, mapSvg } from "./map_readout.js";
 import { edgeScales } from "./map_scene.js";
-import { DEEP, MapView } from "./map_view.js";
 import { integer } from "./numbers.js";
 import { FIRST, Pyramid, TileStore } from "./tiles.js";
 

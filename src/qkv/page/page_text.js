@@ -4,13 +4,9 @@ import { choice, legend } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { headName } from "./heads.js";
 import { integer, named, weightWords } from "./numbers.js";
-import { textCsv, textSvg } from "./text_export.js";
-import { TextFind } from "./text_find.js";
-import { TextLinks } from "./text_links.js";
-import { tokenPanel, tokenSentence } from "./text_panel.js";
-import { receivedLook, receivedShades, stripColumns, weightLook, weightShades, tonesOf } from "./text_shades.js";
-import { TextStrip } from "./text_strip.js";
-import { TextWeights } from "./text_weights.js";
+import { textCsv, textSvg, TextWeights } from "./text_weights.js";
+import { TextFind, TextLinks, tokenPanel, tokenSentence } from "./text_panel.js";
+import { receivedLook, receivedShades, stripColumns, TextStrip, tonesOf, weightLook, weightShades } from "./text_shades.js";
 import { TokenFlow } from "./token_flow.js";
 
 const DEBOUNCE = 60; // milliseconds that the pointer rests before the weights of its token are requested

@@ -1,7 +1,6 @@
 // The attention maps of a text in the data of a page, decoded one head at a time.
 
-import { inflated } from "./data.js";
-import { pooledMap } from "./pools.js";
+import { inflated, pooledMap } from "./data.js";
 import { TILE } from "./tiles.js";
 
 // Exact maps: code c stands for the weight (c / 255)², see qkv.report.payload.

@@ -1,7 +1,10 @@
-// The panel beside the text: a token with its largest weights in both directions, and the links of its heads.
+// Beside the text: the panel of a token, the links of its heads, and the search.
 
-import { h } from "./dom.js";
+import { choice } from "./charts.js";
+import { h, replace } from "./dom.js";
 import { integer, named, weightWords } from "./numbers.js";
+
+// The panel beside the text: a token with its largest weights in both directions, and the links of its heads.
 
 const LISTED = 8, SPOKEN = 3; // number of weights
 
@@ -69,4 +72,96 @@ export function linkList({ links, heads, tokens, onfollow, ongo }) {
         h("bdi", {}, named(tokens[position])), h("small", {}, integer(position))),
       h("b", {}, weightWords(weight)),
       onfollow ? h("button", { type: "button", class: "text-follow", "data-key": `follow-${head}`, "aria-label": `Follow head ${heads[head]} to ${named(tokens[position])} one layer down`, title: "Follow: one layer down, at this token", onclick: () => onfollow(head, position) }, "follow ↓") : h("span", {}))));
+}
+
+// The key with the largest weight of the pinned token, for each head of its layer or a neighbouring one.
+
+export class TextLinks {
+  /** `ongo(position)` scrolls to a key; `onfollow(layer, head, query, key)` follows a link to the layer below. */
+  constructor({ ongo, onfollow, ontrouble }) {
+    Object.assign(this, { ongo, onfollow, ontrouble, layer: null, shown: "" });
+    this.element = h("div", { class: "text-linked" });
+  }
+
+  /** Show no links, or a hint instead. */
+  clear(hint = null) {
+    this.shown = "";
+    this.element.replaceChildren(...(hint ? [h("p", { class: "text-note" }, hint)] : []));
+  }
+
+  /** Show the links of a query; `weights`: TextWeights. */
+  async show(weights, query) {
+    const { source, group, at } = weights, { layers, heads } = group, here = at.layer;
+    const layer = Math.abs((this.layer ?? here) - here) <= 1 ? this.layer ?? here : here;
+    const key = [source.id, at.group, at.text, here, query, layer].join("/");
+    if (this.shown === key) return;
+    this.shown = key;
+    let links;
+    try {
+      ({ heads: links } = await source.links(at.group, at.text, layer, query));
+    } catch (error) {
+      if (this.shown === key) this.clear(), this.ontrouble(error);
+      return;
+    }
+    if (this.shown !== key) return;
+    const options = [[here - 1, `below (L${layers[here - 1]})`], [here, `L${layers[here]}`], [here + 1, `above (L${layers[here + 1]})`]].filter(([other]) => other >= 0 && other < layers.length);
+    replace(this.element, h("h3", {}, "Each head’s strongest key of ", h("bdi", {}, `“${named(weights.queries[query])}”`)),
+      choice("In layer", options, layer, (other) => { this.layer = Number(other); this.shown = ""; this.show(weights, query); }),
+      linkList({ links, heads, tokens: weights.text.keys, ongo: this.ongo, onfollow: layer > 0 && !weights.crossed ? (head, to) => this.onfollow(layer, head, query, to) : null }));
+  }
+}
+
+// Searching a text for a string that may span several tokens.
+
+const MAX_HITS = 10_000;
+
+/** A search field. `flows()` returns {side: TokenFlow}; `onfound(hit)` is called with {side, at, last} or null. */
+export class TextFind {
+  constructor(flows, onfound) {
+    Object.assign(this, { flows, onfound, hit: null, hits: [], of: "", at: 0 });
+    this.field = h("input", {
+      type: "search", class: "text-find", placeholder: "Find in the text", "aria-label": "Find in the text; Enter goes to the next match",
+      oninput: () => this.search(0), onkeydown: (event) => { if (event.key === "Enter") event.preventDefault(), this.search(event.shiftKey ? -1 : 1); },
+    });
+    this.found = h("span", { class: "text-found", "aria-live": "polite" });
+    this.element = h("div", { class: "text-search" }, this.field, this.found);
+  }
+
+  /** Clear the search, after a change of the text. */
+  clear() {
+    this.field.value = this.of = "";
+    this.search(0);
+  }
+
+  /** Go to the next match (1), the previous one (-1), or the first one from the current position (0). */
+  search(direction) {
+    const wanted = this.field.value.toLowerCase(), flows = this.flows();
+    if (wanted !== this.of) {
+      this.of = wanted;
+      this.hits = wanted ? Object.entries(flows).flatMap(([side, flow]) => matchesOf(flow.tokens, wanted).map(([at, last]) => ({ side, at, last }))) : [];
+      const firstVisible = Object.values(flows)[0]?.view[0] ?? 0;
+      this.at = Math.max(this.hits.findIndex(({ at }) => at >= firstVisible), 0);
+      direction = 0;
+    }
+    const count = this.hits.length;
+    this.at = count ? (this.at + direction + count) % count : 0;
+    this.hit = this.hits[this.at] ?? null;
+    this.found.textContent = count ? `${integer(this.at + 1)} of ${integer(count)}` : wanted ? "not found" : "";
+    this.onfound(this.hit);
+  }
+}
+
+/** Occurrences of a lower-case string in the joined tokens: [[first token, last token], …]. */
+function matchesOf(tokens, wanted) {
+  const lower = tokens.map((token) => token.toLowerCase()), starts = new Uint32Array(tokens.length + 1);
+  for (let at = 0; at < lower.length; at++) starts[at + 1] = starts[at] + lower[at].length;
+  const joined = lower.join(""), found = [];
+  let token = 0;
+  for (let at = joined.indexOf(wanted); at >= 0 && found.length < MAX_HITS; at = joined.indexOf(wanted, at + wanted.length)) {
+    while (starts[token + 1] <= at) token++;
+    let last = token;
+    while (starts[last + 1] < at + wanted.length) last++;
+    found.push([token, last]);
+  }
+  return found;
 }

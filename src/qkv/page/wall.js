@@ -3,7 +3,7 @@
 import { paint } from "./charts.js";
 import { h } from "./dom.js";
 import { headName, headTitle, markHead } from "./heads.js";
-import { levelOf } from "./pools.js";
+import { levelOf } from "./data.js";
 
 /**
  * `load(layer, head)` resolves to the pooled map of a head, or null; it is called when the map comes into view.

@@ -25,6 +25,7 @@ from qkv.profiler.capture.inputs import device_of, positions, token_text
 from qkv.profiler.capture.models import Loaded
 from qkv.profiler.editing import Key, edit
 from qkv.profiler.run import profile
+from qkv.server.schemas import MAX_CHARACTERS
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -157,7 +158,6 @@ def _of_head(one: Edit) -> of_heads.Edit:
 
 MAX_TOKENS = 512
 """Limits the size of an answer, which holds attention maps."""
-MAX_CHARACTERS = 2_000
 EXAMPLE = "import os\n\nclass Stack:\n    def __init__(self"
 CONTEXT_TOKENS = 16  # decoded with a new token, because the text of a token depends on the tokens before it
 

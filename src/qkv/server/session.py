@@ -66,6 +66,8 @@ def added_pages() -> list[ViewerPage]:
     for entry in entry_points(group="qkv.pages"):
         try:
             page = entry.load()
+            if not (isinstance(page, ViewerPage) and page.folder.is_dir()):
+                raise TypeError(f"it is {page!r}, expected a ViewerPage whose folder exists")
         except Exception as error:  # importing a module can raise anything
             log.warning("The page %s of %s cannot be loaded: %r", entry.name, entry.value, error)
             continue
