@@ -224,10 +224,10 @@ class HeavyHitters(Evicting):
 
 BUILT_IN = {
     "full": "full.Full",
-    "sliding": "sliding.Sliding",
-    "window": "sliding.Sliding",
+    "sliding": "full.Sliding",
+    "window": "full.Sliding",
     "sinks": "sinks.Sinks",
-    "heavy": "heavy_hitters.HeavyHitters",
+    "heavy": "evicting.HeavyHitters",
 }
 
 
