@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qkv.errors import InputError
 from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN, attention_modules, observe_residual
+from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.profiles import Profile
 from qkv.profiler.watch.watching import Watched, watch
 from qkv.tracking.writers import Writer
@@ -20,7 +21,7 @@ from qkv.tracking.writers import Writer
 if TYPE_CHECKING:
     import pandas as pd
 
-SINK, DEAD, UNIFORM = 0.3, 0.9, 0.9
+DEAD, UNIFORM = 0.9, 0.9
 NUMBERS = {
     "sink_rate": "share of heads with a sink score α₁ > 0.3 on the first token (Gu et al. 2025, arXiv:2410.10781)",
     "first_share": "mean share of the row on the first token, over heads and queries from the second on",
@@ -130,7 +131,7 @@ def numbers(profile: Profile, largest: Mapping[tuple[str, int], tuple[float, flo
     first, ratio = column(tables, "share_first"), column(heads, "entropy_ratio")
     null = np.concatenate([f.get("learned_sink", 0 * f["share_first"]).to_numpy(float) for f in tables])
     found = {
-        "sink_rate": float((column(tables, "alpha_first") > SINK).mean()),
+        "sink_rate": float((column(tables, "alpha_first") > SINK_THRESHOLD).mean()),
         "first_share": float(np.nanmean(first)),
         "entropy_ratio": float(np.nanmean(ratio)),
         "dead_heads": float((first + np.nan_to_num(null) > DEAD).mean()),

@@ -12,7 +12,7 @@ from qkv.profiler.data.variables import BY_HEAD, OF_HEADS, OF_WEIGHTS, custom_va
 if TYPE_CHECKING:
     import pandas as pd
 
-SINK_THRESHOLD = 0.3  # a query counts for `sink_share` if it puts more than this weight on the first token
+SINK_THRESHOLD = 0.3  # ε of Gu et al. 2025: more than this weight on the first token is a sink
 # The target of a head is, in this order: the strongest target if it receives TARGET_SHARE of the weight; the
 # neighbourhood if it receives LOCAL_SHARE; the strongest target if it receives FAINT_SHARE; else "spread".
 TARGET_SHARE = 0.4

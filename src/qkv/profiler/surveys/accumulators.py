@@ -18,12 +18,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.errors import InputError
+from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.surveys.quantities import BINS, QUANTITIES, Quantities, edges
 
 DIGITS = 40
 """Binary digits after the point of a sum."""
-PREFIX, SINK_THRESHOLD = 64, 0.3
-"""T and ε of the sink score of Gu et al. 2025 (arXiv:2410.10781, section 3)."""
+PREFIX = 64
+"""T of the sink score of Gu et al. 2025 (arXiv:2410.10781, section 3); ε is `SINK_THRESHOLD`."""
 ROUNDING = 1e-6
 """Negative values above −ROUNDING count as 0."""
 CENTROIDS = 100

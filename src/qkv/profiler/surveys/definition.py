@@ -12,6 +12,7 @@ from torch import nn
 
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Special, positions
+from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.surveys import accumulators, shard
 from qkv.profiler.surveys.data import VERSION
 from qkv.profiler.surveys.quantities import described
@@ -70,7 +71,7 @@ def definition_of(
         "long": long,
         "local_window": local_window,
         "shares_of_rows": True,  # missing in older surveys, which do not divide rows and count first queries
-        "sink_score": {"queries": accumulators.PREFIX, "threshold": accumulators.SINK_THRESHOLD},
+        "sink_score": {"queries": accumulators.PREFIX, "threshold": SINK_THRESHOLD},
         "sketch": {"kind": "t-digest (Apache DataSketches)", "k": accumulators.CENTROIDS},
         "quantities": described(statistics),
     }
