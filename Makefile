@@ -58,7 +58,7 @@ KILLS ?= 20
 
 torture: venv  ## kill commands KILLS=20 times each, fill disks, move clocks: about an hour; resumes; writes docs/reliability.md
 	$(BIN)/python -m torture --kills $(KILLS)
-	$(BIN)/python docs/make_reliability.py
+	PYTHONPATH=. $(BIN)/python docs/make_reliability.py
 
 lint: venv  ## run ruff and mypy
 	$(BIN)/ruff check .
@@ -111,11 +111,11 @@ experiments: venv  ## run all experiments of the lab on JOBS=2 cores: an estimat
 	$(BIN)/qkv experiment all --jobs $(JOBS) --out qkv-experiments
 	cp qkv-experiments/*.json $(RESULTS)/
 	cp qkv-experiments/*.png qkv-experiments/README.md docs/experiments/
-	$(BIN)/python docs/make_larger.py
+	PYTHONPATH=. $(BIN)/python docs/make_larger.py
 
 sinks: venv  ## study the attention sinks of the bundled models, about two minutes on one core; writes research/sinks/results
 	OMP_NUM_THREADS=1 $(BIN)/python -m research.sinks
-	$(BIN)/python docs/make_larger.py
+	PYTHONPATH=. $(BIN)/python docs/make_larger.py
 
 SITE := docs/_build/html
 
@@ -126,15 +126,15 @@ docs: venv  ## build the documentation: executes every page, warnings are errors
 docs-serve: docs  ## build the documentation and serve it on http://127.0.0.1:8000
 	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory $(SITE)
 
-claims: venv  ## run every check of the ledger of claims; writes docs/claims
-	$(BIN)/qkv claims --out docs/claims
+claims: venv  ## run every check of the ledger of claims; writes lab/qkv_lab/claims.json and docs/claims
+	$(BIN)/python -m research.claims --out docs/claims
 
 mutants: venv  ## test the ledger's checks: give them wrong answers, and count those that notice; about five minutes on one core
 	OMP_NUM_THREADS=1 $(BIN)/python -m research.claims.mutation
 
 figures: venv  ## make the figures and numbers in README.md and docs/ again, about ten minutes
-	$(BIN)/python docs/make_figures.py
-	$(BIN)/python docs/make_plan.py
+	PYTHONPATH=. $(BIN)/python docs/make_figures.py
+	PYTHONPATH=. $(BIN)/python docs/make_plan.py
 
 extras: venv  ## install each extra alone into a fresh environment and run its smoke test; about ten minutes; EXTRAS="hf train" for some
 	$(BIN)/python tests/install/environments.py $(EXTRAS)

@@ -27,6 +27,7 @@ extensions = [
     "sphinx_design",  # cards, hidden solutions
     "sphinx_copybutton",
     "mathml",  # formulas as MathML: no script and no web font
+    "claims_pages",  # claims/: the verdicts of the ledger
     "public_names",  # reference/: a page for every public name
     "command_line",  # command-line.md: the output of --help
     "error_index",  # every-error.md: all error messages

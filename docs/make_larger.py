@@ -1,7 +1,7 @@
 """Writes docs/larger-models.md: published findings about attention sinks beside our verdicts on the same claims.
 
 The findings are in docs/larger-models.toml. Our verdicts are read from the results of the experiments, the stored
-studies of qkv-mini and MiniLM, and docs/claims/verdicts.json, so run this again after any of them has changed:
+studies of qkv-mini and MiniLM, and the verdicts of the ledger, so run this again after any of them has changed:
 
 .venv/bin/python docs/make_larger.py
 """
@@ -19,6 +19,7 @@ from qkv_lab.experiments.estimate import SHIPPED
 from qkv_lab.settings import updated
 from qkv_lab.tasks.backcopy import Backcopy
 from research.claims import CLAIMS
+from research.claims.page import published
 from research.claims.settled import load
 
 DOCS = Path(__file__).parent
@@ -65,7 +66,7 @@ def claims() -> dict[str, str]:
 
 def ours() -> dict[str, dict[str, str]]:
     """Our verdicts on the claims of the page: of toy models, bundled models, or else of a computation."""
-    ledger = json.loads((DOCS / "claims" / "verdicts.json").read_text(encoding="utf-8"))
+    ledger = {id_: verdict.kind for id_, verdict in published().items()}
     toys = toy_verdicts(_results().values())
     studies = [study_verdicts(name, research.sinks.result(key)) for key, name in MODELS.items()]
     found = {}

@@ -55,8 +55,8 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
         vocab_size: the number of BPE tokens, ``<s>`` included.
 
     Raises:
-        InputError: as `qkv.profiler.corpora.load` and `qkv_lab.tokenizers.train_bpe`; for a damaged token file; if the cache
-            cannot be written.
+        InputError: as `qkv.profiler.corpora.load` and `qkv_lab.tokenizers.train_bpe`; for a damaged token file; if the
+            cache cannot be written.
 
     >>> prepare("library").bos  # doctest: +SKIP
     256

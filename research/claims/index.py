@@ -36,7 +36,7 @@ def index(found: Mapping[str, Verdict], mutation: Path = MUTATION) -> str:
         "[lab](../experiments/README.md), a [study](../howto/sinks-of-a-model.md) of trained models,",
         "or, if it is about publications, by reading them. Verdicts are computed: if the result of a check contradicts",
         "its verdict, this page cannot be written and a test fails. The code of each check is below its claim.",
-        "`qkv claims` runs all checks from the installed package, and `qkv claims C014` one of them.",
+        "`qkv claims C014` prints a verdict with its evidence; in a clone `make claims` runs all checks.",
         "",
         *can_fail(mutation),
         *_counts(found),

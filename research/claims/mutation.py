@@ -1,11 +1,11 @@
-"""Mutation tests of the ledger's checks: ``python -m research.claims.mutation`` tells which could notice a wrong answer.
+"""Mutation tests of the ledger's checks: ``python -m research.claims.mutation`` tells which notice a wrong answer.
 
 A check that passes whatever is computed proves nothing. So each place of a check that gives an answer (a call, an array
-operation, an error that is caught: `research.claims.sites`) is made to give wrong answers (`research.claims.wrong`), one place
-and one wrong answer at a time. The check *notices* it if it raises `Drifted`, or comes to another kind of verdict.
-Other errors do not count: code that breaks on a wrong shape has not compared anything. A check *can fail* if it notices
-at least one wrong answer. That is necessary, not sufficient: whether a check is about its claim remains for a reader to
-see.
+operation, an error that is caught: `research.claims.sites`) is made to give wrong answers (`research.claims.wrong`), one
+place and one wrong answer at a time. The check *notices* it if it raises `Drifted`, or comes to another kind of
+verdict. Other errors do not count: code that breaks on a wrong shape has not compared anything. A check *can fail* if
+it notices at least one wrong answer. That is necessary, not sufficient: whether a check is about its claim remains for
+a reader to see.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 from qkv._files import write_atomically
 from research.claims.claim import CLAIMS, Claim, Drifted, Verdict
-from research.claims.settled import load
+from research.claims.settled import Entry, load
 from research.claims.sites import Instrumented, Site, instrument, judges
 from research.claims.wrong import CHANGES, applicable
 
@@ -137,7 +137,7 @@ def _run(code: Instrumented, answer: Callable[[int, Any], Any], silent: Callable
 
 def computed() -> list[Claim]:
     """The claims whose checks compute a condition, by number."""
-    return [CLAIMS[id_] for id_ in sorted(CLAIMS) if judges(CLAIMS[id_].check)]
+    return [c for _, c in sorted(CLAIMS.items()) if not isinstance(c.check, Entry) and judges(c.check)]
 
 
 def summary(found: dict[str, Mutated]) -> dict[str, Any]:

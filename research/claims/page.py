@@ -1,4 +1,4 @@
-"""Makes docs/claims from the verdicts: an index, one page per source, and verdicts.json."""
+"""Makes docs/claims from the verdicts: an index, and one page per source."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from research.claims.claim import KINDS, SOURCES, Claim, Finding, Verdict
 from research.claims.evidence import evidence_of
 from research.claims.index import index
 from research.claims.markdown import MADE, SMALL, claims_of, linked, mark, slug
+from research.claims.settled import Entry
+
+PUBLISHED = Path(__file__).parents[2] / "lab" / "qkv_lab" / "claims.json"
+"""All verdicts with their evidence, which `make claims` writes and `qkv claims` reads."""
 
 
 def pages(found: Mapping[str, Verdict]) -> dict[str, str]:
-    """The texts of all pages and of verdicts.json, by file name.
+    """The texts of all pages, by file name.
 
     Args:
         found: the verdicts on all claims.
@@ -24,9 +29,18 @@ def pages(found: Mapping[str, Verdict]) -> dict[str, str]:
     Raises:
         MissingResult: if a verdict refers to an experiment without a result.
     """
-    texts = {f"{slug(source)}.md": _page(source, found) for source in SOURCES}
-    kinds = {id_: verdict.kind for id_, verdict in sorted(found.items())}
-    return texts | {"index.md": index(found), "verdicts.json": json.dumps(kinds, indent=0) + "\n"}
+    return {f"{slug(source)}.md": _page(source, found) for source in SOURCES} | {"index.md": index(found)}
+
+
+def published() -> dict[str, Verdict]:
+    """The verdicts in claims.json, from which the documentation is built without running a check."""
+    entries = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    return {
+        one["claim"]: Verdict(
+            one["verdict"], one["because"], tuple(one["links"]), tuple(Finding(**finding) for finding in one["models"])
+        )
+        for one in entries
+    }
 
 
 def _part(section: str) -> str:
@@ -66,7 +80,7 @@ def _settled(id_: str, verdict: Verdict) -> list[str]:
     found = [" ".join(lines), ""] if lines else []
     how = [f"{one} Command: `{one.command}`." for one in evidence_of(id_, verdict)]
     if any(by.startswith("[study of ") for by in verdict.by):
-        how.append(f"`qkv claims {id_} --model MODEL` judges the claim on one more model.")
+        how.append(f"`python -m research.claims {id_} --model MODEL` judges the claim on one more model.")
     found += [" ".join(how), ""] if how else []
     return found
 
@@ -98,6 +112,8 @@ def _page(source: str, found: Mapping[str, Verdict]) -> str:
 
 
 def _code(c: Claim) -> str:
-    """The source code of the check, without its decorator."""
+    """The source code of the check, without its decorator, or its entry in claims.toml."""
+    if isinstance(c.check, Entry):
+        return c.check.code
     text = textwrap.dedent(inspect.getsource(c.check))
     return text[text.index("def ") :].rstrip()

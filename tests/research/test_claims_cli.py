@@ -1,10 +1,9 @@
-"""`qkv claims`: verdicts with evidence, drifted checks, results of one's own, pages, and models."""
+"""`qkv claims` reads verdicts, and `python -m research.claims` computes them: drift, results of one's own, models."""
 
 from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from typing import Any
 import pytest
 
 import qkv
-import research.claims
 from conftest import refused
-from qkv.cli import main
+from qkv import cli
 from qkv.models import DecoderConfig, DecoderLM
-from qkv_lab.experiments.estimate import SHIPPED
 from research.claims import CLAIMS, Claim, Drifted, Verdict, experiment, holds
+from research.claims import page as page_module
 from research.claims import results as results_module
+from research.claims.__main__ import main
 from research.claims.results import MissingResult, benchmark, result, results_in
 from research.claims.run import check
 from research.claims.settled import load
@@ -73,7 +72,7 @@ def own_result(folder: Path, holds: str = "undecided") -> None:
 
 
 def test_verdicts_are_printed_with_the_experiment_behind_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["claims", "c014", "C084"]) == 0
+    assert main(["c014", "C084"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^C014 .*chapter, 4\.2\n", said)
     assert "holds" in said
@@ -81,8 +80,8 @@ def test_verdicts_are_printed_with_the_experiment_behind_them(capsys: pytest.Cap
 
 
 def test_unknown_claim_is_refused_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of("claims", "C014", "C84") == 2
-    assert capsys.readouterr().err == "qkv: claim is 'C84', expected C001 to C386; did you mean 'C084'?\n"
+    assert code_of("C014", "C84") == 2
+    assert capsys.readouterr().err == "claims: claim is 'C84', expected C001 to C386; did you mean 'C084'?\n"
     with refused("claim", "C900"):
         check(["C900"])
 
@@ -95,12 +94,12 @@ def test_options_that_exclude_each_other_are_refused(tmp_path: Path, capsys: pyt
         (["C014", "--model", "minilm"], "claim is 'C014', expected one that is judged on models: C061"),
         (["--results", str(tmp_path)], f"--results is '{tmp_path}', expected a folder that `qkv experiment"),
     ):
-        assert code_of("claims", *arguments) == 2
-        assert capsys.readouterr().err.startswith(f"qkv: {said}")
+        assert code_of(*arguments) == 2
+        assert capsys.readouterr().err.startswith(f"claims: {said}")
 
 
 def test_json_has_numbers_and_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["claims", "C084", "C068", "--json"]) == 0
+    assert main(["C084", "C068", "--json"]) == 0
     window, drain = json.loads(capsys.readouterr().out)
     assert (window["claim"], window["source"], window["verdict"]) == ("C084", "chapter", CLAIMS["C084"].check().kind)
     assert window["evidence"][0]["command"] == "qkv experiment window"
@@ -115,24 +114,27 @@ def test_a_drifted_check_is_named_and_gives_exit_code_1(
     ledger: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger(two_is_two, two_is_three)
-    assert code_of("claims") == 1
+    assert code_of() == 1
     said = capsys.readouterr().out
     assert "C002 drifted: the check no longer finds that: It is 3." in said
     assert "2 checks in 0 s, 1 drifted" in said
-    assert code_of("claims", "C001") == 0
-    assert code_of("claims", "C002", "--json") == 1
-    assert code_of("claims", "--out", str(tmp_path / "pages")) == 1
+    assert code_of("C001") == 0
+    assert code_of("C002", "--json") == 1
+    assert code_of("--out", str(tmp_path / "pages")) == 1
     assert not (tmp_path / "pages").exists()
 
 
-def test_pages_are_written(ledger: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_are_written(
+    ledger: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_module, "PUBLISHED", tmp_path / "claims.json")
     ledger(two_is_two, window_of_the_lab)
-    assert code_of("claims", "--out", str(tmp_path / "pages")) == 0
+    assert code_of("--out", str(tmp_path / "pages")) == 0
     assert "2 checks in 0 s, 0 drifted" in capsys.readouterr().out
     page = (tmp_path / "pages" / "chapter.md").read_text(encoding="utf-8")
     assert "> One and one.\n\nIt is 2.\n" in page
     assert "Command: `qkv experiment window`." in page
-    assert json.loads((tmp_path / "pages" / "verdicts.json").read_text())["C001"] == "holds"
+    assert json.loads(page_module.PUBLISHED.read_text())[0]["verdict"] == "holds"
     assert "| **all** |" in (tmp_path / "pages" / "index.md").read_text(encoding="utf-8")
 
 
@@ -158,13 +160,13 @@ def test_results_of_a_folder_are_judged_beside_those_of_the_package(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own_result(tmp_path)
-    assert main(["claims", "--results", str(tmp_path), "--json"]) == 0
+    assert main(["--results", str(tmp_path), "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)
     assert (one["claim"], one["verdict"], one["shipped"]) == ("C084", "undecided", CLAIMS["C084"].check().kind)
     (evidence,) = one["evidence"]
     assert (evidence["level"], evidence["command"]) == (0.95, "qkv experiment window --seeds 5")
     assert evidence["intervals"][0]["n"] == 5
-    assert main(["claims", "C084", "--results", str(tmp_path)]) == 0
+    assert main(["C084", "--results", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "95 % intervals 0.20 (-0.10 to 0.50), n = 5" in said
     assert "1 of 1 verdicts not as with the results of qkv: C084" in said
@@ -174,7 +176,7 @@ def test_a_missing_result_names_the_command_that_makes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_result(tmp_path)
-    assert code_of("claims", "C086", "--results", str(tmp_path)) == 1
+    assert code_of("C086", "--results", str(tmp_path)) == 1
     assert f"qkv experiment norm_place --out {tmp_path}" in capsys.readouterr().out.replace("\n", "")
     with results_in(tmp_path), pytest.raises(MissingResult, match="verdicts on C084, expected one on C061"):
         experiment("C061", "window")
@@ -183,7 +185,7 @@ def test_a_missing_result_names_the_command_that_makes_it(
     assert result("streaming")["name"] == "streaming"  # the package's again
     with pytest.raises(MissingResult, match="`qkv experiment nothing` makes them"):
         result("nothing")
-    monkeypatch.setattr(results_module, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(results_module, "BENCHMARKS", tmp_path)
     with pytest.raises(MissingResult, match="make bench"):
         benchmark("decoder.json")
 
@@ -195,26 +197,36 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
         result("emergence")
 
 
-# --- the installed package --------------------------------------------------------------------------------------------
+# --- the reader -------------------------------------------------------------------------------------------------------
 
 
-def test_the_wheel_has_every_result_that_a_check_reads() -> None:
-    source = "\n".join(p.read_text(encoding="utf-8") for p in Path(research.claims.__file__).parent.rglob("*.py"))
-    paths = set(re.findall(r'= benchmark\("([^"]+)"\)|return benchmark\("([^"]+)"\)', source))
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    included = config["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    wanted = {f"benchmarks/results/{path}": f"qkv/ledger/benchmarks/{path}" for pair in paths for path in pair if path}
-    assert len(wanted) == source.count('benchmark("') - 1  # one is in a docstring
-    assert wanted.items() <= included.items()
-    assert {x for x in included if x.startswith("benchmarks")} == set(wanted)
-    for name in set(re.findall(r'\bresult\("(\w+)"\)', source)):
-        assert (SHIPPED / f"{name}.json").exists()
+def test_the_reader_shows_the_verdicts_that_the_checks_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["claims", "c084", "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)
+    assert main(["C084", "--json"]) == 0
+    (computed,) = json.loads(capsys.readouterr().out)
+    assert said == computed
+    assert cli.main(["claims", "C084", "C068"]) == 0
+    printed = capsys.readouterr().out
+    assert "qkv experiment window" in printed
+    assert "MiniLM" in printed
+    assert cli.main(["claims"]) == 0
+    assert "386" in capsys.readouterr().out
 
 
-def test_benchmarks_of_an_installed_package_are_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "decoder.json").write_text('{"cells": 1}')
-    monkeypatch.setattr(results_module, "INSTALLED", tmp_path)
-    assert benchmark("decoder.json") == {"cells": 1}
+def test_the_reader_chooses_by_source_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["claims", "--source", "lesson", "--verdict", "false", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {(one["source"], one["verdict"]) for one in found} == {("lesson", "false")}
+    published = page_module.published()
+    assert {one["claim"] for one in found} == {
+        id_ for id_, verdict in published.items() if verdict.kind == "false" and CLAIMS[id_].source == "lesson"
+    }
+
+
+def test_the_reader_names_the_nearest_claim(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["claims", "C84"]) == 2
+    assert capsys.readouterr().err == "qkv: claim is 'C84', expected C001 to C386; did you mean 'C084'?\n"
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -224,14 +236,14 @@ def test_a_model_is_judged_beside_others(tmp_path: Path, capsys: pytest.CaptureF
     qkv.models.save(DecoderLM(DecoderConfig(context=64, d_model=16, layers=1, heads=2)), str(tmp_path / "model"))
     (tmp_path / "text.txt").write_text("one two three. " * 80)
     options = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt")]
-    assert main(["claims", "C061", "C067", *options, "--json"]) == 0
+    assert main(["C061", "C067", *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(one["claim"], one["tokens"]) for one in found["verdicts"]] == [("C061", 64), ("C067", 64)]
     assert found["verdicts"][0]["holds"] == "does not hold"
     assert [one["model"] for one in found["others"]["C067"]] == ["toy models (`mechanism`)"] + 2 * ["qkv-mini"] + 2 * [
         "MiniLM"
     ]
-    assert main(["claims", "C061", *options]) == 0
+    assert main(["C061", *options]) == 0
     said = capsys.readouterr().out
     assert "MiniLM" in said
     assert "C067" not in said

@@ -19,8 +19,8 @@ from conftest import close, enlarged, refused
 from hf_models import build
 from qkv.edits import HideFirst, Patch
 from qkv.models import DecoderConfig, DecoderLM
-from qkv_lab.cli.claims_model import run_model
 from qkv_lab.experiments.evidence import FAILS, HOLDS, UNSEEN
+from research.claims.on_model import run_model
 from research.sinks import Study, conclude, criteria, removal, result, study
 from research.sinks.added import Added, added, output_weights
 from research.sinks.geometry import FirstKey, Magnitudes

@@ -1,19 +1,33 @@
-"""`qkv claims`: run the checks of the ledger of claims, or judge the claims about sinks on a model."""
+"""`qkv claims`: what five courses claim about attention, with the verdicts of the ledger and their evidence."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from qkv._untrusted import allow
-from qkv.cli.shared import folder
-from qkv.errors import InputError, renamed
+from qkv.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from research.claims.run import Checked
+    from rich.text import Text
+
+VERDICTS = Path(__file__).parents[1] / "claims.json"
+"""All verdicts; `make claims` in a clone runs the checks and writes them."""
+KINDS = {
+    "holds": "holds",
+    "false": "false",
+    "only when": "holds only when …",
+    "undecided": "undecided",
+    "unseen": "cannot be settled here",
+}
+COLOURS = {"holds": "green", "false": "red", "only when": "yellow", "undecided": "magenta", "unseen": "dim"}
+Source = Literal["chapter", "notebook", "lesson", "deep dive", "overview"]
+Kind = Literal["holds", "false", "only when", "undecided", "unseen"]
 
 
 def claims(
@@ -22,124 +36,98 @@ def claims(
     ] = (),
     /,
     *,
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
-    results: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None,
-    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+    source: Annotated[Source | None, tyro.conf.arg(help_behavior_hint="")] = None,
+    verdict: Annotated[Kind | None, tyro.conf.arg(help_behavior_hint="")] = None,
     as_json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="json")] = False,
-    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
-    """Check what five courses claim about attention, or judge the claims about attention sinks on your own model.
+    """Show what five courses claim about attention: 386 claims, each with a verdict that was computed.
 
-    Each claim has a check that computes its verdict: holds, false, holds only when …, undecided, or cannot be settled
-    here. Without arguments the command runs all checks and counts the verdicts by source. With numbers of claims it
-    prints their verdicts with the numbers and, for models that were trained, intervals, budget and the command that
-    repeats them. The exit code is 0 if every check gives its verdict, 1 if one contradicts it or has no result to read,
-    2 for wrong input.
+    A claim holds, is false, holds only when …, is undecided, or cannot be settled here. Without arguments the command
+    counts the verdicts by source. With numbers of claims, or a choice of them, it prints each verdict with its numbers
+    and, for models that were trained, intervals, budget and the command that repeats them.
 
-    qkv claims                                  (all checks, a few minutes)
+    The checks themselves are in a clone of the repository: python -m research.claims C014 runs one, and
+    python -m research.claims --model MODEL judges the claims about attention sinks on your own model.
+
+    qkv claims                                  (the verdicts by source)
 
     qkv claims C014 C078                        (two claims, with their evidence)
 
-    qkv claims --results qkv-experiments        (with results of your own runs of qkv experiment)
-
-    qkv claims --model minilm                   (the claims about sinks on a trained model, beside other models)
-
-    qkv claims C061 C068 --model ./my-model --text book.txt --out sinks
+    qkv claims --verdict false --source lesson  (what is wrong in a course)
 
     Args:
         ids: Numbers of claims; all if you give none.
-        out: Write the pages of all claims to this folder; with --model, write sinks.json and sinks.png to it.
-        results: Read the results of experiments from this folder, as qkv experiment --out wrote it, and compare with
-            those that come with qkv. Without numbers of claims: those on which the folder has a verdict.
-        model: Judge the claims about attention sinks on this model: a built-in model, a folder, or a name on the
-            Hugging Face hub, as for qkv profile.
-        text: With --model: a UTF-8 file from which 16 windows of up to 512 tokens are cut; a bundled text by default.
-        as_json: Print the verdicts as JSON.
-        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
+        source: Only the claims of this course.
+        verdict: Only claims with this verdict.
+        as_json: Print the claims as JSON.
     """
-    from research.claims.claim import CLAIMS, find
-    from research.claims.settled import load
-
-    allow(max_size)
-    load()
+    every = {one["claim"]: one for one in json.loads(VERDICTS.read_text(encoding="utf-8"))}
     ids = tuple(dict.fromkeys(id_.upper() for id_ in ids))
     for id_ in ids:
-        find(id_)
-    if model is None and text is not None:
-        raise InputError("--text is for --model, expected --model MODEL, or no --text")
-    if model is not None:
-        if results is not None:
-            raise InputError("--results is for experiments, expected no --results with --model")
-        from qkv_lab.cli.claims_model import run_model
-
-        run_model(model, text, out, ids, as_json)
-        return
-    if ids and out is not None:
-        raise InputError(f"--out writes the pages of all claims, expected no numbers of claims beside it, got {ids[0]}")
-    if results is not None and out is None:
-        _compare(results, ids, as_json)
-    else:
-        _run(ids or tuple(sorted(CLAIMS)), results, out, as_json, short=not ids)
-
-
-def _run(ids: tuple[str, ...], results: Path | None, out: Path | None, as_json: bool, *, short: bool) -> None:
-    """Run checks, print what they find, and write the pages."""
-    from qkv._files import write_atomically
-    from qkv_lab.cli import claims_show as show
-    from research.claims.page import pages
-    from research.claims.results import results_in
-
-    with (
-        renamed(results="--results"),
-        results_in(results) if results else nullcontext(),
-        folder(out) if out else nullcontext(),
-    ):
-        found = _check(ids)
-        failed = [one for one in found.values() if one.error is not None]
-        if as_json:
-            show.as_json([show.described(one) for one in found.values()])
-        elif short:
-            show.counts(found)
-        else:
-            show.verdicts(found.values())
-        if out is not None and not failed:
-            verdicts = {id_: one.verdict for id_, one in found.items() if one.verdict is not None}
-            for name, text in pages(verdicts).items():
-                write_atomically(out / name, text)
-        if short and not as_json:
-            show.summary(found, out)
-        if failed:
-            raise SystemExit(1)
-
-
-def _compare(results: Path, ids: tuple[str, ...], as_json: bool) -> None:
-    """Run checks with the results in a folder and with those of the package, and print both."""
-    from qkv_lab.cli import claims_show as show
-    from research.claims.claim import CLAIMS
-    from research.claims.results import claims_in, results_in
-
-    with renamed(results="--results"):
-        chosen = ids or tuple(id_ for id_ in claims_in(results) if id_ in CLAIMS)
-        if not chosen:
-            raise InputError(f"--results is {str(results)!r}, whose experiments judge no claim of the ledger")
-        with results_in(results):
-            found = _check(chosen)
-            described = [show.described(one) for one in found.values()]
-            if ids and not as_json:
-                show.verdicts(found.values())
-    shipped = _check(chosen)
+        if id_ not in every:
+            padded = "C" + id_.lstrip("C").zfill(3)  # of C14, whose characters are nearer to C314
+            hint = f"; did you mean {padded!r}?" if padded in every else nearest(id_, every)
+            raise InputError(f"claim is {id_!r}, expected {min(every)} to {max(every)}{hint}")
+    chosen = [
+        one
+        for one in (every[id_] for id_ in ids or every)
+        if source in (None, one["source"]) and verdict in (None, one["verdict"])
+    ]
     if as_json:
-        show.as_json([one | {"shipped": show.kind(shipped[str(one["claim"])])} for one in described])
+        print(json.dumps(chosen, indent=1, ensure_ascii=False))
+    elif ids or source or verdict:
+        _print(chosen)
     else:
-        show.compared(found, shipped, results)
-    if any(one.error is not None for one in found.values()):
-        raise SystemExit(1)
+        _count(chosen)
 
 
-def _check(ids: tuple[str, ...]) -> dict[str, Checked]:
-    from qkv._progress import bar
-    from research.claims.run import check
+def _count(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Print the number of verdicts of each kind, by source."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
 
-    with bar("claims", "checks", len(ids), show=len(ids) > 5) as step:
-        return check(ids, progress=step)
+    table = Table("source", box=box.SIMPLE_HEAD, pad_edge=False)
+    for word in (*KINDS.values(), "all"):
+        table.add_column(word, justify="right")
+    for source in (*dict.fromkeys(one["source"] for one in entries), None):
+        numbers = Counter(one["verdict"] for one in entries if source in (None, one["source"]))
+        cells = (*(str(numbers[kind]) for kind in KINDS), str(numbers.total()))
+        table.add_row(source or "all", *cells, end_section=source is None)
+    Console(highlight=False).print(table)
+
+
+def _print(entries: Iterable[Mapping[str, Any]]) -> None:
+    """Print each claim with its verdict and evidence."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for one in entries:
+        console.print(Text.assemble((one["claim"], "bold"), (f"  {one['source']}, {one['section']}", "dim")))
+        console.print(Text(one["text"], "italic"))
+        console.print(Text.assemble(_word(one["verdict"]), "  ", one["because"]))
+        if one["models"]:
+            table = Table("model", "text", "verdict", "measured", box=box.SIMPLE_HEAD, pad_edge=False)
+            for row in one["models"]:
+                table.add_row(row["model"].replace("`", ""), row["length"], _word(row["kind"]), row["number"])
+            console.print(table)
+        for evidence in one["evidence"]:
+            console.print(Text(f"{evidence['summary']} Repeat it: {evidence['command']}", "dim"))
+        read = [_plain(link) for link in one["links"] if not link.startswith(("[experiment ", "[study of "))]
+        if read:
+            console.print(Text(f"See {', '.join(read)}", "dim"))
+        console.print()
+
+
+def _word(kind: str) -> Text:
+    from rich.text import Text
+
+    return Text(KINDS[kind], COLOURS[kind])
+
+
+def _plain(link: str) -> str:
+    """A Markdown link as text: its address follows if it is on the web."""
+    return re.sub(r"\[([^]]*)\]\(([^)]*)\)", lambda m: f"{m[1]} {m[2]}" if m[2].startswith("http") else m[1], link)

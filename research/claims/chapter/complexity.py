@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import qkv
 from qkv import masks
 from qkv.nn import MultiHeadAttention
-from research.claims import Verdict, claim, experiment, holds, only_when
+from research.claims import Verdict, claim, holds, only_when
 
 
 @claim("C053", "chapter", "7.1", "QKᵀ takes O(n² d_k) operations, the softmax O(n²), AV O(n² d_v).")
@@ -114,13 +114,6 @@ def c058() -> Verdict:
         seen["no mask"] == 1 and seen["causal"] < 0.51 and seen["window"] < 0.15,
         f"Without a mask. Of the pairs of 64 positions a causal mask lets one layer see {seen['causal']:.0%}, "
         f"positions up to the query's own, and a window of 8 {seen['window']:.0%}.",
-    )
-
-
-@claim("C059", "chapter", "7.3", "Depth L allows reasoning in several hops.")
-def c059() -> Verdict:
-    return experiment(
-        "C059", "hops", "Pointer chasing on 8 places, where the next place is known at the last one only."
     )
 
 

@@ -12,17 +12,8 @@ from qkv import kernels
 from qkv.models import DecoderLM
 from qkv.nn import MultiHeadAttention
 from qkv.profiler.data.types import is_delimiter
-from research.claims import Verdict, claim, experiment, holds, only_when
+from research.claims import Verdict, claim, holds, only_when
 from research.claims.chapter.mini import heads_of_mini, ids_of_mini, tokens_of_mini
-
-
-@claim("C031", "chapter", "5.1", "A head relates positions in one way; several heads capture several ways at once.")
-def c031() -> Verdict:
-    return experiment(
-        "C031",
-        "two_lookups",
-        "Each position names the symbols 1 and 4 places before it: one head of 32 dimensions against two of 16.",
-    )
 
 
 @claim("C032", "chapter", "5.2", "h heads side by side, times W^O of (h d_v) × d_model, are d_model wide again.")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import qkv
 from qkv import kernels, masks
 from qkv.nn import MultiHeadAttention
-from research.claims import Verdict, claim, false, holds, only_when, unseen
+from research.claims import Verdict, claim, false, holds, only_when
 from research.claims.chapter.lab_code import LabAttention, into_heads
 from research.claims.chapter.mini import heads_of_mini
 
@@ -248,12 +248,4 @@ def c123() -> Verdict:
         + f", and later queries give it less in {every:.0%} of the heads. More keys share the weight; larger models "
         "may differ.",
         "the bundled model `qkv-mini`",
-    )
-
-
-@claim("C124", "chapter", "Ex 3.2", "GPT-2 and LLaMA differ in how strong their sinks are.")
-def c124() -> Verdict:
-    return unseen(
-        "The exercise asks which is stronger. Neither comes with qkv, and small stand-ins would tell nothing of "
-        "these two. `qkv profile gpt2 --against MODEL` on one text, with the weights of both, would settle it.",
     )

@@ -104,16 +104,6 @@ def c014() -> Verdict:
     return holds(all(abs(r - 1) < 0.05 for r in ratio.values()), f"Variance over d_k of 20,000 products, {found}.")
 
 
-@claim("C015", "chapter", "4.2", "The standard deviation of the dot product grows as √d_k.")
-def c015() -> Verdict:
-    return experiment("C015", "random_scores")
-
-
-@claim("C016", "chapter", "4.2", "Scores of large magnitude push a softmax towards one-hot.")
-def c016() -> Verdict:
-    return experiment("C016", "random_scores")
-
-
 @claim(
     "C017", "chapter", "4.2", "At d_k of 64 or 128 unscaled scores saturate the softmax, and its gradient is near 0."
 )
@@ -133,13 +123,3 @@ def c017() -> Verdict:
         f"{at_64.mean().item():.2f} at d_k = 64 and {at_128:.2f} at 128, about half and a third.",
         "[experiment `random_scores`](../experiments/README.md#random_scores)",
     )
-
-
-@claim("C018", "chapter", "4.2", "Without the scale a model can only attend sharply, to one position.")
-def c018() -> Verdict:
-    return experiment("C018", "scaling")
-
-
-@claim("C019", "chapter", "4.2", "Dividing by √d_k brings the variance of the scores back to about 1.")
-def c019() -> Verdict:
-    return experiment("C019", "random_scores")

@@ -8,18 +8,8 @@ import torch
 from torch import nn
 
 import qkv
-from research.claims import Verdict, claim, experiment, holds
+from research.claims import Verdict, claim, holds
 from research.claims.chapter.mini import heads_of_mini
-
-
-@claim("C001", "chapter", "1.1", "One state of fixed size carries short inputs well, and loses parts of long ones.")
-def c001() -> Verdict:
-    return experiment("C001", "bottleneck")
-
-
-@claim("C002", "chapter", "1.2", "With attention, a decoder looks mainly at the source word that it is translating.")
-def c002() -> Verdict:
-    return experiment("C325", "bottleneck")
 
 
 @claim("C003", "chapter", "1.3", "Attention handles all positions in parallel; an RNN works through them one by one.")
@@ -93,15 +83,4 @@ def c005() -> Verdict:
         f"in {more:.1%} of cases (medians: by {strongest.median():.2f} and {random.median():.2f} of its norm); it "
         "holds above 90 %. That is what a head reads. Why the model says what it says is another question: a weight "
         "on a drained value brings little ([C068](#c068)).",
-    )
-
-
-@claim(
-    "C006", "chapter", "2.3", "Self-attention resolves a pronoun: at *it* the model looks at the noun that is meant."
-)
-def c006() -> Verdict:
-    return experiment(
-        "C006",
-        "coreference",
-        "Made-up sentences have two nouns, *it*, and an adjective that fits one of them; the model names the noun.",
     )

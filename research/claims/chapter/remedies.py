@@ -10,12 +10,7 @@ import torch
 import qkv
 from qkv.nn import MultiHeadAttention
 from qkv.normalizers import EluPlusOne, Sigmoid, Softmax
-from research.claims import Verdict, cited, claim, experiment, false, holds, only_when
-
-
-@claim("C090", "chapter", "8.6", "Without the normalisation the sink disappears.")
-def c090() -> Verdict:
-    return experiment("C090", "normalizers")
+from research.claims import Verdict, claim, false, holds, only_when
 
 
 @claim("C091", "chapter", "8.6", "Sigmoid attention scores each pair of query and key on its own.")
@@ -65,11 +60,6 @@ def c093() -> Verdict:
     )
 
 
-@claim("C094", "chapter", "8.6", "Sigmoid and ELU + 1 attention have no sinks, in models of up to 1B parameters.")
-def c094() -> Verdict:
-    return experiment("C094", "normalizers")
-
-
 @claim("C095", "chapter", "8.7", "A learnt key bias is Attention(Q, K + K_bias, V): one vector added to every key.")
 def c095() -> Verdict:
     torch.manual_seed(0)
@@ -115,26 +105,6 @@ def c097() -> Verdict:
     )
 
 
-@claim("C098", "chapter", "8.7", "A key bias makes massive activations in real tokens unnecessary.")
-def c098() -> Verdict:
-    return experiment("C098", "normalizers")
-
-
-@claim("C099", "chapter", "8.7", "A key bias makes quantisation easier, as there are no outliers.")
-def c099() -> Verdict:
-    return experiment("C099", "normalizers")
-
-
-@claim("C100", "chapter", "8.7", "A key bias makes pre-training more stable.")
-def c100() -> Verdict:
-    return experiment("C100", "learning_rate")
-
-
-@claim("C101", "chapter", "8.7", "A key bias helps windowed attention on long contexts.")
-def c101() -> Verdict:
-    return experiment("C101", "streaming")
-
-
 @claim("C102", "chapter", "8.7", "Softmax off by one is softmax with one more column of score 0.")
 def c102() -> Verdict:
     torch.manual_seed(0)
@@ -142,11 +112,6 @@ def c102() -> Verdict:
     column = torch.cat([s, torch.zeros(10, 1)], -1).softmax(-1)[:, :-1]
     error = (column - s.exp() / (1 + s.exp().sum(-1, keepdim=True))).abs().max().item()
     return holds(error < 1e-15, f"That is exp(s) / (1 + Σ exp(s)), to {error:.1g}.")
-
-
-@claim("C103", "chapter", "8.7", "The extra column is where attention goes, so that no real token needs to take it.")
-def c103() -> Verdict:
-    return experiment("C103", "normalizers")
 
 
 @claim("C104", "chapter", "8.7", "A sigmoid gate on its output can shut attention off.")
@@ -158,13 +123,6 @@ def c104() -> Verdict:
     torch.nn.init.constant_(layer.gate.bias, -1e4)
     shut = layer(x).abs().max().item()
     return holds(shut == 0 < open_, f"With gate logits of −10⁴ the largest output is {shut:g} (before: {open_:.1f}).")
-
-
-@claim(
-    "C105", "chapter", "8.7", "Gated attention: no sinks, no massive activations, longer contexts, steadier training."
-)
-def c105() -> Verdict:
-    return experiment("C105", "normalizers")
 
 
 def with_gate(projected: torch.Tensor, logit: float) -> torch.Tensor:
@@ -207,27 +165,5 @@ def c106() -> Verdict:
         "transformers, whose layer multiplies the output of attention by the sigmoid of the gate's logit (at −10⁴ the "
         f"output is 0; at 0 it is half of that at 10⁴, to {scaled:.1g}).",
         "[the authors' repository](https://github.com/qiuzh20/gated_attention)",
-        "[Qiu et al. 2025](https://arxiv.org/abs/2505.06708)",
-    )
-
-
-@claim("C107", "chapter", "8, App. B", "*Why do LLMs attend to the first token?* is by Gu et al. (COLM 2025).")
-def c107() -> Verdict:
-    return cited(
-        "false",
-        "It is by Barbero, Arroyo, Gu, Perivolaropoulos, Bronstein, Veličković and Pascanu: Barbero et al., COLM "
-        "2025. Gu is the third author, and the first of *When Attention Sink Emerges*, the other paper cited beside "
-        "it.",
-        "[Barbero et al. 2025](https://arxiv.org/abs/2504.02732)",
-        "[its page at COLM](https://openreview.net/forum?id=tu4dFUsW5z)",
-        "[Gu et al. 2025](https://arxiv.org/abs/2410.10781)",
-    )
-
-
-@claim("C108", "chapter", "8, App. B", "The paper on gated attention is by Zihan et al.")
-def c108() -> Verdict:
-    return cited(
-        "false",
-        "It is by Qiu et al.: the first author is Zihan Qiu, and Zihan is the given name.",
         "[Qiu et al. 2025](https://arxiv.org/abs/2505.06708)",
     )

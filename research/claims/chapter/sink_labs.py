@@ -147,11 +147,6 @@ def c133() -> Verdict:
     )
 
 
-@claim("C134", "chapter", "Ex 4.1", "A learnable key that all queries can attend to changes the pattern.")
-def c134() -> Verdict:
-    return experiment("C134", "normalizers")
-
-
 @claim("C135", "chapter", "Ex 4.2", "A softmax off by one lowers attention to the first real token.")
 def c135() -> Verdict:
     s = torch.randn(1000, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -217,18 +212,6 @@ def c138() -> Verdict:
         f"read stands out: the first loss of the lab's model is {low:.0f}–{high:.0f} nats (5 seeds), where guessing "
         f"costs ln 1000 = {math.log(1000):.1f}. With a deviation of 0.02, GPT-2's, it is {max(small):.1f}.",
     )
-
-
-@claim("C139", "chapter", "Ex 5.1", "Trained on a small corpus, the model develops a sink at some step.")
-def c139() -> Verdict:
-    return experiment(
-        "C139", "text_sink", "The model of lab 5, smaller, on the standard library of Python, byte by byte."
-    )
-
-
-@claim("C140", "chapter", "Ex 5.2", "A learnt token put before every sequence takes the sink upon itself.")
-def c140() -> Verdict:
-    return experiment("C140", "normalizers")
 
 
 @claim("C141", "chapter", "App. A", "The sink score is the mean over heads and queries 2 … n of $1[A_{i,1} > \\tau]$.")

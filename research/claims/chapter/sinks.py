@@ -7,54 +7,9 @@ import torch
 import qkv
 from qkv import masks
 from qkv.models import DecoderConfig, DecoderLM
-from research.claims import Verdict, claim, experiment, holds, only_when
+from research.claims import Verdict, claim, holds, only_when
 from research.claims.chapter.mini import heads_of_mini
 from research.claims.models import everywhere
-
-
-@claim("C061", "chapter", "8.1", "Trained language models attend massively to a first token that carries no meaning.")
-def c061() -> Verdict:
-    return everywhere("C061")
-
-
-@claim("C062", "chapter", "8.1", "It happens whatever the first token is.")
-def c062() -> Verdict:
-    return everywhere("C062")
-
-
-@claim("C063", "chapter", "8.1", "The first token often gets more than 0.3 of the weight, even among 64 and more.")
-def c063() -> Verdict:
-    return everywhere("C063")
-
-
-@claim("C064", "chapter", "8.1", "The pattern appears during training; it is not there at initialisation.")
-def c064() -> Verdict:
-    return everywhere("C064")
-
-
-@claim("C065", "chapter", "8.1", "It appears even if the text is random tokens.")
-def c065() -> Verdict:
-    return everywhere("C065")
-
-
-@claim("C066", "chapter", "8.1", "It appears in models as small as 14 million parameters.")
-def c066() -> Verdict:
-    return experiment("C066", "model_size")
-
-
-@claim("C067", "chapter", "8.2", "Massive activations, a few huge entries of the hidden state, sit at the first token.")
-def c067() -> Verdict:
-    return everywhere("C067")
-
-
-@claim("C068", "chapter", "8.2", "Value drain: the sink's value vectors become very small.")
-def c068() -> Verdict:
-    return everywhere("C068")
-
-
-@claim("C069", "chapter", "8.3", "The sink's key makes a small angle with nearly every query.")
-def c069() -> Verdict:
-    return everywhere("C069")
 
 
 @claim("C070", "chapter", "8.3", "A small angle to a query is the same as a high dot product with it.")
@@ -109,18 +64,6 @@ def c072() -> Verdict:
     )
 
 
-@claim(
-    "C073", "chapter", "8.3", "Massive activations at position 1 are what makes the key bias that queries attend to."
-)
-def c073() -> Verdict:
-    return everywhere("C073")
-
-
-@claim("C074", "chapter", "8.4", "Sinks are there to prevent over-mixing.")
-def c074() -> Verdict:
-    return everywhere("C074")
-
-
 @claim("C075", "chapter", "8.4", "With weight 0.9 on a sink of value near 0 the output is only small contributions.")
 def c075() -> Verdict:
     torch.manual_seed(0)
@@ -133,15 +76,3 @@ def c075() -> Verdict:
         f"{(out / longest).mean():.3f} of it in the mean.",
     )
     return everywhere("C075", computed)
-
-
-@claim("C076", "chapter", "8.4", "Then the state passes through nearly unchanged, by the residual.")
-def c076() -> Verdict:
-    return everywhere("C076")
-
-
-@claim(
-    "C077", "chapter", "8.4", "Changing a word (*greatest* to *best*) barely moves other tokens, thanks to the sink."
-)
-def c077() -> Verdict:
-    return everywhere("C077")

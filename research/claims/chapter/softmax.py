@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import qkv
-from research.claims import Verdict, claim, experiment, false, holds
+from research.claims import Verdict, claim, false, holds
 
 
 @claim("C020", "chapter", "4.3", "The weights of a query are never negative and sum to 1.")
@@ -27,16 +27,6 @@ def c021() -> Verdict:
     s = torch.randn(100, 20, dtype=torch.float64)
     same = torch.equal(s.argsort(-1), s.softmax(-1).argsort(-1))
     return holds(same, "Scores and weights have the same order in each of 100 rows of 20.")
-
-
-@claim("C022", "chapter", "4.3", "A smaller temperature makes the distribution sharper.")
-def c022() -> Verdict:
-    return experiment("C022", "random_scores")
-
-
-@claim("C023", "chapter", "4.3", "Softmax makes the keys compete: what one gains the others lose.")
-def c023() -> Verdict:
-    return experiment("C023", "random_scores", "Raising one score lowers every other weight.")
 
 
 @claim("C024", "chapter", "4.4", "$o_i = \\sum_j A_{ij} v_j$: an output is the sum of the values by the weights.")

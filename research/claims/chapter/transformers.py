@@ -11,7 +11,7 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock
 from qkv.positions import Learned, Rotary, Sinusoidal
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
-from research.claims import Verdict, claim, experiment, holds, only_when
+from research.claims import Verdict, claim, holds, only_when
 from research.claims.chapter.lab_code import LabBlock
 
 
@@ -164,11 +164,6 @@ def c047() -> Verdict:
     )
 
 
-@claim("C048", "chapter", "6.3", "The choice of positional encoding affects the attention sink.")
-def c048() -> Verdict:
-    return experiment("C048", "positions", "Some schemes have a sink and others none: see [C085](#c085).")
-
-
 @claim("C049", "chapter", "6.4", "A block is norm, attention, residual, norm, feed-forward, residual; so is the lab's.")
 def c049() -> Verdict:
     torch.manual_seed(0)
@@ -194,16 +189,6 @@ def c049() -> Verdict:
         f"qkv's `TransformerBlock` to {error:.1g}. The original Transformer puts the norm after the sum: with these "
         f"weights its output differs by up to {other:.1f}.",
     )
-
-
-@claim("C050", "chapter", "6.4", "Residual connections let gradients flow directly and enable very deep networks.")
-def c050() -> Verdict:
-    return experiment("C050", "blocks")
-
-
-@claim("C051", "chapter", "6.4", "Layer normalisation stabilises training.")
-def c051() -> Verdict:
-    return experiment("C051", "blocks")
 
 
 @claim("C052", "chapter", "6.4", "The feed-forward network widens 512 to 2048 numbers, applies GELU, and comes back.")

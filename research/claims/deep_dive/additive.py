@@ -7,7 +7,7 @@ import torch
 
 import qkv
 from qkv.scores import Additive, Dot, General
-from research.claims import Verdict, claim, experiment, false, holds, only_when
+from research.claims import Verdict, claim, false, holds, only_when
 from research.claims.deep_dive.efficient import BENCHMARKS, measured
 
 SECTION = "Additive vs multiplicative"
@@ -38,13 +38,6 @@ def c256() -> Verdict:
         1 < largest <= bound and hidden.abs().max() <= 1,
         f"It bounds the 64 hidden units. The score is bounded by $\\sum_i |v_i|$, {bound:.1f} for a standard normal v, "
         f"and reaches {largest:.1f} in 10,000 draws.",
-    )
-
-
-@claim("C257", "deep dive", SECTION, "Additive scores work without scaling.")
-def c257() -> Verdict:
-    return experiment(
-        "C257", "score_functions", "A head looks up a value by its key; queries and keys have a variance of 1."
     )
 
 
@@ -88,8 +81,3 @@ def c260() -> Verdict:
         f"The plain and the scaled dot product have none. The *general* form that it lists with them has a matrix: "
         f"{general:,} numbers at d = 64.",
     )
-
-
-@claim("C261", "deep dive", SECTION, "In practice additive and scaled multiplicative scores do equally well.")
-def c261() -> Verdict:
-    return experiment("C261", "score_functions")

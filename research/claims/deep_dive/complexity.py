@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from research.claims import Verdict, cited, claim, experiment, false, holds, only_when
+from research.claims import Verdict, claim, false, holds, only_when
 
 SECTION = "Complexity"
 VASWANI = "[Vaswani et al. 2017](https://arxiv.org/abs/1706.03762)"
@@ -81,16 +81,6 @@ def c283() -> Verdict:
     )
 
 
-@claim("C284", "deep dive", SECTION, "512 tokens, the original Transformer's, make 262,144 pairs.")
-def c284() -> Verdict:
-    return cited(
-        "only when",
-        f"As arithmetic: 512² = {512**2:,}. The original Transformer had no context of 512; its sinusoids were "
-        "chosen for any length, and 512 is its $d_{model}$.",
-        VASWANI,
-    )
-
-
 @claim("C285", "deep dive", SECTION, "2,048 tokens, GPT-2's context, make 4.2 million pairs.")
 def c285() -> Verdict:
     import transformers
@@ -103,25 +93,6 @@ def c285() -> Verdict:
         f"GPT-3's, and 2,048² is {said / 1e6:.1f} million.",
         GPT2,
         "[Brown et al. 2020](https://arxiv.org/abs/2005.14165)",
-    )
-
-
-@claim("C286", "deep dive", SECTION, "8,192 tokens, LLaMA-2's context, make 67 million pairs.")
-def c286() -> Verdict:
-    return cited(
-        "false",
-        f"Llama 2 reads 4,096 tokens: {4096**2 / 1e6:.1f} million pairs. 8,192² is {8192**2 / 1e6:.0f} million.",
-        "[Touvron et al. 2023](https://arxiv.org/abs/2307.09288)",
-    )
-
-
-@claim("C287", "deep dive", SECTION, "128,000 tokens, Claude 3's context, make 16.4 billion pairs.")
-def c287() -> Verdict:
-    return cited(
-        "false",
-        f"Claude 3 reads 200,000 tokens: {200_000**2 / 1e9:.0f} billion pairs. 128,000² is {128_000**2 / 1e9:.1f} "
-        "billion.",
-        "[Anthropic 2024](https://www.anthropic.com/news/claude-3-family)",
     )
 
 
@@ -156,16 +127,6 @@ def c290() -> Verdict:
         f"{listed(direct)} in a layer of attention, which forms n² weights (a kernel that never keeps them needs O(n), "
         "see C300). Operations in order are counted at C003.",
     )
-
-
-@claim(
-    "C291",
-    "deep dive",
-    SECTION,
-    "For sequences shorter than about 2,048 tokens attention is clearly better than a recurrent network.",
-)
-def c291() -> Verdict:
-    return experiment("C291", "recurrence", "It depends on the task more than on the length.")
 
 
 @claim(

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import qkv
 from qkv.features import Favor
 from qkv.masks import Causal, Global, Mask, RandomKeys, Strided, Window, bigbird
-from research.claims import Verdict, cited, claim, experiment, false, holds, only_when
+from research.claims import Verdict, claim, false, holds, only_when
 from research.claims.results import benchmark
 
 FLASH = "[Dao et al. 2022](https://arxiv.org/abs/2205.14135)"
@@ -133,15 +133,6 @@ def c297() -> Verdict:
     )
 
 
-@claim("C298", "deep dive", "Linear", "Linear attention is less expressive than full attention.")
-def c298() -> Verdict:
-    return experiment(
-        "C298",
-        "linear_attention",
-        "One head looks up a value by its key.",
-    )
-
-
 @claim("C299", "deep dive", "Flash", "FlashAttention has exactly the output of standard attention.")
 def c299() -> Verdict:
     torch.manual_seed(0)
@@ -184,26 +175,6 @@ def c301() -> Verdict:
         f"forming the weights: {text}.",
         FLASH_2,
         BENCHMARKS,
-    )
-
-
-@claim("C302", "deep dive", "Q5", "On-chip SRAM is 100 times faster than HBM.")
-def c302() -> Verdict:
-    return cited(
-        "false",
-        "About 10 times: § 2.1 of the paper gives an A100 some 19 TB/s of SRAM against 1.5 to 2.0 of HBM, a factor of "
-        f"{19 / 2.0:.1f} to {19 / 1.5:.1f}.",
-        FLASH,
-    )
-
-
-@claim("C303", "deep dive", "Flash", "FlashAttention 2 and 3 bring better use of A100 and H100, and FP8.")
-def c303() -> Verdict:
-    return cited(
-        "only when",
-        "Version 2 divides the work better, measured on the A100. FP8 is version 3 alone, which is for Hopper (H100).",
-        FLASH_2,
-        FLASH_3,
     )
 
 

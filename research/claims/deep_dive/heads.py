@@ -11,7 +11,7 @@ import torch
 
 import qkv
 from qkv.nn import MultiHeadAttention
-from research.claims import Verdict, cited, claim, experiment, false, holds
+from research.claims import Verdict, claim, experiment, false, holds
 
 SECTION = "GQA/MQA"
 CLARK = "[Clark et al. 2019](https://arxiv.org/abs/1906.04341)"
@@ -105,15 +105,6 @@ def c308() -> Verdict:
     return replace(found, by=(*found.by, f"{reported}, for large T5 models"))
 
 
-@claim("C309", "deep dive", SECTION, "Llama 2 uses grouped-query attention.")
-def c309() -> Verdict:
-    return cited(
-        "only when",
-        "In its larger sizes, 34B and 70B. Those of 7B and 13B are plain multi-head attention.",
-        "[Touvron et al. 2023](https://arxiv.org/abs/2307.09288)",
-    )
-
-
 @claim("C323", "deep dive", "Q6", "Heads specialise: in syntax, coreference, neighbours, relative positions.")
 def c323() -> Verdict:
     (head, near, even), (other, again, even_again) = strongest(previous()), strongest(after_earlier())
@@ -124,8 +115,3 @@ def c323() -> Verdict:
         "for direct objects, determiners and coreferent mentions were found in BERT, beside many without such a role.",
         CLARK,
     )
-
-
-@claim("C324", "deep dive", "Q6", "One head of full width is more constrained than several.")
-def c324() -> Verdict:
-    return experiment("C324", "four_lookups", "One row of weights mixes the values it attends to.")

@@ -79,26 +79,6 @@ def c250() -> Verdict:
     )
 
 
-@claim("C251", "deep dive", SECTION, "Without the scale a model collapses to hard attention and trains unstably.")
-def c251() -> Verdict:
-    return experiment("C251", "scaling", "At d = 512 it attends hard, and the loss ends higher.")
-
-
-@claim("C252", "deep dive", SECTION, "Scores divided by √d_k have variance 1.")
-def c252() -> Verdict:
-    return experiment("C252", "random_scores")
-
-
-@claim("C253", "deep dive", SECTION, "Divided by $d_k$ they have variance $1/d_k$, and rows are nearly uniform.")
-def c253() -> Verdict:
-    return experiment("C253", "random_scores", "At the start, with unit-variance queries and keys:")
-
-
-@claim("C254", "deep dive", SECTION, "With scores divided by $d_k$ attention fails to be selective.")
-def c254() -> Verdict:
-    return experiment("C254", "scaling", "Weights can grow in training until scores are large enough.")
-
-
 @claim("C319", "deep dive", "Q1", "With a standard deviation of 8 scores may span −20 to 20.")
 def c319() -> Verdict:
     scores = products(64)[1]
@@ -122,11 +102,4 @@ def c321() -> Verdict:
         found.kind == "false",
         f"Not of queries and keys with variance 1, and common small initial weights make less. {found.text}",
         LAB,
-    )
-
-
-@claim("C322", "deep dive", "Q4", "In practice, removing the scale reliably makes training unstable.")
-def c322() -> Verdict:
-    return experiment(
-        "C322", "scaling", "At d = 512 it is worse, from both kinds of initial weights; at d = 64 it matters less."
     )

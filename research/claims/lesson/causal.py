@@ -59,8 +59,3 @@ def c199() -> Verdict:
         text="The first token needs it: without its own key its row is empty, and NaN in the lesson's code. For the "
         f"other tokens, the residual carries their own content past attention. {others.text}",
     )
-
-
-@claim("C200", "lesson", CAUSAL, "Without the causal mask training loss is perfect and generalisation zero.")
-def c200() -> Verdict:
-    return experiment("C200", "no_mask")

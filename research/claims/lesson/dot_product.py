@@ -45,11 +45,6 @@ def c183() -> Verdict:
     )
 
 
-@claim("C184", "lesson", SDPA, "The variance of $q · k$ is $d_k$, and 1 after scaling.")
-def c184() -> Verdict:
-    return experiment("C184", "random_scores")
-
-
 @claim("C185", "lesson", SDPA, "With $d_k = 512$ raw dot products might be in the range [−30, 30].")
 def c185() -> Verdict:
     torch.manual_seed(0)
@@ -62,11 +57,6 @@ def c185() -> Verdict:
         "the claim does not hold.",
         *experiment("C185", "random_scores").by,
     )
-
-
-@claim("C186", "lesson", SDPA, "The softmax of such scores is essentially one-hot.")
-def c186() -> Verdict:
-    return experiment("C186", "random_scores")
 
 
 @claim("C187", "lesson", SDPA, "√512 ≈ 22.6, which takes ±30 to ±1.3.")

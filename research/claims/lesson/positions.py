@@ -12,7 +12,7 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock
 from qkv.normalizers import Identity
 from qkv.scores import Features
-from research.claims import Verdict, cited, claim, experiment, holds, only_when
+from research.claims import Verdict, claim, holds, only_when
 from research.claims.lesson.model import Model
 
 POSITIONS, COST = "Positional information", "Complexity"
@@ -47,44 +47,6 @@ def c226() -> Verdict:
         not torch.equal(before, model(ids, mask)[0]),
         f"As a table of {made[0]} × {made[1]} that belongs to the model. Added to the tokens it is in `forward`, with "
         "each input: a change of the table after `__init__` changes what comes out.",
-    )
-
-
-@claim(
-    "C227",
-    "lesson",
-    POSITIONS,
-    "Sinusoidal positions can generalise to lengths that training has not seen, in theory.",
-)
-def c227() -> Verdict:
-    return experiment(
-        "C227",
-        "extrapolation",
-        "Sinusoids have a value for every position, so that nothing fails; but a model must have learnt what to do "
-        "with it.",
-    )
-
-
-@claim("C228", "lesson", POSITIONS, "Rotary positions extrapolate better to long sequences.")
-def c228() -> Verdict:
-    return experiment("C228", "extrapolation")
-
-
-@claim(
-    "C229",
-    "lesson",
-    POSITIONS,
-    "Learned positions are in GPT-2, sinusoidal in the original Transformer, rotary in LLaMA and GPT-NeoX.",
-)
-def c229() -> Verdict:
-    return cited(
-        "holds",
-        "Vaswani et al., §3.5, add sinusoids; GPT-2's code has a learned table `wpe`; LLaMA (§2.2) and GPT-NeoX-20B "
-        "(§2.1) use rotary embeddings.",
-        "[Vaswani et al. 2017](https://arxiv.org/abs/1706.03762)",
-        "[GPT-2](https://github.com/openai/gpt-2/blob/master/src/model.py)",
-        "[Touvron et al. 2023](https://arxiv.org/abs/2302.13971)",
-        "[Black et al. 2022](https://arxiv.org/abs/2204.06745)",
     )
 
 
@@ -183,13 +145,4 @@ def c235() -> Verdict:
         kinds == {True} and same,
         "Without a mask it is. A decoder-only model consists of self-attention, too, under a causal mask: ours has no "
         "cross-attention, and what it gives for two tokens does not change when others follow.",
-    )
-
-
-@claim("C236", "lesson", "Key takeaways", "Without the scaling attention becomes nearly one-hot and gradients vanish.")
-def c236() -> Verdict:
-    return experiment(
-        "C236",
-        "scaling",
-        "At d = 512 it becomes one-hot and trains worse, which is how vanishing gradients show.",
     )

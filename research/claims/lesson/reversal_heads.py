@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from research.claims import Verdict, claim, experiment, false, holds
+from research.claims import Verdict, claim, false, holds
 from research.claims.lesson.model import LENGTH, sequences
 
 TASK, LOOK, ANALYSIS = "Step 3: reversal", "Step 4: visualise", "Step 5: analysis"
@@ -24,16 +24,6 @@ def lessons_analysis(strongest: torch.Tensor) -> float:
         query, key = LENGTH + 1 + place, LENGTH - 1 - place
         right += query < N and int(strongest[query]) == key
     return right / LENGTH
-
-
-@claim("C214", "lesson", TASK, "100 epochs (4,000 steps, learning rate 3e-4, d 32) are enough to learn reversal.")
-def c214() -> Verdict:
-    return experiment("C214", "lesson")
-
-
-@claim("C215", "lesson", TASK, "Heads learn to look at the mirrored position.")
-def c215() -> Verdict:
-    return experiment("C215", "lesson")
 
 
 def panels(layers: int, heads: int) -> Any:
@@ -103,23 +93,6 @@ def c219() -> Verdict:
 
 
 @claim(
-    "C220",
-    "lesson",
-    LOOK,
-    "Heads learn different patterns: one might map positions, others watch the separator or the token before.",
-)
-def c220() -> Verdict:
-    return experiment("C220", "lesson")
-
-
-@claim(
-    "C221", "lesson", LOOK, "The first layer typically learns simple, local patterns, and the second can compose them."
-)
-def c221() -> Verdict:
-    return experiment("C221", "lesson")
-
-
-@claim(
     "C222",
     "lesson",
     ANALYSIS,
@@ -134,20 +107,3 @@ def c222() -> Verdict:
         f"to the right, and a head that does what it asks for {lessons_analysis(printed):.1%}: it counts 5 queries and "
         "divides by 6. Right is: query seq_len + p, key seq_len − 1 − p, for p from 0 to 5.",
     )
-
-
-@claim(
-    "C223",
-    "lesson",
-    ANALYSIS,
-    "In a well-trained model at least one head has a high accuracy on the reversal positions.",
-)
-def c223() -> Verdict:
-    return experiment(
-        "C223", "lesson", "With the right pairs; the lesson's own analysis looks at other pairs, see [C222](#c222)."
-    )
-
-
-@claim("C224", "lesson", ANALYSIS, "A head with high accuracy there confirms that attention has learnt the algorithm.")
-def c224() -> Verdict:
-    return experiment("C224", "lesson")

@@ -9,7 +9,7 @@ from torch import nn
 
 import qkv
 from qkv.masks import Causal, Padding
-from research.claims import Verdict, cited, claim, experiment, holds, only_when
+from research.claims import Verdict, claim, holds, only_when
 from research.claims.results import benchmark
 
 INF = math.inf
@@ -36,13 +36,6 @@ def c171() -> Verdict:
     ratio = weights.log().diff(dim=-1) / (q @ k.mT).diff(dim=-1)  # of log weights to products: the factor applied
     printed = {f"{value:.4f}" for value in ratio.flatten().tolist()} | {f"{64**-0.5:.4f}"}
     return holds(printed == {"0.1250"}, f"It is {printed.pop()}, which is what attention applies: 1/√64.")
-
-
-@claim("C172", "notebook", "8.1", "Without scaling the gradients of the softmax go to zero ($d_k = 64$).")
-def c172() -> Verdict:
-    return experiment(
-        "C172", "random_scores", "They are halved on average, and vanish in the rows that really saturate."
-    )
 
 
 @claim("C173", "notebook", "8.2", "The softmax of a row of nothing but −∞ is NaN.")
@@ -128,11 +121,6 @@ def c178() -> Verdict:
     )
 
 
-@claim("C179", "notebook", "8.3", "Dropout in attention prevents overfitting.")
-def c179() -> Verdict:
-    return experiment("C179", "dropout")
-
-
 @claim("C180", "notebook", "9", "No sequential dependency is why transformers are so fast.")
 def c180() -> Verdict:
     cells = benchmark("decoder.json")["cells"]
@@ -146,13 +134,4 @@ def c180() -> Verdict:
         f"same model does {training:,.0f} tokens a second forward and backward, and writes {decoding:,.0f}, forward "
         "alone.",
         "[benchmarks](../benchmarks.md#models)",
-    )
-
-
-@claim("C181", "notebook", "Further reading", "arXiv 1904.02679 is “Visualizing Attention in Transformer Models”.")
-def c181() -> Verdict:
-    return cited(
-        "false",
-        "Its title is “Visualizing Attention in Transformer-Based Language Representation Models” (Jesse Vig, 2019).",
-        "[arXiv:1904.02679](https://arxiv.org/abs/1904.02679)",
     )

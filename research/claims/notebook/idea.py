@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import qkv
 from qkv.masks import Causal
-from research.claims import Verdict, claim, experiment, false, holds, only_when
+from research.claims import Verdict, claim, false, holds, only_when
 
 
 @claim(
@@ -88,11 +88,6 @@ def c145() -> Verdict:
         "with distance, which is what is meant, but softmax divides among all: a key whose score is 4 where all others "
         f"have N(0, 1) gets {held[10]:.2f} of the weight among 10 keys and {held[100_000]:.4f} among 100,000.",
     )
-
-
-@claim("C146", "notebook", "1", "Attention captures long-range dependencies easily.")
-def c146() -> Verdict:
-    return experiment("C146", "recurrence")
 
 
 @claim("C147", "notebook", "2", "Element (i, j) of $QK^T$ is how much position i attends to position j.")

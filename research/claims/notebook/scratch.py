@@ -9,7 +9,7 @@ from matplotlib import colormaps
 
 import qkv
 from qkv.masks import Causal
-from research.claims import Verdict, claim, experiment, false, holds, only_when
+from research.claims import Verdict, claim, false, holds, only_when
 
 
 def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None = None, fill: float = -1e9):
@@ -142,13 +142,4 @@ def c157() -> Verdict:
         f"({nothing[0, 0, 0]:.2f} on each of 4 hidden keys) instead of 0. The experiment asks for both as well, so it "
         "says that the claim as it stands does not hold.",
         "[experiment `random_scores`](../experiments/README.md#random_scores)",
-    )
-
-
-@claim("C158", "notebook", "4", "Causal masking is essential for training an autoregressive model.")
-def c158() -> Verdict:
-    return experiment(
-        "C158",
-        "no_mask",
-        "Without the mask a model can read the next token off its input, which it does not have when it writes.",
     )

@@ -63,11 +63,6 @@ def c325() -> Verdict:
     return holds(weight > 0.9 and trained.kind == "holds", trained.text, *trained.by)
 
 
-@claim("C326", "overview", "1", "Alignments are learnt without anybody telling which word belongs to which.")
-def c326() -> Verdict:
-    return experiment("C326", "bottleneck")
-
-
 @claim(
     "C327",
     "overview",
@@ -152,13 +147,3 @@ def c364() -> Verdict:
         f"Once trained, which its demonstration is not. Entropy over that of even weights, in our translator with "
         f"Bahdanau's attention: {fresh:.2f} with initial weights, {trained:.2f} trained.",
     )
-
-
-@claim("C370", "overview", "6", "Attention helps most on long sentences.")
-def c370() -> Verdict:
-    return experiment("C370", "bottleneck")
-
-
-@claim("C373", "overview", "6", "Self-attention can replace recurrence entirely.")
-def c373() -> Verdict:
-    return experiment("C373", "recurrence")

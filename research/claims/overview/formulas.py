@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import qkv
 from qkv import kernels
 from qkv.masks import Causal, Dense
-from research.claims import Verdict, claim, experiment, false, holds, only_when, together
+from research.claims import Verdict, claim, false, holds, only_when
 from research.claims.deep_dive.heads import CLARK, after_earlier, previous, strongest
 
 ADDITIVE, MULTIPLICATIVE, SCALED = "2 Additive", "2 Multiplicative", "2 Scaled"
@@ -48,16 +48,6 @@ def c331() -> Verdict:
         + ", ".join(f"{share:.2f} for entries of size {size}" for size, share in top.items())
         + ". Nothing but the training keeps $v_a$ small.",
     )
-
-
-@claim(
-    "C332",
-    "overview",
-    MULTIPLICATIVE,
-    "The plain product often does as well as the additive score or better, and is cheaper.",
-)
-def c332() -> Verdict:
-    return experiment("C332", "score_functions", "The plain product is cheaper (C258).")
 
 
 @claim("C333", "overview", MULTIPLICATIVE, "The general score $q^T W k$ is a dot product after transforming the key.")
@@ -111,12 +101,6 @@ def c336() -> Verdict:
         + ".",
         "[Vaswani et al. 2017](https://arxiv.org/abs/1706.03762)",
     )
-
-
-@claim("C337", "overview", SCALED, "Scaling was crucial for large dimensions.")
-def c337() -> Verdict:
-    """Both tasks: copying in text, and looking a value up."""
-    return together("C337", "scaling", "score_functions")
 
 
 @claim(

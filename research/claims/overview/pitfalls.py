@@ -98,11 +98,6 @@ def c380() -> Verdict:
     )
 
 
-@claim("C381", "overview", SECTION, "Without scaling a model of large dimension may not train at all.")
-def c381() -> Verdict:
-    return experiment("C381", "scaling")
-
-
 @claim(
     "C382", "overview", SECTION, "Transposing and reshaping in the wrong order keeps the shape and scrambles the data."
 )

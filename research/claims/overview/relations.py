@@ -6,19 +6,9 @@ import torch
 
 import qkv
 from qkv.normalizers import Hard
-from research.claims import Verdict, cited, claim, experiment, false, holds
+from research.claims import Verdict, claim, false, holds
 
 LUONG = "[Luong et al. 2015](https://arxiv.org/abs/1508.04025)"
-
-
-@claim("C365", "overview", "5", "Hard attention would need reinforcement learning to train.")
-def c365() -> Verdict:
-    return experiment(
-        "C365",
-        "hard_attention",
-        "No gradient reaches the scores through the choice of one key; a straight-through estimator passes it on all "
-        "the same.",
-    )
 
 
 @claim("C366", "overview", "5", "Attention is like kernel smoothing, with a kernel that is learnt.")
@@ -90,43 +80,4 @@ def c369() -> Verdict:
         counts["softmax"] == 6 and counts["hard, values"] == 1,
         "All 6 values get a gradient from one query, by their weights; with hard attention the chosen one does. Where "
         "softmax saturates, the paths are open but narrow.",
-    )
-
-
-@claim("C371", "overview", "6", "Luong's attention had a scaled version, which became the Transformer's.")
-def c371() -> Verdict:
-    return cited(
-        "false",
-        "Luong et al. have the scores dot, general and concat, and one by location; none is scaled. 1/√d_k came with "
-        "the Transformer in 2017.",
-        LUONG,
-        "[Vaswani et al. 2017](https://arxiv.org/abs/1706.03762)",
-    )
-
-
-@claim("C372", "overview", "6", "Luong et al. compare global and local attention, and feed attention back as input.")
-def c372() -> Verdict:
-    return cited("holds", "Sections 3.1, 3.2 and 3.3 of the paper: global, local, input-feeding.", LUONG)
-
-
-@claim(
-    "C374",
-    "overview",
-    "6",
-    "“Attend to the word two before” is easier with relative positions than with absolute ones.",
-)
-def c374() -> Verdict:
-    return experiment("C374", "relative_positions")
-
-
-@claim("C375", "overview", "6", "Shaw's relative encodings were adopted by T5 and Transformer-XL.")
-def c375() -> Verdict:
-    return cited(
-        "only when",
-        "The idea was, the encodings were not. Shaw et al. learn a vector for each distance, added to keys and values; "
-        "T5 learns one number for each head and range of distances; Transformer-XL uses sinusoids of the distance and "
-        "two learned vectors.",
-        "[Shaw et al. 2018](https://arxiv.org/abs/1803.02155)",
-        "[Raffel et al. 2020](https://arxiv.org/abs/1910.10683)",
-        "[Dai et al. 2019](https://arxiv.org/abs/1901.02860)",
     )

@@ -1,4 +1,4 @@
-"""What `qkv claims` prints: counts, verdicts with their evidence, and comparisons, as text or JSON."""
+"""What `python -m research.claims` prints: counts, verdicts with their evidence, and comparisons, as text or JSON."""
 
 from __future__ import annotations
 
@@ -41,15 +41,22 @@ def described(one: Checked) -> dict[str, Any]:
     if one.verdict is not None:
         found["links"] = list(one.verdict.by)
         found["models"] = [asdict(finding) for finding in one.verdict.findings]
-        found["evidence"] = [asdict(evidence) for evidence in evidence_of(one.claim.id, one.verdict)]
+        found["evidence"] = [
+            {"summary": str(evidence), **asdict(evidence)} for evidence in evidence_of(one.claim.id, one.verdict)
+        ]
     return found
 
 
 def as_json(entries: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
     """Print JSON, with null for numbers that are not finite."""
+    print(text(entries), end="")
+
+
+def text(entries: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> str:
+    """JSON, with null for numbers that are not finite."""
     from qkv_lab.log import finite
 
-    print(json.dumps(finite(entries), indent=1, ensure_ascii=False, allow_nan=False))
+    return json.dumps(finite(entries), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def counts(found: Mapping[str, Checked]) -> None:

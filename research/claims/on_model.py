@@ -1,4 +1,4 @@
-"""`qkv claims --model`: the claims about attention sinks, judged on one trained model, beside other models."""
+"""`python -m research.claims --model`: the claims about attention sinks, judged on a trained model, beside others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _others(id_: str) -> list[Finding]:
 def _print_json(study: Study, ids: Sequence[str]) -> None:
     from dataclasses import asdict
 
-    from qkv_lab.cli.claims_show import as_json
+    from research.claims.show import as_json
 
     verdicts = [one for one in study.as_dict()["verdicts"] if one["claim"] in ids]
     others: dict[str, list[dict[str, Any]]] = {id_: [asdict(one) for one in _others(id_)] for id_ in ids}
