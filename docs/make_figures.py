@@ -32,7 +32,7 @@ from qkv import cli
 from qkv.figures.layout import save_figure
 from qkv.profiler.capture.models import load
 from qkv.profiler.corpora import default_text
-from research.sinks.stored import stored
+from research.sinks.run import stored
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"

@@ -74,7 +74,7 @@ def claims(
     if model is not None:
         if results is not None:
             raise InputError("--results is for experiments, expected no --results with --model")
-        from research.claims.on_model import run_model
+        from research.claims.show import run_model
 
         run_model(model, text, out, ids, as_json)
         return

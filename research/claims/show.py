@@ -1,4 +1,4 @@
-"""What `python -m research.claims` prints: counts, verdicts with their evidence, and comparisons, as text or JSON."""
+"""What `python -m research.claims` prints: counts, verdicts with evidence, comparisons, verdicts on a model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -16,9 +17,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from qkv.cli.shared import folder, read
+from qkv.errors import InputError, renamed
 from research.claims.claim import KINDS, SOURCES, Finding
 from research.claims.evidence import evidence_of
 from research.claims.run import Checked
+
+if TYPE_CHECKING:
+    from research.claims.claim import Finding
+    from research.sinks import Study
+
 
 COLOURS = {"holds": "green", "false": "red", "only when": "yellow", "undecided": "magenta", "unseen": "dim"}
 
@@ -150,3 +158,94 @@ def _plain(link: str) -> str:
 
 def _console() -> Console:
     return Console(highlight=False)
+
+
+SHORT = {"only when": "only when", "unseen": "not seen"}
+"""Kinds of verdicts, as narrow as a column."""
+
+
+def run_model(model: str, text: Path | None, out: Path | None, ids: Sequence[str] = (), as_json: bool = False) -> None:
+    """Study a model, and print its verdicts beside those of toy models, qkv-mini and MiniLM.
+
+    Args:
+        model: a name or folder, as for `qkv.load`.
+        text: a UTF-8 file, from which 16 windows of up to 512 tokens are cut; the default texts if None.
+        out: folder for sinks.json and sinks.png, which is created if it does not exist; None to write no files.
+        ids: numbers of claims to print; all if empty.
+        as_json: print JSON.
+    """
+    from qkv.figures.layout import save_figure
+    from research.claims.models import TOY
+    from research.sinks import study
+
+    if unknown := [id_ for id_ in ids if id_ not in TOY]:
+        raise InputError(f"claim is {unknown[0]!r}, expected one that is judged on models: {', '.join(TOY)}")
+    passage = None if text is None else read(text, "--text")
+    with folder(out) if out else nullcontext(), renamed(texts="--text", model="--model"):
+        found = study(model, passage)
+        if as_json:
+            _print_json(found, ids or tuple(TOY))
+        else:
+            _show(found, ids or tuple(TOY))
+        if out is not None:
+            files = [out / "sinks.json", out / "sinks.png"]
+            found.save(files[0])
+            save_figure(found.figure(), files[1])
+            if not as_json:
+                print("\n".join(map(str, files)))
+
+
+def _others(id_: str) -> list[Finding]:
+    """The verdicts on a claim on toy models, qkv-mini and MiniLM."""
+    from research.claims.models import TOY, TRAINED, toy_finding, trained_findings
+    from research.sinks import result
+
+    found = [toy_finding(id_, name) for name in TOY[id_]]
+    return found + [one for name, label in TRAINED.items() for one in trained_findings(result(name), id_, label)]
+
+
+def _print_json(study: Study, ids: Sequence[str]) -> None:
+    from dataclasses import asdict
+
+    verdicts = [one for one in study.as_dict()["verdicts"] if one["claim"] in ids]
+    others: dict[str, list[dict[str, Any]]] = {id_: [asdict(one) for one in _others(id_)] for id_ in ids}
+    as_json({"attrs": dict(study.attrs), "verdicts": verdicts, "others": others})
+
+
+def _show(study: Study, ids: Sequence[str]) -> None:
+    """Print a table of the verdicts on all models, and for each length one with the numbers of this model."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    from research.claims.models import TRAINED, trained_findings
+
+    console = Console(highlight=False)
+    name, data = study.attrs["model"], study.as_dict()
+    table = Table("claim", "toy models", *TRAINED.values(), escape(name), box=box.SIMPLE_HEAD, pad_edge=False)
+    for id_ in ids:
+        others = _others(id_)
+        columns = [[one for one in others if one.model.startswith("toy")]]
+        columns += [[one for one in others if one.model == label] for label in TRAINED.values()]
+        columns.append(trained_findings(data, id_, name))
+        table.add_row(Text(id_, no_wrap=True), *(Text(_kinds(column)) for column in columns))
+    console.print(table)
+    for tokens, verdicts in study.verdicts.items():
+        table = Table(
+            "claim", "verdict", "because", title=Text(f"{name}, {tokens} tokens"), title_justify="left",
+            box=box.SIMPLE_HEAD, pad_edge=False,
+        )  # fmt: skip
+        for verdict in (one for one in verdicts if one.claim in ids):
+            table.add_row(Text(verdict.claim, no_wrap=True), Text(verdict.holds), Text(verdict.text))
+        console.print(table)
+
+
+def _kinds(findings: Sequence[Finding]) -> str:
+    """The kinds of verdicts, with the number of tokens where they differ: "64: holds, 512: false"."""
+    kinds = [SHORT.get(one.kind, one.kind) for one in findings]
+    if len(set(kinds)) <= 1:
+        return kinds[0] if kinds else "–"
+    lengths = (one.length.removesuffix(" tokens") for one in findings)
+    return ", ".join(f"{length}: {kind}" if length else kind for length, kind in zip(lengths, kinds, strict=True))

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 from qkv._lazy import lazy
 
 if TYPE_CHECKING:
-    from research.sinks.run import study
-    from research.sinks.stored import result
-    from research.sinks.studies import Study
+    from research.sinks.run import Study, result, study
 
 __all__ = ["Study", "result", "study"]
 
-_NAMES = {"research.sinks.run": ("study",), "research.sinks.stored": ("result",), "research.sinks.studies": ("Study",)}
+_NAMES = {"research.sinks.run": ("Study", "result", "study")}
 if not TYPE_CHECKING:
     __getattr__ = lazy(__name__, _NAMES)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from research.sinks.run import study
-from research.sinks.stored import NAMES, RESULTS
+from research.sinks.run import NAMES, RESULTS, study
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or NAMES:

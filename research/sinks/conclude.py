@@ -9,9 +9,8 @@ from typing import Any
 
 from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN
 from qkv_lab.experiments.evidence import Effect, Verdict, judge, number
-from research.sinks.criteria import CRITERIA, SINK, TIMES
+from research.sinks.criteria import CRITERIA, SINK, TIMES, TINY, geometric, ratio
 from research.sinks.measure import Found
-from research.sinks.ratios import TINY, geometric, ratio
 
 NO_SINK = f"no head gives the first token more than {SINK} on the texts that choose"
 

@@ -1,21 +1,34 @@
-"""What decides each claim about attention sinks on a trained model, written down before any model was measured.
-
-One was made stricter later, as its date says: C067 asked for 100 times the median, and now for what `qkv profile` and
-Sun et al. 2024 (arXiv:2402.17762, §2) call massive.
-
-Definitions that all criteria share:
-
-- α of a head: its mean weight on the first token over the queries that see it (Gu et al. 2025, arXiv:2410.10781,
-  eq. 4).
-- The *sink heads* are the heads with α > 0.3, the *strongest head* is that with the largest α. They are chosen on texts
-  of their own, and measured on others, so that the choice does not bias the measurement.
-- Each effect has one value per text: the mean over the sink heads, a geometric mean where the effect is a ratio.
-"""
+"""The criteria of the claims about sinks, written down before the first model was measured; means of ratios."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import geometric_mean
+
 from qkv.profiler.capture.residual import TIMES_MEDIAN
 from qkv_lab.experiments.evidence import Criterion
+
+TINY = 1e-9
+"""A number below it counts as this much, so that every ratio has a logarithm."""
+
+
+def ratio(above: float, below: float) -> float:
+    """One number divided by another.
+
+    >>> ratio(1.0, 4.0), ratio(0.0, 0.0)
+    (0.25, 1.0)
+    """
+    return max(float(above), TINY) / max(float(below), TINY)
+
+
+def geometric(ratios: Sequence[float]) -> float:
+    """The geometric mean.
+
+    >>> geometric([0.5, 2.0])
+    1.0
+    """
+    return geometric_mean([max(x, TINY) for x in ratios])
+
 
 DATED = "2026-11-23"
 

@@ -12,16 +12,24 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv._progress import Step
-from research.sinks.added import added, output_weights
-from research.sinks.criteria import SINK
-from research.sinks.geometry import FirstKey, Magnitudes
-from research.sinks.peaks import By, Dimensions, others, peaks, replaced
-from research.sinks.ratios import geometric, ratio
-from research.sinks.removal import HeadNumber, cost, movement, removed
-from research.sinks.rows import Rows
-from research.sinks.subject import Subject, self_attention
-from research.sinks.texts import CHOICE, JUDGED, Texts
-from research.sinks.untrained import untrained
+from research.sinks.criteria import SINK, geometric, ratio
+from research.sinks.effects import (
+    By,
+    Dimensions,
+    FirstKey,
+    HeadNumber,
+    Magnitudes,
+    Rows,
+    added,
+    cost,
+    movement,
+    others,
+    output_weights,
+    peaks,
+    removed,
+    replaced,
+)
+from research.sinks.subject import CHOICE, JUDGED, Subject, Texts, self_attention, untrained
 
 DRAWS = 4
 """Other first tokens, and sets of random dimensions, per text."""

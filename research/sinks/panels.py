@@ -10,8 +10,7 @@ import numpy as np
 
 from qkv.profiler.capture.residual import TIMES_MEDIAN
 from qkv_lab import draw
-from research.sinks.criteria import SINK
-from research.sinks.ratios import geometric
+from research.sinks.criteria import SINK, geometric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,22 +1,150 @@
-"""`study` judges every claim about attention sinks on one trained model."""
+"""`study` measures a model, and `result` gives the stored study of a bundled one; the figure of a study."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from qkv._files import write_atomically
 from qkv._progress import bar
-from qkv.errors import InputError
+from qkv._untrusted import first_line, load_json
+from qkv.errors import InputError, nearest
 from qkv.profiler.capture.models import load
 from qkv.profiler.run import versions
+from qkv_lab import draw
+from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Verdict
+from research.sinks import panels
+from research.sinks.conclude import conclude
+from research.sinks.criteria import SINK
 from research.sinks.measure import measure
-from research.sinks.studies import Study
-from research.sinks.subject import Subject, evaluated
-from research.sinks.texts import CHOICE, JUDGED, SHORT, default_texts, prepared
+from research.sinks.subject import CHOICE, JUDGED, SHORT, Subject, default_texts, evaluated, prepared
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+WORDS = {
+    HOLDS: "hold",
+    ONLY: "hold only in part",
+    FAILS: "do not hold",
+    UNDECIDED: "are undecided",
+    UNSEEN: "cannot be seen",
+}
+
+
+def figure(study: Study) -> Figure:
+    """Eight panels at the first length of a study, with a dot or a line for every text or head."""
+    n, found = next(iter(study.lengths.items()))
+    counts = Counter(verdict.holds for verdict in study.verdicts[n])
+    title = ", ".join(f"{counts[holds]} {word}" for holds, word in WORDS.items() if counts[holds])
+    texts = found["texts"]
+    drawn, axes = draw.panels(
+        f"Claims on attention sinks in {study.attrs['model']}: {title}",
+        f"{n} tokens; {len(texts)} texts, each a dot. Sink heads: {len(found['heads'])} of "
+        f"{sum(map(len, found['alpha']))}, chosen on other texts by a mean weight above {SINK} on the first token.",
+        rows=2,
+        columns=4,
+        width=13.5,
+        height=2.8,
+    )
+    panels.alpha_of_heads(axes[0], found)
+    draws = (panels.weights, panels.norms, panels.magnitudes, panels.peaks, panels.moved, panels.cost, panels.added)
+    for panel, of in zip(axes[1:], draws, strict=True):
+        of(panel, texts)
+    return drawn
+
+
+FORM = "qkv sinks 1"
+"""The form of the files; it changes when a reader of the old form would misread the new one."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The sinks of one model."""
+
+    attrs: Mapping[str, Any]
+    """Facts about the run: model, parameters, whether it is causal, versions, seconds."""
+    lengths: Mapping[int, Mapping[str, Any]]
+    """All measurements by the length of the texts in tokens: see `research.sinks.measure.measure`."""
+
+    @property
+    def verdicts(self) -> dict[int, list[Verdict]]:
+        """The verdict on each claim, by the length of the texts in tokens."""
+        return {n: conclude(dict(found), causal=self.attrs["causal"]) for n, found in self.lengths.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers, lists and strings: the content of the file that `save` writes."""
+        return {
+            "form": FORM,
+            "attrs": dict(self.attrs),
+            "verdicts": [{"tokens": n, **_plain(verdict)} for n, found in self.verdicts.items() for verdict in found],
+            "lengths": [dict(found) for found in self.lengths.values()],
+        }
+
+    def save(self, file: str | Path) -> None:
+        """Write measurements and verdicts as JSON."""
+        write_atomically(Path(file), json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
+
+    @staticmethod
+    def load(file: str | Path) -> Study:
+        """Read a file of `save`; the verdicts follow from its measurements.
+
+        Raises:
+            InputError: if the file cannot be read or is none of `save`.
+        """
+        try:
+            data = load_json(Path(file))
+        except (OSError, ValueError) as error:
+            raise InputError(f"file: cannot read {file} as JSON ({first_line(error)})") from error
+        if not isinstance(data, dict) or data.get("form") != FORM:
+            raise InputError(f"file is {str(file)!r}, expected one that Study.save wrote, of the form {FORM!r}")
+        try:
+            found = Study(data["attrs"], {one["tokens"]: one for one in data["lengths"]})
+            with np.errstate(invalid="raise", over="raise"):  # a measurement that is infinite or no number
+                _ = found.verdicts
+        except Exception as error:  # the verdicts read all measurements
+            raise InputError(f"file: {str(file)!r} is a damaged study ({first_line(error)})") from error
+        return found
+
+    def figure(self) -> Figure:
+        """The measurements at the first length: weights, vectors of the first token, and interventions."""
+
+        return figure(self)
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as JSON has it: without infinite numbers."""
+    made: dict[str, Any] = json.loads(json.dumps(asdict(verdict)), parse_constant=lambda _: None)
+    return made
+
+
+RESULTS = Path(__file__).parent / "results"
+NAMES = ("qkv-mini", "minilm")
+
+
+def stored(name: str) -> Study:
+    """The stored study of ``"qkv-mini"`` or ``"minilm"``."""
+    if name not in NAMES:
+        raise InputError(f"name is {name!r}, expected one of {', '.join(map(repr, NAMES))}{nearest(name, NAMES)}")
+    return Study.load(RESULTS / f"{name}.json")
+
+
+def result(name: str) -> dict[str, Any]:
+    """The stored study of a model as plain data: ``attrs``, ``verdicts`` and ``lengths``, see `Study.as_dict`.
+
+    >>> sorted(result("minilm"))
+    ['attrs', 'form', 'lengths', 'verdicts']
+    """
+    return stored(name).as_dict()
 
 
 def study(

@@ -12,10 +12,8 @@ import torch
 
 import qkv
 from research.claims import CLAIMS, Verdict, cited, experiment, false, holds, unseen
-from research.claims.mutation import PUBLISHED, computed, main, mutate, summary
+from research.claims.mutation import CHANGES, PUBLISHED, applicable, computed, instrument, judges, main, mutate, summary
 from research.claims.settled import load
-from research.claims.sites import instrument, judges
-from research.claims.wrong import CHANGES, applicable
 
 load()
 

@@ -11,8 +11,7 @@ import pytest
 from qkv_lab.experiments.evidence import Interval
 from research.claims import CLAIMS, Drifted, Verdict, claim, false, holds
 from research.claims.claim import Finding
-from research.claims.index import can_fail, index, needed
-from research.claims.page import pages, published
+from research.claims.page import can_fail, index, needed, pages, published
 from research.claims.settled import load
 
 load()

@@ -20,16 +20,12 @@ from hf_models import build
 from qkv.edits import HideFirst, Patch
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab.experiments.evidence import FAILS, HOLDS, UNSEEN
-from research.claims.on_model import run_model
-from research.sinks import Study, conclude, criteria, removal, result, study
-from research.sinks.added import Added, added, output_weights
-from research.sinks.geometry import FirstKey, Magnitudes
+from research.claims.show import run_model
+from research.sinks import Study, conclude, criteria, effects, result, study
+from research.sinks.effects import Added, FirstKey, Magnitudes, Rows, added, others, output_weights, peaks, replaced
 from research.sinks.measure import Chosen
-from research.sinks.peaks import others, peaks, replaced
-from research.sinks.rows import Rows
-from research.sinks.stored import NAMES, RESULTS
-from research.sinks.subject import Subject, evaluated, self_attention
-from research.sinks.texts import Texts, default_texts, prepared
+from research.sinks.run import NAMES, RESULTS
+from research.sinks.subject import Subject, Texts, default_texts, evaluated, prepared, self_attention
 
 IDS = torch.randint(97, (2, 11), generator=torch.Generator().manual_seed(0))
 
@@ -76,11 +72,11 @@ def test_rows_by_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("case", removal.CASES)
+@pytest.mark.parametrize("case", effects.CASES)
 def test_removal_equals_dense_recomputation(name: str, case: str) -> None:
     """The rest of the row divided by its sum, and the first value zero, in two heads of different layers."""
     subject = Subject.of(MODELS[name](), IDS)
-    masked, zero_value = removal.CASES[case]
+    masked, zero_value = effects.CASES[case]
     patches: dict[Any, Patch] = {}
     with evaluated(subject.model):
         for layer, head in ((0, 1), (1, 3)):
@@ -98,7 +94,7 @@ def test_removal_equals_dense_recomputation(name: str, case: str) -> None:
             patches[layer, head] = Patch((weights @ v)[:, head])
         with qkv.edit(subject.model, {**patches}):
             want = subject.states(IDS)[-1]
-        with removal.removed(subject, list(patches), masked=masked, zero_value=zero_value):
+        with effects.removed(subject, list(patches), masked=masked, zero_value=zero_value):
             got = subject.states(IDS)[-1]
         plain = subject.states(IDS)[-1]
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -141,7 +137,7 @@ def test_known_head() -> None:
     assert key.value_norm == pytest.approx((14 / 15) ** 0.5)
     assert (key.nearest, key.angle) == pytest.approx((1, math.degrees(math.atan(across / along))))
     assert key.angle_others == pytest.approx(90)
-    with removal.removed(subject, [(0, 0)], masked=True, zero_value=False), evaluated(model):
+    with effects.removed(subject, [(0, 0)], masked=True, zero_value=False), evaluated(model):
         uniform = subject.states(ids)[-1][0, -1, 2:]
     x = model.embedding.weight[ids[0]].detach()[:, 2:]
     close(uniform, x[-1] + x[1:].mean(0) * (16 / 14) ** 0.5, eps=1e6)
@@ -193,7 +189,7 @@ def test_verdicts_on_hand_made_models(studied: dict[bool, Study]) -> None:
         assert holds["C073"] == (HOLDS if read else FAILS)
         assert holds["C076"] == UNSEEN  # every row is heavy
     cost = studied[True].lengths[64]["texts"][0]["cost"]
-    assert set(cost) == {"kept", *removal.CASES}
+    assert set(cost) == {"kept", *effects.CASES}
 
 
 class Letters:
@@ -294,7 +290,7 @@ def test_only_later_tokens_of_a_causal_model_are_counted() -> None:
             for i in range(11)
             if (i > 5 if name == "gpt2" else i != 5)
         ]
-        assert removal.movement(subject, changed, 5) == pytest.approx(np.mean(moved))
+        assert effects.movement(subject, changed, 5) == pytest.approx(np.mean(moved))
 
 
 def test_the_cost_is_the_rise_of_the_loss(tmp_path: Path) -> None:
@@ -307,7 +303,7 @@ def test_the_cost_is_the_rise_of_the_loss(tmp_path: Path) -> None:
     model = qkv.load(str(tmp_path), head=True)[0]
     subject = Subject.of(model, IDS)
     heads = [(0, 1), (1, 2)]
-    cost = removal.cost(subject, IDS[:1], heads)
+    cost = effects.cost(subject, IDS[:1], heads)
     with qkv.edit(model, {head: HideFirst() for head in heads}), torch.no_grad():
         loss = nn.functional.cross_entropy(model(IDS[:1]).logits[0, :-1], IDS[0, 1:])
     assert cost["masked"] == pytest.approx(float(loss), rel=1e-4)

@@ -12,7 +12,7 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.nn import MultiHeadAttention
 from qkv.normalizers import EluPlusOne, Sigmoid
 from research.claims import Verdict, claim, experiment, false, holds, only_when
-from research.claims.chapter.lab_code import LabModel, lab_score, sigmoid_experiment
+from research.claims.chapter.labs import LabModel, lab_score, sigmoid_experiment
 from research.claims.results import result
 
 

@@ -13,7 +13,7 @@ from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock
 from qkv.normalizers import Identity
 from qkv.scores import Features
 from research.claims import Verdict, claim, holds, only_when
-from research.claims.lesson.model import Model
+from research.claims.lesson.reversal import Model
 
 POSITIONS, COST = "Positional information", "Complexity"
 

@@ -12,7 +12,7 @@ from qkv.models import checkpoint, load
 from qkv_lab.models import RNNSeq2Seq
 from qkv_lab.translation import padded, read_vocabulary, translate
 from research.claims import Verdict, claim, experiment, false, holds, only_when
-from research.claims.deep_dive.complexity import listed, path
+from research.claims.deep_dive.efficient import listed, path
 from research.claims.results import result
 
 BOTTLENECK = "[experiment `bottleneck`](../experiments/README.md#bottleneck)"

@@ -1,4 +1,4 @@
-"""Checks for section 2: scores, scaling, self-attention, heads, masks."""
+"""Checks of the overview: the example, formulas, relations."""
 
 from __future__ import annotations
 
@@ -11,8 +11,84 @@ from torch.utils.flop_counter import FlopCounterMode
 import qkv
 from qkv import kernels
 from qkv.masks import Causal, Dense
+from qkv.normalizers import Hard
 from research.claims import Verdict, claim, false, holds, only_when
-from research.claims.deep_dive.heads import CLARK, after_earlier, previous, strongest
+from research.claims.deep_dive.framework import CLARK, after_earlier, previous, strongest
+
+SECTION = "3"
+SCORES = torch.tensor([2.5, 0.8, 0.3, 0.2], dtype=torch.float64)
+
+
+def shown(x: torch.Tensor, digits: int) -> str:
+    return ", ".join(f"{value:.{digits}f}" for value in x.tolist())
+
+
+@claim("C344", "overview", SECTION, "softmax(2.5, 0.8, 0.3, 0.2) is about 0.77, 0.14, 0.05, 0.04.")
+def c344() -> Verdict:
+    right, printed = SCORES.softmax(-1), torch.tensor([0.77, 0.14, 0.05, 0.04])
+    e_17 = math.e ** (2.5 - 0.8)  # how far the first weight is above the second
+    return false(
+        (right - printed).abs().max() > 0.03 and abs(right.sum() - 1) < 1e-9 and abs(right[0] / right[1] - e_17) < 1e-9,
+        f"It is {shown(right, 4)}. The printed numbers add up to 1 and have the right order, but are too sharp.",
+    )
+
+
+@claim("C345", "overview", SECTION, "The context is 0.77 h₁ + 0.14 h₂ + 0.05 h₃ + 0.04 h₄.")
+def c345() -> Verdict:
+    right = [round(value, 2) for value in SCORES.softmax(-1).tolist()]
+    return false(
+        right == [0.72, 0.13, 0.08, 0.07],
+        "With its scores it is " + " + ".join(f"{w} h{i}" for w, i in zip(right, "₁₂₃₄", strict=True)) + ".",
+    )
+
+
+@claim("C346", "overview", SECTION, "0.03, 0.05, 0.12, 0.80 are weights of attention.")
+def c346() -> Verdict:
+    weights = torch.tensor([0.03, 0.05, 0.12, 0.80], dtype=torch.float64)
+    return holds(bool((weights >= 0).all()) and abs(weights.sum() - 1) < 1e-9, "None is negative; the sum is 1.00.")
+
+
+@claim("C347", "overview", SECTION, "0.08, 0.17, 0.40, 0.35 are weights of attention.")
+def c347() -> Verdict:
+    weights = torch.tensor([0.08, 0.17, 0.40, 0.35], dtype=torch.float64)
+    return holds(bool((weights >= 0).all()) and abs(weights.sum() - 1) < 1e-9, "None is negative; the sum is 1.00.")
+
+
+@claim("C348", "overview", SECTION, "H heads of $d_v$ side by side are $d_{model}$ wide.")
+def c348() -> Verdict:
+    widths = {}
+    for heads in (1, 8, 16):
+        seen: list[torch.Tensor] = []
+        with kernels.watching(lambda call, _, seen=seen: seen.append(call.v)):
+            qkv.nn.MultiHeadAttention(512, heads)(torch.randn(1, 3, 512))
+        beside = seen[0].transpose(1, 2).flatten(2)
+        widths[heads] = tuple(seen[0].shape[1:]), beside.shape[-1]
+    return holds(
+        widths == {heads: ((heads, 3, 512 // heads), 512) for heads in (1, 8, 16)},
+        "With $d_v = d_{model} / H$, as it is chosen: "
+        + ", ".join(f"{heads} × {shape[-1]} = {width}" for heads, (shape, width) in widths.items())
+        + ".",
+    )
+
+
+@claim("C349", "overview", SECTION, "Without $W^O$ the heads would be completely independent.")
+def c349() -> Verdict:
+    torch.manual_seed(0)
+    values = torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)  # two heads of 4
+    q, k = torch.randn(2, 1, 2, 5, 4, dtype=torch.float64)
+    joined = qkv.attend(q, k, values).transpose(1, 2).flatten(2)
+    after = qkv.nn.FeedForward(8).double()(joined)
+    of_second = [
+        torch.autograd.grad(out[..., :4].sum(), values, retain_graph=True)[0][:, 1].norm().item()
+        for out in (joined, after)
+    ]
+    return only_when(
+        of_second[0] == 0 and of_second[1] > 0,
+        f"Within the layer: the first head's half of the output has a gradient of {of_second[0]:.0f} in the second "
+        f"head's values. The next feed-forward layer mixes them all the same ({of_second[1]:.2f}), and one loss trains "
+        "both. $W^O$ decides where in the residual each head writes.",
+    )
+
 
 ADDITIVE, MULTIPLICATIVE, SCALED = "2 Additive", "2 Multiplicative", "2 Scaled"
 
@@ -183,3 +259,78 @@ def c343() -> Verdict:
     added = torch.zeros(5, 5, dtype=torch.float64).masked_fill(ones == 0, -torch.inf)
     by_sum = (q @ k.mT / 2 + added).softmax(-1) @ v
     return holds(torch.allclose(by_sum, qkv.attend(q, k, v, mask=Causal())), "The causal outputs agree to rounding.")
+
+
+LUONG = "[Luong et al. 2015](https://arxiv.org/abs/1508.04025)"
+
+
+@claim("C366", "overview", "5", "Attention is like kernel smoothing, with a kernel that is learnt.")
+def c366() -> Verdict:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 6, 8, dtype=torch.float64)
+
+    def difference(keys: torch.Tensor) -> float:
+        """Between a Gaussian kernel's weights and those of softmax, of q · k without a scale."""
+        gaussian = torch.exp(-(torch.cdist(q, keys) ** 2) / 2)
+        return (gaussian / gaussian.sum(-1, keepdim=True) - (q @ keys.T).softmax(-1)).abs().max().item()
+
+    same, other = difference(torch.nn.functional.normalize(k, dim=-1)), difference(k)
+    return holds(
+        same < 1e-12 and other > 0.01,
+        f"With keys of one length its weights are those of a Gaussian kernel smoother, to {same:.1g}. With other "
+        f"lengths long keys gain, and weights differ by up to {other:.2f}; what is learnt are the projections.",
+    )
+
+
+@claim("C367", "overview", "5", "Attention can be seen as a convolution whose kernel depends on the input.")
+def c367() -> Verdict:
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 1, 1, 9, 8, dtype=torch.float64)
+    conv = torch.nn.Conv1d(8, 8, 3, padding=1).double()
+    near = qkv.masks.Window(2, ahead=1)
+    kernels = [qkv.attend(x, x, x, mask=near, return_weights=True)[1][0, 0, 4, 3:6] for x in (a, b)]
+    x, y = (z[0].mT for z in (a, b))
+    linear = torch.allclose(conv(x + y), conv(x) + conv(y) - conv(torch.zeros_like(x)))
+    return holds(
+        linear and (kernels[0] - kernels[1]).abs().max() > 0.01,
+        "A window of 3 weighs the middle one of 9 tokens and its neighbours by "
+        + " and ".join(", ".join(f"{w:.2f}" for w in kernel.tolist()) for kernel in kernels)
+        + " for two inputs. A convolution has one kernel for all, but with weights of their own for each channel.",
+    )
+
+
+@claim(
+    "C368",
+    "overview",
+    "5",
+    "A 1 × 1 convolution is nearly attention with queries equal to keys, where all positions attend equally.",
+)
+def c368() -> Verdict:
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 8, dtype=torch.float64)
+    conv = torch.nn.Conv1d(8, 8, 1, bias=False).double()
+    w = conv.weight[..., 0]
+    itself = qkv.attend(x[None], x[None], (x @ w.T)[None], mask=torch.eye(6, dtype=torch.bool)[None, None])[0]
+    _, equal = qkv.attend(x[None], x[None], x[None], return_weights=True)
+    return false(
+        torch.allclose(conv(x.mT).mT, itself) and equal.max() - equal.min() > 0.5,
+        "It is attention in which each position sees *itself* alone: no mixing at all. Equal weights would be the mean "
+        f"over all positions, and queries equal to keys do not give equal weights either: here {equal.min():.3f} to "
+        f"{equal.max():.2f}.",
+    )
+
+
+@claim("C369", "overview", "5", "Soft attention lets gradients flow through all paths.")
+def c369() -> Verdict:
+    torch.manual_seed(0)
+    counts = {}
+    for name, normalizer in (("softmax", None), ("hard, values", Hard())):
+        q, k, v = torch.randn(3, 1, 1, 6, 8, dtype=torch.float64).unbind()
+        v.requires_grad_()
+        qkv.attend(q[:, :, :1], k, v, normalizer=normalizer).sum().backward()
+        counts[name] = int((v.grad[0, 0].norm(dim=-1) > 0).sum())
+    return holds(
+        counts["softmax"] == 6 and counts["hard, values"] == 1,
+        "All 6 values get a gradient from one query, by their weights; with hard attention the chosen one does. Where "
+        "softmax saturates, the paths are open but narrow.",
+    )

@@ -1,3 +1,0 @@
-"""Checks for section 8.5: when sinks emerge."""
-
-from __future__ import annotations
