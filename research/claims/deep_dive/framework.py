@@ -244,7 +244,7 @@ def c321() -> Verdict:
     )
 
 
-def as_row(x: torch.Tensor, digits: int = 4) -> str:
+def row(x: torch.Tensor, digits: int = 4) -> str:
     return ", ".join(f"{value:.{digits}f}" for value in x.tolist())
 
 
@@ -347,14 +347,14 @@ def c269() -> Verdict:
     right, printed = torch.tensor([1.0, 2.0, 0.0, 0.0]).softmax(-1), torch.tensor([0.091, 0.247, 0.091, 0.091])
     return false(
         (right - printed).abs().max() > 0.3 and printed.sum() < 0.53,
-        f"It is {as_row(right)}. The printed row adds up to {printed.sum():.2f}; that hidden keys keep weight is right.",
+        f"It is {row(right)}. The printed row adds up to {printed.sum():.2f}; that hidden keys keep weight is right.",
     )
 
 
 @claim("C270", "deep dive", "Causal", "softmax(1, 2, −∞, −∞) = 0.269, 0.731, 0, 0.")
 def c270() -> Verdict:
     right = torch.tensor([1.0, 2.0, -torch.inf, -torch.inf]).softmax(-1)
-    return holds(as_row(right, 3) == "0.269, 0.731, 0.000, 0.000", f"{as_row(right, 3)}.")
+    return holds(row(right, 3) == "0.269, 0.731, 0.000, 0.000", f"{row(right, 3)}.")
 
 
 HEADS_SECTION = "GQA/MQA"
