@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import research.sinks
-from qkv_lab.experiments.estimate import SHIPPED
+from qkv_lab.experiments.run import SHIPPED
 from qkv_lab.settings import updated
 from qkv_lab.tasks.backcopy import Backcopy
 from research.claims import CLAIMS

@@ -1,6 +1,6 @@
 """A grammar of English–French sentence pairs with their word alignments.
 
-Phrases are composed by rules: agreement, word order, elision, contraction, negation. `qkv_lab.sentences` draws them.
+Phrases are composed by rules: agreement, word order, elision, contraction, negation. `qkv_lab.translation` draws them.
 
 Alignment: determiners, nouns, adjectives, adverbs, prepositions, conjunctions and pronouns are aligned to their
 translations; "ne" and "pas" both to "not"; both words of "était assis" to "sat"; "du" (de + le) to "of" and "the".

@@ -326,7 +326,7 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
 def _finish(folder: Path, task: Task, model: nn.Module, processes: int, figures: bool) -> None:
     """Save the model and its figures, and last result.json, which marks the run as finished."""
     from qkv_lab.draw import save_figure
-    from qkv_lab.history import loss_figure
+    from qkv_lab.log import loss_figure
 
     model.eval()
     unfinished = folder / f".{MODEL}.part"

@@ -1,4 +1,4 @@
-"""Tokenizes a corpus once and caches the tokens in memory-mapped files."""
+"""Texts as token ids: n-gram statistics, byte-pair encoding, and corpora on disk."""
 
 from __future__ import annotations
 
@@ -8,17 +8,210 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Float, Int, Integer
 
 from qkv._progress import say, spinner
 from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError
 from qkv.models.config import one_of
+from qkv.models.text import TextTokenizer
+from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler import corpora
 from qkv.profiler.corpora import write_cached
-from qkv_lab import tokenizers
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Mean cross-entropies of held-out tokens, in nats per token."""
+
+    unigram: float
+    """By the frequency of each token in the training text, with add-one smoothing."""
+    bigram: float
+    """By the token before, interpolated with the unigram by Witten and Bell's weights."""
+
+
+def baselines(
+    train: Integer[np.ndarray, " tokens"], texts: Int[np.ndarray, "texts width"], vocab_size: int
+) -> Baselines:
+    """The losses of a unigram and a bigram model on all tokens of some texts but the first of each.
+
+    The unigram has add-one smoothing: P(b) = (c(b) + 1) / (tokens + vocab_size). The bigram is interpolated with it
+    (Witten & Bell 1991): P(b | a) = (c(a, b) + t(a) · P(b)) / (c(a) + t(a)), where t(a) is the number of different
+    tokens that follow a. After a token that the training text lacks it is the unigram.
+
+    Args:
+        train: the training text.
+        texts: the texts to predict; the first token of each is context only.
+        vocab_size: the number of different tokens.
+
+    Raises:
+        InputError: for tokens outside of the vocabulary, or texts of fewer than 2 tokens.
+
+    >>> train = np.array([0, 1, 0, 1, 0, 2])
+    >>> found = baselines(train, np.array([[0, 1, 0]]), vocab_size=4)
+    >>> round(found.unigram, 3), round(found.bigram, 3)
+    (1.06, 0.439)
+    """
+    if texts.ndim != 2 or texts.shape[1] < 2:
+        raise InputError(f"texts has shape {texts.shape}, expected (texts, width) with at least 2 tokens in each")
+    for name, ids in (("train", train), ("texts", texts)):
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise InputError(f"{name} has tokens {ids.min()} to {ids.max()}, expected 0 to {vocab_size - 1}")
+    before, after = (x.ravel().astype(np.int64) for x in (texts[:, :-1], texts[:, 1:]))
+    unigram = (np.bincount(train, minlength=vocab_size) + 1) / (len(train) + vocab_size)
+    own = unigram[after]
+    return Baselines(float(-np.log(own).mean()), float(-np.log(_bigram(train, before, after, own, vocab_size)).mean()))
+
+
+def _bigram(
+    train: Integer[np.ndarray, " tokens"],
+    before: Int[np.ndarray, " n"],
+    after: Int[np.ndarray, " n"],
+    unigram: Float[np.ndarray, " n"],
+    vocab_size: int,
+) -> Float[np.ndarray, " n"]:
+    """P(after | before) of each pair, given P(after). Only pairs that occur are stored: vocabularies may be large."""
+    pairs, counts = np.unique(train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True)
+    contexts = pairs // vocab_size
+    total = np.bincount(contexts, counts, minlength=vocab_size)
+    types = np.bincount(contexts, minlength=vocab_size)
+    wanted = before * vocab_size + after
+    at = np.minimum(np.searchsorted(pairs, wanted), max(len(pairs) - 1, 0))
+    seen = np.where(pairs[at] == wanted, counts[at], 0) if len(pairs) else np.zeros(len(wanted))
+    evidence = total[before] + types[before]
+    mixed = (seen + types[before] * unigram) / np.maximum(evidence, 1)
+    return np.where(evidence > 0, mixed, unigram)
+
+
+BOS = "<s>"
+KINDS = ("bytes", "bpe")
+MIN_VOCAB_SIZE = ByteTokenizer.vocab_size + 1
+"""The size of the smallest vocabulary: all bytes, and ``<s>``."""
+
+
+def byte_tokenizer() -> str:
+    """The tokenizer.json of bytes: BPE without merges. Each byte is its own token number, and ``<s>`` is 256.
+
+    >>> byte_lengths(byte_tokenizer()).tolist() == 256 * [1] + [0]
+    True
+    """
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    bos = {"id": 256, "content": BOS, "special": True, "normalized": False}
+    parts = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**bos, "single_word": False, "lstrip": False, "rstrip": False}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {_byte_character(byte): byte for byte in range(256)}, "merges": []},
+    }
+    return json.dumps(parts, ensure_ascii=False)
+
+
+def train_bpe(texts: Sequence[str], vocab_size: int) -> str:
+    """The tokenizer.json of byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; Radford et al. 2019).
+
+    The result is deterministic. Text is split into words as in GPT-2, so that no token spans two words.
+
+    Args:
+        texts: the training texts.
+        vocab_size: the number of tokens, ``<s>`` included.
+
+    Raises:
+        InputError: if the texts are too small for so many tokens.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise InputError(f"vocab_size is {vocab_size}, expected at least {MIN_VOCAB_SIZE}: all bytes, and {BOS}")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([BOS])  # after the training, so that it is the last token
+    found = tokenizer.get_vocab_size()
+    if found < vocab_size:
+        raise InputError(f"vocab_size is {vocab_size}, but the text has only {found} tokens, expected at most {found}")
+    return tokenizer.to_str()
+
+
+def with_bos(tokenizer: str) -> str:
+    """The tokenizer.json that prepends ``<s>`` to every text, from one that does not."""
+    parts = json.loads(tokenizer)
+    bos = {"SpecialToken": {"id": BOS, "type_id": 0}}
+    parts["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {BOS: {"id": BOS, "ids": [_bos(parts)], "tokens": [BOS]}},
+    }
+    return json.dumps(parts, ensure_ascii=False)
+
+
+def from_json(tokenizer: str) -> TextTokenizer:
+    """The tokenizer of a tokenizer.json. It prepends ``<s>`` only if `with_bos` made it.
+
+    Lossless: "<s>" inside a text is encoded as ordinary characters.
+
+    >>> tokenizer = from_json(byte_tokenizer())
+    >>> tokenizer.encode("<s>é"), tokenizer.decode([60, 115, 62, 195, 169])
+    ([60, 115, 62, 195, 169], '<s>é')
+    """
+    made = _tokenizer(tokenizer)
+    return TextTokenizer(lambda text: list(made.encode(text).ids), made.decode)
+
+
+def encode_all(tokenizer: str, texts: Sequence[str]) -> Int[np.ndarray, " tokens"]:
+    """The tokens of all texts, concatenated."""
+    size = len(byte_lengths(tokenizer))
+    if size == MIN_VOCAB_SIZE:  # a byte is its own token
+        return np.frombuffer("".join(texts).encode(), np.uint8).astype(np.uint16)
+    dtype = np.uint16 if size <= 2**16 else np.uint32
+    pieces = [np.asarray(x.ids, dtype) for x in _tokenizer(tokenizer).encode_batch_fast(list(texts))]
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype)
+
+
+def byte_lengths(tokenizer: str) -> Int[np.ndarray, " vocab"]:
+    """The number of bytes of text in each token; 0 for ``<s>``."""
+    parts = json.loads(tokenizer)
+    lengths = np.zeros(_bos(parts) + 1, np.int64)
+    for token, number in parts["model"]["vocab"].items():
+        lengths[number] = len(token)  # byte-level tokenizers write a byte as one character
+    lengths[_bos(parts)] = 0
+    return lengths
+
+
+def _bos(parts: dict[str, Any]) -> int:
+    """The number of ``<s>``, the last token."""
+    return int(parts["added_tokens"][-1]["id"])
+
+
+def _byte_character(byte: int) -> str:
+    """The printable character that stands for a byte in byte-level tokenizers (Radford et al. 2019)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + byte - sum(p < byte for p in printable))
+
+
+def _tokenizer(text: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_str(text)
+    made.encode_special_tokens = True  # a text that contains "<s>" is encoded as three characters
+    return made
+
 
 VERSION = 1
 """The version of the file format; files of another version are written again."""
@@ -34,7 +227,7 @@ class Prepared:
     train: Integer[np.ndarray, " train"]
     held_out: Integer[np.ndarray, " held_out"]
     tokenizer: str
-    """The text of tokenizer.json. It does not prepend ``<s>``: see `qkv_lab.tokenizers.with_bos`."""
+    """The text of tokenizer.json. It does not prepend ``<s>``: see `qkv_lab.tokens.with_bos`."""
     vocab_size: int
     """The number of tokens, ``<s>`` included."""
 
@@ -55,15 +248,15 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
         vocab_size: the number of BPE tokens, ``<s>`` included.
 
     Raises:
-        InputError: as `qkv.profiler.corpora.load` and `qkv_lab.tokenizers.train_bpe`; for a damaged token file; if the
+        InputError: as `qkv.profiler.corpora.load` and `qkv_lab.tokens.train_bpe`; for a damaged token file; if the
             cache cannot be written.
 
     >>> prepare("library").bos  # doctest: +SKIP
     256
     """
-    one_of("tokenizer", tokenizer, tokenizers.KINDS)
+    one_of("tokenizer", tokenizer, KINDS)
     found = corpora.load(corpus)
-    size = tokenizers.MIN_VOCAB_SIZE if tokenizer == "bytes" else vocab_size
+    size = MIN_VOCAB_SIZE if tokenizer == "bytes" else vocab_size
     described = {"version": VERSION, "corpus": found.fingerprint, "tokenizer": tokenizer, "vocab_size": size}
     settings = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     folder = corpora.cache_folder() / "tokens" / settings[:20]
@@ -75,11 +268,11 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
                 raise InputError(
                     f"corpus is {corpus!r}, which is too small to hold out a part of it, expected more text"
                 )
-            made = tokenizers.byte_tokenizer() if tokenizer == "bytes" else tokenizers.train_bpe(parts[0], size)
+            made = byte_tokenizer() if tokenizer == "bytes" else train_bpe(parts[0], size)
             write_cached(file, made.encode())
             for path, documents in zip((train, held_out), parts, strict=True):
                 spaced = [x + BETWEEN for x in documents[:-1]] + documents[-1:]
-                write_tokens(path, tokenizers.encode_all(made, spaced), size, settings)
+                write_tokens(path, encode_all(made, spaced), size, settings)
     made = file.read_text(encoding="utf-8")
     return Prepared(open_tokens(train, settings), open_tokens(held_out, settings), made, size)
 
@@ -110,7 +303,7 @@ def prepare_more(names: Sequence[str], corpus: str, main: Prepared) -> Integer[n
         if not found:
             raise InputError(f"more is {', '.join(names)!r}, which repeats the held-out text of {corpus!r}")
         with spinner(f"tokenizing {', '.join(names)}, once"):
-            tokens = tokenizers.encode_all(main.tokenizer, [x + BETWEEN for x in found])
+            tokens = encode_all(main.tokenizer, [x + BETWEEN for x in found])
         write_tokens(path, tokens, main.vocab_size, settings)
     return open_tokens(path, settings)
 

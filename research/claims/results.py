@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from qkv.errors import InputError, renamed
-from qkv_lab.experiments.estimate import SHIPPED
 from qkv_lab.experiments.record import load
+from qkv_lab.experiments.run import SHIPPED
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
 _folder: ContextVar[Path | None] = ContextVar("folder", default=None)

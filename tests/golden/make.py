@@ -19,7 +19,7 @@ from qkv import lab, sinks
 from qkv.cli import main
 from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM
 from qkv.profiler.surveys.survey import survey
-from qkv_lab import experiments, tokenizers, tokens
+from qkv_lab import experiments, tokens
 from qkv_lab.tasks import Reversal
 from qkv_lab.translation import Vocabulary, vocabulary_file
 
@@ -39,7 +39,7 @@ def write(folder: Path) -> None:
 
     models = folder / "model"
     qkv.models.save(model, models)
-    (models / "tokenizer.json").write_text(tokenizers.byte_tokenizer(), encoding="utf-8")
+    (models / "tokenizer.json").write_text(tokens.byte_tokenizer(), encoding="utf-8")
 
     words = Vocabulary(["cat", "the"]), Vocabulary(["chat", "le"])
     (folder / "vocabulary.json").write_text(vocabulary_file(*words), encoding="utf-8")

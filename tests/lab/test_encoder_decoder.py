@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from conftest import check_slopes, close, enlarged, rand, refused, unchecked
 from qkv.nn import TransformerBlock
-from qkv_lab.models.encoder import Stack
+from qkv_lab.models.classifier import Stack
 from qkv_lab.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 
 SMALL = EncoderDecoderConfig(

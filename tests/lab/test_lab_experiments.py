@@ -20,17 +20,16 @@ from forked import CONTEXT
 from lab_tasks import Counting, Looks, Tiny
 from qkv.errors import InputError
 from qkv_lab import Diverged, experiments
-from qkv_lab.experiments import data, experiment, masks, mechanism, names, normalizers, optimisation
+from qkv_lab.experiments import architecture, experiment, masks, mechanism, names, normalizers, texts
 from qkv_lab.experiments.base import Conclusion, Outcome, Results, Setting
-from qkv_lab.experiments.estimate import estimate
+from qkv_lab.experiments.draw import table
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Verdict
-from qkv_lab.experiments.page import table
-from qkv_lab.experiments.run import key, run_experiment
-from qkv_lab.experiments.sinks import TASK, Sweep
+from qkv_lab.experiments.run import estimate, key, run_experiment
+from qkv_lab.experiments.streaming import TASK, Sweep
 from qkv_lab.task import Measured
 from qkv_lab.tasks import backcopy
 
-MEASURING = (data, masks, mechanism, normalizers)
+MEASURING = (texts, masks, mechanism, normalizers)
 """The modules that measure some held-out texts."""
 
 
@@ -306,10 +305,10 @@ def test_learning_rate_compares_neighbouring_rates_and_counts_failed_runs() -> N
     early = {"loss": {"steps": [10, 50, 200], "values": [2.0, 4.0, 2.1]}}
 
     def found(plain: Mapping[str, Any], biased: Mapping[str, Any], slow: float = 0.3) -> dict[str, str]:
-        alphas = {"0.001": 0.1, "0.003": slow, "0.01": 0.6, "0.03": 0.8, optimisation.LONGER: 0.4}
+        alphas = {"0.001": 0.1, "0.003": slow, "0.01": 0.6, "0.03": 0.8, architecture.LONGER: 0.4}
         own = {v: outcomes(alphas.get(v, 0.5), curves=calm) for v in alphas}
-        own |= {f"{rate:g}": outcomes(alphas.get(f"{rate:g}", 0.5), curves=plain) for rate in optimisation.UNSTABLE}
-        own |= {f"key bias, {rate:g}": outcomes(0.1, curves=biased) for rate in optimisation.UNSTABLE}
+        own |= {f"{rate:g}": outcomes(alphas.get(f"{rate:g}", 0.5), curves=plain) for rate in architecture.UNSTABLE}
+        own |= {f"key bias, {rate:g}": outcomes(0.1, curves=biased) for rate in architecture.UNSTABLE}
         return verdicts("learning_rate", own)
 
     assert found(jump, calm) == {"C078": HOLDS, "C100": HOLDS}
@@ -317,7 +316,7 @@ def test_learning_rate_compares_neighbouring_rates_and_counts_failed_runs() -> N
     assert found(calm, calm)["C100"] == UNSEEN  # no run fails without it
     assert found(early, calm)["C100"] == UNSEEN
     assert found(calm, calm, slow=0.7)["C078"] == ONLY
-    assert optimisation.failed(Outcome(0, diverged="NaN"))
+    assert architecture.failed(Outcome(0, diverged="NaN"))
 
 
 def test_data_amount_separates_diversity_from_steps() -> None:

@@ -19,10 +19,10 @@ from qkv.models.generation import generate
 from qkv.models.text import load_text_model
 from qkv.profiler import corpora
 from qkv.profiler.capture.models import load as load_profiled
-from qkv_lab import tokenizers, track
-from qkv_lab.history import loss_figure
-from qkv_lab.ngrams import baselines
+from qkv_lab import heads, tokens
+from qkv_lab.log import loss_figure
 from qkv_lab.tasks.language import Language
+from qkv_lab.tokens import baselines
 
 SMALL = DecoderConfig.llama(d_model=32, layers=2, heads=2)
 
@@ -64,7 +64,7 @@ def test_batches_are_windows_of_the_text_and_depend_on_their_arguments_only(
     bos = made.build().vocabulary - 1
     assert bool((ids[:, 0] == bos).all()) == (first == "fixed")
     assert bos not in ids[:, 1:]
-    decode = tokenizers.from_json(made.files()["tokenizer.json"]).decode
+    decode = tokens.from_json(made.files()["tokenizer.json"]).decode
     whole = "\n\n".join(x.read_text() for x in texts.iterdir())
     piece = decode(ids[0].tolist()).strip("\ufffd").split("\n")[0]
     assert piece in whole
@@ -120,10 +120,10 @@ def test_uniform_predictions_have_the_loss_of_the_vocabulary_size(tokenizer: str
     size = 257 if tokenizer == "bytes" else 300
     assert found["loss"] == pytest.approx(log(size), abs=1e-5)
     assert found["perplexity"] == pytest.approx(size, rel=1e-4)
-    decode = tokenizers.from_json(made.files()["tokenizer.json"]).decode
+    decode = tokens.from_json(made.files()["tokenizer.json"]).decode
     text = "".join(decode(row) for row in made.unseen.tolist())
-    tokens = made.unseen[:, 1:].numel()
-    assert found["bits_per_byte"] == pytest.approx(tokens * log(size, 2) / len(text.encode()), rel=1e-5)
+    number = made.unseen[:, 1:].numel()
+    assert found["bits_per_byte"] == pytest.approx(number * log(size, 2) / len(text.encode()), rel=1e-5)
 
 
 @torch.no_grad()
@@ -218,8 +218,8 @@ def test_a_few_steps_beat_token_frequencies(texts: Path) -> None:
 def test_check_uses_texts_of_the_context_length(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = task(texts, model=replace(SMALL, positions="learned"))  # which cannot read more than the context
     model, read = made.build().eval(), []
-    whole = track.attention
-    monkeypatch.setattr(track, "attention", lambda model, ids: read.append(ids) or whole(model, ids))
+    whole = heads.attention
+    monkeypatch.setattr(heads, "attention", lambda model, ids: read.append(ids) or whole(model, ids))
     found = made.check(model)
     assert np.shape(found["sink"]) == (2, 2)
     assert read[0].shape[1] == 24
@@ -236,7 +236,7 @@ def test_check_uses_texts_of_the_context_length(texts: Path, monkeypatch: pytest
 def test_figure_title_counts_sinks(
     weights: list[float], says: str, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(track, "attention", lambda model, ids: {"sink": np.reshape(weights, (2, 2)).tolist()})
+    monkeypatch.setattr(heads, "attention", lambda model, ids: {"sink": np.reshape(weights, (2, 2)).tolist()})
     made = task(texts)
     figure = made.figures(made.build())["first_token"]
     assert says in figure.texts[0].get_text().replace("\n", " ")
@@ -254,7 +254,7 @@ def test_saved_model_generates_and_can_be_profiled(tokenizer: str, first: str, t
     checkpoint.save(model, tmp_path / "model")
     for name, text in made.files().items():
         (tmp_path / "model" / name).write_text(text, encoding="utf-8")
-    plain = tokenizers.from_json(made._data.tokenizer).encode("12 plus é")
+    plain = tokens.from_json(made._data.tokenizer).encode("12 plus é")
     expected = [model.vocabulary - 1, *plain] if first == "fixed" else plain  # type: ignore[operator]
 
     loaded = load_text_model(str(tmp_path / "model"))

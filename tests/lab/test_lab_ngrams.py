@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import refused
-from qkv_lab.ngrams import baselines
+from qkv_lab.tokens import baselines
 
 
 def test_losses_are_those_of_the_formulas_token_by_token() -> None:

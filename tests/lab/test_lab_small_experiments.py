@@ -15,17 +15,7 @@ from torch import Tensor, nn
 import qkv
 from qkv.scores import Dot
 from qkv_lab import experiments, tasks
-from qkv_lab.experiments import (
-    associations,
-    blocks,
-    experiment,
-    head_numbers,
-    lookup,
-    recurrence,
-    relations,
-    small,
-    texts,
-)
+from qkv_lab.experiments import architecture, associations, bottleneck, experiment, head_numbers, small, texts
 from qkv_lab.experiments.base import Outcome, Results
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN
 from qkv_lab.task import Training
@@ -74,7 +64,7 @@ def test_coreference_counts_only_models_that_name_the_noun() -> None:
     def found(best: float, accuracy: float = 1.0, spread: float = 0.01) -> str:
         runs = rows(spread, check__best=best)
         runs = [Outcome(o.seed, {"accuracy": accuracy}, o.check) for o in runs]
-        return verdicts("coreference", {relations.READER: runs})["C006"]
+        return verdicts("coreference", {associations.READER: runs})["C006"]
 
     assert [found(0.97), found(0.6), found(0.9, spread=0.2)] == [HOLDS, FAILS, UNDECIDED]
     assert found(0.97, accuracy=0.5) == UNSEEN
@@ -305,7 +295,7 @@ def test_fit_follows_the_schedule_and_stops_when_the_loss_is_not_finite() -> Non
 
 def test_recall_of_a_recurrent_network_uses_the_loss_of_the_task() -> None:
     torch.manual_seed(0)
-    model = recurrence.RecurrentLM(18, "GRU")
+    model = bottleneck.RecurrentLM(18, "GRU")
     task = tasks.Recall(min_length=5, max_length=5)
     ids = task.batch(0, 3, 0)["ids"]
     expected = nn.functional.cross_entropy(model(ids)[:, 5:-1].flatten(0, 1), ids[:, 6:].flatten())
@@ -314,10 +304,10 @@ def test_recall_of_a_recurrent_network_uses_the_loss_of_the_task() -> None:
 
 def test_hard_lookup_takes_the_value_of_the_best_key() -> None:
     torch.manual_seed(0)
-    model = lookup.Lookup(8, lambda _: Dot(), qkv.normalizers.Hard())
-    (query, keys, values), _ = lookup.questions(5, 4, torch.Generator().manual_seed(0))
+    model = associations.Lookup(8, lambda _: Dot(), qkv.normalizers.Hard())
+    (query, keys, values), _ = associations.questions(5, 4, torch.Generator().manual_seed(0))
     chosen = model.logits(query, keys).argmax(-1)
-    torch.testing.assert_close(model(query, keys, values), lookup._taken(model, values, chosen))
+    torch.testing.assert_close(model(query, keys, values), associations._taken(model, values, chosen))
 
 
 def test_four_questions_ask_for_keys_of_the_list() -> None:
@@ -331,7 +321,7 @@ def test_four_questions_ask_for_keys_of_the_list() -> None:
 
 
 def test_next_colour_asks_for_the_token_of_the_next_symbol() -> None:
-    symbols, colours, answer = relations.NextColour.tokens(np.random.default_rng(0), 4)
+    symbols, colours, answer = associations.NextColour.tokens(np.random.default_rng(0), 4)
     for row in range(4):
         by_symbol = dict(zip(symbols[row].tolist(), colours[row].tolist(), strict=True))
         assert answer[row].tolist() == [by_symbol[(s + 1) % 12] for s in symbols[row].tolist()]
@@ -341,17 +331,17 @@ def test_next_colour_asks_for_the_token_of_the_next_symbol() -> None:
 def test_shared_projections_have_symmetric_scores() -> None:
     x = torch.randn(1, 5, 32)
     for projections in (1, 0):
-        model = relations.NextColour(projections)
+        model = associations.NextColour(projections)
         scores = model.q(x) @ model.k(x).mT
         torch.testing.assert_close(scores, scores.mT)
-    model = relations.NextColour(3)
+    model = associations.NextColour(3)
     scores = model.q(x) @ model.k(x).mT
     assert not torch.allclose(scores, scores.mT)
 
 
 def test_block_without_residuals_forgets_its_input() -> None:
-    model = blocks.Blocks.task.build()
-    chained = blocks.Chained(model.blocks[0])
+    model = architecture.Blocks.task.build()
+    chained = architecture.Chained(model.blocks[0])
     x: Tensor = torch.randn(1, 4, 32)
     nn.init.zeros_(model.blocks[0].feed_forward.down.weight)
     assert bool((chained(x) == model.blocks[0].feed_forward.down.bias).all())

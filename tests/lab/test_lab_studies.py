@@ -12,7 +12,7 @@ import torch
 from conftest import refused
 from qkv.cache import Full, Sinks, Sliding
 from qkv.models import DecoderConfig, DecoderLM
-from qkv_lab.experiments import bottleneck, overmixing, random_scores, scaling, streaming
+from qkv_lab.experiments import bottleneck, mechanism, scaling, streaming
 from qkv_lab.experiments.base import Conclusion, Outcome, Results
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNSEEN
 from qkv_lab.experiments.run import run_experiment
@@ -109,45 +109,45 @@ def test_streaming_criterion(plain: float, sink: float, key: float, expected: st
 
 def test_unchanged_and_earlier_tokens_do_not_move() -> None:
     lm, ids = model(), texts(19)
-    assert (overmixing.movement(lm, ids, ids) == 0).all()
+    assert (mechanism.movement(lm, ids, ids) == 0).all()
     changed = ids.clone()
     changed[:, 6] = (changed[:, 6] + 1) % 17
     for mask_first in (False, True):
-        moved = overmixing.movement(lm, ids, changed, mask_first=mask_first)
+        moved = mechanism.movement(lm, ids, changed, mask_first=mask_first)
         assert moved.shape == (4, 19)
         assert (moved[:, :6] == 0).all()  # the future cannot change the past
         assert (moved[0, 7:] == 0).all()  # embeddings do not depend on other tokens
         assert (moved[1:, 6:] > 1e-4).all()
     with refused("changed"):
-        overmixing.movement(lm, ids, changed[:, 1:])
+        mechanism.movement(lm, ids, changed[:, 1:])
 
 
 def test_masked_first_token_moves_nothing() -> None:
     lm, ids = model(), texts(19)
     changed = ids.clone()
     changed[:, 0] = (changed[:, 0] + 1) % 17
-    assert (overmixing.movement(lm, ids, changed, mask_first=True)[:, 1:] == 0).all()
-    assert (overmixing.movement(lm, ids, changed)[1:, 1:] > 1e-4).all()  # the hooks were removed
+    assert (mechanism.movement(lm, ids, changed, mask_first=True)[:, 1:] == 0).all()
+    assert (mechanism.movement(lm, ids, changed)[1:, 1:] > 1e-4).all()  # the hooks were removed
 
 
 def test_residual_stream_and_attention_output_are_the_models() -> None:
     lm, ids = model(), texts(11)
     with torch.no_grad():
-        torch.testing.assert_close(lm.norm(overmixing.residual_stream(lm, ids)[-1]), lm.hidden(ids))
-        before = overmixing.residual_stream(lm, ids)[0]
+        torch.testing.assert_close(lm.norm(mechanism.residual_stream(lm, ids)[-1]), lm.hidden(ids))
+        before = mechanism.residual_stream(lm, ids)[0]
         added = lm.blocks[0].attention(lm.blocks[0].attention_norm(before))  # type: ignore[operator,union-attr]
     expected = (added.norm(dim=-1) / before.norm(dim=-1)).numpy()
-    np.testing.assert_allclose(overmixing.output_ratio(lm, ids)[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(mechanism.output_ratio(lm, ids)[0], expected, rtol=1e-5)
 
 
 def test_changed_texts_differ_in_one_ordinary_byte() -> None:
     task = Backcopy()
-    ids, changed = overmixing.changed_texts(task)
-    assert len(ids) == overmixing.TEXTS
+    ids, changed = mechanism.changed_texts(task)
+    assert len(ids) == mechanism.MIXED
     differs = ids != changed
-    assert differs[:, overmixing.CHANGED].all()
+    assert differs[:, mechanism.CHANGED].all()
     assert int(differs.sum()) == len(ids)
-    assert not task.is_trigger(changed[:, overmixing.CHANGED]).any()
+    assert not task.is_trigger(changed[:, mechanism.CHANGED]).any()
     assert int(changed.max()) <= task.symbols
 
 
@@ -179,7 +179,7 @@ def mixed(kept: float, hidden: float, *, sink: float = 0.9, heavy: float | None 
     ],
 )
 def test_overmixing_criterion(results: Results, expected: dict[str, str]) -> None:
-    assert by_claim(overmixing.Overmixing().conclude(results)) == expected
+    assert by_claim(mechanism.Overmixing().conclude(results)) == expected
 
 
 # --- scaling ----------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_overmixing_criterion(results: Results, expected: dict[str, str]) -> Non
 
 def test_jacobian_norm_agrees_with_autograd() -> None:
     scores = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
-    for row, found in zip(scores, random_scores.jacobian_norm(scores), strict=True):
+    for row, found in zip(scores, scaling.jacobian_norm(scores), strict=True):
         jacobian = torch.autograd.functional.jacobian(lambda s: s.softmax(-1), row)
         torch.testing.assert_close(found, jacobian.norm())
 
@@ -195,8 +195,8 @@ def test_jacobian_norm_agrees_with_autograd() -> None:
 @functools.cache
 def scored() -> Results:
     """Real random scores of two seeds."""
-    rows = [Outcome(s, measured=random_scores.random_scores(s, 2000)) for s in range(2)]
-    return Results({random_scores.RANDOM: rows})
+    rows = [Outcome(s, measured=scaling.random_scores(s, 2000)) for s in range(2)]
+    return Results({scaling.RANDOM: rows})
 
 
 def excesses(**unit: float) -> Results:
@@ -224,11 +224,11 @@ def excesses(**unit: float) -> Results:
 
 def test_verdicts_on_random_scores() -> None:
     """The verdicts that depend on random scores alone, as in the list of claims."""
-    found = by_claim(random_scores.RandomScores().conclude(scored()))
+    found = by_claim(scaling.RandomScores().conclude(scored()))
     true = ("C014", "C015", "C016", "C017", "C019", "C022", "C023", "C184", "C186", "C252", "C253")
     assert {c for c in true if found[c] != HOLDS} == set()
     assert {c for c in ("C157", "C172", "C185", "C250", "C321") if found[c] != FAILS} == set()
-    assert set(found) == set(random_scores.RandomScores.claims)
+    assert set(found) == set(scaling.RandomScores.claims)
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,9 @@ def test_bottleneck_criterion(results: Results, expected: dict[str, str]) -> Non
     ("made", "results"),
     [
         (streaming.Streaming(), streamed(plain=0.05, sink=0.0, key=0.0)),
-        (overmixing.Overmixing(), mixed(0.01, 0.05)),
+        (mechanism.Overmixing(), mixed(0.01, 0.05)),
         (scaling.Scaling(), excesses(unit=1.0)),
-        (random_scores.RandomScores(), scored()),
+        (scaling.RandomScores(), scored()),
         (bottleneck.Bottleneck(), translated((0.95, 0.2), (0.97, 0.9))),
     ],
 )
@@ -303,7 +303,7 @@ def test_conclusion_covers_all_claims_and_figure_has_labels(made: object, result
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "made", [streaming.Streaming(), overmixing.Overmixing(), scaling.Scaling(), bottleneck.Bottleneck()]
+    "made", [streaming.Streaming(), mechanism.Overmixing(), scaling.Scaling(), bottleneck.Bottleneck()]
 )
 def test_quick_form_gives_all_verdicts(made: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, held_out in ((backcopy, ("EVALUATED", "CHECKED")), (streaming, ("TEXTS",)), (overmixing, ("TEXTS",))):

@@ -19,11 +19,11 @@ from lab_tasks import prepared_length
 from qkv.errors import InputError
 from qkv.profiler import corpora
 from qkv.profiler.corpora import Corpus
-from qkv_lab import tokenizers
+from qkv_lab import tokens
 from qkv_lab.tokens import open_tokens, prepare, write_tokens
 
 WORDS = ["def the self.head(x):\n    return x\n", "class Tail:\n    body = 'the self'\n", "été <s> 🙂\r\n"]
-BPE = tokenizers.train_bpe(WORDS, 270)
+BPE = tokens.train_bpe(WORDS, 270)
 
 
 @pytest.fixture
@@ -39,65 +39,65 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- tokenizers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, tokenizers.byte_tokenizer()], ids=["bpe", "bytes"])
+@pytest.mark.parametrize("tokenizer", [BPE, tokens.byte_tokenizer()], ids=["bpe", "bytes"])
 @given(
     text=st.text(st.characters(codec="utf-8")) | st.sampled_from(["", "<s>", " <s>a</s>", "\u0120\u010a", "a  \t\n"])
 )
 def test_any_text_is_decoded_unchanged_and_never_contains_bos(tokenizer: str, text: str) -> None:
-    made = tokenizers.from_json(tokenizer)
+    made = tokens.from_json(tokenizer)
     ids = made.encode(text)
-    lengths = tokenizers.byte_lengths(tokenizer)
+    lengths = tokens.byte_lengths(tokenizer)
     assert made.decode(ids) == text
     assert len(lengths) - 1 not in ids
     assert lengths[ids].sum() == len(text.encode())
-    assert tokenizers.encode_all(tokenizer, [text, text]).tolist() == ids + ids
+    assert tokens.encode_all(tokenizer, [text, text]).tolist() == ids + ids
 
 
 def test_byte_tokens_are_the_bytes() -> None:
-    ids = tokenizers.from_json(tokenizers.byte_tokenizer()).encode("Añ\0\n~ \x7f")
+    ids = tokens.from_json(tokens.byte_tokenizer()).encode("Añ\0\n~ \x7f")
     assert ids == list("Añ\0\n~ \x7f".encode())
-    assert sorted(json.loads(tokenizers.byte_tokenizer())["model"]["vocab"].values()) == list(range(256))
+    assert sorted(json.loads(tokens.byte_tokenizer())["model"]["vocab"].values()) == list(range(256))
 
 
 def test_bpe_merges_frequent_words() -> None:
-    ids = tokenizers.from_json(BPE).encode(" the self")
+    ids = tokens.from_json(BPE).encode(" the self")
     assert len(ids) < len(" the self")
-    assert tokenizers.byte_lengths(BPE).shape == (270,)
+    assert tokens.byte_lengths(BPE).shape == (270,)
 
 
 @pytest.mark.slow
 def test_bpe_is_deterministic_across_processes() -> None:
-    code = f"from qkv_lab import tokenizers; print(tokenizers.train_bpe({WORDS!r}, 270), end='')"
+    code = f"from qkv_lab import tokenizers; print(tokens.train_bpe({WORDS!r}, 270), end='')"
     environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == BPE
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, tokenizers.byte_tokenizer()], ids=["bpe", "bytes"])
+@pytest.mark.parametrize("tokenizer", [BPE, tokens.byte_tokenizer()], ids=["bpe", "bytes"])
 def test_transformers_reads_tokenizer_json(tokenizer: str, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    (tmp_path / "tokenizer.json").write_text(tokenizers.with_bos(tokenizer), encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(tokens.with_bos(tokenizer), encoding="utf-8")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    bos = len(tokenizers.byte_lengths(tokenizer)) - 1
+    bos = len(tokens.byte_lengths(tokenizer)) - 1
     text = "def the self.head é 🙂 . , ' s n't"
-    assert theirs(text)["input_ids"] == [bos, *tokenizers.from_json(tokenizer).encode(text)]
+    assert theirs(text)["input_ids"] == [bos, *tokens.from_json(tokenizer).encode(text)]
     assert theirs.convert_ids_to_tokens([bos]) == ["<s>"]
     assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
 
 
 def test_with_bos_prepends_bos() -> None:
-    started = tokenizers.from_json(tokenizers.with_bos(BPE))
+    started = tokens.from_json(tokens.with_bos(BPE))
     ids = started.encode("the <s>")
-    assert ids == [269, *tokenizers.from_json(BPE).encode("the <s>")]
+    assert ids == [269, *tokens.from_json(BPE).encode("the <s>")]
     assert started.decode(ids) == "the <s>"
 
 
 def test_bpe_rejects_bad_vocabulary_sizes() -> None:
     with refused("vocab_size"):
-        tokenizers.train_bpe(WORDS, 256)
+        tokens.train_bpe(WORDS, 256)
     with pytest.raises(InputError, match=r"vocab_size is 5000, but the text has only \d+ tokens"):
-        tokenizers.train_bpe(WORDS, 5000)
+        tokens.train_bpe(WORDS, 5000)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_damaged_token_files_are_rejected(tmp_path: Path) -> None:
 def test_prepared_tokens_decode_to_the_corpus(tokenizer: str, folder: Path) -> None:
     prepared = prepare(str(folder), tokenizer, 300)
     assert prepared.vocab_size == (257 if tokenizer == "bytes" else 300)
-    decode = tokenizers.from_json(prepared.tokenizer).decode
+    decode = tokens.from_json(prepared.tokenizer).decode
     train, held_out = corpora.load(str(folder)).split()
     assert decode(prepared.train.tolist()) == "\n\n".join(train)
     assert decode(prepared.held_out.tolist()) == "\n\n".join(held_out)
@@ -152,7 +152,7 @@ def test_prepared_tokens_decode_to_the_corpus(tokenizer: str, folder: Path) -> N
 
 def test_bpe_is_trained_without_the_held_out_text(folder: Path) -> None:
     train, _ = corpora.load(str(folder)).split()
-    assert prepare(str(folder), "bpe", 300).tokenizer == tokenizers.train_bpe(train, 300)
+    assert prepare(str(folder), "bpe", 300).tokenizer == tokens.train_bpe(train, 300)
 
 
 def test_tokens_are_cached_until_text_or_settings_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +162,8 @@ def test_tokens_are_cached_until_text_or_settings_change(folder: Path, monkeypat
         raise AssertionError("made again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizers, "train_bpe", never)
-        patch.setattr(tokenizers, "encode_all", never)
+        patch.setattr(tokens, "train_bpe", never)
+        patch.setattr(tokens, "encode_all", never)
         again = prepare(str(folder), "bpe", 300)
         assert again.train.tolist() == prepared.train.tolist()
         assert again.tokenizer == prepared.tokenizer
@@ -176,11 +176,11 @@ def test_tokens_are_cached_until_text_or_settings_change(folder: Path, monkeypat
 
 
 def test_interrupted_preparation_is_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = tokenizers.encode_all
+    whole = tokens.encode_all
     with monkeypatch.context() as patch:
         calls = iter([whole])
         patch.setattr(
-            tokenizers,
+            tokens,
             "encode_all",
             lambda *given: next(calls)(*given),  # noqa: PLW0108  (a different function at each call)
         )
@@ -218,7 +218,7 @@ def test_library_tokenized_by_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     part = Corpus("library", corpora.load("library").documents[::4])
     monkeypatch.setattr(corpora, "load", lambda name: part)
     prepared = prepare("library", "bpe", 2048)
-    lengths = tokenizers.byte_lengths(prepared.tokenizer)
+    lengths = tokens.byte_lengths(prepared.tokenizer)
     train, _ = part.split()
     assert lengths[prepared.train].sum() == len("\n\n".join(train).encode())
     assert lengths[prepared.train].mean() > 2.7

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from conftest import enlarged, refused, unchecked
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.decoder import NORMALIZERS, POSITIONS
-from qkv_lab import track
+from qkv_lab import heads
 
 TINY = {"vocab_size": 23, "context": 29, "d_model": 12, "layers": 2, "heads": 6, "kv_heads": 2, "d_hidden": 17}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def by_hand(model: DecoderLM, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def test_statistics_agree_with_explicit_weights(name: str) -> None:
     model, ids = model_of(**VARIANTS[name]), ids_of(3, 11)
-    found = track.attention(model, ids)
+    found = heads.attention(model, ids)
     weights, values, hidden = by_hand(model, ids)
     unnormalised = VARIANTS[name].get("normalizer") in ("sigmoid", "elu", "relu")
     shares = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) if unnormalised else weights
@@ -93,18 +93,18 @@ def test_statistics_agree_with_explicit_weights(name: str) -> None:
     check("hidden_norm", (lengths := hidden.norm(dim=-1).mean(1))[:, 0] / lengths[:, 1:].mean(1))
     check("massive", (hidden[:, :, 0].abs().amax(-1) / hidden.abs().flatten(2).median(-1).values).mean(1))
     torch.testing.assert_close(
-        torch.tensor(track.value_norms(model, ids)).double(), norms.double(), rtol=1e-5, atol=1e-6
+        torch.tensor(heads.value_norms(model, ids)).double(), norms.double(), rtol=1e-5, atol=1e-6
     )
 
 
 @torch.no_grad()
 def test_cosines_use_rotated_queries_and_keys() -> None:
     model, ids = model_of(positions="rotary", layers=1), ids_of(2, 7)
-    heads, x = model.blocks[0].attention, model.blocks[0].attention_norm(model._embedded(ids, 0, None))
-    q, k, _ = heads._project(x, None, None)
-    q, k = heads.rotary.span(q), heads.rotary.span(k).repeat_interleave(3, 1)
+    layer, x = model.blocks[0].attention, model.blocks[0].attention_norm(model._embedded(ids, 0, None))
+    q, k, _ = layer._project(x, None, None)
+    q, k = layer.rotary.span(q), layer.rotary.span(k).repeat_interleave(3, 1)
     cosine = nn.functional.cosine_similarity(q[:, :, :, None], k[:, :, None], dim=-1)
-    found = track.attention(model, ids)
+    found = heads.attention(model, ids)
     others = torch.stack([cosine[:, :, i, 1 : i + 1].mean(-1) for i in range(1, 7)]).mean((0, 1))
     assert found["key_cosine"] == [pytest.approx(cosine[:, :, 1:, 0].mean((0, 2)).tolist(), rel=1e-5)]
     assert found["key_cosine_others"] == [pytest.approx(others.tolist(), rel=1e-5)]
@@ -115,7 +115,7 @@ def test_large_unnormalised_weights_are_not_counted_as_a_sink(normalizer: str) -
     """Claim C132: at scores near 0 ELU + 1 gives every key the weight 1, so that undivided weights suggest sinks."""
     torch.manual_seed(0)
     model = DecoderLM(DecoderConfig(**{**TINY, "normalizer": normalizer, "context": 64}))
-    found = track.attention(model, ids_of(2, 64))
+    found = heads.attention(model, ids_of(2, 64))
     assert found["sink_score"] == 0
     harmonic = sum(1 / i for i in range(2, 65)) / 63
     assert torch.tensor(found["sink"]).flatten().tolist() == pytest.approx([harmonic] * 12, rel=0.01)
@@ -138,7 +138,7 @@ def test_hand_made_sink_is_found() -> None:
         q[0, 0], k[0, 6], v[0, 0] = 30, 30, 1
     ids = torch.full((2, 9), 7)
     ids[:, 0] = 5
-    found = track.attention(model, ids)
+    found = heads.attention(model, ids)
     assert found["sink"] == found["sink_share"] == [[1.0]]
     assert found["sink_score"] == 1
     assert found["entropy"][0][0] < 1e-6
@@ -156,11 +156,11 @@ def test_model_keeps_its_mode_and_has_no_hooks_left(monkeypatch: pytest.MonkeyPa
     def hooks() -> int:
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
-    assert track.attention(model, ids) == track.attention(model, ids)
+    assert heads.attention(model, ids) == heads.attention(model, ids)
     with monkeypatch.context() as patch:
         patch.setattr(type(model.blocks[1].attention), "_merged", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            track.attention(model, ids)
+            heads.attention(model, ids)
     assert model.training
     assert hooks() == 0
 
@@ -168,7 +168,7 @@ def test_model_keeps_its_mode_and_has_no_hooks_left(monkeypatch: pytest.MonkeyPa
 def test_attention_rejects_other_models_and_short_texts() -> None:
     model = model_of()
     with unchecked(), refused("model"):
-        track.attention(nn.Linear(2, 2), ids_of(2, 3))  # type: ignore[arg-type]
+        heads.attention(nn.Linear(2, 2), ids_of(2, 3))  # type: ignore[arg-type]
     for ids in (ids_of(2, 1), ids_of(3)):
         with unchecked(), refused("ids"):
-            track.attention(model, ids)
+            heads.attention(model, ids)

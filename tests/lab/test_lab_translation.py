@@ -33,9 +33,8 @@ from qkv_lab.grammar import (
     verb,
     vocabularies,
 )
-from qkv_lab.sentences import sentence
 from qkv_lab.tasks.translation import ARCHITECTURES, Translation, alignment, is_held_out
-from qkv_lab.translation import END, PAD, START, Vocabulary, cross_weights, read_vocabulary, translate
+from qkv_lab.translation import END, PAD, START, Vocabulary, cross_weights, read_vocabulary, sentence, translate
 
 TINY = Translation(d_model=16, layers=1, heads=2, max_words=8, held_out=4)
 

@@ -9,11 +9,11 @@ from qkv.profiler.capture import residual
 from qkv.profiler.data import tables
 from qkv.profiler.surveys import accumulators
 from qkv.tracking import tracker
-from qkv_lab import track
+from qkv_lab import heads
 
 
 def test_one_sink_threshold():
-    assert tables.SINK_THRESHOLD == accumulators.SINK_THRESHOLD == tracker.SINK_THRESHOLD == track.THRESHOLD == 0.3
+    assert tables.SINK_THRESHOLD == accumulators.SINK_THRESHOLD == tracker.SINK_THRESHOLD == heads.THRESHOLD == 0.3
 
 
 @pytest.mark.parametrize(("rest", "largest", "count"), [(1.0, 2000.0, 1), (1.0, 500.0, 0), (0.001, 99.0, 0)])

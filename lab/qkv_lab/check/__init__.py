@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from qkv_lab.check.alignment import additive_score, alignment_accuracy
-from qkv_lab.check.attention import attention, entropy, temperature
-from qkv_lab.check.heads import causal_mask, cross_attention, dropout, multi_head
-from qkv_lab.check.lookup import online_softmax, soft_lookup, stable_softmax
-from qkv_lab.check.reversal import einsum_attention, reversal_score
+from qkv_lab.check.attention import additive_score, alignment_accuracy, attention, entropy, temperature
+from qkv_lab.check.heads import causal_mask, cross_attention, dropout, multi_head, parameter_count, sink_token
+from qkv_lab.check.lookup import einsum_attention, online_softmax, reversal_score, soft_lookup, stable_softmax
 from qkv_lab.check.sinks import first_token, key_bias, off_by_one, sink_rate
-from qkv_lab.check.transformer import parameter_count, sink_token
 
 __all__ = [
     "additive_score",

@@ -10,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import qkv
-from qkv_lab.check.hints import draw, expect, pair
-from qkv_lab.check.verdict import Wrong, judge
+from qkv_lab.check.hints import Wrong, draw, expect, judge, pair
 
 
 def first_token(answer: Callable[[Float[Tensor, "layers heads n n"]], Float[Tensor, " layers"]]) -> bool:

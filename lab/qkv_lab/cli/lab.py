@@ -96,20 +96,20 @@ def _run(one: Lesson, out: Path) -> None:
     """Print the page with its results; the figures go to the folder `out`."""
     from rich.console import Console
 
-    from qkv_lab.lessons import prose
+    from qkv_lab.lessons import page
     from qkv_lab.lessons.page import cells
     from qkv_lab.lessons.run import Runner
 
     console = Console(highlight=False)
-    page = cells(one.text())
-    codes = sum(cell.kind == "code" for cell in page)
+    parts = cells(one.text())
+    codes = sum(cell.kind == "code" for cell in parts)
     saved: list[Path] = []
     began = time.perf_counter()
     with folder(out), Runner(one.name, out) as runner:
-        for cell in page:
+        for cell in parts:
             if cell.kind == "text":
                 runner.text(cell)
-                prose.show(console, cell.source)
+                page.show(console, cell.source)
             else:
                 saved += _code(console, runner, cell, codes)
     print_line("Lab", f"{one.name} in {time.perf_counter() - began:.0f} s", main=True)

@@ -1,25 +1,43 @@
-"""Experiments on architecture choices that should not affect sinks (Gu et al. 2025, arXiv:2410.10781, §6.1)."""
+"""Experiments: heads, sizes, the place of norms, blocks, learning rate, dropout."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar
 
-from qkv_lab.experiments.base import Results
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qkv.models import DecoderConfig
+from qkv.nn import TransformerBlock
+from qkv_lab.experiments.base import Outcome, Results
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNSEEN, Criterion, Effect, Verdict
-from qkv_lab.experiments.sinks import (
+from qkv_lab.experiments.small import Small, fit
+from qkv_lab.experiments.streaming import (
+    ALPHA,
     DATED,
     LESS,
+    MAIN_LOOKS,
+    PLAIN,
     SINK,
     STRONGEST,
     TASK,
+    TRAINING,
     Change,
     Sweep,
     difference,
+    learnt,
+    mean_of,
     model_variants,
     sink,
+    training_variants,
 )
+from qkv_lab.task import Measured, Training
+from qkv_lab.tasks.backcopy import Backcopy
 
 LIMIT = 14_000_000
 """The number of parameters of the smallest model with sinks, according to the sources."""
@@ -142,3 +160,207 @@ class ModelSize(Sweep):
         able = [i.condition for i in verdicts["C066"].intervals if not i.unless and i.clears]
         seeds = f"({results.seeds} seeds)"
         return f"Smallest model with a sink: {able[0]} {seeds}" if able else f"No model here has a sink {seeds}"
+
+
+BOTH, BARE, CHAINED = "both", "no norms", "no residuals"
+BLOCKS_RATES = (1e-3, 1e-2, 3e-2)
+GAIN = 0.1
+"""Nats per token by which a model must be better than token frequencies to have learnt."""
+
+
+class Chained(nn.Module):
+    """A block without residual connections."""
+
+    def __init__(self, block: TransformerBlock) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        """The block's sublayers one after the other, (b, n, d)."""
+        x = self.block.attention(self.block.attention_norm(x), **given)
+        out: Tensor = self.block.feed_forward(self.block.feed_forward_norm(x))
+        return out
+
+
+class Blocks(Small):
+    """Language models of 8 layers at three learning rates, with residuals and norms, and without either."""
+
+    name = "blocks"
+    question = "Do deep models train without residual connections, and is training stable without layer norms?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Eight layers learn with residual connections, and not without",
+        FAILS: "Eight layers learn without residual connections, or not even with them",
+    }
+    criteria = (
+        Criterion("C050", DATED, "Loss (nats per token) of token frequencies minus that of models of 8 layers, at the "
+                  "best of three learning rates", GAIN, parts=True),
+        Criterion("C051", DATED, "Share of three learning rates at which a model of 8 layers ends worse than guessing, "
+                  "without layer norms minus with them", 0.0),
+    )  # fmt: skip
+    looks: ClassVar[tuple[int, ...]] = (10, 20, 40)
+    task = Backcopy(length=32, model=DecoderConfig(layers=8, heads=2, d_model=32))
+
+    def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
+        """The loss over the last tenth of the steps at each learning rate, and that of the tokens' frequencies."""
+        steps = 3 if quick else 150
+        last = range(steps - max(1, steps // 10), steps)
+        targets = torch.cat([self.task.batch(step, 8, seed)["targets"] for step in last]).flatten()
+        share = targets.bincount().double() / len(targets)
+        frequencies = torch.special.entr(share).sum().item()
+        found: dict[str, Measured] = {}
+        for variant in (BOTH, BARE, CHAINED):
+            losses = [self._loss(variant, rate, seed, steps) for rate in BLOCKS_RATES]
+            found[variant] = {"losses": losses, "frequencies": frequencies}
+        return found
+
+    def _loss(self, variant: str, rate: float, seed: int, steps: int) -> float | None:
+        """The mean loss of the last tenth of the steps; None if it is not finite."""
+        torch.manual_seed(seed)
+        model = self.task.build()
+        if variant == BARE:
+            model.norm = nn.Identity()
+            for block in model.blocks:
+                block.attention_norm = block.feed_forward_norm = nn.Identity()
+        elif variant == CHAINED:
+            model.blocks = nn.ModuleList(Chained(block) for block in model.blocks)  # type: ignore[arg-type]
+        training = Training(steps=steps, lr=rate, warmup=0, decay="none", weight_decay=0.0, clip=0.0, beta2=0.999)
+        losses = fit(model, lambda step: self.task.loss(model, self.task.batch(step, 8, seed)), training)
+        last = losses[-max(1, steps // 10) :]
+        mean = sum(last) / len(last)
+        return mean if len(losses) == steps and math.isfinite(mean) else None
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """C050 has two parts: with residuals the model learns, and without them it does not at any rate."""
+        gain = {v: [_gain(o) for o in results.finished(v)] for v in (BOTH, CHAINED)}
+        lost = {v: {o.seed: self._lost(o) for o in results.finished(v)} for v in (BOTH, BARE)}
+        return {
+            "C050": [
+                Effect("with residuals", gain[BOTH], (BOTH,)),
+                Effect("without", gain[CHAINED], (CHAINED,), above=False),
+            ],
+            "C051": [Effect("", [lost[BARE][s] - lost[BOTH][s] for s in lost[BARE] if s in lost[BOTH]], (BOTH, BARE))],
+        }
+
+    def _lost(self, outcome: Outcome) -> float:
+        """The share of learning rates at which the loss is above that of guessing, or not finite."""
+        guess = math.log(self.task.symbols)
+        return sum(x is None or x > guess for x in outcome.measured["losses"]) / len(BLOCKS_RATES)
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """At which rates training fails."""
+        parts = []
+        for variant in (BOTH, BARE):
+            runs = results.finished(variant)
+            guess = math.log(self.task.symbols)
+            lost = [sum(o.measured["losses"][i] is None or o.measured["losses"][i] > guess for o in runs)
+                    for i in range(len(BLOCKS_RATES))]  # fmt: skip
+            parts.append(f"{variant}: {', '.join(f'{n} at {r:g}' for n, r in zip(lost, BLOCKS_RATES, strict=True))}")
+        return {"C051": f"Runs that end worse than guessing, by learning rate, of {results.seeds}: {'; '.join(parts)}."}
+
+
+def _gain(outcome: Outcome) -> float:
+    """The loss of token frequencies minus the best loss; that of a model that never ends finite is −1."""
+    losses = [x for x in outcome.measured["losses"] if x is not None]
+    return float(outcome.measured["frequencies"]) - min(losses) if losses else -1.0
+
+
+OPTIMISATION_RATES, UNSTABLE = (1e-3, 3e-3, 1e-2, 3e-2), (5e-2, 6e-2, 7e-2)
+LONGER = "0.003, 3 × the steps"
+DECAYS, SLOW = (0.0, 0.1, 0.5, 1.0, 2.0), 3e-3
+KEY = "key bias, "
+LEAST = 0.05  # smaller differences of weight do not count as an effect
+FEWEST = 0.2  # a share of failed runs, without which stability cannot be compared
+SPIKE, SETTLED = 0.5, 100  # a spike is this far above the lowest earlier loss (nats), after this many steps
+
+
+class LearningRate(Sweep):
+    """Learning rates at which models learn, and rates at which training fails, with and without a key bias."""
+
+    name = "learning_rate"
+    question = "Does a larger learning rate strengthen the sink, and does a key bias stabilise training at high rates?"
+    criteria = (
+        Criterion("C078", DATED, "Weight of the strongest head on the first token at a learning rate minus that at a "
+                  "lower one", LEAST),
+        Criterion("C100", DATED, "Share of runs that fail (the loss jumps or becomes NaN, or the task is not learnt) "
+                  "minus the share with a key bias, same seeds", 0.1),
+    )  # fmt: skip
+    curves = ("loss",)
+    axis = "peak learning rate"
+    variants: ClassVar[Mapping[str, Change]] = {
+        **training_variants(lr=OPTIMISATION_RATES),
+        LONGER: Change(training={"lr": 3e-3, "steps": 3 * TRAINING.steps}),
+        **{f"{rate:g}": Change(training={"lr": rate}) for rate in UNSTABLE},
+        **{f"{KEY}{rate:g}": Change(model={"key_bias": True}, training={"lr": rate}) for rate in UNSTABLE},
+    }
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """C078 by neighbouring rates, and against a lower rate with more steps; C100 by the runs that fail."""
+        names = [f"{rate:g}" for rate in OPTIMISATION_RATES]
+        rises = [difference(results, b, a, f"{b} − {a}") for a, b in pairwise(names)]
+        rises.append(difference(results, "0.01", LONGER, "0.01 − 0.003 with 3 times the steps"))
+        fails: list[Effect] = []
+        for rate in UNSTABLE:
+            plain, biased = ({o.seed: failed(o) for o in results.variants.get(f"{p}{rate:g}", ())} for p in ("", KEY))
+            share = float(np.mean(list(plain.values()))) if plain else 0.0
+            few = "" if share >= FEWEST else f"{share:.0%} of its runs fail, fewer than {FEWEST:.0%}"
+            both = [float(plain[seed]) - float(biased[seed]) for seed in plain if seed in biased]
+            fails.append(Effect(f"rate {rate:g}", both, (f"{rate:g}", f"{KEY}{rate:g}"), unless=few))
+        return {"C078": rises, "C100": fails}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The shares of runs that fail at each rate."""
+        shares = []
+        for rate in UNSTABLE:
+            plain, biased = ([failed(o) for o in results.variants.get(f"{p}{rate:g}", ())] for p in ("", KEY))
+            if plain and biased:
+                shares.append(f"{rate:g}: {sum(plain)} of {len(plain)} without, {sum(biased)} of {len(biased)} with it")
+        return {"C100": f"Runs that fail at rate {'; '.join(shares)}."} if shares else {}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The weights at the ends of the range."""
+        low, high = (f"{OPTIMISATION_RATES[at]:g}" for at in (0, -1))
+        ends = f"{mean_of(results.values(low, ALPHA))} at {low}, {mean_of(results.values(high, ALPHA))} at {high}"
+        says = {
+            HOLDS: "A larger learning rate makes a stronger sink",
+            FAILS: "A larger learning rate does not make a stronger sink",
+        }
+        start = says.get(verdicts["C078"].holds, "Not every larger learning rate makes a stronger sink")
+        return f"{start}: {ends} ({results.seeds} seeds)"
+
+
+class WeightDecay(Sweep):
+    """Five strengths of weight decay, at a learning rate at which the sink can still become stronger."""
+
+    name = "weight_decay"
+    question = "Does stronger weight decay strengthen the sink?"
+    looks = MAIN_LOOKS
+    criteria = (
+        Criterion("C082", DATED, "Weight of the strongest head on the first token with weight decay minus that "
+                  f"without, at learning rate {SLOW:g}", LEAST),
+    )  # fmt: skip
+    axis = f"weight decay (learning rate {SLOW:g})"
+    variants: ClassVar[Mapping[str, Change]] = {
+        **{f"{decay:g}": Change(training={"weight_decay": decay, "lr": SLOW}) for decay in DECAYS},
+        f"{PLAIN}, rate {TRAINING.lr:g}": Change(),
+    }
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """The two strongest decays against none."""
+        return {"C082": [difference(results, f"{decay:g}", "0", f"{decay:g} − 0") for decay in DECAYS[-2:]]}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The change from no decay to the strongest."""
+        last = verdicts["C082"].intervals[-1]
+        return (
+            f"From no weight decay to {DECAYS[-1]:g} the weight on the first token changes by {last.mean:+.2f} "
+            f"({last.low:+.2f} to {last.high:+.2f}, {last.n} seeds)"
+        )
+
+
+def failed(outcome: Outcome) -> bool:
+    """True if a run's loss had a spike or diverged, or if the run did not learn its task."""
+    if outcome.diverged is not None or not learnt(outcome):
+        return True
+    curve = outcome.curves["loss"]
+    losses, late = np.asarray(curve["values"], float), np.asarray(curve["steps"]) > SETTLED
+    return bool(((losses - np.minimum.accumulate(losses)) > SPIKE)[late].any())

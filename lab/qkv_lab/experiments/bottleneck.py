@@ -1,29 +1,39 @@
-"""Experiment on the cost of a fixed-size vector between encoder and decoder (Bahdanau et al. 2015, arXiv:1409.0473,
-fig. 2)."""
+"""Experiments: the fixed-vector bottleneck, recurrence, and the lesson's model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
 
+from qkv.models import DecoderConfig, DecoderLM
+from qkv_lab import heads, settings
 from qkv_lab.experiments.base import Experiment, Results, Setting, summary
-from qkv_lab.experiments.evidence import HOLDS, Criterion, Effect, Verdict
-from qkv_lab.experiments.sinks import DATED
+from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
+from qkv_lab.experiments.small import LEAST, Small, fit, means_of, minus
+from qkv_lab.experiments.streaming import DATED
+from qkv_lab.task import Measured, Training
+from qkv_lab.tasks.recall import Recall
+from qkv_lab.tasks.reversal import MIRRORS, Reversal
 from qkv_lab.tasks.translation import ARCHITECTURES, Translation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
 NONE, BAHDANAU = "rnn", "bahdanau"
 LONGEST = 20  # most words in a source sentence
 STEPS = {"rnn": 4000, "bahdanau": 1400, "luong": 1400, "luong-local": 1000, "transformer": 1400}
 OTHERS = 3  # seeds of the architectures that no claim is about
-LEAST = 0.05  # smaller differences of accuracy do not count as an effect
+LEAST_DIFFERENCE = 0.05  # smaller differences of accuracy do not count as an effect
 SHORT = 0.8  # the accuracy on the shortest sentences from which the vector counts as adequate
-ACCURACY = 0.7  # least accuracy of links
+BOTTLENECK_ACCURACY = 0.7  # least accuracy of links
 LINKS = "Share of words on a true counterpart of which Bahdanau's attention has its largest weight"
 LABELS = {"rnn": "no attention", "bahdanau": "Bahdanau", "luong": "Luong, global", "luong-local": "Luong, local",
           "transformer": "Transformer"}  # fmt: skip
@@ -37,10 +47,10 @@ class Bottleneck(Experiment):
     criteria = (
         Criterion("C001", DATED, "Share of sentences translated exactly without attention: of the shortest, and of the "
                   "shortest minus the longest", SHORT, parts=True),
-        Criterion("C325", DATED, LINKS, ACCURACY),
-        Criterion("C326", DATED, f"{LINKS}, trained on sentence pairs alone", ACCURACY),
+        Criterion("C325", DATED, LINKS, BOTTLENECK_ACCURACY),
+        Criterion("C326", DATED, f"{LINKS}, trained on sentence pairs alone", BOTTLENECK_ACCURACY),
         Criterion("C370", DATED, "Gain in exact translations from Bahdanau's attention on the longest sentences minus "
-                  "that on the shortest", LEAST),
+                  "that on the shortest", LEAST_DIFFERENCE),
     )  # fmt: skip
     looks = (10, 20)
 
@@ -62,12 +72,12 @@ class Bottleneck(Experiment):
         return {
             "C001": [
                 Effect("the shortest", none[:, 0].tolist(), (NONE,)),
-                Effect("the difference", (none[:, 0] - none[:, -1]).tolist(), (NONE,), bound=LEAST),
+                Effect("the difference", (none[:, 0] - none[:, -1]).tolist(), (NONE,), bound=LEAST_DIFFERENCE),
             ],
             "C325": aligned,
             "C326": aligned,
             "C370": [
-                Effect("a gain on the longest", gain[:, -1].tolist(), both, bound=LEAST, premise=True),
+                Effect("a gain on the longest", gain[:, -1].tolist(), both, bound=LEAST_DIFFERENCE, premise=True),
                 Effect("", (gain[:, -1] - gain[:, 0]).tolist(), both),
             ],
         }
@@ -133,3 +143,237 @@ def _setting(name: str, seed: int, quick: bool) -> Setting:
         settings |= {"steps": 20, "batch": 16, "warmup": 5}
     task = replace(_task(name), d_model=32, held_out=8) if quick else _task(name)
     return Setting(task, replace(Translation.training(), **settings))
+
+
+RECURRENCE_ACCURACY = "measured.accuracy"
+RIGHT = 0.9
+"""A model can do a task if this share of its predictions is right."""
+FAR = 63
+"""The distance over which symbols are recalled."""
+BITS, SKIPPED = 24, 8
+"""The bits of a sequence of the parity task, and the first ones, which are too easy to be evaluated."""
+
+
+class RecurrentLM(nn.Module):
+    """A language model with one recurrent layer, with the methods of a `DecoderLM` that tasks call."""
+
+    def __init__(self, vocabulary: int, kind: str, width: int = 64) -> None:
+        super().__init__()
+        layer = nn.GRU if kind == "GRU" else nn.RNN
+        self.embedding, self.output = nn.Embedding(vocabulary, width), nn.Linear(2 * width, vocabulary)
+        self.layer = layer(width, 2 * width, batch_first=True)
+
+    def forward(self, ids: Int[Tensor, "b n"]) -> Tensor:
+        """Logits of the next token at each position, (b, n, vocabulary)."""
+        out: Tensor = self.output(self.layer(self.embedding(ids))[0])
+        return out
+
+    def loss(self, ids: Int[Tensor, "b n"], targets: Int[Tensor, "b n"]) -> Tensor:
+        """The mean cross-entropy in nats; targets of −100 are ignored."""
+        return nn.functional.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
+
+
+def on_recall(task: Recall, model: nn.Module, seed: int, training: Training) -> dict[str, float]:
+    """Train on batches of the task; the accuracy on its held-out sequences."""
+    fit(model, lambda step: task.loss(model, task.batch(step, training.batch, seed)), training)
+    with torch.no_grad():
+        return {"accuracy": float(task.evaluate(model)["accuracy"]), "parameters": float(_count(model))}
+
+
+def on_parity(model: nn.Module, seed: int, training: Training) -> dict[str, float]:
+    """Train to say after each bit whether the number of ones so far is odd; the accuracy on new bits."""
+
+    def bits(step: int, size: int) -> tuple[Tensor, Tensor]:
+        found = torch.from_numpy(np.random.default_rng((seed, step)).integers(0, 2, (size, BITS)))
+        return found, found.cumsum(1) % 2
+
+    def loss(step: int) -> Tensor:
+        ids, odd = bits(step, training.batch)
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), odd.flatten())
+
+    fit(model, loss, training)
+    with torch.no_grad():
+        ids, odd = bits(10**6, 500)
+        right = (model(ids).argmax(-1) == odd)[:, SKIPPED:].double().mean().item()
+    return {"accuracy": right, "parameters": float(_count(model))}
+
+
+class Recurrence(Small):
+    """Attention, a GRU and a tanh RNN, trained alike on three tasks."""
+
+    name = "recurrence"
+    question = "On which tasks is attention better than a recurrent network, and on which can it replace one?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Attention recalls over long distances that a recurrent network loses",
+        FAILS: "Attention does not recall over long distances better than a recurrent network",
+    }
+    criteria = (
+        Criterion("C146", DATED, f"Recall of symbols {FAR} tokens back: accuracy with attention, and that minus the "
+                  "accuracy of a tanh RNN", RIGHT, parts=True),
+        Criterion("C291", DATED, "Accuracy with attention minus that of a GRU after as many steps (300), on sequences "
+                  "of at most 68 tokens", LEAST),
+        Criterion("C373", DATED, "Accuracy with attention minus that of a GRU after as many steps (300)", -LEAST),
+    )  # fmt: skip
+    tasks: Mapping[str, str] = {
+        "recall": "recall of 8 symbols",
+        "far": f"recall over {FAR} tokens",
+        "parity": f"running parity of {BITS} bits",
+    }
+
+    def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
+        """Every model on every task; the RNN only on the long distance, where it is compared."""
+        training = Training(steps=3 if quick else 300, warmup=30, weight_decay=0.0)
+        near, far = Recall(min_length=8, max_length=8), Recall(min_length=4, max_length=4, gap=FAR - 3)
+        made: dict[str, tuple[Callable[..., dict[str, float]], Callable[[str], nn.Module]]] = {
+            "recall": (lambda *a: on_recall(near, *a), lambda kind: _model(kind, 18, context=16)),
+            "far": (lambda *a: on_recall(far, *a), lambda kind: _model(kind, 34, context=68, layers=1)),
+            "parity": (on_parity, lambda kind: _model(kind, 2, context=BITS)),
+        }
+        found: dict[str, dict[str, float]] = {}
+        for task, (learn, make) in made.items():
+            for kind in ("attention", "GRU", *(["RNN"] if task == "far" else [])):
+                torch.manual_seed(seed)
+                found[f"{kind}, {task}"] = learn(make(kind), seed, training)
+        return found
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """One effect for each task, of runs with equally many steps."""
+        ahead = [minus(results, f"attention, {task}", f"GRU, {task}", RECURRENCE_ACCURACY, name)
+                 for task, name in self.tasks.items()]  # fmt: skip
+        rnn = results.differences("attention, far", "RNN, far", RECURRENCE_ACCURACY)
+        return {
+            "C146": [
+                Effect("attention", results.values("attention, far", RECURRENCE_ACCURACY), ("attention, far",)),
+                Effect("attention minus RNN", rnn, ("attention, far", "RNN, far"), bound=LEAST),
+            ],
+            "C291": ahead,
+            "C373": ahead,
+        }
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The mean accuracies."""
+        means = f"Mean accuracies: {means_of(results, list(results.variants), RECURRENCE_ACCURACY)}."
+        return {"C291": means, "C373": means}
+
+
+def _model(kind: str, vocabulary: int, **shape: Any) -> nn.Module:
+    """Attention or a recurrent network of about as many parameters."""
+    if kind != "attention":
+        return RecurrentLM(vocabulary, kind)
+    positions = "learned" if shape.get("layers") == 1 else "alibi"
+    given = {"d_model": 64, "layers": 2, "heads": 4, "d_hidden": 128, "positions": positions, "tied": False, **shape}
+    return DecoderLM(DecoderConfig(vocab_size=vocabulary, **given))
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+MODEL = "the lesson's model"
+PATTERN = 0.9
+"""A head attends to a position if that is its strongest key at this share of the queries."""
+HALF = 0.5
+CHECKED = 100
+
+
+class Lesson(Small):
+    """The lesson's model, learning rate and number of steps.
+
+    Two things differ from the lesson: every batch has new sequences, and the initial weights are those of GPT-2 (the
+    lesson's embeddings have a standard deviation of 1).
+    """
+
+    name = "lesson"
+    question = "What do the heads of a lesson's small model learn, and does its analysis find it?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "The lesson's model writes what its training accuracy says",
+        FAILS: "The lesson's model writes worse than its training accuracy says",
+    }
+    criteria = (
+        Criterion("C213", DATED, "Share of symbols predicted in the last batches of training minus that written by "
+                  "itself on new sequences (absolute difference)", 0.01, above=False),
+        Criterion("C214", DATED, "Share of symbols that the model writes correctly on new sequences after 4,000 steps",
+                  0.95),
+        Criterion("C215", DATED, "Share of the answering queries whose strongest key is the mirrored position, in the "
+                  "head with the largest", PATTERN),
+        Criterion("C220", DATED, "Share of the queries after the separator whose strongest key is the separator or "
+                  "the token before, in the head with the largest", HALF),
+        Criterion("C221", DATED, "Mean distance (tokens) to which the first layer attends minus that of even weights",
+                  0.0, above=False),
+        Criterion("C223", DATED, "Share of the answering queries whose strongest key is the mirrored position, in the "
+                  "head with the largest", PATTERN),
+        Criterion("C224", DATED, "Loss of accuracy when heads with the mirrored position as strongest key are "
+                  "ablated", HALF),
+    )  # fmt: skip
+    looks: ClassVar[tuple[int, ...]] = (10, 20)
+
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        """The configuration `lesson` of the package, `qkv train --config lesson`."""
+        task, training = settings.from_toml(Path("lesson"))
+        training = replace(training, seed=seed, evaluate_every=4000, save_every=4000)
+        return {MODEL: Setting(task, replace(training, steps=4, batch=4) if quick else training)}
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        """``trained``: accuracy with the true symbols as input, on batches of training; and shares of strongest keys.
+
+        ``separator`` and ``token_before``: by layer and head, shares of the queries after the separator. ``distance``:
+        by layer, the mean distance of a query's attention; ``even``: that of even weights. ``mirrors``: the number of
+        heads with the mirrored position as their strongest key at 90 % of the answering queries.
+        """
+        task = setting.task
+        assert isinstance(task, Reversal)
+        n = task.length
+        last = [task.batch(setting.training.steps - 1 - i, 128, setting.training.seed)["ids"] for i in range(4)]
+        ids = torch.cat(last)
+        said = model(ids[:, :-1])[:, n:].argmax(-1)
+        weights = heads.maps(model, task.unseen()[:CHECKED, :-1])
+        query = np.arange(n, 2 * n)
+        apart = np.abs(query[:, None] - np.arange(2 * n))
+        after = query[1:]
+        return {
+            "trained": float((said == ids[:, n + 1 :]).double().mean()),
+            "separator": heads.share_of_strongest(weights, (after, np.full(n - 1, n))).tolist(),
+            "token_before": heads.share_of_strongest(weights, (after, after - 1)).tolist(),
+            "distance": (weights[..., n:, :] * apart).sum(-1).mean((0, 2, 3)).tolist(),
+            "even": float(query.mean() / 2),
+            "mirrors": int((heads.share_of_strongest(weights, task.mirror()) >= PATTERN).sum()),
+        }
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """All are of the same runs."""
+        runs, of = results.finished(MODEL), (MODEL,)
+        wrote = results.values(MODEL, "evaluation.token_accuracy")
+        trained = results.values(MODEL, "measured.trained")
+        other = [max(np.max(o.measured["separator"]), np.max(o.measured["token_before"])) for o in runs]
+        first = [o.measured["distance"][0] - o.measured["even"] for o in runs]
+        mirrored = [Effect("", results.values(MODEL, "check.best"), of)]
+        without = {
+            "that head alone": results.values(MODEL, "check.without_best"),
+            f"all heads at {MIRRORS:.0%}": results.values(MODEL, "check.without_mirrors"),
+        }
+        return {
+            "C213": [Effect("", [abs(a - b) for a, b in zip(trained, wrote, strict=True)], of)],
+            "C214": [Effect("", wrote, of)],
+            "C215": mirrored,
+            "C220": [Effect("", [float(x) for x in other], of)],
+            "C221": [Effect("", [float(x) for x in first], of)],
+            "C223": mirrored,
+            "C224": [
+                Effect(name, [a - b for a, b in zip(wrote, left, strict=True)], of) for name, left in without.items()
+            ],
+        }
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """How many heads do the same."""
+        mirrors = [o.measured["mirrors"] for o in results.finished(MODEL)]
+        layers = np.mean([o.measured["distance"] for o in results.finished(MODEL)], 0) if mirrors else []
+        many = " to ".join(str(x) for x in sorted({min(mirrors), max(mirrors)})) if mirrors else "0"
+        far = ", ".join(f"{x:.2f}" for x in layers)
+        left = means_of(results, [MODEL], "check.without_mirrors").removeprefix(f"{MODEL}: ")
+        return {
+            "C215": f"{many} of 8 heads do this at {PATTERN:.0%} of the queries.",
+            "C220": f"{many} of 8 heads attend to the mirrored position.",
+            "C221": f"Mean distances by layer: {far}; the mirrored symbol is 6 tokens back on average.",
+            "C224": f"Chance is {1 / 14:.2f}; without all such heads the accuracy is {left}.",
+        }

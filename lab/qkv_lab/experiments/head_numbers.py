@@ -13,8 +13,8 @@ from qkv.models import DecoderConfig
 from qkv.nn import FeedForward, MultiHeadAttention
 from qkv_lab.experiments.base import Results, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect
-from qkv_lab.experiments.sinks import DATED
 from qkv_lab.experiments.small import LEAST, Small, fit, means_of, minus, setting
+from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.language import Language
 from qkv_lab.tasks.lookups import Lookups

@@ -1,4 +1,4 @@
-"""Experiments on the position of the sink under prefix and window masks (Gu et al. 2025, arXiv:2410.10781, §5.3)."""
+"""Experiments: causal masks, windows, prefixes, and lengths beyond training."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import torch
 from torch import nn
 
+import qkv
+from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab import heads
-from qkv_lab.experiments.base import Results, Setting, paired, value_of
-from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
-from qkv_lab.experiments.sinks import (
+from qkv_lab.experiments.base import Outcome, Results, Setting, paired, value_of
+from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect, Verdict
+from qkv_lab.experiments.small import LEAST, Small, fit, means_of, minus, setting, unlearnt
+from qkv_lab.experiments.streaming import (
     DATED,
     MAIN_LOOKS,
     PLAIN,
@@ -25,15 +29,254 @@ from qkv_lab.experiments.sinks import (
     not_learnt,
     note,
 )
-from qkv_lab.task import Measured
+from qkv_lab.task import Measured, Training
+from qkv_lab.tasks.copy import Copy
+from qkv_lab.tasks.language import Language
+from qkv_lab.tasks.lookups import Lookups
+from qkv_lab.tasks.reversal import Reversal
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
+CONTEXT = 64
+SHAPE = DecoderConfig.llama(d_model=32, layers=2, heads=4)
+TEXT = Language(context=CONTEXT, model=SHAPE)
+COPY = Copy(
+    max_length=5, longest=5, symbols=10, model=DecoderConfig(d_model=64, layers=2, heads=4, tied=False)
+)  # fmt: skip
+REVERSAL = Reversal(length=6)
+CLEAR, LEAK = 0.1, 0.1
+"""Nats: a difference of losses that counts, and the loss below which training looks perfect."""
+
+
+class NoMask(Small):
+    """Text, copying and reversal with and without a causal mask; text without each query's own key."""
+
+    name = "no_mask"
+    question = "What happens without a causal mask, and must the diagonal stay open?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Without a causal mask no task is learnt",
+        FAILS: "Without a causal mask all tasks are learnt",
+        ONLY: "Without a causal mask models fail where the past leaves open what comes next",
+    }
+    criteria = (
+        Criterion("C158", DATED, "Without the causal mask: rise of the loss in nats when only earlier tokens are read "
+                  "(text), loss of accuracy of what the model writes (copying, reversal)", LEAST),
+        Criterion("C199", DATED, "Loss (nats per byte) with the query's own key masked minus that with it visible",
+                  LEAST),
+        Criterion("C200", DATED, "Without the causal mask, loss in nats of a text when only earlier tokens are read "
+                  "minus that of token frequencies, and accuracy above chance of what is written", 0.0),
+    )  # fmt: skip
+    looks = (10, 20)
+    steps: Mapping[str, int] = {"text": 700, "copying": 300, "reversal": 300}
+
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        """A prefix of the whole sequence removes the causal mask."""
+        runs = {}
+        lengths = {"text": CONTEXT, "copying": 2 * COPY.longest + 1, "reversal": 2 * REVERSAL.length + 1}
+        for name, task in (("text", TEXT), ("copying", COPY), ("reversal", REVERSAL)):
+            for kind, prefix in (("masked", 0), ("unmasked", lengths[name])):
+                changed = replace(task, model=replace(task.model, prefix=prefix))
+                runs[f"{name}, {kind}"] = setting(changed, seed, quick, steps=self.steps[name])
+        return runs
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        """``training_loss`` of a new batch as in training; for text ``writing_loss`` (`Language.writing_loss`)."""
+        task = setting.task
+        batch = task.batch(10**6, 64, setting.training.seed)
+        found = {"training_loss": float(task.loss(model, batch))}
+        return found | ({"writing_loss": task.writing_loss(model)} if isinstance(task, Language) else {})
+
+    def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
+        """Text with the own key visible or masked. Without any key, the first query gets no value (0)."""
+        found = {}
+        training = replace(TEXT.training(), steps=2 if quick else 400, warmup=40)
+        strict = qkv.masks.Causal() & ~qkv.masks.Window(1)
+        for name, mask in (("own key visible", qkv.masks.Causal()), ("own key masked", strict)):
+            torch.manual_seed(seed)
+            config = replace(SHAPE, vocab_size=257, context=CONTEXT, attention=qkv.Attention(mask=mask))
+            found[name] = {"loss": _trained_on_text(DecoderLM(config), training, seed, quick)}
+        return found
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """One effect per task; that training looks perfect is presupposed by C200."""
+        accuracy, written = "evaluation.token_accuracy", ("copying", "reversal")
+        text = ("text, masked", "text, unmasked")
+        read = minus(results, text[1], text[0], "measured.writing_loss", "text")
+        lost = [
+            minus(results, f"{name}, masked", f"{name}, unmasked", accuracy, name,
+                  unless=unlearnt(results, accuracy, 0.9, f"{name}, masked"))
+            for name in written
+        ]  # fmt: skip
+        guess = paired(
+            results.by_seed(text[1], "measured.writing_loss"), results.by_seed(text[1], "evaluation.unigram_loss")
+        )
+        chance = {"copying": 1 / COPY.symbols, "reversal": 1 / REVERSAL.symbols}
+        perfect = [
+            Effect(f"the loss in training of {name} (nats)", results.values(f"{name}, unmasked",
+                   "measured.training_loss"), (f"{name}, unmasked",), bound=LEAK, above=False, premise=True)
+            for name in ("text", "reversal")
+        ]  # fmt: skip
+        said = [
+            Effect(name, [x - chance[name] for x in results.values(f"{name}, unmasked", accuracy)],
+                   (f"{name}, unmasked",), bound=LEAST, above=False)
+            for name in written
+        ]  # fmt: skip
+        return {
+            "C158": [replace(read, bound=CLEAR), *lost],
+            "C199": [minus(results, "own key masked", "own key visible", "measured.loss")],
+            "C200": [*perfect, Effect("text", guess, (text[1],)), *said],
+        }
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The means."""
+        losses = means_of(results, ["text, masked", "text, unmasked"], "measured.writing_loss")
+        trained = means_of(results, [f"{n}, unmasked" for n in self.steps], "measured.training_loss")
+        wrote = means_of(
+            results, [f"{n}, {k}" for n in ("copying", "reversal") for k in ("masked", "unmasked")],
+            "evaluation.token_accuracy",
+        )  # fmt: skip
+        return {
+            "C158": f"Mean losses when only earlier tokens are read: {losses}. Accuracy of what is written: {wrote}.",
+            "C200": f"Mean losses in training: {trained}. Accuracy of what is written: {wrote}.",
+        }
+
+
+def _trained_on_text(model: DecoderLM, training: Training, seed: int, quick: bool) -> float:
+    """The held-out loss of a model of text, in nats per byte."""
+    fit(model, lambda step: TEXT.loss(model, TEXT.batch(step, 4 if quick else training.batch, seed)), training)
+    return float(TEXT.evaluate(model)["loss"])
+
+
+JUDGED = ("learned", "sinusoidal", "rotary")
+SCHEMES = (*JUDGED, "alibi", "t5", "none")
+OTHERS = 3
+TRAINED, LONGEST = 32, 128
+RISE = 0.1
+"""A loss that rises by more than this (nats per byte) has not generalised."""
+
+
+class Extrapolation(Small):
+    """Byte language models trained on 32 tokens and evaluated on 128."""
+
+    name = "extrapolation"
+    question = "Which position schemes work beyond the trained length?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "With sinusoidal positions the loss stays low beyond the trained length",
+        FAILS: "With sinusoidal positions the loss rises beyond the trained length",
+    }
+    criteria = (
+        Criterion("C227", DATED, f"Loss (nats per byte) with sinusoidal positions at positions 65–{LONGEST} minus that "
+                  f"at 17–{TRAINED}", RISE, above=False),
+        Criterion("C228", DATED, "Rise of the loss (nats per byte) beyond the trained length, with absolute positions "
+                  "minus with rotary ones", 0.0),
+    )  # fmt: skip
+    looks = (10, 20)
+
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        """One model for each position scheme; those that no claim is about have 3 seeds."""
+        runs = {}
+        for positions in SCHEMES if seed < OTHERS else JUDGED:
+            model = DecoderConfig(d_model=64, layers=2, heads=4, positions=positions)
+            task = Language(context=TRAINED, longest=LONGEST, model=model)
+            runs[positions] = setting(task, seed, quick, steps=500, batch=32, warmup=50)
+        return runs
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """By the rise of the loss over that within the trained length; near and far are conditions."""
+        found = []
+        for other in ("sinusoidal", "learned"):
+            for at, place in ((1, "33–64"), (2, f"65–{LONGEST}")):
+                mine, theirs = (_rises(results, kind, at) for kind in ("rotary", other))
+                values = [theirs[seed] - mine[seed] for seed in mine if seed in theirs]
+                found.append(Effect(f"{other}, positions {place},", values, ("rotary", other)))
+        return {
+            "C227": [Effect("", list(_rises(results, "sinusoidal", 2).values()), ("sinusoidal",))],
+            "C228": found,
+        }
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The mean rise of every scheme."""
+        rises = {kind: list(_rises(results, kind, 2).values()) for kind in SCHEMES}
+        text = ", ".join(f"{kind} {np.mean(x):.2f}" for kind, x in rises.items() if x)
+        return dict.fromkeys(("C227", "C228"), f"Mean rise at positions 65–{LONGEST}: {text}.")
+
+
+def _rises(results: Results, kind: str, at: int) -> dict[int, float]:
+    """The rise of the loss at a range of positions, by seed."""
+
+    def rise(outcome: Outcome) -> float:
+        losses = outcome.evaluation["loss_by_place"]
+        return float(losses[at] - losses[0])
+
+    return {outcome.seed: rise(outcome) for outcome in results.finished(kind)}
+
+
+class RelativePositions(Small):
+    """The symbol two positions before, with absolute and relative positions, within the trained length and beyond."""
+
+    name = "relative_positions"
+    question = 'Is "attend to the word two before" easier to learn, or to carry over, with relative positions?'
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Relative positions are learnt more quickly, and carry over to longer sequences",
+        FAILS: "Relative positions are no easier",
+        ONLY: "Relative positions carry over to longer sequences, but are not learnt more quickly",
+    }
+    criteria = (
+        Criterion("C374", DATED, "Accuracy in finding the symbol two before, with relative positions (T5, rotary) "
+                  "minus with absolute ones (learned, sinusoidal)", LEAST),
+    )  # fmt: skip
+    looks = (20, 40)
+    curves = ("evaluation.accuracy",)
+    kinds: Mapping[str, tuple[str, str]] = {"relative": ("t5", "rotary"), "absolute": ("learned", "sinusoidal")}
+    length, longest = 16, 64
+
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        """One layer, one look-up, four position schemes."""
+        runs = {}
+        for positions in (*self.kinds["relative"], *self.kinds["absolute"]):
+            model = DecoderConfig(d_model=32, layers=1, heads=2, positions=positions, tied=False)
+            task = Lookups(first=2, second=2, length=self.length, longest=self.longest, model=model)
+            every = 4 if quick else 25
+            runs[positions] = setting(task, seed, quick, steps=400, batch=32, evaluate_every=every)
+        return runs
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """In training: the mean accuracy over evaluations every 25 steps, which is higher if learning is quicker."""
+        variants = tuple(v for pair in self.kinds.values() for v in pair)
+        why = unlearnt(results, "evaluation.accuracy", 0.9, *variants)
+        quick = {
+            kind: {o.seed: float(np.mean(o.curves["evaluation.accuracy"]["values"])) for o in results.finished(kind)}
+            for kind in variants
+        }
+        far = {kind: results.by_seed(kind, "evaluation.longer_accuracy") for kind in variants}
+        within = f"within the {self.length} trained positions, over training,"
+        beyond = f"beyond them, up to {self.longest},"
+        return {
+            "C374": [Effect(within, self._gaps(quick), variants, why), Effect(beyond, self._gaps(far), variants, why)]
+        }
+
+    def _gaps(self, values: Mapping[str, Mapping[int, float]]) -> list[float]:
+        """The mean of the relative schemes minus that of the absolute ones, for each seed that all have."""
+        seeds = sorted(set.intersection(*(set(x) for x in values.values())))
+        relative, absolute = (
+            [float(np.mean([values[v][seed] for v in self.kinds[kind]])) for seed in seeds]
+            for kind in ("relative", "absolute")
+        )
+        return [a - b for a, b in zip(relative, absolute, strict=True)]
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The means of all schemes."""
+        means = means_of(results, list(results.variants), "evaluation.longer_accuracy")
+        return {"C374": f"Mean accuracies beyond the trained positions: {means}."}
+
+
 PREFIX, WINDOWS = (4, 8), (8, 16, 32)
 RANDOM = "any first symbol, prefix 8"
 TEXTS = 16
-LEAST = 4  # keys that are visible to fewer queries are left out: their means are too noisy
+LEAST_QUERIES = 4  # keys that are visible to fewer queries are left out: their means are too noisy
 
 
 class MaskSweep(Sweep):
@@ -55,7 +298,7 @@ class MaskSweep(Sweep):
         visible = (key <= query) & (query - key < (config.window or n)) & (query >= max(config.prefix, 1))
         mass = w.mean(0)
         by_key = (mass * visible).sum(-2) / np.maximum(visible.sum(0), 1)
-        by_key = by_key[..., visible.sum(0) >= LEAST]
+        by_key = by_key[..., visible.sum(0) >= LEAST_QUERIES]
         layer, head = argmax_head(by_key.max(-1))
         own, late = mass[layer, head], range(config.window or n, n)
         inside = own[max(config.prefix, 1) :, : config.prefix].mean(0) if config.prefix else np.zeros(1)

@@ -14,7 +14,7 @@ from qkv.models import DecoderLM
 from qkv_lab import heads
 from qkv_lab.experiments.base import Results, Setting, paired
 from qkv_lab.experiments.evidence import Criterion, Effect, Verdict
-from qkv_lab.experiments.sinks import (
+from qkv_lab.experiments.streaming import (
     ALPHA,
     DATED,
     EXCESS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from qkv._files import write_atomically
@@ -21,8 +22,9 @@ from qkv.errors import InputError
 from qkv_lab import settings
 from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import ERROR, UNSEEN, Verdict
-from qkv_lab.experiments.record import conclusion_fields, described, load, rounded, text_of
+from qkv_lab.experiments.record import conclusion_fields, described, load, rounded, seconds_in, text_of
 from qkv_lab.experiments.registry import experiment
+from qkv_lab.loop import RESULT
 
 T = TypeVar("T")
 RUNS = "runs"
@@ -371,3 +373,89 @@ def _mark_quick(found: Conclusion, quick: bool) -> Conclusion:
         return found
     verdicts = [replace(v, holds=UNSEEN, text=f"quick form: {v.text}", undecided=()) for v in found.verdicts]
     return Conclusion(verdicts, found.title, f"Quick form, too short to judge by: {found.paragraph}")
+
+
+SHIPPED = Path(__file__).parent / "results"
+"""The folder of the results that come with the package."""
+UNKNOWN = 15.0
+"""The seconds of a run for which no time is known."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is still to be done before the first look at the results."""
+
+    runs: int
+    """Runs to train or compute."""
+    done: int
+    """Runs that are in the folder already."""
+    seconds: float
+    """Processor time of the runs to do."""
+
+
+def estimate(
+    names: Iterable[str], out: str | Path, *, seeds: int | None = None, most_seeds: int | None = None
+) -> Estimate:
+    """The runs of some experiments up to their first look, and their processor time.
+
+    Experiments share runs; each is counted once.
+
+    Args:
+        names: names of experiments.
+        out: the output folder, as for `run`.
+        seeds: as for `run`.
+        most_seeds: as for `run`.
+
+    Raises:
+        InputError: for an unknown experiment, or too few seeds for one of them.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     estimate(["norm_place"], folder, seeds=2).runs
+    6
+    """
+    out = Path(out)
+    todo: dict[str, float] = {}
+    done: set[str] = set()
+    for name in names:
+        made = experiment(name)
+        times = seconds_of(name)
+        partial = _kept(out / f"{name}.json.part")
+        for seed in range(looks_within(name, looks_of(made, quick=False, seeds=seeds), most_seeds)[0]):
+            for variant, setting in made.settings(seed, False).items():
+                k = key(setting)
+                if k in partial or (out / RUNS / k / RESULT).exists():
+                    done.add(k)
+                else:
+                    todo.setdefault(k, times.get(variant, UNKNOWN))
+            for variant in set(times) - set(made.settings(seed, False)):  # computed, not trained
+                k = f"{name}, {variant}, {seed}"
+                todo[k] = times[variant]
+    return Estimate(len(todo), len(done), sum(todo.values()))
+
+
+def seconds_of(name: str) -> dict[str, float]:
+    """The median processor time of a run of each variant, in the results that come with the package; may be empty."""
+    try:
+        variants = load(SHIPPED / f"{name}.json")["variants"]
+    except InputError:
+        return {}
+    found = {v: [row["seconds"] for row in x["results"] if row.get("seconds")] for v, x in variants.items()}
+    return {variant: float(np.median(times)) for variant, times in found.items() if times}
+
+
+def cost(name: str) -> float:
+    """The processor time in seconds of all runs in the results that come with the package; 0 if there are none."""
+    try:
+        found = load(SHIPPED / f"{name}.json")
+    except InputError:
+        return 0.0
+    return seconds_in(found)
+
+
+def _kept(file: Path) -> set[str]:
+    """The runs in a partial result."""
+    try:
+        return set(load_json(file)["runs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()

@@ -1,21 +1,337 @@
-"""Experiments on language models of text: when a sink forms, and what dropout does to overfitting."""
+"""Experiments: sinks on text, when they emerge, and how they depend on the data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from qkv.models import DecoderConfig
-from qkv_lab.experiments.base import Experiment, Results, Setting
-from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect, Verdict
-from qkv_lab.experiments.sinks import DATED, SINK, STRONGEST
+from qkv_lab import heads
+from qkv_lab.experiments.base import Experiment, Results, Setting, paired
+from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect, Verdict, number
 from qkv_lab.experiments.small import LEAST, Small, means_of, setting
+from qkv_lab.experiments.streaming import (
+    ACCURACY,
+    ALPHA,
+    DATED,
+    EXCESS,
+    LEARNT,
+    MAIN_LOOKS,
+    PLAIN,
+    QUICK_TASK,
+    SINK,
+    STRONGEST,
+    TASK,
+    TRAINING,
+    Change,
+    Sweep,
+    alpha_over_steps,
+    argmax_head,
+    decoder_and_task,
+    difference,
+    has_sink,
+    mean_of,
+    not_learnt,
+    note,
+    panel_title,
+    plot_sinks,
+    rotate_labels,
+)
 from qkv_lab.task import Measured
 from qkv_lab.tasks.language import Language
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+UNIQUE = (16, 64, 256, 1024)
+FEW, MANY = UNIQUE[-2:]
+HALF = ", half the steps"
+NO_LIMIT = "no limit"
+TEXTS = 16
+RANDOM = "random first"
+
+
+class DataAmount(Sweep):
+    """Different numbers of distinct training sequences, repeated to fill the same number of steps."""
+
+    name = "data_amount"
+    question = "How many distinct sequences does a sink need, and does diversity matter more than the number of steps?"
+    criteria = (
+        Criterion("C080", DATED, "Weight of the strongest head on the first token of its own training sequences, with "
+                  f"{UNIQUE[0]} distinct ones", SINK, above=False),
+        Criterion("C081", DATED, f"Gain in weight from {MANY // FEW} times as many distinct sequences minus that from "
+                  "twice the steps", 0.05),
+    )  # fmt: skip
+    axis = "distinct sequences in training"
+    variants: ClassVar[Mapping[str, Change]] = {
+        **{f"{n}": Change(task={"unique": n}) for n in UNIQUE},
+        NO_LIMIT: Change(),
+        **{f"{n}{HALF}": Change(task={"unique": n}, training={"steps": TRAINING.steps // 2}) for n in (FEW, MANY)},
+    }
+
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        """On sequences of the training: the strongest head's weight on the first token, and the accuracy of copies."""
+        model, task = decoder_and_task(model, setting)
+        batch = task.batch(0, TEXTS, setting.training.seed)
+        ids, targets = batch["ids"], batch["targets"]
+        copies = task.is_trigger(ids)
+        right = (model(ids).argmax(-1) == targets)[copies]
+        first = heads.weights(model, ids)["first"][..., 1:].mean((0, 3))
+        return {"own_sink": float(first.max()), "own_accuracy": float(right.double().mean())}
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """C080 by the fewest sequences, if they are learnt; C081 by more sequences against more steps."""
+        fewest = f"{UNIQUE[0]}"
+        accuracy = results.values(fewest, "measured.own_accuracy")
+        able = sum(x >= LEARNT for x in accuracy)
+        why = (
+            "" if accuracy and able >= LEARNT * len(accuracy) else f"{fewest}: {able} of {len(accuracy)} runs learnt it"
+        )
+        needs = [
+            has_sink(results, NO_LIMIT),
+            Effect("", results.values(fewest, "measured.own_sink"), (fewest,), unless=why),
+        ]
+        diverse = difference(results, f"{MANY}{HALF}", f"{FEW}", "")
+        return {"C080": needs, "C081": [has_sink(results, NO_LIMIT), diverse]}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The weights on held-out sequences."""
+        held_out = ", ".join(f"{v} {mean_of(x)}" for v, x in results.by_variant(ALPHA).items())
+        return {"C080": f"On held-out sequences, by their number in training: {held_out}."}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """Whether the fewest sequences are enough."""
+        seeds = f"({results.seeds} seeds)"
+        most = mean_of(results.values(NO_LIMIT, ALPHA))
+        says = {
+            HOLDS: f"A sink needs diverse data: none with {UNIQUE[0]} sequences, {most} without a limit {seeds}",
+            FAILS: f"Even {UNIQUE[0]} distinct sequences are enough for a sink {seeds}",
+        }
+        return says.get(verdicts["C080"].holds, f"Sinks and the number of distinct sequences {seeds}")
+
+
+class FirstToken(Sweep):
+    """Training sequences with a fixed or a random first token, tested on changed and random sequences."""
+
+    name = "first_token"
+    question = "Does a sink depend on which token is first, and does it form on random tokens?"
+    looks = MAIN_LOOKS
+    criteria = (
+        Criterion("C062", DATED, "Weight of the strongest head on the first position", SINK),
+        Criterion("C065", DATED, "Weight of the strongest head on the first token, followed by random symbols", SINK),
+    )
+    variants: ClassVar[Mapping[str, Change]] = {
+        PLAIN: Change(),
+        RANDOM: Change(task={"first": "random"}),
+        f"{RANDOM}, 3 × the steps": Change(task={"first": "random"}, training={"steps": 3 * TRAINING.steps}),
+    }
+
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        """Mean weights on the first token, for the head that has the largest on held-out sequences.
+
+        ``replaced``: with the first token replaced by each symbol; ``random_tokens``: with all tokens but the first
+        drawn uniformly; ``all_random``: with all tokens drawn uniformly.
+        """
+        model, task = decoder_and_task(model, setting)
+        ids = task.held_out(TEXTS)["ids"]
+        first = heads.weights(model, ids)["first"][..., 1:].mean((0, 3))
+        layer, head = argmax_head(first)
+
+        def weight(texts: torch.Tensor) -> np.ndarray:
+            return np.asarray(heads.weights(model, texts)["first"][:, layer, head, 1:].mean(1))
+
+        changed = ids.repeat(task.symbols, 1)
+        changed[:, 0] = torch.arange(task.symbols).repeat_interleave(len(ids))
+        noise = torch.randint(task.symbols, ids.shape, generator=torch.Generator().manual_seed(0))
+        kept = noise.clone()
+        kept[:, 0] = ids[:, 0]
+        replaced = weight(changed).reshape(task.symbols, len(ids)).mean(1)
+        return {
+            "replaced": float(replaced.mean()),
+            "replaced_least": float(replaced.min()),
+            "replaced_most": float(replaced.max()),
+            "random_tokens": float(weight(kept).mean()),
+            "all_random": float(weight(noise).mean()),
+        }
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """C062 for models that always saw <s> first, when it is replaced, and for models that saw any symbol first."""
+        others = [v for v in self.variants if v != PLAIN]
+        first = [
+            has_sink(results),
+            Effect("trained with <s> first, which is replaced by every symbol in turn",
+                   results.values(PLAIN, "measured.replaced"), (PLAIN,), unless=not_learnt(results, PLAIN)),
+            *(Effect(f"trained with any symbol first{v.removeprefix(RANDOM)}", results.values(v, ALPHA), (v,),
+                     unless=not_learnt(results, v)) for v in others),
+        ]  # fmt: skip
+        noise = Effect("", results.values(PLAIN, "measured.random_tokens"), (PLAIN,), unless=not_learnt(results, PLAIN))
+        return {"C062": first, "C065": [has_sink(results), noise]}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The range over symbols."""
+        if not results.finished(PLAIN):
+            return {}
+        least = min(results.values(PLAIN, "measured.replaced_least"))
+        most = max(results.values(PLAIN, "measured.replaced_most"))
+        lower = paired(results.by_seed(PLAIN, "measured.replaced"), results.by_seed(PLAIN, ALPHA))
+        return {
+            "C062": f"Replacing <s> changes the weight by {number(float(np.mean(lower)))}; single symbols get "
+            f"{number(least)} to {number(most)}."
+        }
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """Whether the sink depends on the token."""
+        says = {
+            HOLDS: "The sink is on the first position, whichever token is there",
+            FAILS: "The sink is specific to <s>: other first tokens have none",
+            ONLY: "The sink is on the first position under some conditions only",
+        }
+        return f"{says.get(verdicts['C062'].holds, 'Whether the first token matters is open')} ({results.seeds} seeds)"
+
+    def figure(self, results: Results) -> Figure:
+        """The weight on the first token: on held-out sequences, with another first token, and on random tokens."""
+        from qkv_lab import draw
+
+        figure, panels = draw.panels(self.conclude(results).title, note(results), columns=2, width=8.4, height=2.9)
+        names: dict[str, str] = {PLAIN: "always <s>", RANDOM: "any symbol"}
+        measures: dict[str, Any] = {
+            "as trained": ALPHA,
+            "first replaced": "measured.replaced",
+            "random tokens after it": "measured.random_tokens",
+            "all tokens random": "measured.all_random",
+        }
+        for axes, (variant, name) in zip(panels, names.items(), strict=True):
+            plot_sinks(axes, results, {what: results.by_seed(variant, x) for what, x in measures.items()})
+            panel_title(axes, f"Trained with {name} first")
+            axes.set_xlabel("sequences the model reads")
+            rotate_labels(axes)
+        return figure
+
+
+NEAR = 0.02  # largest difference of initial weights from uniform ones
+
+
+class Emergence(Sweep):
+    """The plain run, with curves over its training."""
+
+    name = "emergence"
+    question = "When in training does a sink on the first token form, and does it exist at initialisation?"
+    looks = MAIN_LOOKS
+    criteria = (
+        Criterion("C061", DATED, f"{STRONGEST}, at the end of training", SINK),
+        Criterion("C063", DATED, f"{STRONGEST}, among {TASK.length} tokens", SINK),
+        Criterion("C064", DATED, f"{STRONGEST} at step 0, minus that of uniform rows, without sign", NEAR, above=False),
+        Criterion("C079", DATED, f"{STRONGEST} at the end minus half-way", 0.01),
+    )
+    curves = (
+        "loss", "check.sink", "check.value_drain", "check.trigger_previous", "check.other_first",
+        "evaluation.excess", "evaluation.backcopy_accuracy",
+    )  # fmt: skip
+    variants: ClassVar[Mapping[str, Change]] = {PLAIN: Change()}
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """By the weight on the first token at the start, half-way and at the end of training."""
+        floor = uniform(int(QUICK_TASK["length"]) if results.quick else TASK.length)
+        steps, alpha = alpha_over_steps(results, PLAIN)
+        start, half, end = (alpha[:, at] for at in (0, len(steps) // 2, -1))
+        why = not_learnt(results, PLAIN)
+
+        def effect(values: np.ndarray) -> Effect:
+            return Effect("", values.tolist(), (PLAIN,), unless=why)
+
+        return {
+            "C061": [effect(end)],
+            "C063": [effect(end)],
+            "C064": [has_sink(results), effect(np.abs(start - floor))],
+            "C079": [has_sink(results), effect(end - half)],
+        }
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The weights over training, and when accuracy and sink appear."""
+        steps, alpha = alpha_over_steps(results, PLAIN)
+        start, half, end = (number(alpha[:, at].mean()) for at in (0, len(steps) // 2, -1))
+        able = results.curve(PLAIN, ACCURACY)[1].mean(0)
+        return {
+            "C061": f"It is {start} at step 0, {half} at step {steps[len(steps) // 2]} and {end} at the end. Means: "
+            f"copies are right at {LEARNT:.0%} {_first_step_above(steps, able, LEARNT)}, the weight is above "
+            f"{SINK} {_first_step_above(steps, alpha.mean(0), SINK)}.",
+        }
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The rise of the weight on the first token."""
+        alpha = alpha_over_steps(results, PLAIN)[1]
+        ends = f"{alpha[:, 0].mean():.2f} to {alpha[:, -1].mean():.2f}"
+        seen = verdicts["C061"].holds == HOLDS
+        return (
+            f"{'The sink is learnt' if seen else 'No sink'}: the weight on the first token goes from {ends} "
+            f"({results.seeds} seeds)"
+        )
+
+    def figure(self, results: Results) -> Figure:
+        """The head's mean weights, the model's metrics, and the norm of the first value, over steps."""
+        from qkv_lab import draw
+
+        figure, (looks, able, drain) = draw.panels(
+            self.conclude(results).title,
+            note(results, "Lines: mean; bands: its 95 % interval"),
+            columns=3,
+            width=9.4,
+            height=2.7,
+        )
+
+        def curve(name: str) -> np.ndarray:
+            values = results.curve(PLAIN, name)[1]
+            return values.reshape(len(values), len(steps), -1).max(2)
+
+        steps, _ = results.curve(PLAIN, "check.sink")
+        weights = {
+            "triggers, on the previous token": curve("check.trigger_previous"),
+            "others, on the first token": curve("check.other_first"),
+        }
+        draw.curves(looks, steps, weights)
+        looks.axhline(SINK, color=draw.MUTED, linewidth=0.9, linestyle="--")
+        panel_title(looks, "Where the head attends")
+        looks.set(ylabel="mean weight", ylim=(0, 1))
+        looks.legend(fontsize=7, frameon=False)
+        draw.curves(
+            able,
+            steps,
+            {"accuracy of copies": curve(ACCURACY), "loss over the chain's (nats)": curve(EXCESS)},
+        )
+        panel_title(able, "Accuracy and loss")
+        able.set(ylabel="share, nats a token", ylim=(0, 1.05))
+        able.legend(fontsize=7, frameon=False)
+        drains = results.curve(PLAIN, "check.value_drain")[1]
+        norms = drains.reshape(len(drains), len(steps), -1).min(2)
+        draw.curves(drain, steps, {"": norms})
+        drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
+        panel_title(drain, "Norm of the first value, over others'")
+        drain.set(ylim=(0, None), ylabel="ratio")
+        for axes in (looks, able, drain):
+            axes.set_xlabel("step")
+        return figure
+
+
+def _first_step_above(steps: list[int], values: np.ndarray, level: float) -> str:
+    """The first step at which values exceed a level, as text."""
+    above = np.flatnonzero(values > level)
+    return f"from step {steps[above[0]]}" if len(above) else "at no step"
+
+
+def uniform(length: int) -> float:
+    """The mean weight of queries 2 … n on the first key if all rows are uniform: (Hₙ − 1) / (n − 1).
+
+    >>> round(uniform(64), 3)
+    0.059
+    """
+    return float(sum(1 / i for i in range(2, length + 1)) / (length - 1))
+
 
 MODEL = DecoderConfig.gpt2(d_model=64, layers=2, heads=4, attention_bias=False)
 """Learned positions, pre-norm, GELU, a tied output: the chapter's Lab 5 at a smaller size."""

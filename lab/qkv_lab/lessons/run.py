@@ -18,8 +18,7 @@ from typing import Any
 from qkv._files import write_atomically
 from qkv.errors import InputError
 from qkv_lab.lessons.catalog import folder
-from qkv_lab.lessons.page import Cell
-from qkv_lab.lessons.prose import headings
+from qkv_lab.lessons.page import Cell, headings
 
 
 @dataclass

@@ -1,19 +1,197 @@
-"""A sequence classifier: a bidirectional Transformer encoder with pooling."""
+"""A stack of Transformer layers, which encodes a sequence, and a classifier on top of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qkv import masks
+from qkv.attention import Attention
+from qkv.cache import Cache
 from qkv.errors import InputError
-from qkv.models.config import check_ids, check_tokens, one_of
-from qkv.nn.block import Activation
-from qkv_lab.models.encoder import Stack, StackConfig, Tokens, real_keys
+from qkv.masks import Mask
+from qkv.models.config import check_dropout, check_ids, check_tokens, one_of
+from qkv.nn.block import Activation, FeedForward, TransformerBlock, make_norm
+from qkv.nn.multi_head import KeysValues, MultiHeadAttention
+from qkv.nn.projection import project
+from qkv.positions import Learned, Rotary, Sinusoidal
+
+POSITIONS = ("sinusoidal", "learned", "rotary", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig:
+    """Settings that all stacks of a model share."""
+
+    context: int = 512
+    """Largest number of tokens in a sequence."""
+    d_model: int = 512
+    layers: int = 6
+    heads: int = 8
+    kv_heads: int | None = None
+    """Key and value heads; `heads` if None."""
+    d_hidden: int | None = 2048
+    """Width of the feed-forward layers; if None, the default of `qkv.nn.FeedForward`."""
+    activation: Activation = "relu"
+    positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    place: Literal["pre", "post"] = "post"
+    norm_eps: float = 1e-5
+    bias: bool = True
+    """Whether linear layers and layer norms have biases."""
+    dropout: float = 0.1
+    """Dropout of the embeddings and of the output of each sublayer (Vaswani et al. 2017, §5.4)."""
+    pad: int = 0
+    """The padding token."""
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for size in ("context", "d_model", "layers"):
+            if getattr(self, size) < 1:
+                raise InputError(f"{name}: {size} is {getattr(self, size)}, expected at least 1")
+        one_of(f"{name}: positions", self.positions, POSITIONS)
+        check_dropout(name, self.dropout)
+
+
+class Tokens(nn.Module):
+    """An embedding that can also be the output matrix.
+
+    It is initialised from a normal distribution with standard deviation d_model^-½. As an embedding it is multiplied by
+    √d_model, as an output matrix it is not (Vaswani et al. 2017, §3.4), so both uses start with variance 1.
+
+    >>> tokens = Tokens(10, 4)
+    >>> tokens.logits(tokens(torch.tensor([[3, 1]]))).shape
+    torch.Size([1, 2, 10])
+    """
+
+    def __init__(self, vocabulary: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, d_model))
+        nn.init.normal_(self.weight, std=d_model**-0.5)
+
+    def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
+        """Embeddings of tokens, multiplied by √d_model."""
+        return F.embedding(ids, self.weight) * self.weight.shape[1] ** 0.5
+
+    def logits(self, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b vocabulary"]:
+        """Logits of all tokens."""
+        return project(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return "{}, {}".format(*self.weight.shape)
+
+
+class Stack(nn.Module):
+    """Positions, dropout and layers; with pre-norm layers also a final norm.
+
+    Args:
+        config: settings of the layers.
+        layers: number of layers.
+        decoder: whether attention is causal, and every layer also attends to a memory.
+
+    >>> stack = Stack(StackConfig(d_model=32, heads=4), layers=2)
+    >>> stack(torch.randn(1, 10, 32)).shape
+    torch.Size([1, 10, 32])
+    """
+
+    def __init__(self, config: StackConfig, layers: int, *, decoder: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.positions: Learned | Sinusoidal | None = None
+        if config.positions == "learned":
+            self.positions = Learned(config.context, config.d_model)
+        elif config.positions == "sinusoidal":
+            self.positions = Sinusoidal(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(_block(config, decoder) for _ in range(layers))
+        self.norm = None
+        if config.place == "pre":
+            self.norm = make_norm(config.norm, config.d_model, config.norm_eps, bias=config.bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        *,
+        mask: Mask | None = None,
+        memory: Sequence[KeysValues] | None = None,
+        memory_mask: Mask | None = None,
+        caches: Sequence[Cache] | None = None,
+        weights: list[tuple[Tensor, ...]] | None = None,
+    ) -> Float[Tensor, "b n d_model"]:
+        """Run all layers.
+
+        Args:
+            x: embeddings of tokens.
+            mask: True where a token may attend to a token.
+            memory: keys and values of each layer, from `keys_values`.
+            memory_mask: True where a token may attend to the memory.
+            caches: the cache of each layer, with the tokens before those of x.
+            weights: a list to which the weights of each layer are appended: those on x (b, h, n, n), and of a decoder
+                also those on the memory (b, h, n, m). They are formed only if there is a list.
+        """
+        start, n = (caches[0].seen if caches else 0), x.shape[1]
+        if start + n > self.config.context:
+            raise InputError(f"tokens: {start + n} in the sequence, expected at most context = {self.config.context}")
+        if isinstance(self.positions, Learned):
+            x = x + self.positions.span(start, start + n)
+        elif self.positions is not None:
+            x = x + self.positions(torch.arange(start, start + n, device=x.device)).to(x.dtype)
+        x = self.dropout(x)
+        for i, block in enumerate(self.blocks):
+            found = block(
+                x,
+                keys_values=memory[i] if memory else None,
+                mask=mask,
+                memory_mask=memory_mask,
+                cache=caches[i] if caches else None,
+                return_weights=weights is not None,
+            )
+            if weights is None:
+                x = found
+            else:
+                x, *of_layer = found
+                weights.append(tuple(of_layer))
+        return x if self.norm is None else self.norm(x)
+
+    def keys_values(self, memory: Float[Tensor, "b m d_model"]) -> list[KeysValues]:
+        """Keys and values of a memory for every layer, computed once for all steps."""
+        return [block.cross.keys_values(memory) for block in self.blocks]  # type: ignore[operator, union-attr]
+
+
+def _block(config: StackConfig, decoder: bool) -> TransformerBlock:
+    def attention(composition: Attention, rotary: Rotary | None = None) -> MultiHeadAttention:
+        return MultiHeadAttention(
+            config.d_model,
+            config.heads,
+            kv_heads=config.kv_heads,
+            attention=composition,
+            rotary=rotary,
+            bias=config.bias,
+        )
+
+    # Rotary positions apply to self-attention only: between two sequences there are no distances.
+    rotary = Rotary(config.d_model // config.heads) if config.positions == "rotary" else None
+    return TransformerBlock(
+        attention(Attention(mask=masks.Causal() if decoder else None), rotary),
+        FeedForward(config.d_model, config.d_hidden, activation=config.activation, bias=config.bias),
+        cross=attention(Attention()) if decoder else None,
+        norm=config.norm,
+        place=config.place,
+        eps=config.norm_eps,
+        norm_bias=config.bias,
+        dropout=config.dropout,
+    )
+
+
+def real_keys(real: Bool[Tensor, "b n"]) -> Mask | None:
+    """The mask of the padding; None if there is no padding, because attention is faster without a mask."""
+    return None if bool(real.all()) else masks.Dense(real[:, None, None, :])
 
 
 @dataclass(frozen=True)

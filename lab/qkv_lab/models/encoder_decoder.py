@@ -14,7 +14,7 @@ from qkv.errors import InputError
 from qkv.models.config import check_ids, check_tokens
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.multi_head import KeysValues
-from qkv_lab.models.encoder import Stack, StackConfig, Tokens, real_keys
+from qkv_lab.models.classifier import Stack, StackConfig, Tokens, real_keys
 
 
 @dataclass(frozen=True)

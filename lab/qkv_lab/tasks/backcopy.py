@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.config import one_of
-from qkv_lab import track
+from qkv_lab import heads
 from qkv_lab.settings import with_entries
 from qkv_lab.task import Batch, Training
 
@@ -131,14 +131,14 @@ class Backcopy:
         }
 
     def check(self, model: nn.Module) -> dict[str, Any]:
-        """`qkv_lab.track.attention`, and mean weights (layer, head) that show which heads are active at triggers only.
+        """`qkv_lab.heads.attention`, and mean weights (layer, head) that show which heads are active at triggers only.
 
         ``trigger_previous`` and ``trigger_first`` are the mean weights of trigger queries on the previous and on the
         first token; ``other_first`` is the mean weight of all other queries (from the second on) on the first token.
         If a head is active at triggers and dormant elsewhere, ``trigger_previous`` and ``other_first`` are near 1.
         """
         ids = self.held_out(CHECKED)["ids"]
-        statistics, weights = track.attention_and_weights(model, ids)  # type: ignore[arg-type]
+        statistics, weights = heads.attention_and_weights(model, ids)  # type: ignore[arg-type]
         return {**statistics, **self._by_query(weights, ids)}
 
     def _by_query(self, weights: Mapping[str, np.ndarray], ids: Tensor) -> dict[str, list[list[float]]]:
@@ -310,7 +310,7 @@ def _map_figure(task: Backcopy, model: DecoderLM) -> Figure:
     found, layer, head = _strongest_head(task, model)
     copies, sink = found["trigger_previous"][layer][head], found["other_first"][layer][head]
     where = "<s>" if task.first == "fixed" else "the first token"
-    split = copies > track.THRESHOLD and sink > track.THRESHOLD
+    split = copies > heads.THRESHOLD and sink > heads.THRESHOLD
     title = (
         f"Triggers attend to the previous token, all other tokens to {where}"
         if split
@@ -343,7 +343,7 @@ def _sink_figure(task: Backcopy, model: DecoderLM) -> Figure:
     found, layer, head = _strongest_head(task, model)
     ids = task.held_out(CHECKED)["ids"]
     where = "<s>" if task.first == "fixed" else "the first token"
-    weights_of, norms = track.weights(model, ids), track.value_norms(model, ids)[layer][head]
+    weights_of, norms = heads.weights(model, ids), heads.value_norms(model, ids)[layer][head]
     drain = found["value_drain"][layer][head]
     drained = "is drained" if drain < 1 else "is not drained"
     sink = found["other_first"][layer][head]

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from qkv.errors import InputError
 from qkv.models.config import one_of
 from qkv.models.decoder import DecoderConfig, DecoderLM
-from qkv_lab import settings, tokenizers, track
-from qkv_lab.ngrams import Baselines, baselines
+from qkv_lab import heads, settings, tokens
 from qkv_lab.task import Batch, Measured, Training
-from qkv_lab.tokens import Prepared, prepare, prepare_more
+from qkv_lab.tokens import Baselines, Prepared, baselines, prepare, prepare_more
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +34,7 @@ class Language:
     """Predict each token of a text from the tokens before it.
 
     Sequences are windows at random positions of the corpus. Some documents, or the end of each, are held out. The loss
-    is printed beside those of a unigram and a bigram model (`qkv_lab.ngrams.baselines`). A model whose prefix is the
+    is printed beside those of a unigram and a bigram model (`qkv_lab.tokens.baselines`). A model whose prefix is the
     whole context has no causal mask: its loss then leaks the next token, which `writing_loss` shows.
 
     >>> Language(context=32).batch(step=0, size=3, seed=0)["ids"].shape
@@ -68,11 +67,11 @@ class Language:
     """The configuration of the `DecoderLM`; the task sets vocab_size and context."""
 
     def __post_init__(self) -> None:
-        one_of("tokenizer", self.tokenizer, tokenizers.KINDS)
+        one_of("tokenizer", self.tokenizer, tokens.KINDS)
         one_of("first", self.first, ("fixed", "random"))
-        if self.vocab_size < tokenizers.MIN_VOCAB_SIZE:
+        if self.vocab_size < tokens.MIN_VOCAB_SIZE:
             raise InputError(
-                f"vocab_size is {self.vocab_size}, expected at least {tokenizers.MIN_VOCAB_SIZE}: all bytes and <s>"
+                f"vocab_size is {self.vocab_size}, expected at least {tokens.MIN_VOCAB_SIZE}: all bytes and <s>"
             )
         if self.context < 2:
             raise InputError(f"context is {self.context}, expected at least 2 tokens")
@@ -123,7 +122,7 @@ class Language:
         Returns:
             ``loss``, ``unigram_loss`` and ``bigram_loss`` in nats per token; ``bits_per_byte``,
             ``unigram_bits_per_byte`` and ``bigram_bits_per_byte``, which compare between tokenizers; ``perplexity``.
-            The baselines are smoothed as in `qkv_lab.ngrams.baselines` and know the text of `corpus`, not of `more`.
+            The baselines are smoothed as in `qkv_lab.tokens.baselines` and know the text of `corpus`, not of `more`.
             If the model has a prefix, ``writing_loss``: see `writing_loss`. If `longest` is given, ``places``, such as
             ``"33-64"``, and ``loss_by_place``, the loss at these positions of sequences of `longest` tokens;
             ``longest_loss`` is that at the last of them.
@@ -131,7 +130,7 @@ class Language:
         ids = self.unseen
         losses = self._token_losses(model, ids)
         loss = float(losses.mean())
-        lengths = tokenizers.byte_lengths(self._data.tokenizer)
+        lengths = tokens.byte_lengths(self._data.tokenizer)
         bits = 1 / log(2) / float(lengths[ids[:, 1:].numpy()].mean())
         known = self._baselines
         found: dict[str, Any] = {
@@ -188,9 +187,9 @@ class Language:
         return baselines(self._train, self.unseen.numpy(), self._data.vocab_size)
 
     def check(self, model: nn.Module) -> Measured:
-        """Attention statistics of every head on held-out text: see `qkv_lab.track.attention`."""
+        """Attention statistics of every head on held-out text: see `qkv_lab.heads.attention`."""
         ids = self.unseen[: max(1, CHECKED // self.context), :-1]
-        return track.attention(model, ids)  # type: ignore[arg-type]  # `build` returns a DecoderLM
+        return heads.attention(model, ids)  # type: ignore[arg-type]  # `build` returns a DecoderLM
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
         """``first_token``: the mean weight on the first token in every head.
@@ -203,7 +202,7 @@ class Language:
     def files(self) -> Mapping[str, str]:
         """tokenizer.json, which prepends ``<s>`` if the training texts began with it."""
         made = self._data.tokenizer
-        return {"tokenizer.json": tokenizers.with_bos(made) if self.first == "fixed" else made}
+        return {"tokenizer.json": tokens.with_bos(made) if self.first == "fixed" else made}
 
     @property
     def _window_length(self) -> int:
@@ -267,18 +266,18 @@ def _first_token_figure(weight: np.ndarray, task: Language) -> Figure:
     from qkv.profiler.data.frames import percent
     from qkv_lab.draw import heatmap, panels
 
-    layers, heads = weight.shape
-    sinks = int((weight > track.THRESHOLD).sum())
+    layers, columns = weight.shape
+    sinks = int((weight > heads.THRESHOLD).sum())
     what = "<s>" if task.first == "fixed" else "The first token"
     where = f"in {sinks or 'none'} of {weight.size} heads"
     begins = "<s>" if task.first == "fixed" else "any token"
     figure, (axes,) = panels(
-        f"{what} gets more than {percent(track.THRESHOLD)} of the attention {where}",
+        f"{what} gets more than {percent(heads.THRESHOLD)} of the attention {where}",
         f"Mean over later queries; {task.context} tokens of held-out text ({task.corpus}), the first is {begins}.",
-        width=max(5.4, 0.6 * heads + 1.8),
+        width=max(5.4, 0.6 * columns + 1.8),
         height=0.5 * layers + 0.6,
     )
-    names = [[str(i + 1) for i in range(n)] for n in (layers, heads)]
+    names = [[str(i + 1) for i in range(n)] for n in (layers, columns)]
     image = heatmap(axes, weight, rows=names[0], columns=names[1], vmax=1.0)
     for (layer, head), value in np.ndenumerate(weight):
         ink = "white" if value > 0.6 else "black"

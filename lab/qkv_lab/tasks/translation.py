@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.models.config import one_of
-from qkv_lab import grammar, sentences
+from qkv_lab import grammar, translation
 from qkv_lab.grammar import Pair
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig
 from qkv_lab.task import Batch, Measured, Training
@@ -117,7 +117,7 @@ class Translation:
         rng = Random(f"{seed} {step // BUCKETED_STEPS}")
         pairs: list[Pair] = []
         while len(pairs) < BUCKETED_STEPS * size:
-            pair = sentences.sentence(rng, self.max_words)
+            pair = translation.sentence(rng, self.max_words)
             if not is_held_out(pair):
                 pairs.append(pair)
         pairs.sort(key=lambda pair: len(pair.target))
@@ -341,7 +341,7 @@ def _unseen(max_words: int, size: int) -> tuple[tuple[Pair, ...], ...]:
     ranges = _ranges(max_words)
     found: list[dict[tuple[str, ...], Pair]] = [{} for _ in ranges]
     while any(len(group) < size for group in found):
-        pair = sentences.sentence(rng, max_words)
+        pair = translation.sentence(rng, max_words)
         at = next(i for i, (_, high) in enumerate(ranges) if len(pair.source) <= high)
         if is_held_out(pair) and len(found[at]) < size:
             found[at][pair.source] = pair
