@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
-from qkv_lab.settings import with_entries
-from qkv_lab.task import Batch, Measured, Training
+from qkv_lab.task import Batch, Measured, Training, with_entries
 
 
 @dataclass(frozen=True)

@@ -21,24 +21,6 @@ CONFIGS = Path(__file__).parent / "configs"
 """The folder of configurations that come with the package: `qkv train --config lesson`."""
 
 
-def with_entries(config: C, **needed: Any) -> C:
-    """A model's configuration with the entries that the task determines, such as the vocabulary size.
-
-    Raises:
-        InputError: if the configuration sets such an entry to another value that is not its default.
-
-    >>> from qkv.models import DecoderConfig
-    >>> with_entries(DecoderConfig(layers=2), vocab_size=17).vocab_size
-    17
-    """
-    defaults = {f.name: f.default for f in fields(config)}  # type: ignore[arg-type]
-    for name, value in needed.items():
-        given = getattr(config, name)
-        if given not in (defaults[name], value):
-            raise InputError(f"model.{name} is {given!r}, but the task sets it to {value!r}")
-    return replace(config, **needed)  # type: ignore[type-var]
-
-
 def updated(settings: C, entries: Mapping[str, Any], where: str = "") -> C:
     """The settings with some entries changed; nested settings are nested mappings.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -24,6 +24,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+C = TypeVar("C")
 Batch = Mapping[str, Tensor]
 """Tensors by name; the first dimension of each is the batch."""
 Measured = Mapping[str, Any]
@@ -143,3 +144,21 @@ class Training:
             return self.lr
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.lr * (self.floor + (1 - self.floor) * (1 + cos(pi * done)) / 2)
+
+
+def with_entries(config: C, **needed: Any) -> C:
+    """A model's configuration with the entries that the task determines, such as the vocabulary size.
+
+    Raises:
+        InputError: if the configuration sets such an entry to another value that is not its default.
+
+    >>> from qkv.models import DecoderConfig
+    >>> with_entries(DecoderConfig(layers=2), vocab_size=17).vocab_size
+    17
+    """
+    defaults = {f.name: f.default for f in fields(config)}  # type: ignore[arg-type]
+    for name, value in needed.items():
+        given = getattr(config, name)
+        if given not in (defaults[name], value):
+            raise InputError(f"model.{name} is {given!r}, but the task sets it to {value!r}")
+    return replace(config, **needed)  # type: ignore[type-var]

@@ -1,4 +1,7 @@
-"""Texts as token ids: n-gram statistics, byte-pair encoding, and corpora on disk."""
+"""Texts as token ids: n-gram statistics, byte-pair encoding, and corpora on disk.
+
+Both encode any text without loss. Their last token is ``<s>``, which can precede a text but never occurs in one.
+"""
 
 from __future__ import annotations
 

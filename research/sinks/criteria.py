@@ -1,4 +1,16 @@
-"""The criteria of the claims about sinks, written down before the first model was measured; means of ratios."""
+"""The criteria of the claims about sinks, written down before the first model was measured; means of ratios.
+
+One was made stricter later, as its date says: C067 asked for 100 times the median, and now for what `qkv profile` and
+Sun et al. 2024 (arXiv:2402.17762, §2) call massive.
+
+Definitions that all criteria share:
+
+- α of a head: its mean weight on the first token over the queries that see it (Gu et al. 2025, arXiv:2410.10781,
+  eq. 4).
+- The *sink heads* are the heads with α > 0.3, the *strongest head* is that with the largest α. They are chosen on texts
+  of their own, and measured on others, so that the choice does not bias the measurement.
+- Each effect has one value per text: the mean over the sink heads, a geometric mean where the effect is a ratio.
+"""
 
 from __future__ import annotations
 

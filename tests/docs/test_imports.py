@@ -1,4 +1,4 @@
-"""Each module imports only from those before it, and `import qkv` is light and inert."""
+"""Imports go down, between the rooms and within them, and `import qkv` is light and inert."""
 
 from __future__ import annotations
 
@@ -7,34 +7,44 @@ import functools
 import subprocess
 import sys
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "qkv"
-# Layers of the package, the lowest first. A dotted name is a package of its own inside another.
-ORDER = [
-    "_lazy", "errors", "_contract", "_warnings", "_lost", "_packages", "_names", "_files", "_untrusted", "_addresses",
-    "_datasets", "_progress", "_registry",
-    "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
-    "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics", "choice", "_launches", "_cost",
-    "_diagram", "attention",
-    "edits", "testing", "cache", "nn", "course", "models", "huggingface",
-    "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
-    "figures", "page", "report", "profiler", "plot", "tracking", "bench", "lab", "testing.lab",
-    "sinks", "ledger", "server", "cli",
-]  # fmt: skip
+ROOT = Path(__file__).parents[2]
+# The rooms, the lowest first: each imports only from itself and those before it.
+ROOMS = {"qkv": ROOT / "src" / "qkv", "qkv_lab": ROOT / "lab" / "qkv_lab", "research": ROOT / "research"}
+# Layers within a room, the lowest first. A dotted name is a package of its own inside another.
+ORDER = {
+    "qkv": [
+        "_lazy", "errors", "_contract", "_lost", "_packages", "_names", "_untrusted", "_files", "_progress",
+        "_registry", "course", "lab",
+        "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
+        "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics",
+        "choice", "_launches", "_cost", "_diagram", "attention",
+        "edits", "testing", "cache", "nn", "models", "huggingface",
+        "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
+        "profiler", "profiler.watch", "tracking",
+        "figures", "plot", "page", "report", "server", "cli",
+    ],
+    "qkv_lab": [
+        "experiments.evidence", "draw", "task", "lexicon", "grammar", "scenes", "log", "heads", "tokens",
+        "models", "course", "translation", "tasks", "settings", "resume", "loop", "experiments", "testing",
+        "check", "answers", "lessons", "align", "cli",
+    ],
+    "research": ["sinks", "claims"],
+}  # fmt: skip
 FILES = {
-    ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): file
-    for file in SOURCE.rglob("*.py")
-    if file.parent != SOURCE or file.name != "__init__.py"
+    ".".join((room, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): file
+    for room, folder in ROOMS.items()
+    for file in folder.rglob("*.py")
 }
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Modules of qkv that a file imports, in functions too, but not for types alone; dotted, without ``qkv.``."""
-    tree = ast.parse(file.read_text())
+    """Modules of the rooms that a file imports, in functions too, but not for types alone."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     never = {
         x
         for f in ast.walk(tree)
@@ -48,56 +58,69 @@ def imports(file: Path) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative imports hide the order"
             full = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name.removeprefix("qkv.") in FILES else node.module or "" for name in full]
+            names = [name if name in FILES else node.module or "" for name in full]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
             continue
         # `import qkv` itself, and a name in it such as `attend`, is all of the core.
-        yield from (name.removeprefix("qkv.") if name != "qkv" else "attention" for name in names if name[:3] == "qkv")
+        yield from ("qkv.attention" if name == "qkv" else name for name in names if name.split(".")[0] in ROOMS)
 
 
 @functools.cache
 def all_imports() -> dict[str, set[str]]:
     """The modules that each module imports."""
-    return {name: set(imports(file)) for name, file in FILES.items()}
+    return {name: set(imports(file)) - {name} for name, file in FILES.items()}
 
 
-def layer(module: str) -> int:
-    """The place in ORDER of the innermost package there that a module belongs to."""
-    parts = module.split(".")
+def layer(module: str) -> tuple[int, int]:
+    """The place of a module: its room, and in ORDER the innermost package there that it belongs to."""
+    room, *parts = module.split(".")
     names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next(ORDER.index(name) for name in names if name in ORDER)
+    within = next((ORDER[room].index(name) for name in names if name in ORDER[room]), None)
+    assert within is not None or not parts, f"{module}: give its package a place in ORDER"
+    return list(ROOMS).index(room), -1 if within is None else within
 
 
 def test_every_import_goes_to_the_same_layer_or_a_lower_one() -> None:
-    upwards = [f"{a} -> {b}" for a, found in all_imports().items() for b in found if layer(b) > layer(a)]
+    upwards = [
+        f"{a} -> {b}"
+        for a, found in all_imports().items()
+        for b in found
+        if "." in a and layer(b) > layer(a)  # the `__init__` of a room names all of it
+    ]
     assert not upwards
 
 
-def test_modules_do_not_import_one_another_in_a_circle() -> None:
+@pytest.mark.parametrize("room", ROOMS)
+def test_modules_do_not_import_one_another_in_a_circle(room: str) -> None:
     """Imports inside functions count."""
-    TopologicalSorter({name: found - {name} for name, found in all_imports().items()}).prepare()
+    graph = {name: {b for b in found if b.split(".")[0] == room and "." in b} for name, found in all_imports().items()}
+    try:
+        TopologicalSorter({name: found for name, found in graph.items() if name.split(".")[0] == room}).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' -> '.join(error.args[1])}", pytrace=False)
 
 
 def test_no_kernel_imports_another() -> None:
     kernels = {
-        name: found for name, found in all_imports().items() if name.startswith("kernels.") and name.count(".") == 1
+        name: found for name, found in all_imports().items() if name.startswith("qkv.kernels.") and name.count(".") == 2
     }
-    assert set(kernels) > {"kernels.tiled", "kernels.eager", "kernels.flex"}
-    assert not [(a, b) for a, found in kernels.items() for b in found if b.startswith("kernels") and b != "kernels"]
+    assert set(kernels) > {"qkv.kernels.tiled", "qkv.kernels.eager", "qkv.kernels.flex"}
+    inside = "qkv.kernels"
+    assert not [(a, b) for a, found in kernels.items() for b in found if b.startswith(inside) and b != inside]
 
 
-def test_outside_of_the_core_the_engine_is_only_its_calls_and_row_states() -> None:
-    core = ORDER.index("attention")
-    used = {b for name, found in all_imports().items() if layer(name) > core for b in found if b.startswith("_engine")}
-    assert used == {"_engine.call", "_engine.row_state"}
+def test_outside_of_the_core_the_engine_is_only_its_calls() -> None:
+    core = layer("qkv.attention")
+    used = {b for a, found in all_imports().items() if layer(a) > core for b in found if b.startswith("qkv._engine")}
+    assert used == {"qkv._engine.call"}
 
 
 def test_the_walk_finds_imports() -> None:
     names = {name for found in all_imports().values() for name in found}
-    assert {"errors", "masks", "kernels", "_engine.tiles", "profiler.data.tables"} <= names
-    assert {name.split(".")[0] for name in all_imports()} >= set(ORDER[:11])
+    assert {"qkv.errors", "qkv.masks", "qkv.kernels", "qkv._engine.tiles", "qkv.profiler.data.tables"} <= names
+    assert {"qkv_lab.task", "research.claims.claim"} <= names
 
 
 def python(code: str) -> str:
@@ -126,9 +149,9 @@ def test_import_loads_no_module_of_the_package() -> None:
     at_once, core, models = (line.split() for line in said.splitlines())
     assert at_once == ["_lazy", "errors", "False"]
     assert "attention" in core
-    assert not {name.split(".")[0] for name in core} & set(ORDER[ORDER.index("testing") :])
+    assert not {name.split(".")[0] for name in core} & set(ORDER["qkv"][ORDER["qkv"].index("testing") :])
     assert {"models.decoder", "nn"} <= set(models)
-    assert not {name.split(".")[0] for name in models} & set(ORDER[ORDER.index("huggingface") :])
+    assert not {name.split(".")[0] for name in models} & set(ORDER["qkv"][ORDER["qkv"].index("huggingface") :])
 
 
 @pytest.mark.parametrize("command", ["--help", "profile --help", "generate --help", "--version"])

@@ -22,8 +22,8 @@ from qkv.errors import InputError
 from qkv_lab import Diverged, experiments
 from qkv_lab.experiments import architecture, experiment, masks, mechanism, names, normalizers, texts
 from qkv_lab.experiments.base import Conclusion, Outcome, Results, Setting
-from qkv_lab.experiments.draw import table
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Verdict
+from qkv_lab.experiments.page import table
 from qkv_lab.experiments.run import estimate, key, run_experiment
 from qkv_lab.experiments.streaming import TASK, Sweep
 from qkv_lab.task import Measured

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qkv_lab.experiments.draw import table
+from qkv_lab.experiments.page import table
 from qkv_lab.experiments.record import load
 from qkv_lab.experiments.registry import BUILT_IN, experiment
 from qkv_lab.experiments.run import SHIPPED

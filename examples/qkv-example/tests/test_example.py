@@ -10,6 +10,7 @@ import qkv
 from qkv import testing
 from qkv.models import DecoderConfig
 from qkv_lab import experiments, tasks
+from qkv_lab.testing import check_experiment, check_task
 
 
 def test_mask_bias_score_normalizer_and_statistic_keep_the_contract() -> None:
@@ -29,8 +30,8 @@ def test_the_policy_evicts_the_key_of_least_mean_attention() -> None:
 
 
 def test_task_and_experiment_keep_the_contract() -> None:
-    testing.check_task(First(length=4, model=DecoderConfig(d_model=8, layers=1, heads=2)))
-    testing.check_experiment(Temperature())
+    check_task(First(length=4, model=DecoderConfig(d_model=8, layers=1, heads=2)))
+    check_experiment(Temperature())
 
 
 def test_the_command_line_finds_the_task_and_the_experiment() -> None:

@@ -18,3 +18,7 @@ __all__ = [
     "RNNSeq2Seq",
     "RNNSeq2SeqConfig",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,8 +19,7 @@ from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.config import one_of
 from qkv_lab import heads
-from qkv_lab.settings import with_entries
-from qkv_lab.task import Batch, Training
+from qkv_lab.task import Batch, Training, with_entries
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

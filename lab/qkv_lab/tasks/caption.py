@@ -19,8 +19,7 @@ from qkv.models.sampling import Sampler
 from qkv_lab import scenes
 from qkv_lab.models import Captioner, CaptionerConfig
 from qkv_lab.scenes import COLOURS, END, PAD, START, TOKEN, VOCABULARY, Scenes
-from qkv_lab.settings import with_entries
-from qkv_lab.task import Batch, Measured, Training
+from qkv_lab.task import Batch, Measured, Training, with_entries
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,8 +14,7 @@ from torch import Tensor
 from qkv.errors import InputError
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv_lab import heads
-from qkv_lab.settings import with_entries
-from qkv_lab.task import Batch, Measured, Training
+from qkv_lab.task import Batch, Measured, Training, with_entries
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

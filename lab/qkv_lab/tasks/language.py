@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from qkv.errors import InputError
 from qkv.models.config import one_of
 from qkv.models.decoder import DecoderConfig, DecoderLM
-from qkv_lab import heads, settings, tokens
-from qkv_lab.task import Batch, Measured, Training
+from qkv_lab import heads, tokens
+from qkv_lab.task import Batch, Measured, Training, with_entries
 from qkv_lab.tokens import Baselines, Prepared, baselines, prepare, prepare_more
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Language:
         vocabulary = self._data.vocab_size
         self._train, self._more, self.unseen  # noqa: B018  (raises if a corpus is too small)
         needed = {"vocab_size": vocabulary, "context": self.longest or self.context}
-        return DecoderLM(settings.with_entries(self.model, **needed))
+        return DecoderLM(with_entries(self.model, **needed))
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """``ids`` (size, context + 1): windows at random positions; every token but the first is a target."""

@@ -1,4 +1,8 @@
-"""Forms of inputs: fewer dimensions, NumPy arrays, and the arguments of torch's functions."""
+"""Forms of inputs: fewer dimensions, NumPy arrays, and the arguments of torch's functions.
+
+Inputs are tensors or NumPy arrays of shape (batch, heads, length, head_dim), (batch, length, head_dim) or
+(length, head_dim); fewer dimensions mean one head. Under autocast, calls are computed in its dtype, as in torch's SDPA.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The loop over the tiles of a score matrix, with its threads and scratch buffers."""
+"""The loop over the tiles of a score matrix, with its threads and scratch buffers.
+
+Attention and its backward, statistics, attention maps, products with the weights and the search for a row's level are
+all reducers over the same tiles. Empty tiles are skipped, several heads are computed together, and blocks of queries
+are distributed over threads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The tiles of a score matrix: their block status, scores and weights, and the noise of dropout."""
+"""The tiles of a score matrix: their block status, scores and weights, and the noise of dropout.
+
+Each number is a hash of (seed, batch item, head, query, key), so all kernels draw the same numbers and the backward
+recomputes them. The mixing steps are Stafford's and Wellons's 32-bit finalizers ("hash-prospector", 2018).
+"""
 
 from __future__ import annotations
 

@@ -154,9 +154,9 @@ class Mask(Definition):
         Up to 512 tokens, each cell is a pair; for more, it is the visible fraction of a tile. `tile` draws the block
         status of tiles of that size. Draws the first batch item and head.
         """
-        from qkv.masks import convert
+        from qkv.masks import picture
 
-        return convert.draw(self, n_queries, n_queries if n_keys is None else n_keys, ax=ax, tile=tile)
+        return picture.draw(self, n_queries, n_queries if n_keys is None else n_keys, ax=ax, tile=tile)
 
     def __and__(self, other: Mask) -> Mask:
         return And(self, _as_mask(other))

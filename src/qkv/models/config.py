@@ -1,4 +1,8 @@
-"""Configurations as JSON: checks of entries, and compositions of attention."""
+"""Configurations as JSON: checks of entries, and compositions of attention.
+
+The values of learned tensors are parameters of the model and thus in its safetensors. Only classes and feature maps of
+qkv itself have a form in JSON, so that reading a file never runs anybody's code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The level of a row: found by search, by a closed form, and differentiated on a tile."""
+"""The level of a row: found by search, by a closed form, and differentiated on a tile.
+
+The search finds the root of log Σ w(s, level), which decreases in the level; for a softmax it is a straight line. It
+takes secant steps, and bisects where these do not shrink the bracket. A sample of the keys gives the initial guess.
+Converged rows stop moving, so a row's result does not depend on the others in the batch.
+"""
 
 from __future__ import annotations
 

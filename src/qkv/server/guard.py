@@ -1,4 +1,9 @@
-"""Which requests are answered: bounded sizes, Host and Origin, the token, security headers."""
+"""Which requests are answered: bounded sizes, Host and Origin, the token, security headers.
+
+Every page in the user's browser can send requests to a server on the same machine. So the Host header must be a name
+of this machine, which prevents DNS rebinding, and an Origin header, where the browser sends one, must be the same host.
+Browsers request images and scripts without Origin, so Sec-Fetch-Site must not name another site either.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Gradients of statistics: through the weights of each tile, and through the normalizer's level."""
+"""Gradients of statistics: through the weights of each tile, and through the normalizer's level.
+
+A statistic is a function of the weights A of a call. Its derivative ∂L/∂A is a sum of few terms: a number for each
+query, one for each key, multiples of ln A, of A and of the distance, and terms inside masks and on single keys. Each
+tile of ∂L/∂A is computed together with its tile of weights; the rest is the backward pass of attention.
+
+A statistic is a function of the weights, as the attention output is. With dA = ∂L/∂A, dS = A ∘ (dA − rowsum(A ∘ dA))
+for softmax, and similarly for other normalizers: the backward pass of attention with a different dA. For softmax the
+row sums follow from the statistics themselves (the entropy contributes 0, because it does not change when a row is
+scaled), except for one product of the weights with the gradients of `received`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""`measure`: exact statistics of the weights in linear memory, also as shares of rows that do not sum to 1."""
+"""`measure`: exact statistics of the weights in linear memory, also as shares of rows that do not sum to 1.
+
+For a softmax, one pass over blocks of rows computes the output, the log-sum-exp and every statistic
+(`qkv.statistics.one_pass`). Other normalizers and custom statistics take two: a kernel computes the row state, such as
+the log-sum-exp, of every query; then a sweep over the tiles of scores computes the final weights and reduces them.
+(tests/core/test_measure.py checks identities that give some of the statistics by other means.)
+
+The sum of a row counts every key, and also a sink logit or a learned key, which is a key with value 0: the rows of a
+softmax, of softmax off by one and of entmax sum to 1, and their shares are their weights. Rows of sigmoid, ELU + 1 and
+ReLU attention have any sum, and are divided by it. A row that sums to 0 gives no key a share.
+"""
 
 from __future__ import annotations
 

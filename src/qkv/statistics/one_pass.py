@@ -3,6 +3,9 @@
 The weights of a block of rows are kept until their log-sum-exp is known (online softmax: Milakov & Gimelshein 2018,
 arXiv:1805.02867), and then normalized in place. A kernel pass for the log-sum-exp and a sweep over all tiles would
 compute the scores twice.
+
+This is faster for short texts, and for one new token against a cache: there, the operations that
+`qkv.statistics.one_pass` makes for each tile cost more than the arithmetic. Both add to the same sums.
 """
 
 from __future__ import annotations

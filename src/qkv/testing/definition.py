@@ -1,4 +1,9 @@
-"""The definition of a composition in float64: weights and outputs, formed densely."""
+"""The definition of a composition in float64: weights and outputs, formed densely.
+
+From Σ_j w(s_j, level) = 1 follows that the level moves by −(Σ ∂w/∂s ds) / (Σ ∂w/∂level).
+
+The checks compare the kernels with this module, so it shares no code with them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,26 @@
-"""What a model loses when its cache evicts keys: attention on evicted keys, and loss."""
+"""What a model loses when its cache evicts keys: attention on evicted keys, and loss.
+
+Policies at a budget of B keys for each layer and key head:
+
+- ``window``: the last B keys, including the query's own (`qkv.cache.Sliding`).
+- ``sinks``: the first few and the last B − few keys (StreamingLLM: Xiao et al. 2024, arXiv:2309.17453;
+  `qkv.cache.Sinks`).
+- ``heavy``: the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ that have received the most attention (H2O: Zhang et
+  al. 2023, arXiv:2306.14048; `qkv.cache.HeavyHitters`).
+- your own: a subclass of `qkv.cache.Evicting`, or its name if an installed package registers it in the group of entry
+  points ``qkv.policies``. It keeps the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ of most worth.
+
+There are two estimates, which answer different questions:
+
+**From the profile.** ``mass_lost`` is the share of its row that a query of the model with a full cache puts on keys
+that the policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens.
+For ``heavy`` and your own policies, keys are ranked by their worth at the *end* of the text, from the weight received
+from all queries of the model with a full cache, summed over the query heads that share a key head. This is an oracle:
+at query i a real cache only knows the weights up to then, of queries for which keys were already evicted.
+
+**By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache;
+``heavy`` and your own policies then decide online.
+"""
 
 from __future__ import annotations
 

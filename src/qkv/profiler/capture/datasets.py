@@ -1,4 +1,7 @@
-"""The attention calls of a model on an input, and recorded statistics as one data set for each kind of attention."""
+"""The attention calls of a model on an input, and recorded statistics as one data set for each kind of attention.
+
+A call holds queries, keys, values and the mask, so the memory is linear in the text.
+"""
 
 from __future__ import annotations
 

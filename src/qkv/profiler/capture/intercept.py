@@ -1,4 +1,10 @@
-"""Intercept attention that does not go through qkv: torch's functions, and softmaxes over scores."""
+"""Intercept attention that does not go through qkv: torch's functions, and softmaxes over scores.
+
+Two kinds of calls are intercepted: torch's attention functions, whose arguments are a complete call that qkv's kernel
+computes in linear memory; and, in modules with "attention" in their class name, one softmax over scores. There the
+model forms its scores, so the memory is quadratic. Modules that cannot be read (several softmaxes in one forward,
+scores in blocks or bands) are listed as unreadable; nothing is guessed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The residual stream: norms, massive activations, and the geometry of the first token."""
+"""The residual stream: norms, massive activations, and the geometry of the first token.
+
+Layers are found by the names of the attention modules, so this works for any model: "h.0.attn" is in layer "h.0" of
+the stack "h", "encoder.block.2.layer.0.SelfAttention" in layer "encoder.block.2" of the stack "encoder.block".
+
+The key of a sink is short but has the direction of all queries, and its value is small, so weight on it changes the
+output little. The cost is linear in the text: no pairs of tokens are formed.
+"""
 
 from __future__ import annotations
 

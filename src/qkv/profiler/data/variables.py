@@ -1,4 +1,8 @@
-"""The variables of a profile, and what a file of it declares before anything is allocated."""
+"""The variables of a profile, and what a file of it declares before anything is allocated.
+
+Statistics of weights describe themselves (`qkv.statistics`); this module adds the other variables, and the custom
+statistics of the user.
+"""
 
 from __future__ import annotations
 

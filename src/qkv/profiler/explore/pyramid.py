@@ -1,4 +1,10 @@
-"""Tiles of an attention map at every zoom, computed on request and cached."""
+"""Tiles of an attention map at every zoom, computed on request and cached.
+
+Bins of all zooms begin at multiples of powers of two, so pooling the four child tiles at the next zoom gives exactly
+the parent tile. Tiles at the `base` zoom (the deepest zoom at which the whole map has few pixels) and deeper are
+computed from weights; tiles at lower zooms are pooled from their children. A view of the whole map is therefore one
+pass over the weights, and a pass that was cancelled resumes from the tiles in the cache.
+"""
 
 from __future__ import annotations
 
