@@ -40,12 +40,11 @@ if TYPE_CHECKING:
     from qkv.choice import Choice, choose_keys
     from qkv.linear import LinearState, linear_attend, linformer
     from qkv.partial import Partial, merge
-    from qkv.profiler.editing import edit, head_outputs
+    from qkv.profiler.editing import edit
     from qkv.profiler.pretrained import load
     from qkv.profiler.profiles import Profile
     from qkv.profiler.run import profile
     from qkv.profiler.watch.watching import Watched, watch
-    from qkv.statistics.given import measure_weights
     from qkv.statistics.measure import measure
     from qkv.statistics.sums import Statistics
 
@@ -67,7 +66,6 @@ __all__ = [
     "edit",
     "edits",
     "features",
-    "head_outputs",
     "huggingface",
     "kernels",
     "linear_attend",
@@ -76,7 +74,6 @@ __all__ = [
     "masks",
     "max_size",
     "measure",
-    "measure_weights",
     "merge",
     "models",
     "nn",
@@ -107,12 +104,11 @@ _NAMES = {
     "qkv.choice": ("Choice", "choose_keys"),
     "qkv.linear": ("LinearState", "linear_attend", "linformer"),
     "qkv.partial": ("Partial", "merge"),
-    "qkv.profiler.editing": ("edit", "head_outputs"),
+    "qkv.profiler.editing": ("edit",),
     "qkv.profiler.pretrained": ("load",),
     "qkv.profiler.profiles": ("Profile",),
     "qkv.profiler.run": ("profile",),
     "qkv.profiler.watch.watching": ("Watched", "watch"),
-    "qkv.statistics.given": ("measure_weights",),
     "qkv.statistics.measure": ("measure",),
     "qkv.statistics.sums": ("Statistics",),
 }

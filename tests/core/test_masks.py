@@ -39,10 +39,10 @@ from qkv.masks import (
     Window,
     base,
     bigbird,
-    convert,  # fmt: skip
     longformer,
     patterns,
 )
+from qkv.masks import picture as picture_module
 from qkv.reference.parts import is_visible
 
 mpl.use("Agg")
@@ -299,15 +299,15 @@ def test_longformer_has_half_its_window_on_each_side(window: int) -> None:
 @pytest.mark.parametrize("mask", [Causal(), longformer(2), bigbird(2, 1), Padding([9]), ~Window(3)], ids=str)
 def test_a_plot_shows_the_dense_mask(mask: Mask, nq: int, nk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     grid, seen = Grid.of(nq, nk), mask.dense(nq, nk)[0, 0].double()
-    assert np.array_equal(convert.shares(mask, grid), seen.numpy())
+    assert np.array_equal(picture_module.shares(mask, grid), seen.numpy())
     axes = mask.plot(nq, nk)
     (image,) = axes.get_images()
     assert np.array_equal(np.asarray(image.get_array()), seen.numpy())
     assert tuple(image.get_extent()) == (-0.5, nk - 0.5, nq - 0.5, -0.5)
     assert f"{1 - seen.mean():.0%} masked" in axes.get_title()
-    monkeypatch.setattr(convert, "PAIRS", 4)  # a cell is now the visible share of a tile, also at the edges
+    monkeypatch.setattr(picture_module, "PAIRS", 4)  # a cell is now the visible share of a tile, also at the edges
     size = -(-nk // 4)
-    shares = convert.shares(mask, grid)
+    shares = picture_module.shares(mask, grid)
     for (r, c), share in np.ndenumerate(shares):
         assert share == pytest.approx(seen[r * size : (r + 1) * size, c * size : (c + 1) * size].mean().item())
     assert shares.shape == (-(-nq // size), -(-nk // size))
@@ -542,19 +542,6 @@ def test_masks_compare_by_value() -> None:
     assert Window(3) != Window(4)
     assert len({Causal(), Causal(), Window(2)}) == 2
     assert qkv.masks.Causal is Causal
-
-
-def test_masks_with_the_old_name_of_a_method_work_and_warn() -> None:
-    with pytest.warns(DeprecationWarning, match="visible"):
-
-        class First(Mask):
-            def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-                raise AssertionError("the shortcut is used instead")
-
-            def allowed(self, region: Region, grid: Grid) -> Tensor:
-                return (region.keys == 0).expand(1, 1, len(region.queries), -1)
-
-    assert First().dense(4, 3)[0, 0].int().tolist() == [[1, 0, 0]] * 4
 
 
 def test_masks_reject_attributes_that_hide_a_method() -> None:

@@ -30,7 +30,7 @@ from conftest import (
 )
 from qkv import attend, biases, masks, normalizers, reference
 from qkv._engine.call import Call
-from qkv.masks import Causal, Dense, Grid, Mask, Padding, Predicate, Region, Window
+from qkv.masks import Causal, Dense, Mask, Padding, Predicate, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Additive, Dot
 from qkv.statistics.measure import Statistics, sweep
@@ -624,25 +624,3 @@ def test_negative_weights_have_no_entropy() -> None:
     q, k, _ = triple()
     with refused("normalizer", match="negative weights"):
         qkv.measure(q, k, normalizer=normalizers.Identity())
-
-
-def test_old_names_of_statistics_warn_and_work() -> None:
-    q = k = rand(1, 2, 5, 4)
-    with pytest.warns(DeprecationWarning, match="prefix_keys"):
-        result = qkv.measure(q, k, early=3)
-    for old, new in (
-        ("participation", "effective_keys"),
-        ("audience", "visible_queries"),
-        ("early", "prefix_sink_scores"),
-    ):
-        with pytest.warns(DeprecationWarning, match=new):
-            assert getattr(result, old) is getattr(result, new)
-    grid, region = Grid.of(4, 4), Region(slice(0, 4), slice(0, 4))
-    for measure in (qkv.measure, qkv.Attention().measure):
-        with pytest.warns(DeprecationWarning, match="prefix_keys") as warned, refused("early"):
-            measure(q, k, early=3, prefix_keys=2)
-        assert warned[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match="EffectiveKeys"):
-        assert qkv.statistics.Participation is qkv.statistics.EffectiveKeys
-    with pytest.warns(DeprecationWarning, match="visible"):
-        assert torch.equal(Causal().allowed(region, grid), Causal().visible(region, grid))

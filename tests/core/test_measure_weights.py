@@ -61,7 +61,7 @@ def test_statistics_of_weights_equal_those_of_the_queries_and_keys(name: str) ->
         "mass": {"near": masks.Window(3)}, "prefix_keys": 4, "bins": 5,
         "statistics": [BUILT_IN["entropy"], Streaming(2, 3)],
     }  # fmt: skip
-    found = qkv.measure_weights(weights, call.get("mask"), unnormalized=unnormalized, **options)
+    found = qkv.statistics.measure_weights(weights, call.get("mask"), unnormalized=unnormalized, **options)
     same(found, qkv.measure(q, k, mask=call.get("mask"), normalizer=call.get("normalizer"), **options))
 
 
@@ -69,16 +69,16 @@ def test_queries_that_do_not_count_may_hold_nan() -> None:
     q, queries = torch.randn(2, 1, 6, 4), torch.arange(6) < torch.tensor([[6], [4]])
     weights = qkv.attend(q, q, q, mask=masks.Causal(), return_weights=True)[1]
     weights[1, :, 4:] = float("nan")
-    found = qkv.measure_weights(weights, masks.Causal(), queries=queries)
+    found = qkv.statistics.measure_weights(weights, masks.Causal(), queries=queries)
     same(found, qkv.measure(q, q, mask=masks.Causal(), queries=queries))
 
 
 def test_results_have_the_form_of_the_weights() -> None:
     weights = torch.rand(3, 5, 7).softmax(-1)
-    assert qkv.measure_weights(weights).received.shape == (3, 7)
-    assert isinstance(qkv.measure_weights(weights[0].numpy()).entropy, np.ndarray)
-    assert qkv.measure_weights(weights[0].tolist()).entropy.shape == (5,)
-    half = qkv.measure_weights(weights.bfloat16().requires_grad_())
+    assert qkv.statistics.measure_weights(weights).received.shape == (3, 7)
+    assert isinstance(qkv.statistics.measure_weights(weights[0].numpy()).entropy, np.ndarray)
+    assert qkv.statistics.measure_weights(weights[0].tolist()).entropy.shape == (5,)
+    half = qkv.statistics.measure_weights(weights.bfloat16().requires_grad_())
     assert half.entropy.dtype == torch.float32
     assert not half.entropy.requires_grad
 
@@ -100,12 +100,12 @@ def test_results_have_the_form_of_the_weights() -> None:
 )
 def test_arguments_that_are_not_weights_are_refused(w: Any, mask: masks.Mask | None) -> None:
     with refused("w"):
-        qkv.measure_weights(w, mask)
+        qkv.statistics.measure_weights(w, mask)
 
 
 def test_no_copy_of_the_weights_is_made() -> None:
     w = torch.full((1, 4, 1024, 1024), 1 / 1024)  # 16 MiB
-    qkv.measure_weights(w)
+    qkv.statistics.measure_weights(w)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        qkv.measure_weights(w)
+        qkv.statistics.measure_weights(w)
     assert 0 < max(event.cpu_memory_usage for event in profiled.events()) <= w.nbytes / 8

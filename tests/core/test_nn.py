@@ -17,7 +17,6 @@ from qkv import Attention, masks, normalizers, scores
 from qkv.biases import T5Bias
 from qkv.nn import (
     Composition,
-    EinsumAttention,
     FeedForward,
     LinearAttention,
     LinformerAttention,
@@ -29,6 +28,7 @@ from qkv.nn import (
     to_torch,
 )
 from qkv.positions import Rotary
+from qkv_lab.course import EinsumAttention
 
 CAUSAL = Attention(mask=masks.Causal())
 

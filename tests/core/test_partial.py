@@ -209,5 +209,3 @@ def test_states_of_linear_attention_merge() -> None:
     whole = zero.plus(k, v)
     close(parts.kv, whole.kv)
     close(parts.k_sum, whole.k_sum)
-    with pytest.warns(DeprecationWarning, match="LinearState.zero"):
-        qkv.LinearState.empty(2, 3, 4, 5)

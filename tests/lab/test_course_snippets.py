@@ -239,8 +239,7 @@ def test_build_along_cross_attention_from_ten_tokens_to_fifty() -> None:
 
 
 def test_build_along_einsum() -> None:
-    from qkv.course import create_causal_mask
-    from qkv.nn import EinsumAttention
+    from qkv.course import EinsumAttention, create_causal_mask
 
     torch.manual_seed(0)
     attention, x = EinsumAttention(32, 4), torch.randn(2, 5, 32)

@@ -234,7 +234,7 @@ def test_patching_every_head_of_a_layer_carries_over_the_other_run() -> None:
     model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4, positions="learned")).eval()
     a, b = torch.randint(50, (2, 1, 9))
     keys = [(1, head) for head in range(4)]
-    patches = {key: edits.Patch(x) for key, x in qkv.head_outputs(model, a, keys).items()}
+    patches = {key: edits.Patch(x) for key, x in qkv.profiler.head_outputs(model, a, keys).items()}
     with qkv.edit(model, patches):
         got = model(b)
     states: list[Tensor] = []
@@ -329,7 +329,7 @@ def test_bad_edits_are_refused_and_the_model_restored(name: str, llama: Any) -> 
 
 
 def test_attention_that_forms_its_own_weights_is_refused() -> None:
-    layer = qkv.nn.EinsumAttention(32, 4)
+    layer = qkv.course.EinsumAttention(32, 4)
     with refused("edits", match="forms its weights itself"), qkv.edit(layer, {(0, 0): "zero"}):
         layer(torch.randn(1, 5, 32))
     with refused("model"), qkv.edit("llama", {(0, 0): "zero"}):  # type: ignore[arg-type]

@@ -197,7 +197,7 @@ def test_module_without_a_number_of_heads_names_the_attribute_and_accepts_heads(
 
 @torch.no_grad()
 def test_einsum_attention_profiles() -> None:
-    layer = qkv.nn.EinsumAttention(32, 4)
+    layer = qkv.course.EinsumAttention(32, 4)
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(9, 9, dtype=torch.bool).tril()
     mask[0] = False

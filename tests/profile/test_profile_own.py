@@ -24,12 +24,13 @@ from qkv.kernels import watching
 from qkv.models import checkpoint
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.models.tokenizers import ByteTokenizer
-from qkv.nn import EinsumAttention, LinearAttention, LinformerAttention, MultiHeadAttention
+from qkv.nn import LinearAttention, LinformerAttention, MultiHeadAttention
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.positions import Rotary
 from qkv.profiler import Profile, profile
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Observer, observe
+from qkv_lab.course import EinsumAttention
 from qkv_lab.models.captioner import Captioner, CaptionerConfig
 from qkv_lab.models.classifier import Classifier, ClassifierConfig
 from qkv_lab.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig

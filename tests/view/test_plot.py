@@ -139,7 +139,7 @@ def test_the_arrows_of_the_graph_are_the_visible_pairs_of_the_mask(mask: masks.M
 
 def test_statistics_of_heads_equal_those_that_are_measured() -> None:
     attentions = tuple(weights(1, 3, 5, 5) for _ in range(2))
-    found = [qkv.measure_weights(w) for w in attentions]
+    found = [qkv.statistics.measure_weights(w) for w in attentions]
     for draw, name in ((plot.entropy, "entropy"), (plot.sinks, "sink")):
         expected = torch.stack([getattr(x, name)[0].mean(-1) for x in found])
         np.testing.assert_allclose(shown(draw(attentions)), expected, rtol=1e-5)

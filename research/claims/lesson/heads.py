@@ -15,7 +15,8 @@ from torch import nn
 
 import qkv
 from qkv.masks import Causal
-from qkv.nn import EinsumAttention, MultiHeadAttention
+from qkv.nn import MultiHeadAttention
+from qkv_lab.course import EinsumAttention
 from research.claims import Verdict, claim, experiment, false, holds, only_when
 from research.claims.lesson.reversal import LENGTH, VOCABULARY, Layer, Model, causal
 from research.claims.settle import common
@@ -231,7 +232,7 @@ def c202() -> Verdict:
     used = [name for name in (".transpose(", ".reshape(", ".view(", ".contiguous(") if name in code]
     return holds(
         not used and code.count("torch.einsum") >= 4,
-        "Our own layer of that kind, `qkv.nn.EinsumAttention`, has none of them in its forward. Inside, einsum "
+        "Our own layer of that kind, `qkv.course.EinsumAttention`, has none of them in its forward. Inside, einsum "
         "permutes and reshapes all the same, to make batched products.",
     )
 

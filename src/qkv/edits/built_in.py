@@ -69,7 +69,7 @@ class Patch(Edit):
     """Replaces the output of the head by that of another run (activation patching).
 
     Args:
-        output: (b, nq, dv), from `qkv.head_outputs` of a run on a text of the same length.
+        output: (b, nq, dv), from `qkv.profiler.head_outputs` of a run on a text of the same length.
     """
 
     def __init__(self, output: Float[Tensor, "b nq dv"]) -> None:

@@ -243,7 +243,7 @@ def states_figure(name: str, stacks: Mapping[str, xr.Dataset]) -> Figure:
         stacks: hidden states by stack of layers, as in `Profile.residual`.
 
     Raises:
-        InputError: if no stack has the variable `cosine`, as in profiles of older versions.
+        InputError: if no stack has the variable `cosine`.
 
     >>> import qkv
     >>> profile = qkv.profile("qkv-mini", progress=False, probe=False)

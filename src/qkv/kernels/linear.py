@@ -16,7 +16,6 @@ from torch import Tensor
 
 from qkv._engine.call import Call, Result, at_least_float32
 from qkv._engine.transforms import REASON, transformed
-from qkv._packages import deprecated
 from qkv.masks import Grid, Mask
 from qkv.normalizers import Pointwise
 
@@ -45,15 +44,6 @@ class LinearState:
         """The state before the first key."""
         kv = torch.zeros(batch, key_heads, n_features, value_dim, dtype=dtype, device=device)
         return LinearState(kv, kv[..., 0].clone())
-
-    @staticmethod
-    def empty(
-        batch: int, key_heads: int, n_features: int, value_dim: int,
-        dtype: torch.dtype = torch.float32, device: torch.device | None = None,
-    ) -> LinearState:  # fmt: skip
-        """Deprecated name of `zero`."""
-        deprecated("LinearState.empty", "LinearState.zero")
-        return LinearState.zero(batch, key_heads, n_features, value_dim, dtype, device)
 
     def merge(self, other: LinearState, /) -> LinearState:
         """The state after the keys of both."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv._contract import Definition
-from qkv._packages import deprecated
 from qkv.errors import InputError, at_least_one
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
@@ -34,12 +33,6 @@ class Mask(Definition):
     definitions: ClassVar = {
         "sees": ("classify", "band", "by_value", "visible", "visible_keys", "key_mask", "factors", "alternatives")
     }
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        if "allowed" in cls.__dict__ and "visible" not in cls.__dict__:
-            deprecated(f"{cls.__name__}.allowed", "visible")
-            cls.visible = cls.__dict__["allowed"]  # type: ignore[method-assign]
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """Whether queries at positions `q` of batch items `b` and heads `h` may attend to keys `k`.
@@ -107,11 +100,6 @@ class Mask(Definition):
         visible = self.is_visible(b, h, q, k, grid)
         visible = visible[(None,) * (4 - visible.ndim)]
         return visible.expand(*visible.shape[:2], len(q), len(k))
-
-    def allowed(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
-        """Deprecated name of `visible`."""
-        deprecated("Mask.allowed", "visible")
-        return self.visible(region, grid)
 
     def dense(self, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1) -> Bool[Tensor, "b h nq nk"]:
         """The whole mask as a boolean tensor, True where a query may attend; b and h are 1 where all are the same.

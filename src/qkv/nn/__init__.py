@@ -6,7 +6,6 @@ from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.nn.block import FeedForward, TransformerBlock
 from qkv.nn.composition import Composition
 from qkv.nn.convert import from_torch, to_torch
-from qkv.nn.einsum import EinsumAttention
 from qkv.nn.linear import LinearAttention, LinformerAttention
 from qkv.nn.multi_head import MultiHeadAttention
 from qkv.nn.projection import Projection, SinkToken
@@ -14,7 +13,6 @@ from qkv.nn.projection import Projection, SinkToken
 __all__ = [
     "AdditiveAttention",
     "Composition",
-    "EinsumAttention",
     "FeedForward",
     "LinearAttention",
     "LinformerAttention",

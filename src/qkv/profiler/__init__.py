@@ -6,7 +6,7 @@ from qkv.profiler.analyses.flow import flow_to, rollout
 from qkv.profiler.analyses.mixing import mixing
 from qkv.profiler.comparison import Comparison, compare
 from qkv.profiler.corpora import default_text
-from qkv.profiler.editing import Ablation, ablation
+from qkv.profiler.editing import Ablation, ablation, head_outputs
 from qkv.profiler.explore.attention_map import AttentionMap, attention_map
 from qkv.profiler.explore.explorer import Explorer
 from qkv.profiler.profiles import Profile
@@ -31,6 +31,7 @@ __all__ = [
     "everywhere",
     "eviction",
     "flow_to",
+    "head_outputs",
     "mixing",
     "profile",
     "rollout",

@@ -95,7 +95,7 @@ def head_outputs(
     >>> import torch, qkv
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4))
-    >>> found = qkv.head_outputs(model, torch.tensor([[5, 6, 7]]), [(0, 1)])
+    >>> found = qkv.profiler.head_outputs(model, torch.tensor([[5, 6, 7]]), [(0, 1)])
     >>> found[0, 1].shape
     torch.Size([1, 3, 8])
     """

@@ -303,10 +303,6 @@ class Profile:
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Read a profile written by `save`.
 
-        A profile of an older qkv has no ``row_sum`` and no ``first_contribution``; columns that need them are NaN. It
-        holds the model's own weights in place of shares of the row, which differ for sigmoid, ELU + 1 and ReLU
-        attention: if it has layers without a log-sum-exp, a warning names them.
-
         Raises:
             InputError: if the file is missing, not a profile, truncated, damaged, or written by a newer qkv.
         """

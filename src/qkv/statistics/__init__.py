@@ -7,9 +7,9 @@ their own by inheriting from `Statistic`.
 ('nats', 'key')
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from qkv._packages import renamed
+from qkv._lazy import lazy
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.built_in import (
     At,
@@ -29,6 +29,9 @@ from qkv.statistics.built_in import (
     VisibleQueries,
 )
 from qkv.statistics.sums import Statistics, Thumbnail
+
+if TYPE_CHECKING:
+    from qkv.statistics.given import measure_weights
 
 BUILT_IN: dict[str, Statistic] = {
     s.name: s
@@ -60,15 +63,13 @@ __all__ = [
     "Visible",
     "VisibleQueries",
     "WeightTile",
+    "measure_weights",
 ]
-
-
-_RENAMED = {"Audience": "VisibleQueries", "Participation": "EffectiveKeys"}
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
-    return renamed(__name__, _RENAMED, name)
+if not TYPE_CHECKING:
+    __getattr__ = lazy(__name__, {"qkv.statistics.given": ("measure_weights",)})

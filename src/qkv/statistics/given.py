@@ -64,7 +64,7 @@ def measure_weights(
 
     >>> import torch, qkv
     >>> w = torch.tensor([[1.0, 0.0], [0.75, 0.25]])
-    >>> found = qkv.measure_weights(w, qkv.masks.Causal())
+    >>> found = qkv.statistics.measure_weights(w, qkv.masks.Causal())
     >>> found.received.tolist(), found.visible.tolist()
     ([1.75, 0.25], [1.0, 2.0])
     """

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, detached
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
-from qkv._packages import deprecated
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import KERNELS, pick, ring, serve_shared, tiled, watching
@@ -113,11 +112,6 @@ def measure(
     >>> q.grad.shape
     torch.Size([1, 1, 4, 8])
     """
-    if "early" in unknown:
-        deprecated("measure(early=…)", "prefix_keys")
-        if prefix_keys is not None:
-            raise InputError("early is the deprecated name of prefix_keys, expected one of them, not both")
-        prefix_keys = cast("int | None", unknown.pop("early"))
     if unknown:
         refuse_unknown("measure", unknown, ARGUMENTS)
     options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}

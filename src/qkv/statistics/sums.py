@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv._engine.call import Call, RowState, at_least_float32
-from qkv._packages import alias
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
 from qkv.statistics.base import Statistic
@@ -115,10 +114,6 @@ class Statistics:
     first_contribution: Float[Tensor, "b h nq"] | None = None
     """‖A_i1 v_1‖ / Σ_j ‖A_ij v_j‖, the first key's part of what the values add; a profile measures it, `measure` does
     not."""
-
-    participation = alias("participation", "effective_keys")
-    audience = alias("audience", "visible_queries")
-    early = alias("early", "prefix_sink_scores")
 
     def named(self, name: str) -> Float[Tensor, "b h n"] | None:
         """A statistic or a mass by its name; None if it was not measured."""

@@ -186,9 +186,7 @@ def _check(data: xr.Dataset, threshold: float) -> None:
     if not 0 < threshold < 1:
         raise InputError(f"threshold is {threshold}, expected a weight between 0 and 1")
     if "visible_queries" not in data:
-        raise InputError(
-            "profile has no variable 'visible_queries' (an older qkv wrote it, or it was built by hand): profile again"
-        )
+        raise InputError("profile has no variable 'visible_queries' (it was built by hand): profile again")
 
 
 def _best(score: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -162,7 +162,7 @@ def special_keys(data: xr.Dataset) -> np.ndarray:
 def raw_weights(data: xr.Dataset, name: str) -> np.ndarray:
     """A variable that holds shares of the row as the model's own weights, which may add up to more or less than 1.
 
-    NaN in layers of a profile of an older qkv whose row sums are unknown.
+    NaN in layers whose row sums are unknown.
     """
     return np.where(rows_known(data)[None, :, None, None], data[name].values * _divisors(data), np.nan)
 
@@ -170,8 +170,8 @@ def raw_weights(data: xr.Dataset, name: str) -> np.ndarray:
 def rows_known(data: xr.Dataset) -> np.ndarray:
     """True at layers whose rows are known to be shares: (layer).
 
-    A profile of an older qkv has no row sums, and its variables are the model's own weights. They are shares where the
-    weights are a softmax, which has a log-sum-exp.
+    A profile that was built by hand may have no row sums; its variables are the model's own weights, which are shares
+    where they are a softmax, which has a log-sum-exp.
     """
     softmax: np.ndarray = np.isfinite(data["lse"].values).any((0, 2, 3))
     return softmax | ("row_sum" in data)
