@@ -1,6 +1,6 @@
 """The cost of a survey, compared with plain batched inference, and the speed-up by a second process.
 
-python -m benchmarks.survey_speed TEXTS   one process of one thread, or of several (RANK, WORLD_SIZE …): prints JSON
+python -m benchmarks.survey_speed TEXTS   one process of one thread, or of several (PART=i/N): prints JSON
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -112,19 +111,14 @@ def _survey(minilm: Loaded, corpus: Corpus, folder: Path) -> None:
 
 def _launched(world: int, texts: int) -> float:
     """Seconds of a survey by so many processes, without their start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.survey_speed", str(texts)]
     with tempfile.TemporaryDirectory() as folder:
         running = []
         for rank in range(world):
-            env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-            env |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "SURVEY_OUT": folder}
+            env = os.environ | {"PART": f"{rank}/{world}", "OMP_NUM_THREADS": "1", "SURVEY_OUT": folder}
             running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
         said = [process.communicate()[0] for process in running]
-    seconds: float = json.loads(said[0].strip().splitlines()[-1])["seconds"]
-    return seconds
+    return max(float(json.loads(text.strip().splitlines()[-1])["seconds"]) for text in said)
 
 
 def main() -> None:
@@ -134,12 +128,22 @@ def main() -> None:
     with torch.no_grad():
         minilm.model(input_ids=torch.full((1, LENGTH), 7))  # warm-up
     out = Path(os.environ["SURVEY_OUT"]) / "survey"
-    ready, world = out.parent, int(os.environ["WORLD_SIZE"])
-    (ready / f"ready-{os.environ['RANK']}").touch()
+    part = os.environ["PART"]
+    ready, (rank, world) = out.parent, map(int, part.split("/"))
+    (ready / f"ready-{rank}").touch()
     while len(list(ready.glob("ready-*"))) < world:  # all start together
         time.sleep(0.02)
     started = time.perf_counter()
-    survey(minilm.model, corpus, tokenizer=minilm.tokenizer, out=out, shards=8, batch_tokens=BATCH, overlap=0)
+    survey(
+        minilm.model,
+        corpus,
+        tokenizer=minilm.tokenizer,
+        out=out,
+        shards=8,
+        batch_tokens=BATCH,
+        overlap=0,
+        only_shards=part,
+    )
     print(json.dumps({"seconds": time.perf_counter() - started}))
 
 

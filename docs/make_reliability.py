@@ -27,8 +27,6 @@ END = """
   lost.
 - **SIGTERM**: as from a scheduler, after 70 % of the time. The repeated command has to end with the same results.
 - **Clock jumps**: back by a day and forward by a week, while the command runs. The results have to be the same.
-
-Under torchrun each process prints its sentence, and torchrun itself ends with exit code 1 and a traceback of its own.
 """
 
 

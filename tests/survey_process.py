@@ -40,7 +40,7 @@ def main(out: Path | str, shards: int, last: int) -> None:
     if last >= 0:
         Folder.write_shard = then_die  # type: ignore[method-assign]
     try:
-        own_survey(out, shards=shards, patience=60.0)
+        own_survey(out, shards=shards)
     except surveys.Incomplete as error:
         print(error)
         sys.exit(1)

@@ -29,8 +29,6 @@ class Work:
 
     name: str
     arguments: tuple[str, ...]
-    processes: int = 1
-    """The number of processes under torchrun; 1 for one process without it."""
     resumes: bool = True
     """Whether a repeated command continues the interrupted one, instead of starting again."""
 
@@ -40,9 +38,6 @@ class Work:
         for n in range(8):
             (folder / "texts" / f"{n}.txt").write_text(TEXT[n:], encoding="utf-8")
         module = [sys.executable, "-m", "qkv.cli"]
-        if self.processes > 1:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            module = [*launcher, f"--nproc-per-node={self.processes}", "-m", "qkv.cli"]
         own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
         said = (folder / "said.txt").open("w+", encoding="utf-8")
         process = subprocess.Popen(
@@ -86,7 +81,6 @@ WORK = (
                    "--log-every", "5", "--out", "out")),
     Work("experiment", ("experiment", "norm_place", "--quick", "--out", "out")),
     Work("survey", ("survey", "qkv-mini", "texts", "--shards", "4", "--out", "out")),
-    Work("survey, torchrun", ("survey", "qkv-mini", "texts", "--shards", "4", "--out", "out"), processes=2),
     Work("survey, ray", ("survey", "qkv-mini", "texts", "--shards", "4", "--engine", "ray", "--out", "out")),
     Work("profile", ("profile", "qkv-mini", TEXT, "--no-probe", "--out", "out"), resumes=False),
     Work("map", ("map", "qkv-mini", "--tokens", "400", "--layer", "1", "--data", "--out", "out/map.png"),

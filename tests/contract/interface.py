@@ -65,6 +65,8 @@ def parameters(function: Callable[..., Any]) -> str:
 
 def options() -> Iterator[str]:
     """A line for every option of the command line, and for every setting of a task in `qkv train` and run.toml."""
+    from tyro.conf import Fixed
+
     from qkv.cli import commands
     from qkv_lab.cli.train import Run
     from qkv_lab.tasks import names as tasks
@@ -74,7 +76,15 @@ def options() -> Iterator[str]:
         if command != "train":
             hints = get_type_hints(function, include_extras=True)
             for parameter in inspect.signature(function).parameters.values():
-                yield f"qkv {command} {option(parameter, getattr(hints[parameter.name], '__metadata__', ()))}"
+                metadata = getattr(hints[parameter.name], "__metadata__", ())
+                if dataclasses.is_dataclass(parameter.default):
+                    shared = get_type_hints(type(parameter.default), include_extras=True)
+                    for p in inspect.signature(type(parameter.default)).parameters.values():
+                        own = getattr(shared[p.name], "__metadata__", ())
+                        if Fixed not in own:
+                            yield f"qkv {command} {option(p, own)}"
+                else:
+                    yield f"qkv {command} {option(parameter, metadata)}"
     for field in dataclasses.fields(Run)[2:]:
         yield f"qkv train TASK --{field.name.replace('_', '-')}"
     for name in sorted(tasks()):

@@ -333,7 +333,7 @@ def test_tables_figures_and_surveys_use_units_and_definitions_of_the_objects() -
     from qkv.profiler.data import frames
     from qkv.profiler.data.frames import COLUMNS
     from qkv.profiler.data.variables import OF_HEADS, VARIABLES
-    from qkv.profiler.surveys.quantities import QUANTITIES
+    from qkv.profiler.surveys.accumulators import QUANTITIES
 
     for name, s in BUILT_IN.items():
         about = VARIABLES[name]

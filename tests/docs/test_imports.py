@@ -19,7 +19,7 @@ ROOMS = {"qkv": ROOT / "src" / "qkv", "qkv_lab": ROOT / "lab" / "qkv_lab", "rese
 ORDER = {
     "qkv": [
         "_lazy", "errors", "_contract", "_lost", "_packages", "_names", "_untrusted", "_files", "_progress",
-        "_registry", "course", "lab",
+        "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
         "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics",
         "choice", "_launches", "_cost", "_diagram", "attention",

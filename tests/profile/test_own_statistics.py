@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from qkv.errors import InputError
 from qkv.figures import survey as survey_plots
 from qkv.profiler import Profile, Survey, survey
 from qkv.profiler.data.variables import custom_variables
-from qkv.profiler.surveys.quantities import QUANTITIES
+from qkv.profiler.surveys.accumulators import QUANTITIES
 from qkv.report.payload import payload
 from qkv.statistics import Entropy, Mass, Statistic, WeightTile
 from survey_process import own_survey
@@ -235,67 +233,3 @@ def test_surveys_reject_unsuitable_statistics_and_different_settings(tmp_path: P
     two, three = (own_survey(tmp_path / f"{n}", statistics=[Mass("near", qkv.masks.Window(n), "near")]) for n in (2, 3))
     with pytest.raises(InputError, match=r"cannot be merged: quantities.near.own.parameters.mask is Window"):
         two.merge(three)
-
-
-def _in_first_format(path: Path) -> Path:
-    """The file in the first format: other definitions, the unit "share", and another order of quantities."""
-    old = path.with_name("old.qkv.zip")
-    names = [
-        "entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "effective_keys",
-        "sink_mass",
-    ]  # fmt: skip
-    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(old, "w") as made:
-        head = json.loads(archive.read("survey.json"))
-        said = head["definition"]["quantities"]
-        order = [list(said).index(name) for name in names]
-        head["definition"]["quantities"] = {
-            name: said[name] | {"unit": "share" if said[name]["unit"] == "1" else said[name]["unit"], "definition": "…"}
-            for name in names
-        }
-        made.writestr("survey.json", json.dumps(head))
-        for member in archive.namelist():
-            if member == "survey.json":
-                continue
-            with archive.open(member) as file:
-                x = np.lib.format.read_array(file, allow_pickle=False)
-            part, what = member.removesuffix(".npy").split("/")[-2:]
-            if part != "tokens" and what.split(".")[0] in (
-                "count",
-                "sum",
-                "squares",
-                "histogram",
-                "minimum",
-                "maximum",
-            ):
-                x = x[order]
-            if what == "sketch_lengths":
-                lengths = x.reshape(len(names), -1)
-                ends = np.cumsum(x).reshape(lengths.shape)
-                heads = lengths.shape[1]
-                cuts = [(ends[q, h] - lengths[q, h], ends[q, h]) for q in order for h in range(heads)]
-                x = lengths[order].ravel()
-            if what == "sketch_bytes":
-                whole = x
-                continue
-            with made.open(member, "w") as file:
-                np.lib.format.write_array(file, x)
-            if what == "sketch_lengths":
-                with made.open(member.replace("lengths", "bytes"), "w") as file:
-                    np.lib.format.write_array(file, np.concatenate([whole[a:b] for a, b in cuts]))
-    return old
-
-
-def test_surveys_of_the_first_format_load_and_merge(tmp_path: Path) -> None:
-    now = own_survey(tmp_path)
-    before = Survey.load(_in_first_format(tmp_path / "survey.qkv.zip"))
-    assert before.definition == now.definition
-    assert before.heads().equals(now.heads())
-    parts = [tmp_path / "shards" / f"000{i}.qkv.zip" for i in range(3)]
-    old = Survey.load(_in_first_format(parts[0]))
-    merged = old.merge(Survey.load(parts[1])).merge(Survey.load(parts[2]))
-    assert merged.heads().equals(now.heads())
-    settings = tmp_path / "survey.json"
-    said = json.loads(settings.read_text())
-    said["definition"]["quantities"]["sink"] |= {"unit": "share", "definition": "weight on the first token"}
-    settings.write_text(json.dumps(said))
-    assert own_survey(tmp_path).heads().equals(now.heads()), "a survey continues in a folder of the first format"

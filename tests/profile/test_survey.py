@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import zipfile
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -24,18 +23,18 @@ import hf_models as hf
 import qkv
 import survey_process
 from conftest import rand, refused
-from forked import Forked, free_port
+from forked import Forked
+from qkv._survey_settings import Settings
 from qkv.cli import main
 from qkv.errors import InputError
 from qkv.figures import survey as survey_plots
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler import profile
-from qkv.profiler.surveys import accumulators, corpus, ranks, shard
-from qkv.profiler.surveys.accumulators import DIGITS, Layer
+from qkv.profiler.surveys import accumulators, corpus, shard
+from qkv.profiler.surveys.accumulators import BINS, DIGITS, QUANTITIES, Layer, edges
 from qkv.profiler.surveys.definition import definition_of
 from qkv.profiler.surveys.merging import Incomplete, check_complete
 from qkv.profiler.surveys.pieces import Batch, Piece, Special, batches_of, pieces
-from qkv.profiler.surveys.quantities import BINS, QUANTITIES, edges
 from qkv.profiler.surveys.survey import Survey, survey
 from survey_process import TEXTS as OWN_TEXTS
 from survey_process import own, own_survey
@@ -474,45 +473,9 @@ def test_survey_resumes_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "a" / "shards" / "0000.qkv.zip").stat().st_mtime_ns == before
 
 
-def test_survey_with_older_names_resumes_and_loads(tmp_path: Path) -> None:
-    """The names of statistics before they were renamed, in the settings of a survey and in a finished shard."""
-
-    def with_old_names(text: str) -> str:
-        return text.replace('"effective_keys"', '"participation"')
-
-    expected = own_survey(tmp_path / "a").packed()
-    for number in (1, 2):
-        (tmp_path / "a" / "shards" / f"000{number}.qkv.zip").unlink()
-    settings, first = tmp_path / "a" / "survey.json", tmp_path / "a" / "shards" / "0000.qkv.zip"
-    assert "effective_keys" in settings.read_text()
-    settings.write_text(with_old_names(settings.read_text()))
-    with zipfile.ZipFile(first) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    members["survey.json"] = with_old_names(members["survey.json"].decode()).encode()
-    with zipfile.ZipFile(first, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    assert own_survey(tmp_path / "a").packed() == expected
-
-
-@pytest.mark.parametrize("name", ["participation", "streaming"])
-def test_custom_statistics_cannot_have_the_old_name_of_a_built_in_one(name: str, tmp_path: Path) -> None:
-    own_statistic = type("Own", (qkv.statistics.Entropy,), {"name": name})()
-    with refused("statistics"):
-        own_survey(tmp_path, statistics=[own_statistic])
-
-
-def start(out: Path, *, shards: int = 3, dies: int = -1, rank: int = 0, world: int = 1, port: int = 0) -> Forked:
-    """A process of a survey, which kills itself once it has written shard `dies`."""
-    ranks = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    folder = out.parent / f"process{rank}"
-    folder.mkdir()
-    return Forked(survey_process.main, out, shards, dies, folder=folder, **ranks)
-
-
 @pytest.mark.slow
 def test_killed_survey_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    process = start(tmp_path / "a", dies=1)
+    process = Forked(survey_process.main, tmp_path / "a", 3, 1, folder=tmp_path)
     assert process.wait() == -signal.SIGKILL, process.errors
     assert len(list((tmp_path / "a" / "shards").iterdir())) == 2
     (tmp_path / "a" / "shards" / ".0002.qkv.zip.x.tmp").write_bytes(b"half a file")  # as of one killed while writing
@@ -524,46 +487,12 @@ def test_killed_survey_resumes_to_the_same_bytes(tmp_path: Path) -> None:
             assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
-@pytest.mark.slow
-def test_two_processes_give_the_same_bytes_as_one(tmp_path: Path) -> None:
-    """Each process has its own folder, as on machines without a shared one."""
-    port = free_port()
-    processes = [start(tmp_path / f"rank{r}", rank=r, world=2, port=port) for r in (0, 1)]
-    for process in processes:
-        assert process.wait() == 0, process.errors
-    one = own_survey(tmp_path / "one").packed()
-    for rank in (0, 1):
-        assert (tmp_path / f"rank{rank}" / "survey.qkv.zip").read_bytes() == one
-    assert len(list((tmp_path / "rank0" / "shards").iterdir())) == 3
-    assert len(list((tmp_path / "rank1" / "shards").iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_lost_process_is_reported_and_its_shards_are_redone(tmp_path: Path) -> None:
-    port = free_port()
-    own_survey(tmp_path / "one", shards=4)
-    healthy = start(tmp_path / "two", shards=4, rank=0, world=2, port=port)
-    dying = start(tmp_path / "two", shards=4, dies=1, rank=1, world=2, port=port)
-    assert dying.wait() == -signal.SIGKILL, dying.errors
-    assert healthy.wait() == 1, healthy.errors
-    assert "1 of 4 shards are missing (3)" in healthy.out
-    assert "because the process of rank 1 was lost" in healthy.out
-    again = own_survey(tmp_path / "two", shards=4)
-    assert again.packed() == (tmp_path / "one" / "survey.qkv.zip").read_bytes()
-
-
 def test_missing_shards_are_named() -> None:
     with pytest.raises(Incomplete, match=r"2 of 3 shards are missing \(0, 2\) in x; run"):
         check_complete([1], 3, "in x")
     with pytest.raises(Incomplete, match=r"\(0, 2, 3, 4, 5, 6, 7, 8 and 3 more\)"):
         check_complete([1], 12, "in x")
     check_complete([1], 3, "in x", numbers=[1])
-
-
-def test_processes_with_different_settings_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks.Ranks, "all_gather", lambda self, value: [value, "other"])
-    with refused("texts"):
-        ranks.Ranks(0, 2).check_equal("texts or settings", "mine")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -579,7 +508,19 @@ def test_invalid_settings_are_rejected(tmp_path: Path) -> None:
             own_survey(tmp_path, **{argument: value})
     with refused("tokenizer", match="None"):
         survey(own(), OWN_TEXTS, out=tmp_path)
+    with pytest.raises(TypeError, match="shard"):
+        own_survey(tmp_path, shard=2)
     assert not list(tmp_path.iterdir())
+
+
+def test_processes_of_torchrun_are_rejected_unless_each_has_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with refused("WORLD_SIZE", match="only_shards"):
+        own_survey(tmp_path / "all")
+    assert not (tmp_path / "all").exists()
+    assert own_survey(tmp_path / "part", only_shards="0/3").record["documents"] > 0
 
 
 def test_nan_weights_are_rejected(tmp_path: Path) -> None:
@@ -594,7 +535,7 @@ def test_nan_weights_are_rejected(tmp_path: Path) -> None:
 def test_padding_and_context_do_not_change_sums() -> None:
     """Padding and context change nothing: the same texts in one batch or each alone give the same sums."""
     model = hf.build("bert").double()
-    definition = definition_of(model, Words(), "b", 64, 0, "split", 8)
+    definition = definition_of(model, Words(), Settings(length=64, overlap=0, name="b"))
     surveyor = shard.Surveyor(model, Words(), definition, 1)
     cut = [
         Piece([1, 7, 8, 9, 2], 0, 5, True),
@@ -645,7 +586,6 @@ def test_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.Captur
         (["qkv-mini", "{text}", "--shards", "0"], "shards is 0"),
         (["minilm", "{text}", "--length", "9999"], "length is 9,999"),
         (["qkv-mini", "{text}", "--threads", "0"], "--threads is 0"),
-        (["qkv-mini", "{text}", "--patience", "0"], "--patience is 0.0"),
         (["qkv-mini", "{text}", "--device", "abacus"], "--device is 'abacus'"),
     ],
 )

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from conftest import refused
+from qkv._survey_settings import Settings
 from qkv.cli import main
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.merging import Incomplete, merge_folders
 from qkv.profiler.surveys.survey import survey
-from qkv.profiler.surveys.work import selected
 from survey_process import TEXTS, own, own_survey
 
 SHARDS = 5
@@ -40,7 +40,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("of", range(1, 8))
 def test_every_shard_is_in_exactly_one_part(of: int) -> None:
-    numbers = [number for i in range(of) for number in selected(7, f"{i}/{of}")]
+    numbers = [number for i in range(of) for number in Settings(shards=7, only_shards=f"{i}/{of}").numbers]
     assert sorted(numbers) == list(range(7))
 
 

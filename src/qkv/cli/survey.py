@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from qkv._survey_settings import Settings
 from qkv._untrusted import allow
 from qkv.cli.shared import statistics_of
 from qkv.errors import InputError, renamed
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from qkv.profiler.surveys.corpus import Source
     from qkv.profiler.surveys.data import Survey
     from qkv.profiler.surveys.folder import Folder
+
+DEFAULTS = Settings()
 
 
 def show(result: Survey) -> None:
@@ -177,19 +180,10 @@ def survey(
     *,
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "qkv-survey",
     stream: bool = False,
-    shards: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
-    only_shards: Annotated[str | None, tyro.conf.arg(metavar="i/N", help_behavior_hint="")] = None,
-    batch_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 4096,
-    length: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
-    overlap: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
-    long: Literal["split", "refuse"] = "split",
-    local_window: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
+    settings: tyro.conf.OmitArgPrefixes[Settings] = DEFAULTS,
     statistics: Annotated[str | None, tyro.conf.arg(metavar="NAME,…", help_behavior_hint="")] = None,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto",
     threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
-    engine: Literal["processes", "ray"] = "processes",
-    patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 14_400.0,
     max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Measure where every attention head of a model attends over a whole corpus.
@@ -219,84 +213,49 @@ def survey(
             change place. Each shard reads its own part of the bytes: lines of .jsonl, groups of rows of .parquet, whole
             .tar (WebDataset: members .txt, .json), .zst, .gz and text files. So there should be more of such whole
             files than shards. Addresses and these formats are always streamed. "hf:NAME" is read row by row.
-        shards: Number of parts to divide the corpus into. With more shards, less work is lost if you interrupt.
-        only_shards: Survey only part i of N, for processes that something else starts: every N-th shard, beginning with
-            shard i, counted from 0. Repeat the same command to continue an interrupted part. All parts may share DIR;
-            "qkv survey merge DIR …" then writes the result.
-        batch_tokens: Number of tokens in a batch.
-        length: Longest sequence, special tokens included; by default the longest that the model can read, at most 512.
-        overlap: Number of tokens that each piece of a split text repeats from the piece before it, as context that is
-            not measured again; by default an eighth of the length.
-        long: What to do with texts longer than the length: split them, or refuse them (they are skipped and counted).
-        local_window: Keys at most this many tokens from the query count as local.
+        settings: How the texts are divided, and who surveys them.
         statistics: Also measure these statistics, which installed packages provide (see qkv profile --help).
-        dtype: Number format of the weights.
         device: cpu, cuda, or auto, which gives each process a GPU if there is one.
         threads: Number of threads that torch uses in each process; by default torch decides.
-        engine: "processes": this is the only process, or one of several that torchrun, Slurm or you start. "ray": Ray
-            starts them, on the cluster that it finds (RAY_ADDRESS), else on this machine, and repeats shards of lost
-            machines (pip install 'qkv[ray]'). Each has --threads CPUs, by default 1, and a GPU: if the cluster has any
-            now, always with --device cuda, never with --device cpu.
-        patience: Seconds to wait for the other processes before they are considered lost. It must be longer than a
-            process needs for all its shards.
         max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     import torch
 
     from qkv.profiler.capture import models
     from qkv.profiler.surveys import survey as surveys
-    from qkv.profiler.surveys.work import selected
 
     allow(max_size)
-    if engine == "ray":
+    if settings.engine == "ray":
         threads = threads or 1
     if threads is not None:
         if threads < 1:
             raise InputError(f"--threads is {threads}, expected at least 1")
         torch.set_num_threads(threads)
-    if patience <= 0:
-        raise InputError(f"--patience is {patience}, expected more than 0 seconds")
-    own = statistics_of(statistics)
+    own, ray = statistics_of(statistics), settings.engine == "ray"
     with renamed(only_shards="--only-shards"):
-        numbers = selected(shards, only_shards)
-    prints = os.environ.get("RANK", "0") == "0"  # only one of several processes prints
-    with output_folder(out) as target, _stoppable(target, numbers):
+        settings.check()
+    with output_folder(out) as target, _stoppable(target, settings.numbers):
         corpus = _corpus(corpora or ("library",), stream)
-        loaded = models.load(model, dtype=dtype)
-        loaded.model.to(_device("cpu" if engine == "ray" else device))
+        loaded = models.load(model, dtype=settings.dtype)
+        loaded.model.to(_device("cpu" if ray else device))
+        settings = replace(settings, statistics=own, name=loaded.name, gpus=_gpus(device) if ray else None)
         try:
-            with _progress(prints, corpus, target, shards, numbers) as on_batch:
+            with _progress(corpus, target, settings) as on_batch:
                 result = surveys.survey(
-                    loaded.model,
-                    corpus,
-                    tokenizer=loaded.tokenizer,
-                    out=out,
-                    shards=shards,
-                    batch_tokens=batch_tokens,
-                    length=length,
-                    overlap=overlap,
-                    long=long,
-                    local_window=local_window,
-                    statistics=own,
-                    name=loaded.name,
-                    only_shards=only_shards,
-                    engine=engine,
-                    gpus=_gpus(device) if engine == "ray" else None,
-                    patience=patience,
-                    on_batch=on_batch,
+                    loaded.model, corpus, tokenizer=loaded.tokenizer, out=out, on_batch=on_batch, **vars(settings)
                 )
         except surveys.Incomplete as error:
-            if prints:
-                print(f"qkv: {error}", file=sys.stderr)
+            print(f"qkv: {error}", file=sys.stderr)
             raise SystemExit(1) from error
-        if prints and only_shards is None:
+        if settings.only_shards is None:
             show(result)
             write(result, target)
-        elif prints:
+        else:
             print(
-                f"Part {only_shards} is finished: {len(numbers)} of {shards} shards, {result.record['tokens']:,} tokens"
+                f"Part {settings.only_shards} is finished: {len(settings.numbers)} of {settings.shards} shards, ",
+                end="",
             )
-            print(f"When all parts are finished: qkv survey merge {out}")
+            print(f"{result.record['tokens']:,} tokens\nWhen all parts are finished: qkv survey merge {out}")
 
 
 def _corpus(names: tuple[str, ...], stream: bool) -> Source:
@@ -334,8 +293,6 @@ def _device(name: str) -> Any:
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -347,7 +304,7 @@ def _device(name: str) -> Any:
 
 @contextmanager
 def _stoppable(folder: Folder, numbers: Sequence[int]) -> Iterator[None]:
-    """Report progress on SIGINT and SIGTERM, which torchrun sends to all processes when one of them dies."""
+    """Report progress on SIGINT and SIGTERM."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -365,19 +322,16 @@ def _stoppable(folder: Folder, numbers: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(
-    show: bool, corpus: Source, folder: Folder, shards: int, numbers: Sequence[int]
-) -> Iterator[Callable[[int, int, int], None]]:
+def _progress(corpus: Source, folder: Folder, settings: Settings) -> Iterator[Callable[[int, int, int], None]]:
     """A progress bar over the bytes of the shards that this process has still to survey."""
     from qkv._progress import bar
 
     total = 0
-    if show and sys.stderr.isatty():
-        done, processes = folder.finished(), int(os.environ.get("WORLD_SIZE", "1"))
-        parts = corpus.shards(shards)
-        total = sum([parts[number].size for number in numbers if number not in done][::processes])
+    if sys.stderr.isatty():
+        done, parts = folder.finished(), corpus.shards(settings.shards)
+        total = sum(parts[number].size for number in settings.numbers if number not in done)
     start, texts, tokens = time.perf_counter(), 0, 0
-    with bar("surveying", total=total or None, show=show) as step:
+    with bar("surveying", total=total or None) as step:
 
         def on_batch(new_texts: int, new_bytes: int, new_tokens: int) -> None:
             nonlocal texts, tokens

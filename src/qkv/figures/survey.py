@@ -14,7 +14,7 @@ from qkv.errors import InputError, nearest
 from qkv.figures.layout import ACCENT, INK, MUTED, PERCENT, WARM, Drawing, heat, layer_by_head, place, plain, titled
 from qkv.profiler.data.frames import percent
 from qkv.profiler.data.tables import SINK_THRESHOLD
-from qkv.profiler.surveys.quantities import Quantity, edges
+from qkv.profiler.surveys.accumulators import Quantity, edges
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,7 +15,7 @@ from qkv._files import write_atomically
 from qkv._packages import check_tested
 from qkv._untrusted import Budget, SizeError, check_version, first_line, parse_json, read_zip
 from qkv.errors import InputError
-from qkv.profiler.data.variables import META, check_hierarchy, with_current_names
+from qkv.profiler.data.variables import META, check_hierarchy
 
 FORMAT = "qkv-profile"
 VERSION = 2  # increase it when an older qkv could misread a file that this version writes
@@ -69,7 +69,7 @@ def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str
         for part, datasets in parts.items():
             for name in header.get(part, []):
                 with xr.open_zarr(store, group=f"{part}/{name}", consolidated=False, chunks=None, **AS_STORED) as data:
-                    datasets[name] = with_current_names(_without_fill_values(data.load()))
+                    datasets[name] = _without_fill_values(data.load())
                 arrays = {member.split("/")[2] for member in members if member.startswith(f"{part}/{name}/")}
                 if len(arrays - {META}) != len(datasets[name].variables):
                     raise ValueError(f"some of the arrays of {name!r} cannot be read")

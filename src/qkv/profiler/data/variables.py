@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -126,15 +126,6 @@ OF_HEADS = tuple(
 )
 """Statistics whose mean is a column of the head table. `visible` depends on the mask, not on the head."""
 
-RENAMED = {
-    "participation": "effective_keys",
-    "audience": "visible_queries",
-    "early": "prefix_sink_scores",
-    "early_key": "prefix_key",
-    "streaming": "streaming_mass",
-}
-"""Names of variables and dimensions in older files, and their current names."""
-
 COORDINATES = {
     "layer": ("layer",),
     "head": ("head",),
@@ -145,25 +136,6 @@ COORDINATES = {
     "n_keys": ("text",),
 }
 ATTRIBUTES = ("causal", "local_window", "special_tokens")
-
-
-def with_current_names(data: xr.Dataset) -> xr.Dataset:
-    """Rename the variables and dimensions of an older file to their current names.
-
-    Raises:
-        InputError: if it has a custom statistic with a name that is now that of a built-in one.
-    """
-    names = [str(name) for name in {*data.variables, *data.dims}]
-    return data.rename(dict(zip(names, current_names(names), strict=True)))
-
-
-def current_names(names: Sequence[str]) -> list[str]:
-    """The current names of variables of an older file; `InputError` if two would have the same name."""
-    current = [RENAMED.get(name, name) for name in names]
-    for name, new in zip(names, current, strict=True):
-        if current.count(new) > 1 and name != new:
-            raise InputError(f"path: the file has a custom statistic {new!r}, which is now the name of {name!r}")
-    return current
 
 
 # --- custom statistics: the data set stores each object's description, so reading a profile does not need its class
@@ -195,7 +167,7 @@ def checked_custom(
 ) -> tuple[Statistic, ...]:
     """Validate custom statistics: their names must be free, and if `over` is given, all must be over that dimension."""
     statistics = validated(statistics)
-    names = {*VARIABLES, *COORDINATES, *RENAMED, "text", "query", "key", *taken}
+    names = {*VARIABLES, *COORDINATES, "text", "query", "key", *taken}
     for s in statistics:
         if s.name in names or any(s.name == f"{other.name}{BY_HEAD}" for other in statistics):
             raise InputError(f"statistics: the name {s.name!r} is taken; expected a name that is not in use")

@@ -1,4 +1,4 @@
-"""Accumulators of a survey: sums over every head that merge exactly, in any order and for any split of the corpus.
+"""What a survey measures at every query of every head, and its accumulators: sums that merge exactly.
 
 Sums are integers of any size in units of 2⁻⁴⁰ (fixed point). Adding them never rounds, so merging is exact,
 associative and commutative, and many processes get the same result as one. Counts, extremes and histograms are exact,
@@ -8,9 +8,10 @@ too. Only the sketches of quantiles (t-digests) are approximations; merged in th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +20,100 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.profiler.data.tables import SINK_THRESHOLD
-from qkv.profiler.surveys.quantities import BINS, QUANTITIES, Quantities, edges
+from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable
+from qkv.statistics import Statistic
+
+BINS = 128
+"""Number of bins of a histogram."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number measured at every query of every head."""
+
+    unit: str
+    """"1" stands for a plain number or a share."""
+    definition: str
+    high: float
+    """End of the last bin of the histogram, which also counts larger values; the first bin begins at 0."""
+    scale: Literal["x", "log2(1 + x)"] = "x"
+    """The scale in which bins have equal width."""
+    label: str = ""
+    share: bool = False
+    one_text: bool = False
+    """True if it is defined only where queries and keys are the same text."""
+    later: bool = False
+    """True if the first query of a text is left out: in a causal model it can attend only to itself."""
+    parameters: tuple[tuple[str, str], ...] | None = None
+    """The settings of a custom statistic; None if the quantity is built in."""
+
+    @classmethod
+    def of(cls, about: Variable) -> Quantity:
+        """The quantity with the description of a profile's variable."""
+        scale: Literal["x", "log2(1 + x)"] = "log2(1 + x)" if about.logarithmic else "x"
+        return cls(
+            about.units, about.definition, about.highest, scale, about.label, about.share, about.one_text,
+            about.from_second,
+        )  # fmt: skip
+
+    @property
+    def logarithmic(self) -> bool:
+        """True if bins have equal width in log2(1 + x)."""
+        return self.scale != "x"
+
+
+Quantities = Mapping[str, Quantity]
+
+_LEFT_OUT = ("spread",)  # not in the files of older surveys, which must merge with new ones
+QUANTITIES: Quantities = {name: Quantity.of(VARIABLES[name]) for name in OF_HEADS if name not in _LEFT_OUT} | {
+    "entropy_ratio": Quantity(
+        "1", "entropy / ln(visible keys), for queries with two or more visible keys; 1 is uniform", 1.0,
+        label="Entropy ratio",
+    ),
+    "sink_mass": Quantity.of(VARIABLES["sink_mass"]),
+}  # fmt: skip
+
+
+def edges(quantity: str | Quantity) -> Float[np.ndarray, " edges"]:
+    """The edges of the bins of a quantity's histogram, in its unit.
+
+    >>> edges("sink")[:3]
+    array([0.       , 0.0078125, 0.015625 ])
+    """
+    q = QUANTITIES[quantity] if isinstance(quantity, str) else quantity
+    at = np.linspace(0, q.high, BINS + 1)
+    return np.exp2(at) - 1 if q.logarithmic else at
+
+
+def described(statistics: Iterable[Statistic] = ()) -> dict[str, Any]:
+    """The description of all quantities for the header of a file; custom statistics are sorted by name."""
+
+    def entry(q: Quantity) -> dict[str, Any]:
+        return {"unit": q.unit, "definition": q.definition, "bins": BINS, "high": q.high, "scale": q.scale}
+
+    found = {name: entry(q) for name, q in QUANTITIES.items()}
+    for statistic in sorted(statistics, key=lambda s: s.name):
+        q = Quantity.of(Variable.of(statistic))
+        own = {"label": q.label, "share": q.share, "one_text": q.one_text, "later": q.later}
+        found[statistic.name] = entry(q) | {"own": own | {"parameters": _parameters(statistic)}}
+    return found
+
+
+def of_description(description: Mapping[str, Any]) -> Quantities:
+    """The quantities of a survey, from the description in the header of its file."""
+
+    def custom(unit: str, definition: str, high: float, scale: Any, own: Mapping[str, Any], **_: Any) -> Quantity:
+        parameters = tuple(sorted(own["parameters"].items()))
+        return Quantity(unit, definition, high, scale, **{**own, "parameters": parameters})
+
+    return {name: QUANTITIES[name] if name in QUANTITIES else custom(**entry) for name, entry in description.items()}
+
+
+def _parameters(statistic: Statistic) -> dict[str, str]:
+    """The settings of a statistic's object as text; settings without a reproducible text are left out."""
+    texts = {n: repr(x) for n, x in sorted(vars(statistic).items()) if n not in ("name", "label", "definition")}
+    return {name: x for name, x in texts.items() if not re.search(r" at 0x[0-9a-f]+", x)}
+
 
 DIGITS = 40
 """Binary digits after the point of a sum."""
@@ -126,7 +220,7 @@ class Layer:
                 found = found[~np.isnan(found)]
                 if len(found):
                     if self.sketches[q, h] is None:
-                        self.sketches[q, h] = _digest()
+                        self.sketches[q, h] = _tdigest()(CENTROIDS)
                     self.sketches[q, h].update(found)
             self._means.clear()
         return self
@@ -145,7 +239,7 @@ class Layer:
         for at in np.ndindex(both.sketches.shape):
             parts = [x.sketches[at] for x in (self, other) if x.sketches[at] is not None]
             if parts:
-                both.sketches[at] = _digest()
+                both.sketches[at] = _tdigest()(CENTROIDS)
                 for part in parts:
                     both.sketches[at].merge(part)
         return both
@@ -195,14 +289,8 @@ class Layer:
         yield "sketch_lengths", np.array([len(p) for p in packed], np.int64)
 
     @classmethod
-    def of_arrays(
-        cls, module: str, found: dict[str, np.ndarray], quantities: Quantities, order: Sequence[int]
-    ) -> Layer:
-        """The inverse of `arrays`; `order` has the index in the file of each of `quantities`.
-
-        Raises:
-            ValueError: if an array has another shape or dtype than a survey of these quantities and heads writes.
-        """
+    def of_arrays(cls, module: str, found: dict[str, np.ndarray], quantities: Quantities) -> Layer:
+        """The inverse of `arrays`; ValueError if an array has another shape or dtype than such a survey writes."""
         size = (len(quantities), heads := len(found["queries"]))
         if found["histogram"].shape != (*size, BINS) or len(found["sketch_lengths"]) != math.prod(size):
             raise ValueError(f"the arrays of {module!r} do not have {size[0]} quantities of {heads} heads")
@@ -213,22 +301,15 @@ class Layer:
             ):
                 raise ValueError(f"{name!r} of {module!r} has shape {found[name].shape}, expected {x.shape}")
         for name, x in layer.added.items():
-            if x.dtype == object:
-                layer.added[name] = joined(found[f"{name}.high"], found[f"{name}.low"])
-            else:
-                layer.added[name] = found[name]
+            limbs = x.dtype == object
+            layer.added[name] = joined(found[f"{name}.high"], found[f"{name}.low"]) if limbs else found[name]
         layer.minimum, layer.maximum = found["minimum"], found["maximum"]
         ends = np.cumsum(found["sketch_lengths"])
         packed = found["sketch_bytes"].tobytes()
         if (found["sketch_lengths"] < 0).any() or ends[-1] != len(packed):
             raise ValueError(f"the sketches of {module!r} do not have their lengths")
         for at, end, size in zip(np.ndindex(layer.sketches.shape), ends, found["sketch_lengths"], strict=True):
-            layer.sketches[at] = _read_digest(packed[end - size : end]) if size else None
-        layer.minimum, layer.maximum, layer.sketches = (
-            x[list(order)] for x in (layer.minimum, layer.maximum, layer.sketches)
-        )
-        for name in ("count", "sum", "squares", "histogram"):
-            layer.added[name] = layer.added[name][list(order)]
+            layer.sketches[at] = _tdigest().deserialize(packed[end - size : end]) if size else None
         return layer
 
 
@@ -294,13 +375,7 @@ def _divided(total: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.divide(total, count, out=np.full(count.shape, np.nan), where=count > 0)
 
 
-def _digest() -> Any:
+def _tdigest() -> Any:
     from datasketches import tdigest_double
 
-    return tdigest_double(CENTROIDS)
-
-
-def _read_digest(packed: bytes) -> Any:
-    from datasketches import tdigest_double
-
-    return tdigest_double.deserialize(packed)
+    return tdigest_double

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,17 @@ import numpy as np
 from qkv._files import opened, write_atomically
 from qkv._untrusted import check_version, first_line, parse_array, parse_json, read_zip
 from qkv.errors import InputError
-from qkv.profiler.data.variables import current_names
-from qkv.profiler.surveys.accumulators import LIMB, PREFIX, Group, Layer, joined, number
-from qkv.profiler.surveys.quantities import Quantities, of_description, with_current_texts
+from qkv.profiler.surveys.accumulators import (
+    LIMB,
+    PREFIX,
+    QUANTITIES,
+    Group,
+    Layer,
+    Quantities,
+    joined,
+    number,
+    of_description,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +50,7 @@ class Survey:
             received the most weight) and ``sources`` (the source of each module's statistics: see `qkv.profile`).
 
     >>> import tempfile
-    >>> from qkv.profiler.surveys.survey import survey
+    >>> from qkv.profiler import survey
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = survey("qkv-mini", ["import os", "import sys"], out=folder, shards=1)
     >>> found
@@ -150,8 +158,7 @@ class Survey:
     def merge(self, other: Survey) -> Survey:
         """The merged survey; neither is changed. Sums, counts and histograms are exact in any order.
 
-        Raises:
-            InputError: if definitions differ, or both surveys contain the same part of a corpus.
+        The definitions must be equal, and no part of a corpus may be in both.
         """
         difference = differing(self.definition, other.definition)
         if difference is not None:
@@ -205,11 +212,7 @@ class Survey:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | io.BytesIO) -> Survey:
-        """Read a file that `save` wrote, also at an address such as ``s3://…``, or its bytes.
-
-        Raises:
-            InputError: if the file cannot be read, or is not a survey.
-        """
+        """Read a file that `save` wrote, also at an address such as ``s3://…``, or its bytes."""
         source = path if isinstance(path, io.BytesIO) else opened(path, "path")
         target = "the data" if isinstance(path, io.BytesIO) else str(path)
         try:
@@ -219,9 +222,9 @@ class Survey:
                 raise ValueError(f"its format is {str(head.get('format'))[:80]!r}, expected {FORMAT!r}")
             check_version(head, VERSION)
             definition = head["definition"]
-            order = current_names(list(definition["quantities"]))
-            current = definition["quantities"] = with_current_texts(definition["quantities"])
-            quantities = of_description(current), [order.index(name) for name in current]
+            quantities = of_description(definition["quantities"])
+            if [name for name in quantities if name in QUANTITIES] != [*QUANTITIES]:
+                raise ValueError("its quantities are not those of this version, in their order")
             for _ in head["groups"]:
                 budget.take(definition["vocabulary"] * TOKEN)
             groups = {
@@ -232,9 +235,8 @@ class Survey:
         except OSError as error:
             raise InputError(f"path: cannot read {target!r} ({error.strerror})") from error
         except Exception as error:  # a damaged file can be wrong anywhere
-            reason = first_line(error)
             raise InputError(
-                f"path: {target!r} cannot be read ({reason}): it is not a survey, or is damaged"
+                f"path: {target!r} cannot be read ({first_line(error)}): it is not a survey, or is damaged"
             ) from error
         return cls(head["definition"], groups, head["record"])
 
@@ -266,9 +268,7 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    member = zipfile.ZipInfo(name, _DATE)
-    member.compress_type = zipfile.ZIP_DEFLATED
-    archive.writestr(member, data)
+    archive.writestr(zipfile.ZipInfo(name, _DATE), data, zipfile.ZIP_DEFLATED)
 
 
 def _put_array(archive: zipfile.ZipFile, name: str, x: np.ndarray) -> None:
@@ -278,11 +278,7 @@ def _put_array(archive: zipfile.ZipFile, name: str, x: np.ndarray) -> None:
 
 
 def _read_group(
-    members: Mapping[str, bytes],
-    name: str,
-    layers: dict[str, str],
-    vocabulary: int,
-    quantities: tuple[Quantities, Sequence[int]],
+    members: Mapping[str, bytes], name: str, layers: dict[str, str], vocabulary: int, quantities: Quantities
 ) -> Group:
     found: dict[str, dict[str, np.ndarray]] = {}
     for member, data in members.items():
@@ -297,7 +293,7 @@ def _read_group(
     group.token_count[tokens["id"]] = tokens["count"]
     if set(found) != set(layers):
         raise ValueError("its layers are not those that it declares")
-    group.layers = {int(n): Layer.of_arrays(module, found[n], *quantities) for n, module in layers.items()}
+    group.layers = {int(n): Layer.of_arrays(module, found[n], quantities) for n, module in layers.items()}
     return group
 
 

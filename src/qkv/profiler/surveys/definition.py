@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from qkv._survey_settings import Settings
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Special, positions
 from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.surveys import accumulators, shard
 from qkv.profiler.surveys.data import VERSION
-from qkv.profiler.surveys.quantities import described
-from qkv.statistics import Statistic
 
 LENGTH = 512
 """The longest sequence of a model without a limit, if none is given."""
@@ -29,26 +27,14 @@ def length_of(model: nn.Module, length: int | None) -> int:
         InputError: if the model cannot read sequences of this length.
     """
     limit = positions(model)
-    if length is not None and length < 1:
-        raise InputError(f"length is {length}, expected at least 1 token")
     if length is not None and limit is not None and length > limit:
         raise InputError(f"length is {length:,}, but {type(model).__name__} takes {limit:,} tokens")
     return length or min(limit or LENGTH, LENGTH)
 
 
-def definition_of(
-    model: nn.Module,
-    tokenizer: Any,
-    name: str,
-    length: int,
-    overlap: int | None,
-    long: str,
-    local_window: int,
-    statistics: Sequence[Statistic] = (),
-) -> dict[str, Any]:
-    """The settings that must be equal for two surveys to be merged."""
-    if long not in ("split", "refuse"):
-        raise InputError(f"long is {long!r}, expected 'split' or 'refuse'")
+def definition_of(model: nn.Module, tokenizer: Any, settings: Settings) -> dict[str, Any]:
+    """The settings that must be equal for two surveys to be merged, and what they depend on."""
+    length, overlap = length_of(model, settings.length), settings.overlap
     special = Special.of(tokenizer)
     capacity = length - len(special.before) - len(special.after)
     overlap = min(length // 8, max(capacity - 1, 0)) if overlap is None else overlap
@@ -60,7 +46,7 @@ def definition_of(
         )
     return {
         "version": VERSION,
-        "model": name,
+        "model": settings.name,
         "weights": _fingerprint(model),
         "configuration": _configuration(model),
         "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
@@ -68,12 +54,12 @@ def definition_of(
         "vocabulary": shard.vocabulary(model, tokenizer),
         "length": length,
         "overlap": overlap,
-        "long": long,
-        "local_window": local_window,
-        "shares_of_rows": True,  # missing in older surveys, which do not divide rows and count first queries
+        "long": settings.long,
+        "local_window": settings.local_window,
+        "shares_of_rows": True,
         "sink_score": {"queries": accumulators.PREFIX, "threshold": SINK_THRESHOLD},
         "sketch": {"kind": "t-digest (Apache DataSketches)", "k": accumulators.CENTROIDS},
-        "quantities": described(statistics),
+        "quantities": accumulators.described(settings.statistics),
     }
 
 

@@ -13,7 +13,6 @@ from qkv._files import reason, scheme_of
 from qkv._untrusted import parse_json
 from qkv.errors import InputError
 from qkv.profiler.surveys.data import Survey, differing
-from qkv.profiler.surveys.quantities import with_current_texts
 from qkv.profiler.surveys.storage import Disk, Objects, Storage
 
 SETTINGS, SHARDS, RESULT = "survey.json", "shards", "survey.qkv.zip"
@@ -71,7 +70,7 @@ class Folder:
             return None
         try:
             found: dict[str, Any] = parse_json(data)
-            found["definition"]["quantities"] = with_current_texts(found["definition"]["quantities"])
+            found["definition"]["quantities"].items()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"out: cannot use the folder {self.address!r} ({SETTINGS}: {reason(error)})") from error
         return found

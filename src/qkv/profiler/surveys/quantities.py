@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, current_names
+from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable
 from qkv.statistics import Statistic
 
 BINS = 128
@@ -54,7 +54,7 @@ class Quantity:
 
 Quantities = Mapping[str, Quantity]
 
-_LEFT_OUT = ("spread",)  # not in the files of older surveys, which must merge with new ones
+_LEFT_OUT = ("spread",)  # nearly redundant with distance
 QUANTITIES: Quantities = {name: Quantity.of(VARIABLES[name]) for name in OF_HEADS if name not in _LEFT_OUT} | {
     "entropy_ratio": Quantity(
         "1", "entropy / ln(visible keys), for queries with two or more visible keys; 1 is uniform", 1.0,
@@ -104,18 +104,6 @@ def of_description(description: Mapping[str, Any]) -> Quantities:
                 entry["unit"], entry["definition"], entry["high"], entry["scale"], **custom, parameters=parameters
             )
     return found
-
-
-def with_current_texts(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved description with the current names, order and texts: surveys may merge if only these have changed."""
-    saved = dict(zip(current_names(list(saved)), saved.values(), strict=True))
-    names = [name for name in QUANTITIES if name in saved] + [name for name in saved if name not in QUANTITIES]
-    now = described()
-    return {name: now[name] if name in now and _same(saved[name], now[name]) else saved[name] for name in names}
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return all(a.get(name) == b.get(name) for name in ("bins", "high", "scale"))
 
 
 def _parameters(statistic: Statistic) -> dict[str, str]:

@@ -16,11 +16,10 @@ from qkv.profiler.capture.inputs import Special, batches, sequences_of, special_
 from qkv.profiler.capture.observe import ObservedCall, Observer, observe, unobserved
 from qkv.profiler.data.types import is_delimiter
 from qkv.profiler.data.variables import UNFUSED
-from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, number
+from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, Quantities, number, of_description
 from qkv.profiler.surveys.corpus import Document
 from qkv.profiler.surveys.data import EXAMPLES, Survey
 from qkv.profiler.surveys.pieces import Batch, Piece, batches_of, pieces
-from qkv.profiler.surveys.quantities import Quantities, of_description
 from qkv.statistics import Local, Statistic
 from qkv.statistics.measure import in_shares, row_state, sweep
 from qkv.statistics.sums import Statistics
