@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 THRESHOLD = 0.3
 """ε of Gu et al. 2025: a head with more than this mean weight on the first key has a sink."""
 

@@ -57,6 +57,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def sentence(rng: Random, max_words: int = 30) -> Pair:
     """A random sentence, or a noun phrase, of at most `max_words` English words; lengths are about equally frequent.
 

@@ -94,7 +94,7 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
     assert run(qkv_command, "--version", cwd=tmp_path) == f"qkv {qkv.__version__}\n"
     code = (
         "import qkv, qkv.cli, qkv.models as m\n"
-        "print(qkv.__file__, [m.load(n).__class__.__name__ for n in m.bundled.NAMES], sep='\\n')\n"
+        "print(qkv.__file__, [m.load(n).__class__.__name__ for n in m.checkpoint.NAMES], sep='\\n')\n"
         "qkv.cli.main(['profile', 'qkv-mini', 'x = 1', '--no-probe', '--out', 'found'])\n"
     )
     where, loaded, *_ = run(python, "-c", code, cwd=tmp_path).splitlines()

@@ -150,7 +150,7 @@ def test_listing_names_imports_no_plugin(install: Install) -> None:
         ("dice", "mylab:Misnamed", "has the name 'cards' in its class, expected 'dice'"),
         ("abstract", "mylab:Abstract", "does not define criteria, effects"),
         ("old", "mylab:Old", r"has compute\(quick\), expected compute\(seed, quick\)"),
-        ("dice", "mylab:Figure", r"is not a subclass of qkv\.lab\.experiments\.Experiment"),
+        ("dice", "mylab:Figure", r"is not a subclass of qkv_lab\.experiments\.Experiment"),
         ("dice", "mylab:Dice.name", "is a str, expected a class"),
     ],
 )

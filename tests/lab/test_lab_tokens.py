@@ -67,7 +67,7 @@ def test_bpe_merges_frequent_words() -> None:
 
 @pytest.mark.slow
 def test_bpe_is_deterministic_across_processes() -> None:
-    code = f"from qkv_lab import tokenizers; print(tokens.train_bpe({WORDS!r}, 270), end='')"
+    code = f"from qkv_lab import tokens; print(tokens.train_bpe({WORDS!r}, 270), end='')"
     environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == BPE

@@ -36,8 +36,8 @@ def claims(
     ] = (),
     /,
     *,
-    source: Annotated[Source | None, tyro.conf.arg(help_behavior_hint="")] = None,
-    verdict: Annotated[Kind | None, tyro.conf.arg(help_behavior_hint="")] = None,
+    source: Annotated[Source | None, tyro.conf.arg(metavar="COURSE", help_behavior_hint="")] = None,
+    verdict: Annotated[Kind | None, tyro.conf.arg(metavar="VERDICT", help_behavior_hint="")] = None,
     as_json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="json")] = False,
 ) -> None:
     """Show what five courses claim about attention: 386 claims, each with a verdict that was computed.
@@ -57,8 +57,8 @@ def claims(
 
     Args:
         ids: Numbers of claims; all if you give none.
-        source: Only the claims of this course.
-        verdict: Only claims with this verdict.
+        source: Only the claims of this course: chapter, notebook, lesson, "deep dive" or overview.
+        verdict: Only claims with this verdict: holds, false, "only when", undecided or unseen.
         as_json: Print the claims as JSON.
     """
     every = {one["claim"]: one for one in json.loads(VERDICTS.read_text(encoding="utf-8"))}

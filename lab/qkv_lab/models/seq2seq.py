@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -220,7 +221,7 @@ class RNNSeq2Seq(nn.Module):
         lengths = self._lengths(source)
         embedded = self.dropout(self.source_embedding(source))
         packed = pack_padded_sequence(embedded, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        states, last = self.encoder(packed)
+        states, last = _recurrent(self.encoder, packed)
         memory, _ = pad_packed_sequence(states, batch_first=True, total_length=source.shape[1])
         hidden = last if isinstance(last, tuple) else (last,)
         if self.config.bidirectional:
@@ -268,7 +269,7 @@ class RNNSeq2Seq(nn.Module):
 
     def _recur(self, x: Tensor, state: RNNState) -> Float[Tensor, "b n d"]:
         """Run the decoder over inputs, and store its last hidden state."""
-        out, last = self.decoder(x, state.hidden if self.config.cell == "lstm" else state.hidden[0])
+        out, last = _recurrent(self.decoder, x, *state.hidden)
         state.hidden = last if isinstance(last, tuple) else (last,)
         state.seen += x.shape[1]
         return out
@@ -309,3 +310,14 @@ class RNNSeq2Seq(nn.Module):
         if not lengths.all():
             raise InputError("source has an item of padding only, expected at least one token in each")
         return lengths
+
+
+def _recurrent(layer: nn.RNNBase, x: Any, *hidden: Tensor) -> Any:
+    """Apply a recurrent layer. Under autocast on a CPU it runs in float32: few processors have an LSTM in bfloat16."""
+    exact = x.data.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    if exact:
+        x, hidden = x.float(), tuple(h.float() for h in hidden)
+    with torch.autocast("cpu", enabled=False) if exact else nullcontext():
+        if not hidden:
+            return layer(x)
+        return layer(x, hidden if isinstance(layer, nn.LSTM) else hidden[0])

@@ -117,7 +117,7 @@ def token_loss(
         InputError: for ids of another shape, or a chunk below 1.
 
     >>> from qkv.cache import Sliding
-    >>> from qkv.models import DecoderConfig
+    >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model = DecoderLM(DecoderConfig(vocab_size=9, d_model=8, layers=1, heads=2, positions="rotary")).eval()
     >>> token_loss(model, torch.arange(9)[None], lambda: Sliding(4)).shape
     torch.Size([1, 8])
