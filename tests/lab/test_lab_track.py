@@ -88,13 +88,11 @@ def test_statistics_agree_with_explicit_weights(name: str) -> None:
     visible = torch.ones(11, 11, dtype=torch.bool).tril().triu(-window + 1)
     visible[: model.config.prefix, : model.config.prefix] = True
     check("entropy_ratio", (entropy / visible.sum(-1)[1:].clamp(min=2).log()).mean((1, 3)))
-    norms = values.norm(dim=-1).mean(1)
-    check("value_drain", norms[..., 0] / norms[..., 1:].mean(-1))
-    check("hidden_norm", (lengths := hidden.norm(dim=-1).mean(1))[:, 0] / lengths[:, 1:].mean(1))
-    check("massive", (hidden[:, :, 0].abs().amax(-1) / hidden.abs().flatten(2).median(-1).values).mean(1))
-    torch.testing.assert_close(
-        torch.tensor(heads.value_norms(model, ids)).double(), norms.double(), rtol=1e-5, atol=1e-6
-    )
+    norms = values.norm(dim=-1)
+    check("value_drain", (norms[..., 0] / norms[..., 1:].mean(-1)).mean(1))
+    lengths = hidden.norm(dim=-1)
+    check("hidden_norm", (lengths[..., 0] / lengths[..., 1:].mean(-1)).mean(1))
+    check("massive", (hidden.abs().flatten(2).amax(-1) / hidden.abs().flatten(2).median(-1).values).mean(1))
 
 
 @torch.no_grad()
@@ -105,9 +103,8 @@ def test_cosines_use_rotated_queries_and_keys() -> None:
     q, k = layer.rotary.span(q), layer.rotary.span(k).repeat_interleave(3, 1)
     cosine = nn.functional.cosine_similarity(q[:, :, :, None], k[:, :, None], dim=-1)
     found = heads.attention(model, ids)
-    others = torch.stack([cosine[:, :, i, 1 : i + 1].mean(-1) for i in range(1, 7)]).mean((0, 1))
-    assert found["key_cosine"] == [pytest.approx(cosine[:, :, 1:, 0].mean((0, 2)).tolist(), rel=1e-5)]
-    assert found["key_cosine_others"] == [pytest.approx(others.tolist(), rel=1e-5)]
+    assert found["key_cosine"] == [pytest.approx(cosine[..., 0].mean((0, 2)).tolist(), rel=1e-5)]
+    assert found["key_cosine_others"] == [pytest.approx(cosine[..., 1:].mean((0, 2, 3)).tolist(), rel=1e-5, abs=1e-6)]
 
 
 @pytest.mark.parametrize("normalizer", ["sigmoid", "elu"])

@@ -342,7 +342,8 @@ def _sink_figure(task: Backcopy, model: DecoderLM) -> Figure:
     found, layer, head = _strongest_head(task, model)
     ids = task.held_out(CHECKED)["ids"]
     where = "<s>" if task.first == "fixed" else "the first token"
-    weights_of, norms = heads.weights(model, ids), heads.value_norms(model, ids)[layer][head]
+    weights_of = heads.weights(model, ids)
+    norms = weights_of["value_norm"][:, layer, head].mean(0)
     drain = found["value_drain"][layer][head]
     drained = "is drained" if drain < 1 else "is not drained"
     sink = found["other_first"][layer][head]
