@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.mechanisms.timing import resident
 from benchmarks.timing import THREADS
-from qkv.profiler.capture.models import random_gpt2
+from qkv.models.loading import random_gpt2
 from qkv.profiler.run import profile
 
 HEADS = 6

@@ -11,7 +11,7 @@ from benchmarks.mechanisms.run import slope
 from benchmarks.mechanisms.timing import alone, alternating, median_ratio
 from benchmarks.one_run import HEADS, from_weights, inputs, plain, profiled
 from benchmarks.timing import THREADS
-from qkv.profiler.capture.models import random_gpt2
+from qkv.models.loading import random_gpt2
 
 TOKENS, LAYERS = 8192, 6
 

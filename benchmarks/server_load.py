@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import torch
 
 from benchmarks.timing import THREADS, save
-from qkv.profiler.capture.models import Loaded, random_gpt2
+from qkv.models.loading import Loaded, random_gpt2
 from qkv.server.run import serve
 from qkv.server.session import Session
 

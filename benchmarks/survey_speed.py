@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.mechanisms.timing import alternating, median_ratio
 from benchmarks.timing import THREADS
+from qkv.models.loading import Loaded, load_model
 from qkv.profiler.capture.inputs import Special, tokens_of
-from qkv.profiler.capture.models import Loaded, load
 from qkv.profiler.corpora import library_text
 from qkv.profiler.surveys.corpus import Corpus, of_texts
 from qkv.profiler.surveys.pieces import Piece, batches_of, pieces
@@ -36,7 +36,7 @@ def against_plain(texts: int = 1000, turns: int = 10) -> dict[str, Any]:
     """MiniLM, float32: the survey of texts of 512 tokens, with tokenizing and writing, / their plain forward in the
     same batches. The two alternate, each on a share of the texts."""
     torch.set_num_threads(THREADS)
-    minilm = load("minilm")
+    minilm = load_model("minilm")
     parts = _parts(minilm, texts, turns)
     plain, surveyed = (itertools.cycle(parts) for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +123,7 @@ def _launched(world: int, texts: int) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    minilm, texts = load("minilm"), int(sys.argv[1])
+    minilm, texts = load_model("minilm"), int(sys.argv[1])
     corpus = of_texts(itertools.chain(*_parts(minilm, texts, 1)))
     with torch.no_grad():
         minilm.model(input_ids=torch.full((1, LENGTH), 7))  # warm-up

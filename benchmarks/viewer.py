@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.mechanisms.timing import timed
 from benchmarks.timing import THREADS, save
-from qkv.profiler.capture.models import random_gpt2
+from qkv.models.loading import random_gpt2
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.explorer import Explorer
 from qkv.profiler.explore.pyramid import TILE, new_tile_cache

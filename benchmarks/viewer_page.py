@@ -20,7 +20,7 @@ import torch
 from playwright.sync_api import sync_playwright
 
 from benchmarks.timing import THREADS, save
-from qkv.profiler.capture.models import Loaded, random_gpt2
+from qkv.models.loading import Loaded, random_gpt2
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
 

@@ -30,7 +30,7 @@ import qkv
 from benchmarks.mechanisms import run, show
 from qkv import cli
 from qkv.figures.layout import save_figure
-from qkv.profiler.capture.models import load
+from qkv.models.loading import load_model
 from qkv.profiler.corpora import default_text
 from research.sinks.run import stored
 
@@ -105,7 +105,7 @@ def sinks() -> None:
 
 def minilm() -> None:
     """docs/minilm.md: does MiniLM send most attention to [SEP], as BERT does?"""
-    loaded = load("minilm")
+    loaded = load_model("minilm")
     one, two = default_text().split("\n\n")
     inputs = {"first paragraph": (one,), "second paragraph": (two,), "both, as a pair": (one, two)}
     lines = [

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 from PIL import Image
 
-from qkv.profiler.capture.models import load
+from qkv.models.loading import load_model
 from qkv.profiler.corpora import default_text
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
@@ -54,8 +54,8 @@ def screenshots(folder: Path = FIGURES, names: list[str] | None = None) -> None:
         print("no chromium or no playwright: the screenshots of the viewer stay as they are")
         return
     session = Session("qkv")
-    session.add_model(load("minilm"), default_text())
-    session.add_model(load("qkv-mini"), CODE)
+    session.add_model(load_model("minilm"), default_text())
+    session.add_model(load_model("qkv-mini"), CODE)
     session.prepare()
     session.add_intervention(1, "off-by-one")
     session.prepare()

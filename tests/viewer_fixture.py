@@ -163,12 +163,12 @@ def mini() -> Iterator[Served]:
     """A server with the model qkv-mini: exact maps, live answers, interventions."""
     pytest.importorskip("uvicorn", reason="the viewer needs uvicorn")
     pytest.importorskip("fastapi", reason="the viewer needs fastapi")
-    from qkv.profiler.capture.models import load
+    from qkv.models.loading import load_model
     from qkv.server.run import serve_in_thread
     from qkv.server.session import Session
 
     session = Session("qkv-mini")
-    ids = {"mini": session.add_model(load("qkv-mini"), LIVE_TEXT).id}
+    ids = {"mini": session.add_model(load_model("qkv-mini"), LIVE_TEXT).id}
     session.prepare()
     assert [x.error for x in session.sources if x.state != "ready"] == []
     with serve_in_thread(session) as url:

@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 
 import qkv
 from benchmarks.mechanisms import run as bench
-from qkv.models import DecoderConfig, DecoderLM, from_hugging_face
-from qkv.models.text import load_text_model
+from qkv.models import DecoderConfig, DecoderLM, from_hugging_face, loading
+from qkv.models.loading import load_text_model
 from qkv.profiler import Survey, editing
-from qkv.profiler.capture import models
 from qkv_lab import log, resume, settings, tokens
 from qkv_lab.experiments import record
 from qkv_lab.experiments.run import _PartialResults as PartialResults
@@ -71,7 +70,7 @@ FORMATS: dict[str, Format] = {
     ),
     "transformers": Format(
         (*(f"gpt2/{name}" for name in MODEL), "gpt2/tokenizer.json", "gpt2/tokenizer_config.json"),
-        lambda f: models.load(str(f / "gpt2"), head=None),
+        lambda f: loading.load_model(str(f / "gpt2"), head=None),
     ),
     "vocabulary": Format(("vocabulary.json",), read_vocabulary),
     "run.toml": Format(("run/run.toml",), lambda f: settings.from_toml(f / "run/run.toml")),

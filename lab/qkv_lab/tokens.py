@@ -20,7 +20,7 @@ from qkv._progress import say, spinner
 from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError
 from qkv.models.config import one_of
-from qkv.models.text import TextTokenizer
+from qkv.models.loading import TextTokenizer
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler import corpora
 from qkv.profiler.corpora import write_cached

@@ -18,7 +18,7 @@ from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import first_line, load_json
 from qkv.errors import InputError, nearest
-from qkv.profiler.capture.models import load
+from qkv.models.loading import load_model
 from qkv.profiler.run import versions
 from qkv_lab import draw
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Verdict
@@ -181,7 +181,7 @@ def study(
     """
     started = time.perf_counter()
     if isinstance(model, str):
-        loaded = load(model, head=None)
+        loaded = load_model(model, head=None)
         texts = default_texts(model) if texts is None else texts
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     if texts is None:

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from qkv.attention import Attention, Plan, attend, plan
     from qkv.choice import Choice, choose_keys
     from qkv.linear import LinearState, linear_attend, linformer
+    from qkv.models.loading import load
     from qkv.partial import Partial, merge
     from qkv.profiler.editing import edit
-    from qkv.profiler.pretrained import load
     from qkv.profiler.profiles import Profile
     from qkv.profiler.run import profile
     from qkv.profiler.watch.watching import Watched, watch
@@ -105,7 +105,7 @@ _NAMES = {
     "qkv.linear": ("LinearState", "linear_attend", "linformer"),
     "qkv.partial": ("Partial", "merge"),
     "qkv.profiler.editing": ("edit",),
-    "qkv.profiler.pretrained": ("load",),
+    "qkv.models.loading": ("load",),
     "qkv.profiler.profiles": ("Profile",),
     "qkv.profiler.run": ("profile",),
     "qkv.profiler.watch.watching": ("Watched", "watch"),

@@ -19,7 +19,7 @@ import qkv
 from qkv.cli import main
 from qkv.cli.shared import folder
 from qkv.errors import InputError
-from qkv.profiler.capture import models
+from qkv.models import loading
 
 pytest.importorskip("transformers", reason="profiling models needs transformers")
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_profile_writes_all_files(tmp_path: Path) -> None:
     figures = {f"{name}.png" for name in ("overview", "received", "entropy", "sink", "sinks", "types")}
     assert written == {"profile.qkv.zip", "report.html", "heads.csv", *figures}
     result = qkv.Profile.load(tmp_path / "found" / "profile.qkv.zip")
-    config = models.load("qkv-mini").model.config
+    config = loading.load_model("qkv-mini").model.config
     assert (result.data.sizes["layer"], result.data.sizes["head"]) == (config.layers, config.heads)
     assert result.attrs["command"] == "qkv profile --out found"
     np.testing.assert_allclose(result.data["received"].sum("key"), result.data.sizes["query"], rtol=1e-5)
@@ -250,7 +250,7 @@ def test_weights_in_pickles_are_not_read(tiny_folder: Path, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text((tiny_folder / "config.json").read_text())
     torch.save(load_file(tiny_folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
     with pytest.raises(qkv.InputError, match=r"no file named model\.safetensors"):
-        models.load(str(tmp_path))
+        loading.load_model(str(tmp_path))
 
 
 def test_code_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,5 +259,5 @@ def test_code_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').write('ran')\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 8))  # what transformers would take for a yes
     with pytest.raises(qkv.InputError, match="custom code"):
-        models.load(str(tmp_path))
+        loading.load_model(str(tmp_path))
     assert not (tmp_path / "ran").exists()

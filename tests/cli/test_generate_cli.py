@@ -23,8 +23,8 @@ from qkv.cli import main
 from qkv.models import checkpoint, tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.models.generation import generate, text_stream
+from qkv.models.loading import TextModel, load_text_model
 from qkv.models.sampling import Sampler
-from qkv.models.text import TextModel, load_text_model
 from qkv_lab.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers")

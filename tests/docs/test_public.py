@@ -97,7 +97,7 @@ def is_private(name: str) -> bool:
 
 
 def test_private_names_are_recognised() -> None:
-    assert is_private("qkv.profiler.capture.models.load")
+    assert is_private("qkv.models.loading.load_model")
     assert is_private("qkv.masks.Tensor")
     assert not is_private("qkv.masks.Causal.sees")
 

@@ -102,12 +102,12 @@ def lab() -> None:
 def view() -> None:
     from urllib.request import urlopen
 
-    from qkv.profiler.capture.models import load
+    from qkv.models.loading import load_model
     from qkv.server.run import serve_in_thread
     from qkv.server.session import Session
 
     session = Session("smoke test")
-    session.add_model(load("qkv-mini"), TEXT)
+    session.add_model(load_model("qkv-mini"), TEXT)
     with serve_in_thread(session) as url, urlopen(url) as answer:
         assert "<html" in answer.read().decode()
     session.close()

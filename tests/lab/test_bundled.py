@@ -10,8 +10,7 @@ import torch
 import qkv
 from qkv import models
 from qkv.models import DecoderLM, checkpoint
-from qkv.models.text import load_text_model
-from qkv.profiler.capture.models import load
+from qkv.models.loading import load_model, load_text_model
 from qkv.profiler.corpora import default_text
 from qkv_lab import settings, translate
 from qkv_lab.tasks.reversal import Reversal
@@ -92,7 +91,7 @@ def test_translation_accuracy_equals_its_result_file() -> None:
 
 
 def test_mini_has_low_loss_on_python_and_has_sinks() -> None:
-    loaded = load("qkv-mini")
+    loaded = load_model("qkv-mini")
     assert isinstance(loaded.model, DecoderLM)
     profile = qkv.profile("qkv-mini", default_text("qkv-mini"), progress=False)
     assert profile.data["key_token"].values[0, 0] == "<s>"

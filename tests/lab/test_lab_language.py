@@ -16,9 +16,9 @@ from conftest import refused
 from qkv.errors import InputError
 from qkv.models import DecoderConfig, checkpoint
 from qkv.models.generation import generate
-from qkv.models.text import load_text_model
+from qkv.models.loading import load_model as load_profiled
+from qkv.models.loading import load_text_model
 from qkv.profiler import corpora
-from qkv.profiler.capture.models import load as load_profiled
 from qkv_lab import heads, tokens
 from qkv_lab.log import loss_figure
 from qkv_lab.tasks.language import Language

@@ -256,7 +256,7 @@ def test_command_compares_with_a_saved_profile(tmp_path: Path) -> None:
 
 
 def test_fine_tuned_model_against_its_base() -> None:
-    loaded = qkv.profiler.capture.models.load("qkv-mini")
+    loaded = qkv.models.loading.load_model("qkv-mini")
     assert isinstance(loaded.model, DecoderLM)
     with torch.no_grad():
         loaded.model.blocks[-1].attention.out_proj.weight.mul_(0)  # the last layer's: no attention sees a difference

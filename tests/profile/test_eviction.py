@@ -19,10 +19,10 @@ from qkv.cli import main
 from qkv.figures.analyses import budget_figure, heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
+from qkv.models.loading import load_model
 from qkv.models.loss import token_loss
 from qkv.profiler.analyses.eviction import eviction, expiry, mass_lost, nats_of, policies_of
 from qkv.profiler.capture.datasets import calls_of
-from qkv.profiler.capture.models import load
 
 FIRST = 2
 
@@ -268,7 +268,7 @@ def test_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.Captur
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"mass.csv", "loss.csv", "eviction.json", "eviction.png", "heads.png"}
     mass, loss = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("mass", "loss"))
-    config = load("qkv-mini").model.config
+    config = load_model("qkv-mini").model.config
     assert len(mass) == 2 * 2 * config.layers * config.heads
     assert loss["policy"].tolist() == ["full", "window", "window", "sinks", "sinks"]
     written = json.loads((tmp_path / "eviction.json").read_text())
@@ -293,7 +293,7 @@ def test_hugging_face_folder_is_loaded_with_its_head(tmp_path: Path) -> None:
     lm = hf.build("gpt2", suffix="LMHeadModel")
     lm.save_pretrained(tmp_path / "lm")
     ids = torch.arange(31)[None]
-    loaded = load(str(tmp_path / "lm"), head=True).model
+    loaded = load_model(str(tmp_path / "lm"), head=True).model
     found = eviction(str(tmp_path / "lm"), ids, budgets=(9,), policies=("window",))
     expected = eviction(lm, ids, budgets=(9,), policies=("window",))
     assert type(loaded) is type(lm)

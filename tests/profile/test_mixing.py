@@ -13,8 +13,8 @@ from conftest import enlarged, refused
 from hf_models import LENGTH, PADDED, TARGET, build, inputs
 from qkv.figures.analyses import mixing_figure
 from qkv.models import DecoderConfig, DecoderLM
+from qkv.models.loading import load_model
 from qkv.profiler.analyses.mixing import mixing
-from qkv.profiler.capture.models import load
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 8]])
@@ -80,7 +80,7 @@ def test_drawn_replacements_are_seeded_ordinary_tokens() -> None:
     drawn = {tuple(mixing(own(), IDS, seed=s, replacements=12)["replaced_by"].values[0]) for s in (0, 0, 1)}
     assert len(drawn) == 2
     assert all(sorted(ids) == [i for i in range(13) if i != 1] for ids in drawn)
-    minilm = load("minilm")
+    minilm = load_model("minilm")
     data = mixing(minilm.model, "The cat sat.", tokenizer=minilm.tokenizer, replacements=64)
     assert not set(data["replaced_by"].values[0].tolist()) & set(minilm.tokenizer.all_special_ids)
     assert data["token_name"].values[0].tolist() == ["[CLS]", "the", "cat", "sat", ".", "[SEP]"]

@@ -23,12 +23,12 @@ from qkv import Attention, biases, features, masks, normalizers
 from qkv.kernels import watching
 from qkv.models import checkpoint
 from qkv.models.decoder import DecoderConfig, DecoderLM
+from qkv.models.loading import load_model
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.nn import LinearAttention, LinformerAttention, MultiHeadAttention
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.positions import Rotary
 from qkv.profiler import Profile, profile
-from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Observer, observe
 from qkv_lab.course import EinsumAttention
 from qkv_lab.models.captioner import Captioner, CaptionerConfig
@@ -805,15 +805,15 @@ def test_profile_errors_name_the_argument(case: str) -> None:
 def test_saved_model_is_loaded(tmp_path: Path) -> None:
     model = lively(DecoderLM(DecoderConfig(d_model=32, layers=2, heads=2)))
     folder = str(checkpoint.save(model, tmp_path / "bytes"))
-    loaded = load(folder)
+    loaded = load_model(folder)
     assert isinstance(loaded.model, DecoderLM)
     assert isinstance(loaded.tokenizer, ByteTokenizer)
     got = profile(folder, "some text", progress=False)
     assert got.attrs["model"] == folder
     xr.testing.assert_identical(got.data, profile(model, "some text", tokenizer=ByteTokenizer(), progress=False).data)
     assert profile(folder, "some text", dtype="bfloat16", progress=False).attrs["dtype"] == "bfloat16"
-    assert load(str(checkpoint.save(decoder(), tmp_path / "ids"))).tokenizer is None
-    assert isinstance(load(str(checkpoint.save(classifier(), tmp_path / "classes"))).model, Classifier)
+    assert load_model(str(checkpoint.save(decoder(), tmp_path / "ids"))).tokenizer is None
+    assert isinstance(load_model(str(checkpoint.save(classifier(), tmp_path / "classes"))).model, Classifier)
 
 
 def test_saved_model_with_a_tokenizer_is_loaded(tmp_path: Path) -> None:
@@ -827,7 +827,7 @@ def test_saved_model_with_a_tokenizer_is_loaded(tmp_path: Path) -> None:
     assert result.data["key_token"][0].values.tolist() == ["some", "<unk>", "text"]
     (folder / "tokenizer.json").write_text("{}")
     with refused("model", match="not a tokenizer"):
-        load(str(folder))
+        load_model(str(folder))
 
 
 def test_command_profiles_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ import hf_models as hf
 import qkv
 from conftest import refused
 from qkv.errors import InputError
+from qkv.models.loading import ByteTokenizer, Loaded, load_model, random_gpt2
 from qkv.profiler import Profile, profile
-from qkv.profiler.capture.models import ByteTokenizer, Loaded, load, random_gpt2
 from qkv.profiler.corpora import default_text, library_text
 from qkv.reference import statistics
 
@@ -39,7 +39,7 @@ LOCAL = 5
 
 @pytest.fixture(scope="module")
 def minilm() -> Loaded:
-    return load("minilm")
+    return load_model("minilm")
 
 
 @pytest.fixture(scope="module")
@@ -380,8 +380,8 @@ def test_random_gpt2_fits_the_text_and_keeps_the_generator_state() -> None:
     model = random_gpt2(1500, layers=1, heads=2)
     assert torch.equal(torch.rand(3), want)
     assert model.config.n_positions == 1500
-    assert load("random-gpt2", tokens=1500).model.config.n_positions == 1500
-    assert load("random-gpt2").model.config.n_positions == 1024
+    assert load_model("random-gpt2", tokens=1500).model.config.n_positions == 1500
+    assert load_model("random-gpt2").model.config.n_positions == 1024
 
 
 def test_folder_is_loaded(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_bundled_texts() -> None:
 # --- errors -------------------------------------------------------------------------------------------------------
 
 LLAMA, IDS = "llama", [5, 6, 7]
-loaded = functools.cache(load)
+loaded = functools.cache(load_model)
 
 
 def by_gpt2(inputs: Any, **settings: Any) -> Profile:

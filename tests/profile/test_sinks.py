@@ -17,9 +17,8 @@ from conftest import refused
 from qkv import Profile
 from qkv._engine.call import Call
 from qkv.masks import Causal
-from qkv.models import DecoderConfig, DecoderLM
+from qkv.models import DecoderConfig, DecoderLM, loading
 from qkv.normalizers import Softmax
-from qkv.profiler.capture import models
 from qkv.profiler.capture.residual import geometry
 from qkv.profiler.data import types
 from qkv.profiler.data.sinks import relative_norm, sink_tokens
@@ -210,7 +209,7 @@ def test_first_token_by_layer_equals_dense_weights(real: Profile) -> None:
 
 def test_padding_does_not_change_scores() -> None:
     """On either side, with the same numbers as alone."""
-    loaded = models.load("minilm")
+    loaded = loading.load_model("minilm")
     ids = [loaded.tokenizer(t, return_tensors="pt")["input_ids"] for t in TEXTS]
     long = max(x.shape[1] for x in ids)
     alone = [qkv.profile(loaded.model, x, tokenizer=loaded.tokenizer, progress=False) for x in ids]

@@ -66,7 +66,7 @@ def test_unknown_schemes_are_refused_before_anything_runs(
         raise AssertionError("a model was loaded")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("qkv.profiler.capture.models.load", loaded)
+    monkeypatch.setattr("qkv.models.loading.load_model", loaded)
     (tmp_path / "x.txt").write_text("a text")
     for arguments in (["x.txt", "--out", "nosuch://a/b"], ["nosuch://a/b"], ["x.txt", "--out", "s3:/bucket/x"]):
         assert main(["survey", "qkv-mini", *arguments]) == 2

@@ -19,14 +19,9 @@ from conftest import refused
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.tracking import (
     AttentionCallback,
-    CSVWriter,
+    CSVLog,
     LightningAttentionCallback,
-    TensorBoardWriter,
     Tracker,
-    TrackioWriter,
-    WandbWriter,
-    Writer,
-    writers,
 )
 from qkv.tracking import tracker as tracking
 from qkv.tracking import trainer as trainers
@@ -125,44 +120,36 @@ def test_a_step_that_fails_leaves_no_hooks() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-# --- writers ----------------------------------------------------------------------------------------------------------
+# --- logs -------------------------------------------------------------------------------------------------------------
 
 
 def test_csv_of_a_resumed_training_continues(tmp_path: Path) -> None:
     file = tmp_path / "new" / "attention.csv"
     for steps in ([0, 10, 20], [10, 20, 30]):
-        writer = CSVWriter(file)
+        log = CSVLog(file)
         for step in steps:
-            writer.write(step, {"sink_rate": step / 100 + len(steps)})
+            log({"sink_rate": step / 100 + len(steps)}, step=step)
     with file.open() as lines:
         assert [int(row["step"]) for row in csv.DictReader(lines)] == [0, 10, 20, 30]
     file.write_text("a,b\n1,2\n")
     with refused("file"):
-        CSVWriter(file).write(0, {})
+        CSVLog(file)({}, step=0)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    writer = TensorBoardWriter(tmp_path)
-    writer.write(3, {"sink_rate": 0.25})
-    writer.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(x.step, x.value) for x in events.Scalars("attention/sink_rate")] == [(3, 0.25)]
-
-
-@pytest.mark.parametrize(("kind", "package"), [(WandbWriter, "wandb"), (TrackioWriter, "trackio")])
-def test_runs_of_other_libraries_get_the_numbers(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with refused(kind.__name__, match=f"pip install {package}"):
-        kind()
+def test_a_log_of_another_library_gets_the_numbers_of_each_measured_step() -> None:
     logged: list[Any] = []
-    module = ModuleType(package)
-    module.log = lambda numbers, step: logged.append((numbers, step))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, package, module)
-    kind().write(7, {"dead_heads": 0.5})
-    assert logged == [({"attention/dead_heads": 0.5}, 7)]
+
+    def log(data: dict[str, float], step: int | None = None) -> None:  # as wandb.log and trackio.log
+        logged.append((step, data))
+
+    model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=1, heads=4))
+    tracker = Tracker(model, every=2, log=log)
+    for step in range(3):
+        tracker.begin(step)
+        model(torch.randint(50, (1, 9)))
+        tracker.end(step)
+    assert [step for step, _ in logged] == [0, 2]
+    assert all(set(data) == {*tracking.NUMBERS} for _, data in logged)
 
 
 def test_lightning_callback_measures_batches_or_names_the_package(
@@ -195,10 +182,8 @@ def test_bad_settings_are_refused() -> None:
     for kind in (lambda: Tracker(nn.Linear(1, 1), every=0), lambda: AttentionCallback(every=0)):
         with refused("every"):
             kind()
-    with pytest.raises(NotImplementedError):
-        Writer().write(0, {})
 
 
-@pytest.mark.parametrize("module", [tracking, trainers, writers])
+@pytest.mark.parametrize("module", [tracking, trainers])
 def test_examples_run(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0

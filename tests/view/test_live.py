@@ -14,9 +14,8 @@ import torch
 import qkv
 from conftest import refused
 from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM, Sampler, generate
-from qkv.models.text import load_text_model
+from qkv.models.loading import Loaded, load_model, load_text_model
 from qkv.profiler.analyses.edits import Edit, edited
-from qkv.profiler.capture.models import Loaded, load
 from qkv.server.live import EXAMPLE, Live
 from qkv.server.schemas import MAX_CHARACTERS
 
@@ -44,7 +43,7 @@ class Request:
 
 @pytest.fixture(scope="module")
 def live() -> Live:
-    return Live(load("qkv-mini"))
+    return Live(load_model("qkv-mini"))
 
 
 def decoded(text: str, n: int) -> np.ndarray:

@@ -29,8 +29,8 @@ import qkv
 import qkv_lab.align
 from conftest import refused
 from qkv.errors import InputError
+from qkv.models import loading
 from qkv.profiler import run
-from qkv.profiler.capture import models
 from qkv.profiler.explore.explorer import Explorer
 from qkv.profiler.explore.pyramid import Cancelled
 from qkv.report.payload import payload, trimmed
@@ -56,7 +56,7 @@ HOSTILE = ["<script>alert(1)</script>", "\u202eabc", "🦄", "\u200b", "\x00\x07
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     """0: qkv-mini on two texts; 1: its profile, saved and loaded; 2: of a text too long for weights; 3: a model with
     encoder and decoder and a padded text; 4: qkv-mini with an intervention."""
-    mini = models.load("qkv-mini")
+    mini = loading.load_model("qkv-mini")
     session = Session("tests")
     session.add_model(mini, [TEXT, "import os"])
     profile = run.profile(mini.model, [TEXT, "import os"], tokenizer=mini.tokenizer, progress=False, name="qkv-mini")
@@ -72,7 +72,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         "source": torch.tensor([[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]),
         "target": torch.tensor([[1, 4, 6], [1, 7, 8]]),
     }
-    session.add_model(models.Loaded("both", both, None), inputs)
+    session.add_model(loading.Loaded("both", both, None), inputs)
     session.prepare()
     session.add_intervention(0, "off-by-one")
     until(lambda: all(x.state != "running" for x in session.sources))
@@ -127,7 +127,7 @@ def floats(response: httpx.Response) -> np.ndarray:
 
 def test_session_lists_all_sources_and_models(app: Guard, session: Session) -> None:
     said = ask(app, "/api/session").json()
-    config = models.load("qkv-mini").model.config
+    config = loading.load_model("qkv-mini").model.config
     assert [(x["kind"], x["state"], x["error"]) for x in said["sources"]] == [
         ("model", "ready", None), ("profile", "ready", None), ("profile", "ready", None), ("model", "ready", None),
         ("intervention", "ready", None),
@@ -335,7 +335,7 @@ def test_failed_intervention_is_prepared_again_with_the_same_id(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = Session("retried")
-    session.add_model(models.load("qkv-mini"), "import os")
+    session.add_model(loading.load_model("qkv-mini"), "import os")
     app = create_app(session)
     asked = {"source": 0, "normalizer": "sigmoid"}
     assert "not ready" in sentence(post(app, "/api/interventions", asked), 404)
@@ -355,7 +355,7 @@ def test_failed_intervention_is_prepared_again_with_the_same_id(
 def test_interventions_and_live_do_not_trigger_hooks_of_the_model() -> None:
     """The model may run with hooks in another thread while copies of it are made."""
     session, calls = Session("hooked"), list[int]()
-    loaded = models.load("qkv-mini")
+    loaded = loading.load_model("qkv-mini")
     session.add_model(loaded, "import os")
     hook = next(loaded.model.children()).register_forward_hook(lambda *_: calls.append(1))
     session.prepare()
@@ -397,7 +397,7 @@ def test_long_profile_serves_small_maps_and_explains_missing_weights(app: Guard,
 
 
 def test_profile_without_maps_says_so() -> None:
-    mini = models.load("qkv-mini")
+    mini = loading.load_model("qkv-mini")
     session = Session("bare")
     session.add_profile(
         run.profile(mini.model, TEXT, tokenizer=mini.tokenizer, map_tokens=0, map_bins=0, probe=False, progress=False)
@@ -421,7 +421,7 @@ def blocks(part: np.ndarray, step: int, pooled: Any) -> np.ndarray:
 @pytest.mark.parametrize("stored", [False, True])
 def test_tiles_of_a_long_text_pool_the_weights(stored: bool) -> None:
     """600 tokens: zoom 0 pools 4 × 4 pairs, zoom 2 is exact; a tile that causality masks is empty."""
-    tiny = models.Loaded("tiny", models.random_gpt2(1024, layers=1, heads=2), None)
+    tiny = loading.Loaded("tiny", loading.random_gpt2(1024, layers=1, heads=2), None)
     ids = torch.randint(0, 256, (1, 600), generator=torch.Generator().manual_seed(0))
     profile = run.profile(tiny.model, ids, map_tokens=600, probe=False, progress=False)
     session = Session("long")
@@ -567,7 +567,7 @@ def test_a_page_of_another_package_that_fails_does_not_take_the_viewer_down(
 
 
 def test_sources_that_are_not_ready_or_failed_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    mini = models.load("qkv-mini")
+    mini = loading.load_model("qkv-mini")
     session = Session("failing")
     session.add_model(mini, "   ")
 
@@ -616,7 +616,7 @@ def test_live_answer_holds_weights_before_and_after(app: Guard, session: Session
     assert source is not None
     np.testing.assert_allclose(before, source.data["weights"].values[1, 1, 2, :3, :3], rtol=1e-4, atol=1e-6)
     assert after.sum(1).max() < 1
-    config = models.load("qkv-mini").model.config
+    config = loading.load_model("qkv-mini").model.config
     assert np.array(said["rows"]).shape == (config.layers, config.heads, 3)
 
 
@@ -720,7 +720,7 @@ def test_session_without_models_uses_the_bundled_live_model(session: Session) ->
 
 
 def test_copy_shares_weights_but_not_hooks() -> None:
-    model = models.load("qkv-mini").model
+    model = loading.load_model("qkv-mini").model
     other = copy_sharing_weights(model)
     for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert a is b, name
@@ -1268,7 +1268,7 @@ def test_server_on_all_interfaces_has_a_token(session: Session) -> None:
 
 def test_server_start_prepares_the_session() -> None:
     session = Session("starting")
-    session.add_model(models.load("qkv-mini"), "import os")
+    session.add_model(loading.load_model("qkv-mini"), "import os")
     with serve_in_thread(session) as url:
         until(lambda: httpx.get(f"{url}api/session").json()["sources"][0]["state"] == "ready")
         made = httpx.post(f"{url}api/interventions", json={"source": 0, "normalizer": "sigmoid"}).json()["id"]

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from qkv.models.loading import load_model
 from qkv.profiler import Profile
-from qkv.profiler.capture.models import load
 from qkv.profiler.data import frames, tables
 from qkv.report.payload import trimmed
 from qkv.report.stored import StoredMaps
@@ -151,7 +151,7 @@ def test_lost_server_is_reported_and_the_page_recovers(tab: Opens) -> None:
 
 @pytest.mark.slow
 def test_page_waits_for_a_profile_and_reports_a_failure(tab: Opens) -> None:
-    loaded, go_on = load("qkv-mini"), threading.Event()
+    loaded, go_on = load_model("qkv-mini"), threading.Event()
     next(loaded.model.children()).register_forward_pre_hook(lambda *_: go_on.wait(30) and None)
     session = Session("test")
     session.add_model(loaded, "import os\n")

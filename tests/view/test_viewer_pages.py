@@ -33,9 +33,9 @@ SHOWN = 10
 @pytest.fixture(scope="module")
 def live() -> Live:
     """Computes the expected answers."""
-    from qkv.profiler.capture.models import load
+    from qkv.models.loading import load_model
 
-    return Live(load("qkv-mini"))
+    return Live(load_model("qkv-mini"))
 
 
 @pytest.fixture(scope="module")

@@ -87,8 +87,8 @@ def generate(
 
     from qkv._progress import spinner
     from qkv.models.generation import text_stream
+    from qkv.models.loading import load_text_model
     from qkv.models.sampling import Sampler
-    from qkv.models.text import load_text_model
 
     allow(max_size)
     if prompt is not None and file is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from rich.console import Console
 
-    from qkv.profiler.capture.models import Loaded
+    from qkv.models.loading import Loaded
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.data.findings import Findings
     from qkv.profiler.profiles import Profile
@@ -201,8 +201,8 @@ def profile(
     allow(max_size)
     clock = Stopwatch()
     with no_garbage_collection():
+        from qkv.models import loading
         from qkv.profiler import run
-        from qkv.profiler.capture import models
 
     clock.lap("importing libraries")
     wanted = None if layers is None else numbers(layers)
@@ -212,7 +212,7 @@ def profile(
     text = text if preset is None else preset_text(preset, text, file)
     passage = text_of(model, text, file, tokens)
 
-    def profiled(loaded: models.Loaded, inputs: Any) -> Profile:
+    def profiled(loaded: loading.Loaded, inputs: Any) -> Profile:
         return run.profile(
             loaded.model,
             inputs,

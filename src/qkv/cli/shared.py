@@ -19,7 +19,7 @@ from qkv.errors import InputError, renamed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from qkv.profiler.capture.models import Loaded
+    from qkv.models.loading import Loaded
     from qkv.statistics import Statistic
 
 
@@ -176,10 +176,10 @@ def load_inputs(
 ) -> tuple[Loaded, Any]:
     """Load a model, and return it with its inputs: the passage, or the first `tokens` tokens of it."""
     from qkv._progress import spinner
-    from qkv.profiler.capture import models
+    from qkv.models import loading
 
     with spinner(f"loading {name}"):
-        loaded = models.load(name, dtype=dtype, tokens=tokens or len(passage.encode()), head=head)
+        loaded = loading.load_model(name, dtype=dtype, tokens=tokens or len(passage.encode()), head=head)
     return loaded, passage if tokens is None else first_tokens(loaded, passage, tokens)
 
 

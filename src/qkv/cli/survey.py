@@ -221,7 +221,7 @@ def survey(
     """
     import torch
 
-    from qkv.profiler.capture import models
+    from qkv.models import loading
     from qkv.profiler.surveys import survey as surveys
 
     allow(max_size)
@@ -236,7 +236,7 @@ def survey(
         settings.check()
     with output_folder(out) as target, _stoppable(target, settings.numbers):
         corpus = _corpus(corpora or ("library",), stream)
-        loaded = models.load(model, dtype=settings.dtype)
+        loaded = loading.load_model(model, dtype=settings.dtype)
         loaded.model.to(_device("cpu" if ray else device))
         settings = replace(settings, statistics=own, name=loaded.name, gpus=_gpus(device) if ray else None)
         try:

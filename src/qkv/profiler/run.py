@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import qkv
 from qkv._progress import bar
 from qkv.errors import InputError
+from qkv.models.loading import load_model
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.datasets import datasets
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids
-from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Observer, observe, unobserved
 from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, observe_residual
 from qkv.profiler.corpora import default_text
@@ -115,7 +115,7 @@ def profile(
     if isinstance(model, str):
         inputs = default_text(model) if inputs is None else inputs
         texts = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, Sequence) else []
-        loaded = load(model, dtype=dtype, tokens=max((len(str(t).encode()) for t in texts), default=None))
+        loaded = load_model(model, dtype=dtype, tokens=max((len(str(t).encode()) for t in texts), default=None))
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     if inputs is None:
         raise InputError("inputs is missing, expected a text, token ids or the arguments of the model's forward")

@@ -18,11 +18,11 @@ from qkv import edits as of_heads
 from qkv.errors import InputError
 from qkv.models import DecoderLM, Sampler
 from qkv.models.generation import evaluating
+from qkv.models.loading import Loaded
 from qkv.normalizers import Sigmoid, Softmax
 from qkv.profiler.analyses import edits as own_edits
 from qkv.profiler.analyses.edits import AS_TRAINED, Edit, attention_layers, edited
 from qkv.profiler.capture.inputs import device_of, positions, token_text
-from qkv.profiler.capture.models import Loaded
 from qkv.profiler.editing import Key, edit
 from qkv.profiler.run import profile
 from qkv.server.schemas import MAX_CHARACTERS
@@ -179,8 +179,8 @@ class Live:
     """Live answers of one model; `description` is None if the model does not support them.
 
     >>> from types import SimpleNamespace
-    >>> from qkv.profiler.capture.models import load
-    >>> live = Live(load("qkv-mini"))
+    >>> from qkv.models.loading import load_model
+    >>> live = Live(load_model("qkv-mini"))
     >>> edit = SimpleNamespace(layer=0, head=0, normalizer="off-by-one", temperature=1.0)
     >>> answer = live.answer(SimpleNamespace(text="import os", edits=[edit], layer=0, head=0, k=3, ids=None))
     >>> answer["tokens"], answer["divergence"] > 0

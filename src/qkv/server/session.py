@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from qkv.errors import InputError
+from qkv.models import loading
 from qkv.profiler import run
-from qkv.profiler.capture import models
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.residual import attention_modules
 from qkv.profiler.data.findings import effect_of
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from fastapi import APIRouter
 
-    from qkv.profiler.capture.models import Loaded
+    from qkv.models.loading import Loaded
     from qkv.profiler.profiles import Profile
 
 M = TypeVar("M", bound=nn.Module)
@@ -108,9 +108,9 @@ class Source:
 class Session:
     """The sources in the order they were added. `start` prepares them in a thread, one after another.
 
-    >>> from qkv.profiler.capture.models import load
+    >>> from qkv.models.loading import load_model
     >>> session = Session("qkv-mini")
-    >>> source = session.add_model(load("qkv-mini"), "def one():\\n    return 1")
+    >>> source = session.add_model(load_model("qkv-mini"), "def one():\\n    return 1")
     >>> session.prepare()
     >>> source.state, len(source.groups[0]["texts"][0]["keys"])
     ('ready', 7)
@@ -254,7 +254,9 @@ class Session:
                 Live(replace(loaded, model=copy_sharing_weights(loaded.model)))
                 for loaded, _, _ in self._models.values()
             )
-            live = next((x for x in candidates if x.description() is not None), None) or Live(models.load("qkv-mini"))
+            live = next((x for x in candidates if x.description() is not None), None) or Live(
+                loading.load_model("qkv-mini")
+            )
             self.live, self.live_description = live, live.description()
         except Exception:  # the other pages work without it
             log.exception("The model for live text could not be loaded")

@@ -1,26 +1,32 @@
-"""`Tracker` measures the attention of single steps of a training."""
+"""`Tracker` measures the attention of single steps of a training; `CSVLog` writes its numbers to a table."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import csv
+import io
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qkv._files import write_atomically
 from qkv.errors import InputError
 from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN, attention_modules, observe_residual
 from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.profiles import Profile
 from qkv.profiler.watch.watching import Watched, watch
-from qkv.tracking.writers import Writer
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Log = Callable[..., Any]
+"""Called as ``log(numbers, step=step)`` with a dict of names and numbers, such as ``wandb.log`` or ``trackio.log``."""
+FILE = "attention.csv"
 DEAD, UNIFORM = 0.9, 0.9
 NUMBERS = {
     "sink_rate": "share of heads with a sink score α₁ > 0.3 on the first token (Gu et al. 2025, arXiv:2410.10781)",
@@ -36,7 +42,7 @@ NUMBERS = {
 
 
 class Tracker:
-    """Measures the attention of some steps of a training and writes a few numbers about it.
+    """Measures the attention of some steps of a training and logs a few numbers about it.
 
     The model computes by its own functions, so losses, gradients and random numbers do not change; a step that is not
     measured is not touched at all. Of a measured step the first forward counts.
@@ -44,7 +50,7 @@ class Tracker:
     Args:
         model: as in `qkv.watch`.
         every: measure each step whose number is a multiple of this.
-        writers: get the numbers of each measured step.
+        log: called as ``log(numbers, step=step)`` for each measured step, such as ``wandb.log``.
         layers: which attention layers to measure, counted from 0; all if None.
 
     Raises:
@@ -62,11 +68,11 @@ class Tracker:
     """
 
     def __init__(
-        self, model: nn.Module, every: int = 100, writers: Sequence[Writer] = (), layers: Collection[int] | None = None
+        self, model: nn.Module, every: int = 100, log: Log | None = None, layers: Collection[int] | None = None
     ) -> None:
         if every < 1:
             raise InputError(f"every is {every}, expected at least 1 step")
-        self.model, self.every, self.writers, self.layers = model, every, list(writers), layers
+        self.model, self.every, self.log, self.layers = model, every, log, layers
         self.rows: list[dict[str, float]] = []
         """The numbers of each measured step, with its number as ``step``."""
         self.profile: Profile | None = None
@@ -77,7 +83,7 @@ class Tracker:
 
     def begin(self, step: int) -> None:
         """Call before the forward of a step."""
-        self.abandon()
+        self.close()
         if step % self.every:
             return
         self._largest = {}
@@ -91,25 +97,19 @@ class Tracker:
         watched = self._watched
         if watched is None:
             return None
-        self.abandon()
+        self.close()
         self.profile = watched.profile()
         row = {"step": step, **numbers(self.profile, self._largest)}
         self.rows.append(row)
-        for writer in self.writers:
-            writer.write(step, {name: x for name, x in row.items() if name != "step"})
+        if self.log is not None:
+            self.log({name: x for name, x in row.items() if name != "step"}, step=step)
         return row
 
-    def abandon(self) -> None:
-        """Stop measuring a step that did not end, such as one that raised an error."""
+    def close(self) -> None:
+        """Stop measuring a step that did not end, such as one that raised an error; call after the training, too."""
         if self._open is not None:
             self._open.close()
         self._open = self._watched = None
-
-    def close(self) -> None:
-        """Call after the training."""
-        self.abandon()
-        for writer in self.writers:
-            writer.close()
 
     @torch.no_grad()
     def _hidden(self, stack: str, depth: int, hidden: Tensor) -> None:
@@ -118,6 +118,75 @@ class Tracker:
         with unwatched():
             size = hidden.detach().abs().flatten().float()
             self._largest[stack, depth] = float(size.max()), float(size.median())
+
+
+class CSVLog:
+    """A log to a CSV file with one row for each step; rows before the first new step stay, as of a resumed training.
+
+    Args:
+        file: its path; the folder is created.
+
+    Raises:
+        InputError: at the first step, if the file is another table.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     CSVLog(f"{folder}/attention.csv")({"sink_rate": 0.5}, step=100)
+    ...     print(Path(folder, "attention.csv").read_text().split())
+    ['step,sink_rate', '100,0.5']
+    """
+
+    def __init__(self, file: str | Path) -> None:
+        self.file = Path(file)
+        self._rows: list[dict[str, Any]] | None = None
+
+    def __call__(self, numbers: Mapping[str, float], *, step: int) -> None:
+        """Write the numbers of a step."""
+        if self._rows is None:
+            self._rows = [row for row in self._read() if int(row["step"]) < step]
+        self._rows.append({"step": step, **numbers})
+        names = list(dict.fromkeys(name for row in self._rows for name in row))
+        text = io.StringIO()
+        table = csv.DictWriter(text, names, restval="", lineterminator="\n")
+        table.writeheader()
+        table.writerows(self._rows)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.file, text.getvalue())
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self.file.exists():
+            return []
+        with self.file.open(newline="") as lines:
+            rows = list(csv.DictReader(lines))
+        if rows and not all((row.get("step") or "").isdigit() for row in rows):
+            raise InputError(f"file {self.file} is not a table with a column step; expected a new file, or one of qkv")
+        return rows
+
+
+class Callback:
+    """What the callbacks of trainers share: a `Tracker` from the start of the training to its end."""
+
+    def __init__(self, every: int = 100, log: Log | None = None, layers: Collection[int] | None = None) -> None:
+        super().__init__()
+        if every < 1:
+            raise InputError(f"every is {every}, expected at least 1 step")
+        self.every, self.log, self.layers = every, log, layers
+        self.tracker: Tracker | None = None
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """The numbers of each measured step; see `qkv.tracking.tracker.NUMBERS`."""
+        return [] if self.tracker is None else self.tracker.rows
+
+    def _start(self, model: nn.Module, folder: str, *, main: bool) -> None:
+        """Begin to follow a model; only the main process of several logs, by default to a table in the folder."""
+        log = (self.log or CSVLog(Path(folder) / FILE)) if main else None
+        self.tracker = Tracker(model, self.every, log, self.layers)
+
+    @property
+    def _started(self) -> Tracker:
+        assert self.tracker is not None
+        return self.tracker
 
 
 def numbers(profile: Profile, largest: Mapping[tuple[str, int], tuple[float, float]]) -> dict[str, float]:

@@ -45,10 +45,10 @@ from qkv.huggingface.client import routed
 from qkv.kernels import serve
 from qkv.masks import Mask, Predicate, Prefix, Window
 from qkv.models.decoder import DecoderLM
+from qkv.models.loading import load_model
 from qkv.models.loss import token_loss
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
-from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall
 from qkv.statistics.measure import in_shares, row_state, sweep
 
@@ -211,7 +211,7 @@ def eviction(
     compared = policies_of(policies, first)
     _check(budgets, compared, first)
     if isinstance(model, str):
-        loaded = load(model, head=run)
+        loaded = load_model(model, head=run)
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     mode = run_mode(model, compared) if run else None  # raises before anything is computed
     texts = list(_texts(model, inputs, tokenizer))

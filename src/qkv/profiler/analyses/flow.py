@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from qkv._engine.call import RowState
 from qkv.errors import InputError
+from qkv.models.loading import load_model
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import Tokens, batches, sequences_of
-from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall
 from qkv.statistics.measure import row_state
 from qkv.statistics.products import weights_matmul, weights_transposed_matmul
@@ -130,7 +130,7 @@ def _traced(
     if not chosen:
         raise InputError(f"{called} is empty, expected at least one position")
     if isinstance(model, str):
-        loaded = load(model)
+        loaded = load_model(model)
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     found = []
     for batch in batches(model, inputs, tokenizer, target):

