@@ -80,7 +80,7 @@ class Tiny(Experiment):
     question = "Does it count?"
     claims = ("C900",)
     curves = ("loss", "evaluation.loss")
-    looks = (2,)
+    seeds = 2
     task = Counting()
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -105,21 +105,24 @@ class Tiny(Experiment):
         return Figure()
 
 
-class Looks(Experiment):
-    """Three variants: `clear` is decided at the first look, `later` at the second, `never` not."""
+THREE = ("clear", "later", "never")
 
-    name = "looks"
-    question = "How many seeds does it take?"
+
+class Three(Experiment):
+    """Three variants: the claim on `never` stays undecided."""
+
+    name = "three"
+    question = "Which variants are decided?"
     criteria = (
         Criterion("C901", "2026-11-23", "Clear", bound=0.0),
         Criterion("C902", "2026-11-23", "Later", bound=0.0),
         Criterion("C903", "2026-11-23", "Never", bound=0.0),
     )
-    looks = (4, 8, 16)
+    seeds = 16
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         training = replace(Counting.training(), seed=seed)
-        return {v: Setting(Counting(modulo=7 + at), training) for at, v in enumerate(("clear", "later", "never"))}
+        return {v: Setting(Counting(modulo=7 + at), training) for at, v in enumerate(THREE)}
 
     @staticmethod
     def outcome(_: Experiment, setting: Setting, __: Path) -> Outcome:
@@ -130,8 +133,8 @@ class Looks(Experiment):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         return {
-            criterion.claim: [Effect("", results.values(variant, "measured.x"), (variant,))]
-            for criterion, variant in zip(self.criteria, ("clear", "later", "never"), strict=True)
+            criterion.claim: [Effect("", results.values(variant, "measured.x"))]
+            for criterion, variant in zip(self.criteria, THREE, strict=True)
         }
 
 

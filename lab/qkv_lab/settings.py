@@ -24,9 +24,6 @@ CONFIGS = Path(__file__).parent / "configs"
 def updated(settings: C, entries: Mapping[str, Any], where: str = "") -> C:
     """The settings with some entries changed; nested settings are nested mappings.
 
-    Raises:
-        InputError: for an unknown entry (with the nearest name), or a value of the wrong type.
-
     >>> updated(Training(), {"steps": 5}).steps
     5
     """
@@ -46,11 +43,7 @@ def updated(settings: C, entries: Mapping[str, Any], where: str = "") -> C:
 
 
 def entries_of(settings: Any) -> dict[str, Any]:
-    """All entries except those that are None, which TOML cannot express; None is always a default.
-
-    Raises:
-        InputError: for a composition, whose learned tensors have no place in TOML.
-    """
+    """All entries except those that are None, which TOML cannot express; None is always a default."""
     found = {f.name: getattr(settings, f.name) for f in fields(settings)}
     for name, value in found.items():
         if isinstance(value, Attention):
@@ -93,9 +86,6 @@ def from_toml(path: Path) -> tuple[Task, Training]:
 
     Args:
         path: the file, or the name of a configuration in the package: ``lesson``.
-
-    Raises:
-        InputError: if the file cannot be read, or has an unknown task, table or setting.
 
     >>> task, training = from_toml(Path("lesson"))
     >>> task.name, task.model.d_model, training.steps

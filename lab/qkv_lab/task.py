@@ -149,9 +149,6 @@ class Training:
 def with_entries(config: C, **needed: Any) -> C:
     """A model's configuration with the entries that the task determines, such as the vocabulary size.
 
-    Raises:
-        InputError: if the configuration sets such an entry to another value that is not its default.
-
     >>> from qkv.models import DecoderConfig
     >>> with_entries(DecoderConfig(layers=2), vocab_size=17).vocab_size
     17

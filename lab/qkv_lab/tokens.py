@@ -53,9 +53,6 @@ def baselines(
         texts: the texts to predict; the first token of each is context only.
         vocab_size: the number of different tokens.
 
-    Raises:
-        InputError: for tokens outside of the vocabulary, or texts of fewer than 2 tokens.
-
     >>> train = np.array([0, 1, 0, 1, 0, 2])
     >>> found = baselines(train, np.array([[0, 1, 0]]), vocab_size=4)
     >>> round(found.unigram, 3), round(found.bigram, 3)
@@ -128,9 +125,6 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> str:
     Args:
         texts: the training texts.
         vocab_size: the number of tokens, ``<s>`` included.
-
-    Raises:
-        InputError: if the texts are too small for so many tokens.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise InputError(f"vocab_size is {vocab_size}, expected at least {MIN_VOCAB_SIZE}: all bytes, and {BOS}")
@@ -250,10 +244,6 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
         tokenizer: ``"bytes"``, 257 tokens, or ``"bpe"``.
         vocab_size: the number of BPE tokens, ``<s>`` included.
 
-    Raises:
-        InputError: as `qkv.profiler.corpora.load` and `qkv_lab.tokens.train_bpe`; for a damaged token file; if the
-            cache cannot be written.
-
     >>> prepare("library").bos  # doctest: +SKIP
     256
     """
@@ -289,9 +279,6 @@ def prepare_more(names: Sequence[str], corpus: str, main: Prepared) -> Integer[n
         names: names for `qkv.profiler.corpora.load`.
         corpus: the name of the main corpus.
         main: its tokens.
-
-    Raises:
-        InputError: as `prepare`, and if nothing is left.
     """
     held_out = corpora.load(corpus).split()[1]
     made = [corpora.load(name) for name in names]
@@ -330,9 +317,6 @@ def write_tokens(path: Path, tokens: Integer[np.ndarray, " n"], vocab_size: int,
 
 def open_tokens(path: Path, settings: str) -> Integer[np.ndarray, " n"]:
     """The tokens in a file of `write_tokens`, as a read-only memory map.
-
-    Raises:
-        InputError: if a file is missing or truncated, or was written with other settings.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -88,11 +88,7 @@ def claim(id_: str, source: str, section: str, text: str) -> Callable[[Callable[
 
 
 def find(id_: str) -> Claim:
-    """The claim of a number.
-
-    Raises:
-        InputError: if no claim that is loaded has this number (with the nearest one).
-    """
+    """The claim of a number."""
     if id_ not in CLAIMS:
         known = f"{min(CLAIMS)} to {max(CLAIMS)}" if CLAIMS else "a claim that is loaded"
         padded = "C" + id_.lstrip("Cc").zfill(3)  # of C14, whose characters are nearer to C314

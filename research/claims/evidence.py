@@ -51,11 +51,7 @@ class Evidence:
 
 
 def evidence_of(id_: str, verdict: Verdict) -> list[Evidence]:
-    """The experiments of the lab behind a verdict, in the order of its links; empty if it depends on none.
-
-    Raises:
-        MissingResult: if the result of an experiment is missing.
-    """
+    """The experiments of the lab behind a verdict, in the order of its links; empty if it depends on none."""
     names = dict.fromkeys(name for by in verdict.by for name in LINK.findall(by))
     return [_of(name, id_) for name in names]
 
@@ -74,7 +70,7 @@ def _of(name: str, id_: str) -> Evidence:
     return Evidence(
         name,
         tuple(map(interval, intervals)),
-        found.get("design", {}).get("level") if intervals else None,
+        found.get("level") if intervals else None,
         (min(sizes), max(sizes)),
         sum(sizes),
         seconds_in(found),

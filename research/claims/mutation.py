@@ -508,11 +508,7 @@ class _Record:
 
 
 def mutate(check: Callable[[], Verdict]) -> Mutated:
-    """Give wrong answers to a check, one at a time.
-
-    Raises:
-        Drifted: if the check fails with right answers.
-    """
+    """Give wrong answers to a check, one at a time."""
     code = instrument(check)
     record = _Record(code.sites)
     right = _run(code, record.answer, record.silent)

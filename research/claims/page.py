@@ -197,9 +197,6 @@ def pages(found: Mapping[str, Verdict]) -> dict[str, str]:
 
     Args:
         found: the verdicts on all claims.
-
-    Raises:
-        MissingResult: if a verdict refers to an experiment without a result.
     """
     return {f"{slug(source)}.md": _page(source, found) for source in SOURCES} | {"index.md": index(found)}
 

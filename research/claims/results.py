@@ -25,9 +25,6 @@ class MissingResult(InputError):  # noqa: N818  # a name without "Error"
 def results_in(folder: str | Path) -> Iterator[None]:
     """Inside, checks read experiments' results from this folder only, as `qkv experiment --out` writes them.
 
-    Raises:
-        InputError: if there is no such folder, or it has no results of experiments.
-
     >>> import shutil, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = shutil.copy(SHIPPED / "window.json", folder)
@@ -46,10 +43,6 @@ def results_in(folder: str | Path) -> Iterator[None]:
 def result(name: str) -> dict[str, Any]:
     """The result of an experiment: the contents of NAME.json.
 
-    Raises:
-        MissingResult: if there is none.
-        InputError: if the file is no result of an experiment.
-
     >>> [verdict["claim"] for verdict in result("window")["verdicts"]]
     ['C084']
     """
@@ -64,11 +57,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def verdict_in(found: Mapping[str, Any], name: str, id_: str) -> dict[str, Any]:
-    """The verdict on a claim in the result of the experiment NAME.
-
-    Raises:
-        MissingResult: if it has none, as the result of an earlier version of the experiment may.
-    """
+    """The verdict on a claim in the result of the experiment NAME."""
     verdicts = {verdict["claim"]: verdict for verdict in found["verdicts"]}
     if id_ not in verdicts:
         raise MissingResult(
@@ -79,11 +68,7 @@ def verdict_in(found: Mapping[str, Any], name: str, id_: str) -> dict[str, Any]:
 
 
 def claims_in(folder: str | Path) -> list[str]:
-    """The numbers of all claims on which the results in a folder have a verdict.
-
-    Raises:
-        InputError: if there is no such folder, or it has no results of experiments.
-    """
+    """The numbers of all claims on which the results in a folder have a verdict."""
     found: set[str] = set()
     for file in sorted(Path(folder).glob("*.json")):
         try:
@@ -100,9 +85,6 @@ def benchmark(path: str) -> dict[str, Any]:
 
     Args:
         path: the file, relative to benchmarks/results.
-
-    Raises:
-        MissingResult: if there is no such file.
 
     >>> "cells" in benchmark("decoder.json")
     True

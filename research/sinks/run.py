@@ -96,11 +96,7 @@ class Study:
 
     @staticmethod
     def load(file: str | Path) -> Study:
-        """Read a file of `save`; the verdicts follow from its measurements.
-
-        Raises:
-            InputError: if the file cannot be read or is none of `save`.
-        """
+        """Read a file of `save`; the verdicts follow from its measurements."""
         try:
             data = load_json(Path(file))
         except (OSError, ValueError) as error:
@@ -167,10 +163,6 @@ def study(
         tokenizer: converts texts to ids; if `model` is a name, its tokenizer is loaded.
         progress: show a progress bar, if standard error is a terminal.
         name: of the model, kept in the attributes.
-
-    Raises:
-        InputError: for too little text, and for a model in which the measurements are not known to be right: without a
-            stack of blocks that pass on a residual stream, or without the queries, keys and values of a softmax.
 
     >>> import torch
     >>> from qkv.models import DecoderConfig, DecoderLM

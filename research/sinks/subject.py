@@ -91,9 +91,6 @@ def prepared(model: nn.Module, texts: Sequence[str] | Int[Tensor, "t n"], tokeni
     """Cut texts into 16 windows of at most 512 tokens: one of each text first, then a second one, and so on.
 
     The windows are half as long, or a quarter, if the model reads fewer tokens, or there is too little text.
-
-    Raises:
-        InputError: for fewer than 16 windows of 64 tokens, and a model that reads fewer than 64 tokens.
     """
     special = Special() if isinstance(texts, Tensor) or tokenizer is None else Special.of(tokenizer)
     limit, size = context(model), vocabulary(model)
@@ -170,11 +167,7 @@ class Subject:
 
     @staticmethod
     def of(model: nn.Module, ids: Int[Tensor, "b n"]) -> Subject:
-        """Find the blocks of a model, and check them with one forward on these tokens.
-
-        Raises:
-            InputError: for a model in which the measurements are not known to be right, with the reason.
-        """
+        """Find the blocks of a model, and check them with one forward on these tokens."""
         name = type(model).__name__
         calls = self_attention(model, ids)
         layers = [layer_of(model, call.module) or "" for call in calls]
@@ -237,12 +230,7 @@ class Subject:
 
 
 def self_attention(model: nn.Module, ids: Int[Tensor, "b n"]) -> list[ObservedCall]:
-    """The attention call of every layer on these tokens.
-
-    Raises:
-        InputError: unless all attention is self-attention by a softmax of products, with queries, keys and values that
-            can be observed.
-    """
+    """The attention call of every layer on these tokens."""
     name = type(model).__name__
     if not isinstance(model, DecoderLM):
         _check_hugging_face(model)

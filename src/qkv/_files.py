@@ -19,9 +19,6 @@ def write_atomically(path: Path, data: bytes | memoryview | str) -> None:
 
     A reader never sees a partial file, and several processes may write the same path at once.
 
-    Raises:
-        InputError: if the folder does not exist, or the path is a folder.
-
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_atomically(Path(folder) / "x", "é")
@@ -65,9 +62,6 @@ def local(address: str | os.PathLike[str]) -> str:
 def filesystem(address: str | os.PathLike[str], argument: str) -> tuple[Any, str]:
     """The fsspec file system of an address, and the path in it.
 
-    Raises:
-        InputError: about `argument`, if the scheme is unknown, or its package is missing or cannot be used.
-
     >>> filesystem("memory://x", "out")[1]
     '/x'
     """
@@ -102,11 +96,7 @@ def reason(error: Exception) -> str:
 
 
 def opened(address: str | os.PathLike[str], argument: str) -> Path | io.BytesIO:
-    """The path of a file on this machine, or the content of one elsewhere.
-
-    Raises:
-        InputError: about `argument`, if it is elsewhere and cannot be read.
-    """
+    """The path of a file on this machine, or the content of one elsewhere."""
     if scheme_of(address) is None:
         return Path(local(address))
     files, path = filesystem(address, argument)
@@ -120,9 +110,6 @@ def opened(address: str | os.PathLike[str], argument: str) -> Path | io.BytesIO:
 
 def dataset_and_column(name: str) -> tuple[str, str]:
     """The names of a dataset and its column in ``"hf:NAME"`` or ``"hf:NAME:COLUMN"``.
-
-    Raises:
-        InputError: if `name` is not of this form.
 
     >>> dataset_and_column("hf:imdb")
     ('imdb', 'text')

@@ -20,9 +20,6 @@ def naming_lost(what: str, group: dist.ProcessGroup, peers: Sequence[int] = ()) 
         what: what communicates; begins the sentence.
         group: the process group.
         peers: the ranks with which it communicates, if these are not all.
-
-    Raises:
-        RuntimeError: with the rank in the group, or the few ranks that it can be.
     """
     try:
         yield

@@ -30,9 +30,6 @@ class Registry:
         """All names: the built-in ones, and then those of installed packages in alphabetical order.
 
         Nothing is imported.
-
-        Raises:
-            InputError: if an installed package registers a built-in name, or two packages the same one.
         """
         registered = self._registered()
         for name, found in registered.items():
@@ -45,11 +42,7 @@ class Registry:
         return (*self.built_in, *registered)
 
     def load(self, name: str) -> type[Any]:
-        """The class of a name.
-
-        Raises:
-            InputError: if there is none, or if the entry point that registers it is broken.
-        """
+        """The class of a name."""
         if name in self.built_in:
             module, cls = self.built_in[name].split(".")
             built_in: type[Any] = getattr(import_module(f"{self.package}.{module}"), cls)

@@ -178,9 +178,6 @@ def check_json_files(folder: Path) -> None:
     """Check all JSON files of a model, for libraries that read them without a limit.
 
     Vocabularies may be large, and are left to the tokenizer, unless they have far more lists than one has merges.
-
-    Raises:
-        OSError, ValueError: as `load_json`, with the name of the file.
     """
     for file in sorted(folder.glob("*.json")):
         if file.name in VOCABULARIES:
@@ -201,10 +198,6 @@ def check_json_files(folder: Path) -> None:
 
 def parse_json(data: bytes | str) -> Any:
     """Parse JSON of bounded size and depth.
-
-    Raises:
-        ValueError: if it is not JSON, nested more than `DEPTH` levels deep, has strings that are not text, or would
-            take more memory than the limit.
 
     >>> parse_json('{"layers": 2}')
     {'layers': 2}
@@ -268,10 +261,6 @@ def read_zip(source: Path | io.BytesIO) -> tuple[dict[str, bytes], Budget]:
     """The members of a zip file, or of the bytes of one, by name, and what is left of the memory that it may take.
 
     Nothing is written to disk, and no member is inflated beyond its declared size. Checksums are verified.
-
-    Raises:
-        OSError: if the file cannot be opened.
-        ValueError: if it is not a zip file, is damaged, or declares more than the limit.
     """
     if isinstance(source, io.BytesIO):
         return _members(source, source.getbuffer().nbytes)

@@ -79,7 +79,7 @@ def test_conditions_and_parts_of_a_claim_are_combined_differently(first: Any, se
 
 def test_premises_come_first_and_decide_only_whether_the_claim_can_be_seen() -> None:
     for values, expected in ((YES, HOLDS), (NO, UNSEEN), (OPEN, UNDECIDED)):
-        premise = Effect("there is a sink", values, ("plain",), premise=True)
+        premise = Effect("there is a sink", values, premise=True)
         assert outcome(premise, Effect("", YES)) == expected
     assert outcome(Effect("there is a sink", YES, premise=True), Effect("", NO)) == FAILS
 
@@ -91,14 +91,6 @@ def test_effects_that_do_not_count_are_named_and_change_nothing() -> None:
     assert "4 seeds" in found.text
     assert outcome(Effect("a", YES, unless="it failed")) == UNSEEN
     assert outcome(Effect("a", ())) == UNSEEN
-
-
-def test_only_variants_of_undecided_effects_get_more_seeds() -> None:
-    found = judge(ABOVE, [Effect("a", YES, ("x", "y")), Effect("b", OPEN, ("y", "z"))])
-    assert found.undecided == ("y", "z")
-    assert judge(ABOVE, [Effect("a", YES, ("x",)), Effect("b", NO, ("y",)), Effect("c", OPEN, ("z",))]).undecided == ()
-    parts = Criterion("C900", "2026-11-23", "Parts", bound=0.5, parts=True)
-    assert judge(parts, [Effect("a", NO, ("x",)), Effect("b", OPEN, ("y",))]).undecided == ()
 
 
 def test_ratios_have_geometric_means() -> None:

@@ -17,14 +17,14 @@ from torch import nn
 
 from conftest import refused
 from forked import CONTEXT
-from lab_tasks import Counting, Looks, Tiny
+from lab_tasks import THREE, Counting, Three, Tiny
 from qkv.errors import InputError
 from qkv_lab import Diverged, experiments
 from qkv_lab.experiments import architecture, experiment, masks, mechanism, names, normalizers, texts
 from qkv_lab.experiments.base import Conclusion, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Verdict
 from qkv_lab.experiments.page import table
-from qkv_lab.experiments.run import estimate, key, run_experiment
+from qkv_lab.experiments.run import key, run_experiment
 from qkv_lab.experiments.streaming import TASK, Sweep
 from qkv_lab.task import Measured
 from qkv_lab.tasks import backcopy
@@ -67,7 +67,7 @@ def test_experiment_trains_equal_settings_once_and_writes_its_results(tmp_path: 
     assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs", ".lock"}
     found = json.loads(result.json_path.read_text())
     assert found["verdicts"] == [{"claim": "C900", "holds": "holds", "text": "seven is more"}]
-    assert found["design"] == {"looks": [2], "level": 0.95}
+    assert found["level"] == 0.95
     plain = found["variants"]["plain"]
     assert plain["seeds"] == [0, 1]
     assert plain["settings"]["training"]["steps"] == 2
@@ -81,51 +81,33 @@ def test_experiment_trains_equal_settings_once_and_writes_its_results(tmp_path: 
     assert {"question", "created", "versions", "machine", "paragraph", "title", "command"} <= found.keys()
 
 
-def test_seeds_are_added_to_undecided_variants_until_the_last_look(
+def test_each_variant_has_the_number_of_seeds_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["qkv_lab.experiments.run"], "_outcome", Looks.outcome)
-    result = run_experiment(Looks(), tmp_path, quick=False)
+    monkeypatch.setattr(sys.modules["qkv_lab.experiments.run"], "_outcome", Three.outcome)
+    result = run_experiment(Three(), tmp_path, quick=False)
     found = json.loads(result.json_path.read_text())
-    assert {v: x["seeds"] for v, x in found["variants"].items()} == {
-        "clear": list(range(4)), "later": list(range(8)), "never": list(range(16)),
-    }  # fmt: skip
+    assert {v: x["seeds"] for v, x in found["variants"].items()} == {v: list(range(16)) for v in THREE}
     assert [v.holds for v in result.verdicts] == [HOLDS, HOLDS, UNDECIDED]
-    assert found["design"] == {"looks": [4, 8, 16], "level": pytest.approx(1 - 0.05 / 3)}
-    assert "98.3 % interval" in result.verdicts[0].text
+    assert (found["level"], found["command"]) == (0.95, "qkv experiment three")
+    assert "95 % interval" in result.verdicts[0].text
     assert result.verdicts[0].criterion is not None
     assert found["verdicts"][0]["criterion"]["dated"] == "2026-11-23"
-    exact = run_experiment(Looks(), tmp_path / "six", quick=False, seeds=6)
+    exact = run_experiment(Three(), tmp_path / "six", quick=False, seeds=6)
     assert [i.n for v in exact.verdicts for i in v.intervals] == [6, 6, 6]
-    assert "95 % interval" in exact.verdicts[0].text
-    assert "qkv experiment looks --seeds 6" in exact.json_path.read_text()
+    assert "qkv experiment three --seeds 6" in exact.json_path.read_text()
     with refused("seeds", match="at least 2"):
-        run_experiment(Looks(), tmp_path, quick=False, seeds=1)
-
-
-def test_budget_ends_the_looks_and_keeps_the_level_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["qkv_lab.experiments.run"], "_outcome", Looks.outcome)
-    stopped = json.loads(run_experiment(Looks(), tmp_path, quick=False, most_seeds=9).json_path.read_text())
-    assert max(len(x["seeds"]) for x in stopped["variants"].values()) == 8
-    assert stopped["design"] == {"looks": [4, 8, 16], "level": pytest.approx(1 - 0.05 / 3), "budget": 8}
-    assert stopped["command"] == "qkv experiment looks --most-seeds 8"
-    assert "of at most 16 (a budget)" in table(tmp_path)
-    later = json.loads(run_experiment(Looks(), tmp_path, quick=False).json_path.read_text())
-    assert "budget" not in later["design"]
-    with refused("most_seeds", match="at least 4"):
-        run_experiment(Looks(), tmp_path, quick=False, most_seeds=3)
-    with refused("most_seeds", match="at least 20, the seeds of the first look of emergence"):
-        estimate(["norm_place", "emergence"], tmp_path, most_seeds=10)
+        run_experiment(Three(), tmp_path, quick=False, seeds=1)
 
 
 def test_two_experiments_do_not_write_to_one_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(*_: object) -> Outcome:
         with refused("out", match="another experiment is running"):
             run_experiment(Tiny(), tmp_path, quick=True)
-        return Looks.outcome(*_)
+        return Three.outcome(*_)
 
     monkeypatch.setattr(sys.modules["qkv_lab.experiments.run"], "_outcome", outcome)
-    run_experiment(Looks(), tmp_path, quick=False, seeds=2)
+    run_experiment(Three(), tmp_path, quick=False, seeds=2)
 
 
 def test_interrupted_experiment_does_not_repeat_finished_runs(
@@ -158,17 +140,6 @@ def test_quick_form_is_marked_and_shares_runs_with_the_full_form(tmp_path: Path,
     run_experiment(Tiny(), tmp_path, quick=False)
     assert trained[0] == trained[1]  # the same folder: the run is reused
     assert len(list((tmp_path / "runs").iterdir())) == 2
-
-
-def test_estimate_counts_shared_runs_once_and_leaves_out_what_is_done(tmp_path: Path) -> None:
-    alone, both = (estimate(x, tmp_path, seeds=3) for x in (["norm_place"], ["norm_place", "activation"]))
-    assert (alone.runs, both.runs) == (9, 9 + 6)  # the plain run is in both
-    assert both.seconds > alone.seconds > 0
-    folder = tmp_path / "runs" / key(experiment("norm_place").settings(0, False)["pre"])
-    folder.mkdir(parents=True)
-    (folder / "result.json").touch()
-    again = estimate(["norm_place"], tmp_path, seeds=3)
-    assert (again.runs, again.done) == (8, 1)
 
 
 def test_diverged_run_is_recorded(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ import profile_fixture as made
 from conftest import refused
 from qkv.errors import InputError
 from qkv.profiler import Profile
-from qkv.profiler.data import archive, tables
-from qkv.profiler.data.variables import RENAMED
+from qkv.profiler.data import tables
 
 
 def weights_of(profile: Profile, text: int = 0, group: str | None = None) -> np.ndarray:
@@ -195,15 +194,6 @@ def test_strange_tokens_survive_the_file(tmp_path: Path) -> None:
     data = made.dataset_from_weights([np.full((1, 1, 7, 7), 1 / 7)], [tokens])
     back = Profile.load(Profile({"self": data}).save(tmp_path / "x"))
     assert list(back.data["key_token"].values[0]) == tokens
-
-
-def test_older_names_in_files_are_renamed(tmp_path: Path) -> None:
-    profile = made.gpt()
-    old = {new: name for name, new in RENAMED.items()}
-    for data in profile.groups.values():
-        before = data.rename({str(name): old[str(name)] for name in (*data.variables, *data.dims) if name in old})
-        archive.write_archive(tmp_path / "old", {"groups": {"self": before}}, {})
-        assert Profile.load(tmp_path / "old").data.identical(data)
 
 
 def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

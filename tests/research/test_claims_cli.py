@@ -64,7 +64,7 @@ def own_result(folder: Path, holds: str = "undecided") -> None:
     found = result("window")
     interval = {"condition": "", "n": 5, "mean": 0.2, "low": -0.1, "high": 0.5, "bound": 0.1, "above": True}
     found["verdicts"] = [{"claim": "C084", "holds": holds, "text": "0.2 (-0.1 to 0.5).", "intervals": [interval]}]
-    found |= {"design": {"looks": [5], "level": 0.95}, "command": "qkv experiment window --seeds 5"}
+    found |= {"level": 0.95, "command": "qkv experiment window --seeds 5"}
     (folder / "window.json").write_text(json.dumps(found), encoding="utf-8")
 
 

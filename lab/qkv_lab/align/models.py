@@ -69,9 +69,6 @@ class Aligners:
             (layers, heads, target, source), with which each target word was predicted; the ``probability`` of each
             target word. The reversal model is a decoder: its source ends with the separator, and a row of its weights
             may sum to less than 1, because the rest lies on the output symbols before.
-
-        Raises:
-            InputError: for an unknown model, a word outside of its vocabulary, or a wrong number of words.
         """
         if model == TRANSLATION:
             return _translate(text)
@@ -86,9 +83,6 @@ class Aligners:
             The fields of `CaptionAnswer`: ``image``, base64 of its RGB bytes, ``size`` × ``size``; the generated
             ``words``, the ``truth``, and ``weights`` of each word on a grid of ``gh`` × ``gw`` cells. Cell (i, j) is
             centred on pixel (i, j) · size / gh.
-
-        Raises:
-            InputError: for a scene that does not exist.
         """
         task, model = _caption()
         if not 0 <= scene < task.held_out:

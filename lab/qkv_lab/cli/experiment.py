@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from qkv.errors import InputError, renamed
+from qkv.errors import InputError
 
 if TYPE_CHECKING:
-    from qkv_lab.experiments import Estimate, Result
+    from qkv_lab.experiments import Result
 
 
 def experiment(
@@ -21,17 +21,15 @@ def experiment(
     *,
     quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     seeds: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
-    most_seeds: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-experiments"),
     jobs: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
     redraw: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
     """Test claims about attention by training small models and measuring them.
 
-    Each verdict compares a confidence interval over seeds with a bound that was written down before the runs. Seeds are
-    added until no claim is undecided, up to the experiment's last look. For each experiment the command writes all
-    numbers as JSON and a figure to DIR; README.md collects the verdicts on all claims. Finished training runs are not
-    repeated, so an interrupted experiment continues where it stopped.
+    Each verdict compares a confidence interval over seeds with a bound that was written down before the runs. For each
+    experiment the command writes all numbers as JSON and a figure to DIR; README.md collects the verdicts on all
+    claims. Finished training runs are not repeated, so an interrupted experiment continues where it stopped.
 
     qkv experiment                            (list the experiments, with the processor time that each took)
 
@@ -39,16 +37,12 @@ def experiment(
 
     qkv experiment weight_decay --seeds 5     (exactly 5 seeds)
 
-    qkv experiment all --most-seeds 20        (a budget: stop with 20 seeds, even if a claim is undecided then)
-
-    qkv experiment all --jobs 4               (all experiments; an estimate of the time comes first)
+    qkv experiment all --jobs 4               (all experiments)
 
     Args:
         names: Names of experiments, or all. Without a name the command lists the experiments.
         quick: Run the short version, whose models are too small for conclusions.
-        seeds: Exactly so many seeds, in place of the experiment's own numbers.
-        most_seeds: Stop after the last look with at most so many seeds. The intervals allow for all looks nevertheless,
-            so the same command without this option may go on later.
+        seeds: Number of seeds, in place of the experiment's own.
         out: Folder for the results. It is created if it does not exist.
         jobs: Number of training runs at the same time, each in its own process on one core.
         redraw: Draw the conclusions and the figures again from the numbers in DIR, without training.
@@ -63,34 +57,16 @@ def experiment(
         raise InputError(f"--jobs is {jobs}, expected at least 1")
     if seeds is not None and seeds < 2:
         raise InputError(f"--seeds is {seeds}, expected at least 2: one seed has no interval")
-    if seeds is not None and most_seeds is not None:
-        raise InputError(f"--most-seeds is {most_seeds}, but --seeds {seeds} sets the number; expected one of the two")
     chosen = dict.fromkeys(x for name in names for x in (experiments.names() if name == "all" else [name]))
     for name in chosen:
         experiments.experiment(name)  # raises for an unknown name before the first experiment runs
-    if not redraw and not quick:
-        with renamed(most_seeds="--most-seeds"):  # of all experiments before the first one runs
-            found = experiments.estimate(chosen, out, seeds=seeds, most_seeds=most_seeds)
-        _announce(found, jobs)
     for name in chosen:
         if redraw:
             result = experiments.redraw(name, out)
         else:
-            result = experiments.run(
-                name, out, quick=quick, seeds=seeds, most_seeds=most_seeds, jobs=jobs, progress=True
-            )
+            result = experiments.run(name, out, quick=quick, seeds=seeds, jobs=jobs, progress=True)
         _show(name, result)
         write_atomically(out / "README.md", experiments.table(out))
-
-
-def _announce(estimate: Estimate, jobs: int) -> None:
-    """Print how long the runs will take."""
-    from qkv.cli.shared import duration
-
-    if estimate.runs:
-        time = duration(estimate.seconds / jobs)
-        kept = f"; {estimate.done:,} are done already" if estimate.done else ""
-        print(f"{estimate.runs:,} runs, about {time}{kept}. More follow if a claim is undecided then.")
 
 
 def _list() -> None:

@@ -10,13 +10,12 @@ from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, S
 from qkv_lab.experiments.evidence import Criterion, Effect, Interval, Verdict, confidence, judge
 from qkv_lab.experiments.page import table
 from qkv_lab.experiments.registry import experiment, names
-from qkv_lab.experiments.run import Estimate, Result, cost, estimate, redraw, run
+from qkv_lab.experiments.run import Result, cost, redraw, run
 
 __all__ = [
     "Conclusion",
     "Criterion",
     "Effect",
-    "Estimate",
     "Experiment",
     "Interval",
     "Outcome",
@@ -26,7 +25,6 @@ __all__ = [
     "Verdict",
     "confidence",
     "cost",
-    "estimate",
     "experiment",
     "judge",
     "names",

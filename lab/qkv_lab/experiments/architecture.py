@@ -21,7 +21,6 @@ from qkv_lab.experiments.streaming import (
     ALPHA,
     DATED,
     LESS,
-    MAIN_LOOKS,
     PLAIN,
     SINK,
     STRONGEST,
@@ -74,6 +73,7 @@ class Positions(SinkEverywhere):
 
     name = "positions"
     question = "Does a sink form with every position scheme, and without positions?"
+    seeds = 40
     criteria = (
         Criterion("C085", DATED, STRONGEST, SINK),
         Criterion("C048", "2026-11-24", f"{STRONGEST} with learned positions minus with rotary positions", LESS),
@@ -197,7 +197,6 @@ class Blocks(Small):
         Criterion("C051", DATED, "Share of three learning rates at which a model of 8 layers ends worse than guessing, "
                   "without layer norms minus with them", 0.0),
     )  # fmt: skip
-    looks: ClassVar[tuple[int, ...]] = (10, 20, 40)
     task = Backcopy(length=32, model=DecoderConfig(layers=8, heads=2, d_model=32))
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
@@ -235,10 +234,10 @@ class Blocks(Small):
         lost = {v: {o.seed: self._lost(o) for o in results.finished(v)} for v in (BOTH, BARE)}
         return {
             "C050": [
-                Effect("with residuals", gain[BOTH], (BOTH,)),
-                Effect("without", gain[CHAINED], (CHAINED,), above=False),
+                Effect("with residuals", gain[BOTH]),
+                Effect("without", gain[CHAINED], above=False),
             ],
-            "C051": [Effect("", [lost[BARE][s] - lost[BOTH][s] for s in lost[BARE] if s in lost[BOTH]], (BOTH, BARE))],
+            "C051": [Effect("", [lost[BARE][s] - lost[BOTH][s] for s in lost[BARE] if s in lost[BOTH]])],
         }
 
     def _lost(self, outcome: Outcome) -> float:
@@ -278,6 +277,7 @@ class LearningRate(Sweep):
 
     name = "learning_rate"
     question = "Does a larger learning rate strengthen the sink, and does a key bias stabilise training at high rates?"
+    seeds = 40
     criteria = (
         Criterion("C078", DATED, "Weight of the strongest head on the first token at a learning rate minus that at a "
                   "lower one", LEAST),
@@ -304,7 +304,7 @@ class LearningRate(Sweep):
             share = float(np.mean(list(plain.values()))) if plain else 0.0
             few = "" if share >= FEWEST else f"{share:.0%} of its runs fail, fewer than {FEWEST:.0%}"
             both = [float(plain[seed]) - float(biased[seed]) for seed in plain if seed in biased]
-            fails.append(Effect(f"rate {rate:g}", both, (f"{rate:g}", f"{KEY}{rate:g}"), unless=few))
+            fails.append(Effect(f"rate {rate:g}", both, unless=few))
         return {"C078": rises, "C100": fails}
 
     def remarks(self, results: Results) -> Mapping[str, str]:
@@ -333,7 +333,7 @@ class WeightDecay(Sweep):
 
     name = "weight_decay"
     question = "Does stronger weight decay strengthen the sink?"
-    looks = MAIN_LOOKS
+    seeds = 40
     criteria = (
         Criterion("C082", DATED, "Weight of the strongest head on the first token with weight decay minus that "
                   f"without, at learning rate {SLOW:g}", LEAST),

@@ -133,6 +133,7 @@ class ScoreFunctions(Small):
 
     name = "score_functions"
     question = "Which scores learn a look-up: additive, dot-product, scaled dot-product, at several head dimensions?"
+    seeds = 20
     says: ClassVar[Mapping[str, str]] = {
         HOLDS: "Additive scores learn a look-up without a scale at every size",
         FAILS: "Additive scores need a scale, too",
@@ -147,7 +148,6 @@ class ScoreFunctions(Small):
         Criterion("C337", DATED, "Share of values that dot products find at head dimension 256, with 1/√d minus "
                   "without a scale", LEAST),
     )  # fmt: skip
-    looks = (20, 40)
     sizes = (16, 64, 256)
     scores: Mapping[str, Callable[[Any], Score]] = {
         "additive": lambda m: Additive(m.vector),
@@ -170,9 +170,9 @@ class ScoreFunctions(Small):
         works, differs, plain_minus = [], [], []
         for n in sizes:
             a, b = f"additive, {n}", f"scaled dot, {n}"
-            works.append(Effect(f"head dimension {n}", results.values(a, ACCURACY), (a,)))
+            works.append(Effect(f"head dimension {n}", results.values(a, ACCURACY)))
             gaps = [abs(x) for x in results.differences(a, b, ACCURACY)]
-            differs.append(Effect(f"head dimension {n}", gaps, (a, b)))
+            differs.append(Effect(f"head dimension {n}", gaps))
             plain_minus.append(minus(results, f"dot, {n}", a, ACCURACY, f"head dimension {n}"))
         largest = self.sizes[-1]
         scale = minus(results, f"scaled dot, {largest}", f"dot, {largest}", ACCURACY)
@@ -195,6 +195,7 @@ class LinearAttention(Small):
 
     name = "linear_attention"
     question = "Does linear attention find fewer values than softmax attention in a long list?"
+    seeds = 20
     says: ClassVar[Mapping[str, str]] = {
         HOLDS: "Linear attention finds fewer values in a long list than softmax",
         FAILS: "Linear attention finds as many values as softmax",
@@ -203,7 +204,6 @@ class LinearAttention(Small):
         Criterion("C298", DATED, "Share of values that a head of 16 dimensions finds among 48 pairs, with softmax "
                   "minus with linear attention", LEAST),
     )  # fmt: skip
-    looks = (20, 40)
     size = 16
     lengths = (4, 48)
 
@@ -233,6 +233,7 @@ class HardAttention(Small):
 
     name = "hard_attention"
     question = "Can hard attention be trained without reinforcement learning?"
+    seeds = 20
     says: ClassVar[Mapping[str, str]] = {
         HOLDS: "Hard attention learns only with REINFORCE",
         FAILS: "Hard attention learns without reinforcement",
@@ -241,7 +242,6 @@ class HardAttention(Small):
         Criterion("C365", DATED, "Share of values that hard attention finds when trained without reinforcement "
                   "learning, in the better of two ways", RIGHT, above=False),
     )  # fmt: skip
-    looks = (20, 40)
     ways: Mapping[str, Callable[[Lookup, Asked, Tensor], Tensor]] = {
         "plain backpropagation": plain,
         "straight-through": straight_through,
@@ -263,7 +263,7 @@ class HardAttention(Small):
         better = [max(x[seed] for x in without) for seed in without[0] if all(seed in x for x in without)]
         learnt = Effect("the share with REINFORCE", results.values("REINFORCE", ACCURACY), bound=RIGHT, above=True,
                         premise=True)  # fmt: skip
-        return {"C365": [learnt, Effect("", better, ("plain backpropagation", "straight-through"))]}
+        return {"C365": [learnt, Effect("", better)]}
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means of all ways; a guess among 4 is right in a quarter of the cases."""
@@ -278,6 +278,7 @@ class Pronouns(Small):
 
     name = "coreference"
     question = "Does a head attend from a pronoun to its antecedent when the model resolves it?"
+    seeds = 40
     says: ClassVar[Mapping[str, str]] = {
         HOLDS: "A head attends from the pronoun to its antecedent",
         FAILS: "Models resolve the pronoun, often without a head that attends to its antecedent",
@@ -286,7 +287,6 @@ class Pronouns(Small):
         Criterion("C006", DATED, "Share of sentences in which the head with the largest weight on the antecedent gives "
                   "it more than the other noun", PICKS),
     )  # fmt: skip
-    looks: ClassVar[tuple[int, ...]] = (20, 40)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """The task's default model and training."""
@@ -295,7 +295,7 @@ class Pronouns(Small):
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """It counts if the models name the right noun."""
         why = unlearnt(results, "evaluation.accuracy", 0.95, READER)
-        return {"C006": [Effect("", results.values(READER, "check.best"), (READER,), unless=why)]}
+        return {"C006": [Effect("", results.values(READER, "check.best"), unless=why)]}
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """Accuracy, and the runs in which no head does it."""
@@ -321,7 +321,6 @@ class Depth(Small):
     criteria = (
         Criterion("C059", DATED, "Share of positions right after 4 hops, with 3 layers minus with 1 layer", LEAST),
     )
-    looks: ClassVar[tuple[int, ...]] = (10, 20)
     depths = (1, 2, 3)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -390,6 +389,7 @@ class Projections(Small):
 
     name = "projections"
     question = "What do separate projections of queries, keys and values express that the input itself cannot?"
+    seeds = 20
     says: ClassVar[Mapping[str, str]] = {
         HOLDS: "Separate projections find a direction that the input itself cannot",
         FAILS: "Separate projections are no better than the input itself",
@@ -398,7 +398,6 @@ class Projections(Small):
         Criterion("C009", DATED, "Share of tokens that find the colour of the next symbol, with separate W_Q, W_K and "
                   "W_V minus with X itself in all three places", LEAST),
     )  # fmt: skip
-    looks: ClassVar[tuple[int, ...]] = (20, 40)
     variants: ClassVar[Mapping[str, int]] = {"three": 3, "one for all": 1, "X itself": 0}
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:

@@ -154,7 +154,7 @@ class Experiment(ABC):
     ...     def compute(self, seed, quick):
     ...         return {"coin": {"heads": float(np.random.default_rng(seed).integers(2, size=10).mean())}}
     ...     def effects(self, results):
-    ...         return {"C1": [Effect("", results.values("coin", "measured.heads"), ("coin",))]}
+    ...         return {"C1": [Effect("", results.values("coin", "measured.heads"))]}
     >>> shares = [Outcome(seed, measured=Coins().compute(seed, False)["coin"]) for seed in range(20)]
     >>> Coins().conclude(Results({"coin": shares})).verdicts[0].holds
     'undecided'
@@ -168,9 +168,8 @@ class Experiment(ABC):
     """The numbers of the claims that it decides, by default those of the `criteria`."""
     curves: ClassVar[tuple[str, ...]] = ()
     """The metrics to keep as curves over steps, by dotted name: ``loss``, ``check.sink``."""
-    looks: ClassVar[tuple[int, ...]] = (10, 20, 40)
-    """The numbers of seeds at which the results are looked at. The runs end at the first look at which no claim is
-    undecided. Every interval has the level 1 − 0.05 / looks, so that all looks together err in at most 5 %."""
+    seeds: ClassVar[int] = 10
+    """The number of runs of each variant, fixed before the runs."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

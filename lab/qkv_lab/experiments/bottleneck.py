@@ -52,7 +52,6 @@ class Bottleneck(Experiment):
         Criterion("C370", DATED, "Gain in exact translations from Bahdanau's attention on the longest sentences minus "
                   "that on the shortest", LEAST_DIFFERENCE),
     )  # fmt: skip
-    looks = (10, 20)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One run per architecture. The models without attention have the most steps, which are the cheapest.
@@ -67,18 +66,17 @@ class Bottleneck(Experiment):
         none, with_it = (by_length(results, name) for name in (NONE, BAHDANAU))
         seeds = min(len(none), len(with_it))
         gain = with_it[:seeds] - none[:seeds]
-        both = (NONE, BAHDANAU)
-        aligned = [Effect("", results.values(BAHDANAU, "check.best_accuracy"), (BAHDANAU,))]
+        aligned = [Effect("", results.values(BAHDANAU, "check.best_accuracy"))]
         return {
             "C001": [
-                Effect("the shortest", none[:, 0].tolist(), (NONE,)),
-                Effect("the difference", (none[:, 0] - none[:, -1]).tolist(), (NONE,), bound=LEAST_DIFFERENCE),
+                Effect("the shortest", none[:, 0].tolist()),
+                Effect("the difference", (none[:, 0] - none[:, -1]).tolist(), bound=LEAST_DIFFERENCE),
             ],
             "C325": aligned,
             "C326": aligned,
             "C370": [
-                Effect("a gain on the longest", gain[:, -1].tolist(), both, bound=LEAST_DIFFERENCE, premise=True),
-                Effect("", (gain[:, -1] - gain[:, 0]).tolist(), both),
+                Effect("a gain on the longest", gain[:, -1].tolist(), bound=LEAST_DIFFERENCE, premise=True),
+                Effect("", (gain[:, -1] - gain[:, 0]).tolist()),
             ],
         }
 
@@ -243,8 +241,8 @@ class Recurrence(Small):
         rnn = results.differences("attention, far", "RNN, far", RECURRENCE_ACCURACY)
         return {
             "C146": [
-                Effect("attention", results.values("attention, far", RECURRENCE_ACCURACY), ("attention, far",)),
-                Effect("attention minus RNN", rnn, ("attention, far", "RNN, far"), bound=LEAST),
+                Effect("attention", results.values("attention, far", RECURRENCE_ACCURACY)),
+                Effect("attention minus RNN", rnn, bound=LEAST),
             ],
             "C291": ahead,
             "C373": ahead,
@@ -285,6 +283,7 @@ class Lesson(Small):
 
     name = "lesson"
     question = "What do the heads of a lesson's small model learn, and does its analysis find it?"
+    seeds = 20
     says: ClassVar[Mapping[str, str]] = {
         HOLDS: "The lesson's model writes what its training accuracy says",
         FAILS: "The lesson's model writes worse than its training accuracy says",
@@ -305,7 +304,6 @@ class Lesson(Small):
         Criterion("C224", DATED, "Loss of accuracy when heads with the mirrored position as strongest key are "
                   "ablated", HALF),
     )  # fmt: skip
-    looks: ClassVar[tuple[int, ...]] = (10, 20)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """The configuration `lesson` of the package, `qkv train --config lesson`."""
@@ -342,26 +340,24 @@ class Lesson(Small):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """All are of the same runs."""
-        runs, of = results.finished(MODEL), (MODEL,)
+        runs = results.finished(MODEL)
         wrote = results.values(MODEL, "evaluation.token_accuracy")
         trained = results.values(MODEL, "measured.trained")
         other = [max(np.max(o.measured["separator"]), np.max(o.measured["token_before"])) for o in runs]
         first = [o.measured["distance"][0] - o.measured["even"] for o in runs]
-        mirrored = [Effect("", results.values(MODEL, "check.best"), of)]
+        mirrored = [Effect("", results.values(MODEL, "check.best"))]
         without = {
             "that head alone": results.values(MODEL, "check.without_best"),
             f"all heads at {MIRRORS:.0%}": results.values(MODEL, "check.without_mirrors"),
         }
         return {
-            "C213": [Effect("", [abs(a - b) for a, b in zip(trained, wrote, strict=True)], of)],
-            "C214": [Effect("", wrote, of)],
+            "C213": [Effect("", [abs(a - b) for a, b in zip(trained, wrote, strict=True)])],
+            "C214": [Effect("", wrote)],
             "C215": mirrored,
-            "C220": [Effect("", [float(x) for x in other], of)],
-            "C221": [Effect("", [float(x) for x in first], of)],
+            "C220": [Effect("", [float(x) for x in other])],
+            "C221": [Effect("", [float(x) for x in first])],
             "C223": mirrored,
-            "C224": [
-                Effect(name, [a - b for a, b in zip(wrote, left, strict=True)], of) for name, left in without.items()
-            ],
+            "C224": [Effect(name, [a - b for a, b in zip(wrote, left, strict=True)]) for name, left in without.items()],
         }
 
     def remarks(self, results: Results) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ UNDECIDED: Holds = "undecided"
 UNSEEN: Holds = "not seen at this scale"
 
 ERROR = 0.05
-"""The largest probability that an interval misses the mean at any of an experiment's looks at its results."""
+"""The probability that an interval misses the mean."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,6 @@ class Effect:
 
     condition: str
     values: Sequence[float]
-    variants: tuple[str, ...] = ()
-    """The variants that it was measured on: they get more seeds while a claim is undecided."""
     unless: str = ""
     """Why the effect does not count, such as "elu learnt its task in 1 of 10 runs"."""
     bound: float | None = None
@@ -95,8 +93,6 @@ class Verdict:
     """The numbers and the criterion."""
     intervals: tuple[Interval, ...] = ()
     criterion: Criterion | None = None
-    undecided: tuple[str, ...] = ()
-    """The variants that need more seeds."""
 
 
 def judge(
@@ -126,22 +122,20 @@ def judge(
     premises = [(e, i) for e, i in found if e.premise]
     counted = [(e, i) for e, i in found if not e.premise and not i.unless]
     states = [i.clears for _, i in counted]
-    unclear = [e for e, i in [*premises, *counted] if i.clears is None]
     if any(i.clears is False for _, i in premises) or not counted:
-        holds, unclear = UNSEEN, []
+        holds = UNSEEN
     elif any(i.clears is None for _, i in premises):
         holds = UNDECIDED
     elif False in states and (criterion.parts or (True not in states and None not in states)):
-        holds, unclear = FAILS, []
+        holds = FAILS
     elif False in states and True in states:
-        holds, unclear = ONLY, []
+        holds = ONLY
     elif None in states:
         holds = UNDECIDED
     else:
         holds = HOLDS
     text = " ".join(filter(None, [_text(criterion, [i for _, i in found], level, unit), remark]))
-    variants = tuple(dict.fromkeys(v for e in unclear for v in e.variants))
-    return Verdict(criterion.claim, holds, text, tuple(i for _, i in found), criterion, variants)
+    return Verdict(criterion.claim, holds, text, tuple(i for _, i in found), criterion)
 
 
 def confidence(values: Sequence[float], level: float = 1 - ERROR) -> tuple[float, float, float]:

@@ -28,6 +28,7 @@ class TwoLookups(Small):
 
     name = "two_lookups"
     question = "Do two heads do two look-ups at once that one head cannot?"
+    seeds = 20
     says: ClassVar[Mapping[str, str]] = {
         HOLDS: "Two look-ups at once need two heads",
         FAILS: "One head does two look-ups as well as two heads",
@@ -37,7 +38,6 @@ class TwoLookups(Small):
         Criterion("C031", DATED, "Share of positions with both symbols correct, with two heads minus with one of the "
                   "same total width", LEAST),
     )  # fmt: skip
-    looks = (20, 40)
     kinds: Mapping[str, int | None] = {"without a feed-forward layer": 1, "with a feed-forward layer": None}
     """The number of hidden units: a single one is next to no feed-forward layer."""
 
@@ -109,6 +109,7 @@ class FourLookups(Small):
 
     name = "four_lookups"
     question = "Is one head of full width more constrained than several of the same total width?"
+    seeds = 20
     says: ClassVar[Mapping[str, str]] = {
         HOLDS: "Eight heads find four values at once that one head of the same width cannot",
         FAILS: "One head finds four values at once as well as eight",
@@ -117,7 +118,6 @@ class FourLookups(Small):
         Criterion("C324", DATED, "Share of the values of four keys that one query finds at once, with eight heads "
                   "minus with one of the same total width", LEAST),
     )  # fmt: skip
-    looks = (20, 40)
     heads = (8, 1)
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
@@ -152,6 +152,7 @@ class SharedKeys(Small):
 
     name = "shared_keys"
     question = "Is multi-head attention better than grouped-query, and this better than multi-query attention?"
+    seeds = 20
     says: ClassVar[Mapping[str, str]] = {
         HOLDS: "Multi-head attention is best, grouped-query next, multi-query last",
         FAILS: "Multi-head, grouped-query and multi-query attention are not in this order",
@@ -160,7 +161,6 @@ class SharedKeys(Small):
         Criterion("C308", DATED, "Held-out loss (nats per byte) of multi-query minus multi-head, multi-query minus "
                   "grouped-query, and grouped-query minus multi-head attention", 0.0, parts=True),
     )  # fmt: skip
-    looks = (10, 20, 40)
     key_heads: Mapping[str, int] = {"multi-head": 8, "grouped-query": 2, "multi-query": 1}
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:

@@ -18,7 +18,6 @@ from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect, 
 from qkv_lab.experiments.small import LEAST, Small, fit, means_of, minus, setting, unlearnt
 from qkv_lab.experiments.streaming import (
     DATED,
-    MAIN_LOOKS,
     PLAIN,
     SINK,
     Change,
@@ -68,7 +67,6 @@ class NoMask(Small):
         Criterion("C200", DATED, "Without the causal mask, loss in nats of a text when only earlier tokens are read "
                   "minus that of token frequencies, and accuracy above chance of what is written", 0.0),
     )  # fmt: skip
-    looks = (10, 20)
     steps: Mapping[str, int] = {"text": 700, "copying": 300, "reversal": 300}
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -116,18 +114,18 @@ class NoMask(Small):
         chance = {"copying": 1 / COPY.symbols, "reversal": 1 / REVERSAL.symbols}
         perfect = [
             Effect(f"the loss in training of {name} (nats)", results.values(f"{name}, unmasked",
-                   "measured.training_loss"), (f"{name}, unmasked",), bound=LEAK, above=False, premise=True)
+                   "measured.training_loss"), bound=LEAK, above=False, premise=True)
             for name in ("text", "reversal")
         ]  # fmt: skip
         said = [
-            Effect(name, [x - chance[name] for x in results.values(f"{name}, unmasked", accuracy)],
-                   (f"{name}, unmasked",), bound=LEAST, above=False)
+            Effect(name, [x - chance[name] for x in results.values(f"{name}, unmasked", accuracy)], bound=LEAST,
+                   above=False)
             for name in written
         ]  # fmt: skip
         return {
             "C158": [replace(read, bound=CLEAR), *lost],
             "C199": [minus(results, "own key masked", "own key visible", "measured.loss")],
-            "C200": [*perfect, Effect("text", guess, (text[1],)), *said],
+            "C200": [*perfect, Effect("text", guess), *said],
         }
 
     def remarks(self, results: Results) -> Mapping[str, str]:
@@ -163,6 +161,7 @@ class Extrapolation(Small):
 
     name = "extrapolation"
     question = "Which position schemes work beyond the trained length?"
+    seeds = 20
     says: ClassVar[Mapping[str, str]] = {
         HOLDS: "With sinusoidal positions the loss stays low beyond the trained length",
         FAILS: "With sinusoidal positions the loss rises beyond the trained length",
@@ -173,7 +172,6 @@ class Extrapolation(Small):
         Criterion("C228", DATED, "Rise of the loss (nats per byte) beyond the trained length, with absolute positions "
                   "minus with rotary ones", 0.0),
     )  # fmt: skip
-    looks = (10, 20)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One model for each position scheme; those that no claim is about have 3 seeds."""
@@ -191,9 +189,9 @@ class Extrapolation(Small):
             for at, place in ((1, "33–64"), (2, f"65–{LONGEST}")):
                 mine, theirs = (_rises(results, kind, at) for kind in ("rotary", other))
                 values = [theirs[seed] - mine[seed] for seed in mine if seed in theirs]
-                found.append(Effect(f"{other}, positions {place},", values, ("rotary", other)))
+                found.append(Effect(f"{other}, positions {place},", values))
         return {
-            "C227": [Effect("", list(_rises(results, "sinusoidal", 2).values()), ("sinusoidal",))],
+            "C227": [Effect("", list(_rises(results, "sinusoidal", 2).values()))],
             "C228": found,
         }
 
@@ -228,10 +226,10 @@ class RelativePositions(Small):
         Criterion("C374", DATED, "Accuracy in finding the symbol two before, with relative positions (T5, rotary) "
                   "minus with absolute ones (learned, sinusoidal)", LEAST),
     )  # fmt: skip
-    looks = (20, 40)
     curves = ("evaluation.accuracy",)
     kinds: Mapping[str, tuple[str, str]] = {"relative": ("t5", "rotary"), "absolute": ("learned", "sinusoidal")}
     length, longest = 16, 64
+    seeds = 20
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One layer, one look-up, four position schemes."""
@@ -254,9 +252,7 @@ class RelativePositions(Small):
         far = {kind: results.by_seed(kind, "evaluation.longer_accuracy") for kind in variants}
         within = f"within the {self.length} trained positions, over training,"
         beyond = f"beyond them, up to {self.longest},"
-        return {
-            "C374": [Effect(within, self._gaps(quick), variants, why), Effect(beyond, self._gaps(far), variants, why)]
-        }
+        return {"C374": [Effect(within, self._gaps(quick), why), Effect(beyond, self._gaps(far), why)]}
 
     def _gaps(self, values: Mapping[str, Mapping[int, float]]) -> list[float]:
         """The mean of the relative schemes minus that of the absolute ones, for each seed that all have."""
@@ -337,7 +333,7 @@ class PrefixMask(MaskSweep):
 
     name = "prefix"
     question = "Does a bidirectional prefix move the sink to other keys inside the prefix?"
-    looks = MAIN_LOOKS
+    seeds = 20
     criteria = (
         Criterion("C083", DATED, "Weight of the strongest head, by queries after the prefix, on all other keys of the "
                   "prefix minus that on its first key", 0.0),
@@ -373,7 +369,7 @@ class WindowMask(MaskSweep):
 
     name = "window"
     question = "With a sliding window, is the sink the first token of the text or the first of the window?"
-    looks = MAIN_LOOKS
+    seeds = 20
     criteria = (
         Criterion("C084", DATED, "Weight of the strongest head on the first token of the text, by queries that see it, "
                   "minus that on the oldest key of the window, by all others", 0.1),
@@ -415,7 +411,7 @@ def _moved(results: Results, variant: str, a: str, b: str, *, sum_of: bool = Fal
 def difference_of(results: Results, variant: str, a: str, b: str) -> Effect:
     """The effect of one measurement of a variant minus another."""
     values = paired(results.by_seed(variant, f"measured.{a}"), results.by_seed(variant, f"measured.{b}"))
-    return Effect(variant, values, (variant,), unless=not_learnt(results, variant))
+    return Effect(variant, values, unless=not_learnt(results, variant))
 
 
 def _weights(results: Results, names: Mapping[str, str], *, without: str) -> str:

@@ -21,7 +21,6 @@ from qkv_lab.experiments.evidence import HOLDS, Criterion, Effect, Verdict, numb
 from qkv_lab.experiments.streaming import (
     ALPHA,
     DATED,
-    MAIN_LOOKS,
     SINK,
     Change,
     Sweep,
@@ -57,7 +56,7 @@ class Mechanism(Sweep):
 
     name = "mechanism"
     question = "Which properties of the first token make it a sink: its value, the angle of its key, its residual?"
-    looks = MAIN_LOOKS
+    seeds = 40
     criteria = (
         Criterion("C067", DATED, "Largest magnitude of the hidden states at the first token over the median magnitude "
                   "in the text", MASSIVE, ratio=True),
@@ -117,7 +116,7 @@ class Mechanism(Sweep):
         drain = at_strongest_head(results, "check.value_drain")
         found: dict[str, list[Effect]] = {criterion.claim: [has_sink(results, ONE)] for criterion in self.criteria}
         found["C067"] = [
-            Effect(f"the ratio with {ONE}", results.values(ONE, "check.massive"), (ONE,), bound=PEAK, premise=True)
+            Effect(f"the ratio with {ONE}", results.values(ONE, "check.massive"), bound=PEAK, premise=True)
         ]
         for variant in self.variants:
             why = not_learnt(results, variant)
@@ -130,7 +129,7 @@ class Mechanism(Sweep):
                 ("C069", results.values(variant, "measured.nearest"), why),
                 ("C073", list(left.values()), why or (few if len(left) < max(2, len(peaks) / 2) else "")),
             ):
-                found[claim].append(Effect(variant, values, (variant,), unless=reason))
+                found[claim].append(Effect(variant, values, unless=reason))
         return found
 
     def remarks(self, results: Results) -> Mapping[str, str]:
@@ -235,6 +234,7 @@ class Overmixing(Experiment):
 
     name = "overmixing"
     question = "Does the sink keep a changed token from moving the representations of the other tokens?"
+    seeds = 20
     criteria = (
         Criterion("C074", DATED, "Movement of tokens that do not depend on a changed token, with the first key masked "
                   "(rows renormalised), over that with it", TIMES, ratio=True),
@@ -244,7 +244,6 @@ class Overmixing(Experiment):
         Criterion("C077", DATED, "Movement of tokens that do not depend on a changed token", BARELY, above=False,
                   parts=True),
     )  # fmt: skip
-    looks = (10, 20)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One model; the cases without a sink and without training are derived from it."""
@@ -291,20 +290,18 @@ class Overmixing(Experiment):
         kept, hidden = (results.by_seed(TRAINED, f"measured.far.{case}") for case in CASES[:2])
         why = not_learnt(results, TRAINED)
         seen = Effect(
-            "the weight on the first key in the layer with the greatest sink", results.values(TRAINED, "measured.sink"),
-            (TRAINED,), bound=heads.THRESHOLD, above=True, premise=True,
+            "the weight on the first key in the layer with the greatest sink",
+            results.values(TRAINED, "measured.sink"), bound=heads.THRESHOLD, above=True, premise=True,
         )  # fmt: skip
         ratio = [hidden[seed] / kept[seed] for seed in kept]
         heavy = [o.measured["added_heavy"] for o in results.finished(TRAINED)]
         return {
-            "C074": [seen, Effect("", ratio, (TRAINED,), unless=why)],
-            "C076": [seen, Effect("", [x for x in heavy if x is not None], (TRAINED,), unless=why)],
+            "C074": [seen, Effect("", ratio, unless=why)],
+            "C076": [seen, Effect("", [x for x in heavy if x is not None], unless=why)],
             "C077": [
                 seen,
-                Effect("with the sink", list(kept.values()), (TRAINED,), unless=why),
-                Effect(
-                    "with the first key masked, times as far", ratio, (TRAINED,), unless=why, bound=TIMES, above=True
-                ),
+                Effect("with the sink", list(kept.values()), unless=why),
+                Effect("with the first key masked, times as far", ratio, unless=why, bound=TIMES, above=True),
             ],
         }
 

@@ -120,7 +120,7 @@ class Normalizers(Sweep):
         premise = has_sink(results, SOFTMAX)
         peak = Effect(
             "the largest magnitude at the first token over the median, with softmax,",
-            results.values(SOFTMAX, "check.massive"), (SOFTMAX,), bound=PEAK, premise=True,
+            results.values(SOFTMAX, "check.massive"), bound=PEAK, premise=True,
         )  # fmt: skip
         off = [premise, difference(results, SOFTMAX, OFF)]
         token = paired(results.by_seed(SOFTMAX, "measured.first"), results.by_seed(SOFTMAX, "measured.second"))
@@ -139,9 +139,9 @@ class Normalizers(Sweep):
             "C105": [premise, *(sink(results, v) for v in GATES)],
             "C134": [premise, difference(results, SOFTMAX, KEY)],
             "C135": off,
-            "C140": [premise, Effect("", token, (SOFTMAX,), unless=not_learnt(results, SOFTMAX))],
+            "C140": [premise, Effect("", token, unless=not_learnt(results, SOFTMAX))],
             "C378": [
-                Effect(of, results.differences(of, by_sum, EXCESS), (of, by_sum)) for of, by_sum in DIVIDED.items()
+                Effect(of, results.differences(of, by_sum, EXCESS)) for of, by_sum in DIVIDED.items()
             ],  # also of runs that did not learn the task, which is a harm
         }
 

@@ -19,9 +19,8 @@ def table(out: str | Path) -> str:
         "# Experiments",
         "",
         "Each verdict compares a confidence interval of a mean over seeds (Student's t) with a bound that was written",
-        "down before the runs. Runs with the same seed share initial weights and data. Seeds are added until no claim",
-        "is undecided, the last look is reached, or a budget ends; the level of each interval allows for all looks.",
-        "Variants that did not learn their task are not counted. Verdicts hold for the small models trained here.",
+        "down before the runs. Runs with the same seed share initial weights and data. Variants that did not learn",
+        "their task are not counted. Verdicts hold for the small models trained here.",
     ]
     for name, found in _results(Path(out)):
         lines += ["", f"## {name}", "", f"*{found['question']}*", ""]
@@ -48,7 +47,6 @@ def _origin(found: Mapping[str, Any]) -> str:
     parts = [
         f"`{found.get('command', 'qkv experiment ' + found['name'])}`",
         f"{number} seeds",
-        f"of at most {found['design']['looks'][-1]} (a budget)" if "budget" in found.get("design", {}) else "",
         f"{seconds_in(found) / 60:.0f} minutes of processor time" if seconds_in(found) else "",
         f"{found['machine']['cpu']}" if "machine" in found else "",
         f"criteria of {', '.join(sorted(dated))}" if dated else "",

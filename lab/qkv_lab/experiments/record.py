@@ -32,7 +32,7 @@ def described(
     made: Experiment,
     results: Results,
     found: Conclusion,
-    design: Mapping[str, Any],
+    seeds: int,
     plan: Mapping[str, Mapping[int, Setting]],
     runs: Mapping[str, Sequence[str]],
     jobs: int,
@@ -47,20 +47,16 @@ def described(
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": _versions(),
         "machine": {**_machine(), "jobs": jobs},
-        "command": command(made.name, results.quick, design),
-        "design": dict(design),
+        "command": command(made, results.quick, seeds),
+        "level": results.level,
         **conclusion_fields(found),
         "variants": {v: _variant_fields(plan.get(v), runs.get(v), rows) for v, rows in results.variants.items()},
     }
 
 
-def command(name: str, quick: bool, design: Mapping[str, Any]) -> str:
+def command(made: Experiment, quick: bool, seeds: int) -> str:
     """The command that makes the same results."""
-    if quick:
-        return f"qkv experiment {name} --quick"
-    looks, budget = design["looks"], design.get("budget")
-    only = f" --seeds {looks[0]}" if len(looks) == 1 else f" --most-seeds {budget}" if budget else ""
-    return f"qkv experiment {name}{only}"
+    return f"qkv experiment {made.name}{' --quick' if quick else '' if seeds == made.seeds else f' --seeds {seeds}'}"
 
 
 def conclusion_fields(found: Conclusion) -> dict[str, Any]:
@@ -98,7 +94,7 @@ def load(file: Path) -> dict[str, Any]:
         if missing:
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
         wrong = [name for name, kind in ENTRIES.items() if type(found[name]) is not kind]
-        wrong += ["design"] * (not isinstance(found.get("design", {}), dict))
+        wrong += ["level"] * (not isinstance(found.get("level", 0.95), float))
         wrong += [f"verdict {v!r}"[:80] for v in found["verdicts"] if not isinstance(v.get("claim"), str)]
         for variant, rows in found["variants"].items():
             wrong += [f"the results of {variant[:80]!r}"] * (not all("seed" in row for row in rows["results"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +12,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from qkv._files import write_atomically
@@ -53,22 +52,17 @@ def run(
     *,
     quick: bool = False,
     seeds: int | None = None,
-    most_seeds: int | None = None,
     jobs: int = 1,
     progress: bool = True,
 ) -> Result:
     """Train and measure the models of an experiment and write its results; resume an interrupted call.
-
-    Seeds are added, up to the last of the experiment's `looks`, until no claim is undecided.
 
     Args:
         name: the name of an experiment, see `names`.
         out: the output folder. It gets NAME.json, NAME.png and the models, as ``runs/<hash of the settings>``;
             experiments share runs with equal settings. Until all runs are measured, NAME.json.part has those so far.
         quick: short runs of one seed, to test that everything works; the verdicts say so.
-        seeds: exactly so many seeds, and one look at their results; by default the experiment's `looks`.
-        most_seeds: a budget: stop after the last look with at most so many seeds, even if a claim is undecided then.
-            The intervals allow for all looks nevertheless, so a later call without it may go on.
+        seeds: the number of seeds; by default the experiment's own.
         jobs: the number of processes that train models in parallel, one thread each.
         progress: show a progress bar if standard error is a terminal.
 
@@ -84,9 +78,7 @@ def run(
     """
     if jobs < 1:
         raise InputError(f"jobs is {jobs}, expected at least 1 process")
-    return run_experiment(
-        experiment(name), Path(out), quick=quick, seeds=seeds, most_seeds=most_seeds, jobs=jobs, progress=progress
-    )
+    return run_experiment(experiment(name), Path(out), quick=quick, seeds=seeds, jobs=jobs, progress=progress)
 
 
 def run_experiment(
@@ -95,88 +87,43 @@ def run_experiment(
     *,
     quick: bool,
     seeds: int | None = None,
-    most_seeds: int | None = None,
     jobs: int = 1,
     progress: bool = False,
 ) -> Result:
     """As `run`, but of an experiment that need not be registered."""
-    looks = looks_of(made, quick, seeds)
-    within = looks_within(made.name, looks, most_seeds)
+    if seeds is not None and seeds < 2:
+        raise InputError(f"seeds is {seeds}, expected at least 2: one seed has no interval")
     try:
         with _only_writer(out):
-            return _run(made, out, looks, within, quick, jobs, progress)
+            return _run(made, out, 1 if quick else seeds or made.seeds, quick, jobs, progress)
     except OSError as error:
         raise InputError(f"out: cannot write to {out} ({error.strerror})") from error
 
 
-def _run(
-    made: Experiment,
-    out: Path,
-    looks: tuple[int, ...],
-    within: tuple[int, ...],
-    quick: bool,
-    jobs: int,
-    progress: bool,
-) -> Result:
-    """Run the looks `within` the budget, of all `looks` of the design."""
-    level = 1 - ERROR / len(looks)
+def _run(made: Experiment, out: Path, seeds: int, quick: bool, jobs: int, progress: bool) -> Result:
     kept = _PartialResults(out / f"{made.name}.json.part")
-    active: tuple[str, ...] | None = None
     plan: dict[str, dict[int, Setting]] = {}
-    computed: dict[str, dict[int, dict[str, Any]]] = {}
-    for look in within:
-        for seed in range(look):
-            for variant, setting in made.settings(seed, quick).items():
-                if active is None or variant in active:
-                    plan.setdefault(variant, {})[seed] = setting
-        todo = {key(s): s for rows in plan.values() for s in rows.values() if key(s) not in kept.runs}
-        with bar(made.name, "runs", len(todo), show=progress and bool(todo)) as step:
-            for k, outcome in _outcomes(made, todo, out / RUNS, jobs):
-                kept.add(k, outcome)
-                step(1)
-        for variant, rows in _computed(made, look, active, kept, quick, jobs, progress).items():
-            computed.setdefault(variant, {}).update(rows)
-        variants = {v: [Outcome(**kept.runs[key(s)]) for s in rows.values()] for v, rows in plan.items()}
-        variants |= {v: [Outcome(**row) for row in rows.values()] for v, rows in computed.items()}
-        results = Results(variants, quick, level)
-        found = made.conclude(results)
-        active = tuple(dict.fromkeys(v for verdict in found.verdicts for v in verdict.undecided))
-        if not active:
-            break
-    design: dict[str, Any] = {"looks": list(looks), "level": level}
-    if active and look < looks[-1]:
-        design["budget"] = look
-    found = _mark_quick(found, quick)
-    _write(made, out, results, found, design, plan, jobs)
+    for seed in range(seeds):
+        for variant, setting in made.settings(seed, quick).items():
+            plan.setdefault(variant, {})[seed] = setting
+    todo = {key(s): s for rows in plan.values() for s in rows.values() if key(s) not in kept.runs}
+    with bar(made.name, "runs", len(todo), show=progress and bool(todo)) as step:
+        for k, outcome in _outcomes(made, todo, out / RUNS, jobs):
+            kept.add(k, outcome)
+            step(1)
+    variants = {v: [Outcome(**kept.runs[key(s)]) for s in rows.values()] for v, rows in plan.items()}
+    for variant, computed in _computed(made, seeds, kept, quick, jobs, progress).items():
+        variants[variant] = [Outcome(**row) for row in computed]
+    results = Results(variants, quick)
+    found = _mark_quick(made.conclude(results), quick)
+    _write(made, out, results, found, seeds, plan, jobs)
     kept.path.unlink(missing_ok=True)
     return _result(out, made.name, found)
 
 
-def looks_of(made: Experiment, quick: bool, seeds: int | None = None) -> tuple[int, ...]:
-    """The numbers of seeds at which a run looks at its results."""
-    if seeds is not None and seeds < 2:
-        raise InputError(f"seeds is {seeds}, expected at least 2: one seed has no interval")
-    return (1,) if quick else made.looks if seeds is None else (seeds,)
-
-
-def looks_within(name: str, looks: tuple[int, ...], most_seeds: int | None) -> tuple[int, ...]:
-    """The looks of an experiment with at most so many seeds."""
-    if most_seeds is None:
-        return looks
-    if most_seeds < looks[0]:
-        raise InputError(
-            f"most_seeds is {most_seeds}, expected at least {looks[0]}, the seeds of the first look of {name}"
-        )
-    return tuple(look for look in looks if look <= most_seeds)
-
-
 @contextmanager
 def _only_writer(out: Path) -> Iterator[None]:
-    """Create the folder, and hold it: two processes that train the same runs would disturb each other.
-
-    Raises:
-        InputError: if another process holds it.
-    """
+    """Create the folder, and hold it: two processes that train the same runs would disturb each other."""
     from filelock import FileLock, Timeout
 
     out.mkdir(parents=True, exist_ok=True)
@@ -194,7 +141,7 @@ def _write(
     out: Path,
     results: Results,
     found: Conclusion,
-    design: Mapping[str, Any],
+    seeds: int,
     plan: Mapping[str, Mapping[int, Setting]],
     jobs: int,
 ) -> None:
@@ -203,7 +150,7 @@ def _write(
 
     save_figure(made.figure(results), out / f"{made.name}.png")
     runs = {variant: [key(setting) for setting in rows.values()] for variant, rows in plan.items()}
-    write_atomically(out / f"{made.name}.json", text_of(described(made, results, found, design, plan, runs, jobs)))
+    write_atomically(out / f"{made.name}.json", text_of(described(made, results, found, seeds, plan, runs, jobs)))
 
 
 def _result(out: Path, name: str, found: Conclusion) -> Result:
@@ -232,7 +179,7 @@ def redraw_experiment(made: Experiment, out: Path) -> Result:
     target, picture = out / f"{made.name}.json", out / f"{made.name}.png"
     kept = load(target)
     rows = {v: [Outcome(**row) for row in kept["variants"][v]["results"]] for v in kept["variants"]}
-    results = Results(rows, kept["quick"], kept.get("design", {}).get("level", 1 - ERROR))
+    results = Results(rows, kept["quick"], kept.get("level", 1 - ERROR))
     found = _mark_quick(made.conclude(results), results.quick)
     try:
         save_figure(made.figure(results), picture)
@@ -300,7 +247,7 @@ def _use_one_thread() -> None:
 
 def _outcome(made: Experiment, setting: Setting, folder: Path) -> Outcome:
     """Train one model and measure it."""
-    from qkv_lab.loop import RESULT, Diverged, train
+    from qkv_lab.loop import Diverged, train
 
     seed, finished, start = setting.training.seed, (folder / RESULT).exists(), time.process_time()
     spent = folder / SECONDS
@@ -320,29 +267,21 @@ def _outcome(made: Experiment, setting: Setting, folder: Path) -> Outcome:
 
 
 def _computed(
-    made: Experiment,
-    look: int,
-    active: tuple[str, ...] | None,
-    kept: _PartialResults,
-    quick: bool,
-    jobs: int,
-    progress: bool,
-) -> dict[str, dict[int, dict[str, Any]]]:
-    """The results of `Experiment.compute` by variant and seed, of the seeds of a look that are still to be computed."""
+    made: Experiment, seeds: int, kept: _PartialResults, quick: bool, jobs: int, progress: bool
+) -> dict[str, list[dict[str, Any]]]:
+    """The results of `Experiment.compute` of each variant, seed by seed."""
     if type(made).compute is Experiment.compute:
         return {}
-    names = {seed: f"{'quick ' * quick}{seed}" for seed in range(look)}
-    wanted = [seed for seed in names if names[seed] not in kept.computed]
-    if active is not None and kept.computed and not set(active) & set(next(iter(kept.computed.values()))):
-        wanted = []
+    names = {f"{'quick ' * quick}{seed}": seed for seed in range(seeds)}
+    wanted = {name: (made, seed, quick) for name, seed in names.items() if name not in kept.computed}
     with bar(f"{made.name}, computed", "seeds", len(wanted), show=progress and bool(wanted)) as step:
-        for k, rows in _in_order(_compute_one, {names[seed]: (made, seed, quick) for seed in wanted}, jobs):
+        for k, rows in _in_order(_compute_one, wanted, jobs):
             kept.add_computed(k, rows)
             step(1)
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for seed, name in names.items():
-        for variant, row in kept.computed.get(name, {}).items():
-            found.setdefault(variant, {})[seed] = row
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        for variant, row in kept.computed[name].items():
+            found.setdefault(variant, []).append(row)
     return found
 
 
@@ -371,77 +310,12 @@ def _mark_quick(found: Conclusion, quick: bool) -> Conclusion:
     """The verdicts of a quick form become `UNSEEN`: its runs are too short, and one seed has no range."""
     if not quick:
         return found
-    verdicts = [replace(v, holds=UNSEEN, text=f"quick form: {v.text}", undecided=()) for v in found.verdicts]
+    verdicts = [replace(v, holds=UNSEEN, text=f"quick form: {v.text}") for v in found.verdicts]
     return Conclusion(verdicts, found.title, f"Quick form, too short to judge by: {found.paragraph}")
 
 
 SHIPPED = Path(__file__).parent / "results"
 """The folder of the results that come with the package."""
-UNKNOWN = 15.0
-"""The seconds of a run for which no time is known."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What is still to be done before the first look at the results."""
-
-    runs: int
-    """Runs to train or compute."""
-    done: int
-    """Runs that are in the folder already."""
-    seconds: float
-    """Processor time of the runs to do."""
-
-
-def estimate(
-    names: Iterable[str], out: str | Path, *, seeds: int | None = None, most_seeds: int | None = None
-) -> Estimate:
-    """The runs of some experiments up to their first look, and their processor time.
-
-    Experiments share runs; each is counted once.
-
-    Args:
-        names: names of experiments.
-        out: the output folder, as for `run`.
-        seeds: as for `run`.
-        most_seeds: as for `run`.
-
-    Raises:
-        InputError: for an unknown experiment, or too few seeds for one of them.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     estimate(["norm_place"], folder, seeds=2).runs
-    6
-    """
-    out = Path(out)
-    todo: dict[str, float] = {}
-    done: set[str] = set()
-    for name in names:
-        made = experiment(name)
-        times = seconds_of(name)
-        partial = _kept(out / f"{name}.json.part")
-        for seed in range(looks_within(name, looks_of(made, quick=False, seeds=seeds), most_seeds)[0]):
-            for variant, setting in made.settings(seed, False).items():
-                k = key(setting)
-                if k in partial or (out / RUNS / k / RESULT).exists():
-                    done.add(k)
-                else:
-                    todo.setdefault(k, times.get(variant, UNKNOWN))
-            for variant in set(times) - set(made.settings(seed, False)):  # computed, not trained
-                k = f"{name}, {variant}, {seed}"
-                todo[k] = times[variant]
-    return Estimate(len(todo), len(done), sum(todo.values()))
-
-
-def seconds_of(name: str) -> dict[str, float]:
-    """The median processor time of a run of each variant, in the results that come with the package; may be empty."""
-    try:
-        variants = load(SHIPPED / f"{name}.json")["variants"]
-    except InputError:
-        return {}
-    found = {v: [row["seconds"] for row in x["results"] if row.get("seconds")] for v, x in variants.items()}
-    return {variant: float(np.median(times)) for variant, times in found.items() if times}
 
 
 def cost(name: str) -> float:
@@ -451,11 +325,3 @@ def cost(name: str) -> float:
     except InputError:
         return 0.0
     return seconds_in(found)
-
-
-def _kept(file: Path) -> set[str]:
-    """The runs in a partial result."""
-    try:
-        return set(load_json(file)["runs"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()

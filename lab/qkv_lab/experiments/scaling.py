@@ -38,6 +38,7 @@ class Scaling(Experiment):
 
     name = "scaling"
     question = "Does a model without the factor 1/√d train worse?"
+    seeds = 20
     criteria = (
         Criterion("C018", DATED, RATIO, SHARP, above=False),
         Criterion("C236", DATED, f"{RATIO}, and the rise of the loss", SHARP, above=False, parts=True),
@@ -49,7 +50,6 @@ class Scaling(Experiment):
         Criterion("C381", DATED, "Share of triggers that are copied with 1/√d minus that without a scale, at d = 512",
                   0.1),
     )  # fmt: skip
-    looks = (10, 20)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """Every scale at both head dimensions, from GPT-2's small initial weights and with q and k of unit variance."""
@@ -65,21 +65,17 @@ class Scaling(Experiment):
         """By loss, accuracy and entropy, for each kind of initial weights."""
         d = _dims(results)[-1]
         least = _dims(results)[0]
-        sharp = [Effect(kind, _entropies(results, d, kind), (variant(UNSCALED, d, kind),)) for kind in STARTS]
+        sharp = [Effect(kind, _entropies(results, d, kind)) for kind in STARTS]
         rises = [_minus(results, LOSS, (UNSCALED, d), (ROOT, d), kind) for kind in STARTS]
         both = [*sharp, *(replace(x, condition=f"loss, {x.condition}", bound=LEAST, above=True) for x in rises)]
-        flat = [
-            Effect(f"copied, {kind}", results.values(variant(WHOLE, d, kind), ACCURACY), (variant(WHOLE, d, kind),))
-            for kind in STARTS
-        ]
+        flat = [Effect(f"copied, {kind}", results.values(variant(WHOLE, d, kind), ACCURACY)) for kind in STARTS]
         slower = (_minus(results, LOSS, (WHOLE, d), (ROOT, d), kind) for kind in STARTS)
         flat += [replace(x, condition=f"loss, {x.condition}", bound=LEAST, above=True) for x in slower]
         grows = []
         for kind, rise in zip(STARTS, rises, strict=True):
             small = _by_seed(results, LOSS, (UNSCALED, least), (ROOT, least), kind)
             large = _by_seed(results, LOSS, (UNSCALED, d), (ROOT, d), kind)
-            both_dims = (*rise.variants, *(variant(scale, least, kind) for scale in (UNSCALED, ROOT)))
-            grows.append(replace(rise, values=paired(large, small), variants=both_dims))
+            grows.append(replace(rise, values=paired(large, small)))
         copied = [_minus(results, ACCURACY, (ROOT, d), (UNSCALED, d), kind) for kind in STARTS]
         return {
             "C018": sharp, "C236": both, "C251": both, "C254": flat, "C322": rises, "C337": grows, "C381": copied,
@@ -155,7 +151,7 @@ def _by_seed(results: Results, name: str, a: tuple[str, int], b: tuple[str, int]
 def _minus(results: Results, name: str, a: tuple[str, int], b: tuple[str, int], kind: str) -> Effect:
     """The effect of one scale and head dimension minus another."""
     values = list(_by_seed(results, name, a, b, kind).values())
-    return Effect(kind, values, tuple(variant(scale, d, kind) for scale, d in (a, b)))
+    return Effect(kind, values)
 
 
 def _entropies(results: Results, d: int, kind: str) -> list[float]:
@@ -197,7 +193,6 @@ class RandomScores(Experiment):
         "C014", "C015", "C016", "C017", "C019", "C022", "C023", "C157", "C172", "C184", "C185", "C186", "C250", "C252",
         "C253", "C321",
     )  # fmt: skip
-    looks = (10,)
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
         """Statistics of random scores, see `random_scores`."""

@@ -102,7 +102,7 @@ def unlearnt(results: Results, name: str, least: float, *variants: str) -> str:
 
 def minus(results: Results, a: str, b: str, name: str, condition: str = "", *, unless: str = "") -> Effect:
     """The effect of variant `a` minus variant `b` with the same seed, of an entry by its dotted name."""
-    return Effect(condition, results.differences(a, b, name), (a, b), unless=unless)
+    return Effect(condition, results.differences(a, b, name), unless=unless)
 
 
 def means_of(results: Results, variants: Sequence[str], name: str) -> str:

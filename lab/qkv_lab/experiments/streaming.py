@@ -44,8 +44,6 @@ ALPHA = "check.sink"
 ACCURACY = "evaluation.backcopy_accuracy"
 EXCESS = "evaluation.excess"
 ALPHA_LABEL = "weight on the first token"
-MAIN_LOOKS = (20, 40)
-"""The looks of the experiments on the main claims about sinks."""
 PLAIN = "plain"
 """The variant without changes, whose runs all experiments share."""
 
@@ -174,20 +172,20 @@ def sink(results: Results, variant: str, condition: str | None = None, **own: An
     """The effect of a variant's weight on the first token; it counts if the variant has learnt the task."""
     values = results.values(variant, ALPHA)
     name = variant if condition is None else condition
-    return Effect(name, values, (variant,), unless=not_learnt(results, variant), **own)
+    return Effect(name, values, unless=not_learnt(results, variant), **own)
 
 
 def has_sink(results: Results, variant: str = PLAIN) -> Effect:
     """The premise that a variant has a sink."""
     return Effect(
-        f"a weight of {variant} on the first token", results.values(variant, ALPHA), (variant,), bound=SINK,
+        f"a weight of {variant} on the first token", results.values(variant, ALPHA), bound=SINK,
         above=True, premise=True,
     )  # fmt: skip
 
 
 def difference(results: Results, a: str, b: str, condition: str = "", name: str = ALPHA, **own: Any) -> Effect:
     """The effect of variant `a` minus variant `b` with the same seed; it counts if both have learnt the task."""
-    return Effect(condition, results.differences(a, b, name), (a, b), unless=not_learnt(results, a, b), **own)
+    return Effect(condition, results.differences(a, b, name), unless=not_learnt(results, a, b), **own)
 
 
 def learnt(outcome: Outcome) -> bool:
@@ -280,7 +278,6 @@ class Streaming(Experiment):
         Criterion("C101", DATED, f"Rise of the loss (nats) when a cache of {BUDGET} keys evicts the first token, "
                   "without a sink of the model's own minus with", LEAST),
     )  # fmt: skip
-    looks = (10, 20, 40)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """Models with plain softmax, with a learned sink logit, and with a learned key whose value is 0."""
@@ -308,12 +305,12 @@ class Streaming(Experiment):
         """By the rise of the loss over that of the full cache, on the same tokens."""
         plain = rise(results, PLAIN, WINDOW)
         found = [
-            Effect("the rise without a sink of the model's own", list(plain.values()), (PLAIN,), bound=LEAST,
+            Effect("the rise without a sink of the model's own", list(plain.values()), bound=LEAST,
                    above=True, premise=True)
         ]  # fmt: skip
         for variant in (LEARNED, KEY):
             found.append(
-                Effect(variant, paired(plain, rise(results, variant, WINDOW)), (PLAIN, variant),
+                Effect(variant, paired(plain, rise(results, variant, WINDOW)),
                        unless=not_learnt(results, PLAIN, variant))
             )  # fmt: skip
         return {"C101": found}

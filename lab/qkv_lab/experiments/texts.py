@@ -21,7 +21,6 @@ from qkv_lab.experiments.streaming import (
     DATED,
     EXCESS,
     LEARNT,
-    MAIN_LOOKS,
     PLAIN,
     QUICK_TASK,
     SINK,
@@ -95,7 +94,7 @@ class DataAmount(Sweep):
         )
         needs = [
             has_sink(results, NO_LIMIT),
-            Effect("", results.values(fewest, "measured.own_sink"), (fewest,), unless=why),
+            Effect("", results.values(fewest, "measured.own_sink"), unless=why),
         ]
         diverse = difference(results, f"{MANY}{HALF}", f"{FEW}", "")
         return {"C080": needs, "C081": [has_sink(results, NO_LIMIT), diverse]}
@@ -121,7 +120,7 @@ class FirstToken(Sweep):
 
     name = "first_token"
     question = "Does a sink depend on which token is first, and does it form on random tokens?"
-    looks = MAIN_LOOKS
+    seeds = 20
     criteria = (
         Criterion("C062", DATED, "Weight of the strongest head on the first position", SINK),
         Criterion("C065", DATED, "Weight of the strongest head on the first token, followed by random symbols", SINK),
@@ -166,11 +165,11 @@ class FirstToken(Sweep):
         first = [
             has_sink(results),
             Effect("trained with <s> first, which is replaced by every symbol in turn",
-                   results.values(PLAIN, "measured.replaced"), (PLAIN,), unless=not_learnt(results, PLAIN)),
-            *(Effect(f"trained with any symbol first{v.removeprefix(RANDOM)}", results.values(v, ALPHA), (v,),
+                   results.values(PLAIN, "measured.replaced"), unless=not_learnt(results, PLAIN)),
+            *(Effect(f"trained with any symbol first{v.removeprefix(RANDOM)}", results.values(v, ALPHA),
                      unless=not_learnt(results, v)) for v in others),
         ]  # fmt: skip
-        noise = Effect("", results.values(PLAIN, "measured.random_tokens"), (PLAIN,), unless=not_learnt(results, PLAIN))
+        noise = Effect("", results.values(PLAIN, "measured.random_tokens"), unless=not_learnt(results, PLAIN))
         return {"C062": first, "C065": [has_sink(results), noise]}
 
     def remarks(self, results: Results) -> Mapping[str, str]:
@@ -222,7 +221,7 @@ class Emergence(Sweep):
 
     name = "emergence"
     question = "When in training does a sink on the first token form, and does it exist at initialisation?"
-    looks = MAIN_LOOKS
+    seeds = 20
     criteria = (
         Criterion("C061", DATED, f"{STRONGEST}, at the end of training", SINK),
         Criterion("C063", DATED, f"{STRONGEST}, among {TASK.length} tokens", SINK),
@@ -243,7 +242,7 @@ class Emergence(Sweep):
         why = not_learnt(results, PLAIN)
 
         def effect(values: np.ndarray) -> Effect:
-            return Effect("", values.tolist(), (PLAIN,), unless=why)
+            return Effect("", values.tolist(), unless=why)
 
         return {
             "C061": [effect(end)],
@@ -366,7 +365,7 @@ class TextSink(Experiment):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """The strongest head's mean weight on the first token, for each condition."""
-        return {"C139": [Effect(name, results.values(name, "check.sink"), (name,)) for name in CONDITIONS]}
+        return {"C139": [Effect(name, results.values(name, "check.sink")) for name in CONDITIONS]}
 
     def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
         """The conditions under which a sink forms."""
@@ -402,7 +401,6 @@ class Dropout(Small):
         Criterion("C179", DATED, "Rise of the held-out loss (nats per byte) after its minimum, trained on 6,000 bytes: "
                   "without dropout minus with 0.3, and what is left with 0.3", LEAST),
     )  # fmt: skip
-    looks = (10, 20)
     rates: ClassVar[Mapping[str, float]] = {"no dropout": 0.0, "dropout 0.3": 0.3}
     curves = ("evaluation.loss",)
 
@@ -427,11 +425,10 @@ class Dropout(Small):
         """Less of it, and none of it, are two readings of the claim."""
         none, some = (_rises(results, name) for name in self.rates)
         fewer = [none[seed] - some[seed] for seed in some if seed in none]
-        both = tuple(self.rates)
         return {
             "C179": [
-                Effect("less of it", fewer, both),
-                Effect("next to none", list(some.values()), both[1:], above=False),
+                Effect("less of it", fewer),
+                Effect("next to none", list(some.values()), above=False),
             ]
         }
 

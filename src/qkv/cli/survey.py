@@ -90,11 +90,7 @@ def _number(value: float) -> str:
 
 
 def write(result: Survey, folder: Folder) -> None:
-    """Write tables and figures of every group, and print where they are.
-
-    Raises:
-        InputError: if they cannot be written.
-    """
+    """Write tables and figures of every group, and print where they are."""
     from rich.console import Console
 
     from qkv.figures.layout import png_of
@@ -119,11 +115,7 @@ def write(result: Survey, folder: Folder) -> None:
 
 @contextmanager
 def output_folder(address: str) -> Iterator[Folder]:
-    """The folder of a survey. Before the work starts, a local one is created, and another one has to be readable.
-
-    Raises:
-        InputError: about ``--out``, if it cannot be used.
-    """
+    """The folder of a survey. Before the work starts, a local one is created, and another one has to be readable."""
     from qkv.cli.shared import folder
     from qkv.profiler.surveys.folder import Folder
 

@@ -61,11 +61,7 @@ def applied(
     first: int | Tensor,
     editable: bool,
 ) -> tuple[Result, dict[int, Call]]:
-    """The result of a call after all edits of its layer, and the calls of the heads whose weights changed.
-
-    Raises:
-        InputError: for a head that the layer does not have, and for a layer that cannot be edited.
-    """
+    """The result of a call after all edits of its layer, and the calls of the heads whose weights changed."""
     changed: dict[int, Call] = {}
     for edits in ACTIVE.get(model, ()):
         found = edits.of(module, group, layer)

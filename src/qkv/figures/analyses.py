@@ -111,11 +111,7 @@ def budget_figure(eviction: Eviction) -> Figure:
 
 
 def heads_figure(eviction: Eviction, budget: int | None = None) -> Figure:
-    """The attention that each head loses at one budget (the smallest if None): a layer × head map for each policy.
-
-    Raises:
-        InputError: for a budget that was not measured.
-    """
+    """The attention that each head loses at one budget (the smallest if None): a layer × head map for each policy."""
     budgets = sorted(set(eviction.mass["budget"]))
     budget = budgets[0] if budget is None else budget
     if budget not in budgets:
@@ -194,11 +190,7 @@ def _eviction_subtitle(eviction: Eviction) -> str:
 
 
 def flow_figure(rollout: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure:
-    """The rollout of one chosen token, from `rollout` or `flow_to`: shares along the text, and below them by layer.
-
-    Raises:
-        InputError: if `text` or `chosen` is out of range.
-    """
+    """The rollout of one chosen token, from `rollout` or `flow_to`: shares along the text, and below them by layer."""
     for name, value, size in (("text", text, rollout.sizes["text"]), ("chosen", chosen, rollout.sizes["chosen"])):
         if not 0 <= value < size:
             raise InputError(f"{name} is {value}, expected a number from 0 to {size - 1}")
@@ -297,9 +289,6 @@ def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: in
         other: a second result, without the first token or for a model with the same depth, drawn as a second curve.
         text: index of the text.
         name: name of the model; the name in `data` if empty.
-
-    Raises:
-        InputError: if `text` is out of range, or `other` has another depth.
 
     >>> from qkv.profiler.analyses.mixing import mixing
     >>> figure = mixing_figure(mixing("qkv-mini", "def mean(values):", position=3))

@@ -86,9 +86,6 @@ def map_figure(head_map: Mapped, picture: Picture, *, pool: str = "both", item: 
             as one panel.
         item: batch item of the picture.
 
-    Raises:
-        InputError: for any other pool.
-
     >>> from qkv.profiler import attention_map
     >>> head_map = attention_map("qkv-mini", "def mean(values):", layer=1, head=2)
     >>> len(map_figure(head_map, head_map.picture()).axes)

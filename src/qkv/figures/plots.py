@@ -143,11 +143,7 @@ class Plots:
         return head_figure(self._name(), data, *position(data, layer, head))
 
     def map(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
-        """The map of one head, query by key: all weights, or for a long text the largest and the mean in bins.
-
-        Raises:
-            InputError: if the profile holds neither, because it was not made by `qkv.profile`.
-        """
+        """The map of one head, query by key: all weights, or for a long text the largest and the mean in bins."""
         from qkv.figures.map import StoredMap, map_figure
 
         data = self._data(group, text)
@@ -166,9 +162,6 @@ class Plots:
 
         The mean of all heads, of the heads of one `layer`, or one `head` of it. In cross-attention a row is labelled
         with the word that its query predicts, the next one: the query "<s>" has the label of the first word.
-
-        Raises:
-            InputError: if there is no such group, or the text was too long to store its weights.
         """
         data = self._data(group, text)
         of, weights = _mean_of(data, layer, head, text)
@@ -202,9 +195,6 @@ class Plots:
             group: the kind of attention, such as "cross" of a captioner.
             corners: where the centres of cells are, see `qkv.figures.map.overlay_figure`; True for the grid of
                 `qkv.models.Captioner`.
-
-        Raises:
-            InputError: for an image, a grid or a query that does not fit, or weights that were not stored.
         """
         from qkv.figures.map import overlay_figure
 

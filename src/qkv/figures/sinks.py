@@ -242,9 +242,6 @@ def states_figure(name: str, stacks: Mapping[str, xr.Dataset]) -> Figure:
         name: name of the model.
         stacks: hidden states by stack of layers, as in `Profile.residual`.
 
-    Raises:
-        InputError: if no stack has the variable `cosine`.
-
     >>> import qkv
     >>> profile = qkv.profile("qkv-mini", progress=False, probe=False)
     >>> len(states_figure("qkv-mini", profile.residual).axes)

@@ -72,9 +72,6 @@ def call_of(
         indices: keys to which each query is restricted, in addition to the mask (DeepSeek-V3.2).
         dropout: dropout probability; the model passes 0 in evaluation mode.
         others: further arguments of the model.
-
-    Raises:
-        InputError: for an unknown argument, and for a mask that cannot be read.
     """
     for argument, passed in others.items():
         if argument not in INERT and passed is not None and passed is not False:

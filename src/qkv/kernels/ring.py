@@ -55,12 +55,7 @@ class Transfer:
             ])  # fmt: skip
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait for the transfer and return the received tensors.
-
-        Raises:
-            RuntimeError: if a neighbour was lost, or does not answer within the timeout of the group; it names its
-                rank.
-        """
+        """Wait for the transfer and return the received tensors."""
         separate = len(self.works) == len(self.peers)  # some backends join all transfers in one
         for i, work in enumerate(self.works):
             with naming_lost(RING, self.group, [self.peers[i]] if separate else self.peers):

@@ -57,11 +57,7 @@ KINDS = ("DecoderLM", "EncoderDecoder", "RNNSeq2Seq", "Captioner", "Classifier")
 
 
 def class_of(kind: str) -> tuple[type[Any], type[nn.Module]]:
-    """The configuration and the class of a kind of model.
-
-    Raises:
-        InputError: if the class is in qkv-lab, which is not installed.
-    """
+    """The configuration and the class of a kind of model."""
     if kind == "DecoderLM":
         return DecoderConfig, DecoderLM
     try:
@@ -178,11 +174,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the model's parameters by name, with the dtypes of the tensors.
-
-    Raises:
-        InputError: as `check_fit`; then none is copied.
-    """
+    """Copy tensors into the model's parameters by name, with the dtypes of the tensors."""
     check_fit(model, weights)
     kept = model.state_dict(keep_vars=True)
     for name, x in _unique_tensors(model).items():
@@ -190,12 +182,7 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def check_fit(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Check tensors against the model's parameters; both may be on torch's meta device.
-
-    Raises:
-        InputError: if any tensor is missing, unexpected, of another shape, or not of floating point where the model's
-            is; all are listed.
-    """
+    """Check tensors against the model's parameters; both may be on torch's meta device."""
     own = _unique_tensors(model)
     both = [(name, x, weights[name]) for name, x in own.items() if name in weights]
     missing = sorted(set(own) - set(weights))

@@ -60,9 +60,6 @@ Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 def described(attention: Attention) -> dict[str, Json]:
     """The composition as JSON.
 
-    Raises:
-        InputError: for a class or function that is not qkv's, and for a tensor that is not a parameter.
-
     >>> from qkv.masks import Causal, Window
     >>> described(Attention(mask=Window(8) | Causal() & Window(9)))["mask"]["type"]
     'masks.Or'
@@ -72,9 +69,6 @@ def described(attention: Attention) -> dict[str, Json]:
 
 def composition(entries: object) -> Attention:
     """The composition that `described` gave, with learned tensors of zeros.
-
-    Raises:
-        InputError: for entries that are not such a description.
 
     >>> from qkv.masks import Window
     >>> composition(described(Attention(mask=Window(8)))).mask

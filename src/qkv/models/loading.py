@@ -300,9 +300,6 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
             converted; or the name of such a model on the Hugging Face hub.
         dtype: number format of the weights: float32, bfloat16, float16 or float64.
 
-    Raises:
-        InputError: if the model does not exist, is of another kind, or has no tokenizer.
-
     >>> import tempfile
     >>> from qkv.models.decoder import DecoderConfig
     >>> with tempfile.TemporaryDirectory() as folder:

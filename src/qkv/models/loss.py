@@ -30,9 +30,6 @@ def linear_cross_entropy(
     for both matrix products.
     (After the idea of "cut cross-entropy", Wijmans et al. 2024, arXiv:2411.09009.)
 
-    Raises:
-        InputError: if all targets are −100, or one is outside the vocabulary.
-
     >>> import torch
     >>> x, weight = torch.randn(5, 8), torch.randn(11, 8)
     >>> targets = torch.tensor([1, 2, 3, -100, 10])
@@ -112,9 +109,6 @@ def token_loss(
             evicts keys only between steps: its definition is that of chunks of 1 token.
         begin: tokens of the first step, if more than `chunk`: as many as the cache keeps without evicting any.
         on_chunk: called with the number of tokens after every chunk.
-
-    Raises:
-        InputError: for ids of another shape, or a chunk below 1.
 
     >>> from qkv.cache import Sliding
     >>> from qkv.models import DecoderConfig, DecoderLM

@@ -33,12 +33,7 @@ SPARE_PARAMETERS = 1000
 
 
 def header(path: Path) -> dict[str, Any]:
-    """The entries of a safetensors file's header: the dtype, shape and place of each tensor by name.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is not such a file, or is larger than the limit of `qkv.max_size`.
-    """
+    """The entries of a safetensors file's header: the dtype, shape and place of each tensor by name."""
     with path.open("rb") as file:
         stored = path.stat().st_size
         Budget(stored).take(stored)
@@ -66,11 +61,7 @@ def _end(name: str, entry: Any) -> int:
 
 
 def declared(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file without their data, on torch's meta device.
-
-    Raises:
-        OSError, ValueError: as `header`, and for a dtype that models of qkv do not have.
-    """
+    """The tensors of a safetensors file without their data, on torch's meta device."""
     found = {}
     for name, entry in header(path).items():
         if entry["dtype"] not in DTYPES:
@@ -83,11 +74,7 @@ def declared(path: Path) -> dict[str, Tensor]:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
-
-    Raises:
-        OSError, ValueError: as `header`.
-    """
+    """The tensors of a safetensors file."""
     from safetensors.torch import load_file
 
     header(path)
@@ -106,10 +93,6 @@ def build_without_memory(build: Callable[[], M], tensors: int, stored: int) -> M
         build: makes the model.
         tensors: the number of tensors in its file.
         stored: the bytes of its file.
-
-    Raises:
-        SizeError: if the model has many more parameters than the file has tensors, or needs more memory than the limit
-            of `qkv.max_size`.
     """
     try:
         with torch.device("meta"), _NotInitialised(), _few_parameters(2 * tensors + SPARE_PARAMETERS):
@@ -153,11 +136,7 @@ def _few_parameters(most: int) -> Iterator[None]:
 
 
 def files_of(folder: Path, weights: str) -> list[str]:
-    """The names of the safetensors files of a model: those in its index, or `weights` if it has none.
-
-    Raises:
-        OSError, ValueError: if the index cannot be read, or names files outside of the folder.
-    """
+    """The names of the safetensors files of a model: those in its index, or `weights` if it has none."""
     index = folder / f"{weights}.index.json"
     if not index.exists():
         return [weights]
@@ -181,9 +160,6 @@ def only_cached(name: str, known: tuple[str, ...]) -> bool:
     Args:
         name: of a model on the hub, such as "gpt2" or "meta-llama/Llama-3.2-1B".
         known: names of models that need no hub, for the hint of an error.
-
-    Raises:
-        InputError: if the name is not that of a model on the hub, or if it is not cached and the hub cannot be reached.
     """
     expected = f"expected {', '.join(map(repr, known))}, a folder with a model, or a name on the Hugging Face hub"
     if not NAME.fullmatch(name):

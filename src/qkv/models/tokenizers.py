@@ -44,9 +44,6 @@ class FileTokenizer:
     """The tokenizer in a tokenizer.json, called as transformers' ``PreTrainedTokenizerFast`` is.
 
     transformers' own class does the same, but takes two seconds to import.
-
-    Raises:
-        InputError: the file is missing or is not a tokenizer.
     """
 
     def __init__(self, file: Path) -> None:

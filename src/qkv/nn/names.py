@@ -37,10 +37,6 @@ _OF_CALLS = {
 def renamed(function: str, given: Mapping[str, Any], same: Mapping[str, str], known: Mapping[str, Any]) -> Any:
     """The values of `known`, in which names with the same meaning in other libraries (`same`) fill what is None.
 
-    Raises:
-        InputError: for a name that is unknown or means something else, with the name to use; for an argument that is
-            passed under two names, or missing.
-
     >>> renamed("MultiHeadAttention", {"num_heads": 8}, SIZES, {"d_model": 64, "heads": None})
     [64, 8]
     """

@@ -40,11 +40,7 @@ def level_of_rows(normalizer: SumToOne, scores: Scores) -> PerRow:
 
 
 def solve(normalizer: SumToOne, scores: Scores) -> tuple[PerRow, Scores]:
-    """Level and weights of whole rows, by search; without gradients.
-
-    Raises:
-        InputError: if no level makes the weights of a row sum to one.
-    """
+    """Level and weights of whole rows, by search; without gradients."""
     scores = scores.detach()
     top = scores.amax(-1)
     empty = top == -torch.inf

@@ -187,11 +187,7 @@ def cache_folder() -> Path:
 
 
 def write_cached(path: Path, data: bytes | memoryview) -> None:
-    """Write a file of the cache atomically; several processes may do so at once.
-
-    Raises:
-        InputError: if it cannot be written.
-    """
+    """Write a file of the cache atomically; several processes may do so at once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data)

@@ -30,9 +30,6 @@ def write_report(profile: Profile, path: str | os.PathLike[str]) -> Path:
     The page holds the numbers of every head as `Profile.heads` returns them (to six digits), curves along the text in
     16 bits (binned for long texts), and dense maps, if stored, in steps of 1/255. Tokens are embedded as data, never as
     markup; a content security policy allows only the script of the page to run.
-
-    Raises:
-        InputError: if the folder of `path` does not exist, or `path` is a folder.
     """
     target = Path(path)
     write_atomically(target, render(profile).encode("utf-8", "replace"))

@@ -172,9 +172,6 @@ class View:
         profile: the profile to show.
         height: height of the frame, in pixels.
 
-    Raises:
-        InputError: if the height is not a whole number from 100 to 4,000.
-
     >>> import qkv
     >>> view = View(qkv.profile("qkv-mini", "for name in names:", progress=False), height=400)
     >>> view
@@ -281,9 +278,6 @@ class ProfileWidget(anywidget.AnyWidget):
         """Show a head, and mark a query and a key on its map. Arguments that are not given stay as they are.
 
         Another group or text is shown whole, without a marked query and key.
-
-        Raises:
-            InputError: if the profile has no such group, text, layer, head, query or key.
         """
         given = {"group": group, "text": text, "layer": layer, "head": head, "query": query, "key": key}
         self.selection = self.selection | {name: value for name, value in given.items() if value is not None}
@@ -321,11 +315,7 @@ class ProfileWidget(anywidget.AnyWidget):
         tokenizer: Any = None,
         target: str | None = None,
     ) -> None:
-        """Compute exact maps of long texts with a model, at any zoom. The arguments are those of `Profile.widget`.
-
-        Raises:
-            InputError: if the inputs are missing, or are not those of the profile.
-        """
+        """Compute exact maps of long texts with a model, at any zoom. The arguments are those of `Profile.widget`."""
         if isinstance(model, Explorer):
             self._maps = model
             return

@@ -92,11 +92,7 @@ class _Own:
 
 
 class _HuggingFace:
-    """A causal language model of Hugging Face, edited by `qkv.edit`; a profile inside reads its weights.
-
-    Raises:
-        InputError: if its attention is not a softmax that qkv can read and edit.
-    """
+    """A causal language model of Hugging Face, edited by `qkv.edit`; a profile inside reads its weights."""
 
     own = "softmax"
 
@@ -219,9 +215,6 @@ class Live:
             of one token) and ``entropy`` (mean over the queries, of the weights divided by their sum, in nats);
             ``rows``, the weights of the last query after the edits; ``map`` and ``map_before`` of the requested head,
             base64 of float32.
-
-        Raises:
-            InputError: for a text without tokens or with too many, and for a head that does not exist.
         """
         ids = self._ids(request)
         edits = self._edits(request)
@@ -249,9 +242,6 @@ class Live:
             ``text`` and ``ids`` with the token appended; the ``token`` and its ``probability`` before the sampling
             temperature is applied; ``top``, the `k` likeliest tokens; ``tokens`` of the text before, and ``row``, the
             weights of the last of them in the requested head.
-
-        Raises:
-            InputError: as `answer`. A text as long as the model's context gets one more token, but no further answer.
         """
         ids = self._ids(request)
         edits = self._edits(request)

@@ -72,11 +72,7 @@ class TextLocation(NamedTuple):
 
 
 def locate(request: Request, s: int, g: int, t: int, layer: int = 0, head: int | str | None = 0) -> TextLocation:
-    """Find a text, and check that the source is ready and that all indices exist.
-
-    Raises:
-        HTTPException: 404 with a sentence.
-    """
+    """Find a text, and check that the source is ready and that all indices exist."""
     source = ready_source(request, s)
     _check_index("group", g, len(source.groups))
     group = source.groups[g]
@@ -88,11 +84,7 @@ def locate(request: Request, s: int, g: int, t: int, layer: int = 0, head: int |
 
 
 def ready_source(request: Request, s: int) -> Source:
-    """The source of this index.
-
-    Raises:
-        HTTPException: 404 with a sentence if it does not exist or is not ready.
-    """
+    """The source of this index."""
     session: Session = request.app.state.session
     _check_index("source", s, len(session.sources))
     source = session.sources[s]

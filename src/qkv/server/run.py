@@ -34,9 +34,6 @@ def serve(
 
     Returns:
         Whether all threads of the server have ended. The interpreter cannot exit cleanly while one still computes.
-
-    Raises:
-        InputError: for a host or port at which the server cannot listen.
     """
     queues = JobQueues()
 

@@ -172,9 +172,6 @@ class Session:
         """Add the model of a source, on the same texts, with another normalizer in all heads and without retraining.
 
         The same intervention again returns the existing source; one that failed is prepared again.
-
-        Raises:
-            InputError: for a source that is not a model, or a model whose heads cannot be edited.
         """
         if of not in self._models:
             raise InputError(f"source is {of}, expected a model that this server has loaded: a profile cannot run")

@@ -262,9 +262,6 @@ def with_gradients(
         mass: as in `measure`.
         first: as in `measure`.
         queries: as in `measure`.
-
-    Raises:
-        InputError: if the statistics of this call cannot be differentiated.
     """
     reason = unsupported_reason(call)
     if reason is not None:

@@ -86,9 +86,6 @@ def pooled(
     Returns:
         `Picture`, float32 (float64 for float64 inputs), on the device of the call.
 
-    Raises:
-        InputError: if the item, head, queries or keys are out of range, or a size is below 1.
-
     >>> import torch
     >>> from qkv.masks import Causal
     >>> from qkv.statistics.measure import row_state
@@ -279,9 +276,6 @@ def rectangle(
 
     Returns:
         float32 (float64 for float64 inputs), on the device of the call.
-
-    Raises:
-        InputError: if the item, head, queries or keys are out of range.
 
     >>> import torch
     >>> from qkv.masks import Causal

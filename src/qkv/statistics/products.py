@@ -37,9 +37,6 @@ def weights_transposed_matmul(
     Returns:
         float32 (float64 for float64 inputs).
 
-    Raises:
-        InputError: if `w` does not fit the call.
-
     >>> from qkv.statistics.measure import row_state
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> call = Call.of(q, k, k)  # every query gives each of four keys 1/4
@@ -69,9 +66,6 @@ def weights_matmul(
 
     Returns:
         float32 (float64 for float64 inputs).
-
-    Raises:
-        InputError: if `x` does not fit the call.
 
     >>> from qkv.statistics.measure import row_state
     >>> q = k = torch.zeros(1, 1, 4, 8)

@@ -35,7 +35,7 @@ class Temperature(Experiment):
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """One effect for each doubling of the temperature; the claim says that each of them spreads attention."""
         doublings = [
-            Effect(f"from {low} to {high}", results.differences(high, low, "measured.keys"), (low, high))
+            Effect(f"from {low} to {high}", results.differences(high, low, "measured.keys"))
             for low, high in pairwise(TEMPERATURES)
         ]
         return {"EXAMPLE-1": doublings}

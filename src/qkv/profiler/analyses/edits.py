@@ -54,10 +54,6 @@ class Edit:
 def attention_layers(model: nn.Module) -> list[MultiHeadAttention]:
     """The attention layers whose heads can be edited, in the order of the forward.
 
-    Raises:
-        InputError: for a model that is not one of qkv's, or that has several kinds of attention, so that layer numbers
-            are ambiguous.
-
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> len(attention_layers(DecoderLM(DecoderConfig(d_model=32, layers=3, heads=2))))
     3

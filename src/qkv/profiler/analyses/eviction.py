@@ -80,11 +80,7 @@ class Policy:
 
 
 def policies_of(chosen: Sequence[str | type[Evicting]], first: int) -> tuple[Policy, ...]:
-    """The policies of names and of `Evicting` classes. `first` is the number of keys that "sinks" always keeps.
-
-    Raises:
-        InputError: for no policy, an unknown name, two policies of one name, or `first` below 1.
-    """
+    """The policies of names and of `Evicting` classes. `first` is the number of keys that "sinks" always keeps."""
     if first < 1:
         raise InputError(f"first is {first}, expected at least 1 key")
     if not chosen:
@@ -362,11 +358,7 @@ CACHES, MASKS = "caches", "masks"  # run modes
 
 
 def run_mode(model: nn.Module, policies: Sequence[Policy]) -> str:
-    """The way to run a model with these policies: `CACHES`, or `MASKS` on its own attention.
-
-    Raises:
-        InputError: if the model cannot be run with these policies.
-    """
+    """The way to run a model with these policies: `CACHES`, or `MASKS` on its own attention."""
     kind = type(model).__name__
     if isinstance(model, DecoderLM):
         return CACHES

@@ -44,11 +44,7 @@ def compared(
     computed: Float[Tensor, "b h nq dv"],
     counted: Bool[Tensor, "b h nq"] | None,
 ) -> Checked:
-    """The difference of two outputs over the queries that count, the first of them by the function called `where`.
-
-    Raises:
-        InputError: if they differ by more than rounding.
-    """
+    """The difference of two outputs over the queries that count, the first of them by the function called `where`."""
     if own.shape != computed.shape:
         raise InputError(
             f"model computes an output of shape {tuple(own.shape)} (batch, heads, queries, values) in {name} by "
@@ -76,11 +72,7 @@ def compared_weights(
     weights: Float[Tensor, "b h nq nk"],
     value: Float[Tensor, "b hkv nk dv"],
 ) -> Checked:
-    """The difference between an output and the product of the returned weights with the values.
-
-    Raises:
-        InputError: if they differ by more than rounding, so that these are not the weights of that output.
-    """
+    """The difference between an output and the product of the returned weights with the values."""
     if weights.shape[1] % value.shape[1] or weights.shape[3] != value.shape[2]:
         raise InputError(
             f"model attends in {name} by {where}, which returns weights of shape {tuple(weights.shape)} for values of "

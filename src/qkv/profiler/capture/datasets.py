@@ -42,9 +42,6 @@ def calls_of(
             stops after the last of these layers.
         group: keep only calls of this kind: see `qkv.profiler.capture.inputs`.
         on_call: callback with the name of every module that attends, at the time of its call.
-
-    Raises:
-        InputError: if the model makes no such call.
     """
     wanted = None if layers is None else set(layers)
     found: list[ObservedCall] = []

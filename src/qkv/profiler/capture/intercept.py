@@ -220,9 +220,6 @@ def of_sdpa(
         is_causal: query i attends to keys up to i. Torch aligns this at the top left, `Causal` at the bottom right.
         scale: factor of q·k; 1/√d if None.
         enable_gqa: True if groups of query heads share a key head.
-
-    Raises:
-        InputError: for tensors that do not fit together.
     """
     if torch.is_autocast_enabled(query.device.type):  # as autocast does for the function itself
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
@@ -316,9 +313,6 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
 
     A pair counts as masked if its weight is 0. If the weights of every query add up to 1, or to 0, the call is a
     softmax; otherwise it has the same weights without one.
-
-    Raises:
-        InputError: for a negative weight.
     """
     weights = weights.to(at_least_float32(weights.dtype))
     if bool((weights < 0).any()):

@@ -735,11 +735,7 @@ _BESIDE: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 @contextmanager
 def _alone(observer: Observer) -> Iterator[None]:
-    """A model is observed by one thread at a time, because its hooks are called in all of them.
-
-    Raises:
-        InputError: if another thread watches or edits the model; the end of a profile is waited for.
-    """
+    """A model is observed by one thread at a time, because its hooks are called in all of them."""
     model = observer.model
     lock = _LOCKS.setdefault(model, threading.RLock())
     while not lock.acquire(timeout=0.05):

@@ -141,9 +141,6 @@ def probe(
         special: ids of special tokens.
         layers: which layers to probe; all if None.
         seed: seed of the random tokens.
-
-    Raises:
-        InputError: if the vocabulary size is not known, or the model reads too few tokens.
     """
     start, end = _frame(ids[0].cpu(), set(special))
     of_layers = None if layers is None else frozenset(layers)

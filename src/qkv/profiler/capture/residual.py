@@ -121,9 +121,6 @@ def observe_residual(model: nn.Module, modules: Collection[str], on_hidden: OnHi
             name are in no layer.
         on_hidden: callback; it must neither change the hidden states nor keep them.
 
-    Raises:
-        InputError: for a name that is not a module of the model.
-
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4))
     >>> with observe_residual(

@@ -42,11 +42,7 @@ def similarity_table(data: xr.Dataset, maps: Maps | None = None) -> pd.DataFrame
 
 
 def chosen_maps(data: xr.Dataset, maps: Maps | None = None) -> Maps:
-    """The maps by which heads are compared; if None, all weights if every text has them, else the small pooled maps.
-
-    Raises:
-        InputError: if a text lacks these maps, or for another word.
-    """
+    """The maps by which heads are compared; if None, all weights if every text has them, else the small pooled maps."""
     held = held_maps(data)
     if maps not in (None, "weights", "pooled"):
         raise InputError(f"maps: got {maps!r}; expected 'weights', 'pooled' or None for the most exact")
@@ -66,11 +62,7 @@ def held_maps(data: xr.Dataset) -> list[Maps]:
 
 
 def similarities(data: xr.Dataset, rows: range, maps: Maps) -> np.ndarray:
-    """Similarity of the heads `rows` (layer × number of heads + head) to all heads, (rows, heads): a mean over texts.
-
-    Raises:
-        InputError: if weights are negative, and so no distribution.
-    """
+    """Mean similarity over texts of the heads `rows` (layer × number of heads + head) to all heads: (rows, heads)."""
     texts = (data.isel(text=text) for text in range(data.sizes["text"]))
     return over_texts(np.stack([1 - _divergences(*_distributions(one, maps), rows) for one in texts]))
 

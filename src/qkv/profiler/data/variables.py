@@ -197,10 +197,6 @@ def check_hierarchy(members: Mapping[str, bytes], budget: Budget) -> None:
     Args:
         members: the files of the hierarchy by name.
         budget: the memory that the arrays may take.
-
-    Raises:
-        ValueError: for metadata that qkv does not write, arrays that are too large, and chunks that would not have the
-            declared size.
     """
     left = SPARE_CHUNKS + 4 * len(members)
     chunks: dict[str, list[str]] = {}
@@ -291,11 +287,7 @@ def _compressed(name: str, codecs: Any, first: str) -> bool:
 
 
 def frame_size(data: bytes) -> int:
-    """The size that a Zstandard frame declares for its contents (RFC 8878, section 3.1.1.1).
-
-    Raises:
-        ValueError: if it is no such frame, or does not declare a size.
-    """
+    """The size that a Zstandard frame declares for its contents (RFC 8878, section 3.1.1.1)."""
     try:
         magic, descriptor = struct.unpack_from("<IB", data)
         kind, single = descriptor >> 6, descriptor >> 5 & 1

@@ -77,9 +77,6 @@ class SingleFlightCache(Generic[V]):
         """The cached value of a key; if it is missing, one thread computes it while the others wait for the result.
 
         If the computation fails or is cancelled, one of the waiting threads starts it anew.
-
-        Raises:
-            Cancelled: if `stopped` returns True while another thread computes the value.
         """
         while True:
             with self._lock:
@@ -159,9 +156,6 @@ def pixels(tokens: int, steps: int) -> int:
 def edges(zoom: int, i: int, j: int, lengths: tuple[int, int]) -> tuple[list[int], list[int]]:
     """Edges of the bins of a tile, along the queries and along the keys, for a map of this size.
 
-    Raises:
-        InputError: if the zoom or the tile is out of range.
-
     >>> edges(1, 1, 0, (1025, 9))
     ([1024, 1025], [0, 4, 8, 9])
     """
@@ -229,10 +223,6 @@ class Pyramid:
             j: column of tiles.
             stopped: polled during the computation, from any thread; True cancels it.
             on_progress: progress callback with the finished share of the work, from 0 to 1; called from any thread.
-
-        Raises:
-            InputError: if the zoom or the tile is out of range.
-            Cancelled: if `stopped` returned True; tiles that were finished stay in the cache.
         """
         edges(zoom, i, j, self.lengths)  # raises if the tile is out of range
         work = _Progress(stopped, on_progress)

@@ -36,11 +36,7 @@ class Document:
     """Size and modification time of its file when the corpus was listed."""
 
     def read(self) -> str:
-        """Read the text.
-
-        Raises:
-            InputError: if the file has changed since the corpus was listed.
-        """
+        """Read the text."""
         if self.text is not None:
             return self.text
         assert self.path is not None
@@ -145,9 +141,6 @@ def of_files(paths: Sequence[str | os.PathLike[str]]) -> Corpus:
     Args:
         paths: text files, with one text each; ``.jsonl`` files, with one text a line in the field "text"; folders, of
             which all files are read, sorted by name, with subfolders but without hidden files and ``__pycache__``.
-
-    Raises:
-        InputError: for a path that does not exist, or if no text is found.
     """
     found: list[Document] = []
     state = hashlib.sha256()

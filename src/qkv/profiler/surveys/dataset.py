@@ -44,11 +44,7 @@ class Share:
         return 0
 
     def chunks(self) -> Iterator[Sequence[Document]]:
-        """The rows, in lists of about `CHUNK` bytes.
-
-        Raises:
-            InputError: if the dataset cannot be read.
-        """
+        """The rows, in lists of about `CHUNK` bytes."""
         from datasets.distributed import split_dataset_by_node
 
         column = self.dataset.column
@@ -69,11 +65,7 @@ class Share:
 
 
 def of_dataset(name: str) -> Dataset:
-    """The dataset of a name ``"hf:NAME"`` or ``"hf:NAME:COLUMN"``. Only its description is downloaded now.
-
-    Raises:
-        InputError: if the package ``datasets`` is missing, or the dataset cannot be used.
-    """
+    """The dataset of a name ``"hf:NAME"`` or ``"hf:NAME:COLUMN"``. Only its description is downloaded now."""
     dataset, column = dataset_and_column(name)
     checked_datasets(name)
     import datasets

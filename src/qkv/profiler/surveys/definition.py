@@ -21,11 +21,7 @@ LENGTH = 512
 
 
 def length_of(model: nn.Module, length: int | None) -> int:
-    """The longest sequence: `length`, or the default if it is None.
-
-    Raises:
-        InputError: if the model cannot read sequences of this length.
-    """
+    """The longest sequence: `length`, or the default if it is None."""
     limit = positions(model)
     if length is not None and limit is not None and length > limit:
         raise InputError(f"length is {length:,}, but {type(model).__name__} takes {limit:,} tokens")

@@ -25,9 +25,6 @@ class Folder:
     Args:
         address: a path, or an address of fsspec.
 
-    Raises:
-        InputError: if the scheme of the address is unknown, or its package is missing.
-
     >>> folder = Folder("memory://survey")
     >>> _ = folder.open({"shards": 2, "definition": {"quantities": {}}})
     >>> folder.write_shard(1, b"a shard")
@@ -48,11 +45,7 @@ class Folder:
         return self.storage.root if isinstance(self.storage, Disk) else None
 
     def finished(self) -> set[int]:
-        """Numbers of the finished shards.
-
-        Raises:
-            InputError: if the folder cannot be read.
-        """
+        """Numbers of the finished shards."""
         try:
             names = self.storage.names(SHARDS)
         except Exception as error:  # each backend has its own types of errors
@@ -60,11 +53,7 @@ class Folder:
         return {int(found[1]) for found in map(_SHARD.fullmatch, names) if found}
 
     def settings(self) -> dict[str, Any] | None:
-        """The settings of the survey in this folder; None if it has none.
-
-        Raises:
-            InputError: if they cannot be read.
-        """
+        """The settings of the survey in this folder; None if it has none."""
         data = self._read(SETTINGS)
         if data is None:
             return None
@@ -76,11 +65,7 @@ class Folder:
         return found
 
     def open(self, settings: dict[str, Any]) -> Folder:
-        """Create the folder, or continue the survey in it.
-
-        Raises:
-            InputError: if it has a survey with other settings, or cannot be written.
-        """
+        """Create the folder, or continue the survey in it."""
         new = self.settings() is None
         try:
             self.storage.create(SHARDS)
@@ -104,11 +89,7 @@ class Folder:
         self.storage.discard_unfinished(SHARDS)
 
     def shard(self, number: int) -> Survey:
-        """Load a finished shard.
-
-        Raises:
-            InputError: if it is missing or damaged.
-        """
+        """Load a finished shard."""
         if self.path is not None:
             source: Any = self.path / _name(number)
         else:
@@ -137,11 +118,7 @@ class Folder:
         self.write(RESULT, data, "the result")
 
     def write(self, name: str, data: bytes, what: str) -> None:
-        """Write a file; `what` it is goes into the error.
-
-        Raises:
-            InputError: if it cannot be written.
-        """
+        """Write a file; `what` it is goes into the error."""
         try:
             self.storage.write(name, data)
         except Exception as error:  # each backend has its own types of errors

@@ -25,10 +25,6 @@ def merge_folders(folders: Sequence[str | os.PathLike[str]], out: str | os.PathL
         folders: folders of the same survey: same model, corpus and settings. Together they have every shard once.
         out: folder for ``survey.qkv.zip``; by default the first of `folders`.
 
-    Raises:
-        InputError: for a folder without a survey, folders of different surveys, or a shard that is in two folders.
-        Incomplete: if shards are missing; the message names them.
-
     >>> import tempfile
     >>> from qkv.profiler import survey
     >>> with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b:
@@ -58,11 +54,7 @@ def merge_folders(folders: Sequence[str | os.PathLike[str]], out: str | os.PathL
 
 
 def merge_shards(where: Mapping[int, Folder], settings: dict[str, Any]) -> Survey:
-    """Merge shards, given the folder of each, in the order of their numbers, so that the sketches are reproducible.
-
-    Raises:
-        InputError: if a file is damaged or is not the shard of its name, or if no shard has a text.
-    """
+    """Merge shards, given the folder of each, in the order of their numbers, so that the sketches are reproducible."""
     result: Survey | None = None
     for number in sorted(where):
         part = where[number].shard(number)

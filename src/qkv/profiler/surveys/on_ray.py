@@ -56,10 +56,6 @@ def carry_out(
         threads: the number of CPUs that each task reserves, and of its threads.
         gpus: the number of GPUs that each task reserves; None is one if the cluster has any now.
         on_batch: progress callback, called after each shard.
-
-    Raises:
-        InputError: if the model is on a GPU, no cluster can be reached or started, or as `Work.carry_out`.
-        Incomplete: if Ray gave up a shard, such as one whose process or machine was lost too often.
     """
     if work.surveyor.device.type != "cpu":
         raise InputError(

@@ -82,11 +82,7 @@ class Range:
         return self.high - self.low
 
     def chunks(self) -> Iterator[Sequence[Document]]:
-        """The texts, in lists of about `CHUNK` bytes.
-
-        Raises:
-            InputError: if a file has changed since the survey began, is damaged, or cannot be read.
-        """
+        """The texts, in lists of about `CHUNK` bytes."""
         found, size = list[Document](), 0
         for file in self._files():
             for document in _read(file, self.low - file.at, self.high - file.at):
@@ -116,9 +112,6 @@ def of_addresses(addresses: Sequence[str | os.PathLike[str]]) -> Stream:
             read with their subfolders, but without hidden files and ``__pycache__``. The ending of a file tells its
             format: ``.jsonl`` and ``.parquet`` with the texts in "text"; ``.tar`` with members ``.txt`` and ``.json``
             (WebDataset); any other file is one text. All but Parquet may be compressed: ``.zst``, ``.gz``.
-
-    Raises:
-        InputError: for an address that cannot be used, or files that do not exist.
 
     >>> import tempfile
     >>> from pathlib import Path

@@ -41,11 +41,7 @@ class Work:
         tokenizer: Any,
         settings: Settings,
     ) -> Work:
-        """The work of a survey with these settings.
-
-        Raises:
-            InputError: if the settings do not fit together, or do not fit the model.
-        """
+        """The work of a survey with these settings."""
         statistics = checked_custom(settings.statistics, (*QUANTITIES, *TAKEN), over="query")
         definition = definition_of(model, tokenizer, replace(settings, statistics=statistics))
         kept = {

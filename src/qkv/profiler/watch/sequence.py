@@ -505,11 +505,7 @@ def _without_last(observed: ObservedCall, places: Places, tokens: int) -> tuple[
 
 
 def without_unused(observed: ObservedCall, n_keys: int) -> ObservedCall:
-    """The call without the keys after `n_keys`, the unused slots of a static cache.
-
-    Raises:
-        InputError: if a query may attend to one of them.
-    """
+    """The call without the keys after `n_keys`, the unused slots of a static cache."""
     call = observed.call
     n_queries, held = call.q.shape[2], call.k.shape[2]
     unused = Region(slice(0, n_queries), slice(n_keys, held))
