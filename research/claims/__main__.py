@@ -13,6 +13,7 @@ import tyro
 from qkv._untrusted import allow
 from qkv.cli.shared import folder
 from qkv.errors import InputError, renamed
+from qkv_lab.cli.claims import count, print_claims
 
 if TYPE_CHECKING:
     from research.claims.run import Checked
@@ -100,18 +101,19 @@ def _run(ids: tuple[str, ...], results: Path | None, out: Path | None, as_json: 
     ):
         found = _check(ids)
         failed = [one for one in found.values() if one.error is not None]
+        described = [show.described(one) for one in found.values()]
         if as_json:
-            show.as_json([show.described(one) for one in found.values()])
+            print(show.text(described), end="")
         elif short:
-            show.counts(found)
+            count(described)
         else:
-            show.verdicts(found.values())
+            print_claims(described)
         if out is not None and not failed:
             verdicts = {id_: one.verdict for id_, one in found.items() if one.verdict is not None}
             for name, text in pages(verdicts).items():
                 write_atomically(out / name, text)
             if results is None:
-                write_atomically(PUBLISHED, show.text([show.described(one) for one in found.values()]))
+                write_atomically(PUBLISHED, show.text(described))
         if short and not as_json:
             show.summary(found, out)
         if failed:
@@ -132,10 +134,10 @@ def _compare(results: Path, ids: tuple[str, ...], as_json: bool) -> None:
             found = _check(chosen)
             described = [show.described(one) for one in found.values()]
             if ids and not as_json:
-                show.verdicts(found.values())
+                print_claims(described)
     shipped = _check(chosen)
     if as_json:
-        show.as_json([one | {"shipped": show.kind(shipped[str(one["claim"])])} for one in described])
+        print(show.text([one | {"shipped": show.kind(shipped[str(one["claim"])])} for one in described]), end="")
     else:
         show.compared(found, shipped, results)
     if any(one.error is not None for one in found.values()):

@@ -1,11 +1,9 @@
-"""What `python -m research.claims` prints: counts, verdicts with evidence, comparisons, verdicts on a model."""
+"""What `python -m research.claims` prints beside verdicts, which `qkv claims` shows, too: comparisons and models."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -19,16 +17,14 @@ from rich.text import Text
 
 from qkv.cli.shared import folder, read
 from qkv.errors import InputError, renamed
-from research.claims.claim import KINDS, SOURCES, Finding
+from qkv_lab.cli.claims import word
+from research.claims.claim import Finding
 from research.claims.evidence import evidence_of
 from research.claims.run import Checked
 
 if TYPE_CHECKING:
     from research.claims.claim import Finding
     from research.sinks import Study
-
-
-COLOURS = {"holds": "green", "false": "red", "only when": "yellow", "undecided": "magenta", "unseen": "dim"}
 
 
 def kind(one: Checked) -> str | None:
@@ -46,7 +42,9 @@ def described(one: Checked) -> dict[str, Any]:
         "verdict": kind(one),
         "because": str(one.error) if one.verdict is None else one.verdict.text,
     }
-    if one.verdict is not None:
+    if one.verdict is None:
+        found["state"] = _state(one)
+    else:
         found["links"] = list(one.verdict.by)
         found["models"] = [asdict(finding) for finding in one.verdict.findings]
         found["evidence"] = [
@@ -55,56 +53,11 @@ def described(one: Checked) -> dict[str, Any]:
     return found
 
 
-def as_json(entries: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
-    """Print JSON, with null for numbers that are not finite."""
-    print(text(entries), end="")
-
-
 def text(entries: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> str:
     """JSON, with null for numbers that are not finite."""
     from qkv_lab.log import finite
 
     return json.dumps(finite(entries), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def counts(found: Mapping[str, Checked]) -> None:
-    """Print the number of verdicts of each kind, by source."""
-    table = Table("source", box=box.SIMPLE_HEAD, pad_edge=False)
-    for word in (*KINDS.values(), "all"):
-        table.add_column(word, justify="right")
-    for source in (*SOURCES, None):
-        kinds = [kind(one) for one in found.values() if source in (None, one.claim.source)]
-        numbers = Counter(kinds)
-        table.add_row(source or "all", *(str(numbers[k]) for k in KINDS), str(len(kinds)), end_section=source is None)
-    _console().print(table)
-
-
-def verdicts(found: Iterable[Checked]) -> None:
-    """Print each claim with its verdict and evidence."""
-    console = _console()
-    for one in found:
-        claim = one.claim
-        console.print(Text.assemble((claim.id, "bold"), (f"  {claim.source}, {claim.section}", "dim")))
-        console.print(Text(claim.text, "italic"))
-        if one.verdict is None:
-            console.print(Text(f"{_state(one)}: {one.error}\n", "red"))
-            continue
-        console.print(Text.assemble(_word(one.verdict.kind), "  ", one.verdict.text))
-        if one.verdict.findings:
-            console.print(findings(one.verdict.findings))
-        for evidence in evidence_of(claim.id, one.verdict):
-            console.print(Text(f"{evidence} Repeat it: {evidence.command}", "dim"))
-        if read := [_plain(by) for by in one.verdict.by if not by.startswith(("[experiment ", "[study of "))]:
-            console.print(Text(f"See {', '.join(read)}", "dim"))
-        console.print()
-
-
-def findings(rows: Iterable[Finding]) -> Table:
-    """The verdicts on single models."""
-    table = Table("model", "text", "verdict", "measured", box=box.SIMPLE_HEAD, pad_edge=False)
-    for row in rows:
-        table.add_row(row.model.replace("`", ""), row.length, _word(row.kind), row.number)
-    return table
 
 
 def compared(found: Mapping[str, Checked], shipped: Mapping[str, Checked], folder: Path) -> None:
@@ -144,16 +97,7 @@ def _state(one: Checked) -> str:
 
 
 def _outcome(one: Checked) -> Text:
-    return Text(_state(one), "red") if one.verdict is None else _word(one.verdict.kind)
-
-
-def _word(of: str) -> Text:
-    return Text(KINDS[of], COLOURS[of])
-
-
-def _plain(link: str) -> str:
-    """A Markdown link as text: its address follows if it is on the web."""
-    return re.sub(r"\[([^]]*)\]\(([^)]*)\)", lambda m: f"{m[1]} {m[2]}" if m[2].startswith("http") else m[1], link)
+    return Text(_state(one), "red") if one.verdict is None else word(one.verdict.kind)
 
 
 def _console() -> Console:
@@ -205,24 +149,16 @@ def _others(id_: str) -> list[Finding]:
 
 
 def _print_json(study: Study, ids: Sequence[str]) -> None:
-    from dataclasses import asdict
-
     verdicts = [one for one in study.as_dict()["verdicts"] if one["claim"] in ids]
     others: dict[str, list[dict[str, Any]]] = {id_: [asdict(one) for one in _others(id_)] for id_ in ids}
-    as_json({"attrs": dict(study.attrs), "verdicts": verdicts, "others": others})
+    print(text({"attrs": dict(study.attrs), "verdicts": verdicts, "others": others}), end="")
 
 
 def _show(study: Study, ids: Sequence[str]) -> None:
     """Print a table of the verdicts on all models, and for each length one with the numbers of this model."""
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
     from research.claims.models import TRAINED, trained_findings
 
-    console = Console(highlight=False)
+    console = _console()
     name, data = study.attrs["model"], study.as_dict()
     table = Table("claim", "toy models", *TRAINED.values(), escape(name), box=box.SIMPLE_HEAD, pad_edge=False)
     for id_ in ids:

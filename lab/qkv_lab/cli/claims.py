@@ -76,12 +76,12 @@ def claims(
     if as_json:
         print(json.dumps(chosen, indent=1, ensure_ascii=False))
     elif ids or source or verdict:
-        _print(chosen)
+        print_claims(chosen)
     else:
-        _count(chosen)
+        count(chosen)
 
 
-def _count(entries: Sequence[Mapping[str, Any]]) -> None:
+def count(entries: Sequence[Mapping[str, Any]]) -> None:
     """Print the number of verdicts of each kind, by source."""
     from rich import box
     from rich.console import Console
@@ -97,8 +97,8 @@ def _count(entries: Sequence[Mapping[str, Any]]) -> None:
     Console(highlight=False).print(table)
 
 
-def _print(entries: Iterable[Mapping[str, Any]]) -> None:
-    """Print each claim with its verdict and evidence."""
+def print_claims(entries: Iterable[Mapping[str, Any]]) -> None:
+    """Print each claim with its verdict and evidence; a verdict is None if the check of the claim failed."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -108,11 +108,14 @@ def _print(entries: Iterable[Mapping[str, Any]]) -> None:
     for one in entries:
         console.print(Text.assemble((one["claim"], "bold"), (f"  {one['source']}, {one['section']}", "dim")))
         console.print(Text(one["text"], "italic"))
-        console.print(Text.assemble(_word(one["verdict"]), "  ", one["because"]))
+        if one["verdict"] is None:
+            console.print(Text(f"{one['state']}: {one['because']}\n", "red"))
+            continue
+        console.print(Text.assemble(word(one["verdict"]), "  ", one["because"]))
         if one["models"]:
             table = Table("model", "text", "verdict", "measured", box=box.SIMPLE_HEAD, pad_edge=False)
             for row in one["models"]:
-                table.add_row(row["model"].replace("`", ""), row["length"], _word(row["kind"]), row["number"])
+                table.add_row(row["model"].replace("`", ""), row["length"], word(row["kind"]), row["number"])
             console.print(table)
         for evidence in one["evidence"]:
             console.print(Text(f"{evidence['summary']} Repeat it: {evidence['command']}", "dim"))
@@ -122,7 +125,8 @@ def _print(entries: Iterable[Mapping[str, Any]]) -> None:
         console.print()
 
 
-def _word(kind: str) -> Text:
+def word(kind: str) -> Text:
+    """The words for a kind of verdict, in its colour."""
     from rich.text import Text
 
     return Text(KINDS[kind], COLOURS[kind])
