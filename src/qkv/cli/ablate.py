@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.shared import folder, load_inputs, numbers, text_of
+from qkv.cli.shared import INPUT, Input, folder, numbers
 
 if TYPE_CHECKING:
     from qkv.profiler.editing import Ablation
@@ -18,17 +19,11 @@ MOST = 10
 
 
 def ablate(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "qkv-mini",
-    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TEXT]", help_behavior_hint="")] = None,
-    /,
+    given: Annotated[Input, tyro.conf.arg(name="")] = INPUT,
     *,
     what: Literal["heads", "means", "sinks"] = "heads",
     layers: Annotated[str | None, tyro.conf.arg(metavar="0,3,8-11", help_behavior_hint="")] = None,
-    file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
-    tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-ablate"),
-    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Remove each head of a language model, or each head's sink, and measure how much its loss rises.
 
@@ -42,29 +37,23 @@ def ablate(
     qkv ablate gpt2 --layers 4-6            (a model from the Hugging Face hub)
 
     Args:
-        model: A causal language model: a folder, a name on the Hugging Face hub, or a built-in model (see qkv profile
-            --help).
-        text: Text to run the model on; Python's standard library if you give none.
+        given: Model and text.
         what: heads sets the output of a head to 0, means replaces it by its mean over the tokens, sinks hides the first
             token from the queries of a head.
         layers: Layers whose heads are removed; all by default.
-        file: Read the text from this UTF-8 file instead; - means standard input.
-        tokens: Run on this many tokens from the start of the text.
-        dtype: Number format of the weights.
         out: Folder for the results. It is created if it does not exist.
-        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     from qkv.figures.analyses import ablation_figure
     from qkv.figures.layout import save_figure
     from qkv.profiler.editing import ablation
 
-    allow(max_size)
-    if tokens is None and text is None and file is None:
-        tokens = DEFAULT_TOKENS
+    allow(given.max_size)
+    if given.is_default:
+        given = replace(given, tokens=DEFAULT_TOKENS)
     chosen = None if layers is None else numbers(layers)
-    passage = text_of(model, text, file, tokens, least=2)
+    passage = given.passage(least=2)
     with folder(out, resumes=True):
-        loaded, inputs = load_inputs(model, passage, tokens, dtype, head=True)
+        loaded, inputs = given.load(passage, head=True)
         found = ablation(
             loaded.model, inputs, what=what, layers=chosen, tokenizer=loaded.tokenizer, folder=out, name=loaded.name
         )

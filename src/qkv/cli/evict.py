@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.shared import folder, load_inputs, text_of
+from qkv.cli.shared import INPUT, Input, folder
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,19 +19,13 @@ DEFAULT_TOKENS = 512  # as many as qkv-mini read in training
 
 
 def evict(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "qkv-mini",
-    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TEXT]", help_behavior_hint="")] = None,
-    /,
+    given: Annotated[Input, tyro.conf.arg(name="")] = INPUT,
     *,
-    file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
-    tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     budgets: Annotated[str, tyro.conf.arg(metavar="32,64,128")] = "32,64,128,256",
     policies: Annotated[str, tyro.conf.arg(metavar="window,sinks,…")] = "window,sinks,heavy",
     first: Annotated[int, tyro.conf.arg(metavar="N")] = 4,
     run: bool = True,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-evict"),
-    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Measure what a language model loses when its key-value cache evicts keys.
 
@@ -51,35 +46,29 @@ def evict(
     qkv evict gpt2 --no-run                        (attention only, without running the model again)
 
     Args:
-        model: A causal language model: a folder, a name on the Hugging Face hub, or a built-in model (see qkv profile
-            --help).
-        text: Text to run the model on; Python's standard library if you give none.
-        file: Read the text from this UTF-8 file instead; - means standard input.
-        tokens: Run on this many tokens from the start of the text.
+        given: Model and text.
         budgets: Cache sizes: numbers of keys kept in each layer.
         policies: Eviction policies to compare.
         first: How many keys at the start of the text the policy "sinks" keeps.
         run: Also run the model with each cache and measure its loss. Models of qkv use real caches; other models use
             masks that keep the same keys (in sinks without rotating keys by their slot in the cache), which is possible
             for window and sinks only.
-        dtype: Number format of the weights.
         out: Folder for the results. It is created if it does not exist.
-        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
 
     from qkv.figures.analyses import budget_figure, heads_figure
     from qkv.figures.layout import save_figure
     from qkv.profiler.analyses.eviction import eviction
 
-    allow(max_size)
+    allow(given.max_size)
     sizes = [part.strip() for part in budgets.split(",")]
     if not all(part.isdecimal() and len(part) <= 9 for part in sizes):
         raise InputError(f"--budgets is {budgets!r}, expected numbers of keys, such as 32,64,128")
-    if tokens is None and text is None and file is None:
-        tokens = DEFAULT_TOKENS
-    passage = text_of(model, text, file, tokens, least=2)
+    if given.is_default:
+        given = replace(given, tokens=DEFAULT_TOKENS)
+    passage = given.passage(least=2)
     with folder(out):
-        loaded, inputs = load_inputs(model, passage, tokens, dtype, head=run)
+        loaded, inputs = given.load(passage, head=run)
         found = eviction(
             loaded.model,
             inputs,

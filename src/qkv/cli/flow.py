@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.shared import folder, load_inputs, print_line, text_of
+from qkv.cli.shared import INPUT, Input, folder, print_line
 from qkv.errors import renamed
 
 if TYPE_CHECKING:
@@ -18,20 +18,14 @@ if TYPE_CHECKING:
 
 
 def flow(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "qkv-mini",
-    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TEXT]", help_behavior_hint="")] = None,
-    /,
+    given: Annotated[Input, tyro.conf.arg(name="")] = INPUT,
     *,
-    file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
-    tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
     from_: Annotated[tuple[int, ...], tyro.conf.arg(name="from", metavar="N …", help_behavior_hint="")] = (),
     to: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N …", help_behavior_hint="")] = (),
     residual: Annotated[float, tyro.conf.arg(metavar="SHARE")] = 0.5,
     group: Annotated[str | None, tyro.conf.arg(metavar="KIND", help_behavior_hint="")] = None,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-flow"),
-    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Trace which input tokens a token's final hidden state comes from (attention rollout).
 
@@ -47,20 +41,14 @@ def flow(
     qkv flow --tokens 400 --from -1 200 --to 0
 
     Args:
-        model: A folder with a model, a name on the Hugging Face hub, or a built-in model (see qkv profile --help).
-        text: Text to run the model on; a bundled passage if you give none.
-        file: Read the text from this UTF-8 file instead; - means standard input.
-        tokens: Run on this many tokens from the start of the text. If you give no text, they are taken from Python's
-            standard library.
+        given: Model and text.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
         from_: Positions of tokens whose final states are traced back to the embeddings; -1 is the last token, which is
             traced if you choose none.
         to: Positions of tokens whose embeddings are traced forward into all final states.
         residual: Share of a hidden state that the residual connection carries past each attention layer.
         group: For an encoder-decoder: trace the encoder or the decoder.
-        dtype: Number format of the weights.
         out: Folder for the results. It is created if it does not exist.
-        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     from rich.console import Console
 
@@ -70,12 +58,12 @@ def flow(
     from qkv.figures.layout import save_figure
     from qkv.profiler.analyses.flow import flow_to, rollout
 
-    allow(max_size)
+    allow(given.max_size)
     backward, forward = from_ if from_ or to else (-1,), to
-    passage = text_of(model, text, file, tokens)
+    passage = given.passage()
     console = Console()
     with folder(out):
-        loaded, inputs = load_inputs(model, passage, tokens, dtype)
+        loaded, inputs = given.load(passage)
         tables = []
         for chosen, trace, direction in ((backward, rollout, "from"), (forward, flow_to, "to")):
             if not chosen:

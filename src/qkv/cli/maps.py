@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.shared import folder, load_inputs, print_line, read, text_of
+from qkv.cli.shared import Input, folder, print_line, read
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
@@ -17,10 +18,21 @@ if TYPE_CHECKING:
     from qkv.statistics.maps import Picture
 
 
+@dataclass(frozen=True)
+class FileInput(Input):
+    """The model, and the text that it runs on: a file, unless --text has the text itself."""
+
+    text: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
+    """The text itself, instead of a file."""
+    file: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]", help_behavior_hint="")] = None
+    """Read the text from this UTF-8 file; - means standard input. By default, a bundled passage."""
+
+
+INPUT = FileInput()
+
+
 def head_map(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "qkv-mini",
-    file: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]", help_behavior_hint="")] = None,
-    /,
+    given: Annotated[FileInput, tyro.conf.arg(name="")] = INPUT,
     *,
     layer: Annotated[int, tyro.conf.arg(metavar="L")] = 0,
     head: Annotated[int, tyro.conf.arg(metavar="H")] = 0,
@@ -28,14 +40,10 @@ def head_map(
     cols: Annotated[str, tyro.conf.arg(metavar="A:B")] = ":",
     pool: Literal["max", "mean", "both"] = "both",
     size: Annotated[int, tyro.conf.arg(metavar="N")] = 1024,
-    text: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
-    tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
     group: Annotated[str | None, tyro.conf.arg(metavar="KIND", help_behavior_hint="")] = None,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("map.png"),
     data: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Draw the attention map of one head: queries down, keys across.
 
@@ -55,24 +63,18 @@ def head_map(
     qkv map random-gpt2 --tokens 100000 --layer 0        (time and memory of a map of a long context)
 
     Args:
-        model: A folder with a model, a name on the Hugging Face hub, or a built-in model (see qkv profile --help).
-        file: Read the text from this UTF-8 file; - means standard input. By default, a bundled passage.
+        given: Model and text.
         layer: The layer, counted from 0.
         head: The head, counted from 0.
         rows: Queries to draw: token positions A to B - 1, counted from 0. You may leave out A or B.
         cols: Keys to draw, in the same form.
         pool: Draw the maximum of each bin, its mean, or both side by side.
         size: Largest number of pixels per side.
-        text: The text itself, instead of a file.
-        tokens: Run on this many tokens from the start of the file. If you give no file, they are taken from Python's
-            standard library.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
         group: For a model with several kinds of attention: encoder, decoder or cross; by default the decoder's.
-        dtype: Number format of the weights.
         out: Name of the PNG file.
         data: Also write the numbers to a file of the same name that ends in .npz: the arrays maximum, mean, visible
             (the share of unmasked pairs in each bin), row_edges and column_edges (the edges of the bins).
-        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     from rich.console import Console
 
@@ -83,17 +85,19 @@ def head_map(
     from qkv.profiler.explore import attention_map as maps
     from qkv.statistics.maps import checked_slice
 
-    allow(max_size)
+    allow(given.max_size)
     window = {"--rows": _slice("--rows", rows), "--cols": _slice("--cols", cols)}
     if size < 1:
         raise InputError(f"--size is {size}, expected at least 1 pixel")
     if out.suffix.lower() != ".png" or out.is_dir():
         raise InputError(f"--out is {out}, expected a file name that ends in .png")
-    if text is not None and file is not None:
-        raise InputError(f"--text and FILE ({file}) are both given, expected one of them")
-    passage = text_of(model, text if file is None else read(file, "FILE"), None, tokens)
+    if given.text is not None and given.file is not None:
+        raise InputError(f"--text and FILE ({given.file}) are both given, expected one of them")
+    if given.file is not None:
+        given = replace(given, text=read(given.file, "FILE"), file=None)
+    passage = given.passage()
     with folder(out.parent):
-        loaded, inputs = load_inputs(model, passage, tokens, dtype)
+        loaded, inputs = given.load(passage)
         options = {"layers": "--layer", "head": "--head", "group": "--group", "target": "--target"}
         with renamed(**options), spinner(f"running {loaded.name}"):
             found = maps.attention_map(

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from qkv._untrusted import allow
 from qkv.cli.shared import (
+    INPUT,
+    Input,
     Stopwatch,
-    arguments_of,
     folder,
-    load_inputs,
     no_garbage_collection,
     numbers,
     preset_text,
     print_line,
     statistics_of,
-    text_of,
 )
 from qkv.errors import InputError
 
@@ -132,16 +132,11 @@ FIGURES = ("overview", "received", "entropy", "sink", "sinks", "types")
 
 
 def profile(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "qkv-mini",
-    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TEXT]", help_behavior_hint="")] = None,
-    /,
+    given: Annotated[Input, tyro.conf.arg(name="")] = INPUT,
     *,
-    file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
-    tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
     layers: Annotated[str | None, tyro.conf.arg(metavar="0,3,8-11", help_behavior_hint="")] = None,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-profile"),
     local_window: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
     map_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 384,
@@ -150,7 +145,6 @@ def profile(
     perturb: Annotated[int | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="")] = None,
     no_probe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     partial: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Measure where every attention head of a model attends on a text, and write a report.
 
@@ -171,19 +165,11 @@ def profile(
     qkv profile ./tuned --against ./base           (compare two models, head by head)
 
     Args:
-        model: A folder with a Hugging Face model or one saved by qkv, a name on the Hugging Face hub, or a built-in
-            model: "qkv-mini" (a small language model trained on Python code, included), "minilm" (a trained BERT,
-            installed by the demo extra), "random-gpt2" (GPT-2's architecture with random weights and any number of
-            positions, to measure time and memory).
-        text: Text to run the model on; a bundled passage if you give none.
-        file: Read the text from this UTF-8 file instead; - means standard input.
+        given: Model and text.
         preset: Run on this bundled text: fox ("The quick brown fox jumps over the lazy dog."), car ("The red car was
             parked next to a blue truck."), lighthouse (a passage of about 200 tokens) or logbook (a short program).
-        tokens: Run on this many tokens from the start of the text. If you give no text, they are taken from Python's
-            standard library.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
         layers: Attention layers to measure, counted from 0; all by default.
-        dtype: Number format of the weights.
         out: Folder for the results. It is created if it does not exist.
         local_window: Keys at most this many tokens from the query count as local.
         map_tokens: Keep the full attention maps of texts up to this many tokens.
@@ -195,10 +181,9 @@ def profile(
             later tokens change in every layer (over-mixing).
         no_probe: Skip the short synthetic texts that identify induction, duplicate-token and positional heads.
         partial: Continue even if some attention of the model cannot be observed.
-        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
 
-    allow(max_size)
+    allow(given.max_size)
     clock = Stopwatch()
     with no_garbage_collection():
         from qkv.models import loading
@@ -209,8 +194,8 @@ def profile(
     own = statistics_of(statistics)
     if perturb is not None and perturb < 0:
         raise InputError(f"--perturb is {perturb}, expected the position of a token, counted from 0")
-    text = text if preset is None else preset_text(preset, text, file)
-    passage = text_of(model, text, file, tokens)
+    given = given if preset is None else replace(given, text=preset_text(preset, given))
+    passage = given.passage()
 
     def profiled(loaded: loading.Loaded, inputs: Any) -> Profile:
         return run.profile(
@@ -230,15 +215,13 @@ def profile(
 
     with folder(out):
         other = None if against is None else saved_profile(against)
-        loaded, inputs = load_inputs(model, passage, tokens, dtype)
+        loaded, inputs = given.load(passage)
         clock.lap("loading the model")
         result = profiled(loaded, inputs)
-        result.attrs["arguments"] = arguments_of(
-            model, passage, out, text=text, file=file, tokens=tokens, target=target, dtype=dtype
-        )
+        result.attrs["arguments"] = given.arguments(passage, out, target)
         comparison = None
         if against is not None:
-            comparison = (other or profiled(*load_inputs(against, passage, tokens, dtype))).compare(result)
+            comparison = (other or profiled(*given.load(passage, model=against))).compare(result)
         mixed = None if perturb is None else measured_mixing(loaded, inputs, perturb)
         clock.lap("measuring")
         _show(result)

@@ -9,8 +9,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
 
 from qkv._files import scheme_of, write_atomically
 from qkv._untrusted import read_bytes
@@ -117,70 +120,92 @@ def statistics_of(names: str | None) -> list[Statistic]:
     return [STATISTICS.load(name.strip())() for name in names.split(",")] if names else []
 
 
-def text_of(model: str, text: str | None, file: Path | None, tokens: int | None, *, least: int = 1) -> str:
-    """The user's text or file; else the bundled passage, or enough of Python's standard library for `tokens`."""
-    from qkv.profiler import corpora
-
-    if text is not None and file is not None:
-        raise InputError("text and --file are both given, expected one of them")
-    if tokens is not None and tokens < least:
-        raise InputError(f"--tokens is {tokens}, expected at least {least}")
-    if file is not None:
-        return read(file)
-    if text is not None:
-        return text
-    return corpora.default_text(model) if tokens is None else corpora.library_text(16 * tokens + 1024)
-
-
-def preset_text(name: str, text: str | None, file: Path | None) -> str:
+def preset_text(name: str, given: Input) -> str:
     """The bundled text with a name, if no other text is given."""
     from qkv.profiler import corpora
 
-    if text is not None or file is not None:
-        raise InputError(f"--preset ({name}) and {'text' if file is None else '--file'} are both given, expected one")
+    if given.text is not None or given.file is not None:
+        other = "text" if given.file is None else "--file"
+        raise InputError(f"--preset ({name}) and {other} are both given, expected one")
     with renamed(preset="--preset"):
         return corpora.preset(name)
 
 
-def arguments_of(
-    model: str,
-    passage: str,
-    out: Path | None,
-    *,
-    text: str | None,
-    file: Path | None,
-    tokens: int | None,
-    target: str | None,
-    dtype: str,
-) -> dict[str, Any] | None:
-    """The model and text of a command, from which `qkv.profiler.data.findings` writes the next commands.
+@dataclass(frozen=True)
+class Input:
+    """The model of a command, and the text that it runs on.
 
-    A text that came from standard input, or that is long, is written to text.txt in the folder `out`; without a folder
-    the commands cannot be written, and the result is None.
+    Args:
+        model: A folder with a model, a name on the Hugging Face hub, or a built-in model: "qkv-mini" (a small language
+            model of Python code, included), "minilm" (a trained BERT, installed by the demo extra), or "random-gpt2"
+            (GPT-2's architecture with random weights and any number of positions, to measure time and memory).
+        text: Text to run the model on; a bundled passage if you give none.
+        file: Read the text from this UTF-8 file instead; - means standard input.
+        tokens: Run on this many tokens from the start of the text. If you give no text, they are taken from Python's
+            standard library.
+        dtype: Number format of the weights.
+        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
-    given: dict[str, Any] = {"model": model, "tokens": tokens, "target": target}
-    if dtype != "float32":
-        given["dtype"] = dtype
-    if str(file) == "-" or (text is not None and (len(text) > SHORT_TEXT or text.startswith("-"))):
-        if out is None:
-            return None
-        given["file"] = str(out / "text.txt")
-        write_atomically(out / "text.txt", passage.encode("utf-8", "replace"))
-    else:
-        given |= {"text": text, "file": None if file is None else str(file)}
-    return {name: value for name, value in given.items() if value is not None}
+
+    model: Annotated[str, Positional, arg(metavar="[MODEL]")] = "qkv-mini"
+    text: Annotated[str | None, Positional, arg(metavar="[TEXT]", help_behavior_hint="")] = None
+    file: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    tokens: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    max_size: Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="")] = None
+
+    @property
+    def is_default(self) -> bool:
+        """True if neither a text nor its length is given."""
+        return self.text is None and self.file is None and self.tokens is None
+
+    def passage(self, *, least: int = 1) -> str:
+        """The user's text or file; else the bundled passage, or enough of Python's standard library for `tokens`."""
+        from qkv.profiler import corpora
+
+        if self.text is not None and self.file is not None:
+            raise InputError("text and --file are both given, expected one of them")
+        if self.tokens is not None and self.tokens < least:
+            raise InputError(f"--tokens is {self.tokens}, expected at least {least}")
+        if self.file is not None:
+            return read(self.file)
+        if self.text is not None:
+            return self.text
+        return (
+            corpora.default_text(self.model) if self.tokens is None else corpora.library_text(16 * self.tokens + 1024)
+        )
+
+    def load(self, passage: str, *, model: str | None = None, head: bool | None = False) -> tuple[Loaded, Any]:
+        """Load the model, or another one, and return it with its inputs: the passage, or its first `tokens` tokens."""
+        from qkv._progress import spinner
+        from qkv.models import loading
+
+        name = self.model if model is None else model
+        with spinner(f"loading {name}"):
+            loaded = loading.load_model(name, dtype=self.dtype, tokens=self.tokens or len(passage.encode()), head=head)
+        return loaded, passage if self.tokens is None else first_tokens(loaded, passage, self.tokens)
+
+    def arguments(self, passage: str, out: Path | None, target: str | None) -> dict[str, Any] | None:
+        """The options from which `qkv.profiler.data.findings` writes the next commands.
+
+        A text that came from standard input, or that is long, is written to text.txt in the folder `out`; without a
+        folder the commands cannot be written, and the result is None.
+        """
+        given: dict[str, Any] = {"model": self.model, "tokens": self.tokens, "target": target}
+        if self.dtype != "float32":
+            given["dtype"] = self.dtype
+        text = self.text
+        if str(self.file) == "-" or (text is not None and (len(text) > SHORT_TEXT or text.startswith("-"))):
+            if out is None:
+                return None
+            given["file"] = str(out / "text.txt")
+            write_atomically(out / "text.txt", passage.encode("utf-8", "replace"))
+        else:
+            given |= {"text": text, "file": None if self.file is None else str(self.file)}
+        return {name: value for name, value in given.items() if value is not None}
 
 
-def load_inputs(
-    name: str, passage: str, tokens: int | None, dtype: str, *, head: bool | None = False
-) -> tuple[Loaded, Any]:
-    """Load a model, and return it with its inputs: the passage, or the first `tokens` tokens of it."""
-    from qkv._progress import spinner
-    from qkv.models import loading
-
-    with spinner(f"loading {name}"):
-        loaded = loading.load_model(name, dtype=dtype, tokens=tokens or len(passage.encode()), head=head)
-    return loaded, passage if tokens is None else first_tokens(loaded, passage, tokens)
+INPUT = Input()
 
 
 def first_tokens(loaded: Loaded, text: str, tokens: int) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def survey(
     *,
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "qkv-survey",
     stream: bool = False,
-    settings: tyro.conf.OmitArgPrefixes[Settings] = DEFAULTS,
+    settings: Annotated[Settings, tyro.conf.arg(name="")] = DEFAULTS,
     statistics: Annotated[str | None, tyro.conf.arg(metavar="NAME,…", help_behavior_hint="")] = None,
     device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto",
     threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,

@@ -7,14 +7,15 @@ import socket
 import sys
 import threading
 import webbrowser
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from qkv._packages import require
 from qkv._untrusted import allow
-from qkv.cli.shared import arguments_of, load_inputs, print_line, text_of
+from qkv.cli.shared import Input, print_line
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,20 +24,25 @@ if TYPE_CHECKING:
 PROFILE = "profile.qkv.zip"  # the name that `qkv profile` gives it
 
 
+@dataclass(frozen=True)
+class Source(Input):
+    """A profile, or a model and the text that it runs on."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[PROFILE|MODEL]")] = "qkv-mini"
+    """A profile.qkv.zip, the folder that qkv profile wrote it to, or a model (see qkv profile --help)."""
+
+
+SOURCE = Source()
+
+
 def view(
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[PROFILE|MODEL]")] = "qkv-mini",
-    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TEXT]", help_behavior_hint="")] = None,
-    /,
+    given: Annotated[Source, tyro.conf.arg(name="")] = SOURCE,
     *,
-    file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
-    tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
     against: Annotated[str | None, tyro.conf.arg(metavar="PROFILE|MODEL", help_behavior_hint="")] = None,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1",
     port: Annotated[int, tyro.conf.arg(metavar="N")] = 8765,
     no_browser: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Explore the attention of a model or a profile in a browser.
 
@@ -53,21 +59,16 @@ def view(
     qkv view ./tuned --file book.txt --against ./base
 
     Args:
-        source: A profile.qkv.zip, the folder that qkv profile wrote it to, or a model (see qkv profile --help).
-        text: Text to run the model on; a bundled passage if you give none.
-        file: Read the text from this UTF-8 file instead; - means standard input.
-        tokens: Run on this many tokens from the start of the text. If you give no text, they are taken from Python's
-            standard library.
+        given: Model or profile, and text.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
         against: A second profile, or a second model on the same text, to compare with the first.
-        dtype: Number format of the weights of models.
         host: Address to listen on. If it is not a loopback address, other machines can connect; they need the token in
             the printed address.
         port: Port of the server; 0 chooses a free port.
         no_browser: Print the address without opening a browser.
-        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
-    allow(max_size)
+    allow(given.max_size)
+    source = given.model
     require("qkv view", "fastapi", "uvicorn")
     if not 0 <= port <= 65535:
         raise InputError(f"--port is {port}, expected 0 (a free port) to 65535")
@@ -81,18 +82,18 @@ def view(
     if against is not None:
         found.append((against, _saved(against, "--against")))
     names = [name for name, profile in found if profile is None]
-    if not names and any(x is not None for x in (text, file, tokens, target)):
+    if not names and not (given.is_default and target is None):
         raise InputError(f"PROFILE: {source} already has its text, expected no other text, or a model to run on it")
-    passage = text_of(names[0], text, file, tokens) if names else ""  # one text for both models
+    passage = replace(given, model=names[0]).passage() if names else ""  # one text for both models
     session = Session(Path(source).name or source)
     for name, profile in found:
         if profile is not None:
             session.add_profile(profile, f"{profile.attrs.get('model', 'profile')} ({name})")
         else:
-            loaded, inputs = load_inputs(name, passage, tokens, dtype, head=None)
+            loaded, inputs = given.load(passage, model=name, head=None)
             list(batches(loaded.model, inputs, loaded.tokenizer, target))  # raises if the model cannot read them
-            given = arguments_of(name, passage, None, text=text, file=file, tokens=tokens, target=target, dtype=dtype)
-            session.add_model(loaded, inputs, target=target, arguments=given)
+            arguments = replace(given, model=name).arguments(passage, None, target)
+            session.add_model(loaded, inputs, target=target, arguments=arguments)
 
     def started(url: str) -> None:
         print_line("Viewer", url, main=True)
