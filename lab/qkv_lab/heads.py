@@ -82,8 +82,9 @@ def attention(model: DecoderLM, ids: Int[Tensor, "b n"]) -> dict[str, Any]:
         - ``key_cosine``: mean cosine of the queries with the first key, after positional rotation and norms.
           ``key_cosine_others``: the same with all other keys.
         - ``hidden_norm`` (layer): norm of a layer's output at the first token, divided by the mean norm at the others.
-        - ``massive`` (layer): largest magnitude of a layer's output, divided by the median magnitude in the text. An
-          activation is massive above 100 and 1,000 times the median (Sun et al. 2024, arXiv:2402.17762, §2).
+        - ``massive`` (layer): largest magnitude of a layer's output at the first token, divided by the median magnitude
+          in the text. An activation is massive above 100 and 1,000 times the median (Sun et al. 2024,
+          arXiv:2402.17762, §2).
 
         All of them are the numbers of `qkv.profile`, which defines them: `Profile.sinks` and `Profile.residual`.
 
@@ -115,7 +116,7 @@ def attention_and_weights(model: DecoderLM, ids: Int[Tensor, "b n"]) -> tuple[di
         "key_cosine": over_texts(data["cosine_first"].values).tolist(),
         "key_cosine_others": over_texts(data["cosine_others"].values).tolist(),
         "hidden_norm": over_texts(relative_norm(residual["norm"].values)[:, 1:, 0]).tolist(),
-        "massive": residual["ratio"].values[:, 1:].mean(0).tolist(),
+        "massive": residual["first_ratio"].values[:, 1:].mean(0).tolist(),
     }
     return statistics, found
 

@@ -55,6 +55,7 @@ MEANING = {
         f"number of |x| > {MASSIVE:g} and ≥ {TIMES_MEDIAN:g} × the median (Sun et al. 2024, arXiv:2402.17762, §2)",
     ),
     "ratio": ("1", "the largest |x| divided by the median"),
+    "first_ratio": ("1", "the largest |x| of the first token divided by the median"),
     "largest": ("1", "the largest |x|, in descending order"),
     "largest_token": ("position", "position in the text of the token with that activation; −1 if there is none"),
     "largest_dimension": ("index", "dimension of the hidden state with that activation; −1 if there is none"),
@@ -211,6 +212,7 @@ class _Summary:
     cosine: Tensor
     median: Tensor
     massive: Tensor
+    first: Tensor
     largest: Float[Tensor, " k"]
     token: Tensor
     dimension: Tensor
@@ -263,9 +265,9 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
     """Concatenate the summaries of the same stack in several runs along `text`.
 
     Returns:
-        Variables `norm` (text, depth, token); `cosine`, `median`, `massive` and `ratio` (text, depth); `largest`,
-        `largest_token` and `largest_dimension` (text, depth, rank), each with its ``units`` and ``definition``. A
-        text's real tokens are at the start of `token`; after its ``n_tokens`` norms are NaN.
+        Variables `norm` (text, depth, token); `cosine`, `median`, `massive`, `ratio` and `first_ratio` (text, depth);
+        `largest`, `largest_token` and `largest_dimension` (text, depth, rank), each with its ``units`` and
+        ``definition``. A text's real tokens are at the start of `token`; after its ``n_tokens`` norms are NaN.
 
     Raises:
         InputError: if stacks or numbers of depths differ.
@@ -285,7 +287,7 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
 
     largest, median = table("largest", LARGEST), table("median")
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = largest[..., 0] / median
+        ratio, first_ratio = largest[..., 0] / median, table("first") / median
     pair, ranked = ("text", "depth"), ("text", "depth", "rank")
     data = xr.Dataset(
         {
@@ -294,6 +296,7 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
             "median": (pair, median),
             "massive": (pair, table("massive")),
             "ratio": (pair, ratio),
+            "first_ratio": (pair, first_ratio),
             "largest": (ranked, largest),
             "largest_token": (ranked, table("token", LARGEST, -1)),
             "largest_dimension": (ranked, table("dimension", LARGEST, -1)),
@@ -316,7 +319,7 @@ def _summarised(x: Float[Tensor, "n d"]) -> _Summary:
     massive = torch.count_nonzero((size > MASSIVE) & (size >= TIMES_MEDIAN * median))
     norm = torch.linalg.vector_norm(x, dim=1)
     tokens, dimension = tokens[at // x.shape[1]], at % x.shape[1]
-    return _Summary(norm, _mean_cosine(x, norm), median, massive, largest, tokens, dimension)
+    return _Summary(norm, _mean_cosine(x, norm), median, massive, size[0].max(), largest, tokens, dimension)
 
 
 def _mean_cosine(x: Float[Tensor, "n d"], norm: Float[Tensor, " n"]) -> Tensor:
