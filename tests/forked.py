@@ -12,7 +12,7 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "accelerate", "accelerate.utils", "qkv_lab.loop", "qkv_lab.experiments.run", "qkv_lab.draw",
+    ["torch", "qkv_lab.loop", "qkv_lab.experiments.run", "qkv_lab.draw",
      "qkv_lab.tokens", "qkv.profiler.surveys.survey", "torch.distributed.tensor", "torch._dynamo"]
 )  # fmt: skip
 

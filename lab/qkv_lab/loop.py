@@ -1,20 +1,21 @@
-"""The training loop of all tasks, on one process or several, with exact resumption."""
+"""The training loop of all tasks, with exact resumption."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkv._files import write_atomically
 from qkv._progress import Bar, bar
@@ -77,9 +78,8 @@ def train(
 ) -> Trained:
     """Train the model of a task, or resume a run in the same folder.
 
-    A run that was interrupted or killed ends with exactly the same weights as an uninterrupted one. Under ``torchrun``
-    or ``accelerate launch`` each process takes its share of every batch; the weights then agree with those of one
-    process to rounding.
+    A run that was interrupted or killed ends with exactly the same weights as an uninterrupted one. It runs on a GPU if
+    there is one.
 
     Args:
         task: the task, see `qkv_lab.tasks`.
@@ -105,70 +105,47 @@ def train(
     ...     sorted(p.name for p in (trained.folder / "model").iterdir())
     ['config.json', 'model.safetensors']
     """
-    from accelerate import Accelerator
-
-    # Without cpu=True accelerate ignores torchrun's processes on a machine without GPUs.
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise InputError(f"WORLD_SIZE is {world}, expected a single process: models of the lab are small")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = Path(folder)
-    parts = accelerator.num_processes * training.accumulate
-    if training.batch % parts:
-        raise InputError(
-            f"batch is {training.batch}, expected a multiple of {parts}: {accelerator.num_processes} processes × "
-            f"accumulate={training.accumulate}"
-        )
+    if training.batch % training.accumulate:
+        raise InputError(f"batch is {training.batch}, expected a multiple of accumulate={training.accumulate}")
     _check_size(task)
-    _check_batch(task, training, parts)
-    if accelerator.is_main_process:
-        _claim_folder(folder, task, training)
-    accelerator.wait_for_everyone()
+    _check_batch(task, training)
+    _claim_folder(folder, task, training)
     if (folder / RESULT).exists():
-        finished = checkpoint.load(folder / MODEL).to(accelerator.device)
+        finished = checkpoint.load(folder / MODEL).to(device)
         return Trained(finished, folder, log.read(folder / METRICS))
 
     torch.manual_seed(training.seed)
-    objective, optimizer = _prepare(accelerator, task, training)
-    model: nn.Module = accelerator.unwrap_model(objective).model
+    model = task.build().to(device)
+    optimizer = _optimizer(model, training)
     found = resume.checkpoints(folder)
-    done = resume.load(found[-1], model, optimizer.optimizer) if found else 0
-    main = accelerator.is_main_process
+    done = resume.load(found[-1], model, optimizer) if found else 0
     with ExitStack() as stack:
         requests = stack.enter_context(_stop_requests())
-        shown = stack.enter_context(bar(task.name, "steps", training.steps, done=done, show=progress and main))
-        writer = stack.enter_context(_Writer(folder, task, training, done, shown, tensorboard)) if main else None
-        if writer is not None and done == 0:
+        shown = stack.enter_context(bar(task.name, "steps", training.steps, done=done, show=progress))
+        writer = stack.enter_context(_Writer(folder, task, training, done, shown, tensorboard))
+        if done == 0:
             writer.evaluation(model, 0)
         for step in range(done, training.steps):
             batch = task.batch(step, training.batch, training.seed)
-            loss, norm = _step(accelerator, objective, optimizer, task, training, batch, step)
+            loss, norm = _step(model, optimizer, task, training, batch, step)
             now = step + 1
             _check_finite(loss, norm, now, training, folder)
-            stop = requests.pending(accelerator) and now < training.steps
-            if writer is not None:
-                writer.step(now, loss, norm, task.count(batch))
-                if now % training.evaluate_every == 0 or now == training.steps:
-                    writer.evaluation(model, now)
-                if now % training.save_every == 0 or now == training.steps or stop:
-                    resume.save(folder, now, model, optimizer.optimizer)
+            stop = requests.count > 0 and now < training.steps
+            writer.step(now, loss, norm, task.count(batch))
+            if now % training.evaluate_every == 0 or now == training.steps:
+                writer.evaluation(model, now)
+            if now % training.save_every == 0 or now == training.steps or stop:
+                resume.save(folder, now, model, optimizer)
             if stop:
                 raise Interrupted(
                     f"stopped at step {now} after saving a checkpoint; run the same command again to resume"
                 )
-    if main:
-        _finish(folder, task, model, accelerator.num_processes, figures)
-    accelerator.wait_for_everyone()
+    _finish(folder, task, model, figures)
     return Trained(model.eval(), folder, log.read(folder / METRICS))
-
-
-class _Objective(nn.Module):
-    """The loss as the forward of a module, because distributed training synchronises gradients of modules."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self.model = task.build()
-        self._task = task
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self._task.loss(self.model, batch)
 
 
 def _check_size(task: Task) -> None:
@@ -181,21 +158,14 @@ def _check_size(task: Task) -> None:
         return
 
 
-def _check_batch(task: Task, training: Training, parts: int) -> None:
+def _check_batch(task: Task, training: Training) -> None:
     """Raise `InputError` for a batch that does not fit in memory, before it is made."""
-    tokens = task.count(task.batch(0, 1, training.seed)) * training.batch // parts
+    tokens = task.count(task.batch(0, 1, training.seed)) * training.batch // training.accumulate
     if tokens * LEAST_PER_TOKEN > free_memory():
         raise InputError(
             f"batch is {training.batch}, whose {tokens:,} tokens do not fit in memory; expected a smaller one, or "
             "more parts with accumulate"
         )
-
-
-def _prepare(accelerator: Any, task: Task, training: Training) -> tuple[nn.Module, Any]:
-    """The objective and its optimizer, on this process's device."""
-    objective = _Objective(task)
-    prepared: tuple[nn.Module, Any] = accelerator.prepare(objective, _optimizer(objective, training))
-    return prepared
 
 
 def _check_finite(loss: float, norm: float, step: int, training: Training, folder: Path) -> None:
@@ -267,39 +237,31 @@ def _optimizer(module: nn.Module, training: Training) -> torch.optim.AdamW:
 
 
 def _step(
-    accelerator: Any, objective: nn.Module, optimizer: Any, task: Task, training: Training, batch: Batch, step: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, training: Training, batch: Batch, step: int
 ) -> tuple[float, float]:
     """One optimizer step; returns the loss over the whole batch and the norm of its gradient.
 
     Each micro-batch's loss is weighted by its share of the predictions, so that the gradient does not depend on the
-    number of processes and micro-batches. Dropout depends on the seed, the step and the process alone.
+    number of micro-batches. Dropout depends on the seed and the step alone.
     """
-    processes, rank = accelerator.num_processes, accelerator.process_index
+    device = next(model.parameters()).device
     for group in optimizer.param_groups:
         group["lr"] = training.lr_at(step)
-    torch.manual_seed(((training.seed * 1_000_003 + step) * 4099 + rank) % 2**63)
-    objective.train()
-    total, local_loss = task.count(batch), torch.zeros((), device=accelerator.device)
-    count = processes * training.accumulate
-    parts = [_micro_batch(batch, rank + processes * i, count) for i in range(training.accumulate)]
-    bfloat16 = training.precision == "bfloat16"
-    for i, part in enumerate(parts):
+    torch.manual_seed(((training.seed * 1_000_003 + step) * 4099) % 2**63)
+    model.train()
+    total, summed = task.count(batch), torch.zeros((), device=device)
+    for i in range(training.accumulate):
+        part = {name: x.tensor_split(training.accumulate)[i] for name, x in batch.items()}
         share = task.count(part) / total
-        on_device = {name: x.to(accelerator.device) for name, x in part.items()}
-        last = i == len(parts) - 1
-        with nullcontext() if last else accelerator.no_sync(objective):
-            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bfloat16):
-                loss = objective(on_device) * share
-            accelerator.backward(loss * processes)  # distributed training takes the mean over processes
-        local_loss += loss.detach()
-    norm = accelerator.clip_grad_norm_(objective.parameters(), training.clip or math.inf)
+        on_device = {name: x.to(device) for name, x in part.items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
+            loss = task.loss(model, on_device) * share
+        loss.backward()
+        summed += loss.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), training.clip or math.inf)
     optimizer.step()
     optimizer.zero_grad()
-    return float(accelerator.reduce(local_loss)), float(norm)
-
-
-def _micro_batch(batch: Batch, index: int, count: int) -> Batch:
-    return {name: x.tensor_split(count)[index] for name, x in batch.items()}
+    return float(summed), float(norm)
 
 
 def _claim_folder(folder: Path, task: Task, training: Training) -> None:
@@ -323,7 +285,7 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
 
 
 @torch.no_grad()
-def _finish(folder: Path, task: Task, model: nn.Module, processes: int, figures: bool) -> None:
+def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
     """Save the model and its figures, and last result.json, which marks the run as finished."""
     from qkv_lab.draw import save_figure
     from qkv_lab.log import loss_figure
@@ -343,7 +305,7 @@ def _finish(folder: Path, task: Task, model: nn.Module, processes: int, figures:
             for name, figure in {"loss": loss_figure(task.name, metrics), **task.figures(model)}.items():
                 save_figure(figure, folder / FIGURES / f"{name}.png")
         parameters = sum(p.numel() for p in model.parameters())
-        result = {"task": task.name, **metrics[-1], "parameters": parameters, "processes": processes}
+        result = {"task": task.name, **metrics[-1], "parameters": parameters}
         write_atomically(folder / RESULT, json.dumps(log.finite(result), indent=1) + "\n")
     except OSError as error:
         raise InputError(
@@ -361,13 +323,6 @@ class _StopRequests:
         self.count += 1
         if self.count > 1:
             raise KeyboardInterrupt
-
-    def pending(self, accelerator: Any) -> bool:
-        """True if any process received a signal."""
-        if accelerator.num_processes == 1:
-            return self.count > 0
-        flag = torch.tensor(float(self.count > 0), device=accelerator.device)
-        return bool(accelerator.reduce(flag) > 0)
 
 
 @contextmanager

@@ -91,9 +91,9 @@ class Training:
     steps: int = 1000
     """Optimizer steps."""
     batch: int = 32
-    """Sequences per step, over all processes."""
+    """Sequences per step."""
     accumulate: int = 1
-    """Gradient accumulation: micro-batches into which each process splits its share of a batch."""
+    """Gradient accumulation: micro-batches into which a batch is split."""
     lr: float = 3e-3
     """Peak learning rate."""
     warmup: int = 100

@@ -62,7 +62,6 @@ def test_a_vocabulary_opens(golden: Path) -> None:
 
 def test_a_run_opens_and_resumes(golden: Path, tmp_path: Path) -> None:
     """A finished run is loaded; without its result it continues from the checkpoint, and gives the same model."""
-    pytest.importorskip("accelerate")
     folder = Path(shutil.copytree(golden / "run", tmp_path / "run"))
     task, training = settings.from_toml(folder / "run.toml")
     assert task == Reversal(symbols=4, model=DecoderConfig(d_model=8, layers=1, heads=2))

@@ -224,7 +224,6 @@ def test_a_configuration_of_100_000_brackets_is_refused(model: Path) -> None:
 
 
 def test_training_a_model_that_does_not_fit_in_memory_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     for config in (DecoderConfig(d_model=2**40, heads=2), DecoderConfig(layers=2**40, d_model=8, heads=2)):
         with refused("model", match="too large"):
             lab.train(Reversal(model=config), lab.Training(steps=1), tmp_path / "run", progress=False)
@@ -303,7 +302,6 @@ def test_messages_have_a_length_that_can_be_read() -> None:
 def test_control_characters_of_a_file_do_not_reach_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("accelerate")
     (tmp_path / "run.toml").write_text('task = "reversal"\n["\\u001b[2J"]\n')
     assert main(["train", "--config", str(tmp_path / "run.toml")]) == 2
     printed = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The training loop: exact resumption, several processes, and errors."""
+"""The training loop: exact resumption and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conftest import refused
-from forked import Forked, free_port
+from forked import Forked
 from lab_tasks import Counting, train_slowly, weights
 from qkv import models
 from qkv.errors import InputError
@@ -129,24 +129,11 @@ def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(alone: Path
         torch.testing.assert_close(x, weights(four)[name], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.slow
-def test_two_processes_train_the_same_weights_as_one(alone: Path, tmp_path: Path) -> None:
-    together = tmp_path / "together"
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = []
-    for rank in ("0", "1"):
-        (tmp_path / rank).mkdir()
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, **world}  # as torchrun sets them
-        halves = replace(TRAINING, accumulate=2)
-        started.append(Forked(train, quiet(), halves, together, folder=tmp_path / rank, **ranks))
-    for process in started:
-        assert process.wait() == 0, process.errors
-    processes = [json.loads((f / "result.json").read_text())["processes"] for f in (alone, together)]
-    assert processes == [1, 2]
-    losses = [[x["loss"] for x in log.read(f / "metrics.jsonl") if "loss" in x] for f in (alone, together)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    for name, x in weights(alone).items():
-        torch.testing.assert_close(x, weights(together)[name], rtol=2e-4, atol=2e-5)
+def test_processes_of_torchrun_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with refused("WORLD_SIZE"):
+        train(quiet(), TRAINING, tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
 
 
 def test_nan_loss_stops_the_run_and_keeps_earlier_checkpoints(tmp_path: Path) -> None:

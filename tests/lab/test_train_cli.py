@@ -20,8 +20,6 @@ from qkv_lab.cli.train import Run
 from qkv_lab.task import Training
 from qkv_lab.tasks.reversal import Reversal
 
-pytest.importorskip("accelerate", reason="training needs accelerate")
-
 
 class Asked:
     """What `train` was asked for, instead of training."""
@@ -202,12 +200,6 @@ def test_next_commands_are_suggested_for_models_of_text(
     said = capsys.readouterr().out
     assert ("qkv profile 'my run/model'" in said) == hint
     assert ("qkv generate 'my run/model' \"def \"" in said) == hint
-
-
-def test_only_rank_0_prints(asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert main(["train", "reversal"]) == 0
-    assert capsys.readouterr().out == ""
 
 
 def test_interrupted_run_prints_how_to_continue(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,9 +25,7 @@ qkv train reversal --length 8 --model.layers 1 --steps 500  (change some setting
 
 qkv train --config qkv-runs/reversal/run.toml --seed 1 --out qkv-runs/again
 
-qkv train --config lesson                                   (a lesson's model, 26,672 parameters)
-
-torchrun --nproc-per-node 2 -m qkv.cli train language       (two processes)"""
+qkv train --config lesson                                   (a lesson's model, 26,672 parameters)"""
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,7 @@ def train(*arguments: str) -> None:
     from qkv_lab import loop
 
     trained = loop.train(run.task, run.training, run.out, progress=True, tensorboard=run.tensorboard)
-    if os.environ.get("RANK", "0") == "0":  # only one of several processes prints
-        _show(run.task, trained)
+    _show(run.task, trained)
 
 
 def _read(arguments: Sequence[str]) -> Run:

@@ -54,7 +54,7 @@ def fit(model: nn.Module, loss: Callable[[int], Tensor], training: Training) -> 
     Args:
         model: the module; it is in evaluation mode at the end.
         loss: the mean loss of a step, counted from 0.
-        training: the settings; those of evaluations, checkpoints and processes are ignored.
+        training: the settings; those of evaluations and checkpoints are ignored.
 
     Returns:
         The loss of every step. Training ends early if it is not finite.
