@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from qkv.testing.inputs import (
     fail,
     normal,
     number,
+    padded,
     shortcuts,
     triple,
+    with_holes,
 )
 
 MUST_SERVE = ("auto", "eager")
@@ -343,34 +346,69 @@ def _pickled(thing: object) -> Any:
 
 
 @torch.no_grad()
-def check_copies(c: Composition, size: Size) -> None:
-    """Copies by pickle and copy.deepcopy can be made and give the same output."""
-    where = f"{size}, float64"
-    tensors = triple(size, torch.float64)
-    before = run(c.of(converted(c.thing, torch.float64)), tensors, "eager", where)
-    assert before is not None
-    name = type(c.thing).__name__
+def check_copies(thing: object, result: Callable[[Any], Tensor], what: str) -> None:
+    """Copies by pickle and copy.deepcopy can be made, have the same learned tensors and give the same `result`."""
+    before, name = result(thing), type(thing).__name__
     ways: list[tuple[str, Callable[[Any], Any]]] = [("pickle", _pickled)]
-    if can_be_copied(c.thing):
+    if can_be_copied(thing):
         ways.append(("copy.deepcopy", deepcopy))
     for way, copied in ways:
         try:
-            made = copied(c.thing)
+            made = copied(thing)
         except Exception as error:
             raise CheckFailed(
                 f"{name}: {way} raised {type(error).__name__}: {str(error).strip()}; expected a copy: "
                 "the class and every function among its attributes must be defined at the top level of a module"
             ) from error
-        kind = type(made)
-        if kind is not type(c.thing):
-            raise CheckFailed(f"{name}: {way} made an object of class {kind.__name__}, expected {name}")
-        if list(learned_tensors(made)) != list(learned_tensors(c.thing)):
+        if type(made) is not type(thing):
+            raise CheckFailed(f"{name}: {way} made an object of class {type(made).__name__}, expected {name}")
+        if list(learned_tensors(made)) != list(learned_tensors(thing)):
             raise CheckFailed(
                 f"{name}: {way} made an object with the learned tensors {list(learned_tensors(made))}, "
-                f"expected {list(learned_tensors(c.thing))}"
+                f"expected {list(learned_tensors(thing))}"
             )
-        after = run(c.of(converted(made, torch.float64)), tensors, "eager", where)
-        assert after is not None
-        wrong = difference(after[0], before[0])
+        wrong = difference(result(made), before)
         if wrong is not None:
-            raise CheckFailed(f"{name}: {way} made an object whose output differs with {where}: {wrong}")
+            raise CheckFailed(f"{name}: {way} made an object whose {what} differs: {wrong}")
+
+
+def check_output_of_copies(c: Composition, size: Size) -> None:
+    """Copies of the object under examination give the same output of `attend`."""
+    tensors, where = triple(size, torch.float64), f"{size}, float64"
+
+    def output(thing: Any) -> Tensor:
+        made = run(c.of(converted(thing, torch.float64)), tensors, "eager", where)
+        assert made is not None
+        return made[0]
+
+    check_copies(c.thing, output, "output")
+
+
+# --- all laws of `attend` ---------------------------------------------------------------------------------------------
+
+
+def masked(c: Composition, size: Size) -> list[Composition]:
+    """The composition without a mask, with holes and a query without visible keys, and causal with padding."""
+    masks = (None, with_holes(size), padded(size))
+    labels = ("", "a mask with holes", "a causal mask with padding")
+    return [
+        replace(c, mask=mask, label=", ".join(x for x in (c.label, label) if x))
+        for mask, label in zip(masks, labels, strict=True)
+    ]
+
+
+def check_attend(plain: Composition, sizes: Sequence[Size], more: Sequence[Composition] = ()) -> None:
+    """Every law of `attend`: `more` compositions are compared with the definition at the first size only."""
+    first, large = sizes[0], sizes[min(1, len(sizes) - 1)]
+    for c in (*masked(plain, first), *more):
+        check_kernels(c, first)
+    check_slopes(masked(plain, first)[1], first)
+    for size in sizes[1:]:
+        check_kernels(masked(plain, size)[1 if size.small else 2], size, torch.float64 if size.small else torch.float32)
+    check_half(masked(plain, large)[2], large)
+    for size in dict.fromkeys((first, large)):
+        for c in masked(plain, size)[1:]:
+            check_masked(c, size)
+    for size in sizes[:3]:
+        check_measure(masked(plain, size)[2], size)
+    check_output_of_copies(plain, first)

@@ -12,7 +12,7 @@ from qkv.biases import Additive, Bias
 from qkv.masks import Region
 from qkv.normalizers import Sigmoid, Softmax
 from qkv.testing import definition
-from qkv.testing.agreement import check_copies, check_half, check_kernels, check_masked, check_measure, check_slopes
+from qkv.testing.agreement import check_attend, masked
 from qkv.testing.definition import Composition
 from qkv.testing.inputs import (
     SIZES,
@@ -26,12 +26,10 @@ from qkv.testing.inputs import (
     key_heads_of,
     normal,
     number,
-    padded,
     parts,
     shape_of,
     sizes_of,
     triple,
-    with_holes,
 )
 
 ROUNDINGS = 2.0**12  # eps that the same function of the same numbers may be off
@@ -94,7 +92,9 @@ def check_bias(
     _check_tiles(exact, bound, first)
     _check_alone(exact, bound, first, named)
     _check_shortcuts(exact, bound, first)
-    _check_attend(bias, chosen_sizes)
+    plain = Composition("bias", bias=bias, normalizer=Softmax(0.7))
+    sigmoid = replace(plain, normalizer=Sigmoid(-1.0), label="normalizer Sigmoid")
+    check_attend(plain, chosen_sizes, [masked(sigmoid, first)[1]])
 
 
 def _bound(bias: Bias, size: Size) -> Bias:
@@ -254,35 +254,3 @@ def _compare(bound: Bias, method: str, what: str, mine: Tensor | None, theirs: T
     wrong = difference(mine, theirs, coarse * max(1.0, float(theirs.abs().max())))
     if wrong is not None:
         fail(bound, method, f"{what}: {wrong} by autograd on {definition.method_of(bound)}")
-
-
-# --- attend -----------------------------------------------------------------------------------------------------------
-
-
-def _check_attend(bias: Bias, sizes: list[Size]) -> None:
-    first, large = sizes[0], sizes[min(1, len(sizes) - 1)]
-    plain = Composition("bias", bias=bias, normalizer=Softmax(0.7))
-    check_kernels(plain, first)
-    for c in _masked(plain, first):
-        check_kernels(c, first)
-    sigmoid = replace(_masked(plain, first)[0], normalizer=Sigmoid(-1.0), label="normalizer Sigmoid, a mask with holes")
-    check_kernels(sigmoid, first)
-    check_slopes(_masked(plain, first)[0], first)
-    for size in sizes[1:]:
-        holes, causal = _masked(plain, size)
-        check_kernels(holes if size.small else causal, size, torch.float64 if size.small else torch.float32)
-    check_half(_masked(plain, large)[1], large)
-    for size in dict.fromkeys((first, large)):
-        for c in _masked(plain, size):
-            check_masked(c, size)
-    for size in sizes[:3]:
-        check_measure(_masked(plain, size)[1], size)
-    check_copies(plain, first)
-
-
-def _masked(c: Composition, size: Size) -> list[Composition]:
-    """With holes and a query without visible keys; causal with padding."""
-    return [
-        replace(c, mask=with_holes(size), label="a mask with holes"),
-        replace(c, mask=padded(size), label="a causal mask with padding"),
-    ]

@@ -18,7 +18,14 @@ from qkv.kernels import serve
 from qkv.masks import EMPTY, FULL, PARTIAL, Causal, Grid, Mask, Padding, Tiles
 from qkv.normalizers import Identity, Sigmoid
 from qkv.testing import definition
-from qkv.testing.agreement import check_copies, check_half, check_kernels, check_masked, check_measure, check_slopes
+from qkv.testing.agreement import (
+    check_half,
+    check_kernels,
+    check_masked,
+    check_measure,
+    check_output_of_copies,
+    check_slopes,
+)
 from qkv.testing.definition import Composition
 from qkv.testing.inputs import (
     MANY,
@@ -284,7 +291,7 @@ def _check_attend(mask: Mask, sizes: list[Size]) -> None:
     check_half(plain, sizes[min(2, len(sizes) - 1)])
     for size in dict.fromkeys((first, sizes[min(3, len(sizes) - 1)], sizes[-1])):
         check_measure(plain, size)
-    check_copies(plain, first)
+    check_output_of_copies(plain, first)
 
 
 def _with_padding(mask: Mask, size: Size) -> Composition:

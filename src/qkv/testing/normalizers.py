@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
-from qkv.testing.agreement import check_copies, check_half, check_kernels, check_masked, check_measure, check_slopes
+from qkv.testing.agreement import check_attend, masked
 from qkv.testing.definition import Composition, bisect, weigh
 from qkv.testing.inputs import (
     SIZES,
@@ -22,11 +22,9 @@ from qkv.testing.inputs import (
     key_heads_of,
     normal,
     number,
-    padded,
     parts,
     shape_of,
     sizes_of,
-    with_holes,
 )
 
 SCORES = (-79.3, -30.9, -12.7, -5.11, -2.07, -1.03, -0.31, -1.1e-3, -1.3e-6, 1.3e-6, 1.1e-3, 0.31, 1.03, 2.07, 5.11,
@@ -397,33 +395,9 @@ def _check_attend(normalizer: Pointwise | SumToOne, heads: int, sizes: Sizes | N
     key = normalizer.key if isinstance(normalizer, SumToOne) else None
     dim = 8 if key is None else key.shape[1]
     chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim)
-    first, large = chosen_sizes[0], chosen_sizes[min(1, len(chosen_sizes) - 1)]
-    plain = Composition("normalizer", normalizer=normalizer)
-    for masked in _masked(plain, first):
-        check_kernels(masked, first)
-    for index, variant in enumerate(_variants(normalizer, first)):
-        check_kernels(_masked(variant, first)[2 - index % 2], first)
-    check_slopes(_masked(plain, first)[1], first)
-    for size in chosen_sizes[1:]:
-        single = torch.float32 if not size.small else torch.float64
-        check_kernels(_masked(plain, size)[1 if size.small else 2], size, single)
-    check_half(_masked(plain, large)[2], large)
-    for size in dict.fromkeys((first, large)):
-        for masked in _masked(plain, size)[1:]:
-            check_masked(masked, size)
-    for size in chosen_sizes[:3]:
-        check_measure(_masked(plain, size)[2], size)
-    check_copies(plain, first)
-
-
-def _masked(c: Composition, size: Size) -> list[Composition]:
-    """The composition without a mask, with holes and a query without visible keys, and causal with padding."""
-    masks = (None, with_holes(size), padded(size))
-    labels = ("", "a mask with holes", "a causal mask with padding")
-    return [
-        Composition(c.subject, mask, c.bias, c.score, c.normalizer, ", ".join(x for x in (c.label, label) if x))
-        for mask, label in zip(masks, labels, strict=True)
-    ]
+    first = chosen_sizes[0]
+    more = [masked(c, first)[2 - index % 2] for index, c in enumerate(_variants(normalizer, first))]
+    check_attend(Composition("normalizer", normalizer=normalizer), chosen_sizes, more)
 
 
 def _variants(normalizer: Pointwise | SumToOne, size: Size) -> list[Composition]:

@@ -12,7 +12,7 @@ from qkv._contract import overrides
 from qkv.normalizers import Identity, Softmax
 from qkv.scores import Pairwise, Product, Score
 from qkv.testing import definition
-from qkv.testing.agreement import check_copies, check_half, check_kernels, check_masked, check_measure, check_slopes
+from qkv.testing.agreement import check_attend, masked
 from qkv.testing.definition import Composition
 from qkv.testing.inputs import (
     SIZES,
@@ -25,12 +25,10 @@ from qkv.testing.inputs import (
     fail,
     normal,
     number,
-    padded,
     parts,
     shape_of,
     sizes_of,
     triple,
-    with_holes,
 )
 
 ROUNDINGS = 2.0**12  # eps that the same function of the same numbers may be off
@@ -94,7 +92,10 @@ def check_score(
         _check_gradients(exact, first)
     if exact.keeps_rotation:
         _check_rotation(exact, first)
-    _check_attend(score, computed)
+    plain, key = Composition("score", score=score), normal(first.heads, first.dim_k, seed=6).requires_grad_()
+    linear = replace(plain, normalizer=Identity("keys"), label="normalizer Identity")
+    learned = replace(plain, normalizer=Softmax(0.7, key=key), label="a learned key in the normalizer")
+    check_attend(plain, computed, [learned, masked(linear, first)[2]])
 
 
 def _check_factor(score: Score, size: Size) -> None:
@@ -223,34 +224,3 @@ def _check_rotation(score: Score, size: Size) -> None:
             score, "keeps_rotation", f"is True, but the score at {wrong.place} changes from {number(wrong.want)} to "
             f"{number(wrong.got)} when queries and keys are rotated by the same rotation"
         )  # fmt: skip
-
-
-def _check_attend(score: Score, sizes: list[Size]) -> None:
-    first, large = sizes[0], sizes[min(1, len(sizes) - 1)]
-    plain = Composition("score", score=score)
-    check_kernels(plain, first)
-    for c in _masked(plain, first):
-        check_kernels(c, first)
-    key = normal(first.heads, first.dim_k, seed=6).requires_grad_()
-    check_kernels(replace(plain, normalizer=Softmax(0.7, key=key), label="a learned key in the normalizer"), first)
-    linear = replace(plain, normalizer=Identity("keys"), label="normalizer Identity and a causal mask with padding")
-    check_kernels(replace(linear, mask=padded(first)), first)
-    check_slopes(_masked(plain, first)[0], first)
-    for size in sizes[1:]:
-        holes, causal = _masked(plain, size)
-        check_kernels(holes if size.small else causal, size, torch.float64 if size.small else torch.float32)
-    check_half(_masked(plain, large)[1], large)
-    for size in dict.fromkeys((first, large)):
-        for c in _masked(plain, size):
-            check_masked(c, size)
-    for size in sizes[:3]:
-        check_measure(_masked(plain, size)[1], size)
-    check_copies(plain, first)
-
-
-def _masked(c: Composition, size: Size) -> list[Composition]:
-    """The composition with holes and a query without visible keys, and causal with padding."""
-    return [
-        replace(c, mask=with_holes(size), label="a mask with holes"),
-        replace(c, mask=padded(size), label="a causal mask with padding"),
-    ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
@@ -18,6 +16,7 @@ from qkv._engine.call import at_least_float32
 from qkv.masks import Causal, Dense, Mask, Region
 from qkv.statistics import Statistic, WeightTile
 from qkv.statistics.measure import measure
+from qkv.testing.agreement import check_copies
 from qkv.testing.inputs import (
     CheckFailed,
     Size,
@@ -85,7 +84,8 @@ def check_statistic(statistic: Statistic, *, heads: int = 4) -> None:
         _check_cuts(statistic, case, whole)
     _check_measure(statistic, heads)
     _check_by_head(statistic)
-    _check_copies(statistic, heads)
+    case = next(iter(_cases(heads)))
+    check_copies(statistic, lambda made: _evaluated(made, case), "number")
 
 
 # --- name, unit and definition ----------------------------------------------------------------------------------------
@@ -359,28 +359,3 @@ def _check_by_head(s: Statistic) -> None:
         fail(s, "by_head", "depends on values that do not count, expected only those where counted is True")
     if not np.isfinite(made).all():
         fail(s, "by_head", "is not finite although all values that count are, expected a number")
-
-
-def _pickled(thing: Any) -> Any:
-    return pickle.loads(pickle.dumps(thing))
-
-
-def _check_copies(s: Statistic, heads: int) -> None:
-    case = next(iter(_cases(heads)))
-    want = _evaluated(s, case)
-    ways: tuple[tuple[str, Callable[[Any], Any]], ...] = (("pickle", _pickled), ("copy.deepcopy", deepcopy))
-    for way, copied in ways:
-        try:
-            made = copied(s)
-        except Exception as error:
-            raise CheckFailed(
-                f"{type(s).__name__}: {way} raised {type(error).__name__}: {str(error).strip()}; expected a copy: "
-                "the class and every function among its attributes must be defined at the top level of a module"
-            ) from error
-        if type(made) is not type(s):
-            raise CheckFailed(
-                f"{type(s).__name__}: {way} made an object of class {type(made).__name__}, expected {type(s).__name__}"
-            )
-        wrong = difference(_evaluated(made, case), want)
-        if wrong is not None:
-            raise CheckFailed(f"{type(s).__name__}: {way} made an object whose numbers differ: {wrong}")
