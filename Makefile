@@ -107,7 +107,7 @@ models: venv  ## train the bundled models again, on two cores, about two hours
 JOBS ?= 2
 RESULTS := lab/qkv_lab/experiments/results
 
-experiments: venv  ## run all experiments of the lab on JOBS=2 cores: an estimate comes first, about a night; resumes; writes docs/experiments
+experiments: venv  ## run all experiments of the lab on JOBS=2 cores, about a night; resumes; writes docs/experiments
 	$(BIN)/qkv experiment all --jobs $(JOBS) --out qkv-experiments
 	cp qkv-experiments/*.json $(RESULTS)/
 	cp qkv-experiments/*.png qkv-experiments/README.md docs/experiments/

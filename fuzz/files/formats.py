@@ -19,7 +19,7 @@ from qkv.models.loading import load_text_model
 from qkv.profiler import Survey, editing
 from qkv_lab import log, resume, settings, tokens
 from qkv_lab.experiments import record
-from qkv_lab.experiments.run import _PartialResults as PartialResults
+from qkv_lab.experiments.run import read_part
 from qkv_lab.translation import read_vocabulary
 from research.sinks import Study
 
@@ -77,9 +77,7 @@ FORMATS: dict[str, Format] = {
     "checkpoint": Format(("run/checkpoint-00000002/state.json", "run/checkpoint-00000002/state.safetensors"), _resume),
     "metrics": Format(("run/metrics.jsonl",), lambda f: log.read(f / "run/metrics.jsonl")),
     "experiment": Format(("experiment/norm_place.json",), lambda f: record.load(f / "experiment/norm_place.json")),
-    "unfinished experiment": Format(
-        ("experiment/x.json.part",), lambda f: PartialResults(f / "experiment/x.json.part").runs
-    ),
+    "unfinished experiment": Format(("experiment/x.json.part",), lambda f: read_part(f / "experiment/x.json.part")),
     "study": Format(("sinks.json",), lambda f: Study.load(f / "sinks.json")),
     "ablation": Format(("ablation.jsonl",), _ablation),
     "bench": Format(("bench.json",), lambda f: bench.load(f / "bench.json")),
@@ -114,7 +112,7 @@ def write(folder: Path) -> None:
     (folder / "gpt2" / "generation_config.json").write_text(json.dumps({"eos_token_id": [256]}))
     rows = json.loads((folder / "experiment" / "norm_place.json").read_text())["variants"]
     runs = {variant: row["results"][0] for variant, row in rows.items()}
-    (folder / "experiment" / "x.json.part").write_text(json.dumps({"runs": runs, "computed": {"0": runs}}))
+    (folder / "experiment" / "x.json.part").write_text(json.dumps({"seeds": {"0": runs}}))
     shutil.copy(GOLDEN / "model" / "tokenizer.json", folder / "gpt2" / "tokenizer.json")
     known = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<s>"}
     (folder / "gpt2" / "tokenizer_config.json").write_text(json.dumps(known, indent=1))

@@ -24,8 +24,9 @@ from qkv.testing.inputs import calling, fail
 from qkv_lab import log, loop, resume, settings
 from qkv_lab.experiments.base import Experiment, Results
 from qkv_lab.experiments.evidence import judge
+from qkv_lab.experiments.record import key
 from qkv_lab.experiments.registry import REGISTRY as EXPERIMENTS
-from qkv_lab.experiments.run import key, redraw_experiment, run_experiment
+from qkv_lab.experiments.run import redraw, run
 from qkv_lab.task import Batch, Task
 from qkv_lab.tasks.registry import REGISTRY as TASKS
 
@@ -211,7 +212,7 @@ def check_experiment(experiment: Experiment) -> None:
     ...     def compute(self, seed, quick):
     ...         return {"one": {"points": 1 + seed % 6}, "two": {"points": 3 + seed % 6}}
     ...     def effects(self, results):
-    ...         return {"MINE-1": [Effect("", results.differences("two", "one", "measured.points"), ("one", "two"))]}
+    ...         return {"MINE-1": [Effect("", results.differences("two", "one", "measured.points"))]}
     >>> try:
     ...     check_experiment(Sum())
     ... except AssertionError as error:
@@ -238,7 +239,7 @@ def check_experiment(experiment: Experiment) -> None:
         _check_verdicts(e, first)
         file = Path(folder, f"{e.name}.json")
         before = json.loads(file.read_text(encoding="utf-8"))["verdicts"]
-        redraw_experiment(e, Path(folder))
+        redraw(e, folder)
         if json.loads(file.read_text(encoding="utf-8"))["verdicts"] != before:
             fail(e, "conclude", "has other verdicts for the saved numbers")
 
@@ -261,7 +262,7 @@ def _quick(e: Experiment, folder: Path, generators: int) -> Results:
     """The results of the quick form; trained models are kept for the next call."""
     _set_generators(generators)
     with calling(e, "quick form", "run to its end"):
-        run_experiment(e, folder, quick=True)
+        run(e, folder, quick=True, progress=False)
         return Results(_outcomes(folder / f"{e.name}.json"), quick=True)
 
 

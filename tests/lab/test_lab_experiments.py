@@ -24,7 +24,8 @@ from qkv_lab.experiments import architecture, experiment, masks, mechanism, name
 from qkv_lab.experiments.base import Conclusion, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Verdict
 from qkv_lab.experiments.page import table
-from qkv_lab.experiments.run import key, run_experiment
+from qkv_lab.experiments.record import key
+from qkv_lab.experiments.run import run
 from qkv_lab.experiments.streaming import TASK, Sweep
 from qkv_lab.task import Measured
 from qkv_lab.tasks import backcopy
@@ -61,7 +62,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_experiment_trains_equal_settings_once_and_writes_its_results(tmp_path: Path, trained: list[Path]) -> None:
-    result = run_experiment(Tiny(), tmp_path, quick=False)
+    result = run(Tiny(), tmp_path, quick=False)
     assert len(trained) == len(set(trained)) == 2  # of three settings
     assert [p.name for p in trained] == [key(Tiny().settings(seed, False)["plain"]) for seed in (0, 1)]
     assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs", ".lock"}
@@ -85,7 +86,7 @@ def test_each_variant_has_the_number_of_seeds_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["qkv_lab.experiments.run"], "_outcome", Three.outcome)
-    result = run_experiment(Three(), tmp_path, quick=False)
+    result = run(Three(), tmp_path, quick=False)
     found = json.loads(result.json_path.read_text())
     assert {v: x["seeds"] for v, x in found["variants"].items()} == {v: list(range(16)) for v in THREE}
     assert [v.holds for v in result.verdicts] == [HOLDS, HOLDS, UNDECIDED]
@@ -93,21 +94,21 @@ def test_each_variant_has_the_number_of_seeds_that_is_asked_for(
     assert "95 % interval" in result.verdicts[0].text
     assert result.verdicts[0].criterion is not None
     assert found["verdicts"][0]["criterion"]["dated"] == "2026-11-23"
-    exact = run_experiment(Three(), tmp_path / "six", quick=False, seeds=6)
+    exact = run(Three(), tmp_path / "six", quick=False, seeds=6)
     assert [i.n for v in exact.verdicts for i in v.intervals] == [6, 6, 6]
     assert "qkv experiment three --seeds 6" in exact.json_path.read_text()
     with refused("seeds", match="at least 2"):
-        run_experiment(Three(), tmp_path, quick=False, seeds=1)
+        run(Three(), tmp_path, quick=False, seeds=1)
 
 
 def test_two_experiments_do_not_write_to_one_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(*_: object) -> Outcome:
         with refused("out", match="another experiment is running"):
-            run_experiment(Tiny(), tmp_path, quick=True)
+            run(Tiny(), tmp_path, quick=True)
         return Three.outcome(*_)
 
     monkeypatch.setattr(sys.modules["qkv_lab.experiments.run"], "_outcome", outcome)
-    run_experiment(Three(), tmp_path, quick=False, seeds=2)
+    run(Three(), tmp_path, quick=False, seeds=2)
 
 
 def test_interrupted_experiment_does_not_repeat_finished_runs(
@@ -123,27 +124,27 @@ def test_interrupted_experiment_does_not_repeat_finished_runs(
 
     monkeypatch.setattr(Tiny, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(Tiny(), tmp_path, quick=False)
+        run(Tiny(), tmp_path, quick=False)
     assert (tmp_path / "tiny.json.part").exists()
     assert not (tmp_path / "tiny.json").exists()
-    run_experiment(Tiny(), tmp_path, quick=False)
+    run(Tiny(), tmp_path, quick=False)
     assert measured == [0, 1, 1]
     assert trained[1:] == [trained[1]] * 2  # the second model was loaded, not trained; the first was skipped
     assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs", ".lock"}
 
 
 def test_quick_form_is_marked_and_shares_runs_with_the_full_form(tmp_path: Path, trained: list[Path]) -> None:
-    result = run_experiment(Tiny(), tmp_path, quick=True)
+    result = run(Tiny(), tmp_path, quick=True)
     assert result.verdicts[0].text == "quick form: seven is more"
     assert result.paragraph.startswith("Quick form")
     assert json.loads(result.json_path.read_text())["quick"] is True
-    run_experiment(Tiny(), tmp_path, quick=False)
+    run(Tiny(), tmp_path, quick=False)
     assert trained[0] == trained[1]  # the same folder: the run is reused
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_diverged_run_is_recorded(tmp_path: Path) -> None:
-    found = json.loads(run_experiment(Poisoned(), tmp_path, quick=True).json_path.read_text())
+    found = json.loads(run(Poisoned(), tmp_path, quick=True).json_path.read_text())
     assert "the loss is nan at step 1" in found["variants"]["plain"]["results"][0]["diverged"]
     assert issubclass(Diverged, InputError)
 
@@ -151,8 +152,8 @@ def test_diverged_run_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_processes_give_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["qkv_lab.experiments.run"], "get_context", lambda _: CONTEXT)  # starts faster
-    one = run_experiment(Tiny(), tmp_path / "one", quick=False).json_path
-    two = run_experiment(Tiny(), tmp_path / "two", quick=False, jobs=2).json_path
+    one = run(Tiny(), tmp_path / "one", quick=False).json_path
+    two = run(Tiny(), tmp_path / "two", quick=False, jobs=2).json_path
     kept = [json.loads(path.read_text())["variants"] for path in (one, two)]
     for variants in kept:
         for row in (row for x in variants.values() for row in x["results"]):
@@ -167,11 +168,11 @@ def test_run_rejects_bad_arguments(tmp_path: Path) -> None:
         experiments.run("heads", tmp_path, jobs=0)
     (tmp_path / "file").touch()
     with refused("out", match="cannot write"):
-        run_experiment(Tiny(), tmp_path / "file", quick=True)
+        run(Tiny(), tmp_path / "file", quick=True)
 
 
 def test_redraw_uses_the_saved_numbers_and_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = run_experiment(Tiny(), tmp_path, quick=False)
+    first = run(Tiny(), tmp_path, quick=False)
     before = json.loads(first.json_path.read_text())
     first.figure_path.unlink()
     monkeypatch.setattr(sys.modules["qkv_lab.experiments.run"], "experiment", lambda name: Tiny())
@@ -370,7 +371,7 @@ def test_mechanism_uses_the_strongest_head() -> None:
         heads = {"value_drain": [[0.9, 0.1]], "key_cosine": [[0.0, 0.5]], "key_cosine_others": [[0.9, 0.1]]}
         measured = {"peaks": peaks, "without_peaks": 0.1, "resting": 0.05, "busy": 0.3, "nearest": nearest}
         alphas = {"1 layer": alpha, "3 layers": alpha}
-        return swept("mechanism", alphas, check={**heads, "massive": [200.0], **check}, **measured)
+        return swept("mechanism", alphas, check={**heads, "massive": [2000.0], **check}, **measured)
 
     assert set(found(0.6).values()) == {HOLDS}
     assert {v for c, v in found(0.2).items() if c != "C067"} == {UNSEEN}

@@ -15,7 +15,7 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab.experiments import bottleneck, mechanism, scaling, streaming
 from qkv_lab.experiments.base import Conclusion, Outcome, Results
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNSEEN
-from qkv_lab.experiments.run import run_experiment
+from qkv_lab.experiments.run import run
 from qkv_lab.tasks import backcopy
 from qkv_lab.tasks.backcopy import Backcopy
 from qkv_lab.tasks.translation import Translation
@@ -309,6 +309,6 @@ def test_quick_form_gives_all_verdicts(made: object, tmp_path: Path, monkeypatch
     for module, held_out in ((backcopy, ("EVALUATED", "CHECKED")), (streaming, ("TEXTS",)), (mechanism, ("TEXTS",))):
         for name in held_out:
             monkeypatch.setattr(module, name, 8)  # texts: enough to run everything
-    result = run_experiment(made, tmp_path, quick=True)  # type: ignore[arg-type]
+    result = run(made, tmp_path, quick=True)  # type: ignore[arg-type]
     assert [v.claim for v in result.verdicts] == list(made.claims)  # type: ignore[attr-defined]
     assert result.figure_path.exists()

@@ -44,7 +44,7 @@ def experiment(
         quick: Run the short version, whose models are too small for conclusions.
         seeds: Number of seeds, in place of the experiment's own.
         out: Folder for the results. It is created if it does not exist.
-        jobs: Number of training runs at the same time, each in its own process on one core.
+        jobs: Number of seeds at the same time, each in its own process on one core.
         redraw: Draw the conclusions and the figures again from the numbers in DIR, without training.
     """
     from qkv._files import write_atomically

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,8 @@ DIGITS = 5
 """The significant digits of the numbers in the JSON file."""
 
 
-def described(
-    made: Experiment,
-    results: Results,
-    found: Conclusion,
-    seeds: int,
-    plan: Mapping[str, Mapping[int, Setting]],
-    runs: Mapping[str, Sequence[str]],
-    jobs: int,
-) -> dict[str, Any]:
-    """The contents of NAME.json."""
+def described(made: Experiment, results: Results, seeds: int, jobs: int) -> dict[str, Any]:
+    """The contents of NAME.json, but for its verdicts."""
     return {
         "format_version": VERSION,
         "name": made.name,
@@ -49,8 +42,8 @@ def described(
         "machine": {**_machine(), "jobs": jobs},
         "command": command(made, results.quick, seeds),
         "level": results.level,
-        **conclusion_fields(found),
-        "variants": {v: _variant_fields(plan.get(v), runs.get(v), rows) for v, rows in results.variants.items()},
+        **dict.fromkeys(("title", "verdicts", "paragraph")),
+        "variants": _variants(made, results),
     }
 
 
@@ -72,17 +65,24 @@ def _verdict_fields(verdict: Verdict) -> dict[str, Any]:
     return dict(rounded(fields))
 
 
-def _variant_fields(
-    planned: Mapping[int, Setting] | None, runs: Sequence[str] | None, outcomes: Sequence[Outcome]
-) -> dict[str, Any]:
-    """The entry of a variant in the JSON file: all settings of its first run, and the outcome of each run."""
-    rows = [{name: x for name, x in asdict(outcome).items() if x not in ({}, None)} for outcome in outcomes]
-    found: dict[str, Any] = {"seeds": [o.seed for o in outcomes]}
-    if planned:
-        first = next(iter(planned.values()))
-        found["settings"] = settings.parse_toml(settings.to_toml(first.task, first.training))
-        found["runs"] = list(runs or ())
-    return found | {"results": rows}
+def _variants(made: Experiment, results: Results) -> dict[str, Any]:
+    """The entry of each variant: all settings of its first run, the folders of its runs, and the outcome of each."""
+    found: dict[str, Any] = {}
+    for variant, outcomes in results.variants.items():
+        found[variant] = {"seeds": [o.seed for o in outcomes]}
+        runs = [s for o in outcomes for v, s in made.settings(o.seed, results.quick).items() if v == variant]
+        if runs:
+            found[variant]["settings"] = settings.parse_toml(settings.to_toml(runs[0].task, runs[0].training))
+            found[variant]["runs"] = [key(run) for run in runs]
+        rows = ({name: x for name, x in asdict(o).items() if x not in ({}, None)} for o in outcomes)
+        found[variant]["results"] = list(rows)
+    return found
+
+
+def key(*of: Setting) -> str:
+    """The name of a run's folder: a hash of all settings."""
+    text = "".join(settings.to_toml(one.task, one.training) for one in of)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def load(file: Path) -> dict[str, Any]:
