@@ -35,22 +35,26 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 
 
 def panels(
-    title: str, note: str = "", *, columns: int = 1, rows: int = 1, width: float = 7.0, height: float = 3.4
-) -> tuple[Figure, list[Axes]]:
+    title: str, note: str = "", *, columns: int = 1, rows: int = 1, width: float = 7.0, height: float = 3.4,
+    ratios: Sequence[float] = (),
+) -> tuple[Figure, list[Axes]]:  # fmt: skip
     """A figure of `rows` × `columns` panels; `height` in inches is that of a panel, `width` that of the figure.
+
+    With `ratios` there is a row for each, as high as `height` times the ratio.
 
     The title states the finding in a sentence. The note, in smaller type, describes model, data and seeds.
     """
     with mpl.rc_context({"font.size": 9, "axes.titlesize": 9}):
-        lines = textwrap.wrap(title, int(width * 11.2)), textwrap.wrap(note, int(width * 16.5))
+        lines = textwrap.wrap(title, int(width * 10.8)), textwrap.wrap(note, int(width * 16.5))
         top = 0.14 + 0.22 * len(lines[0]) + 0.165 * len(lines[1]) + 0.1
-        figure = Figure(figsize=(width, height * rows + top), facecolor="white", layout="constrained")
-        total = height * rows + top
+        heights = list(ratios) or [1.0] * rows
+        total = height * sum(heights) + top
+        figure = Figure(figsize=(width, total), facecolor="white", layout="constrained")
         figure.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 1 - top / total - 0.01))  # type: ignore[union-attr, call-arg]
         figure.text(0.18 / width, 1 - 0.12 / total, "\n".join(lines[0]), size=11, weight="bold", color=INK, va="top")
         below = 1 - (0.16 + 0.22 * len(lines[0])) / total
         figure.text(0.18 / width, below, "\n".join(lines[1]), size=8, color=MUTED, va="top")
-        made = figure.subplots(rows, columns, squeeze=False)
+        made = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
     for axes in made.flat:
         plain(axes)
     return figure, list(made.flat)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from qkv_lab.experiments.base import Outcome, Results, means_of
 from qkv_lab.experiments.page import table
 from qkv_lab.experiments.record import load
 from qkv_lab.experiments.registry import BUILT_IN, experiment
@@ -27,6 +29,9 @@ def test_shipped_result_is_by_the_present_criteria(name: str) -> None:
         present = {key: value for key, value in asdict(criterion).items() if value is not None}
         assert verdicts[criterion.claim]["criterion"] == present
         assert criterion.dated <= found["created"][:10]
+    results = Results({v: [Outcome(**row) for row in x["results"]] for v, x in found["variants"].items()})
+    for name in re.findall(r"{([^}]+)}", " ".join(made.remarks.values())):
+        assert means_of(results, name), f"a remark names {name}, which no run has"
 
 
 def test_page_of_experiments_is_up_to_date() -> None:

@@ -319,7 +319,7 @@ BROKEN_EXPERIMENTS: list[tuple[Any, str]] = [
     (NotSeeded(), "measure"),
     (Raises(), "quick form"),
     (MissingClaim(), "quick form"),
-    (NotANumber(), "quick form"),
+    (NotANumber(), "effects"),
     (OtherVerdict(), "conclude"),
     (Computed, "got"),
 ]

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from qkv.models import DecoderConfig
 from qkv.nn import TransformerBlock
-from qkv_lab.experiments.base import Outcome, Results
-from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNSEEN, Criterion, Effect, Verdict
-from qkv_lab.experiments.small import Small, fit
+from qkv_lab.experiments.base import Experiment, Outcome, Results
+from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.small import fit
 from qkv_lab.experiments.streaming import (
-    ALPHA,
     DATED,
     LESS,
     PLAIN,
@@ -30,7 +29,6 @@ from qkv_lab.experiments.streaming import (
     Sweep,
     difference,
     learnt,
-    mean_of,
     model_variants,
     sink,
     training_variants,
@@ -45,27 +43,9 @@ LIMIT = 14_000_000
 class SinkEverywhere(Sweep):
     """A sweep whose claim is that every variant has a sink."""
 
-    what: ClassVar[str]
-    """The setting that varies, as the first words of the title."""
-
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """One effect per variant: its weight on the first token."""
         return {self.claims[0]: [sink(results, variant) for variant in self.variants]}
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """Which variants have a sink."""
-        verdict = verdicts[self.claims[0]]
-        counted = [i for i in verdict.intervals if not i.unless]
-        without = [i.condition for i in counted if i.clears is False]
-        unclear = [i.condition for i in counted if i.clears is None]
-        says = {
-            HOLDS: "every variant that learns its task forms a sink",
-            ONLY: f"no sink with {', '.join(without)}",
-            FAILS: "no variant forms a sink",
-            UNSEEN: "no variant learns its task",
-        }
-        found = says.get(verdict.holds, f"undecided for {', '.join(unclear)}")
-        return f"{self.what}: {found} ({results.seeds} seeds)"
 
 
 class Positions(SinkEverywhere):
@@ -78,8 +58,6 @@ class Positions(SinkEverywhere):
         Criterion("C085", DATED, STRONGEST, SINK),
         Criterion("C048", "2026-11-24", f"{STRONGEST} with learned positions minus with rotary positions", LESS),
     )
-    axis = "positions"
-    what = "Position schemes"
     variants: ClassVar[Mapping[str, Change]] = {
         positions: Change(model={"positions": positions, "layers": 2, "heads": 4}, training={"steps": 1000})
         for positions in ("none", "learned", "sinusoidal", "rotary", "alibi", "t5")
@@ -96,8 +74,6 @@ class NormPlace(SinkEverywhere):
     name = "norm_place"
     question = "Does a sink form both with pre-norm and with post-norm?"
     criteria = (Criterion("C086", DATED, STRONGEST, SINK),)
-    axis = "place of the norms"
-    what = "Pre-norm against post-norm"
     variants: ClassVar[Mapping[str, Change]] = {
         **model_variants(place=("pre", "post")),
         "post, 3 × the steps": Change(model={"place": "post"}, training={"steps": 1500}),
@@ -110,8 +86,6 @@ class Activation(SinkEverywhere):
     name = "activation"
     question = "Does a sink form with every activation of the feed-forward layers?"
     criteria = (Criterion("C087", DATED, STRONGEST, SINK),)
-    axis = "activation"
-    what = "Feed-forward activations"
     variants: ClassVar[Mapping[str, Change]] = model_variants(activation=("relu", "gelu_tanh", "swiglu"))
 
 
@@ -121,8 +95,6 @@ class Heads(SinkEverywhere):
     name = "heads"
     question = "Does a sink form with any number of heads?"
     criteria = (Criterion("C088", DATED, STRONGEST, SINK),)
-    axis = "heads"
-    what = "Numbers of heads"
     variants: ClassVar[Mapping[str, Change]] = model_variants(heads=(1, 2, 4, 8))
 
 
@@ -134,7 +106,6 @@ class ModelSize(Sweep):
     criteria = (
         Criterion("C066", DATED, f"{STRONGEST}, in models of fewer than {LIMIT / 1e6:.0f} million parameters", SINK),
     )
-    axis = "layers × width"
     variants: ClassVar[Mapping[str, Change]] = {
         "1 × 16": Change(model={"layers": 1, "d_model": 16}, training={"steps": 1500}),
         "1 × 64": Change(),
@@ -154,12 +125,6 @@ class ModelSize(Sweep):
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """One effect per size."""
         return {"C066": [sink(results, variant, name) for variant, name in self.sizes().items()]}
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """The smallest model with a sink."""
-        able = [i.condition for i in verdicts["C066"].intervals if not i.unless and i.clears]
-        seeds = f"({results.seeds} seeds)"
-        return f"Smallest model with a sink: {able[0]} {seeds}" if able else f"No model here has a sink {seeds}"
 
 
 BOTH, BARE, CHAINED = "both", "no norms", "no residuals"
@@ -182,15 +147,11 @@ class Chained(nn.Module):
         return out
 
 
-class Blocks(Small):
+class Blocks(Experiment):
     """Language models of 8 layers at three learning rates, with residuals and norms, and without either."""
 
     name = "blocks"
     question = "Do deep models train without residual connections, and is training stable without layer norms?"
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "Eight layers learn with residual connections, and not without",
-        FAILS: "Eight layers learn without residual connections, or not even with them",
-    }
     criteria = (
         Criterion("C050", DATED, "Loss (nats per token) of token frequencies minus that of models of 8 layers, at the "
                   "best of three learning rates", GAIN, parts=True),
@@ -245,17 +206,6 @@ class Blocks(Small):
         guess = math.log(self.task.symbols)
         return sum(x is None or x > guess for x in outcome.measured["losses"]) / len(BLOCKS_RATES)
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """At which rates training fails."""
-        parts = []
-        for variant in (BOTH, BARE):
-            runs = results.finished(variant)
-            guess = math.log(self.task.symbols)
-            lost = [sum(o.measured["losses"][i] is None or o.measured["losses"][i] > guess for o in runs)
-                    for i in range(len(BLOCKS_RATES))]  # fmt: skip
-            parts.append(f"{variant}: {', '.join(f'{n} at {r:g}' for n, r in zip(lost, BLOCKS_RATES, strict=True))}")
-        return {"C051": f"Runs that end worse than guessing, by learning rate, of {results.seeds}: {'; '.join(parts)}."}
-
 
 def _gain(outcome: Outcome) -> float:
     """The loss of token frequencies minus the best loss; that of a model that never ends finite is −1."""
@@ -285,7 +235,6 @@ class LearningRate(Sweep):
                   "minus the share with a key bias, same seeds", 0.1),
     )  # fmt: skip
     curves = ("loss",)
-    axis = "peak learning rate"
     variants: ClassVar[Mapping[str, Change]] = {
         **training_variants(lr=OPTIMISATION_RATES),
         LONGER: Change(training={"lr": 3e-3, "steps": 3 * TRAINING.steps}),
@@ -307,26 +256,6 @@ class LearningRate(Sweep):
             fails.append(Effect(f"rate {rate:g}", both, unless=few))
         return {"C078": rises, "C100": fails}
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The shares of runs that fail at each rate."""
-        shares = []
-        for rate in UNSTABLE:
-            plain, biased = ([failed(o) for o in results.variants.get(f"{p}{rate:g}", ())] for p in ("", KEY))
-            if plain and biased:
-                shares.append(f"{rate:g}: {sum(plain)} of {len(plain)} without, {sum(biased)} of {len(biased)} with it")
-        return {"C100": f"Runs that fail at rate {'; '.join(shares)}."} if shares else {}
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """The weights at the ends of the range."""
-        low, high = (f"{OPTIMISATION_RATES[at]:g}" for at in (0, -1))
-        ends = f"{mean_of(results.values(low, ALPHA))} at {low}, {mean_of(results.values(high, ALPHA))} at {high}"
-        says = {
-            HOLDS: "A larger learning rate makes a stronger sink",
-            FAILS: "A larger learning rate does not make a stronger sink",
-        }
-        start = says.get(verdicts["C078"].holds, "Not every larger learning rate makes a stronger sink")
-        return f"{start}: {ends} ({results.seeds} seeds)"
-
 
 class WeightDecay(Sweep):
     """Five strengths of weight decay, at a learning rate at which the sink can still become stronger."""
@@ -338,7 +267,6 @@ class WeightDecay(Sweep):
         Criterion("C082", DATED, "Weight of the strongest head on the first token with weight decay minus that "
                   f"without, at learning rate {SLOW:g}", LEAST),
     )  # fmt: skip
-    axis = f"weight decay (learning rate {SLOW:g})"
     variants: ClassVar[Mapping[str, Change]] = {
         **{f"{decay:g}": Change(training={"weight_decay": decay, "lr": SLOW}) for decay in DECAYS},
         f"{PLAIN}, rate {TRAINING.lr:g}": Change(),
@@ -347,14 +275,6 @@ class WeightDecay(Sweep):
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """The two strongest decays against none."""
         return {"C082": [difference(results, f"{decay:g}", "0", f"{decay:g} − 0") for decay in DECAYS[-2:]]}
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """The change from no decay to the strongest."""
-        last = verdicts["C082"].intervals[-1]
-        return (
-            f"From no weight decay to {DECAYS[-1]:g} the weight on the first token changes by {last.mean:+.2f} "
-            f"({last.low:+.2f} to {last.high:+.2f}, {last.n} seeds)"
-        )
 
 
 def failed(outcome: Outcome) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from qkv.errors import InputError
-from qkv_lab.experiments.evidence import ERROR, Criterion, Effect, Verdict, judge
+from qkv_lab.experiments.evidence import ERROR, Criterion, Effect, Verdict, judge, number
 from qkv_lab.task import Measured, Task, Training
 
 if TYPE_CHECKING:
@@ -56,6 +58,19 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Lines:
+    """Numbers over an axis, which a figure shows above the effects."""
+
+    x: Sequence[Any]
+    by_name: Mapping[str, Any]
+    """Arrays (seeds, x), of which the mean and its interval are drawn."""
+    axis: str
+    label: str
+    log: bool = False
+    """Whether the axis is logarithmic, with powers of 2 as ticks."""
+
+
+@dataclass(frozen=True)
 class Results:
     """The outcomes of all runs by variant, one outcome per seed.
 
@@ -73,6 +88,8 @@ class Results:
     quick: bool = False
     level: float = 1 - ERROR
     """The level of the intervals in verdicts."""
+    unit: str = "seed"
+    """What each outcome of a variant is of, in the singular."""
 
     def values(self, variant: str, name: str) -> list[float]:
         """One number per run that did not diverge, by its dotted name: ``check.sink_score``, ``measured.x``.
@@ -112,9 +129,9 @@ class Results:
 
     @property
     def note(self) -> str:
-        """The number of seeds, for the line under a figure's title."""
+        """The number of seeds or texts, for the line under a figure's title."""
         fewest = min((len(outcomes) for outcomes in self.variants.values()), default=0)
-        seeds = f"{self.seeds} seed{'' if self.seeds == 1 else 's'}"
+        seeds = f"{self.seeds} {self.unit}{'' if self.seeds == 1 else 's'}"
         if fewest < self.seeds:
             seeds = f"{fewest} to {seeds}"
         return f"Quick form, too short to judge by: {seeds}." if self.quick else f"{seeds}."
@@ -168,6 +185,9 @@ class Experiment(ABC):
     """The numbers of the claims that it decides, by default those of the `criteria`."""
     curves: ClassVar[tuple[str, ...]] = ()
     """The metrics to keep as curves over steps, by dotted name: ``loss``, ``check.sink``."""
+    remarks: ClassVar[Mapping[str, str]] = {}
+    """For some claims: a sentence to put after those of the verdict. ``{check.sink}`` becomes the mean of this entry in
+    every variant that has it, ``{check.sink of plain}`` that in one variant. Without a number there is no sentence."""
     seeds: ClassVar[int] = 10
     """The number of runs of each variant, fixed before the runs."""
 
@@ -192,39 +212,42 @@ class Experiment(ABC):
         """For each claim in `criteria`: its effects, with one number per seed."""
         return {}
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """For some claims: sentences with further numbers, to put after those of the verdict."""
-        return {}
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """The finding in one sentence, by the verdicts; the title of the figure."""
-        by_outcome: dict[str, list[str]] = {}
-        for verdict in verdicts.values():
-            by_outcome.setdefault(verdict.holds, []).append(verdict.claim)
-        return "; ".join(f"{', '.join(claims)}: {outcome}" for outcome, claims in by_outcome.items())
+    def lines(self, results: Results) -> Lines | None:
+        """Numbers over an axis for the figure, such as steps or positions; None if the effects say everything."""
+        return None
 
     def conclude(self, results: Results) -> Conclusion:
         """The verdicts and their summary. They depend on the numbers alone, by the `criteria`."""
-        effects, remarks = self.effects(results), self.remarks(results)
-        verdicts = {
-            criterion.claim: judge(criterion, effects[criterion.claim], results.level, remarks.get(criterion.claim, ""))
-            for criterion in self.criteria
-        }
-        title = self.title(results, verdicts)
-        return Conclusion(list(verdicts.values()), title, " ".join(v.text for v in verdicts.values()))
+        effects = self.effects(results)
+        verdicts, by_outcome = [], dict[str, list[str]]()
+        for criterion in self.criteria:
+            claim = criterion.claim
+            remark = self.remarks.get(claim, "")
+            means = {name: means_of(results, name) for name in re.findall(r"{([^}]+)}", remark)}
+            remark = re.sub(r"{([^}]+)}", lambda name: means[name[1]], remark) if all(means.values()) else ""  # noqa: B023
+            verdicts.append(judge(criterion, effects[claim], results.level, remark, results.unit))
+            by_outcome.setdefault(verdicts[-1].holds, []).append(claim)
+        found = "; ".join(f"{outcome}: {', '.join(claims)}" for outcome, claims in by_outcome.items())
+        return Conclusion(verdicts, f"{self.question} {found}", " ".join(v.text for v in verdicts))
 
     def figure(self, results: Results) -> Figure:
-        """The results, under the title of the conclusion; by default the seeds, interval and bound of every effect."""
+        """The seeds, interval and bound of every effect under the title of the conclusion, and the `lines`."""
         from qkv_lab.experiments.draw import intervals_figure
 
-        return intervals_figure(self.conclude(results), results, self.effects(results))
+        return intervals_figure(self.conclude(results), results, self.effects(results), self.lines(results))
 
 
-def summary(values: Sequence[float], digits: int = 2) -> str:
-    """The mean as text, with the range over seeds if there is more than one.
+def means_of(results: Results, name: str) -> str:
+    """The mean of an entry in each variant that has it, or in one variant, as text; empty if there is no number.
 
-    >>> summary([0.75, 0.85]), summary([0.5])
-    ('0.80 (0.75–0.85)', '0.50')
+    >>> results = Results({"a": [Outcome(0, check={"x": 1.0}), Outcome(1, check={"x": 2.0})], "b": []})
+    >>> means_of(results, "check.x"), means_of(results, "check.x of a")
+    ('a: 1.50', '1.50')
     """
-    mean = f"{np.mean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+    name, _, one = name.partition(" of ")
+    found = {}
+    for variant in [one] if one else results.variants:
+        with suppress(InputError):
+            found[variant] = results.values(variant, name)
+    means = {variant: number(sum(x) / len(x)) for variant, x in found.items() if x}
+    return means.get(one, "") if one else "; ".join(f"{variant}: {x}" for variant, x in means.items())

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab import heads, settings
-from qkv_lab.experiments.base import Experiment, Results, Setting, summary
-from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
-from qkv_lab.experiments.small import LEAST, Small, fit, means_of, minus
+from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
+from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.small import LEAST, fit, minus
 from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.recall import Recall
@@ -24,7 +24,7 @@ from qkv_lab.tasks.reversal import MIRRORS, Reversal
 from qkv_lab.tasks.translation import ARCHITECTURES, Translation
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 NONE, BAHDANAU = "rnn", "bahdanau"
@@ -52,6 +52,9 @@ class Bottleneck(Experiment):
         Criterion("C370", DATED, "Gain in exact translations from Bahdanau's attention on the longest sentences minus "
                   "that on the shortest", LEAST_DIFFERENCE),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C325": "With uniform weights it would be about 0.11. Alignment error rates, best head: {check.best_aer}.",
+    }
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One run per architecture. The models without attention have the most steps, which are the cheapest.
@@ -80,55 +83,16 @@ class Bottleneck(Experiment):
             ],
         }
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """Chance, and the other architectures."""
-        even = float(np.mean([1 / n for n in _words()]))
-        aer = {name: results.values(name, "check.best_aer") for name in results.variants if name != NONE}
-        rates = "; ".join(f"{LABELS[name]} {summary(values)}" for name, values in aer.items() if values)
-        return {
-            "C325": f"With uniform weights it would be about {even:.2f}. Alignment error rates, best head: {rates}."
-        }
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """Whether the vector is too small for long sentences, and whether attention helps."""
-        falls, helps = (verdicts[claim].holds == HOLDS for claim in ("C001", "C370"))
-        seeds = f"({len(results.finished(NONE))} seeds)"
-        if falls and helps:
-            return f"One vector is enough for short sentences only; with attention, length matters less {seeds}"
-        if falls:
-            return f"Without attention long sentences are translated worse {seeds}"
-        return f"At this scale one vector serves long sentences, too {seeds}"
-
-    def figure(self, results: Results) -> Figure:
-        """Exact match and BLEU by length, and alignment error rates."""
-        from qkv_lab import draw
-
+    def lines(self, results: Results) -> Lines:
+        """Exact match by the length of the source."""
         names = [name for name in results.variants if results.finished(name)]
-        note = f"Generated English–French grammar, held-out sentences, greedy decoding. {results.note}"
-        figure, panels = draw.panels(self.conclude(results).title, note, columns=3, width=9.6, height=2.9)
-        groups = _task(NONE).groups
-        x = list(range(len(groups)))
-        for axes, entry, label in zip(panels, ("exact_match", "bleu"), ("exact match", "BLEU"), strict=False):
-            draw.curves(axes, x, {LABELS[n]: by_length(results, n, entry) for n in names}, markers=True)
-            axes.set_xticks(x, groups)
-            axes.set(xlabel="words of the source", ylabel=label, ylim=(0, None))
-        panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        panels[1].legend(fontsize=7.5, frameon=False, loc="lower left")
-        errors = {LABELS[n].replace(", ", ",\n"): results.by_seed(n, "check.best_aer") for n in names if n != NONE}
-        draw.by_seed(panels[2], errors)
-        panels[2].tick_params(axis="x", labelsize=7)
-        panels[2].set(ylabel="alignment error rate (best head)", ylim=(0, None))
-        return figure
+        found = {LABELS[name]: by_length(results, name) for name in names}
+        return Lines(_task(NONE).groups, found, "words of the source", "exact match")
 
 
 def by_length(results: Results, variant: str, entry: str = "exact_match") -> np.ndarray:
     """A metric by seed and length of the source, (seeds, groups)."""
     return np.array([o.evaluation[f"{entry}_by_length"] for o in results.finished(variant)], float)
-
-
-def _words() -> list[int]:
-    """The number of words in each held-out source."""
-    return [len(pair.source) for group in _task(BAHDANAU).unseen() for pair in group]
 
 
 def _task(name: str) -> Translation:
@@ -196,15 +160,11 @@ def on_parity(model: nn.Module, seed: int, training: Training) -> dict[str, floa
     return {"accuracy": right, "parameters": float(_count(model))}
 
 
-class Recurrence(Small):
+class Recurrence(Experiment):
     """Attention, a GRU and a tanh RNN, trained alike on three tasks."""
 
     name = "recurrence"
     question = "On which tasks is attention better than a recurrent network, and on which can it replace one?"
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "Attention recalls over long distances that a recurrent network loses",
-        FAILS: "Attention does not recall over long distances better than a recurrent network",
-    }
     criteria = (
         Criterion("C146", DATED, f"Recall of symbols {FAR} tokens back: accuracy with attention, and that minus the "
                   "accuracy of a tanh RNN", RIGHT, parts=True),
@@ -212,6 +172,7 @@ class Recurrence(Small):
                   "of at most 68 tokens", LEAST),
         Criterion("C373", DATED, "Accuracy with attention minus that of a GRU after as many steps (300)", -LEAST),
     )  # fmt: skip
+    remarks = dict.fromkeys(("C291", "C373"), "Mean accuracies: {measured.accuracy}.")
     tasks: Mapping[str, str] = {
         "recall": "recall of 8 symbols",
         "far": f"recall over {FAR} tokens",
@@ -248,11 +209,6 @@ class Recurrence(Small):
             "C373": ahead,
         }
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The mean accuracies."""
-        means = f"Mean accuracies: {means_of(results, list(results.variants), RECURRENCE_ACCURACY)}."
-        return {"C291": means, "C373": means}
-
 
 def _model(kind: str, vocabulary: int, **shape: Any) -> nn.Module:
     """Attention or a recurrent network of about as many parameters."""
@@ -274,7 +230,7 @@ HALF = 0.5
 CHECKED = 100
 
 
-class Lesson(Small):
+class Lesson(Experiment):
     """The lesson's model, learning rate and number of steps.
 
     Two things differ from the lesson: every batch has new sequences, and the initial weights are those of GPT-2 (the
@@ -284,10 +240,6 @@ class Lesson(Small):
     name = "lesson"
     question = "What do the heads of a lesson's small model learn, and does its analysis find it?"
     seeds = 20
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "The lesson's model writes what its training accuracy says",
-        FAILS: "The lesson's model writes worse than its training accuracy says",
-    }
     criteria = (
         Criterion("C213", DATED, "Share of symbols predicted in the last batches of training minus that written by "
                   "itself on new sequences (absolute difference)", 0.01, above=False),
@@ -304,6 +256,13 @@ class Lesson(Small):
         Criterion("C224", DATED, "Loss of accuracy when heads with the mirrored position as strongest key are "
                   "ablated", HALF),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C215": "Mean number of heads, of 8, that do this at 90 % of the queries: "
+                "{measured.mirrors of the lesson's model}.",
+        "C220": "Mean number of heads, of 8, that attend to the mirrored position: "
+                "{measured.mirrors of the lesson's model}.",
+        "C224": "Chance is 0.07; accuracy without all such heads: {check.without_mirrors of the lesson's model}.",
+    }  # fmt: skip
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """The configuration `lesson` of the package, `qkv train --config lesson`."""
@@ -358,18 +317,4 @@ class Lesson(Small):
             "C221": [Effect("", [float(x) for x in first])],
             "C223": mirrored,
             "C224": [Effect(name, [a - b for a, b in zip(wrote, left, strict=True)]) for name, left in without.items()],
-        }
-
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """How many heads do the same."""
-        mirrors = [o.measured["mirrors"] for o in results.finished(MODEL)]
-        layers = np.mean([o.measured["distance"] for o in results.finished(MODEL)], 0) if mirrors else []
-        many = " to ".join(str(x) for x in sorted({min(mirrors), max(mirrors)})) if mirrors else "0"
-        far = ", ".join(f"{x:.2f}" for x in layers)
-        left = means_of(results, [MODEL], "check.without_mirrors").removeprefix(f"{MODEL}: ")
-        return {
-            "C215": f"{many} of 8 heads do this at {PATTERN:.0%} of the queries.",
-            "C220": f"{many} of 8 heads attend to the mirrored position.",
-            "C221": f"Mean distances by layer: {far}; the mirrored symbol is 6 tokens back on average.",
-            "C224": f"Chance is {1 / 14:.2f}; without all such heads the accuracy is {left}.",
         }

@@ -13,33 +13,38 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from qkv_lab.experiments.base import Conclusion, Results
+    from qkv_lab.experiments.base import Conclusion, Lines, Results
 
 
 WIDTH = 7.2
-ROW, CAPTION = 0.5, 0.42
-"""The heights in inches of a row and of the words above the first row of a claim."""
+ROW, CAPTION, LINES = 0.5, 0.42, 2.6
+"""The heights in inches of a row, of the words above the first row of a claim, and of the panel of lines."""
 UNCOUNTED = "#a8adb2"
 
 
-def intervals_figure(found: Conclusion, results: Results, effects: Mapping[str, Sequence[Effect]]) -> Figure:
+def intervals_figure(
+    found: Conclusion, results: Results, effects: Mapping[str, Sequence[Effect]], lines: Lines | None = None
+) -> Figure:
     """One row per effect: a dot for every seed, the mean, its interval, and the bound that it must clear.
 
     The rows of a claim stand under the words of its criterion. Effects that do not count are grey. Each row has a scale
-    of its own, because effects have different units.
+    of its own, because effects have different units. Lines have a panel of their own above the rows.
     """
     from qkv_lab import draw
 
     claims = [(v, _rows(v, effects)) for v in found.verdicts]
     claims = [(v, rows) for v, rows in claims if rows]
-    count = max(1, sum(len(rows) for _, rows in claims))
-    height = ROW + CAPTION * len(claims) / count
+    count = sum(len(rows) for _, rows in claims)
+    height = ROW + CAPTION * len(claims) / max(1, count)
+    ratios = [LINES / height] * (lines is not None) + [1.0] * count
     note = (
-        f"Dots: seeds. Point and bar: their mean and its {100 * results.level:.3g} % confidence interval. The arrow "
-        f"points from the bound to where the claim holds. {results.note}"
-    )
-    figure, panels = draw.panels(found.title, note, rows=count, width=WIDTH, height=height)
+        f"Dots: {results.unit}s. Point and bar: their mean and its {100 * results.level:.3g} % confidence interval. "
+        "The arrow points from the bound to where the claim holds. "
+    ) * bool(count)
+    figure, panels = draw.panels(found.title, note + results.note, ratios=ratios, width=WIDTH, height=height)
     free = iter(panels)
+    if lines is not None:
+        _draw_lines(next(free), lines)
     beside = max((len(line) for _, rows in claims for one, _ in rows for line in _label(one).splitlines()), default=0)
     for verdict, rows in claims:
         for i, (one, values) in enumerate(rows):
@@ -49,6 +54,19 @@ def intervals_figure(found: Conclusion, results: Results, effects: Mapping[str, 
                 words = f"{verdict.claim} {verdict.holds}: {verdict.criterion.effect}"
                 axes.set_title(textwrap.fill(words, 112 - beside), loc="left", size=8, color=draw.INK)
     return figure
+
+
+def _draw_lines(axes: Axes, lines: Lines) -> None:
+    from qkv_lab import draw
+
+    draw.curves(axes, lines.x, lines.by_name)
+    axes.set(xlabel=lines.axis, ylabel=textwrap.fill(lines.label, 26))
+    if lines.log:
+        axes.set_xscale("log", base=2)
+        ticks = [2**i for i in range(int(max(lines.x)).bit_length())]
+        axes.set_xticks(ticks, list(map(str, ticks)))
+    if len(lines.by_name) > 1:
+        axes.legend(fontsize=8, frameon=False)
 
 
 def _rows(verdict: Verdict, effects: Mapping[str, Sequence[Effect]]) -> list[tuple[Interval, Sequence[float]]]:
@@ -72,7 +90,7 @@ def _draw(axes: Axes, one: Interval, values: Sequence[float]) -> None:
     axes.axvline(one.bound, color=draw.MUTED, linewidth=1, linestyle="--")
     side = ("→", "left") if one.above else ("←", "right")
     axes.text(one.bound, 0.85, f" {side[0]} ", size=8, ha=side[1], va="center", color=draw.MUTED)
-    shown = (*ends, *values, one.mean, one.bound)
+    shown = [x for x in (*ends, *values, one.mean, one.bound) if math.isfinite(x)]
     margin = 0.06 * (max(shown) - min(shown)) or 0.1
     axes.set(xlim=(min(shown) - margin, max(shown) + margin), ylim=(-1, 1))
     axes.set_yticks([0.3], [_label(one)])

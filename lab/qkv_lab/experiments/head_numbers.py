@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from qkv.models import DecoderConfig
 from qkv.nn import FeedForward, MultiHeadAttention
-from qkv_lab.experiments.base import Results, Setting
-from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect
-from qkv_lab.experiments.small import LEAST, Small, fit, means_of, minus, setting
+from qkv_lab.experiments.base import Experiment, Results, Setting
+from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.small import LEAST, fit, minus, setting
 from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.language import Language
@@ -23,21 +23,20 @@ WIDTH, HEADS = 64, 8
 """The shape of the language models."""
 
 
-class TwoLookups(Small):
+class TwoLookups(Experiment):
     """Two look-ups at each position, with one head or two of equally many parameters."""
 
     name = "two_lookups"
     question = "Do two heads do two look-ups at once that one head cannot?"
     seeds = 20
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "Two look-ups at once need two heads",
-        FAILS: "One head does two look-ups as well as two heads",
-        ONLY: "Two look-ups need two heads only where no feed-forward layer follows",
-    }
     criteria = (
         Criterion("C031", DATED, "Share of positions with both symbols correct, with two heads minus with one of the "
                   "same total width", LEAST),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C031": "Means: {evaluation.accuracy}. Largest mean weight of a head on the symbol 1 back: {check.best_first}; "
+                "4 back: {check.best_second}.",
+    }  # fmt: skip
     kinds: Mapping[str, int | None] = {"without a feed-forward layer": 1, "with a feed-forward layer": None}
     """The number of hidden units: a single one is next to no feed-forward layer."""
 
@@ -58,13 +57,6 @@ class TwoLookups(Small):
                 for kind in self.kinds
             ]
         }  # fmt: skip
-
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The accuracies, and how much of the heads' weights is on the two symbols."""
-        heads = [_variant(2, kind) for kind in self.kinds]
-        near, far = (means_of(results, heads, f"check.best_{which}") for which in ("first", "second"))
-        means = means_of(results, list(results.variants), "evaluation.accuracy")
-        return {"C031": f"Means: {means}. Largest mean weight of a head on the symbol 1 back: {near}; 4 back: {far}."}
 
 
 def _variant(heads: int, kind: str) -> str:
@@ -104,20 +96,17 @@ class FourQuestions(nn.Module):
         return (keys.gather(1, at), keys, values), values.gather(1, at)
 
 
-class FourLookups(Small):
+class FourLookups(Experiment):
     """A token that needs four others at once, with eight heads or one of full width."""
 
     name = "four_lookups"
     question = "Is one head of full width more constrained than several of the same total width?"
     seeds = 20
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "Eight heads find four values at once that one head of the same width cannot",
-        FAILS: "One head finds four values at once as well as eight",
-    }
     criteria = (
         Criterion("C324", DATED, "Share of the values of four keys that one query finds at once, with eight heads "
                   "minus with one of the same total width", LEAST),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {"C324": "Means: {measured.accuracy}."}
     heads = (8, 1)
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
@@ -142,25 +131,21 @@ class FourLookups(Small):
         """Both have equally many parameters, and a feed-forward layer."""
         return {"C324": [minus(results, "8 heads", "1 head", "measured.accuracy")]}
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The means."""
-        return {"C324": f"Means: {means_of(results, list(results.variants), 'measured.accuracy')}."}
 
-
-class SharedKeys(Small):
+class SharedKeys(Experiment):
     """Language models whose 8 query heads have 8, 2 or 1 heads of keys and values, with equally many parameters."""
 
     name = "shared_keys"
     question = "Is multi-head attention better than grouped-query, and this better than multi-query attention?"
     seeds = 20
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "Multi-head attention is best, grouped-query next, multi-query last",
-        FAILS: "Multi-head, grouped-query and multi-query attention are not in this order",
-    }
     criteria = (
         Criterion("C308", DATED, "Held-out loss (nats per byte) of multi-query minus multi-head, multi-query minus "
                   "grouped-query, and grouped-query minus multi-head attention", 0.0, parts=True),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C308": "Mean losses: {evaluation.loss}; of a bigram model: {evaluation.bigram_loss of multi-head}. "
+                "Models of two layers and 64 dimensions only.",
+    }  # fmt: skip
     key_heads: Mapping[str, int] = {"multi-head": 8, "grouped-query": 2, "multi-query": 1}
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -184,10 +169,3 @@ class SharedKeys(Small):
                 minus(results, "grouped-query", "multi-head", loss, "grouped-query minus multi-head"),
             ]
         }
-
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The means, and the baselines."""
-        means = means_of(results, list(self.key_heads), "evaluation.loss")
-        bigram = means_of(results, ["multi-head"], "evaluation.bigram_loss").removeprefix("multi-head: ")
-        size = "Models of two layers and 64 dimensions only."
-        return {"C308": f"Mean losses: {means}; a bigram model {bigram}. {size}"}

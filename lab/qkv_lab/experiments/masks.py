@@ -13,9 +13,9 @@ from torch import nn
 import qkv
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab import heads
-from qkv_lab.experiments.base import Outcome, Results, Setting, paired, value_of
-from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect, Verdict
-from qkv_lab.experiments.small import LEAST, Small, fit, means_of, minus, setting, unlearnt
+from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting, paired
+from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.small import LEAST, fit, minus, setting, unlearnt
 from qkv_lab.experiments.streaming import (
     DATED,
     PLAIN,
@@ -24,9 +24,7 @@ from qkv_lab.experiments.streaming import (
     Sweep,
     argmax_head,
     decoder_and_task,
-    mean_of,
     not_learnt,
-    note,
 )
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.copy import Copy
@@ -35,7 +33,7 @@ from qkv_lab.tasks.lookups import Lookups
 from qkv_lab.tasks.reversal import Reversal
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 CONTEXT = 64
@@ -49,16 +47,11 @@ CLEAR, LEAK = 0.1, 0.1
 """Nats: a difference of losses that counts, and the loss below which training looks perfect."""
 
 
-class NoMask(Small):
+class NoMask(Experiment):
     """Text, copying and reversal with and without a causal mask; text without each query's own key."""
 
     name = "no_mask"
     question = "What happens without a causal mask, and must the diagonal stay open?"
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "Without a causal mask no task is learnt",
-        FAILS: "Without a causal mask all tasks are learnt",
-        ONLY: "Without a causal mask models fail where the past leaves open what comes next",
-    }
     criteria = (
         Criterion("C158", DATED, "Without the causal mask: rise of the loss in nats when only earlier tokens are read "
                   "(text), loss of accuracy of what the model writes (copying, reversal)", LEAST),
@@ -67,6 +60,12 @@ class NoMask(Small):
         Criterion("C200", DATED, "Without the causal mask, loss in nats of a text when only earlier tokens are read "
                   "minus that of token frequencies, and accuracy above chance of what is written", 0.0),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C158": "Mean losses when only earlier tokens are read: {measured.writing_loss}. Accuracy of what is written: "
+                "{evaluation.token_accuracy}.",
+        "C200": "Mean losses in training: {measured.training_loss}. Accuracy of what is written: "
+                "{evaluation.token_accuracy}.",
+    }  # fmt: skip
     steps: Mapping[str, int] = {"text": 700, "copying": 300, "reversal": 300}
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -128,19 +127,6 @@ class NoMask(Small):
             "C200": [*perfect, Effect("text", guess), *said],
         }
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The means."""
-        losses = means_of(results, ["text, masked", "text, unmasked"], "measured.writing_loss")
-        trained = means_of(results, [f"{n}, unmasked" for n in self.steps], "measured.training_loss")
-        wrote = means_of(
-            results, [f"{n}, {k}" for n in ("copying", "reversal") for k in ("masked", "unmasked")],
-            "evaluation.token_accuracy",
-        )  # fmt: skip
-        return {
-            "C158": f"Mean losses when only earlier tokens are read: {losses}. Accuracy of what is written: {wrote}.",
-            "C200": f"Mean losses in training: {trained}. Accuracy of what is written: {wrote}.",
-        }
-
 
 def _trained_on_text(model: DecoderLM, training: Training, seed: int, quick: bool) -> float:
     """The held-out loss of a model of text, in nats per byte."""
@@ -156,22 +142,21 @@ RISE = 0.1
 """A loss that rises by more than this (nats per byte) has not generalised."""
 
 
-class Extrapolation(Small):
+class Extrapolation(Experiment):
     """Byte language models trained on 32 tokens and evaluated on 128."""
 
     name = "extrapolation"
     question = "Which position schemes work beyond the trained length?"
     seeds = 20
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "With sinusoidal positions the loss stays low beyond the trained length",
-        FAILS: "With sinusoidal positions the loss rises beyond the trained length",
-    }
     criteria = (
         Criterion("C227", DATED, f"Loss (nats per byte) with sinusoidal positions at positions 65–{LONGEST} minus that "
                   f"at 17–{TRAINED}", RISE, above=False),
         Criterion("C228", DATED, "Rise of the loss (nats per byte) beyond the trained length, with absolute positions "
                   "minus with rotary ones", 0.0),
     )  # fmt: skip
+    remarks = dict.fromkeys(
+        ("C227", "C228"), "Mean loss of the stretch of positions with the largest: {evaluation.loss_by_place}."
+    )
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One model for each position scheme; those that no claim is about have 3 seeds."""
@@ -195,12 +180,6 @@ class Extrapolation(Small):
             "C228": found,
         }
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The mean rise of every scheme."""
-        rises = {kind: list(_rises(results, kind, 2).values()) for kind in SCHEMES}
-        text = ", ".join(f"{kind} {np.mean(x):.2f}" for kind, x in rises.items() if x)
-        return dict.fromkeys(("C227", "C228"), f"Mean rise at positions 65–{LONGEST}: {text}.")
-
 
 def _rises(results: Results, kind: str, at: int) -> dict[int, float]:
     """The rise of the loss at a range of positions, by seed."""
@@ -212,16 +191,11 @@ def _rises(results: Results, kind: str, at: int) -> dict[int, float]:
     return {outcome.seed: rise(outcome) for outcome in results.finished(kind)}
 
 
-class RelativePositions(Small):
+class RelativePositions(Experiment):
     """The symbol two positions before, with absolute and relative positions, within the trained length and beyond."""
 
     name = "relative_positions"
     question = 'Is "attend to the word two before" easier to learn, or to carry over, with relative positions?'
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "Relative positions are learnt more quickly, and carry over to longer sequences",
-        FAILS: "Relative positions are no easier",
-        ONLY: "Relative positions carry over to longer sequences, but are not learnt more quickly",
-    }
     criteria = (
         Criterion("C374", DATED, "Accuracy in finding the symbol two before, with relative positions (T5, rotary) "
                   "minus with absolute ones (learned, sinusoidal)", LEAST),
@@ -230,6 +204,9 @@ class RelativePositions(Small):
     kinds: Mapping[str, tuple[str, str]] = {"relative": ("t5", "rotary"), "absolute": ("learned", "sinusoidal")}
     length, longest = 16, 64
     seeds = 20
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C374": "Mean accuracies beyond the trained positions: {evaluation.longer_accuracy}.",
+    }
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One layer, one look-up, four position schemes."""
@@ -262,11 +239,6 @@ class RelativePositions(Small):
             for kind in ("relative", "absolute")
         )
         return [a - b for a, b in zip(relative, absolute, strict=True)]
-
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The means of all schemes."""
-        means = means_of(results, list(results.variants), "evaluation.longer_accuracy")
-        return {"C374": f"Mean accuracies beyond the trained positions: {means}."}
 
 
 PREFIX, WINDOWS = (4, 8), (8, 16, 32)
@@ -306,26 +278,11 @@ class MaskSweep(Sweep):
             "oldest": float(np.mean([own[i, i - late.start + 1] for i in late])) if late else 0.0,
         }
 
-    def figure(self, results: Results) -> Figure:
+    def lines(self, results: Results) -> Lines:
         """The mean weight on every key."""
-        from qkv_lab import draw
-
-        figure, (axes,) = draw.panels(
-            self.conclude(results).title, note(results, "Lines: mean; bands: its 95 % interval"), width=7.2, height=2.9
-        )
-        by_key = {v: np.array([value_of(o, "measured.by_key") for o in results.finished(v)]) for v in results.variants}
-        n = max(x.shape[-1] for x in by_key.values())
-        draw.curves(axes, range(1, n + 1), by_key)
-        axes.set_xscale("log", base=2)
-        ticks = [2**i for i in range(n.bit_length())]
-        axes.set_xticks(ticks, [str(t) for t in ticks])
-        axes.set(
-            xlabel="key (position of the token, from 1)",
-            ylabel="mean weight of queries that see it",
-            ylim=(0, 1),
-        )
-        axes.legend(fontsize=8, frameon=False)
-        return figure
+        found = {v: np.array([o.measured["by_key"] for o in results.finished(v)]) for v in results.variants}
+        n = max(x.shape[-1] for x in found.values())
+        return Lines(range(1, n + 1), found, "key", "mean weight of queries that see it", log=True)
 
 
 class PrefixMask(MaskSweep):
@@ -338,6 +295,10 @@ class PrefixMask(MaskSweep):
         Criterion("C083", DATED, "Weight of the strongest head, by queries after the prefix, on all other keys of the "
                   "prefix minus that on its first key", 0.0),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C083": "Weights on the first key: {measured.prefix_first}; on the others of the prefix: "
+                "{measured.prefix_rest}.",
+    }  # fmt: skip
     variants: ClassVar[Mapping[str, Change]] = {
         PLAIN: Change(),
         **{f"prefix {n}": Change(model={"prefix": n}) for n in PREFIX},
@@ -348,20 +309,6 @@ class PrefixMask(MaskSweep):
         """One effect per prefix, if there is a sink in it."""
         prefixed = [v for v in self.variants if v != PLAIN]
         return {"C083": [_moved(results, v, "prefix_rest", "prefix_first", sum_of=True) for v in prefixed]}
-
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The weights themselves."""
-        return {"C083": _weights(results, {"first": "prefix_first", "others": "prefix_rest"}, without=PLAIN)}
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """Where the sink is."""
-        says = {
-            HOLDS: "A prefix moves the sink to other keys inside it",
-            FAILS: "The sink stays on the first token of the prefix",
-        }
-        moved = [i.condition for i in verdicts["C083"].intervals if not i.unless and i.clears]
-        only = f"The sink moves to other keys of the prefix only with {', '.join(moved)}" if moved else "No sink moves"
-        return f"{says.get(verdicts['C083'].holds, only)} ({results.seeds} seeds)"
 
 
 class WindowMask(MaskSweep):
@@ -374,6 +321,9 @@ class WindowMask(MaskSweep):
         Criterion("C084", DATED, "Weight of the strongest head on the first token of the text, by queries that see it, "
                   "minus that on the oldest key of the window, by all others", 0.1),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C084": "Weights on the first key: {measured.first}; on the oldest of the window: {measured.oldest}.",
+    }
     variants: ClassVar[Mapping[str, Change]] = {
         PLAIN: Change(),
         **{f"window {n}": Change(model={"window": n}) for n in WINDOWS},
@@ -383,19 +333,6 @@ class WindowMask(MaskSweep):
         """One effect per window, if there is a sink on one of the two keys."""
         windows = [v for v in self.variants if v != PLAIN]
         return {"C084": [_moved(results, v, "first", "oldest") for v in windows]}
-
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The weights themselves."""
-        return {"C084": _weights(results, {"first": "first", "oldest": "oldest"}, without=PLAIN)}
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """Where the sink is."""
-        says = {
-            HOLDS: "With a window the sink is the first token of the text, as long as it is visible",
-            FAILS: "With a window the sink is not the first token of the text",
-        }
-        start = says.get(verdicts["C084"].holds, "With a window the sink is not always the first token of the text")
-        return f"{start} ({results.seeds} seeds)"
 
 
 def _moved(results: Results, variant: str, a: str, b: str, *, sum_of: bool = False) -> Effect:
@@ -412,13 +349,3 @@ def difference_of(results: Results, variant: str, a: str, b: str) -> Effect:
     """The effect of one measurement of a variant minus another."""
     values = paired(results.by_seed(variant, f"measured.{a}"), results.by_seed(variant, f"measured.{b}"))
     return Effect(variant, values, unless=not_learnt(results, variant))
-
-
-def _weights(results: Results, names: Mapping[str, str], *, without: str) -> str:
-    """Means of several measurements for every variant but one, as a sentence."""
-    each = []
-    for variant in results.variants:
-        if variant != without:
-            means = (f"{mean_of(results.values(variant, f'measured.{x}'))} ({what})" for what, x in names.items())
-            each.append(f"{variant} {', '.join(means)}")
-    return f"Weights: {'; '.join(each)}."

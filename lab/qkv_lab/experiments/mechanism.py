@@ -17,10 +17,9 @@ from qkv.masks import Dense
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.capture.residual import TIMES_MEDIAN
 from qkv_lab import heads
-from qkv_lab.experiments.base import Experiment, Results, Setting
-from qkv_lab.experiments.evidence import HOLDS, Criterion, Effect, Verdict, number
+from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
+from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.streaming import (
-    ALPHA,
     DATED,
     SINK,
     Change,
@@ -30,15 +29,12 @@ from qkv_lab.experiments.streaming import (
     decoder_and_task,
     has_sink,
     not_learnt,
-    note,
-    panel_title,
-    rotate_labels,
 )
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 TEXTS = 16
@@ -133,55 +129,6 @@ class Mechanism(Sweep):
                 found[claim].append(Effect(variant, values, unless=reason))
         return found
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """Mean cosines, and what attention adds."""
-        cosine, others = (at_strongest_head(results, f"check.key_cosine{x}") for x in ("", "_others"))
-
-        def means(values: Mapping[str, Mapping[int, float]]) -> str:
-            return ", ".join(f"{v} {number(sum(x.values()) / len(x))}" for v, x in values.items())
-
-        if not cosine:
-            return {}
-        return {
-            "C069": f"Mean cosine of queries with the first key: {means(cosine)}; with the others: {means(others)}.",
-        }
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """How drained the sink's value is."""
-        drained = verdicts["C068"]
-        values = [i.mean for i in drained.intervals if not i.premise and not i.unless]
-        what = f"its norm is {' and '.join(map(number, values))} times that of the others ({results.seeds} seeds)"
-        return f"A sink's value is drained: {what}" if drained.holds == HOLDS else f"The sink's value: {what}"
-
-    def figure(self, results: Results) -> Figure:
-        """Norms of values, cosines of keys, and norms of the attention output."""
-        from qkv_lab import draw
-
-        figure, (drain, angle, added) = draw.panels(
-            self.conclude(results).title, note(results), columns=3, width=9.4, height=2.7
-        )
-        draw.by_seed(drain, at_strongest_head(results, "check.value_drain"))
-        drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        panel_title(drain, "Norm of the first value, over others'")
-        drain.set(ylabel="ratio", ylim=(0, 1.1))
-        pairs: dict[str, dict[int, float]] = {}
-        for name, what in (("first", "check.key_cosine"), ("others", "check.key_cosine_others")):
-            pairs |= {f"{variant}, {name}": values for variant, values in at_strongest_head(results, what).items()}
-        draw.by_seed(angle, dict(sorted(pairs.items())), colour=draw.COLOURS[2], joined=2)
-        panel_title(angle, "Cosine of queries with keys")
-        angle.set(ylabel="mean cosine")
-        pairs = {
-            f"{variant}, {name} rows": results.by_seed(variant, f"measured.{name}")
-            for variant in results.by_variant(ALPHA)
-            for name in ("resting", "busy")
-        }
-        draw.by_seed(added, pairs, colour=draw.COLOURS[1], joined=2)
-        panel_title(added, "What attention adds to the residual")
-        added.set(ylabel="ratio of norms", ylim=(0, None))
-        for axes in (drain, angle, added):
-            rotate_labels(axes)
-        return figure
-
 
 def nearest_first(q: Float[Tensor, "b n d"], k: Float[Tensor, "b n d"]) -> float:
     """The share of causal queries, from the third on, for which the first key has the largest cosine.
@@ -245,6 +192,11 @@ class Overmixing(Experiment):
         Criterion("C077", DATED, "Movement of tokens that do not depend on a changed token", BARELY, above=False,
                   parts=True),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C074": "Movement at the last layer, as a share of the norm, with the sink: "
+                "{measured.far.sink kept of trained}; with it masked: {measured.far.sink hidden of trained}; "
+                "untrained: {measured.far.untrained of trained}.",
+    }  # fmt: skip
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One model; the cases without a sink and without training are derived from it."""
@@ -306,57 +258,12 @@ class Overmixing(Experiment):
             ],
         }
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The movements themselves, and what attention adds on other rows of the same layer."""
-        far = {case: number(float(np.mean(results.values(TRAINED, f"measured.far.{case}")))) for case in CASES}
-        light = [o.measured["added_light"] for o in results.finished(TRAINED) if o.measured["added_light"] is not None]
-        added = f"On rows of that layer with less than {LIGHT} it is {number(float(np.mean(light)))}." if light else ""
-        moved = "; ".join(f"{case}: {value}" for case, value in far.items())
-        return {"C074": f"Movement at the last layer, as a share of the norm: {moved}.", "C076": added}
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """How much further a changed token moves the others without the sink."""
-        kept, hidden = (results.by_seed(TRAINED, f"measured.far.{case}") for case in CASES[:2])
-        ratio = number(geometric_mean([hidden[seed] / kept[seed] for seed in kept]))
-        so = "" if verdicts["C074"].holds == HOLDS else f"; at least {TIMES} was expected, which is not shown"
-        return f"With the sink masked a changed token moves the others {ratio} times as far{so} ({results.seeds} seeds)"
-
-    def figure(self, results: Results) -> Figure:
-        """The movement by position at the last layer, and by layer."""
-        from qkv_lab import draw
-
-        note = (
-            f"Bigram-Backcopy, 3 layers × 1 head, {MIXED} held-out texts; the byte at position {CHANGED} is changed. "
-            "Later "
-            f"tokens but the next one have no use for it. {results.note}"
-        )
-        figure, (by_position, by_layer) = draw.panels(
-            self.conclude(results).title, note, columns=2, width=7.6, height=3.0
-        )
-        found = {
-            case: np.array([o.measured["moved"][case] for o in results.finished(TRAINED)]) for case in CASES
-        }  # (seed, layer, position)
-        n = found[CASES[0]].shape[2]
-        far = {case: 100 * x[:, -1, CHANGED + 2 :] for case, x in found.items()}
-        draw.curves(by_position, range(CHANGED + 2, n), far)
-        by_position.set(xlabel="position (tokens)", ylabel="moved at the last layer (% of the norm)", ylim=(0, None))
+    def lines(self, results: Results) -> Lines:
+        """The movement of later tokens by layer."""
+        moved = {c: np.array([o.measured["moved"][c] for o in results.finished(TRAINED)]) for c in CASES}
+        found = {case: x[..., CHANGED + 2 :].mean(-1) for case, x in moved.items()}  # (seed, layer)
         layers = range(found[CASES[0]].shape[1])
-        draw.curves(
-            by_layer, layers, {case: 100 * x[..., CHANGED + 2 :].mean(-1) for case, x in found.items()}, markers=True
-        )
-        by_layer.set(xlabel="layer (0: embeddings)", ylabel="moved, mean of later tokens (%)", ylim=(0, None))
-        by_layer.set_xticks(list(layers))
-        by_layer.legend(fontsize=8, frameon=False)
-        return figure
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """e to the mean of the logarithms; NaN without values.
-
-    >>> round(geometric_mean([1.0, 4.0]), 6)
-    2.0
-    """
-    return float(np.exp(np.mean(np.log(values)))) if len(values) else float("nan")
+        return Lines(layers, found, "layer (0: embeddings)", "movement over norm, later tokens")
 
 
 def changed_texts(task: Backcopy) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from qkv.models import DecoderLM
 from qkv_lab import heads
 from qkv_lab.experiments.base import Results, Setting, paired
-from qkv_lab.experiments.evidence import Criterion, Effect, Verdict
+from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.streaming import (
-    ALPHA,
     DATED,
     EXCESS,
     LESS,
@@ -24,23 +23,16 @@ from qkv_lab.experiments.streaming import (
     Change,
     Sweep,
     argmax_head,
-    at_strongest_head,
-    by_seed,
     decoder_and_task,
     difference,
     has_sink,
     not_learnt,
-    note,
-    panel_title,
-    plot_sinks,
-    rotate_labels,
     sink,
-    unlearnt_runs,
 )
 from qkv_lab.task import Measured
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 SOFTMAX, OFF, LEARNED, KEY, ELEMENT, HEAD, BARE = (
     "softmax", "off by one", "learned sink", "key bias", "gate elementwise", "gate a head", "no <s>",
@@ -86,6 +78,10 @@ class Normalizers(Sweep):
         Criterion("C378", "2026-11-24", "Excess loss, in nats a token, without normalisation minus with the same "
                   "weights divided by their sum", WORSE),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C094": "Only models of this size were trained.",
+        "C105": "Only that sinks are gone is judged; these models have no massive activations with softmax either.",
+    }
     variants: ClassVar[Mapping[str, Change]] = {
         SOFTMAX: Change(),
         BARE: Change(task={"first": "random"}),
@@ -144,45 +140,6 @@ class Normalizers(Sweep):
                 Effect(of, results.differences(of, by_sum, EXCESS)) for of, by_sum in DIVIDED.items()
             ],  # also of runs that did not learn the task, which is a harm
         }
-
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The limits of what was tested."""
-        off = sum(x <= SINK for x in results.values(OFF, ALPHA))
-        runs = f"Of {len(results.finished(OFF))} runs with it {off} have no sink (at most {SINK})."
-        gates = "Only that sinks are gone is judged; these models have no massive activations with softmax either."
-        size = "Only models of this size were trained."
-        return {"C103": runs, "C135": runs, "C105": gates, "C094": size}
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """The variants without a sink."""
-        means = {v: sum(x) / len(x) for v, x in results.by_variant(ALPHA).items() if not not_learnt(results, v)}
-        gone = [v for v, mean in means.items() if mean <= SINK and v not in (SOFTMAX, BARE)]
-        start = (
-            f"The mean weight on <s> is at most {SINK} with {', '.join(gone)}" if gone else "Every variant has a sink"
-        )
-        return f"{start} ({results.note.removesuffix('.')})"
-
-    def figure(self, results: Results) -> Figure:
-        """Sinks, norms of values, quantisation errors and loss of every variant."""
-        from qkv_lab import draw
-
-        figure, (weight, drain, peak, error) = draw.panels(
-            self.conclude(results).title, note(results), columns=2, rows=2, width=8.6, height=2.8
-        )
-        plot_sinks(weight, results)
-        draw.by_seed(drain, at_strongest_head(results, "check.value_drain"), colour=draw.COLOURS[2])
-        drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        panel_title(drain, "Norm of the first value, over others'")
-        drain.set(ylabel="ratio", ylim=(0, None))
-        draw.by_seed(peak, by_seed(results, "measured.int8_error"), colour=draw.COLOURS[4])
-        panel_title(peak, "Error of hidden states as int8 (absmax)")
-        peak.set(ylabel="relative error (RMS)", ylim=(0, None))
-        draw.by_seed(error, by_seed(results, EXCESS), colour=draw.COLOURS[1], grey=unlearnt_runs(results))
-        panel_title(error, "Loss over that of the chain itself")
-        error.set_ylabel("excess loss (nats a token)")
-        for axes in (weight, drain, peak, error):
-            rotate_labels(axes)
-        return figure
 
 
 def int8_error(x: Float[Tensor, "b n d"]) -> float:

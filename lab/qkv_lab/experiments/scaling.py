@@ -13,14 +13,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.models import DecoderConfig
-from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting, paired
-from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect, Holds, Verdict
+from qkv_lab.experiments.base import Conclusion, Experiment, Lines, Results, Setting, paired
+from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Holds, Verdict
 from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 SMALL, UNIT = "small initial weights", "unit-variance q, k"  # as GPT-2 is initialised; as the argument for √d assumes
@@ -50,6 +50,7 @@ class Scaling(Experiment):
         Criterion("C381", DATED, "Share of triggers that are copied with 1/√d minus that without a scale, at d = 512",
                   0.1),
     )  # fmt: skip
+    remarks = dict.fromkeys(("C236", "C251", "C254", "C322", "C337"), "Mean excess losses: {evaluation.excess}.")
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """Every scale at both head dimensions, from GPT-2's small initial weights and with q and k of unit variance."""
@@ -81,58 +82,6 @@ class Scaling(Experiment):
             "C018": sharp, "C236": both, "C251": both, "C254": flat, "C322": rises, "C337": grows, "C381": copied,
         }  # fmt: skip
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """Mean losses at both head dimensions, and how many runs diverged."""
-        losses = []
-        for d in _dims(results)[::-1]:
-            of = [
-                f"{kind}: " + ", ".join(f"{s} {_mean(results.values(variant(s, d, kind), LOSS))}" for s in SCALES)
-                for kind in STARTS
-            ]
-            losses.append(f"at d = {d}: {'; '.join(of)}")
-        runs = [outcome for outcomes in results.variants.values() for outcome in outcomes]
-        failed = sum(outcome.diverged is not None for outcome in runs)
-        text = f"Mean excess losses {'. And '.join(losses)}. Of {len(runs)} runs {failed or 'none'} diverged."
-        return dict.fromkeys(("C236", "C251", "C254", "C322", "C337"), text)
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """Whether the loss is higher without the scale."""
-        worse, d = [i.condition for i in verdicts["C322"].intervals if i.clears], _dims(results)[-1]
-        says = {
-            HOLDS: f"At d = {d} a model without 1/√d trains worse",
-            ONLY: f"At d = {d} a model without 1/√d trains worse only with {' and '.join(worse)}",
-            FAILS: f"At d = {d} a model without 1/√d trains as well",
-        }
-        start = says.get(verdicts["C322"].holds, "Whether a model without 1/√d trains worse is undecided")
-        return f"{start} ({results.seeds} seeds)"
-
-    def figure(self, results: Results) -> Figure:
-        """The loss of trained models by scale and head dimension."""
-        from qkv_lab import draw
-
-        note = (
-            "Bigram-Backcopy, 1 layer × 1 head; loss over that of the generating chain. Dots: seeds, joined by thin "
-            f"lines; bars: mean and interval. {results.note}"
-        )
-        figure, panels = draw.panels(self.conclude(results).title, note, columns=2, width=8.8, height=2.9)
-        dims = _dims(results)
-        most = 0.0
-        for axes, kind in zip(panels, STARTS, strict=True):
-            by_name = {
-                f"{scale}\nd = {d}": results.by_seed(variant(scale, d, kind), LOSS)
-                for d in dims
-                for scale in SCALES
-                if results.finished(variant(scale, d, kind))
-            }
-            draw.by_seed(axes, by_name)
-            most = max(most, *(max(values.values()) for values in by_name.values()))
-            axes.tick_params(axis="x", labelsize=7)
-            axes.set_title(kind, loc="left", size=9)
-            axes.set_ylabel("excess loss (nats a token)")
-        for axes in panels:
-            axes.set_ylim(0, 1.1 * most)
-        return figure
-
 
 def variant(scale: str, d: int, kind: str) -> str:
     """The name of a variant."""
@@ -156,10 +105,6 @@ def _minus(results: Results, name: str, a: tuple[str, int], b: tuple[str, int], 
 
 def _entropies(results: Results, d: int, kind: str) -> list[float]:
     return [float(np.mean(o.check["entropy_ratio"])) for o in results.finished(variant(UNSCALED, d, kind))]
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{np.mean(values):.3f}" if values else "none"
 
 
 def _setting(scale: str, d: int, kind: str, seed: int, quick: bool) -> Setting:
@@ -208,23 +153,11 @@ class RandomScores(Experiment):
         )
         return Conclusion(verdicts, title, " ".join(f"{v.claim} {v.holds}: {v.text}" for v in verdicts))
 
-    def figure(self, results: Results) -> Figure:
-        """Top weight and Jacobian over d."""
-        from qkv_lab import draw
-
-        note = f"q, k with independent N(0, 1) entries, {KEYS} keys, {ROWS:,} rows a seed. {results.note}"
-        figure, panels = draw.panels(self.conclude(results).title, note, columns=2, width=8.8, height=2.7)
-        found = [o.measured for o in results.finished(RANDOM)]
-        for axes, entry, label in zip(
-            panels, ("top", "jacobian"), ("mean top weight", "mean norm of the Jacobian"), strict=True
-        ):
-            draw.curves(axes, DIMS, {s: [m["scales"][s][entry] for m in found] for s in SCALES}, markers=True)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(DIMS, [str(d) for d in DIMS])
-            axes.set(xlabel="d (numbers in a query)", ylabel=label, ylim=(0, None))
-        panels[0].axhline(1 / KEYS, color=draw.MUTED, linewidth=0.8, linestyle=":")
-        panels[0].legend(fontsize=8, frameon=False)
-        return figure
+    def lines(self, results: Results) -> Lines:
+        """The top weight over d."""
+        found = [o.measured["scales"] for o in results.finished(RANDOM)]
+        tops = {s: [m[s]["top"] for m in found] for s in SCALES}
+        return Lines(DIMS, tops, "d (numbers in a query)", f"mean top weight of {KEYS} keys", log=True)
 
 
 def holds_if(condition: bool) -> Holds:

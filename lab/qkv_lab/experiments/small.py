@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qkv_lab.experiments.base import Experiment, Results, Setting
-from qkv_lab.experiments.evidence import UNDECIDED, Effect, Verdict
+from qkv_lab.experiments.base import Results, Setting
+from qkv_lab.experiments.evidence import Effect
 from qkv_lab.task import Task, Training
 
 LEARNT = 0.9
@@ -20,19 +20,6 @@ QUICK: Mapping[str, Any] = {"steps": 4, "batch": 4, "warmup": 1}
 """The training settings of the quick form."""
 LEAST = 0.05
 """Smaller differences of accuracies do not count as an effect."""
-
-
-class Small(Experiment):
-    """An experiment whose figure has a sentence for a title, by the outcome of its first claim."""
-
-    says: ClassVar[Mapping[str, str]]
-    """The finding for each outcome: `evidence.HOLDS`, `FAILS`, `ONLY`."""
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """The finding, or that it is undecided, and the number of seeds."""
-        first = verdicts[self.claims[0]]
-        unknown = "Undecided" if first.holds == UNDECIDED else "Not seen at this scale"
-        return f"{self.says.get(first.holds, f'{unknown}: {self.question}')} ({results.seeds} seeds)"
 
 
 def setting(task: Task, seed: int, quick: bool, **changes: Any) -> Setting:
@@ -103,14 +90,3 @@ def unlearnt(results: Results, name: str, least: float, *variants: str) -> str:
 def minus(results: Results, a: str, b: str, name: str, condition: str = "", *, unless: str = "") -> Effect:
     """The effect of variant `a` minus variant `b` with the same seed, of an entry by its dotted name."""
     return Effect(condition, results.differences(a, b, name), unless=unless)
-
-
-def means_of(results: Results, variants: Sequence[str], name: str) -> str:
-    """The mean of an entry in each variant, as text, for remarks.
-
-    >>> from qkv_lab.experiments import Outcome
-    >>> means_of(Results({"a": [Outcome(0, check={"x": 1.0}), Outcome(1, check={"x": 2.0})]}), ["a", "b"], "check.x")
-    'a: 1.50'
-    """
-    found = {v: results.values(v, name) for v in variants}
-    return "; ".join(f"{v}: {sum(x) / len(x):.2f}" for v, x in found.items() if x)

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 from qkv.cache import Cache, Full, Sinks, Sliding
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loss import token_loss
-from qkv_lab.experiments.base import Experiment, Outcome, Results, Setting, paired, summary, value_of
-from qkv_lab.experiments.evidence import HOLDS, Criterion, Effect, Verdict
+from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting, paired, value_of
+from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.backcopy import Backcopy
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 TASK = Backcopy()
@@ -43,7 +42,6 @@ ALPHA = "check.sink"
 """The mean weight on the first key by layer and head; `Results.values` takes the strongest head of each run."""
 ACCURACY = "evaluation.backcopy_accuracy"
 EXCESS = "evaluation.excess"
-ALPHA_LABEL = "weight on the first token"
 PLAIN = "plain"
 """The variant without changes, whose runs all experiments share."""
 
@@ -90,82 +88,13 @@ class Sweep(Experiment):
     """An experiment that trains variants of one run, of about 10 seconds."""
 
     variants: ClassVar[Mapping[str, Change]]
-    axis: ClassVar[str] = ""
-    """The label of the figure's x axis: the setting that varies."""
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """The settings of every variant with a seed."""
         return {name: change.setting(seed, quick) for name, change in self.variants.items()}
 
-    def figure(self, results: Results) -> Figure:
-        """The strongest head's weight on the first token, and the excess loss, for every variant."""
-        from qkv_lab import draw
-
-        figure, (left, right) = draw.panels(
-            self.conclude(results).title, note(results), columns=2, width=8.4, height=2.9
-        )
-        plot_sinks(left, results)
-        panel_title(right, "Loss over that of the chain itself")
-        draw.by_seed(right, by_seed(results, EXCESS), colour=draw.COLOURS[1], grey=unlearnt_runs(results))
-        right.set_ylabel("excess loss (nats a token)")
-        right.set_ylim(bottom=min(0, right.get_ylim()[0]))
-        for axes in (left, right):
-            axes.set_xlabel(self.axis)
-            rotate_labels(axes)
-        return figure
-
-
-def plot_sinks(axes: Axes, results: Results, values: Mapping[str, Mapping[int, float]] | None = None) -> None:
-    """Plot weights on the first token, by default of the strongest heads, and the threshold of a sink as a line."""
-    from qkv_lab import draw
-
-    panel_title(axes, "The strongest head's sink")
-    shown = by_seed(results, ALPHA) if values is None else values
-    draw.by_seed(axes, shown, grey=unlearnt_runs(results) if values is None else {})
-    axes.axhline(SINK, color=draw.MUTED, linewidth=0.9, linestyle="--")
-    axes.text(
-        len(shown) - 0.42, SINK + 0.03, f"a sink is > {SINK}", size=7, color=draw.MUTED, ha="right",
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}, zorder=2,
-    )  # fmt: skip
-    axes.set_ylabel(ALPHA_LABEL)
-    axes.set_ylim(0, 1)
-
-
-def panel_title(axes: Axes, title: str) -> None:
-    """Write the title of a panel above it."""
-    from qkv_lab.draw import INK
-
-    axes.set_title(title, loc="left", size=9, color=INK)
-
-
-def rotate_labels(axes: Axes) -> None:
-    """Rotate the labels of the x axis if they would not fit side by side."""
-    labels = axes.get_xticklabels()
-    if sum(len(x.get_text()) + 2 for x in labels) > 40:
-        for label in labels:
-            label.set(rotation=35, ha="right", rotation_mode="anchor")
-
-
-def note(
-    results: Results, marks: str = "Dots: seeds, joined by thin lines, grey if not learnt; bars: mean and interval"
-) -> str:
-    """The line under a figure's title: task, model and training."""
-    model = TASK.model
-    length, steps = TASK.length, TRAINING.steps
-    if results.quick:
-        length, steps = QUICK_TASK["length"], QUICK_TRAINING["steps"]
-    return (
-        f"Bigram-Backcopy, {length} tokens; a decoder of {model.layers} layer, {model.heads} head, width "
-        f"{model.d_model}, {steps} steps unless stated otherwise. {marks}. {results.note}"
-    )
-
 
 # --- evidence ---------------------------------------------------------------------------------------------------------
-
-
-def by_seed(results: Results, name: str) -> dict[str, dict[int, float]]:
-    """`Results.by_seed` of every variant with at least one run that did not diverge."""
-    return {variant: results.by_seed(variant, name) for variant in results.variants if results.finished(variant)}
 
 
 def sink(results: Results, variant: str, condition: str | None = None, **own: Any) -> Effect:
@@ -201,25 +130,6 @@ def not_learnt(results: Results, *variants: str) -> str:
         if not runs or count < LEARNT * len(runs):
             return f"{variant} learnt its task in {count} of {len(runs)} runs"
     return ""
-
-
-def unlearnt_runs(results: Results) -> dict[str, set[int]]:
-    """For each variant the seeds of the runs that did not learn the task."""
-    return {v: {o.seed for o in runs if not learnt(o)} for v, runs in results.variants.items()}
-
-
-def mean_of(values: Sequence[float]) -> str:
-    """The mean with two decimals, for titles; "none" without values."""
-    return f"{np.mean(values):.2f}" if len(values) else "none"
-
-
-def summaries(values: Mapping[str, Sequence[float]], digits: int = 2) -> str:
-    """The mean and range of each variant, as text.
-
-    >>> summaries({"pre": [0.5], "post": [0.25, 0.75]})
-    'pre 0.50, post 0.50 (0.25–0.75)'
-    """
-    return ", ".join(f"{name} {summary(found, digits)}" for name, found in values.items())
 
 
 def strongest_head(outcome: Outcome) -> tuple[int, int]:
@@ -265,7 +175,6 @@ CACHES: dict[str, Callable[[], Cache]] = {
     "first + last": lambda: Sinks(KEPT, BUDGET - KEPT),
 }
 ALL, WINDOW, SINKS = CACHES
-FULL = f"measured.inside.{ALL}"
 LEARNED, KEY = "learned sink", "key bias"
 
 
@@ -278,6 +187,11 @@ class Streaming(Experiment):
         Criterion("C101", DATED, f"Rise of the loss (nats) when a cache of {BUDGET} keys evicts the first token, "
                   "without a sink of the model's own minus with", LEAST),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C101": "Losses from the 64 tokens of training up to 128, with all keys: {measured.beyond.all keys of plain}; "
+                "with the last 4: {measured.beyond.last keys of plain}; with the first and the last 3: "
+                "{measured.beyond.first + last of plain} (StreamingLLM, Xiao et al. 2024).",
+    }  # fmt: skip
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """Models with plain softmax, with a learned sink logit, and with a learned key whose value is 0."""
@@ -315,53 +229,12 @@ class Streaming(Experiment):
             )  # fmt: skip
         return {"C101": found}
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The rises themselves, and losses beyond the training length."""
-        each = ", ".join(
-            f"{v} {np.mean(list(rise(results, v, WINDOW).values())):.3f}" for v in results.by_variant(FULL)
-        )
-        kept = np.mean(list(rise(results, PLAIN, SINKS).values())) if results.finished(PLAIN) else float("nan")
-        far = {name: mean_of(results.values(PLAIN, f"measured.beyond.{name}")) for name in CACHES}
-        return {
-            "C101": f"Rises: {each} nats. With {KEPT} first and {BUDGET - KEPT} last keys the first model's is "
-            f"{kept:.3f}. From the {TRAINED} tokens of training up to {LENGTH} its loss is {far[ALL]} nats with all "
-            f"keys, {far[WINDOW]} with the last {BUDGET} and {far[SINKS]} with the first and the last {BUDGET - KEPT} "
-            "(StreamingLLM, Xiao et al. 2024)."
-        }
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """Whether evicting the first token costs anything, and what avoids it."""
-        plain = np.mean(list(rise(results, PLAIN, WINDOW).values())) if results.finished(PLAIN) else float("nan")
-        end = "; a sink of the model's own avoids this" if verdicts["C101"].holds == HOLDS else ""
-        return f"Evicting the first token raises the loss by {plain:.3f} nats{end} ({results.seeds} seeds)"
-
-    def figure(self, results: Results) -> Figure:
-        """The rise of the loss by model and cache, and by position for the model with plain softmax."""
-        from qkv_lab import draw
-
-        note = (
-            f"Bigram-Backcopy, 1 layer × 1 head, rotary positions, trained on {TRAINED} tokens; {TEXTS} held-out "
-            f"texts. “Last {BUDGET}” is a window; “first + last” holds {KEPT} first and {BUDGET - KEPT} last keys. "
-            f"Dots: seeds, joined by thin lines; bars: mean and interval. {results.note}"
-        )
-        figure, (left, right) = draw.panels(self.conclude(results).title, note, columns=2, width=8.8, height=2.9)
-        shown = [variant for variant in (PLAIN, LEARNED, KEY) if results.finished(variant)]
-        cases = {f"{v},\nlast {BUDGET}": rise(results, v, WINDOW) for v in shown}
-        draw.by_seed(left, {**cases, f"{PLAIN},\nfirst + last": rise(results, PLAIN, SINKS)})
-        left.axhline(0, color=draw.MUTED, linewidth=0.8)
-        left.set(ylabel=f"rise of the loss, positions {BUDGET}–{TRAINED} (nats)")
-        left.tick_params(axis="x", labelsize=7.5)
-        x = [BUCKET * (i + 0.5) for i in range(LENGTH // BUCKET)]
+    def lines(self, results: Results) -> Lines:
+        """The rise of the loss over that with all keys, by position."""
         nats = {name: np.array([o.measured["nats"][name] for o in results.finished(PLAIN)]) for name in CACHES}
-        names = {WINDOW: f"last {BUDGET}", SINKS: "first + last"}
-        draw.curves(right, x, {what: nats[name] - nats[ALL] for name, what in names.items()})
-        right.axvline(TRAINED, color=draw.MUTED, linewidth=0.8, linestyle=":")
-        right.text(TRAINED, right.get_ylim()[1], " beyond the training length", size=7, color=draw.MUTED, va="top")
-        right.axhline(0, color=draw.MUTED, linewidth=0.8)
-        right.set(xlabel="position (tokens)", ylabel="rise over all keys (nats)", xlim=(0, LENGTH))
-        right.set_title(PLAIN, loc="left", size=9)
-        right.legend(fontsize=8, frameon=False)
-        return figure
+        x = [BUCKET * (i + 0.5) for i in range(LENGTH // BUCKET)]
+        found = {name: nats[name] - nats[ALL] for name in (WINDOW, SINKS)}
+        return Lines(x, found, "position (tokens)", f"rise over all keys, {PLAIN} (nats)")
 
 
 def rise(results: Results, variant: str, cache: str) -> dict[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -12,14 +12,13 @@ from torch import nn
 
 from qkv.models import DecoderConfig
 from qkv_lab import heads
-from qkv_lab.experiments.base import Experiment, Results, Setting, paired
-from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect, Verdict, number
-from qkv_lab.experiments.small import LEAST, Small, means_of, setting
+from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
+from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.small import LEAST, setting
 from qkv_lab.experiments.streaming import (
     ACCURACY,
     ALPHA,
     DATED,
-    EXCESS,
     LEARNT,
     PLAIN,
     QUICK_TASK,
@@ -34,18 +33,13 @@ from qkv_lab.experiments.streaming import (
     decoder_and_task,
     difference,
     has_sink,
-    mean_of,
     not_learnt,
-    note,
-    panel_title,
-    plot_sinks,
-    rotate_labels,
 )
 from qkv_lab.task import Measured
 from qkv_lab.tasks.language import Language
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 UNIQUE = (16, 64, 256, 1024)
@@ -67,7 +61,7 @@ class DataAmount(Sweep):
         Criterion("C081", DATED, f"Gain in weight from {MANY // FEW} times as many distinct sequences minus that from "
                   "twice the steps", 0.05),
     )  # fmt: skip
-    axis = "distinct sequences in training"
+    remarks: ClassVar[Mapping[str, str]] = {"C080": "On held-out sequences, by their number in training: {check.sink}."}
     variants: ClassVar[Mapping[str, Change]] = {
         **{f"{n}": Change(task={"unique": n}) for n in UNIQUE},
         NO_LIMIT: Change(),
@@ -99,21 +93,6 @@ class DataAmount(Sweep):
         diverse = difference(results, f"{MANY}{HALF}", f"{FEW}", "")
         return {"C080": needs, "C081": [has_sink(results, NO_LIMIT), diverse]}
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The weights on held-out sequences."""
-        held_out = ", ".join(f"{v} {mean_of(x)}" for v, x in results.by_variant(ALPHA).items())
-        return {"C080": f"On held-out sequences, by their number in training: {held_out}."}
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """Whether the fewest sequences are enough."""
-        seeds = f"({results.seeds} seeds)"
-        most = mean_of(results.values(NO_LIMIT, ALPHA))
-        says = {
-            HOLDS: f"A sink needs diverse data: none with {UNIQUE[0]} sequences, {most} without a limit {seeds}",
-            FAILS: f"Even {UNIQUE[0]} distinct sequences are enough for a sink {seeds}",
-        }
-        return says.get(verdicts["C080"].holds, f"Sinks and the number of distinct sequences {seeds}")
-
 
 class FirstToken(Sweep):
     """Training sequences with a fixed or a random first token, tested on changed and random sequences."""
@@ -125,6 +104,10 @@ class FirstToken(Sweep):
         Criterion("C062", DATED, "Weight of the strongest head on the first position", SINK),
         Criterion("C065", DATED, "Weight of the strongest head on the first token, followed by random symbols", SINK),
     )
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C062": "On average the symbol with the least weight gets {measured.replaced_least of plain}, "
+                "that with the most {measured.replaced_most of plain}.",
+    }  # fmt: skip
     variants: ClassVar[Mapping[str, Change]] = {
         PLAIN: Change(),
         RANDOM: Change(task={"first": "random"}),
@@ -172,46 +155,6 @@ class FirstToken(Sweep):
         noise = Effect("", results.values(PLAIN, "measured.random_tokens"), unless=not_learnt(results, PLAIN))
         return {"C062": first, "C065": [has_sink(results), noise]}
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The range over symbols."""
-        if not results.finished(PLAIN):
-            return {}
-        least = min(results.values(PLAIN, "measured.replaced_least"))
-        most = max(results.values(PLAIN, "measured.replaced_most"))
-        lower = paired(results.by_seed(PLAIN, "measured.replaced"), results.by_seed(PLAIN, ALPHA))
-        return {
-            "C062": f"Replacing <s> changes the weight by {number(float(np.mean(lower)))}; single symbols get "
-            f"{number(least)} to {number(most)}."
-        }
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """Whether the sink depends on the token."""
-        says = {
-            HOLDS: "The sink is on the first position, whichever token is there",
-            FAILS: "The sink is specific to <s>: other first tokens have none",
-            ONLY: "The sink is on the first position under some conditions only",
-        }
-        return f"{says.get(verdicts['C062'].holds, 'Whether the first token matters is open')} ({results.seeds} seeds)"
-
-    def figure(self, results: Results) -> Figure:
-        """The weight on the first token: on held-out sequences, with another first token, and on random tokens."""
-        from qkv_lab import draw
-
-        figure, panels = draw.panels(self.conclude(results).title, note(results), columns=2, width=8.4, height=2.9)
-        names: dict[str, str] = {PLAIN: "always <s>", RANDOM: "any symbol"}
-        measures: dict[str, Any] = {
-            "as trained": ALPHA,
-            "first replaced": "measured.replaced",
-            "random tokens after it": "measured.random_tokens",
-            "all tokens random": "measured.all_random",
-        }
-        for axes, (variant, name) in zip(panels, names.items(), strict=True):
-            plot_sinks(axes, results, {what: results.by_seed(variant, x) for what, x in measures.items()})
-            panel_title(axes, f"Trained with {name} first")
-            axes.set_xlabel("sequences the model reads")
-            rotate_labels(axes)
-        return figure
-
 
 NEAR = 0.02  # largest difference of initial weights from uniform ones
 
@@ -251,76 +194,16 @@ class Emergence(Sweep):
             "C079": [has_sink(results), effect(end - half)],
         }
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The weights over training, and when accuracy and sink appear."""
-        steps, alpha = alpha_over_steps(results, PLAIN)
-        start, half, end = (number(alpha[:, at].mean()) for at in (0, len(steps) // 2, -1))
-        able = results.curve(PLAIN, ACCURACY)[1].mean(0)
-        return {
-            "C061": f"It is {start} at step 0, {half} at step {steps[len(steps) // 2]} and {end} at the end. Means: "
-            f"copies are right at {LEARNT:.0%} {_first_step_above(steps, able, LEARNT)}, the weight is above "
-            f"{SINK} {_first_step_above(steps, alpha.mean(0), SINK)}.",
+    def lines(self, results: Results) -> Lines:
+        """Where the head attends, and the accuracy of copies, over the steps of training."""
+        names = {
+            "weight of triggers on the previous token": "check.trigger_previous",
+            "weight of others on the first token": "check.other_first",
+            "accuracy of copies": ACCURACY,
         }
-
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """The rise of the weight on the first token."""
-        alpha = alpha_over_steps(results, PLAIN)[1]
-        ends = f"{alpha[:, 0].mean():.2f} to {alpha[:, -1].mean():.2f}"
-        seen = verdicts["C061"].holds == HOLDS
-        return (
-            f"{'The sink is learnt' if seen else 'No sink'}: the weight on the first token goes from {ends} "
-            f"({results.seeds} seeds)"
-        )
-
-    def figure(self, results: Results) -> Figure:
-        """The head's mean weights, the model's metrics, and the norm of the first value, over steps."""
-        from qkv_lab import draw
-
-        figure, (looks, able, drain) = draw.panels(
-            self.conclude(results).title,
-            note(results, "Lines: mean; bands: its 95 % interval"),
-            columns=3,
-            width=9.4,
-            height=2.7,
-        )
-
-        def curve(name: str) -> np.ndarray:
-            values = results.curve(PLAIN, name)[1]
-            return values.reshape(len(values), len(steps), -1).max(2)
-
-        steps, _ = results.curve(PLAIN, "check.sink")
-        weights = {
-            "triggers, on the previous token": curve("check.trigger_previous"),
-            "others, on the first token": curve("check.other_first"),
-        }
-        draw.curves(looks, steps, weights)
-        looks.axhline(SINK, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        panel_title(looks, "Where the head attends")
-        looks.set(ylabel="mean weight", ylim=(0, 1))
-        looks.legend(fontsize=7, frameon=False)
-        draw.curves(
-            able,
-            steps,
-            {"accuracy of copies": curve(ACCURACY), "loss over the chain's (nats)": curve(EXCESS)},
-        )
-        panel_title(able, "Accuracy and loss")
-        able.set(ylabel="share, nats a token", ylim=(0, 1.05))
-        able.legend(fontsize=7, frameon=False)
-        drains = results.curve(PLAIN, "check.value_drain")[1]
-        norms = drains.reshape(len(drains), len(steps), -1).min(2)
-        draw.curves(drain, steps, {"": norms})
-        drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        panel_title(drain, "Norm of the first value, over others'")
-        drain.set(ylim=(0, None), ylabel="ratio")
-        for axes in (looks, able, drain):
-            axes.set_xlabel("step")
-        return figure
-
-
-def _first_step_above(steps: list[int], values: np.ndarray, level: float) -> str:
-    """The first step at which values exceed a level, as text."""
-    above = np.flatnonzero(values > level)
-    return f"from step {steps[above[0]]}" if len(above) else "at no step"
+        steps, _ = results.curve(PLAIN, ACCURACY)
+        found = {what: results.curve(PLAIN, name)[1] for what, name in names.items()}
+        return Lines(steps, {what: x.reshape(*x.shape[:2], -1).max(2) for what, x in found.items()}, "step", "share")
 
 
 def uniform(length: int) -> float:
@@ -351,6 +234,7 @@ class TextSink(Experiment):
     name = "text_sink"
     question = "Does a small Transformer that is trained on text develop a sink?"
     criteria = (Criterion("C139", DATED, f"{STRONGEST} at the end of training", SINK),)
+    remarks: ClassVar[Mapping[str, str]] = {"C139": "Held-out loss in nats per byte: {evaluation.loss}."}
     curves = ("check.sink", "evaluation.loss")
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -367,40 +251,19 @@ class TextSink(Experiment):
         """The strongest head's mean weight on the first token, for each condition."""
         return {"C139": [Effect(name, results.values(name, "check.sink")) for name in CONDITIONS]}
 
-    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
-        """The conditions under which a sink forms."""
-        able = [i.condition for i in verdicts["C139"].intervals if i.clears]
-        found = f"a sink forms with {', and with '.join(able)}" if able else "no sink forms"
-        return f"On text {found} ({results.seeds} seeds)"
 
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The first evaluation with a sink, and the loss of each condition."""
-        said = [f"Held-out loss in nats per byte: {means_of(results, list(CONDITIONS), 'evaluation.loss')}."]
-        steps = []
-        for outcome in results.finished(AS_IN_CHAPTER):
-            curve = outcome.curves["check.sink"]
-            strongest = [max(max(layer) for layer in x) for x in curve["values"]]
-            seen = [step for step, x in zip(curve["steps"], strongest, strict=True) if x > SINK]
-            steps += seen[:1]
-        if steps:
-            said.append(f"A sink without warm-up is there by step {max(steps)} (looked at every 100).")
-        return {"C139": " ".join(said)}
-
-
-class Dropout(Small):
+class Dropout(Experiment):
     """Language models that can memorise 6,000 bytes of text, with and without dropout."""
 
     name = "dropout"
     question = "Does dropout in attention prevent overfitting, or make less of it?"
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "Dropout prevents overfitting",
-        FAILS: "Dropout does not reduce overfitting",
-        ONLY: "Dropout makes less of overfitting, but does not prevent it",
-    }
     criteria = (
         Criterion("C179", DATED, "Rise of the held-out loss (nats per byte) after its minimum, trained on 6,000 bytes: "
                   "without dropout minus with 0.3, and what is left with 0.3", LEAST),
     )  # fmt: skip
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C179": "Mean held-out losses: {evaluation.loss}; on the training text: {measured.train_loss}.",
+    }
     rates: ClassVar[Mapping[str, float]] = {"no dropout": 0.0, "dropout 0.3": 0.3}
     curves = ("evaluation.loss",)
 
@@ -431,11 +294,6 @@ class Dropout(Small):
                 Effect("next to none", list(some.values()), above=False),
             ]
         }
-
-    def remarks(self, results: Results) -> Mapping[str, str]:
-        """The means."""
-        held, train = (means_of(results, list(self.rates), x) for x in ("evaluation.loss", "measured.train_loss"))
-        return {"C179": f"Mean held-out losses: {held}; on the training text: {train}."}
 
 
 def _rises(results: Results, variant: str) -> dict[int, float]:
