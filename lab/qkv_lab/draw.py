@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -21,7 +20,6 @@ __all__ = [
     "INK",
     "MARKERS",
     "MUTED",
-    "by_seed",
     "curves",
     "heatmap",
     "panels",
@@ -69,47 +67,6 @@ def plain(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.xaxis.label.set_color(INK)
     axes.yaxis.label.set_color(INK)
-
-
-def by_seed(
-    axes: Axes,
-    values: Mapping[str, Mapping[int, float]],
-    *,
-    colour: str = COLOURS[0],
-    grey: Mapping[str, Collection[int]] | None = None,
-    level: float = 0.95,
-    joined: int | None = None,
-) -> None:
-    """Plot values by name along the x axis: a dot for every seed, the mean, and its confidence interval (Student's t).
-
-    Args:
-        axes: the axes.
-        values: for each name the value of each seed. Thin lines join the values of a seed.
-        colour: the colour of dots and intervals.
-        grey: for each name the seeds to draw in grey, such as runs that did not learn their task.
-        level: the level of the intervals.
-        joined: the lines join so many neighbouring names, which compare; all if None.
-    """
-    from qkv_lab.experiments.evidence import confidence
-
-    names, grey = list(values), grey or {}
-    every = joined or max(1, len(names))
-    for seed in sorted({seed for found in values.values() for seed in found}):
-        for start in range(0, len(names), every):
-            at = [i for i in range(start, min(start + every, len(names))) if seed in values[names[i]]]
-            axes.plot(at, [values[names[i]][seed] for i in at], color=HAIRLINE, linewidth=0.6, zorder=1)
-    for place, name in enumerate(names):
-        found = values[name]
-        for hidden, tone in ((False, colour), (True, "#a8adb2")):
-            chosen = [x for seed, x in found.items() if (seed in grey.get(name, ())) == hidden]
-            axes.scatter([place] * len(chosen), chosen, s=14, color=tone, alpha=0.6, linewidths=0, zorder=2)
-        mean, low, high = confidence(list(found.values()), level)
-        dark = "#7d8489" if grey.get(name) and len(grey[name]) > 0.1 * len(found) else INK
-        if math.isfinite(low):
-            axes.vlines(place + 0.22, low, high, color=dark, linewidth=1.4, zorder=3)
-        axes.hlines(mean, place + 0.12, place + 0.32, color=dark, linewidth=2, zorder=3)
-    axes.set_xticks(range(len(names)), names)
-    axes.set_xlim(-0.6, len(names) - 0.4)
 
 
 def curves(

@@ -120,9 +120,9 @@ def _side(above: bool) -> str:
 
 def _criterion(id_: str) -> str:
     """What decides the claim on trained models."""
-    from research.sinks.criteria import CRITERIA
+    from research.sinks.criteria import Sinks
 
-    one = CRITERIA[id_]
+    one = next(criterion for criterion in Sinks.criteria if criterion.claim == id_)
     return f"{one.effect}. It holds {_side(one.above)} {one.bound:g}."
 
 

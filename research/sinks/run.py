@@ -1,10 +1,9 @@
-"""`study` measures a model, and `result` gives the stored study of a bundled one; the figure of a study."""
+"""`study` measures a model, and `result` gives the stored study of a bundled one."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,47 +19,14 @@ from qkv._untrusted import first_line, load_json
 from qkv.errors import InputError, nearest
 from qkv.models.loading import load_model
 from qkv.profiler.run import versions
-from qkv_lab import draw
-from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Verdict
-from research.sinks import panels
-from research.sinks.conclude import conclude
-from research.sinks.criteria import SINK
+from qkv_lab.experiments.evidence import Verdict
+from qkv_lab.log import finite
+from research.sinks.criteria import Sinks
 from research.sinks.measure import measure
 from research.sinks.subject import CHOICE, JUDGED, SHORT, Subject, default_texts, evaluated, prepared
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-WORDS = {
-    HOLDS: "hold",
-    ONLY: "hold only in part",
-    FAILS: "do not hold",
-    UNDECIDED: "are undecided",
-    UNSEEN: "cannot be seen",
-}
-
-
-def figure(study: Study) -> Figure:
-    """Eight panels at the first length of a study, with a dot or a line for every text or head."""
-    n, found = next(iter(study.lengths.items()))
-    counts = Counter(verdict.holds for verdict in study.verdicts[n])
-    title = ", ".join(f"{counts[holds]} {word}" for holds, word in WORDS.items() if counts[holds])
-    texts = found["texts"]
-    drawn, axes = draw.panels(
-        f"Claims on attention sinks in {study.attrs['model']}: {title}",
-        f"{n} tokens; {len(texts)} texts, each a dot. Sink heads: {len(found['heads'])} of "
-        f"{sum(map(len, found['alpha']))}, chosen on other texts by a mean weight above {SINK} on the first token.",
-        rows=2,
-        columns=4,
-        width=13.5,
-        height=2.8,
-    )
-    panels.alpha_of_heads(axes[0], found)
-    draws = (panels.weights, panels.norms, panels.magnitudes, panels.peaks, panels.moved, panels.cost, panels.added)
-    for panel, of in zip(axes[1:], draws, strict=True):
-        of(panel, texts)
-    return drawn
 
 
 FORM = "qkv sinks 1"
@@ -79,14 +45,18 @@ class Study:
     @property
     def verdicts(self) -> dict[int, list[Verdict]]:
         """The verdict on each claim, by the length of the texts in tokens."""
-        return {n: conclude(dict(found), causal=self.attrs["causal"]) for n, found in self.lengths.items()}
+        return {n: list(made.conclude(made.results).verdicts) for n, made in self._judged.items()}
+
+    @property
+    def _judged(self) -> dict[int, Sinks]:
+        return {n: Sinks(found, self.attrs["model"]) for n, found in self.lengths.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain numbers, lists and strings: the content of the file that `save` writes."""
         return {
             "form": FORM,
             "attrs": dict(self.attrs),
-            "verdicts": [{"tokens": n, **_plain(verdict)} for n, found in self.verdicts.items() for verdict in found],
+            "verdicts": [{"tokens": n, **finite(asdict(v))} for n, found in self.verdicts.items() for v in found],
             "lengths": [dict(found) for found in self.lengths.values()],
         }
 
@@ -112,15 +82,9 @@ class Study:
         return found
 
     def figure(self) -> Figure:
-        """The measurements at the first length: weights, vectors of the first token, and interventions."""
-
-        return figure(self)
-
-
-def _plain(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as JSON has it: without infinite numbers."""
-    made: dict[str, Any] = json.loads(json.dumps(asdict(verdict)), parse_constant=lambda _: None)
-    return made
+        """The effects of every claim at the first length, and the magnitudes by depth."""
+        made = next(iter(self._judged.values()))
+        return made.figure(made.results)
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -19,7 +19,7 @@ from qkv.normalizers import Softmax
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import Special, batches, positions, special_ids, tokens_of, vocabulary
 from qkv.profiler.capture.observe import WEIGHTS_ONLY, ObservedCall
-from qkv.profiler.capture.residual import layer_of
+from qkv.profiler.capture.residual import layer_of, observe_residual
 
 
 def untrained(model: nn.Module, seed: int) -> nn.Module:
@@ -163,6 +163,8 @@ class Subject:
 
     model: nn.Module
     blocks: list[nn.Module]
+    modules: list[str]
+    """The names of the attention modules."""
     causal: bool
 
     @staticmethod
@@ -179,50 +181,41 @@ class Subject:
                 f"model {name} has attention in {', '.join(dict.fromkeys(layers)) or 'no layers'}; expected one stack "
                 "of blocks with one attention each, so that its residual stream can be followed"
             )
-        subject = Subject(model, blocks, calls[0].causal)
+        subject = Subject(model, blocks, [call.module for call in calls], calls[0].causal)
         subject._check_stream(ids)
         return subject
 
     def states(self, ids: Int[Tensor, "b n"]) -> list[Float[Tensor, "b n d"]]:
         """The residual stream by depth, as the model computes it now, with any edits that are active."""
-        with self._recorded() as (inputs, outputs):
-            self._run(ids)
-        return [inputs[0], *outputs]
+        (batch,) = batches(self.model, ids, None, None)
+        with self._recorded() as states, torch.no_grad():
+            self.model(**batch)
+        return states
 
     def record(self, ids: Int[Tensor, "b n"]) -> Recording:
         """The residual stream and the attention calls."""
-        with self._recorded() as (inputs, outputs):
+        with self._recorded() as states:
             calls = self_attention(self.model, ids)
-        return Recording([inputs[0], *outputs], calls)
-
-    @torch.no_grad()
-    def _run(self, ids: Tensor) -> None:
-        (batch,) = batches(self.model, ids, None, None)
-        self.model(**batch)
+        return Recording(states, calls)
 
     @contextmanager
-    def _recorded(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Inside, the input and the output of every block are recorded."""
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
-
-        def enter(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            inputs.append(hidden_of(args, named))
-
-        def leave(_: nn.Module, __: Any, output: Any) -> None:
-            outputs.append(output if isinstance(output, Tensor) else output[0])
-
-        with ExitStack() as stack:
-            for block in self.blocks:
-                stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                stack.callback(block.register_forward_hook(leave).remove)
-            yield inputs, outputs
+    def _recorded(self) -> Iterator[list[Tensor]]:
+        """Inside, the input of the first block and the output of every block are recorded."""
+        states: list[Tensor] = []
+        with observe_residual(self.model, self.modules, lambda _, __, hidden: states.append(hidden)):
+            yield states
 
     def _check_stream(self, ids: Tensor) -> None:
-        with self._recorded() as (inputs, outputs):
-            self._run(ids)
-        once = len(inputs) == len(outputs) == len(self.blocks)
-        if not once or not all(torch.equal(a, b) for a, b in zip(outputs, inputs[1:], strict=False)):
+        inputs: list[Tensor] = []
+        with ExitStack() as stack:
+            for block in self.blocks:
+                hook = block.register_forward_pre_hook(
+                    lambda _, args, named: inputs.append(hidden_of(args, named)), with_kwargs=True
+                )
+                stack.callback(hook.remove)
+            states = self.states(ids)
+        once = len(inputs) == len(states) - 1 == len(self.blocks)
+        if not once or not all(torch.equal(a, b) for a, b in zip(states, inputs, strict=False)):
             raise InputError(
                 f"model {type(self.model).__name__} changes the residual stream between its blocks, or runs a block "
                 "more than once; expected blocks that each read the output of the one before"

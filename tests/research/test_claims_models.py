@@ -14,7 +14,7 @@ from research.claims.claim import KINDS
 from research.claims.models import TOY, TRAINED, everywhere
 from research.claims.results import result, results_in
 from research.claims.settle import common
-from research.sinks.criteria import CRITERIA
+from research.sinks.criteria import Sinks
 
 INTERVAL = {"condition": "", "n": 12, "mean": 0.2, "low": 0.1, "high": 0.3, "bound": 0.5, "above": False}
 
@@ -113,7 +113,7 @@ def test_numbers_tell_other_bounds_and_premises_that_do_not_hold() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("id_", sorted(TOY))
 def test_every_claim_is_judged_on_both_trained_models(id_: str) -> None:
-    assert set(TOY) == set(CRITERIA)
+    assert set(TOY) == set(Sinks.claims)
     verdict = everywhere(id_)
     assert [f.model for f in verdict.findings if f.length] == [name for name in TRAINED.values() for _ in range(2)]
     assert {f.kind for f in verdict.findings} <= set(KINDS)

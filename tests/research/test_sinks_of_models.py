@@ -21,7 +21,8 @@ from qkv.edits import HideFirst, Patch
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab.experiments.evidence import FAILS, HOLDS, UNSEEN
 from research.claims.show import run_model
-from research.sinks import Study, conclude, criteria, effects, result, study
+from research.sinks import Study, effects, result, study
+from research.sinks.criteria import Sinks
 from research.sinks.effects import Added, FirstKey, Magnitudes, Rows, added, others, output_weights, peaks, replaced
 from research.sinks.measure import Chosen
 from research.sinks.run import NAMES, RESULTS
@@ -182,7 +183,7 @@ def test_verdicts_on_hand_made_models(studied: dict[bool, Study]) -> None:
     """The two models differ in the cause of the sink alone; both have it for one first token only."""
     for read, found in studied.items():
         holds = {verdict.claim: verdict.holds for verdict in found.verdicts[64]}
-        assert list(holds) == list(criteria.CRITERIA)
+        assert list(holds) == list(Sinks.claims)
         for claim in ("C061", "C063", "C064", "C065", "C067", "C068", "C069", "C074", "C077"):
             assert holds[claim] == HOLDS, claim
         assert holds["C062"] == FAILS
@@ -256,8 +257,11 @@ def test_heads_are_compared_with_themselves() -> None:
     """Pooled over the layers, heavy rows add more than light ones; in every head they add less."""
     heads = [Added(0, 0, 0.02, 0.1), Added(1, 0, 2.0, 4.0)] * 2
     texts = [{"added": [vars(one) for one in heads[:2]]}, {"added": [vars(heads[1])]}]
-    effects, _ = conclude.DECIDE["C075"]({"adds": True, "texts": texts}, True)
-    assert list(effects[0].values) == pytest.approx([math.sqrt(0.2 * 0.5), 0.5])
+    found = {"tokens": 64, "heads": [], "alpha": [[]], "adds": True, "depth": 0, "texts": texts}
+    for text in texts:
+        text |= {"strongest": 0.0, "often": 0.0, "magnitudes": [{"first": 1.0, "others": 1.0, "median": 1.0}]}
+    (effect,) = Sinks(found).effects(Sinks(found).results)["C075"]
+    assert list(effect.values) == pytest.approx([math.sqrt(0.2 * 0.5), 0.5])
 
 
 def test_rows_that_add_are_the_later_ones_with_much_and_little_weight() -> None:
