@@ -306,7 +306,7 @@ def test_data_amount_separates_diversity_from_steps() -> None:
 def test_first_token_has_conditions_for_both_kinds_of_training() -> None:
     def found(plain: float, replaced: float, noise: float, other: float = 0.1) -> dict[str, str]:
         measured = {"replaced": replaced, "replaced_least": 0.0, "replaced_most": 0.9}
-        measured |= {"random_tokens": noise, "all_random": 0.1}
+        measured |= {"random_tokens": noise}
         alphas = {"plain": plain, "random first": other, "random first, 3 × the steps": other}
         return swept("first_token", alphas, **measured)
 
@@ -369,7 +369,7 @@ def test_emergence_compares_start_half_way_and_end() -> None:
 def test_mechanism_uses_the_strongest_head() -> None:
     def found(alpha: float, peaks: int = 2, nearest: float = 0.99, **check: Any) -> dict[str, str]:
         heads = {"value_drain": [[0.9, 0.1]], "key_cosine": [[0.0, 0.5]], "key_cosine_others": [[0.9, 0.1]]}
-        measured = {"peaks": peaks, "without_peaks": 0.1, "resting": 0.05, "busy": 0.3, "nearest": nearest}
+        measured = {"peaks": peaks, "without_peaks": 0.1, "nearest": nearest}
         alphas = {"1 layer": alpha, "3 layers": alpha}
         return swept("mechanism", alphas, check={**heads, "massive": [2000.0], **check}, **measured)
 

@@ -159,7 +159,6 @@ def mixed(kept: float, hidden: float, *, sink: float = 0.9, heavy: float | None 
             "far": far,
             "moved": moved,
             "sink": sink,
-            "heavy_rows": 0.5,
             "added_heavy": heavy,
             "added_light": 0.2,
         }

@@ -44,7 +44,6 @@ class SinkEverywhere(Sweep):
     """A sweep whose claim is that every variant has a sink."""
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """One effect per variant: its weight on the first token."""
         return {self.claims[0]: [sink(results, variant) for variant in self.variants]}
 
 
@@ -123,7 +122,6 @@ class ModelSize(Sweep):
         return found
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """One effect per size."""
         return {"C066": [sink(results, variant, name) for variant, name in self.sizes().items()]}
 
 
@@ -243,7 +241,6 @@ class LearningRate(Sweep):
     }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """C078 by neighbouring rates, and against a lower rate with more steps; C100 by the runs that fail."""
         names = [f"{rate:g}" for rate in OPTIMISATION_RATES]
         rises = [difference(results, b, a, f"{b} − {a}") for a, b in pairwise(names)]
         rises.append(difference(results, "0.01", LONGER, "0.01 − 0.003 with 3 times the steps"))
@@ -273,7 +270,6 @@ class WeightDecay(Sweep):
     }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """The two strongest decays against none."""
         return {"C082": [difference(results, f"{decay:g}", "0", f"{decay:g} − 0") for decay in DECAYS[-2:]]}
 
 

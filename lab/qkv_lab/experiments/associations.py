@@ -157,7 +157,6 @@ class ScoreFunctions(Experiment):
     }
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        """One model for each score and size."""
         found = {}
         for size in self.sizes:
             for name, score in self.scores.items():
@@ -166,7 +165,6 @@ class ScoreFunctions(Experiment):
         return found
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """One effect per head dimension."""
         sizes = [n for n in self.sizes if results.finished(f"additive, {n}")]
         works, differs, plain_minus = [], [], []
         for n in sizes:
@@ -197,7 +195,6 @@ class LinearAttention(Experiment):
     lengths = (4, 48)
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        """One model for each kind of attention and number of pairs."""
         found = {}
         for keys in self.lengths:
             for name in ("softmax", "linear"):
@@ -230,7 +227,6 @@ class HardAttention(Experiment):
     }
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        """One model for each way of training."""
         found = {}
         for name, loss in self.ways.items():
             torch.manual_seed(seed)
@@ -265,7 +261,6 @@ class Pronouns(Experiment):
     }
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
-        """The task's default model and training."""
         return {READER: setting(Coreference(), seed, quick)}
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
@@ -286,7 +281,6 @@ class Depth(Experiment):
     depths = (1, 2, 3)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
-        """One model for each depth."""
         return {
             _layers(n): setting(
                 Hops(model=DecoderConfig(d_model=32, layers=n, heads=4, tied=False)), seed, quick, steps=600
@@ -295,7 +289,6 @@ class Depth(Experiment):
         }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """After the most hops."""
         return {"C059": [minus(results, _layers(3), _layers(1), "evaluation.accuracy")]}
 
 
@@ -352,7 +345,6 @@ class Projections(Experiment):
     variants: ClassVar[Mapping[str, int]] = {"three": 3, "one for all": 1, "X itself": 0}
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        """The accuracy on new rows."""
         found = {}
         for name, projections in self.variants.items():
             torch.manual_seed(seed)
@@ -370,5 +362,4 @@ class Projections(Experiment):
         return found
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """Against the input itself, as the claim says."""
         return {"C009": [minus(results, "three", "X itself", "measured.accuracy")]}

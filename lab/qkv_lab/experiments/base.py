@@ -247,7 +247,7 @@ def means_of(results: Results, name: str) -> str:
     name, _, one = name.partition(" of ")
     found = {}
     for variant in [one] if one else results.variants:
-        with suppress(InputError):
+        with suppress(InputError, TypeError):  # no such entry, or None
             found[variant] = results.values(variant, name)
     means = {variant: number(sum(x) / len(x)) for variant, x in found.items() if x}
     return means.get(one, "") if one else "; ".join(f"{variant}: {x}" for variant, x in means.items())

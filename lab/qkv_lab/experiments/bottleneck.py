@@ -65,7 +65,6 @@ class Bottleneck(Experiment):
         return {name: _setting(name, seed, quick) for name in names}
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """By exact match on the shortest and longest sentences, and by the accuracy of alignment links."""
         none, with_it = (by_length(results, name) for name in (NONE, BAHDANAU))
         seeds = min(len(none), len(with_it))
         gain = with_it[:seeds] - none[:seeds]
@@ -84,7 +83,6 @@ class Bottleneck(Experiment):
         }
 
     def lines(self, results: Results) -> Lines:
-        """Exact match by the length of the source."""
         names = [name for name in results.variants if results.finished(name)]
         found = {LABELS[name]: by_length(results, name) for name in names}
         return Lines(_task(NONE).groups, found, "words of the source", "exact match")
@@ -196,7 +194,6 @@ class Recurrence(Experiment):
         return found
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """One effect for each task, of runs with equally many steps."""
         ahead = [minus(results, f"attention, {task}", f"GRU, {task}", RECURRENCE_ACCURACY, name)
                  for task, name in self.tasks.items()]  # fmt: skip
         rnn = results.differences("attention, far", "RNN, far", RECURRENCE_ACCURACY)
@@ -298,7 +295,6 @@ class Lesson(Experiment):
         }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """All are of the same runs."""
         runs = results.finished(MODEL)
         wrote = results.values(MODEL, "evaluation.token_accuracy")
         trained = results.values(MODEL, "measured.trained")

@@ -41,7 +41,6 @@ class TwoLookups(Experiment):
     """The number of hidden units: a single one is next to no feed-forward layer."""
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
-        """One and two heads, with and without a feed-forward layer."""
         runs = {}
         for kind, hidden in self.kinds.items():
             for heads in (1, 2):
@@ -110,7 +109,6 @@ class FourLookups(Experiment):
     heads = (8, 1)
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        """The accuracy on 1,000 new queries."""
         found = {}
         for heads in self.heads:
             torch.manual_seed(seed)
@@ -160,7 +158,6 @@ class SharedKeys(Experiment):
         return runs
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """The order of the three, by pairs."""
         loss = "evaluation.loss"
         return {
             "C308": [

@@ -209,7 +209,6 @@ class RelativePositions(Experiment):
     }
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
-        """One layer, one look-up, four position schemes."""
         runs = {}
         for positions in (*self.kinds["relative"], *self.kinds["absolute"]):
             model = DecoderConfig(d_model=32, layers=1, heads=2, positions=positions, tied=False)
@@ -279,7 +278,6 @@ class MaskSweep(Sweep):
         }
 
     def lines(self, results: Results) -> Lines:
-        """The mean weight on every key."""
         found = {v: np.array([o.measured["by_key"] for o in results.finished(v)]) for v in results.variants}
         n = max(x.shape[-1] for x in found.values())
         return Lines(range(1, n + 1), found, "key", "mean weight of queries that see it", log=True)

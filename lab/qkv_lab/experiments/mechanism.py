@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,10 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+import qkv
+from qkv.edits import HideFirst
 from qkv.errors import InputError
-from qkv.masks import Dense
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.profiler.capture.residual import TIMES_MEDIAN
+from qkv.profiler.capture.residual import TIMES_MEDIAN, attention_modules, observe_residual
 from qkv_lab import heads
 from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 TEXTS = 16
 PEAK = 10.0
 """A magnitude above this multiple of the text's median is a peak."""
-HEAVY = 0.8
-"""A row rests on the first key if its weight on it is above this."""
 DRAINED = 0.5
 """A value is drained if its norm is below this multiple of the others' mean norm."""
 NEARLY_ALL = 0.9
@@ -70,10 +69,9 @@ class Mechanism(Sweep):
         """Measurements in the layer of the strongest head.
 
         ``nearest``: share of queries, from the third on, whose cosine with the first key is larger than with any other
-        visible key. ``resting`` and ``busy``: norm of the attention output divided by the norm of the residual stream,
-        on rows with a weight above 0.8 on the first key and on all others (0 if there are none). ``peaks``: the number
-        of dimensions of the layer's input that are peaks at the first token because of earlier layers;
-        ``without_peaks``: the head's weight on the first token when they have the values of the embedding there.
+        visible key. ``peaks``: the number of dimensions of the layer's input that are peaks at the first token because
+        of earlier layers; ``without_peaks``: the head's weight on the first token when they have the values of the
+        embedding there.
         """
         model, task = decoder_and_task(model, setting)
         ids = task.held_out(TEXTS)["ids"]
@@ -83,8 +81,6 @@ class Mechanism(Sweep):
         with _recorded(model.blocks[0], block) as record:
             model.hidden(ids)
         x, embedded = record["x"], record["embedded"]
-        ratio = (record["added"].norm(dim=-1) / x.norm(dim=-1))[:, 1:].numpy()
-        heavy = first[:, layer, head, 1:] > HEAVY
         size, written = x.abs(), (x - embedded).abs()
         high = (size[:, 0].mean(0) > PEAK * size.median()) & (written[:, 0].mean(0) > size[:, 0].mean(0) / 2)
 
@@ -101,9 +97,6 @@ class Mechanism(Sweep):
         return {
             "layer": layer,
             "nearest": nearest_first(record["q"][:, head], record["k"][:, head]),
-            "resting": float(ratio[heavy].mean()) if heavy.any() else 0.0,
-            "busy": float(ratio[~heavy].mean()) if (~heavy).any() else 0.0,
-            "heavy_rows": float(heavy.mean()),
             "peaks": int(high.sum()),
             "without_peaks": float(left.mean()),
         }
@@ -148,7 +141,7 @@ def nearest_first(q: Float[Tensor, "b n d"], k: Float[Tensor, "b n d"]) -> float
 @contextmanager
 def _recorded(first: nn.Module, block: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Record, while the model runs inside: the embeddings (input of its `first` block), and of one block its input
-    ``x``, its attention output ``added``, and ``q`` and ``k`` (b, heads, n, d)."""
+    ``x``, and ``q`` and ``k`` (b, heads, n, d)."""
     record: dict[str, Tensor] = {}
     attention: Any = block.attention
 
@@ -160,7 +153,6 @@ def _recorded(first: nn.Module, block: nn.Module) -> Iterator[dict[str, Tensor]]
         first.register_forward_pre_hook(lambda _, given: record.update(embedded=given[0].detach())),
         block.register_forward_pre_hook(lambda _, given: record.update(x=given[0].detach())),
         attention.composition.register_forward_pre_hook(products),
-        attention.register_forward_hook(lambda _, __, out: record.update(added=out.detach())),
     ]
     try:
         yield record
@@ -196,6 +188,7 @@ class Overmixing(Experiment):
         "C074": "Movement at the last layer, as a share of the norm, with the sink: "
                 "{measured.far.sink kept of trained}; with it masked: {measured.far.sink hidden of trained}; "
                 "untrained: {measured.far.untrained of trained}.",
+        "C076": f"On rows of that layer with less than {LIGHT} it is {{measured.added_light of trained}}.",
     }  # fmt: skip
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -233,13 +226,11 @@ class Overmixing(Experiment):
             "far": {case: float(x[-1, CHANGED + 2 :].mean()) for case, x in moved.items()},
             "sink": float(weight.mean((1, 2)).max()),
             "layer": greatest,
-            "heavy_rows": float(heavy.mean()),
             "added_heavy": float(ratio[greatest][heavy].mean()) if heavy.any() else None,
             "added_light": float(ratio[greatest][light].mean()) if light.any() else None,
         }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """By the movement of later tokens, and the norm of the attention output."""
         kept, hidden = (results.by_seed(TRAINED, f"measured.far.{case}") for case in CASES[:2])
         why = not_learnt(results, TRAINED)
         seen = Effect(
@@ -259,7 +250,6 @@ class Overmixing(Experiment):
         }
 
     def lines(self, results: Results) -> Lines:
-        """The movement of later tokens by layer."""
         moved = {c: np.array([o.measured["moved"][c] for o in results.finished(TRAINED)]) for c in CASES}
         found = {case: x[..., CHANGED + 2 :].mean(-1) for case, x in moved.items()}  # (seed, layer)
         layers = range(found[CASES[0]].shape[1])
@@ -297,7 +287,8 @@ def movement(
     """
     if ids.shape != changed.shape:
         raise InputError(f"changed has shape {tuple(changed.shape)}, expected that of ids, {tuple(ids.shape)}")
-    with first_key_masked(model, ids.shape[1]) if mask_first else ExitStack():
+    heads = [(layer, head) for layer in range(len(model.blocks)) for head in range(model.config.heads)]
+    with qkv.edit(model, dict.fromkeys(heads, HideFirst())) if mask_first else nullcontext():
         before, after = (residual_stream(model, x) for x in (ids, changed))
     moved: np.ndarray = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean(1).cpu().numpy()
     return moved
@@ -307,11 +298,8 @@ def movement(
 def residual_stream(model: DecoderLM, ids: Int[Tensor, "b n"]) -> Float[Tensor, "layers b n d"]:
     """The residual stream: the embeddings, and the output of every layer."""
     found: list[Tensor] = []
-    with ExitStack() as stack:
-        stack.callback(model.blocks[0].register_forward_pre_hook(lambda _, given: found.append(given[0])).remove)
-        for block in model.blocks:
-            stack.callback(block.register_forward_hook(lambda _, __, x: found.append(x)).remove)
-        model.hidden(ids.to(model.embedding.weight.device))
+    with observe_residual(model, attention_modules(model), lambda _, __, x: found.append(x)):
+        model(ids.to(model.embedding.weight.device))
     return torch.stack(found)
 
 
@@ -327,19 +315,3 @@ def output_ratio(model: DecoderLM, ids: Int[Tensor, "b n"]) -> Float[np.ndarray,
         before = residual_stream(model, ids)[:-1]
     ratio: np.ndarray = (torch.stack(found).norm(dim=-1) / before.norm(dim=-1)).cpu().numpy()
     return ratio
-
-
-@contextmanager
-def first_key_masked(model: DecoderLM, n: int) -> Iterator[None]:
-    """Inside, the first key is masked for all queries but the first, in texts of `n` tokens."""
-    visible = torch.ones(n, n, dtype=torch.bool, device=model.embedding.weight.device)
-    visible[1:, 0] = False
-    mask = Dense(visible)
-
-    def add_mask(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return given, {**named, "mask": mask}
-
-    with ExitStack() as stack:
-        for block in model.blocks:
-            stack.callback(block.register_forward_pre_hook(add_mask, with_kwargs=True).remove)
-        yield

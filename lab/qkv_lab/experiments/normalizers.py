@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkv.models import DecoderLM
+from qkv.profiler.capture.residual import attention_modules, observe_residual
 from qkv_lab import heads
 from qkv_lab.experiments.base import Results, Setting, paired
 from qkv_lab.experiments.evidence import Criterion, Effect
@@ -101,12 +100,13 @@ class Normalizers(Sweep):
         """
         model, task = decoder_and_task(model, setting)
         ids = task.held_out(TEXTS)["ids"]
-        with hidden_states(model) as states:
+        states: list[Tensor] = []
+        with observe_residual(model, attention_modules(model), lambda _, depth, x: states.append(x.float())):
             w = heads.maps(model, ids)[..., 2:, :2].mean((0, 3))
         layer, head = argmax_head(w[..., 0])
         first, second = w[layer, head]
         return {
-            "int8_error": max(int8_error(x) for x in states),
+            "int8_error": max(int8_error(x) for x in states[1:]),
             "first": float(first),
             "second": float(second),
         }
@@ -152,15 +152,3 @@ def int8_error(x: Float[Tensor, "b n d"]) -> float:
     scale = x.abs().flatten(1).amax(1)[:, None, None] / 127
     off = (x / scale).round() * scale - x
     return float((off.flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)).mean())
-
-
-@contextmanager
-def hidden_states(model: DecoderLM) -> Iterator[list[Tensor]]:
-    """Record every layer's output while the model runs inside."""
-    states: list[Tensor] = []
-    handles = [b.register_forward_hook(lambda _, __, x: states.append(x.float())) for b in model.blocks]
-    try:
-        yield states
-    finally:
-        for handle in handles:
-            handle.remove()

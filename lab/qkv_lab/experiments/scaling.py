@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qkv.models import DecoderConfig
 from qkv_lab.experiments.base import Conclusion, Experiment, Lines, Results, Setting, paired
-from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Holds, Verdict
+from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
 from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy
@@ -63,7 +63,6 @@ class Scaling(Experiment):
         }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """By loss, accuracy and entropy, for each kind of initial weights."""
         d = _dims(results)[-1]
         least = _dims(results)[0]
         sharp = [Effect(kind, _entropies(results, d, kind)) for kind in STARTS]
@@ -140,7 +139,6 @@ class RandomScores(Experiment):
     )  # fmt: skip
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        """Statistics of random scores, see `random_scores`."""
         return {RANDOM: random_scores(seed, ROWS)}
 
     def conclude(self, results: Results) -> Conclusion:
@@ -154,15 +152,9 @@ class RandomScores(Experiment):
         return Conclusion(verdicts, title, " ".join(f"{v.claim} {v.holds}: {v.text}" for v in verdicts))
 
     def lines(self, results: Results) -> Lines:
-        """The top weight over d."""
         found = [o.measured["scales"] for o in results.finished(RANDOM)]
         tops = {s: [m[s]["top"] for m in found] for s in SCALES}
         return Lines(DIMS, tops, "d (numbers in a query)", f"mean top weight of {KEYS} keys", log=True)
-
-
-def holds_if(condition: bool) -> Holds:
-    """`HOLDS` or `FAILS`."""
-    return HOLDS if condition else FAILS
 
 
 def jacobian_norm(scores: Float[Tensor, "rows n"]) -> Float[Tensor, " rows"]:
@@ -276,73 +268,41 @@ def verdicts_of(results: Results) -> list[Verdict]:
     back = f"the variance of scores / √d is 1 within {one:.1%} at d = {DIMS[0]} … {DIMS[-1]}; it holds within 5 %."
     is_d = f"The variance of q·k is d within {off:.1%} at d = {DIMS[0]} … {DIMS[-1]}; it holds within 5 %."
     fell = f"the mean norm of the Jacobian is {norm[at]:.3f} unscaled at d = 64 and {start:.3f} with 1/√d ({KEYS} keys)"
-    return [
-        Verdict("C014", holds_if(off < 0.05), is_d),
-        Verdict(
-            "C015",
-            holds_if(abs(slope - 0.5) < 0.02),
-            f"The slope of ln deviation by ln d is {slope:.3f}; it holds within 0.02 of 0.5.",
-        ),
-        Verdict(
-            "C016",
-            holds_if(bool((np.diff(top) > 0).all())),
-            f"The mean top weight of {KEYS} grows from {top[0]:.2f} at d = {DIMS[0]} to {top[-1]:.2f} at d = "
-            f"{DIMS[-1]}; it holds if it grows with every d.",
-        ),
-        Verdict(
-            "C017",
-            holds_if(near_zero < 0.05 * start),
-            f"Rows with a top weight above {SATURATED} have a Jacobian of norm {near_zero:.4f}; it holds below 5 % of "
-            f"{start:.3f}, that of scaled scores. It is of such rows alone: {fell}.",
-        ),
-        Verdict("C019", holds_if(one < 0.05), back.capitalize()),
-        Verdict(
-            "C022",
-            holds_if(cooled["0.5"] < cooled["1.0"] < cooled["2.0"]),
-            f"Entropy of 16 weights at temperatures 0.5, 1 and 2 is {cooled['0.5']:.2f}, {cooled['1.0']:.2f} and "
-            f"{cooled['2.0']:.2f} nats; it holds if it rises.",
-        ),
-        Verdict(
-            "C023",
-            holds_if(crossing < 0),
-            f"The greatest entry off the diagonal of the Jacobian, −pᵢpⱼ, is {crossing:.1e}; it holds if it is "
-            "negative.",
-        ),
-        Verdict(
-            "C157",
-            holds_if(half and hidden == 0),
-            f"Half precision {'takes' if half else 'refuses'} −1e9 as a score, and a row of nothing but −1e9 has "
-            f"weights of {hidden:.2f}; it holds if it can be written and gives such a row no weight.",
-        ),
-        Verdict("C172", holds_if(norm[at] < 0.05 * start), f"{fell[0].upper()}{fell[1:]}; it holds below 5 %."),
-        Verdict("C184", holds_if(off < 0.05 and one < 0.05), f"{is_d} Then {back}"),
-        Verdict(
-            "C185",
-            holds_if(inside >= 0.99),
-            f"{inside:.1%} of scores lie within ±30 at d = 512, where their deviation is {math.sqrt(512):.1f}; it "
-            "holds at 99 % or more.",
-        ),
-        Verdict(
-            "C186",
-            holds_if(min(tops512.values()) >= 0.85),
-            f"At d = 512 the mean top weight of {sizes} keys is {listed512}; it holds at 0.85 or more.",
-        ),
-        Verdict(
-            "C250",
-            holds_if(bool(best[at] >= mean("slope", ROOT)[at])),
-            f"The slope of the greatest weight by its own score, p(1 − p), falls from {mean('slope', ROOT)[at]:.3f} "
-            f"scaled to {best[at]:.3f} unscaled at d = 64; it holds if it does not fall.",
-        ),
-        Verdict("C252", holds_if(one < 0.05), back.capitalize()),
-        Verdict(
-            "C253",
-            holds_if(bool(np.abs(whole * dims - 1).max() < 0.05) and flat < 1.5 * even),
-            f"Scores / d have variance 1/d within {np.abs(whole * dims - 1).max():.1%}, and a mean top weight of "
-            f"{flat:.3f} at d = 64, where even weights are {even:.3f}; it holds within 5 % and 1.5 times.",
-        ),
-        Verdict(
-            "C321",
-            holds_if(min(tops64.values()) >= 0.95),
-            f"At d = 64 the mean top weight of {sizes} keys is {listed64}; it holds at 0.95 or more.",
-        ),
-    ]
+    rows: list[tuple[str, bool, str]] = [
+        ("C014", off < 0.05, is_d),
+        ("C015", abs(slope - 0.5) < 0.02,
+         f"The slope of ln deviation by ln d is {slope:.3f}; it holds within 0.02 of 0.5."),
+        ("C016", bool((np.diff(top) > 0).all()),
+         f"The mean top weight of {KEYS} grows from {top[0]:.2f} at d = {DIMS[0]} to {top[-1]:.2f} at d = "
+         f"{DIMS[-1]}; it holds if it grows with every d."),
+        ("C017", near_zero < 0.05 * start,
+         f"Rows with a top weight above {SATURATED} have a Jacobian of norm {near_zero:.4f}; it holds below 5 % of "
+         f"{start:.3f}, that of scaled scores. It is of such rows alone: {fell}."),
+        ("C019", one < 0.05, back.capitalize()),
+        ("C022", cooled["0.5"] < cooled["1.0"] < cooled["2.0"],
+         f"Entropy of 16 weights at temperatures 0.5, 1 and 2 is {cooled['0.5']:.2f}, {cooled['1.0']:.2f} and "
+         f"{cooled['2.0']:.2f} nats; it holds if it rises."),
+        ("C023", crossing < 0,
+         f"The greatest entry off the diagonal of the Jacobian, −pᵢpⱼ, is {crossing:.1e}; it holds if it is "
+         "negative."),
+        ("C157", half and hidden == 0,
+         f"Half precision {'takes' if half else 'refuses'} −1e9 as a score, and a row of nothing but −1e9 has "
+         f"weights of {hidden:.2f}; it holds if it can be written and gives such a row no weight."),
+        ("C172", norm[at] < 0.05 * start, f"{fell[0].upper()}{fell[1:]}; it holds below 5 %."),
+        ("C184", off < 0.05 and one < 0.05, f"{is_d} Then {back}"),
+        ("C185", inside >= 0.99,
+         f"{inside:.1%} of scores lie within ±30 at d = 512, where their deviation is {math.sqrt(512):.1f}; it "
+         "holds at 99 % or more."),
+        ("C186", min(tops512.values()) >= 0.85,
+         f"At d = 512 the mean top weight of {sizes} keys is {listed512}; it holds at 0.85 or more."),
+        ("C250", bool(best[at] >= mean("slope", ROOT)[at]),
+         f"The slope of the greatest weight by its own score, p(1 − p), falls from {mean('slope', ROOT)[at]:.3f} "
+         f"scaled to {best[at]:.3f} unscaled at d = 64; it holds if it does not fall."),
+        ("C252", one < 0.05, back.capitalize()),
+        ("C253", bool(np.abs(whole * dims - 1).max() < 0.05) and flat < 1.5 * even,
+         f"Scores / d have variance 1/d within {np.abs(whole * dims - 1).max():.1%}, and a mean top weight of "
+         f"{flat:.3f} at d = 64, where even weights are {even:.3f}; it holds within 5 % and 1.5 times."),
+        ("C321", min(tops64.values()) >= 0.95,
+         f"At d = 64 the mean top weight of {sizes} keys is {listed64}; it holds at 0.95 or more."),
+    ]  # fmt: skip
+    return [Verdict(claim, HOLDS if holds else FAILS, text) for claim, holds, text in rows]

@@ -90,7 +90,6 @@ class Sweep(Experiment):
     variants: ClassVar[Mapping[str, Change]]
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
-        """The settings of every variant with a seed."""
         return {name: change.setting(seed, quick) for name, change in self.variants.items()}
 
 
@@ -216,7 +215,6 @@ class Streaming(Experiment):
         }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """By the rise of the loss over that of the full cache, on the same tokens."""
         plain = rise(results, PLAIN, WINDOW)
         found = [
             Effect("the rise without a sink of the model's own", list(plain.values()), bound=LEAST,
@@ -230,7 +228,6 @@ class Streaming(Experiment):
         return {"C101": found}
 
     def lines(self, results: Results) -> Lines:
-        """The rise of the loss over that with all keys, by position."""
         nats = {name: np.array([o.measured["nats"][name] for o in results.finished(PLAIN)]) for name in CACHES}
         x = [BUCKET * (i + 0.5) for i in range(LENGTH // BUCKET)]
         found = {name: nats[name] - nats[ALL] for name in (WINDOW, SINKS)}

@@ -118,7 +118,7 @@ class FirstToken(Sweep):
         """Mean weights on the first token, for the head that has the largest on held-out sequences.
 
         ``replaced``: with the first token replaced by each symbol; ``random_tokens``: with all tokens but the first
-        drawn uniformly; ``all_random``: with all tokens drawn uniformly.
+        drawn uniformly.
         """
         model, task = decoder_and_task(model, setting)
         ids = task.held_out(TEXTS)["ids"]
@@ -139,7 +139,6 @@ class FirstToken(Sweep):
             "replaced_least": float(replaced.min()),
             "replaced_most": float(replaced.max()),
             "random_tokens": float(weight(kept).mean()),
-            "all_random": float(weight(noise).mean()),
         }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
@@ -178,7 +177,6 @@ class Emergence(Sweep):
     variants: ClassVar[Mapping[str, Change]] = {PLAIN: Change()}
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """By the weight on the first token at the start, half-way and at the end of training."""
         floor = uniform(int(QUICK_TASK["length"]) if results.quick else TASK.length)
         steps, alpha = alpha_over_steps(results, PLAIN)
         start, half, end = (alpha[:, at] for at in (0, len(steps) // 2, -1))
@@ -195,7 +193,6 @@ class Emergence(Sweep):
         }
 
     def lines(self, results: Results) -> Lines:
-        """Where the head attends, and the accuracy of copies, over the steps of training."""
         names = {
             "weight of triggers on the previous token": "check.trigger_previous",
             "weight of others on the first token": "check.other_first",
@@ -238,7 +235,6 @@ class TextSink(Experiment):
     curves = ("check.sink", "evaluation.loss")
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
-        """One model for each condition."""
         return {
             condition: setting(
                 Language(context=64, model=MODEL, first=first),  # type: ignore[arg-type]
@@ -248,7 +244,6 @@ class TextSink(Experiment):
         }  # fmt: skip
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """The strongest head's mean weight on the first token, for each condition."""
         return {"C139": [Effect(name, results.values(name, "check.sink")) for name in CONDITIONS]}
 
 
@@ -268,7 +263,6 @@ class Dropout(Experiment):
     curves = ("evaluation.loss",)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
-        """One model for each rate."""
         task = Language(context=64, tokens=6000, first="random", model=MODEL)
         return {
             name: setting(
