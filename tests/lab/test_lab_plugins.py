@@ -38,12 +38,6 @@ class Misnamed(Dice):
 
 class Abstract(Experiment):
     name, question, claims = "abstract", "?", ()
-
-class Old(Dice):
-    name = "old"
-
-    def compute(self, quick):
-        return {"one": [{"x": 1}]}
 """
 TASK = """
 from dataclasses import dataclass
@@ -149,7 +143,6 @@ def test_listing_names_imports_no_plugin(install: Install) -> None:
         ("dice", "mylab_raises:Dice", "ZeroDivisionError: division by zero"),
         ("dice", "mylab:Misnamed", "has the name 'cards' in its class, expected 'dice'"),
         ("abstract", "mylab:Abstract", "does not define criteria, effects"),
-        ("old", "mylab:Old", r"has compute\(quick\), expected compute\(seed, quick\)"),
         ("dice", "mylab:Figure", r"is not a subclass of qkv_lab\.experiments\.Experiment"),
         ("dice", "mylab:Dice.name", "is a str, expected a class"),
     ],

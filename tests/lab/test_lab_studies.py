@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from conftest import refused
-from qkv.cache import Full, Sinks, Sliding
+from qkv.cache import Cache, Full, Sinks, Sliding
 from qkv.models import DecoderConfig, DecoderLM
+from qkv.models.loss import token_loss
 from qkv_lab.experiments import bottleneck, mechanism, scaling, streaming
 from qkv_lab.experiments.base import Conclusion, Outcome, Results
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNSEEN
@@ -35,6 +37,11 @@ def texts(n: int, batch: int = 5, seed: int = 1) -> torch.Tensor:
     return torch.randint(17, (batch, n), generator=torch.Generator().manual_seed(seed))
 
 
+def perplexity(lm: DecoderLM, ids: torch.Tensor, cache: Callable[[], Cache], chunk: int = 64) -> np.ndarray:
+    """By position, from the loss that the experiment `streaming` measures."""
+    return token_loss(lm, ids, cache, chunk=chunk).mean(0).exp().numpy()
+
+
 def by_claim(conclusion: Conclusion) -> dict[str, str]:
     return {v.claim: v.holds for v in conclusion.verdicts}
 
@@ -46,7 +53,7 @@ def by_claim(conclusion: Conclusion) -> dict[str, str]:
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_loss_with_a_full_cache_is_the_models_loss(tied: bool, chunk: int) -> None:
     lm, ids = model(positions="rotary", tied=tied), texts(23)
-    found = streaming.perplexity_by_position(lm, ids, lambda: Full(23), chunk=chunk)
+    found = perplexity(lm, ids, lambda: Full(23), chunk=chunk)
     assert found.shape == (22,)
     with torch.no_grad():
         assert np.log(found).mean() == pytest.approx(float(lm.loss(ids)), abs=1e-5)
@@ -58,27 +65,27 @@ def test_sliding_cache_agrees_with_a_window_mask() -> None:
     lm, ids = model(positions="rotary"), texts(29)
     narrow = model(positions="rotary", window=5)
     narrow.load_state_dict(lm.state_dict())
-    found = streaming.perplexity_by_position(lm, ids, lambda: Sliding(5), chunk=11)
-    expected = streaming.perplexity_by_position(narrow, ids, lambda: Full(29))
+    found = perplexity(lm, ids, lambda: Sliding(5), chunk=11)
+    expected = perplexity(narrow, ids, lambda: Full(29))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    every = streaming.perplexity_by_position(lm, ids, lambda: Full(29))
+    every = perplexity(lm, ids, lambda: Full(29))
     assert np.abs(found[:5] / every[:5] - 1).max() < 1e-5
     assert np.abs(found / every - 1).max() > 1e-3
 
 
 def test_sinks_cache_agrees_with_a_full_one_until_it_evicts_for_any_chunk() -> None:
     lm, ids = model(positions="alibi"), texts(29)
-    whole, parts = (streaming.perplexity_by_position(lm, ids, lambda: Sinks(2, 6), chunk=c) for c in (28, 3))
-    every = streaming.perplexity_by_position(lm, ids, lambda: Full(29))
+    whole, parts = (perplexity(lm, ids, lambda: Sinks(2, 6), chunk=c) for c in (28, 3))
+    every = perplexity(lm, ids, lambda: Full(29))
     np.testing.assert_allclose(whole, parts, rtol=1e-5)
     np.testing.assert_allclose(whole[:8], every[:8], rtol=1e-5)
 
 
 def test_perplexity_rejects_bad_input() -> None:
     with refused("ids"):
-        streaming.perplexity_by_position(model(), texts(1), lambda: Full(4))
+        perplexity(model(), texts(1), lambda: Full(4))
     with refused("chunk"):
-        streaming.perplexity_by_position(model(), texts(4), lambda: Full(4), chunk=0)
+        perplexity(model(), texts(4), lambda: Full(4), chunk=0)
 
 
 def streamed(**rises: float) -> Results:

@@ -30,8 +30,8 @@ def test_shipped_result_is_by_the_present_criteria(name: str) -> None:
         assert verdicts[criterion.claim]["criterion"] == present
         assert criterion.dated <= found["created"][:10]
     results = Results({v: [Outcome(**row) for row in x["results"]] for v, x in found["variants"].items()})
-    for name in re.findall(r"{([^}]+)}", " ".join(made.remarks.values())):
-        assert means_of(results, name), f"a remark names {name}, which no run has"
+    for entry in re.findall(r"{([^}]+)}", " ".join(made.remarks.values())):
+        assert means_of(results, entry), f"a remark names {entry}, which no run has"
 
 
 def test_page_of_experiments_is_up_to_date() -> None:

@@ -29,9 +29,7 @@ from qkv_lab.experiments.streaming import (
     Sweep,
     difference,
     learnt,
-    model_variants,
     sink,
-    training_variants,
 )
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.backcopy import Backcopy
@@ -74,7 +72,7 @@ class NormPlace(SinkEverywhere):
     question = "Does a sink form both with pre-norm and with post-norm?"
     criteria = (Criterion("C086", DATED, STRONGEST, SINK),)
     variants: ClassVar[Mapping[str, Change]] = {
-        **model_variants(place=("pre", "post")),
+        **{place: Change(model={"place": place}) for place in ("pre", "post")},
         "post, 3 × the steps": Change(model={"place": "post"}, training={"steps": 1500}),
     }
 
@@ -85,7 +83,9 @@ class Activation(SinkEverywhere):
     name = "activation"
     question = "Does a sink form with every activation of the feed-forward layers?"
     criteria = (Criterion("C087", DATED, STRONGEST, SINK),)
-    variants: ClassVar[Mapping[str, Change]] = model_variants(activation=("relu", "gelu_tanh", "swiglu"))
+    variants: ClassVar[Mapping[str, Change]] = {
+        name: Change(model={"activation": name}) for name in ("relu", "gelu_tanh", "swiglu")
+    }
 
 
 class Heads(SinkEverywhere):
@@ -94,7 +94,7 @@ class Heads(SinkEverywhere):
     name = "heads"
     question = "Does a sink form with any number of heads?"
     criteria = (Criterion("C088", DATED, STRONGEST, SINK),)
-    variants: ClassVar[Mapping[str, Change]] = model_variants(heads=(1, 2, 4, 8))
+    variants: ClassVar[Mapping[str, Change]] = {str(n): Change(model={"heads": n}) for n in (1, 2, 4, 8)}
 
 
 class ModelSize(Sweep):
@@ -234,9 +234,8 @@ class LearningRate(Sweep):
     )  # fmt: skip
     curves = ("loss",)
     variants: ClassVar[Mapping[str, Change]] = {
-        **training_variants(lr=OPTIMISATION_RATES),
+        **{f"{rate:g}": Change(training={"lr": rate}) for rate in (*OPTIMISATION_RATES, *UNSTABLE)},
         LONGER: Change(training={"lr": 3e-3, "steps": 3 * TRAINING.steps}),
-        **{f"{rate:g}": Change(training={"lr": rate}) for rate in UNSTABLE},
         **{f"{KEY}{rate:g}": Change(model={"key_bias": True}, training={"lr": rate}) for rate in UNSTABLE},
     }
 

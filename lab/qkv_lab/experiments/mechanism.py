@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from qkv.profiler.capture.residual import TIMES_MEDIAN, attention_modules, obser
 from qkv_lab import heads
 from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.small import setting
 from qkv_lab.experiments.streaming import (
     DATED,
     SINK,
@@ -194,10 +194,7 @@ class Overmixing(Experiment):
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One model; the cases without a sink and without training are derived from it."""
         config = DecoderConfig(layers=3, heads=1, d_model=64)
-        some: dict[str, Any] = (
-            {"steps": 30, "warmup": 10} if quick else {"steps": 600, "lr": 6e-3, "evaluate_every": 600}
-        )
-        return {TRAINED: Setting(Backcopy(model=config), replace(Backcopy.training(), seed=seed, **some))}
+        return {TRAINED: setting(Backcopy(model=config), seed, quick, steps=600, lr=6e-3)}
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
         """Movement by layer and token in each case, and the relative norm of the attention output.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 from qkv._registry import Registry
@@ -59,9 +58,6 @@ def _problem(cls: Any) -> str | None:
         missing += [name for name in ("criteria", "effects") if getattr(cls, name) is getattr(Experiment, name)]
     if missing:
         return f"does not define {', '.join(missing)}"
-    for name in ("settings", "compute"):
-        if "seed" not in signature(getattr(cls, name)).parameters:
-            return f"has {name}(quick), expected {name}(seed, quick), which returns the runs of one seed"
     return None
 
 

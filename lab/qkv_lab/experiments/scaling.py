@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from qkv.models import DecoderConfig
 from qkv_lab.experiments.base import Conclusion, Experiment, Lines, Results, Setting, paired
 from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
+from qkv_lab.experiments.small import minus, setting
 from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy
@@ -66,17 +67,17 @@ class Scaling(Experiment):
         d = _dims(results)[-1]
         least = _dims(results)[0]
         sharp = [Effect(kind, _entropies(results, d, kind)) for kind in STARTS]
-        rises = [_minus(results, LOSS, (UNSCALED, d), (ROOT, d), kind) for kind in STARTS]
+        rises = [minus(results, variant(UNSCALED, d, kind), variant(ROOT, d, kind), LOSS, kind) for kind in STARTS]
         both = [*sharp, *(replace(x, condition=f"loss, {x.condition}", bound=LEAST, above=True) for x in rises)]
         flat = [Effect(f"copied, {kind}", results.values(variant(WHOLE, d, kind), ACCURACY)) for kind in STARTS]
-        slower = (_minus(results, LOSS, (WHOLE, d), (ROOT, d), kind) for kind in STARTS)
+        slower = (minus(results, variant(WHOLE, d, kind), variant(ROOT, d, kind), LOSS, kind) for kind in STARTS)
         flat += [replace(x, condition=f"loss, {x.condition}", bound=LEAST, above=True) for x in slower]
         grows = []
         for kind, rise in zip(STARTS, rises, strict=True):
             small = _by_seed(results, LOSS, (UNSCALED, least), (ROOT, least), kind)
             large = _by_seed(results, LOSS, (UNSCALED, d), (ROOT, d), kind)
             grows.append(replace(rise, values=paired(large, small)))
-        copied = [_minus(results, ACCURACY, (ROOT, d), (UNSCALED, d), kind) for kind in STARTS]
+        copied = [minus(results, variant(ROOT, d, kind), variant(UNSCALED, d, kind), ACCURACY, kind) for kind in STARTS]
         return {
             "C018": sharp, "C236": both, "C251": both, "C254": flat, "C322": rises, "C337": grows, "C381": copied,
         }  # fmt: skip
@@ -96,12 +97,6 @@ def _by_seed(results: Results, name: str, a: tuple[str, int], b: tuple[str, int]
     return {seed: one[seed] - other[seed] for seed in one if seed in other}
 
 
-def _minus(results: Results, name: str, a: tuple[str, int], b: tuple[str, int], kind: str) -> Effect:
-    """The effect of one scale and head dimension minus another."""
-    values = list(_by_seed(results, name, a, b, kind).values())
-    return Effect(kind, values)
-
-
 def _entropies(results: Results, d: int, kind: str) -> list[float]:
     return [float(np.mean(o.check["entropy_ratio"])) for o in results.finished(variant(UNSCALED, d, kind))]
 
@@ -111,8 +106,7 @@ def _setting(scale: str, d: int, kind: str, seed: int, quick: bool) -> Setting:
         layers=1, heads=1, d_model=64, head_dim=d, qk_norm=kind == UNIT,
         score_scale=None if scale == ROOT else SCALES[scale](d),
     )  # fmt: skip
-    some: dict[str, Any] = {"steps": 20, "warmup": 5} if quick else {"steps": 600, "warmup": 50, "evaluate_every": 200}
-    return Setting(Backcopy(length=32, model=config), replace(Backcopy.training(), seed=seed, batch=16, **some))
+    return setting(Backcopy(length=32, model=config), seed, quick, steps=600, warmup=50, batch=16)
 
 
 DIMS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -73,7 +73,7 @@ def fit(model: nn.Module, loss: Callable[[int], Tensor], training: Training) -> 
     return losses
 
 
-def unlearnt(results: Results, name: str, least: float, *variants: str) -> str:
+def unlearnt(results: Results, name: str, least: float, *variants: str, what: str = "") -> str:
     """Why variants do not count, such as "1 head reached 0.9 in 3 of 10 runs"; an empty text if all do.
 
     A variant counts if its metric, by its dotted name, is at least `least` in 90 % of its runs.
@@ -83,7 +83,7 @@ def unlearnt(results: Results, name: str, least: float, *variants: str) -> str:
         values = results.values(variant, name)
         count = sum(x >= least for x in values)
         if not runs or count < LEARNT * len(runs):
-            return f"{variant} reached {least:g} in {count} of {len(runs)} runs"
+            return f"{variant} {what or f'reached {least:g}'} in {count} of {len(runs)} runs"
     return ""
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 
 from qkv.cache import Cache, Full, Sinks, Sliding
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loss import token_loss
 from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting, paired, value_of
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.small import setting, unlearnt
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.backcopy import Backcopy
 
@@ -65,18 +65,6 @@ class Change:
         )
 
 
-def model_variants(**by_field: Iterable[Any]) -> dict[str, Change]:
-    """One variant for each value of a field of the model's configuration; the value is its name."""
-    ((name, values),) = by_field.items()
-    return {str(value): Change(model={name: value}) for value in values}
-
-
-def training_variants(**by_field: Iterable[Any]) -> dict[str, Change]:
-    """One variant for each value of a field of the training settings; the value is its name."""
-    ((name, values),) = by_field.items()
-    return {f"{value:g}": Change(training={name: value}) for value in values}
-
-
 def decoder_and_task(model: nn.Module, setting: Setting) -> tuple[DecoderLM, Backcopy]:
     """The model and the task of a run, with their types narrowed."""
     assert isinstance(model, DecoderLM)
@@ -123,12 +111,7 @@ def learnt(outcome: Outcome) -> bool:
 
 def not_learnt(results: Results, *variants: str) -> str:
     """Why variants do not count, such as "elu learnt its task in 1 of 20 runs"; an empty text if they do."""
-    for variant in variants:
-        runs = results.variants.get(variant, ())
-        count = sum(map(learnt, runs))
-        if not runs or count < LEARNT * len(runs):
-            return f"{variant} learnt its task in {count} of {len(runs)} runs"
-    return ""
+    return unlearnt(results, ACCURACY, LEARNT, *variants, what="learnt its task")
 
 
 def strongest_head(outcome: Outcome) -> tuple[int, int]:
@@ -207,7 +190,7 @@ class Streaming(Experiment):
         assert isinstance(setting.task, Backcopy)
         batch = replace(setting.task, length=LENGTH).held_out(TEXTS)
         ids = torch.cat([batch["ids"], batch["targets"][:, -1:]], 1)
-        nats = {name: np.log(perplexity_by_position(model, ids, make)) for name, make in CACHES.items()}
+        nats = {name: token_loss(model, ids, make).mean(0).numpy() for name, make in CACHES.items()}
         return {
             "nats": {name: x.reshape(-1, BUCKET).mean(1).tolist() for name, x in nats.items()},
             "inside": {name: float(x[BUDGET:TRAINED].mean()) for name, x in nats.items()},
@@ -240,31 +223,9 @@ def rise(results: Results, variant: str, cache: str) -> dict[int, float]:
     return {seed: one[seed] - all_[seed] for seed in one}
 
 
-def perplexity_by_position(
-    model: DecoderLM, ids: Int[Tensor, "b n"], make_cache: Callable[[], Cache], *, chunk: int = 64
-) -> Float[np.ndarray, " positions"]:
-    """The perplexity of the next token at each of n − 1 positions: e to the mean token loss over texts.
-
-    See `qkv.models.loss`. To average over positions, average the logarithms.
-
-    Args:
-        model: the model; with rotary, ALiBi or no positions if the texts are longer than its context.
-        ids: texts.
-        make_cache: creates the cache of one layer.
-        chunk: tokens per step; it affects memory, not the result.
-
-    >>> from qkv.models import DecoderConfig
-    >>> model = DecoderLM(DecoderConfig(vocab_size=9, d_model=8, layers=1, heads=2, positions="rotary")).eval()
-    >>> perplexity_by_position(model, torch.arange(9)[None], lambda: Sliding(4)).shape
-    (8,)
-    """
-    found: np.ndarray = token_loss(model, ids, make_cache, chunk=chunk).mean(0).exp().cpu().numpy()
-    return found
-
-
 def _setting(seed: int, quick: bool, **parts: Any) -> Setting:
     """A run with a high learning rate and strong weight decay, so that the head depends strongly on its sink."""
-    config = DecoderConfig(layers=1, heads=1, d_model=64, positions="rotary", **parts)
-    steps: dict[str, Any] = {"steps": 40, "warmup": 10} if quick else {"steps": 800, "evaluate_every": 800}
-    training = replace(Backcopy.training(), lr=1e-2, weight_decay=1.0, seed=seed, **steps)
-    return Setting(Backcopy(length=TRAINED, model=config), training)
+    task = Backcopy(
+        length=TRAINED, model=DecoderConfig(layers=1, heads=1, d_model=64, positions="rotary", **parts)
+    )  # fmt: skip
+    return setting(task, seed, quick, steps=800, lr=1e-2, weight_decay=1.0)
