@@ -370,7 +370,7 @@ def test_mechanism_uses_the_strongest_head() -> None:
         heads = {"value_drain": [[0.9, 0.1]], "key_cosine": [[0.0, 0.5]], "key_cosine_others": [[0.9, 0.1]]}
         measured = {"peaks": peaks, "without_peaks": 0.1, "resting": 0.05, "busy": 0.3, "nearest": nearest}
         alphas = {"1 layer": alpha, "3 layers": alpha}
-        return swept("mechanism", alphas, check={**heads, "massive": [200.0], **check}, **measured)
+        return swept("mechanism", alphas, check={**heads, "massive": [2000.0], **check}, **measured)
 
     assert set(found(0.6).values()) == {HOLDS}
     assert {v for c, v in found(0.2).items() if c != "C067"} == {UNSEEN}

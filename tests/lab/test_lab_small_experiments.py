@@ -51,7 +51,6 @@ def verdicts(name: str, variants: Mapping[str, Sequence[Outcome]]) -> dict[str, 
         assert "nan" not in verdict.text
         assert verdict.criterion is not None
         assert verdict.criterion.dated == "2026-11-23"
-        assert {v for effect in made.effects(results)[verdict.claim] for v in effect.variants} <= set(variants)
     first, title = found[0], made.conclude(results).title
     if isinstance(made, small.Small):
         expected = made.says.get(first.holds, made.question)
