@@ -346,10 +346,8 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
 
 def _check_decoder(config: dict[str, Any], name: str) -> None:
     """Raise `InputError` unless a configuration is of a model that `DecoderLM` can be."""
-    if (kind := config.get("model_type")) not in pretrained.FLAVOURS:
-        raise InputError(
-            f"model: {name}: model_type is {kind!r}, expected {' or '.join(map(repr, pretrained.FLAVOURS))}"
-        )
+    if (kind := config.get("model_type")) not in pretrained.KINDS:
+        raise InputError(f"model: {name}: model_type is {kind!r}, expected {' or '.join(map(repr, pretrained.KINDS))}")
 
 
 def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, ...]:
