@@ -15,9 +15,9 @@ import xarray as xr
 import qkv
 from conftest import refused
 from profile_fixture import dataset_from_weights, encoder_decoder, gpt, softmax
-from qkv.cli.profile import saved_profile as saved
 from qkv.cli.profile import show_comparison as show
 from qkv.cli.profile import write_comparison as write
+from qkv.cli.shared import saved_profile as saved
 from qkv.errors import InputError
 from qkv.models import DecoderLM
 from qkv.profiler import Profile
@@ -246,13 +246,13 @@ def test_command_writes_files(tmp_path: Path) -> None:
 
 def test_command_compares_with_a_saved_profile(tmp_path: Path) -> None:
     file = by_hand(1).save(tmp_path / "a.qkv.zip")
-    profile = saved(str(file))
+    profile = saved(str(file), "--against")
     assert profile is not None
     assert not compare(by_hand(1), profile).heads()["change"].any()
-    assert saved("minilm") is None
-    assert saved(str(tmp_path)) is None
+    assert saved("minilm", "--against") is None
+    assert saved(str(tmp_path), "--against") is None
     with refused("--against"):
-        saved(str(tmp_path / "b.zip"))
+        saved(str(tmp_path / "b.zip"), "--against")
 
 
 def test_fine_tuned_model_against_its_base() -> None:

@@ -1,10 +1,12 @@
-"""Profiles in notebooks: the card is safe and shows the numbers of the profile; the view is the report in a frame."""
+"""Profiles in notebooks: the card is safe, shows the numbers of the profile, and needs no anywidget; the view is the
+report in a frame."""
 
 from __future__ import annotations
 
 import base64
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -109,6 +111,18 @@ def test_text_is_only_text() -> None:
     assert text("<a b='c' d=\"e\">&") == "&lt;a b=&#x27;c&#x27; d=&quot;e&quot;&gt;&amp;"
     assert text("א\u200f\n\u2028") == "א‹U+200F›‹U+000A›‹U+2028›"
     assert text("👩\u200d🔬") == "👩\u200d🔬"
+
+
+def test_the_card_and_the_view_need_no_anywidget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("anywidget", "traitlets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("qkv.report.notebook", "qkv.report.widget"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    profile = made.gpt()
+    assert profile._repr_mimebundle_() == {}
+    assert profile.view()._repr_html_()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert profile._display_()._repr_html_() == profile._repr_html_()
 
 
 def test_the_view_is_the_report_in_a_frame(tmp_path: Path) -> None:

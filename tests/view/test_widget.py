@@ -22,7 +22,7 @@ import profile_fixture as made
 import qkv
 from conftest import refused
 from qkv.profiler import Profile
-from qkv.report import notebook
+from qkv.report import notebook, widget
 from viewer_fixture import PATIENCE
 from viewer_fixture import hostile as hostile_profile
 
@@ -34,7 +34,7 @@ pytest_plugins = ["viewer_fixture"]
 CODE = "def mean(values):\n    return sum(values) / len(values)\n" * 20
 
 
-def answered(shown: notebook.ProfileWidget, monkeypatch: pytest.MonkeyPatch, **of: Any) -> tuple[dict[str, Any], Any]:
+def answered(shown: widget.ProfileWidget, monkeypatch: pytest.MonkeyPatch, **of: Any) -> tuple[dict[str, Any], Any]:
     """What the widget answers to a question of its page."""
     sent: list[tuple[dict[str, Any], Any]] = []
     monkeypatch.setattr(type(shown), "send", lambda self, content, buffers=None: sent.append((content, buffers)))
@@ -49,11 +49,11 @@ def answered(shown: notebook.ProfileWidget, monkeypatch: pytest.MonkeyPatch, **o
 
 
 def test_the_script_is_one_small_offline_module() -> None:
-    script = notebook.script()
+    script = widget.script()
     assert len(script.encode()) < 300_000
     assert re.findall(r"^(?:import|export) .*", script, re.MULTILINE) == ["export default { render: renderWidget };"]
     assert set(re.findall(r"https?://[^\s\"'`)]*", script)) == {"http://www.w3.org/2000/svg"}
-    assert ":root" not in notebook.style(), "the style sheet would not apply in a shadow tree"
+    assert ":root" not in widget.style(), "the style sheet would not apply in a shadow tree"
 
 
 def test_the_selection_is_that_of_python_and_is_checked() -> None:
@@ -152,7 +152,7 @@ def opened(browser: Browser, profile: Profile, folder: Path, background: str = "
     state = json.dumps({name: getattr(shown, name) for name in ("_page", "_packed", "_style", "selection")})
     parts = {
         "BACKGROUND": background,
-        "SCRIPT": notebook.script().replace("export default", "const widgetModule ="),
+        "SCRIPT": widget.script().replace("export default", "const widgetModule ="),
         "STATE": state.replace("<", "\\u003c"),
     }
     file = folder / "notebook.html"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from qkv.cli.shared import folder, print_line, read
+from qkv.cli.shared import folder, print_line, read, table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,21 +70,18 @@ def check(
 
 def _list() -> None:
     """Print the exercises, with what an answer defines."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from qkv_lab.lessons.exercises import exercises
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("exercise", style="cyan", no_wrap=True)
-    table.add_column("define")
-    table.add_column("lab", no_wrap=True)
+    rows = table("exercise", "define", "lab")
+    rows.columns[0].style = "cyan"
+    rows.columns[0].no_wrap = rows.columns[2].no_wrap = True
     for one in exercises().values():
-        table.add_row(one.name, Text(one.signature), one.lab)
+        rows.add_row(one.name, Text(one.signature), one.lab)
     console = Console(highlight=False)
-    console.print(table)
+    console.print(rows)
     console.print("usage: qkv check EXERCISE           (the code to start from)", markup=False)
     console.print("       qkv check EXERCISE FILE.py   (check the answer in a file)", markup=False)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from qkv.cli.shared import table
 from qkv.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -83,25 +84,19 @@ def claims(
 
 def count(entries: Sequence[Mapping[str, Any]]) -> None:
     """Print the number of verdicts of each kind, by source."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table("source", box=box.SIMPLE_HEAD, pad_edge=False)
-    for word in (*KINDS.values(), "all"):
-        table.add_column(word, justify="right")
+    rows = table("source", *(f">{word}" for word in (*KINDS.values(), "all")))
     for source in (*dict.fromkeys(one["source"] for one in entries), None):
         numbers = Counter(one["verdict"] for one in entries if source in (None, one["source"]))
         cells = (*(str(numbers[kind]) for kind in KINDS), str(numbers.total()))
-        table.add_row(source or "all", *cells, end_section=source is None)
-    Console(highlight=False).print(table)
+        rows.add_row(source or "all", *cells, end_section=source is None)
+    Console(highlight=False).print(rows)
 
 
 def print_claims(entries: Iterable[Mapping[str, Any]]) -> None:
     """Print each claim with its verdict and evidence; a verdict is None if the check of the claim failed."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
@@ -113,10 +108,10 @@ def print_claims(entries: Iterable[Mapping[str, Any]]) -> None:
             continue
         console.print(Text.assemble(word(one["verdict"]), "  ", one["because"]))
         if one["models"]:
-            table = Table("model", "text", "verdict", "measured", box=box.SIMPLE_HEAD, pad_edge=False)
+            rows = table("model", "text", "verdict", "measured")
             for row in one["models"]:
-                table.add_row(row["model"].replace("`", ""), row["length"], word(row["kind"]), row["number"])
-            console.print(table)
+                rows.add_row(row["model"].replace("`", ""), row["length"], word(row["kind"]), row["number"])
+            console.print(rows)
         for evidence in one["evidence"]:
             console.print(Text(f"{evidence['summary']} Repeat it: {evidence['command']}", "dim"))
         read = [_plain(link) for link in one["links"] if not link.startswith(("[experiment ", "[study of "))]

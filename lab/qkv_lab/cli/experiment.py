@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from qkv.cli.shared import table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -71,42 +72,49 @@ def experiment(
 
 def _list() -> None:
     """Print the names of all experiments, their questions and the claims that they test."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    from qkv.cli.shared import duration
     from qkv_lab import experiments
 
-    table = Table("experiment", "question", "claims", box=box.SIMPLE_HEAD, pad_edge=False)
+    rows = table("experiment", "question", "claims")
     for name in experiments.names():
         try:
             found = experiments.experiment(name)
         except InputError as error:  # a broken entry point of an installed package
-            table.add_row(Text(name, no_wrap=True), Text(str(error)), Text(""))
+            rows.add_row(Text(name, no_wrap=True), Text(str(error)), Text(""))
         else:
             seconds = experiments.cost(name)
-            label = Text.assemble(name, (f"\n{duration(seconds)}", "dim") if seconds else "")
-            table.add_row(label, Text(found.question), Text(", ".join(found.claims)))
+            label = Text.assemble(name, (f"\n{_duration(seconds)}", "dim") if seconds else "")
+            rows.add_row(label, Text(found.question), Text(", ".join(found.claims)))
     console = Console(highlight=False)
-    console.print(table)
+    console.print(rows)
     console.print("Below a name: the processor time of the results that come with qkv.", markup=False)
     console.print("usage: qkv experiment NAME … [--quick] [--seeds N] [--jobs N] [--out DIR]", markup=False)
 
 
+def _duration(seconds: float) -> str:
+    """A rough duration.
+
+    >>> _duration(20), _duration(400), _duration(8000)
+    ('20 s', '7 min', '2 h 13 min')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def _show(name: str, result: Result) -> None:
     """Print the verdicts and the names of the files."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table("claim", "verdict", "because", title=name, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    rows = table("claim", "verdict", "because", title=name)
     for verdict in result.verdicts:
-        table.add_row(Text(verdict.claim, no_wrap=True), Text(verdict.holds), Text(verdict.text))
+        rows.add_row(Text(verdict.claim, no_wrap=True), Text(verdict.holds), Text(verdict.text))
     console = Console(highlight=False)
-    console.print(table)
+    console.print(rows)
     if not all(verdict.text in result.paragraph for verdict in result.verdicts):
         console.print(result.paragraph, markup=False)
     console.print(f"\nNumbers  {result.json_path}", markup=False, soft_wrap=True)

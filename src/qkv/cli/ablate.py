@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.shared import INPUT, Input, folder, numbers
+from qkv.cli.shared import INPUT, Input, folder, numbers, table
 
 if TYPE_CHECKING:
     from qkv.profiler.editing import Ablation
@@ -66,17 +66,13 @@ def ablate(
 
 def _show(found: Ablation) -> None:
     """Print the heads that matter most."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     attrs = found.attrs
     head = f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {found.nats:.3f} nats a token"
     console.print(head, style="bold", highlight=False, markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("layer", "head", "loss, nats", "increase"):
-        table.add_column(column, justify="right")
+    rows = table(">layer", ">head", ">loss, nats", ">increase")
     for row in found.table.sort_values("delta_nats", ascending=False, kind="stable").head(MOST).itertuples():
-        table.add_row(str(row.layer), str(row.head), f"{row.nats:.3f}", f"{row.delta_nats:+.3f}")
-    console.print(table)
+        rows.add_row(str(row.layer), str(row.head), f"{row.nats:.3f}", f"{row.delta_nats:+.3f}")
+    console.print(rows)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.shared import INPUT, Input, folder
+from qkv.cli.shared import INPUT, Input, folder, table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -89,25 +89,21 @@ def evict(
 
 def _show(found: Eviction) -> None:
     """Print a row for each policy and budget."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     attrs = found.attrs
     console.print(f"{attrs['model']} · {attrs['tokens']:,} tokens", style="bold", highlight=False, markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    measured = () if found.loss is None else ("loss, nats", "increase")
-    for column in ("policy", "keys", "attention on evicted keys", *measured):
-        table.add_column(column, justify="left" if column == "policy" else "right")
+    measured = () if found.loss is None else (">loss, nats", ">increase")
+    rows = table("policy", ">keys", ">attention on evicted keys", *measured)
     lost = found.mass.groupby(["policy", "budget"])["mass_lost"].mean()
     if found.loss is None:
         for (policy, budget), share in lost.items():
-            table.add_row(str(policy), f"{budget:,}", f"{share:.1%}")
+            rows.add_row(str(policy), f"{budget:,}", f"{share:.1%}")
     else:
         for row in found.loss.itertuples():
             full = row.policy == "full"
             share = 0.0 if full else lost[row.policy, row.budget]
             cells = row.policy, "all" if full else f"{row.budget:,}", f"{share:.1%}"
-            table.add_row(*cells, f"{row.nats:.3f}", "" if full else f"{row.delta_nats:+.3f}")
-    console.print(table)
+            rows.add_row(*cells, f"{row.nats:.3f}", "" if full else f"{row.delta_nats:+.3f}")
+    console.print(rows)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.shared import INPUT, Input, folder, print_line
+from qkv.cli.shared import INPUT, Input, folder, print_line, table
 from qkv.errors import renamed
 
 if TYPE_CHECKING:
@@ -97,8 +97,6 @@ def _table(found: xr.DataArray, direction: str) -> pd.DataFrame:
 
 def _show(console: Any, found: xr.DataArray, index: int, most: int = 8) -> None:
     """Print the tokens with the largest shares of one chosen token."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     one = found.isel(text=0, chosen=index)
@@ -111,13 +109,11 @@ def _show(console: Any, found: xr.DataArray, index: int, most: int = 8) -> None:
         else "Share of {} (token {:,}) in the final states"
     )
     console.print(Text(title.format(_readable(name), at), style="bold"), soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("token", "position", "share"):
-        table.add_column(column, justify="left" if column == "token" else "right")
+    rows = table("token", ">position", ">share")
     for token in share.argsort(kind="stable")[::-1][:most]:
         if share[token] > 0:
-            table.add_row(Text(_readable(str(names[token]))), f"{token:,}", f"{share[token]:.1%}")
-    console.print(table)
+            rows.add_row(Text(_readable(str(names[token]))), f"{token:,}", f"{share[token]:.1%}")
+    console.print(rows)
 
 
 def _readable(token: str) -> str:

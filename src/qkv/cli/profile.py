@@ -13,6 +13,7 @@ import tyro
 from qkv._untrusted import allow
 from qkv.cli.shared import (
     INPUT,
+    PROFILE,
     Input,
     Stopwatch,
     folder,
@@ -20,7 +21,9 @@ from qkv.cli.shared import (
     numbers,
     preset_text,
     print_line,
+    saved_profile,
     statistics_of,
+    table,
 )
 from qkv.errors import InputError
 
@@ -32,17 +35,6 @@ if TYPE_CHECKING:
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.data.findings import Findings
     from qkv.profiler.profiles import Profile
-
-
-def saved_profile(name: str) -> Profile | None:
-    """The profile in a file that `Profile.save` wrote; None if `name` is not a file: then it names a model."""
-    from qkv.profiler.profiles import Profile
-
-    if Path(name).is_file():
-        return Profile.load(name)
-    if name.endswith(".zip"):
-        raise InputError(f"--against: there is no file {name}, expected a saved_profile profile or a model")
-    return None
 
 
 def show_comparison(comparison: Comparison, most: int = 10) -> None:
@@ -85,24 +77,19 @@ def _profile_name(profile: Profile) -> str:
 
 
 def _changes_table(heads: Any) -> Any:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most changed heads", title_justify="left")
-    table.add_column("head", no_wrap=True)
-    table.add_column("moved", justify="right")
-    table.add_column("attended to", no_wrap=True)
-    table.add_column("now attends to", no_wrap=True)
-    for name in ("first token", "entropy, nats"):
-        table.add_column(name, justify="right")
+    columns = "head", ">moved", "attended to", "now attends to", ">first token", ">entropy, nats"
+    found = table(*columns, title="Most changed heads")
+    for column in found.columns:
+        column.no_wrap = True
     for row in heads.itertuples():
-        table.add_row(
+        found.add_row(
             f"{row.layer}.{row.head}", f"{row.change:.1%}", Text(row.goes_to_a),
             Text(row.goes_to_b, style="bold" if row.moved else ""),
             f"{100 * row.sink_difference:+.1f} %", f"{row.entropy_difference:+.2f}",
         )  # fmt: skip
-    return table
+    return found
 
 
 def measured_mixing(loaded: Loaded, inputs: Any, position: int) -> xr.Dataset:
@@ -214,7 +201,7 @@ def profile(
         )
 
     with folder(out):
-        other = None if against is None else saved_profile(against)
+        other = None if against is None else saved_profile(against, "--against")
         loaded, inputs = given.load(passage)
         clock.lap("loading the model")
         result = profiled(loaded, inputs)
@@ -255,7 +242,7 @@ def _write(result: Profile, out: Path, files: list[Path]) -> None:
     from qkv._progress import spinner
 
     with spinner("writing the report"):
-        data = result.save(out / "profile.qkv.zip")
+        data = result.save(out / PROFILE)
         heads = result.export(out / "heads.csv")
         report = result.report(out / "report.html")
     print_line("Report", report, main=True)
@@ -319,31 +306,22 @@ def _findings_table(found: Findings) -> Any:
 
 def _type_table(found: Findings) -> Any:
     """A row for each type of head, with its strongest heads."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Heads by type", title_justify="left")
-    table.add_column("type", no_wrap=True)
-    table.add_column("heads", justify="right")
-    table.add_column("if its score is", style="dim")
-    table.add_column("strongest: layer.head (score)")
+    rows = table("type", ">heads", "if its score is", "strongest: layer.head (score)", title="Heads by type")
+    rows.columns[0].no_wrap, rows.columns[2].style = True, "dim"
     for kind, number, threshold, best in found.by_type():
         strongest = " · ".join(f"{head} ({score:.2f})" for head, score in best)
-        table.add_row(kind, f"{number:,}", threshold, strongest)
-    return table
+        rows.add_row(kind, f"{number:,}", threshold, strongest)
+    return rows
 
 
 def _token_table(result: Profile, group: str, most: int = 8) -> Any:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     from qkv.profiler.data.frames import percent
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most attended tokens", title_justify="left")
-    for name in ("token", "of all attention", "× its share of the text", "count"):
-        table.add_column(name, justify="left" if name == "token" else "right")
+    columns = "token", ">of all attention", ">× its share of the text", ">count"
+    rows = table(*columns, title="Most attended tokens")
     for row in result.tokens(most, group).itertuples():
         token = row.token if row.token.strip() and row.token.isprintable() else repr(row.token)
-        table.add_row(Text(token), percent(row.share), f"{row.lift:.1f}", str(row.count))
-    return table
+        rows.add_row(Text(token), percent(row.share), f"{row.lift:.1f}", str(row.count))
+    return rows

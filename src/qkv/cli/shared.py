@@ -20,9 +20,10 @@ from qkv._untrusted import read_bytes
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from rich.table import Table
 
     from qkv.models.loading import Loaded
+    from qkv.profiler.profiles import Profile
     from qkv.statistics import Statistic
 
 
@@ -99,6 +100,23 @@ def discard_output() -> None:
 
 
 SHORT_TEXT = 160  # characters of a text that is repeated in commands
+
+
+PROFILE = "profile.qkv.zip"  # the name that `qkv profile` gives it
+
+
+def saved_profile(name: str, called: str) -> Profile | None:
+    """The profile in a file, or in a folder that `qkv profile` wrote; None if `name` is not a profile, but a model."""
+    from qkv.profiler.profiles import Profile
+
+    if not os.path.exists(name):  # unlike Path.exists, it takes names of any length
+        if name.endswith(".zip"):
+            raise InputError(f"{called}: there is no file {name}")
+        return None
+    path = Path(name)
+    if path.is_dir() and (path / PROFILE).is_file():
+        path /= PROFILE
+    return Profile.load(path) if path.is_file() else None
 
 
 def numbers(text: str) -> list[int]:
@@ -229,16 +247,15 @@ def print_line(label: str, text: str | Path, *, main: bool = False) -> None:
     Console(highlight=False).print(line, soft_wrap=True)
 
 
-def duration(seconds: float) -> str:
-    """A rough duration, for estimates.
+def table(*columns: str, title: str | None = None) -> Table:
+    """An empty table; a column whose name begins with ">" is aligned to the right."""
+    from rich import box
+    from rich.table import Table
 
-    >>> duration(20), duration(400), duration(8000)
-    ('20 s', '7 min', '2 h 13 min')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for name in columns:
+        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return made
 
 
 @contextmanager

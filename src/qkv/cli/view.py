@@ -9,19 +9,14 @@ import threading
 import webbrowser
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from qkv._packages import require
 from qkv._untrusted import allow
-from qkv.cli.shared import Input, print_line
+from qkv.cli.shared import Input, print_line, saved_profile
 from qkv.errors import InputError
-
-if TYPE_CHECKING:
-    from qkv.profiler.profiles import Profile
-
-PROFILE = "profile.qkv.zip"  # the name that `qkv profile` gives it
 
 
 @dataclass(frozen=True)
@@ -78,9 +73,9 @@ def view(
     from qkv.server.run import serve
     from qkv.server.session import Session
 
-    found = [(source, _saved(source, "PROFILE|MODEL"))]
+    found = [(source, saved_profile(source, "PROFILE|MODEL"))]
     if against is not None:
-        found.append((against, _saved(against, "--against")))
+        found.append((against, saved_profile(against, "--against")))
     names = [name for name, profile in found if profile is None]
     if not names and not (given.is_default and target is None):
         raise InputError(f"PROFILE: {source} already has its text, expected no other text, or a model to run on it")
@@ -107,17 +102,3 @@ def view(
     if not serve(session, host=host, port=port, on_start=started):
         sys.stdout.flush()
         os._exit(0)  # threads that still compute would make the interpreter abort
-
-
-def _saved(name: str, called: str) -> Profile | None:
-    """The profile in a file, or in a folder that `qkv profile` wrote; None if `name` is not a profile."""
-    from qkv.profiler.profiles import Profile
-
-    if not os.path.exists(name):
-        if name.endswith(".zip"):
-            raise InputError(f"{called}: there is no file {name}")
-        return None
-    path = Path(name)
-    if path.is_dir() and (path / PROFILE).is_file():
-        path /= PROFILE
-    return Profile.load(path) if path.is_file() else None

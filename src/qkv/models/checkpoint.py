@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from qkv.models import config as configs
 from qkv.models import tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
+M = TypeVar("M", bound=nn.Module)
+Weights = Mapping[str, Tensor]
 NAMES = {
     "qkv-mini": "a causal language model of Python code",
     "qkv-reversal": "reverses six symbols: its heads look at the mirrored position",
@@ -122,20 +124,40 @@ def load(folder: str | Path) -> nn.Module:
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):
         raise InputError(f"{CONFIG} in {folder} has model {kind!r}, expected one of {', '.join(KINDS)} with its config")
     config_class, model_class = class_of(kind)
-    with readable(folder, WEIGHTS):
-        declared = tensors.declared(folder / WEIGHTS)
     with valid_config(folder):
         check_version(described, VERSION)
         config = configs.from_dict(config_class, entries)
-        stored = (folder / WEIGHTS).stat().st_size
-        empty = tensors.build_without_memory(lambda: model_class(config), len(declared), stored)
-    check_fit(empty, declared)
+    model: nn.Module = read_model(folder, [WEIGHTS], lambda: model_class(config))
+    return model.float() if own else model
+
+
+def read_model(
+    folder: Path, names: list[str], build: Callable[[], M], renamed: Callable[[Weights], Weights] = dict
+) -> M:
+    """Build a model and fill it with the tensors of safetensors files; what does not fit is refused before it is read.
+
+    Args:
+        folder: where the files are.
+        names: of the files.
+        build: makes the model.
+        renamed: gives the tensors of the files the names that the model has for them.
+    """
+    declared: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        with readable(folder, name):
+            declared |= tensors.declared(folder / name)
+    stored = sum((folder / name).stat().st_size for name in names)
     with valid_config(folder):
-        model: nn.Module = model_class(config)
-    with readable(folder, WEIGHTS):
-        weights = tensors.read(folder / WEIGHTS)
-    fill(model, weights)
-    return (model.float() if own else model).eval()
+        empty = tensors.build_without_memory(build, len(declared), stored)
+    check_fit(empty, renamed(declared))
+    with valid_config(folder):
+        model = build()
+    for name in names:
+        with readable(folder, name):
+            weights |= tensors.read(folder / name)
+    fill(model, renamed(weights))
+    return model.eval()
 
 
 @contextmanager

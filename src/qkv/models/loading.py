@@ -94,6 +94,25 @@ def load_model(name: str, *, dtype: str = "float32", tokens: int | None = None, 
     return _load_hugging_face(name, name, DTYPES[dtype], head=head)
 
 
+def load_if_named(
+    model: nn.Module | str, tokenizer: Any = None, name: str = "", *, inputs: object = None, dtype: str = "float32",
+    head: bool = False,
+) -> Loaded:  # fmt: skip
+    """Load a model that is given by its name, for as many tokens as `inputs` have; another one is only unwrapped."""
+    if isinstance(model, str):
+        texts = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, Sequence) else []
+        tokens = max((len(str(text).encode("utf-8", "surrogatepass")) for text in texts), default=None)
+        found = load_model(model, dtype=dtype, tokens=tokens, head=head)
+        return Loaded(name or found.name, found.model, tokenizer or found.tokenizer)
+    model = getattr(model, "_orig_mod", model)  # of a compiled model
+    return Loaded(name or name_of_model(model), model, tokenizer)
+
+
+def name_of_model(model: nn.Module) -> str:
+    """The name in a model's configuration, or else of its class."""
+    return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+
+
 def _check_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}{nearest(dtype, DTYPES)}")
@@ -346,10 +365,8 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
 
 def _check_decoder(config: dict[str, Any], name: str) -> None:
     """Raise `InputError` unless a configuration is of a model that `DecoderLM` can be."""
-    if (kind := config.get("model_type")) not in pretrained.FLAVOURS:
-        raise InputError(
-            f"model: {name}: model_type is {kind!r}, expected {' or '.join(map(repr, pretrained.FLAVOURS))}"
-        )
+    if (kind := config.get("model_type")) not in pretrained.KINDS:
+        raise InputError(f"model: {name}: model_type is {kind!r}, expected {' or '.join(map(repr, pretrained.KINDS))}")
 
 
 def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, ...]:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from qkv.figures.plots import Plots
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.explore.explorer import Explorer
-    from qkv.report.notebook import ProfileWidget, View
+    from qkv.report.notebook import View
+    from qkv.report.widget import ProfileWidget
 
 
 class Profile:
@@ -353,7 +354,7 @@ class Profile:
         2
         """
         require("widget", "anywidget")
-        widget: ProfileWidget = above("qkv.report.notebook", "widget_of")(self)
+        widget: ProfileWidget = above("qkv.report.widget", "widget_of")(self)
         if model is not None:
             widget.read_from(model, inputs, tokenizer=tokenizer, target=target)
         return widget

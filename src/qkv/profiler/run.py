@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import qkv
 from qkv._progress import bar
 from qkv.errors import InputError
-from qkv.models.loading import load_model
+from qkv.models.loading import load_if_named
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.datasets import datasets
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids
@@ -112,15 +112,12 @@ def profile(
     >>> result.data.sizes["layer"], result.data.sizes["head"]
     (6, 12)
     """
-    if isinstance(model, str):
-        inputs = default_text(model) if inputs is None else inputs
-        texts = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, Sequence) else []
-        loaded = load_model(model, dtype=dtype, tokens=max((len(str(t).encode()) for t in texts), default=None))
-        model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     if inputs is None:
-        raise InputError("inputs is missing, expected a text, token ids or the arguments of the model's forward")
-    model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
-    name = name or name_of_model(model)
+        if not isinstance(model, str):
+            raise InputError("inputs is missing, expected a text, token ids or the arguments of the model's forward")
+        inputs = default_text(model)
+    loaded = load_if_named(model, tokenizer, name, inputs=inputs, dtype=dtype)
+    model, tokenizer = loaded.model, loaded.tokenizer
     _check_settings(local_window, map_tokens, map_bins, layers)
     stated = _checked_heads(model, heads or {})
     statistics = checked_custom(statistics, {*COLUMNS, *ROLES, *TRAITS})
@@ -154,7 +151,7 @@ def profile(
     groups = datasets([observer for _, observer in runs], tokenizer, local_window)
     probed = _probe(model, runs[0][1], tokenizer, groups, layers) if probe else "not requested"
     attrs = {
-        "model": name,
+        "model": loaded.name,
         "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
         "parameters": sum(p.numel() for p in model.parameters()),
         "versions": versions(),
@@ -236,11 +233,6 @@ def _checked(observer: Observer, partial: bool) -> Observer:
     if layers - set(range(observer.deepest() + 1)):
         raise InputError(f"layers is {sorted(layers)}, but the model has attention layers 0..{observer.deepest()}")
     return observer
-
-
-def name_of_model(model: nn.Module) -> str:
-    """The name in a model's configuration, or else of its class."""
-    return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
 
 
 def versions() -> dict[str, str]:

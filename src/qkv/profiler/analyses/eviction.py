@@ -45,7 +45,7 @@ from qkv.huggingface.client import routed
 from qkv.kernels import serve
 from qkv.masks import Mask, Predicate, Prefix, Window
 from qkv.models.decoder import DecoderLM
-from qkv.models.loading import load_model
+from qkv.models.loading import load_if_named
 from qkv.models.loss import token_loss
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
@@ -206,9 +206,8 @@ def eviction(
     """
     compared = policies_of(policies, first)
     _check(budgets, compared, first)
-    if isinstance(model, str):
-        loaded = load_model(model, head=run)
-        model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
+    loaded = load_if_named(model, tokenizer, name, inputs=inputs, head=run)
+    model, tokenizer = loaded.model, loaded.tokenizer
     mode = run_mode(model, compared) if run else None  # raises before anything is computed
     texts = list(_texts(model, inputs, tokenizer))
     settings = [(policy, budget) for policy in compared for budget in budgets]
@@ -222,7 +221,7 @@ def eviction(
                 assert mode is not None
                 nats[policy, budget] = total + nats_of(mode, model, ids, policy, budget, step)
     attrs = {
-        "model": name or type(model).__name__, "texts": len(texts), "tokens": sum(lengths),
+        "model": loaded.name, "texts": len(texts), "tokens": sum(lengths),
         "longest": max(lengths), "first": first, "run": mode,
     }  # fmt: skip
     predicted = sum(lengths) - len(lengths)

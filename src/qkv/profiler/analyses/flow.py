@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from qkv._engine.call import RowState
 from qkv.errors import InputError
-from qkv.models.loading import load_model
+from qkv.models.loading import load_if_named
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import Tokens, batches, sequences_of
 from qkv.profiler.capture.observe import ObservedCall
@@ -129,9 +129,8 @@ def _traced(
         raise InputError(f"residual is {residual}, expected a share from 0 to less than 1")
     if not chosen:
         raise InputError(f"{called} is empty, expected at least one position")
-    if isinstance(model, str):
-        loaded = load_model(model)
-        model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
+    loaded = load_if_named(model, tokenizer, name, inputs=inputs)
+    model, tokenizer = loaded.model, loaded.tokenizer
     found = []
     for batch in batches(model, inputs, tokenizer, target):
         calls = [without_values(observed) for observed in calls_of(model, batch)]
@@ -143,7 +142,7 @@ def _traced(
         start.scatter_(1, places[:, None], 1.0)
         steps = walk([_Layer.of(observed, residual) for observed in stack], start, on_layer)
         found += _items(torch.stack(steps, 1).cpu().numpy(), real.cpu().numpy(), places.cpu().numpy(), names)
-    attributes = {"model": name or type(model).__name__, "group": stack[0].group, "residual": residual}
+    attributes = {"model": loaded.name, "group": stack[0].group, "residual": residual}
     attributes |= {"of": called, "definition": DEFINITIONS[called], "units": "1"}
     return _array(found, attributes)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qkv._engine.call import at_least_float32
 from qkv.errors import InputError
-from qkv.models.loading import load_model
+from qkv.models.loading import load_if_named
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids, token_text, vocabulary
 from qkv.profiler.capture.residual import attention_modules, observe_residual
 
@@ -75,9 +75,8 @@ def mixing(
     >>> float(data["response"][0, -1, :3].max()) < 1e-5
     True
     """
-    if isinstance(model, str):
-        loaded = load_model(model)
-        model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+    loaded = load_if_named(model, tokenizer, inputs=inputs)
+    model, tokenizer = loaded.model, loaded.tokenizer
     if replacements < 1:
         raise InputError(f"replacements is {replacements}, expected at least 1")
     if position < int(without_first):

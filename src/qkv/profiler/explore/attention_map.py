@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
-from qkv.models.loading import load_model
+from qkv.models.loading import load_if_named
 from qkv.profiler.capture import inputs
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import Sequences, Tokens, batches, sequences_of
@@ -167,11 +167,8 @@ def attention_map(
     >>> tuple(picture.mean.shape), found.query_tokens(slice(0, 2))
     ((4, 4), ['<s>', 'def'])
     """
-    if isinstance(model, str):
-        length = len(inputs.encode()) if isinstance(inputs, str) else None
-        loaded = load_model(model, tokens=length)
-        model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
-    model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
+    loaded = load_if_named(model, tokenizer, name, inputs=inputs)
+    model, tokenizer = loaded.model, loaded.tokenizer
     if not isinstance(inputs, str | Tensor | Mapping):
         raise InputError(f"inputs is {type(inputs).__name__}, expected one text, token ids, or a mapping of tensors")
     batch = next(iter(batches(model, inputs, tokenizer, target)))
@@ -179,8 +176,9 @@ def attention_map(
     calls = _calls(model, batch, layer, group or _only_group(model, sequences), group, on_call)
     by_group = {observed.group: observed for observed in calls}
     observed = by_group["decoder"] if "decoder" in by_group else next(iter(by_group.values()))
-    name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    return AttentionMap(without_values(observed), head, Tokens(sequences, tokenizer, observed.group), name, cache)
+    return AttentionMap(
+        without_values(observed), head, Tokens(sequences, tokenizer, observed.group), loaded.name, cache
+    )
 
 
 def _calls(

@@ -21,7 +21,7 @@ from qkv._engine.call import Call, RowState
 from qkv.biases import Dense as DenseBias
 from qkv.errors import InputError, nearest
 from qkv.masks import Dense, Region
-from qkv.models.loading import load_model
+from qkv.models.loading import load_if_named
 from qkv.normalizers import Identity
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
@@ -379,13 +379,9 @@ def of(
     >>> row.shape, round(float(row.sum()), 5)
     ((21,), 1.0)
     """
-    if isinstance(model, str):
-        texts = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, Sequence) else []
-        loaded = load_model(model, tokens=max((len(str(t).encode()) for t in texts), default=None))
-        model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
-    model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
-    name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    return Explorer(model, list(batches(model, inputs, tokenizer, target)), name, caches or CacheBudget())
+    loaded = load_if_named(model, tokenizer, name, inputs=inputs)
+    runs_on = list(batches(loaded.model, inputs, loaded.tokenizer, target))
+    return Explorer(loaded.model, runs_on, loaded.name, caches or CacheBudget())
 
 
 def _grouped(layers: list[_Layer]) -> dict[str, list[_Layer]]:

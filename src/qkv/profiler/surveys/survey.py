@@ -14,7 +14,7 @@ from torch import nn
 
 from qkv._survey_settings import Settings, takes_settings
 from qkv.errors import InputError
-from qkv.models.loading import load_model
+from qkv.models.loading import load_if_named
 from qkv.profiler.surveys import corpus, on_ray
 from qkv.profiler.surveys.corpus import Source
 from qkv.profiler.surveys.data import Survey
@@ -72,16 +72,11 @@ def survey(
     _refuse_torchrun(how)
     if how.engine == "ray":
         on_ray.check_installed()
-    name = how.name
-    if isinstance(model, str):
-        loaded = load_model(model, dtype=how.dtype)
-        model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
-    model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
-    if tokenizer is None:
+    loaded = load_if_named(model, tokenizer, how.name, dtype=how.dtype)
+    if loaded.tokenizer is None:
         raise InputError("tokenizer is None, but a survey reads texts; pass tokenizer=…")
-    name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     source = texts if isinstance(texts, Source) else corpus.of_texts(texts)
-    work = Work.of(model, source, tokenizer, replace(how, name=name))
+    work = Work.of(loaded.model, source, loaded.tokenizer, replace(how, name=loaded.name))
     folder = Folder(out).open(work.settings)
     if how.only_shards is None:  # no other process writes
         folder.discard_unfinished()

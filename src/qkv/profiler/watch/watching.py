@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from qkv.cache.base import attending
 from qkv.errors import InputError
+from qkv.models.loading import name_of_model
 from qkv.profiler.capture.datasets import datasets
 from qkv.profiler.capture.inputs import Sequences, arguments_of, real_tokens, sequences_of
 from qkv.profiler.capture.observe import ObservedCall, Observer, observe
 from qkv.profiler.profiles import Profile
-from qkv.profiler.run import name_of_model, versions
+from qkv.profiler.run import versions
 from qkv.profiler.watch.rows import Places
 from qkv.profiler.watch.sequence import Sequence, in_order, without_unused
 
