@@ -115,8 +115,8 @@ class Sinks(Experiment):
         self.found = found
         heads, all_heads = len(found["heads"]), sum(map(len, found["alpha"]))
         self.question = (  # type: ignore[misc]
-            f"Claims about attention sinks on {model} at {found['tokens']} tokens, where {heads} of {all_heads} heads "
-            "have a sink:"
+            f"Which claims about attention sinks hold on {model}, where {heads} of {all_heads} heads have a sink at "
+            f"{found['tokens']} tokens?"
         )
 
     @property

@@ -34,7 +34,7 @@ class Conclusion:
 
     verdicts: Sequence[Verdict]
     title: str
-    """The finding, in one sentence: the title of the figure."""
+    """The title of the figure: the question, or the finding in one sentence."""
     paragraph: str
 
 
@@ -219,16 +219,14 @@ class Experiment(ABC):
     def conclude(self, results: Results) -> Conclusion:
         """The verdicts and their summary. They depend on the numbers alone, by the `criteria`."""
         effects = self.effects(results)
-        verdicts, by_outcome = [], dict[str, list[str]]()
+        verdicts = []
         for criterion in self.criteria:
             claim = criterion.claim
             remark = self.remarks.get(claim, "")
             means = {name: means_of(results, name) for name in re.findall(r"{([^}]+)}", remark)}
             remark = re.sub(r"{([^}]+)}", lambda name: means[name[1]], remark) if all(means.values()) else ""  # noqa: B023
             verdicts.append(judge(criterion, effects[claim], results.level, remark, results.unit))
-            by_outcome.setdefault(verdicts[-1].holds, []).append(claim)
-        found = "; ".join(f"{outcome}: {', '.join(claims)}" for outcome, claims in by_outcome.items())
-        return Conclusion(verdicts, f"{self.question} {found}", " ".join(v.text for v in verdicts))
+        return Conclusion(verdicts, self.question, " ".join(v.text for v in verdicts))
 
     def figure(self, results: Results) -> Figure:
         """The seeds, interval and bound of every effect under the title of the conclusion, and the `lines`."""

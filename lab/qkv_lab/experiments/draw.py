@@ -20,6 +20,7 @@ WIDTH = 7.2
 ROW, CAPTION, LINES = 0.5, 0.42, 2.6
 """The heights in inches of a row, of the words above the first row of a claim, and of the panel of lines."""
 UNCOUNTED = "#a8adb2"
+Row = tuple[Interval, list[float]]
 
 
 def intervals_figure(
@@ -27,13 +28,20 @@ def intervals_figure(
 ) -> Figure:
     """One row per effect: a dot for every seed, the mean, its interval, and the bound that it must clear.
 
-    The rows of a claim stand under the words of its criterion. Effects that do not count are grey. Each row has a scale
-    of its own, because effects have different units. Lines have a panel of their own above the rows.
+    The rows of a claim stand under the words of its criterion; claims that are judged by the same effects share them.
+    Effects that do not count are grey. Each row has a scale of its own, because effects have different units. Lines
+    have a panel of their own above the rows.
     """
     from qkv_lab import draw
 
-    claims = [(v, _rows(v, effects)) for v in found.verdicts]
-    claims = [(v, rows) for v, rows in claims if rows]
+    claims: list[tuple[list[Verdict], list[Row]]] = []
+    for verdict in found.verdicts:
+        rows = _rows(verdict, effects)
+        same = [of for of, drawn in claims if drawn == rows and of[0].holds == verdict.holds]
+        if same:
+            same[0].append(verdict)
+        elif rows:
+            claims.append(([verdict], rows))
     count = sum(len(rows) for _, rows in claims)
     height = ROW + CAPTION * len(claims) / max(1, count)
     ratios = [LINES / height] * (lines is not None) + [1.0] * count
@@ -41,17 +49,18 @@ def intervals_figure(
         f"Dots: {results.unit}s. Point and bar: their mean and its {100 * results.level:.3g} % confidence interval. "
         "The arrow points from the bound to where the claim holds. "
     ) * bool(count)
-    figure, panels = draw.panels(found.title, note + results.note, ratios=ratios, width=WIDTH, height=height)
+    note = f"{_outcomes(found.verdicts)} {note}{results.note}"
+    figure, panels = draw.panels(found.title, note, ratios=ratios, width=WIDTH, height=height)
     free = iter(panels)
     if lines is not None:
         _draw_lines(next(free), lines)
     beside = max((len(line) for _, rows in claims for one, _ in rows for line in _label(one).splitlines()), default=0)
-    for verdict, rows in claims:
+    for of, rows in claims:
         for i, (one, values) in enumerate(rows):
             axes = next(free)
             _draw(axes, one, values)
-            if i == 0 and verdict.criterion is not None:
-                words = f"{verdict.claim} {verdict.holds}: {verdict.criterion.effect}"
+            if i == 0 and of[0].criterion is not None:
+                words = f"{', '.join(v.claim for v in of)} ({of[0].holds}): {of[0].criterion.effect}"
                 axes.set_title(textwrap.fill(words, 112 - beside), loc="left", size=8, color=draw.INK)
     return figure
 
@@ -69,10 +78,19 @@ def _draw_lines(axes: Axes, lines: Lines) -> None:
         axes.legend(fontsize=8, frameon=False)
 
 
-def _rows(verdict: Verdict, effects: Mapping[str, Sequence[Effect]]) -> list[tuple[Interval, Sequence[float]]]:
+def _outcomes(verdicts: Sequence[Verdict]) -> str:
+    """The claims by outcome, in one sentence."""
+    by_outcome: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        by_outcome.setdefault(verdict.holds, []).append(verdict.claim)
+    words = "; ".join(f"{holds}: {', '.join(claims)}" for holds, claims in by_outcome.items())
+    return f"{words[0].upper()}{words[1:]}." if words else ""
+
+
+def _rows(verdict: Verdict, effects: Mapping[str, Sequence[Effect]]) -> list[Row]:
     """The intervals of a verdict with the values that they are of."""
     of = effects.get(verdict.claim, ())
-    return [(one, effect.values) for one, effect in zip(verdict.intervals, of, strict=True) if one.n]
+    return [(one, list(effect.values)) for one, effect in zip(verdict.intervals, of, strict=True) if one.n]
 
 
 def _label(one: Interval) -> str:
