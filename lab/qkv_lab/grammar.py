@@ -218,7 +218,7 @@ def subject(english: str) -> Phrase:
     """A pronoun as subject: "i", "he", … "you" is vous, "they" ils."""
     english, french, person, gender = next(row for row in lexicon.SUBJECTS if row[0] == english)
     word = Word(english)
-    return Phrase((word,), ((french, (word,)),), person, gender)  # type: ignore[arg-type]
+    return Phrase((word,), ((french, (word,)),), person, gender)
 
 
 def pronoun_object(english: str) -> Phrase:
@@ -323,31 +323,23 @@ def that() -> Phrase:
 @cache
 def vocabularies() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """All English words and all French words, in alphabetical order."""
-    english = {"an", "any", "do", "does", "did", "not", "never", "very", "who", "that"}
-    french = {"ne", "pas", "jamais", "très", "qui", "que", "de", *ELIDED.values(), *CONTRACTED.values()}
-    for n in lexicon.NOUNS:
-        english |= {n.english, n.english_plural}
-        french |= {n.french, n.french_plural}
-    for v in VERBS:
-        english |= {v.english, v.english_third, v.english_past}
-        french |= {*v.french}
-    for a in (*lexicon.ADJECTIVES, *(v.participle for v in lexicon.POSTURES if v.participle)):
-        english.add(a.english)
-        french |= {a.m, a.f, a.m_plural, a.f_plural, a.m_vowel}
-    for d in lexicon.DETERMINERS:
-        english |= {d.english, d.english_plural}
-        french |= {*d[2:]}
-    for row in (*lexicon.SUBJECTS, *lexicon.OBJECTS):
-        english.add(row[0])
-        french.add(row[1])
-    for words in (lexicon.PREPOSITIONS, lexicon.CONJUNCTIONS):
-        english |= {*words}
-        french |= {x for row in words.values() for x in row}
-    for adverbs in (lexicon.ADVERBS, lexicon.LATE_ADVERBS):
-        english |= {*adverbs}
-        french |= {*adverbs.values()}
-    english |= {*lexicon.BE, *lexicon.BE_PAST}
-    french |= {*lexicon.ETRE, *lexicon.ETRE_PAST}
+    adjectives = (*lexicon.ADJECTIVES, *(v.participle for v in lexicon.POSTURES if v.participle))
+    pronouns = [(english, french) for english, french, *_ in (*lexicon.SUBJECTS, *lexicon.OBJECTS)]
+    phrases = lexicon.PREPOSITIONS | lexicon.CONJUNCTIONS
+    adverbs = lexicon.ADVERBS | lexicon.LATE_ADVERBS
+    english = {
+        "an", "any", "do", "does", "did", "not", "never", "very", "who", "that",
+        *lexicon.BE, *lexicon.BE_PAST, *phrases, *adverbs, *(a.english for a in adjectives), *(x for x, _ in pronouns),
+        *(x for entry in (*lexicon.NOUNS, *lexicon.DETERMINERS) for x in entry[:2]),
+        *(x for v in VERBS for x in (v.english, v.english_third, v.english_past)),
+    }  # fmt: skip
+    french = {
+        "ne", "pas", "jamais", "très", "qui", "que", "de", *ELIDED.values(), *CONTRACTED.values(),
+        *lexicon.ETRE, *lexicon.ETRE_PAST, *adverbs.values(), *(x for row in phrases.values() for x in row),
+        *(x for _, x in pronouns), *(x for n in lexicon.NOUNS for x in (n.french, n.french_plural)),
+        *(x for v in VERBS for x in v.french), *(x for a in adjectives for x in a[1:6]),
+        *(x for d in lexicon.DETERMINERS for x in d[2:]),
+    }  # fmt: skip
     return tuple(sorted(english - {""})), tuple(sorted(french - {""}))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,10 +36,11 @@ __all__ = [
     "held_out",
     "loss_after",
     "maps",
+    "marked",
     "mean_weight",
     "share_of_strongest",
     "show_map",
-    "symbols",
+    "show_scores",
     "without_heads",
 ]
 
@@ -188,17 +189,6 @@ def drawn(draw: Callable[[int], Int[np.ndarray, "n length"]], size: int, *, unse
     return torch.from_numpy(np.concatenate(found)[:size].astype(np.int64))
 
 
-def symbols(
-    generator: np.random.Generator, size: int, length: int, kinds: int, *, unseen: bool
-) -> Int[Tensor, "size length"]:
-    """Random sequences of independent symbols out of `kinds` different ones.
-
-    >>> symbols(np.random.default_rng(0), 2, 4, 14, unseen=False).shape
-    torch.Size([2, 4])
-    """
-    return drawn(lambda n: generator.integers(FIRST_SYMBOL, FIRST_SYMBOL + kinds, (n, length)), size, unseen=unseen)
-
-
 def check_enough(sequences: int, settings: str) -> None:
     """Raise `InputError` if the settings make too few different sequences to hold some out."""
     if sequences < ENOUGH:
@@ -278,6 +268,14 @@ def best(
     return layer, head
 
 
+def marked(name: str, weights: Float[np.ndarray, "b layer head n n"], pairs: Pairs) -> dict[str, Any]:
+    """By layer and head `share_of_strongest` (as `name`) and `mean_weight`, and the best head by these two."""
+    share, weight = share_of_strongest(weights, pairs), mean_weight(weights, pairs)
+    layer, head = best(share, weight)
+    found = {name: share.tolist(), "weight": weight.tolist()}
+    return {**found, "best_layer": layer, "best_head": head, "best": float(share[layer, head])}
+
+
 def without_heads(model: DecoderLM, cut: Iterable[tuple[int, int]]) -> DecoderLM:
     """A copy of the model with some heads (layer, head) ablated: their columns of the output projection are zero."""
     copied = copy.deepcopy(model)
@@ -309,6 +307,21 @@ def bars(axes: Axes, scores: Float[np.ndarray, "layer head"], bar: float) -> Non
     axes.annotate(f"{bar:.0%}", (layers * each - 0.45, bar), color=COLOURS[1], size=8, va="bottom", ha="right")
     axes.set_ylim(0, 1.08)
     axes.set_xlabel("layer and head, counted from 0")
+
+
+def show_scores(axes: Axes, scores: Mapping[str, Any], size: float | None = None) -> None:
+    """Plot scores (layer, head) from 0 to 1 as a table: a row for every head, a column for each label."""
+    from qkv_lab.draw import INK, heatmap
+
+    table = np.stack([np.ravel(found) for found in scores.values()], 1)
+    names = head_names(np.asarray(next(iter(scores.values()))))
+    heatmap(axes, table, rows=names, columns=[""] * len(scores), vmax=1)
+    axes.set_aspect("auto")
+    axes.set_xticks(range(len(scores)), list(scores))
+    for (row, column), score in np.ndenumerate(table):
+        ink = "white" if score > 0.5 else INK
+        axes.text(column, row, f"{score:.2f}", ha="center", va="center", color=ink, size=size)
+    axes.set_ylabel("layer and head, counted from 0")
 
 
 def show_map(

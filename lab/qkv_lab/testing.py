@@ -28,7 +28,7 @@ from qkv_lab.experiments.record import key
 from qkv_lab.experiments.registry import REGISTRY as EXPERIMENTS
 from qkv_lab.experiments.run import redraw, run
 from qkv_lab.task import Batch, Task
-from qkv_lab.tasks.registry import REGISTRY as TASKS
+from qkv_lab.tasks import REGISTRY as TASKS
 
 __all__ = ["check_experiment", "check_task"]
 

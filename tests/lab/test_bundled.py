@@ -13,7 +13,7 @@ from qkv.models import DecoderLM, checkpoint
 from qkv.models.loading import load_model, load_text_model
 from qkv.profiler.corpora import default_text
 from qkv_lab import settings, translate
-from qkv_lab.tasks.reversal import Reversal
+from qkv_lab.tasks.sequences import Reversal
 from qkv_lab.tasks.translation import Translation
 
 FILES = {"config.json", "model.safetensors", "run.toml", "metrics.jsonl", "result.json"}

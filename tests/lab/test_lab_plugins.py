@@ -193,7 +193,7 @@ def test_a_name_that_is_built_in_is_refused(install: Install) -> None:
     with refused("task", match="built-in"):
         tasks.names()
     assert type(experiments.experiment("heads")).__module__ == "qkv_lab.experiments.architecture"
-    assert tasks.task_class("copy").__module__ == "qkv_lab.tasks.copy"
+    assert tasks.task_class("copy").__module__ == "qkv_lab.tasks.sequences"
 
 
 def test_a_name_that_two_packages_register_is_refused(install: Install) -> None:

@@ -15,12 +15,8 @@ from conftest import refused
 from qkv.models.decoder import DecoderConfig
 from qkv_lab import Training, heads, train
 from qkv_lab.settings import from_toml
-from qkv_lab.tasks.copy import Copy
-from qkv_lab.tasks.coreference import ADJECTIVES, IT, Coreference
-from qkv_lab.tasks.hops import Hops
-from qkv_lab.tasks.lookups import Lookups
-from qkv_lab.tasks.recall import Recall
-from qkv_lab.tasks.reversal import Reversal
+from qkv_lab.tasks.relations import ADJECTIVES, IT, Coreference, Hops, Lookups
+from qkv_lab.tasks.sequences import Copy, Recall, Reversal
 
 TINY = DecoderConfig(d_model=8, layers=2, heads=2, tied=False)
 TASKS: tuple[Any, ...] = (
@@ -82,7 +78,7 @@ def test_antecedent_is_the_noun_that_the_adjective_fits() -> None:
 def test_lookup_answers_are_the_symbols_before() -> None:
     task = Lookups(first=2, second=3, length=7, symbols=5)
     ids = task.batch(0, 4, 0)["ids"]
-    _, answers = task._predicted(task.build(), ids)
+    answers = task.answers(ids)
     for row in range(4):
         for place in range(3, 7):
             assert answers[row, place - 3].tolist() == [ids[row, place - 2] - 2, ids[row, place - 3] - 2]

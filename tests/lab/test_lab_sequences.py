@@ -15,9 +15,7 @@ from qkv.errors import InputError
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv_lab import heads
 from qkv_lab.task import Training
-from qkv_lab.tasks.copy import Copy
-from qkv_lab.tasks.recall import Recall
-from qkv_lab.tasks.reversal import Reversal
+from qkv_lab.tasks.sequences import Copy, Recall, Reversal
 
 TASKS: tuple[Any, ...] = (
     Reversal(length=5),

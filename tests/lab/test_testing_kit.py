@@ -32,14 +32,8 @@ from qkv_lab.tasks import (
     Reversal,
     Translation,
     backcopy,
-    copy,
-    coreference,
-    hops,
     language,
-    lookups,
     names,
-    recall,
-    reversal,
 )
 from qkv_lab.testing import check_experiment, check_task
 
@@ -60,10 +54,10 @@ TASKS: list[Any] = [
 
 @pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
 def test_built_in_tasks_keep_the_laws(task: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in (backcopy, copy, coreference, hops, language, lookups, recall, reversal):
+    for place in (backcopy, language, type(task)):
         for held_out in ("UNSEEN", "CHECKED", "EVALUATED"):
-            if hasattr(module, held_out):
-                monkeypatch.setattr(module, held_out, 60)
+            if hasattr(place, held_out):
+                monkeypatch.setattr(place, held_out, 60)
     if isinstance(task, Language):
         corpus = tmp_path / "corpus"
         corpus.mkdir()

@@ -18,7 +18,7 @@ from qkv_lab import experiments, settings, tasks
 from qkv_lab import loop as lab
 from qkv_lab.cli.train import Run
 from qkv_lab.task import Training
-from qkv_lab.tasks.reversal import Reversal
+from qkv_lab.tasks.sequences import Reversal
 
 
 class Asked:

@@ -20,7 +20,7 @@ from qkv_lab import heads, scenes, settings
 from qkv_lab.models import Captioner, RNNSeq2Seq
 from qkv_lab.scenes import END, START, Scenes
 from qkv_lab.tasks.caption import Caption, to_input
-from qkv_lab.tasks.reversal import Reversal
+from qkv_lab.tasks.sequences import Reversal
 from qkv_lab.translation import SPECIAL, Vocabulary, read_vocabulary, translate
 from qkv_lab.translation import START as BEGIN
 

@@ -21,8 +21,7 @@ from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.small import LEAST, fit, minus, setting, unlearnt
 from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured, Training
-from qkv_lab.tasks.coreference import PICKS, Coreference
-from qkv_lab.tasks.hops import Hops
+from qkv_lab.tasks.relations import PICKS, Coreference, Hops
 
 SYMBOLS, WIDTH, BATCH, TESTED = 64, 64, 64, 2000
 Asked = tuple[Int[Tensor, " b"], Int[Tensor, "b keys"], Int[Tensor, "b keys"]]

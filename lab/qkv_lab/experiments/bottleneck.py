@@ -19,8 +19,7 @@ from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.small import LEAST, fit, minus
 from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured, Training
-from qkv_lab.tasks.recall import Recall
-from qkv_lab.tasks.reversal import MIRRORS, Reversal
+from qkv_lab.tasks.sequences import MIRRORS, Recall, Reversal
 from qkv_lab.tasks.translation import ARCHITECTURES, Translation
 
 if TYPE_CHECKING:

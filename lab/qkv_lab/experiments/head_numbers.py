@@ -17,7 +17,7 @@ from qkv_lab.experiments.small import LEAST, fit, minus, setting
 from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.language import Language
-from qkv_lab.tasks.lookups import Lookups
+from qkv_lab.tasks.relations import Lookups
 
 WIDTH, HEADS = 64, 8
 """The shape of the language models."""

@@ -27,10 +27,9 @@ from qkv_lab.experiments.streaming import (
     not_learnt,
 )
 from qkv_lab.task import Measured, Training
-from qkv_lab.tasks.copy import Copy
 from qkv_lab.tasks.language import Language
-from qkv_lab.tasks.lookups import Lookups
-from qkv_lab.tasks.reversal import Reversal
+from qkv_lab.tasks.relations import Lookups
+from qkv_lab.tasks.sequences import Copy, Reversal
 
 if TYPE_CHECKING:
     pass
