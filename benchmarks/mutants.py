@@ -37,7 +37,6 @@ TESTS = {  # of a package, the files that test it; what finds most comes first
     "src/qkv/kernels": ("fused", *ATTENTION, "linear", "masks", "alignment", "flex", "flex_normalizers"),
     "src/qkv/statistics": STATISTICS,
     "src/qkv/cache": ("cache",),
-    "src/qkv/_launches.py": ("launches",),
     "src/qkv/partial.py": ("partial", *ATTENTION),
     "src/qkv/scores.py": ("attend", "laws", "gradients", "own", "alignment"),
     "src/qkv/positions.py": ("positions", "decoder"),

@@ -1,4 +1,4 @@
-"""FLOPs, memory traffic, peak memory and kernel launches of one attention call, for `plan`.
+"""FLOPs, memory traffic and peak memory of one attention call, for `plan`.
 
 The numbers come from formulas because PyTorch's FLOP counter reports 0 for its fused CPU kernels.
 """
@@ -12,7 +12,6 @@ import torch
 from qkv._engine.call import Call, at_least_float32
 from qkv._engine.sizes import sizes
 from qkv._engine.tiles import block_status
-from qkv._launches import expected_launches
 from qkv.kernels import FORM_WEIGHTS, linear
 from qkv.masks import EMPTY, FULL, Tiles
 
@@ -29,8 +28,6 @@ class Cost:
     """Minimum memory traffic: q, k, v, the output, the log-sum-exp, and the weights if they are formed."""
     peak: int
     """Estimated memory in bytes beyond the inputs: outputs, copies, tiles."""
-    launches: int | None = None
-    """Expected kernel launches on CUDA; None elsewhere, and where the number is not known."""
 
 
 def cost(kernel: str, call: Call) -> Cost:
@@ -67,7 +64,7 @@ def cost(kernel: str, call: Call) -> Cost:
         padded = b * h * n_queries * max(d, dv) + b * call.k.shape[1] * n_keys * 2 * max(d, dv) if d != dv else 0
         peak = result + own * padded + torch.get_num_threads() * wide * 2 * 256 * (512 + dv)
     moved += own * b * h * n_queries * n_keys if kernel in FORM_WEIGHTS else 0
-    return Cost(pairs, flops, moved, peak, expected_launches(kernel, call))
+    return Cost(pairs, flops, moved, peak)
 
 
 def visible_pairs(call: Call) -> int:

@@ -73,11 +73,6 @@ class Plan:
         """Estimated memory of the forward pass beyond its inputs, in bytes."""
         return self.cost.peak
 
-    @property
-    def launches(self) -> int | None:
-        """Expected kernel launches of the forward pass on CUDA; None elsewhere, and where the number is not known."""
-        return self.cost.launches
-
     def diagram(self, form: Literal["text", "mermaid"] = "text") -> str:
         """The way from queries, keys and values to the output, with the shapes of this call.
 
@@ -110,7 +105,6 @@ class Plan:
             f"{'':<{width}}  work    {_amount(self.flops, 'FLOP', 1000)} over {self.share:.0%} of the pairs",
             f"{'':<{width}}  memory  {_amount(self.peak, 'B', 1024)} beside the inputs (estimate), "
             f"{_amount(self.bytes, 'B', 1024)} read and written",
-            *([] if self.launches is None else [f"{'':<{width}}  kernel launches: {self.launches:,} (expected)"]),
             *(f"{name:<{width}}  not: {why}" for name, why in self.rejected.items()),
         ]
         return "\n".join(lines)
@@ -346,8 +340,6 @@ def plan(
     return_weights: bool = False,
 ) -> Plan:
     """The kernel that `attend` would choose for these arguments, the reasons against the others, and the cost.
-
-    On CUDA, the launches of ``"tiled"`` are counted by running a few tiles, which allocates the output.
 
     >>> import torch, qkv
     >>> q = k = v = torch.randn(1, 4, 100, 16)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import qkv
+from benchmarks.launches import Launches
 from qkv import InputError, attend, biases, normalizers
-from qkv._engine.launches import Launches
 from qkv.kernels.fused import kernel as fused
 from qkv.kernels.fused.check import difference
 from qkv.masks import Causal, Padding, Window

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import qkv
+from benchmarks.launches import Launches
 from qkv import biases, normalizers
 from qkv._engine.call import Call
-from qkv._engine.launches import Launches
 from qkv.biases import Bias
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax

@@ -22,7 +22,7 @@ from qkv.server import routes
 from qkv.server.guard import Guard
 from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull, not_found
 from qkv.server.routes import IMMUTABLE
-from qkv.server.schemas import AddedPage, ErrorAnswer, LiveModel, Looks, SessionState, SourceState
+from qkv.server.schemas import AddedPage, ErrorAnswer, LiveModel, SessionState, SourceState
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -126,7 +126,7 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
                 AddedPage(id=x.id, title=x.title, data=session.page_data.get(x.id), missing=session.missing(x))
                 for x in session.pages
             ],
-            looks=Looks(**looks()),
+            looks=looks(),
             computing=request.app.state.queues.slow.progress,
         )  # fmt: skip
 

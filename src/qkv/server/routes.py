@@ -20,7 +20,6 @@ from qkv.server.schemas import (
     LiveAnswer,
     LiveRequest,
     MapShape,
-    Page,
     Similarities,
     StepAnswer,
     StepRequest,
@@ -68,7 +67,7 @@ class TextLocation(NamedTuple):
     group: str
     text: int
     view: dict[str, Any]
-    """The entry of the text in the page: see `PageText`."""
+    """The entry of the text in the page: see `qkv.report.payload.payload`."""
 
 
 def locate(request: Request, s: int, g: int, t: int, layer: int = 0, head: int | str | None = 0) -> TextLocation:
@@ -99,7 +98,7 @@ def _check_index(name: str, index: int, n: int) -> None:
         raise not_found(f"{name} is {index}, expected {'0' if n == 1 else f'0..{n - 1}'}.")
 
 
-@data_router.get("/page", responses={200: {"model": Page}})
+@data_router.get("/page", responses={200: {"model": dict[str, Any]}})
 async def page(request: Request, s: Position) -> Response:
     """Statistics, tokens and texts of a source: all of its data except curves and weights."""
     return Response(ready_source(request, s).page, media_type="application/json", headers={"Cache-Control": "no-cache"})

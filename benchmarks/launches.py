@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from qkv._engine import tiles
 
 NO_LAUNCH = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh",
@@ -20,6 +23,8 @@ SEVERAL = {"constant_pad_nd": 2, "masked_fill": 2}  # operations that copy or fi
 class Launches(TorchDispatchMode):
     """Context that counts operations: all but those that only allocate, make a view or read a number.
 
+    Patterns of masks are kept, as they are without it: a second call is counted without them.
+
     >>> import torch
     >>> with Launches() as found:
     ...     torch.ones(3)[None].T.exp()
@@ -30,12 +35,21 @@ class Launches(TorchDispatchMode):
     ['ones', 'exp']
     """
 
-    def __init__(self, device: str | None = None) -> None:
-        """`device` is the type of the devices on which operations count; None for all."""
+    def __init__(self) -> None:
         super().__init__()
-        self.device, self.names = device, list[str]()
+        self.names = list[str]()
         self.bytes = 0
         """Memory that the operations read and write, each tensor once for each operation."""
+
+    def __enter__(self) -> Launches:
+        self._keeping = mock.patch.object(tiles, "_other_tensors", return_value=False)
+        self._keeping.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._keeping.stop()
 
     @property
     def count(self) -> int:
@@ -46,8 +60,7 @@ class Launches(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         name, made = func.overloadpacket.__name__, [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-        on = {x.device.type for x in made}
-        if not (func.is_view or name in NO_LAUNCH) and (self.device is None or self.device in on):
+        if not (func.is_view or name in NO_LAUNCH):
             self.names += [name] * SEVERAL.get(name, 1)
             read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             self.bytes += sum(map(_nbytes, read)) + sum(map(_nbytes, made))
