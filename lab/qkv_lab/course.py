@@ -17,13 +17,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv._engine.call import strictly_upper
+from qkv._names import renamed
 from qkv.attention import attend
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.nn import FeedForward
 from qkv.nn import MultiHeadAttention as Layer
 from qkv.nn import TransformerBlock as Block
-from qkv.nn.names import renamed
 
 __all__ = [
     "EinsumAttention",

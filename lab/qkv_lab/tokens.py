@@ -29,6 +29,58 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+HELD_OUT = 0.05
+"""The share of a corpus that is held out."""
+MIN_WHOLE_SHARE = 0.5
+"""If whole documents reach less than this part of the held-out share, the end of every document is held out."""
+PASSAGE, LINE = 3, 20
+"""A passage is so many lines in a row of at least so many characters each, not counting indentation and blank lines."""
+
+
+def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The training documents and the held-out ones, which are about 5 % of the text.
+
+    Whole documents are held out if enough of them are small. Otherwise, as for a single book, the last 5 % of each
+    document is held out.
+
+    >>> train, held_out = split(["0123456789" * 10])
+    >>> held_out
+    ['56789']
+    """
+    budget = HELD_OUT * sum(map(len, documents))
+    train, held_out, length = list[str](), list[str](), 0
+    for document in documents:
+        fits = length + len(document) <= budget
+        length += len(document) if fits else 0
+        (held_out if fits else train).append(document)
+    if length >= MIN_WHOLE_SHARE * budget:
+        return train, held_out
+    cuts = [len(document) - round(HELD_OUT * len(document)) for document in documents]
+    parts = [(document[:cut], document[cut:]) for document, cut in zip(documents, cuts, strict=True)]
+    return [start for start, _ in parts if start], [end for _, end in parts if end]
+
+
+def without_passages(documents: Sequence[str], of: Sequence[str]) -> list[str]:
+    """The documents that share no passage with other texts: no `PASSAGE` consecutive lines.
+
+    Such documents are copies, or adapted copies, as of a module of the standard library in a package.
+
+    >>> book = "the first long line of a book\\n" "the second long line of it\\n" "and the third one, also long\\n"
+    >>> without_passages(["x = 1\\n" + book, "y = 2\\n"], of=[book])
+    ['y = 2\\n']
+    """
+    taken = {passage for text in of for passage in _passages(text)}
+    return [document for document in documents if taken.isdisjoint(_passages(document))]
+
+
+def _passages(text: str) -> Iterator[tuple[str, ...]]:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for at in range(len(lines) - PASSAGE + 1):
+        found = tuple(lines[at : at + PASSAGE])
+        if min(map(len, found)) >= LINE:
+            yield found
+
+
 @dataclass(frozen=True)
 class Baselines:
     """Mean cross-entropies of held-out tokens, in nats per token."""
@@ -256,7 +308,7 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
     file, train, held_out = (folder / name for name in ("tokenizer.json", "train.bin", "held_out.bin"))
     if not (file.exists() and _sidecar(train).exists() and _sidecar(held_out).exists()):
         with _status(found):
-            parts = found.split()
+            parts = split(found.documents)
             if not all(parts):
                 raise InputError(
                     f"corpus is {corpus!r}, which is too small to hold out a part of it, expected more text"
@@ -280,16 +332,16 @@ def prepare_more(names: Sequence[str], corpus: str, main: Prepared) -> Integer[n
         corpus: the name of the main corpus.
         main: its tokens.
     """
-    held_out = corpora.load(corpus).split()[1]
+    held_out = split(corpora.load(corpus).documents)[1]
     made = [corpora.load(name) for name in names]
     parts = [main.tokenizer, *held_out, *(x.fingerprint for x in made)]
-    settings = hashlib.sha256(json.dumps([VERSION, corpora.PASSAGE, corpora.LINE, *parts]).encode()).hexdigest()
+    settings = hashlib.sha256(json.dumps([VERSION, PASSAGE, LINE, *parts]).encode()).hexdigest()
     path = corpora.cache_folder() / "tokens" / settings[:20] / "more.bin"
     if not _sidecar(path).exists():
         found = list[str]()
         for one in made:
             with _status(one):
-                found += corpora.without_passages(one.documents, held_out)
+                found += without_passages(one.documents, held_out)
         if not found:
             raise InputError(f"more is {', '.join(names)!r}, which repeats the held-out text of {corpus!r}")
         with spinner(f"tokenizing {', '.join(names)}, once"):

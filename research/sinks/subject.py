@@ -119,12 +119,13 @@ def default_texts(name: str) -> list[str]:
         from qkv.profiler import corpora
         from qkv_lab import settings
         from qkv_lab.tasks.language import Language
+        from qkv_lab.tokens import split
 
         folder = checkpoint.folder_of(name)
         assert folder is not None
         task, _ = settings.from_toml(folder / settings.RUN)
         assert isinstance(task, Language)
-        return corpora.load(task.corpus).split()[1]
+        return split(corpora.load(task.corpus).documents)[1]
     from pydoc_data.topics import topics
 
     return [topics[topic] for topic in sorted(topics)]

@@ -1,6 +1,60 @@
-"""Argument names of other libraries, and what to pass instead."""
+"""Argument names of other libraries and of courses: those that mean the same, and what to pass instead of the rest."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qkv.errors import InputError, nearest
+
+SIZES = {"embed_dim": "d_model", "num_heads": "heads", "n_heads": "heads"}
+INPUTS = {"query": "x", "key": "context"}
+_OF_MODULES = {
+    "nhead": "heads=",
+    "kdim": "d_context=, with fused=False",
+    "vdim": "d_context=, with fused=False",
+    "batch_first": "nothing: inputs are always (batch, length, d_model)",
+    "add_bias_kv": "key_bias=True, a learned key without a value",
+    "add_zero_attn": "attention=qkv.Attention(normalizer=qkv.normalizers.Softmax(sink=0.0))",
+    "dropout_p": "dropout=",
+    "attn_dropout": "dropout=",
+    "attention_dropout": "dropout=",
+    "attn_drop": "dropout=",
+    "proj_drop": "output_dropout=",
+    "resid_dropout": "output_dropout=",
+    "out_dropout": "output_dropout=",
+}
+_OF_CALLS = {
+    "attn_mask": "mask=~attn_mask, since True means may attend here, and a float one as a bias: "
+    "attention=qkv.Attention(bias=qkv.biases.Dense(tensor))",
+    "kv": "context=",
+    "memory": "context=",
+    "past_key_value": "cache=, one of qkv.cache",
+}
+
+
+def renamed(function: str, given: Mapping[str, Any], same: Mapping[str, str], known: Mapping[str, Any]) -> Any:
+    """The values of `known`, in which names with the same meaning in other libraries (`same`) fill what is None.
+
+    >>> renamed("MultiHeadAttention", {"num_heads": 8}, SIZES, {"d_model": 64, "heads": None})
+    [64, 8]
+    """
+    values = dict(known)
+    for name, value in given.items():
+        if name not in same or same[name] not in values:
+            raise InputError(f"{function}: {name} is not an argument{_advice(name, known)}")
+        if values[same[name]] is not None:
+            raise InputError(f"{function}: {name} and {same[name]} are both passed, expected one: they mean the same")
+        values[same[name]] = value
+    return list(values.values())
+
+
+def _advice(name: str, known: Mapping[str, Any]) -> str:
+    for names in (_OF_MODULES if "d_model" in known else _OF_CALLS, OTHER_NAMES):
+        if name in names:
+            return f"; pass {names[name]}"
+    return nearest(name, list(known))
+
 
 OTHER_NAMES = {
     "attn_mask": "mask=, a boolean tensor that is True where a query may attend, or bias=qkv.biases.Dense(tensor) for "

@@ -13,7 +13,8 @@ import pytest
 from conftest import refused
 from qkv.errors import InputError
 from qkv.profiler import corpora
-from qkv.profiler.corpora import Corpus, load
+from qkv.profiler.corpora import load
+from qkv_lab.tokens import split, without_passages
 
 COPY = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"  # beside the repository, if it exists
 
@@ -118,7 +119,7 @@ def test_documents_that_share_a_passage_are_left_out() -> None:
         "not in a row": "".join(f"{line}something in between them\n" for line in lines),
         "short lines": "a = 1\nb = 2\nc = 3\nd = 4\n",
     }
-    assert corpora.without_passages([*same.values(), *other.values()], [book, "a = 1\nb = 2\nc = 3\n"]) == list(
+    assert without_passages([*same.values(), *other.values()], [book, "a = 1\nb = 2\nc = 3\n"]) == list(
         other.values()
     )
 
@@ -128,24 +129,24 @@ def test_documents_that_share_a_passage_are_left_out() -> None:
 
 def test_whole_documents_of_about_five_percent_of_the_text_are_held_out() -> None:
     library = load("library")
-    train, held_out = library.split()
+    train, held_out = split(library.documents)
     assert sorted(train + held_out) == sorted(library.documents)
     assert not set(train) & set(held_out)
     share = sum(map(len, held_out)) / sum(map(len, library.documents))
     assert 0.04 < share <= 0.05
-    assert library.split() == (train, held_out)
+    assert split(library.documents) == (train, held_out)
 
 
 @pytest.mark.parametrize("sizes", [[1000], [600, 400], [960, 10, 30]])
 def test_of_few_documents_a_small_one_or_the_end_of_each_is_held_out(sizes: list[int]) -> None:
     texts = tuple(chr(97 + i) * n for i, n in enumerate(sizes))
-    train, held_out = Corpus("few", texts).split()
+    train, held_out = split(texts)
     assert "".join(sorted("".join(train + held_out))) == "".join(texts)
     assert sum(map(len, held_out)) in (40, 50)
 
 
 def test_tiny_document_alone_is_not_enough_to_hold_out() -> None:
-    _, held_out = Corpus("uneven", ("a" * 1000, "b")).split()
+    _, held_out = split(["a" * 1000, "b"])
     assert len(held_out[0]) == 50
 
 

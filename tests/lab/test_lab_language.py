@@ -22,7 +22,7 @@ from qkv.profiler import corpora
 from qkv_lab import heads, tokens
 from qkv_lab.log import loss_figure
 from qkv_lab.tasks.language import Language
-from qkv_lab.tokens import baselines
+from qkv_lab.tokens import baselines, split
 
 SMALL = DecoderConfig.llama(d_model=32, layers=2, heads=2)
 
@@ -81,7 +81,7 @@ def test_further_corpora_are_trained_on_in_their_share_and_not_held_out(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpora, "LINE", 12)
-    held_out = corpora.load(str(texts)).split()[1][0]
+    held_out = split(corpora.load(str(texts)).documents)[1][0]
     for name, text in {"capitals": "HELLO WORLD " * 40, "copy": held_out, "digits": "0123456789" * 40}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     more = ", ".join(str(tmp_path / f"{name}.txt") for name in ("capitals", "copy", "digits"))

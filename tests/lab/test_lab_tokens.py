@@ -20,7 +20,7 @@ from qkv.errors import InputError
 from qkv.profiler import corpora
 from qkv.profiler.corpora import Corpus
 from qkv_lab import tokens
-from qkv_lab.tokens import open_tokens, prepare, write_tokens
+from qkv_lab.tokens import open_tokens, prepare, split, write_tokens
 
 WORDS = ["def the self.head(x):\n    return x\n", "class Tail:\n    body = 'the self'\n", "été <s> 🙂\r\n"]
 BPE = tokens.train_bpe(WORDS, 270)
@@ -144,14 +144,14 @@ def test_prepared_tokens_decode_to_the_corpus(tokenizer: str, folder: Path) -> N
     prepared = prepare(str(folder), tokenizer, 300)
     assert prepared.vocab_size == (257 if tokenizer == "bytes" else 300)
     decode = tokens.from_json(prepared.tokenizer).decode
-    train, held_out = corpora.load(str(folder)).split()
+    train, held_out = split(corpora.load(str(folder)).documents)
     assert decode(prepared.train.tolist()) == "\n\n".join(train)
     assert decode(prepared.held_out.tolist()) == "\n\n".join(held_out)
     assert prepared.bos not in prepared.train
 
 
 def test_bpe_is_trained_without_the_held_out_text(folder: Path) -> None:
-    train, _ = corpora.load(str(folder)).split()
+    train, _ = split(corpora.load(str(folder)).documents)
     assert prepare(str(folder), "bpe", 300).tokenizer == tokens.train_bpe(train, 300)
 
 
@@ -186,7 +186,7 @@ def test_interrupted_preparation_is_repeated(folder: Path, monkeypatch: pytest.M
         )
         with pytest.raises(StopIteration):
             prepare(str(folder))
-    _, held_out = corpora.load(str(folder)).split()
+    _, held_out = split(corpora.load(str(folder)).documents)
     assert len(prepare(str(folder)).held_out) == len("\n\n".join(held_out).encode())
 
 
@@ -219,6 +219,6 @@ def test_library_tokenized_by_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(corpora, "load", lambda name: part)
     prepared = prepare("library", "bpe", 2048)
     lengths = tokens.byte_lengths(prepared.tokenizer)
-    train, _ = part.split()
+    train, _ = split(part.documents)
     assert lengths[prepared.train].sum() == len("\n\n".join(train).encode())
     assert lengths[prepared.train].mean() > 2.7

@@ -18,9 +18,8 @@ from qkv import _files
 from qkv.cli import main
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler.surveys.data import Survey
-from qkv.profiler.surveys.folder import Folder
+from qkv.profiler.surveys.folder import COMPLETE, Folder, Objects
 from qkv.profiler.surveys.merging import merge_folders
-from qkv.profiler.surveys.storage import COMPLETE, Objects
 from qkv.profiler.surveys.stream import of_addresses
 from qkv.profiler.surveys.survey import survey
 from survey_process import TEXTS, own, own_survey

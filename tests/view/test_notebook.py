@@ -125,7 +125,7 @@ def test_the_card_and_the_view_need_no_anywidget(monkeypatch: pytest.MonkeyPatch
     assert profile._display_()._repr_html_() == profile._repr_html_()
 
 
-def test_the_view_is_the_report_in_a_frame(tmp_path: Path) -> None:
+def test_the_view_is_the_report_in_a_frame() -> None:
     profile = hostile()
     view = profile.view(height=500)
     parsed = Parsed(view._repr_html_())
@@ -135,11 +135,6 @@ def test_the_view_is_the_report_in_a_frame(tmp_path: Path) -> None:
     assert frame["sandbox"] == "allow-scripts allow-downloads", "neither the notebook's origin nor its page"
     assert "height:500px" in frame["style"]
     assert "src" not in frame
-    path = view.save(tmp_path / "view.html")
-    assert path.read_text("utf-8") == view.html
-    assert [entry.name for entry in tmp_path.iterdir()] == ["view.html"]
-    with pytest.raises(InputError, match=r"the folder .* does not exist"):
-        view.save(tmp_path / "nowhere" / "view.html")
 
 
 def test_a_view_can_be_saved_with_its_notebook() -> None:

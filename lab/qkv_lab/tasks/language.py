@@ -60,7 +60,7 @@ class Language:
     """Train on only the first so many tokens of the corpus; on all if None."""
     more: str = ""
     """Further corpora to train on, separated by commas. Their documents that share a passage with the held-out text are
-    left out (`qkv.profiler.corpora.without_passages`)."""
+    left out (`qkv_lab.tokens.without_passages`)."""
     more_share: float = 0.5
     """The share of training sequences that come from `more`."""
     model: DecoderConfig = field(default_factory=lambda: DecoderConfig.llama(d_model=128, layers=4, heads=4))

@@ -24,6 +24,7 @@ from qkv.cli.shared import (
     saved_profile,
     statistics_of,
     table,
+    token_table,
 )
 from qkv.errors import InputError
 
@@ -264,7 +265,7 @@ def _show(result: Profile) -> None:
         console.print(found.headline, markup=False)
         console.print(_findings_table(found))
         console.print(_type_table(found))
-        console.print(_token_table(result, group))
+        console.print(token_table(result.tokens(8, group)))
         if group == result.main:
             _show_states(console, result)
 
@@ -311,17 +312,4 @@ def _type_table(found: Findings) -> Any:
     for kind, number, threshold, best in found.by_type():
         strongest = " · ".join(f"{head} ({score:.2f})" for head, score in best)
         rows.add_row(kind, f"{number:,}", threshold, strongest)
-    return rows
-
-
-def _token_table(result: Profile, group: str, most: int = 8) -> Any:
-    from rich.text import Text
-
-    from qkv.profiler.data.frames import percent
-
-    columns = "token", ">of all attention", ">× its share of the text", ">count"
-    rows = table(*columns, title="Most attended tokens")
-    for row in result.tokens(most, group).itertuples():
-        token = row.token if row.token.strip() and row.token.isprintable() else repr(row.token)
-        rows.add_row(Text(token), percent(row.share), f"{row.lift:.1f}", str(row.count))
     return rows

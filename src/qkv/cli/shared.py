@@ -20,6 +20,7 @@ from qkv._untrusted import read_bytes
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.table import Table
 
     from qkv.models.loading import Loaded
@@ -256,6 +257,22 @@ def table(*columns: str, title: str | None = None) -> Table:
     for name in columns:
         made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
     return made
+
+
+def token_table(tokens: pd.DataFrame) -> Table:
+    """The tokens that receive most attention, from `Profile.tokens` or `Survey.tokens`."""
+    from rich.text import Text
+
+    from qkv.profiler.data.frames import percent
+
+    columns = "token", ">of all attention", ">× its share of the text", ">count"
+    rows = table(*columns, title="Most attended tokens")
+    for row in tokens.itertuples():
+        name = row.token if row.token.strip() and row.token.isprintable() else repr(row.token)
+        if not row.token and "id" in tokens:
+            name = f"token {row.id}"  # a survey names only some
+        rows.add_row(Text(name), percent(row.share), f"{row.lift:.1f}", f"{row.count:,}")
+    return rows
 
 
 @contextmanager

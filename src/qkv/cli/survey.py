@@ -14,7 +14,7 @@ import tyro
 
 from qkv._survey_settings import Settings
 from qkv._untrusted import allow
-from qkv.cli.shared import statistics_of
+from qkv.cli.shared import statistics_of, table, token_table
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def show(result: Survey) -> None:
         parts += [f"{record['documents']:,} texts", f"{record['tokens']:,} tokens"]
         console.print("\n" + " · ".join(parts), style="bold", markup=False)
         console.print(_head_table(heads, (name for name in result.quantities if not name.startswith("entropy"))))
-        console.print(_token_table(result, group))
+        console.print(token_table(result.tokens(8, group)))
     other = sorted({*record["sources"].values()} - {"interface", "qkv"})
     if other:
         console.print(f"Some numbers come from {', '.join(other)}: record['sources'] lists the modules", markup=False)
@@ -52,12 +52,10 @@ def show(result: Survey) -> None:
 
 def _head_table(heads: Any, quantities: Iterable[str], most: int = 3) -> Any:
     """The heads with the largest means of each quantity, with intervals of 90 % of the texts and of the queries."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Heads with the largest values", title_justify="left")
-    for name in ("quantity", "head", "mean", "90 % of texts", "90 % of queries"):
-        table.add_column(name, justify="left" if name in ("quantity", "head") else "right", no_wrap=True)
+    columns = "quantity", "head", ">mean", ">90 % of texts", ">90 % of queries"
+    rows = table(*columns, title="Heads with the largest values")
+    for column in rows.columns:
+        column.no_wrap = True
     for name in quantities:
         if heads[name].max() > 0:
             for row in heads.sort_values(name, ascending=False, kind="stable").head(most).itertuples():
@@ -65,24 +63,8 @@ def _head_table(heads: Any, quantities: Iterable[str], most: int = 3) -> Any:
                     f"{_number(getattr(row, f'{name}{kind}_p5'))} … {_number(getattr(row, f'{name}{kind}_p95'))}"
                     for kind in ("_text", "")
                 )
-                table.add_row(name, f"{row.layer}.{row.head}", _number(getattr(row, name)), of_texts, of_queries)
-    return table
-
-
-def _token_table(result: Survey, group: str) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most attended tokens", title_justify="left")
-    for name in ("token", "of all attention", "× its share of the text", "count"):
-        table.add_column(name, justify="left" if name == "token" else "right")
-    for row in result.tokens(8, group).itertuples():
-        name = row.token or f"token {row.id}"
-        table.add_row(
-            Text(name if name.isprintable() else repr(name)), f"{row.share:.1%}", f"{row.lift:.1f}", f"{row.count:,}"
-        )
-    return table
+                rows.add_row(name, f"{row.layer}.{row.head}", _number(getattr(row, name)), of_texts, of_queries)
+    return rows
 
 
 def _number(value: float) -> str:

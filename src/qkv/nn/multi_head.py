@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkv._engine.call import as_mask
+from qkv._names import INPUTS, SIZES, renamed
 from qkv.attention import Attention
 from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask, from_sdpa
 from qkv.nn.composition import Composition
-from qkv.nn.names import INPUTS, SIZES, renamed
 from qkv.nn.projection import Projection, project
 from qkv.normalizers import Softmax, SumToOne
 from qkv.positions import Rotary

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sysconfig
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -71,12 +71,6 @@ EXCLUDED_FOLDERS = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "_vendor",
 }  # fmt: skip
 """Folders to leave out of the standard library and of packages: installed packages, tests, a Python grammar, tables."""
-HELD_OUT = 0.05
-"""The share of a corpus that is held out."""
-MIN_WHOLE_SHARE = 0.5
-"""If whole documents reach less than this part of the held-out share, the end of every document is held out."""
-PASSAGE, LINE = 3, 20
-"""A passage is so many lines in a row of at least so many characters each, not counting indentation and blank lines."""
 
 
 @dataclass(frozen=True)
@@ -98,49 +92,6 @@ class Corpus:
             state.update(len(text).to_bytes(8, "little"))
             state.update(text)
         return state.hexdigest()
-
-    def split(self) -> tuple[list[str], list[str]]:
-        """The training documents and the held-out ones, which are about 5 % of the text.
-
-        Whole documents are held out if enough of them are small. Otherwise, as for a single book, the last 5 % of each
-        document is held out.
-
-        >>> train, held_out = Corpus("a book", ("0123456789" * 10,)).split()
-        >>> held_out
-        ['56789']
-        """
-        budget = HELD_OUT * sum(map(len, self.documents))
-        train, held_out, length = list[str](), list[str](), 0
-        for document in self.documents:
-            fits = length + len(document) <= budget
-            length += len(document) if fits else 0
-            (held_out if fits else train).append(document)
-        if length >= MIN_WHOLE_SHARE * budget:
-            return train, held_out
-        cuts = [len(document) - round(HELD_OUT * len(document)) for document in self.documents]
-        parts = [(document[:cut], document[cut:]) for document, cut in zip(self.documents, cuts, strict=True)]
-        return [start for start, _ in parts if start], [end for _, end in parts if end]
-
-
-def without_passages(documents: Sequence[str], of: Sequence[str]) -> list[str]:
-    """The documents that share no passage with other texts: no `PASSAGE` consecutive lines.
-
-    Such documents are copies, or adapted copies, as of a module of the standard library in a package.
-
-    >>> book = "the first long line of a book\\n" "the second long line of it\\n" "and the third one, also long\\n"
-    >>> without_passages(["x = 1\\n" + book, "y = 2\\n"], of=[book])
-    ['y = 2\\n']
-    """
-    taken = {passage for text in of for passage in _passages(text)}
-    return [document for document in documents if taken.isdisjoint(_passages(document))]
-
-
-def _passages(text: str) -> Iterator[tuple[str, ...]]:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for at in range(len(lines) - PASSAGE + 1):
-        found = tuple(lines[at : at + PASSAGE])
-        if min(map(len, found)) >= LINE:
-            yield found
 
 
 def load(name: str) -> Corpus:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import sys
 import unicodedata
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qkv._files import write_atomically
 from qkv.errors import InputError
 from qkv.profiler.data import frames, tables
 from qkv.profiler.data.findings import headline
@@ -162,7 +159,7 @@ class View:
     >>> import qkv
     >>> view = View(qkv.profile("qkv-mini", "for name in names:", progress=False), height=400)
     >>> view
-    View of 'qkv-mini', 400 pixels high: a notebook shows it, .save("view.html") writes it
+    View of 'qkv-mini', 400 pixels high: a notebook shows it
     """
 
     def __init__(self, profile: Profile, height: int = 720) -> None:
@@ -175,14 +172,8 @@ class View:
         """The HTML of the page."""
         self._model = str(profile.attrs.get("model", "unnamed model"))
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page as one file, atomically, and return its path."""
-        target = Path(path)
-        write_atomically(target, self.html.encode("utf-8", "replace"))
-        return target
-
     def __repr__(self) -> str:
-        return f'View of {self._model!r}, {self.height} pixels high: a notebook shows it, .save("view.html") writes it'
+        return f"View of {self._model!r}, {self.height} pixels high: a notebook shows it"
 
     def _repr_html_(self) -> str:
         # Lone surrogates cannot be encoded: a notebook with them could not be saved.
