@@ -80,7 +80,7 @@ def test_windows_reach_both_ends_of_the_text(texts: Path) -> None:
 def test_further_corpora_are_trained_on_in_their_share_and_not_held_out(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpora, "LINE", 12)
+    monkeypatch.setattr(tokens, "LINE", 12)
     held_out = split(corpora.load(str(texts)).documents)[1][0]
     for name, text in {"capitals": "HELLO WORLD " * 40, "copy": held_out, "digits": "0123456789" * 40}.items():
         (tmp_path / f"{name}.txt").write_text(text)

@@ -8,14 +8,14 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.shared import discard_output, read
-from qkv.errors import InputError
+from qkv.cli.shared import Input, discard_output
+from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,15 +24,22 @@ if TYPE_CHECKING:
     from qkv.models.decoder import DecoderLM, DecoderState
 
 
+@dataclass(frozen=True)
+class Prompt(Input):
+    """The model, and the text that it continues."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")]
+    """"qkv-mini", a folder with a model saved by qkv, a folder with a GPT-2 or Llama model of Hugging Face, or the name
+    of such a model on the Hugging Face hub."""
+    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT]", help_behavior_hint="")] = None
+    """The text to continue."""
+    tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 100  # type: ignore[assignment]
+    """Largest number of new tokens. A model with learned positions stops at its last position."""
+
+
 def generate(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
-    prompt: Annotated[
-        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT]", help_behavior_hint="")
-    ] = None,
-    /,
+    given: Annotated[Prompt, tyro.conf.arg(name="")],
     *,
-    file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
-    tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 100,
     temperature: Annotated[float, tyro.conf.arg(metavar="T")] = 0.8,
     greedy: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     top_k: Annotated[int | None, tyro.conf.arg(metavar="K", help_behavior_hint="")] = None,
@@ -44,8 +51,6 @@ def generate(
     ] = (),
     seed: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     cache: Annotated[str, tyro.conf.arg(metavar="KIND")] = "full",
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
-    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Continue a text with a language model, and print the tokens as they are generated.
 
@@ -63,11 +68,7 @@ def generate(
     printf "def sort(" | qkv generate ./my-model --file - > out.txt
 
     Args:
-        model: "qkv-mini", a folder with a model saved by qkv, a folder with a GPT-2 or Llama model of Hugging Face, or
-            the name of such a model on the Hugging Face hub.
-        prompt: The text to continue.
-        file: Read the prompt from this UTF-8 file instead, including line breaks at its end; - means standard input.
-        tokens: Largest number of new tokens. A model with learned positions stops at its last position.
+        given: Model and prompt.
         temperature: Values below 1 favour likely tokens; 0 always takes the most likely token.
         greedy: Always take the most likely token, like --temperature 0.
         top_k: Sample only from the K most likely tokens.
@@ -80,8 +81,6 @@ def generate(
             or heavy:H,R (the H keys that received most attention, and the last R). NAME:N,R is a policy of an installed
             package that keeps N keys, of them the last R (qkv.cache.Evicting in the group of entry points
             qkv.policies).
-        dtype: Number format of the weights.
-        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     from rich.console import Console
 
@@ -90,20 +89,18 @@ def generate(
     from qkv.models.loading import load_text_model
     from qkv.models.sampling import Sampler
 
-    allow(max_size)
-    if prompt is not None and file is not None:
-        raise InputError("prompt and --file are both given, expected one of them")
-    if prompt is None and file is None:
+    allow(given.max_size)
+    if given.text is None and given.file is None:
         raise InputError("prompt is missing, expected a text, or --file with a text file")
-    if tokens < 1:
-        raise InputError(f"--tokens is {tokens}, expected at least 1")
+    with renamed(text="prompt"):
+        text = given.passage()
+    tokens = given.tokens
     sampling = Sampler(0.0 if greedy else temperature, top_k, top_p, min_p, repetition_penalty)
     make_cache = _cache(cache)
-    text = prompt if prompt is not None else read(file or Path())
     seed = secrets.randbelow(2**32) if seed is None else seed
     console = Console(stderr=True, highlight=False)
-    with spinner(f"loading {model}"):
-        loaded = load_text_model(model, dtype=dtype)
+    with spinner(f"loading {given.model}"):
+        loaded = load_text_model(given.model, dtype=given.dtype)
         ids = loaded.encode(text)
         most = _most_tokens(loaded.model, len(ids), tokens)
         state = loaded.model.start(cache=lambda: make_cache(len(ids) + most))
