@@ -26,7 +26,7 @@ from qkv.models.loading import Loaded, load_model
 from qkv.profiler.capture.inputs import Special, tokens_of
 from qkv.profiler.corpora import library_text
 from qkv.profiler.surveys.corpus import Corpus, of_texts
-from qkv.profiler.surveys.pieces import Piece, batches_of, pieces
+from qkv.profiler.surveys.shard import Piece, batches_of, pieces
 from qkv.profiler.surveys.survey import survey
 
 LENGTH, BATCH = 512, 4096

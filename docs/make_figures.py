@@ -64,17 +64,9 @@ def pictures() -> None:
 def of_mini() -> None:
     """The figures of `qkv flow`, `qkv evict` and `qkv ablate` for the bundled model."""
     with tempfile.TemporaryDirectory() as folder:
-        for command in (
-            "flow --out flow",
-            "evict --out evict",
-            "ablate --out ablate",
-        ):
+        for command in ("flow --out flow", "evict --out evict", "ablate --out ablate"):
             subprocess.run([sys.executable, "-m", "qkv.cli", *command.split()], cwd=folder, check=True)
-        drawn = {
-            "flow": "flow/flow-from-320.png",
-            "eviction": "evict/eviction.png",
-            "ablation": "ablate/ablation.png",
-        }
+        drawn = {"flow": "flow/flow-from-320.png", "eviction": "evict/eviction.png", "ablation": "ablate/ablation.png"}
         for name, file in drawn.items():
             shutil.copy(Path(folder) / file, DOCS / "figures" / f"{name}.png")
 

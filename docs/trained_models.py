@@ -132,7 +132,7 @@ def _reversal(result: dict[str, Any]) -> list[str]:
         f"On unseen sequences {found['token_accuracy']:.1%} of tokens are generated correctly. In head "
         f"{check['best_layer']}.{check['best_head']} the mirrored position is the strongest key of "
         f"{check['best']:.1%} of queries. Without all heads for which this holds for at least 95 % of queries, "
-        f"{check['without_mirrors']:.1%} of tokens are correct.",
+        f"{check['without_mirrors']:.1%} of tokens are correct."
     ]
 
 
@@ -157,7 +157,7 @@ def _caption(result: dict[str, Any]) -> list[str]:
         "occurs in training. When a colour or shape is named, the grid cell with the most weight shows that object in "
         f"{check['strongest']:.1%} of cases, and {check['mass']:.0%} of the weight lies on cells that show it "
         f"({check['mass_at_colours']:.0%} at colours, {check['mass_at_shapes']:.0%} at shapes; by chance "
-        f"{check['chance']:.0%}).",
+        f"{check['chance']:.0%})."
     ]
 
 

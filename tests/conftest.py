@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
     "errors", "_contract", "_files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
-    "_engine", "ring", "reference", "kernels", "linear", "statistics", "choice", "_cost", "attention",
+    "_engine", "ring", "reference", "kernels", "linear", "statistics", "choice", "_plan", "attention",
     "cache", "nn", "models",
 )  # fmt: skip
 if not torch.cuda.is_available():

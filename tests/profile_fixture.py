@@ -199,10 +199,7 @@ def gpt(n: int = 61, learned_sink: bool = False) -> Profile:
     weights = softmax(np.where(j <= i, scores, -np.inf))
     taken = 0.25 if learned_sink else 0.0
     data = dataset_from_weights(
-        [weights * (1 - taken)],
-        [tokens],
-        causal=True,
-        sink_mass=[np.full((3, 5, n), taken)] if learned_sink else None,
+        [weights * (1 - taken)], [tokens], causal=True, sink_mass=[np.full((3, 5, n), taken)] if learned_sink else None
     )
     return Profile({"self": data}, {"model": "gpt-by-hand", "dtype": "float32", "text_preview": "Once upon a time"})
 

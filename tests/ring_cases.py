@@ -135,8 +135,7 @@ CASES = {
         composed=lambda p: {"bias": ByDistance(p["tensor"])},
     ),
     "dense bias": Case(
-        parameters=lambda: {"bias": rand(1, HEADS, N, N, seed=12)},
-        composed=lambda p: {"bias": Dense(p["bias"])},
+        parameters=lambda: {"bias": rand(1, HEADS, N, N, seed=12)}, composed=lambda p: {"bias": Dense(p["bias"])}
     ),
     "cosine": Case(CAUSAL, composed=lambda p: {"score": Cosine(3.0)}),
     "additive": Case(

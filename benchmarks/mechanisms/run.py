@@ -98,12 +98,7 @@ def bench(
             "exponent of time": slope(ours),
             "exponent of memory": slope(grown),
             "goals": [
-                {
-                    "rival": goal.rival,
-                    "at most": goal.at_most,
-                    "n": n,
-                    "got": cells[n]["ratios"][goal.rival],
-                }
+                {"rival": goal.rival, "at most": goal.at_most, "n": n, "got": cells[n]["ratios"][goal.rival]}
                 for goal in mechanism.goals
                 for n in lengths
                 if queries is None and goal.backward == backward and n >= goal.n and goal.rival in cells[n]["ratios"]

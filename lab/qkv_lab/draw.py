@@ -14,18 +14,7 @@ from matplotlib.figure import Figure
 
 from qkv.figures.layout import HAIRLINE, INK, MUTED, heat, save_figure
 
-__all__ = [
-    "COLOURS",
-    "HAIRLINE",
-    "INK",
-    "MARKERS",
-    "MUTED",
-    "curves",
-    "heatmap",
-    "panels",
-    "plain",
-    "save_figure",
-]
+__all__ = ["COLOURS", "HAIRLINE", "INK", "MARKERS", "MUTED", "curves", "heatmap", "panels", "plain", "save_figure"]
 
 COLOURS = ("#12415f", "#b8501a", "#26748f", "#e3a25b", "#7c4a86", "#78b9c6", "#626b73", "#8a9a3b", "#c45a7c")
 """Colours of lines and points, in this order. `MARKERS` tells them apart in grey and for colour-blind readers."""

@@ -25,12 +25,7 @@ from qkv.models import checkpoint, tensors
 from qkv_lab import log, resume, settings
 from qkv_lab.task import Batch, Task, Training
 
-__all__ = [
-    "Diverged",
-    "Interrupted",
-    "Trained",
-    "train",
-]
+__all__ = ["Diverged", "Interrupted", "Trained", "train"]
 
 LEAST_PER_TOKEN = 256
 """Bytes that a token of a batch takes at least, as ids and in the layers of the smallest model."""

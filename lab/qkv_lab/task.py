@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from qkv.errors import InputError
 from qkv.models.config import one_of
 
-__all__ = [
-    "Task",
-    "Training",
-]
+__all__ = ["Task", "Training"]
 
 
 def __dir__() -> list[str]:

@@ -98,12 +98,7 @@ def measure(subject: Subject, texts: Texts, n: int, step: Step) -> Found:
 
 
 def of_text(
-    subject: Subject,
-    chosen: Chosen,
-    texts: Texts,
-    n: int,
-    text: int,
-    weights: Sequence[Float[Tensor, "h dv d"]] | None,
+    subject: Subject, chosen: Chosen, texts: Texts, n: int, text: int, weights: Sequence[Float[Tensor, "h dv d"]] | None
 ) -> Found:
     """The measurements of one text; lists are by sink head, in the order of `Chosen.heads`."""
     generator = torch.Generator().manual_seed(text)

@@ -15,10 +15,9 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from qkv._cost import Cost, cost
-from qkv._diagram import Step, drawn, steps_of
 from qkv._engine.call import Call, as_biases, as_mask
 from qkv._engine.inputs import A, Form, autocast_dtype, from_torch_names, refuse_unknown
+from qkv._plan import Cost, Step, cost, drawn, steps_of
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import choose, opaque, serve, serve_shared, watched
@@ -433,14 +432,7 @@ class Attention:
         return attend(q, k, v, **dropout, **self._parts(), **options, group=group, **unknown)
 
     def plan(
-        self,
-        q: A,
-        k: A,
-        v: A,
-        *,
-        training: bool = False,
-        kernel: str = "auto",
-        return_weights: bool = False,
+        self, q: A, k: A, v: A, *, training: bool = False, kernel: str = "auto", return_weights: bool = False
     ) -> Plan:
         """`plan` with this composition."""
         options: dict[str, Any] = {"kernel": kernel, "return_weights": return_weights}

@@ -14,11 +14,7 @@ from torch import Tensor
 
 from qkv.errors import InputError
 
-__all__ = [
-    "Favor",
-    "elu_plus_one",
-    "relu",
-]
+__all__ = ["Favor", "elu_plus_one", "relu"]
 
 
 def __dir__() -> list[str]:

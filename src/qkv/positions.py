@@ -16,17 +16,7 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError, at_least_one
 
-__all__ = [
-    "NTK",
-    "DynamicNTK",
-    "Learned",
-    "Linear",
-    "Llama3",
-    "Rotary",
-    "Scaling",
-    "Sinusoidal",
-    "YaRN",
-]
+__all__ = ["NTK", "DynamicNTK", "Learned", "Linear", "Llama3", "Rotary", "Scaling", "Sinusoidal", "YaRN"]
 
 
 def __dir__() -> list[str]:

@@ -26,11 +26,7 @@ from qkv.masks.base import Submask
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
 
-__all__ = [
-    "positions",
-    "shard",
-    "unshard",
-]
+__all__ = ["positions", "shard", "unshard"]
 
 
 def __dir__() -> list[str]:

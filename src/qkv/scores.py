@@ -19,17 +19,7 @@ from torch import Tensor
 from qkv._contract import Definition, gradients_of, learned_tensors, overrides, require
 from qkv.errors import InputError
 
-__all__ = [
-    "Additive",
-    "Concat",
-    "Cosine",
-    "Dot",
-    "Features",
-    "General",
-    "Pairwise",
-    "Product",
-    "Score",
-]
+__all__ = ["Additive", "Concat", "Cosine", "Dot", "Features", "General", "Pairwise", "Product", "Score"]
 
 
 def __dir__() -> list[str]:

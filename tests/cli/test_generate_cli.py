@@ -190,14 +190,7 @@ def test_space_between_prompt_and_continuation_is_kept(llama: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "generation", "expected"),
-    [
-        (2, None, (2,)),
-        ([2, 5], None, (2, 5)),
-        (2, [4, 6], (4, 6)),
-        (2, 7, (7,)),
-        (None, None, ()),
-        (50256, None, ()),
-    ],
+    [(2, None, (2,)), ([2, 5], None, (2, 5)), (2, [4, 6], (4, 6)), (2, 7, (7,)), (None, None, ()), (50256, None, ())],
 )
 def test_end_tokens_of_the_configuration(
     config: Any, generation: Any, expected: tuple[int, ...], llama: Path, tmp_path: Path

@@ -53,8 +53,7 @@ def small(name: str, heads: str, nq: int, nk: int) -> tuple:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
-    ("name", "nq", "nk"),
-    [(name, *n) for name in MASKS for n in [(11, 13), (13, 7)] if fits(name, *n)],
+    ("name", "nq", "nk"), [(name, *n) for name in MASKS for n in [(11, 13), (13, 7)] if fits(name, *n)]
 )
 @pytest.mark.usefixtures("tile4")
 def test_masks_and_head_groupings_match_the_reference(kernel: str, heads: str, name: str, nq: int, nk: int) -> None:

@@ -74,11 +74,7 @@ CALLS = [
     ({"mask": Padding([14])}, "lengths", r"14\.\.14"),
     ({"mask": Causal() & Document([0] * 12)}, "ids", None),
     # biases
-    (
-        {"bias": ones(11, 13)},
-        "bias",
-        "is Tensor",
-    ),
+    ({"bias": ones(11, 13)}, "bias", "is Tensor"),
     ({"bias": biases.SoftCap}, "bias", "the class SoftCap"),
     ({"bias": (biases.SoftCap(1.0), 3.0)}, "bias", "is float"),
     ({"bias": biases.Dense(ones(13, 11))}, "bias", "broadcast"),
@@ -129,11 +125,7 @@ MAKERS: list[tuple[Callable[[], object], str, str | None]] = [
     (lambda: Softmax(temperature=math.nan), "temperature", None),
     (lambda: Softmax(temperature=math.inf), "temperature", None),
     (lambda: Softmax(sink=ones(2, 3)), "sink", None),
-    (
-        lambda: Softmax(sink=torch.tensor(0.0)),
-        "sink",
-        None,
-    ),
+    (lambda: Softmax(sink=torch.tensor(0.0)), "sink", None),
     (lambda: Softmax(sink=torch.arange(6)), "sink", None),
     (lambda: Dot(math.nan), "scale", None),
     (lambda: Dot(math.inf), "scale", None),

@@ -515,11 +515,7 @@ def test_decoder_rejects_bad_configurations_tokens_and_states() -> None:
         ({"prefix": 3, "window": 5}, "prefix", "window"),
         ({"score_scale": 0.0}, "score_scale", None),
         ({"score_scale": math.inf}, "score_scale", None),
-        (
-            {"sink": True, "normalizer": "sigmoid"},
-            "sink",
-            "sum to one",
-        ),
+        ({"sink": True, "normalizer": "sigmoid"}, "sink", "sum to one"),
         ({"sink": True, "key_bias": True}, "sink", "both True"),
     ):
         with unchecked(), refused(argument, match):

@@ -33,8 +33,7 @@ COMPOSITIONS: dict[str, Callable[[], Attention]] = {
         score=scores.Features(features.elu_plus_one), normalizer=normalizers.Identity(divide="sum")
     ),
     "performer": lambda: Attention(
-        score=scores.Features(features.Favor(HEAD, n_features=9, seed=2)),
-        normalizer=normalizers.Identity(divide="sum"),
+        score=scores.Features(features.Favor(HEAD, n_features=9, seed=2)), normalizer=normalizers.Identity(divide="sum")
     ),
     "strict": lambda: Attention(mask=STRICT),
     "longformer": lambda: Attention(mask=masks.longformer(4, [0], causal=True), bias=biases.SoftCap(3.0)),

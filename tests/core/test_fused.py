@@ -15,7 +15,7 @@ import qkv
 from benchmarks.launches import Launches
 from qkv import InputError, attend, biases, normalizers
 from qkv.kernels.fused import kernel as fused
-from qkv.kernels.fused.check import difference
+from qkv.kernels.fused.kernel import difference
 from qkv.masks import Causal, Padding, Window
 
 CPU = torch.device("cpu")

@@ -472,11 +472,7 @@ def test_linformer_has_gradients_and_padding() -> None:
         (lambda q, k, v: linear_attend(q, k, v, features=3), "map", None),  # type: ignore[arg-type]
         (lambda q, k, v: linear_attend(q, k[..., :2], v), "q", None),
         (lambda q, k, v: linear_attend(q, k, v, features=Favor(4)), "x", None),
-        (
-            lambda q, k, v: linear_attend(q, k, v, state=LinearState.zero(2, 6, 3, 5)),
-            "state",
-            "k_sum",
-        ),
+        (lambda q, k, v: linear_attend(q, k, v, state=LinearState.zero(2, 6, 3, 5)), "state", "k_sum"),
         (
             lambda q, k, v: linear_attend(q, k[:, :, :4], v[:, :, :4], state=LinearState.zero(2, 2, 3, 5)),
             "state",

@@ -102,8 +102,7 @@ def small(name: str, heads: str, nq: int, nk: int) -> tuple:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
-    ("name", "nq", "nk"),
-    [(name, *n) for name in MASKS for n in [(11, 13), (13, 7), (1, 13)] if fits(name, *n)],
+    ("name", "nq", "nk"), [(name, *n) for name in MASKS for n in [(11, 13), (13, 7), (1, 13)] if fits(name, *n)]
 )
 def test_statistics_match_dense_weights_for_every_mask(
     heads: str, name: str, nq: int, nk: int, monkeypatch: pytest.MonkeyPatch

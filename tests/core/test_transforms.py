@@ -25,10 +25,7 @@ EXPLICIT: dict[str, dict[str, Any]] = {  # compositions whose weights need no se
     "additive": {"score": scores.Additive(rand(6, seed=3))},
     "pointwise of one's own": {"normalizer": Ramp(), "bias": Squeeze(), "score": Manhattan()},
 }
-SOLVED = {
-    "entmax": normalizers.Entmax(1.5),
-    "one's own": SoftplusSquared(sink=0.2),
-}
+SOLVED = {"entmax": normalizers.Entmax(1.5), "one's own": SoftplusSquared(sink=0.2)}
 
 
 def tensors(n: int = 7) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ ORDER = {
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
         "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics",
-        "choice", "_cost", "_diagram", "attention",
+        "choice", "_plan", "attention",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
         "profiler", "profiler.watch", "tracking",

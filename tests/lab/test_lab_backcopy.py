@@ -27,8 +27,7 @@ SMALL = DecoderConfig(layers=1, heads=2, d_model=16)
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"first": "random"}, {"symbols": 11, "triggers": 5, "length": 30}, {"triggers": 0}, {"unique": 7}],
+    "changes", [{}, {"first": "random"}, {"symbols": 11, "triggers": 5, "length": 30}, {"triggers": 0}, {"unique": 7}]
 )
 def test_token_after_a_trigger_repeats_the_one_before(changes: dict[str, Any]) -> None:
     task = Backcopy(**changes)

@@ -119,9 +119,7 @@ def test_documents_that_share_a_passage_are_left_out() -> None:
         "not in a row": "".join(f"{line}something in between them\n" for line in lines),
         "short lines": "a = 1\nb = 2\nc = 3\nd = 4\n",
     }
-    assert without_passages([*same.values(), *other.values()], [book, "a = 1\nb = 2\nc = 3\n"]) == list(
-        other.values()
-    )
+    assert without_passages([*same.values(), *other.values()], [book, "a = 1\nb = 2\nc = 3\n"]) == list(other.values())
 
 
 # --- held-out text ----------------------------------------------------------------------------------------------------

@@ -228,10 +228,7 @@ def test_check_uses_texts_of_the_context_length(texts: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("weights", "says"),
-    [
-        ([0.1, 0.9, 0.2, 0.31], "<s> gets more than 30 % of the attention in 2 of 4"),
-        ([0] * 4, "in none of 4 heads"),
-    ],
+    [([0.1, 0.9, 0.2, 0.31], "<s> gets more than 30 % of the attention in 2 of 4"), ([0] * 4, "in none of 4 heads")],
 )
 def test_figure_title_counts_sinks(
     weights: list[float], says: str, texts: Path, monkeypatch: pytest.MonkeyPatch
@@ -273,8 +270,7 @@ def test_saved_model_generates_and_can_be_profiled(tokenizer: str, first: str, t
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("tokenizer", "words"), ("first", "last"), ("vocab_size", 256), ("context", 1), ("tokens", 24)],
+    ("name", "value"), [("tokenizer", "words"), ("first", "last"), ("vocab_size", 256), ("context", 1), ("tokens", 24)]
 )
 def test_settings_out_of_range_are_rejected(name: str, value: object, texts: Path) -> None:
     with refused(name):

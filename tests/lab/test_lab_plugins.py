@@ -64,11 +64,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """Puts a distribution with these entry points and modules on `sys.path`."""
     modules: list[str] = []
 
-    def put(
-        package: str,
-        entries: Mapping[str, Mapping[str, str]],
-        files: Mapping[str, str] | None = None,
-    ) -> None:
+    def put(package: str, entries: Mapping[str, Mapping[str, str]], files: Mapping[str, str] | None = None) -> None:
         folder = tmp_path / package
         info = folder / f"{package}-1.2.dist-info"
         info.mkdir(parents=True)

@@ -246,8 +246,7 @@ def test_blocks_count_runs_that_end_worse_than_guessing() -> None:
             return [Outcome(s, measured={"losses": list(losses), "frequencies": 3.1 + s / 1000}) for s in range(4)]
 
         return verdicts(
-            "blocks",
-            {"both": runs([2.7, 2.9, 3.0]), "no norms": runs(bare), "no residuals": runs([chained, 3.2, 3.2])},
+            "blocks", {"both": runs([2.7, 2.9, 3.0]), "no norms": runs(bare), "no residuals": runs([chained, 3.2, 3.2])}
         )
 
     assert found([2.9, guess + 1, None], 3.1) == {"C050": HOLDS, "C051": HOLDS}

@@ -161,13 +161,7 @@ def mixed(kept: float, hidden: float, *, sink: float = 0.9, heavy: float | None 
     def outcome(seed: int) -> Outcome:
         far = {"sink kept": kept, "sink hidden": hidden * (1 + 0.01 * seed), "untrained": 0.01}
         moved = {case: [[x] * 64] * 4 for case, x in far.items()}
-        measured = {
-            "far": far,
-            "moved": moved,
-            "sink": sink,
-            "added_heavy": heavy,
-            "added_light": 0.2,
-        }
+        measured = {"far": far, "moved": moved, "sink": sink, "added_heavy": heavy, "added_light": 0.2}
         return Outcome(seed, {"backcopy_accuracy": 1.0}, measured=measured)
 
     return Results({"trained": [outcome(seed) for seed in range(3)]})

@@ -383,11 +383,7 @@ def test_number_of_parameters(model: RNNSeq2Seq) -> None:
     [
         ({"attention": "luong"}, "attention", None),
         ({"cell": "elman"}, "cell", None),
-        (
-            {"attention": "luong-dot", "kind": "local"},
-            "kind",
-            "'local'",
-        ),
+        ({"attention": "luong-dot", "kind": "local"}, "kind", "'local'"),
         ({"half_width": 0}, "half_width", None),
         ({"layers": 0}, "layers", None),
         ({"target_vocab": 0}, "target_vocab", None),

@@ -358,10 +358,7 @@ def test_experiment_takes_a_number_of_seeds(ran: list[Any]) -> None:
 def test_each_experiment_runs_once(names: list[str], expected: str, ran: list[Any]) -> None:
     assert main(["experiment", *names]) == 0
     assert [name for name, *_ in ran] == expected.split()
-    assert ran[0][1:] == (
-        Path("qkv-experiments"),
-        {"quick": False, "seeds": None, "jobs": 1, "progress": True},
-    )
+    assert ran[0][1:] == (Path("qkv-experiments"), {"quick": False, "seeds": None, "jobs": 1, "progress": True})
 
 
 @pytest.mark.parametrize(

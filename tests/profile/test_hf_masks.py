@@ -169,12 +169,7 @@ def _parts(mask: Mask | None) -> list[Mask | None]:
 
 def test_banded_masks_are_decoded_as_bands() -> None:
     """Kernels fold bands far faster than anything else."""
-    bands = {
-        "causal": (0, float("inf")),
-        "window": (0, 3),
-        "window of one": (0, 0),
-        "symmetric window": (-4, 4),
-    }
+    bands = {"causal": (0, float("inf")), "window": (0, 3), "window of one": (0, 0), "symmetric window": (-4, 4)}
     for name, band in bands.items():
         mask = decode(FUNCTIONS[name], BATCH, NK, 0)
         assert mask is not None

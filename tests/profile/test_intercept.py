@@ -93,11 +93,7 @@ def test_multi_head_attention_call_computes_the_same(values: tuple[Any, ...], mo
     width = chosen["kdim"] or WIDE
     for p in layer.parameters():
         p.data += 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=p.dtype)
-    masks = {
-        "bool": rand(NQ, NK, seed=2) > 1,
-        "float": rand(NQ, NK, seed=2),
-        "heads": rand(B * H, NQ, NK, seed=2),
-    }
+    masks = {"bool": rand(NQ, NK, seed=2) > 1, "float": rand(NQ, NK, seed=2), "heads": rand(B * H, NQ, NK, seed=2)}
     hidden = torch.arange(NK) >= torch.tensor([[NK], [4]])
     paddings = {"bool": hidden, "float": torch.zeros(B, NK).double().masked_fill(hidden, -torch.inf)}
     heard: list[Any] = []

@@ -217,12 +217,7 @@ def test_load_rejects_files_that_are_not_profiles(tmp_path: Path) -> None:
         chunk = max(archive.infolist(), key=lambda member: member.file_size)
     middle = chunk.header_offset + len(chunk.filename) + chunk.file_size // 2
     flipped = good[:middle] + bytes([good[middle] ^ 255]) + good[middle + 1 :]
-    cases = {
-        "text": b"not a zip at all",
-        "empty": b"",
-        "truncated": good[: len(good) // 2],
-        "flipped": flipped,
-    }
+    cases = {"text": b"not a zip at all", "empty": b"", "truncated": good[: len(good) // 2], "flipped": flipped}
     for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
         with refused("path", match="CRC" if name == "flipped" else "not a profile"):

@@ -177,10 +177,7 @@ def test_hooks_are_removed_after_errors() -> None:
     with pytest.raises(ZeroDivisionError), observe_residual(model, attention_modules(model), lambda *_: None):
         raise ZeroDivisionError
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    with (
-        refused("modules"),
-        observe_residual(model, ["layers.1.attention", "layers.9"], lambda *_: None),
-    ):
+    with refused("modules"), observe_residual(model, ["layers.1.attention", "layers.9"], lambda *_: None):
         pass  # pragma: no cover
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 

@@ -33,7 +33,7 @@ from qkv.profiler import profile
 from qkv.profiler.surveys import accumulators, corpus, shard
 from qkv.profiler.surveys.accumulators import BINS, DIGITS, QUANTITIES, Layer, edges
 from qkv.profiler.surveys.merging import Incomplete, check_complete
-from qkv.profiler.surveys.pieces import Batch, Piece, Special, batches_of, pieces
+from qkv.profiler.surveys.shard import Batch, Piece, Special, batches_of, pieces
 from qkv.profiler.surveys.survey import Survey, survey
 from qkv.profiler.surveys.work import definition_of
 from survey_process import TEXTS as OWN_TEXTS

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from conftest import refused
 from qkv.cli import main
 from qkv.models.tokenizers import ByteTokenizer
-from qkv.profiler.surveys import dataset, formats, stream
+from qkv.profiler.surveys import formats, stream
 from qkv.profiler.surveys.corpus import Document
 from qkv.profiler.surveys.merging import merge_folders
 from qkv.profiler.surveys.stream import Stream, of_addresses
@@ -287,11 +287,11 @@ def test_dataset_is_read_row_by_row(tmp_path: Path) -> None:
     for at in range(2):
         pq.write_table(pa.table({"body": MANY[20 * at : 20 * at + 20]}), tmp_path / "hub" / f"train-{at}.parquet")
     name = f"hf:{tmp_path / 'hub'}:body"
-    found = dataset.of_dataset(name)
+    found = stream.of_dataset(name)
     for shards in (1, 2, 3):
         rows = [d for part in found.shards(shards) for chunk in part.chunks() for d in chunk]
         assert sorted(str(d.text) for d in rows if d.reason is None) == sorted(MANY)
         assert all(isinstance(d, Document) for d in rows)
-    assert dataset.of_dataset(name).fingerprint == found.fingerprint
+    assert stream.of_dataset(name).fingerprint == found.fingerprint
     with refused("corpus", "no column 'text'.*one of body"):
-        dataset.of_dataset(name.removesuffix(":body"))
+        stream.of_dataset(name.removesuffix(":body"))

@@ -17,12 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import qkv
 from conftest import refused
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.tracking import (
-    AttentionCallback,
-    CSVLog,
-    LightningAttentionCallback,
-    Tracker,
-)
+from qkv.tracking import AttentionCallback, CSVLog, LightningAttentionCallback, Tracker
 from qkv.tracking import tracker as tracking
 from qkv.tracking import trainer as trainers
 

@@ -1,5 +1,4 @@
-"""Profiles in notebooks: the card is safe, shows the numbers of the profile, and needs no anywidget; the view is the
-report in a frame."""
+"""Profiles in notebooks: the card is safe, shows the numbers of the profile, and needs no anywidget."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import base64
 import re
 import shutil
 import sys
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 import profile_fixture as made
-from conftest import refused
-from qkv.errors import InputError
 from qkv.profiler import Profile
 from qkv.profiler.data.findings import headline
 from qkv.report import html as report
@@ -67,7 +65,7 @@ def test_the_card_shows_the_numbers_of_the_profile() -> None:
     assert "gpt-by-hand" in parsed.text
     assert headline(profile.data) in parsed.text
     assert "3 layers × 5 heads, 61 tokens" in parsed.text
-    assert "profile.view()" in parsed.text
+    assert "profile.heads()" in parsed.text
     opacity = [float(value) for name, value in parsed.attributes if name == "fill-opacity" and value != ".75"]
     sink = profile.heads()["sink"].to_numpy()
     np.testing.assert_allclose(opacity, 0.08 + 0.92 * sink / sink.max(), atol=1e-3)
@@ -113,50 +111,28 @@ def test_text_is_only_text() -> None:
     assert text("👩\u200d🔬") == "👩\u200d🔬"
 
 
-def test_the_card_and_the_view_need_no_anywidget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_card_needs_no_anywidget(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("anywidget", "traitlets"):
         monkeypatch.setitem(sys.modules, name, None)
     for name in ("qkv.report.notebook", "qkv.report.widget"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    profile = made.gpt()
+    profile = Profile(made.gpt().groups, {"model": "half \udc00"})
+    assert "half ‹U+DC00›" in profile._repr_html_()
     assert profile._repr_mimebundle_() == {}
-    assert profile.view()._repr_html_()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert profile._display_()._repr_html_() == profile._repr_html_()
 
 
-def test_the_view_is_the_report_in_a_frame() -> None:
-    profile = hostile()
-    view = profile.view(height=500)
-    parsed = Parsed(view._repr_html_())
-    assert parsed.tags == ["iframe"], "the page is contained in its attribute"
-    frame = dict(parsed.attributes)
-    assert frame["srcdoc"] == view.html == report.render(profile)
-    assert frame["sandbox"] == "allow-scripts allow-downloads", "neither the notebook's origin nor its page"
-    assert "height:500px" in frame["style"]
-    assert "src" not in frame
-
-
-def test_a_view_can_be_saved_with_its_notebook() -> None:
-    profile = Profile(made.gpt().groups, {"model": "half \udc00"})
-    assert profile.view()._repr_html_().encode("utf-8")
-    assert "half ‹U+DC00›" in profile._repr_html_()
-
-
-@pytest.mark.parametrize("height", [0, 99, 4001, 720.5, True, "720"])
-def test_view_rejects_heights_out_of_range(height: object) -> None:
-    with refused("height"):
-        made.gpt().view(height=height)  # type: ignore[arg-type]
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_notebook_shows_card_and_view(tmp_path: Path) -> None:
+def test_a_page_shows_card_and_report(tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api")
     profile = hostile()
     page_file = tmp_path / "notebook.html"
-    page_file.write_text(
-        f'<!doctype html><meta charset="utf-8">{profile._repr_html_()}{profile.view(height=600)._repr_html_()}', "utf-8"
+    frame_code = (
+        '<iframe sandbox="allow-scripts" style="width:100%;height:600px" '
+        f'srcdoc="{escape(report.render(profile), quote=True)}"></iframe>'
     )
+    page_file.write_text(f'<!doctype html><meta charset="utf-8">{profile._repr_html_()}{frame_code}', "utf-8")
     troubles: list[str] = []
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -181,7 +157,7 @@ def test_a_notebook_shows_card_and_view(tmp_path: Path) -> None:
 
 
 def test_the_policy_in_the_frame_names_its_own_script() -> None:
-    html = made.gpt().view().html
+    html = report.render(made.gpt())
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)[1]  # type: ignore[index]
     assert "default-src 'none'" in policy
     digests = re.findall(r"'sha256-([^']+)'", policy)

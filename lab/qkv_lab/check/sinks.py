@@ -291,7 +291,7 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
         low_scores = scores - 50
         mistakes = {
             "the weights of scores near −50 are large: the 1 in the denominator must be rescaled with the largest "
-            "score that was subtracted": (low_scores.double().softmax(-1)),
+            "score that was subtracted": (low_scores.double().softmax(-1))
         }
         expect(answer(low_scores), truth(low_scores), "weights of scores near −50, which are all about 0,", mistakes)
 

@@ -192,10 +192,7 @@ class Blocks(Experiment):
         gain = {v: [_gain(o) for o in results.finished(v)] for v in (BOTH, CHAINED)}
         lost = {v: {o.seed: self._lost(o) for o in results.finished(v)} for v in (BOTH, BARE)}
         return {
-            "C050": [
-                Effect("with residuals", gain[BOTH]),
-                Effect("without", gain[CHAINED], above=False),
-            ],
+            "C050": [Effect("with residuals", gain[BOTH]), Effect("without", gain[CHAINED], above=False)],
             "C051": [Effect("", [lost[BARE][s] - lost[BOTH][s] for s in lost[BARE] if s in lost[BOTH]])],
         }
 

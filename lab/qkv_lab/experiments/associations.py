@@ -79,12 +79,7 @@ def cross_entropy(model: Lookup, asked: Asked, answer: Tensor) -> Tensor:
 
 
 def learn(
-    model: Lookup,
-    seed: int,
-    *,
-    keys: int,
-    steps: int,
-    loss: Callable[[Lookup, Asked, Tensor], Tensor] = cross_entropy,
+    model: Lookup, seed: int, *, keys: int, steps: int, loss: Callable[[Lookup, Asked, Tensor], Tensor] = cross_entropy
 ) -> dict[str, float]:
     """Train a model; ``accuracy`` on 2,000 new questions."""
     generator = torch.Generator().manual_seed(seed)
@@ -188,7 +183,7 @@ class LinearAttention(Experiment):
                   "minus with linear attention", LEAST),
     )  # fmt: skip
     remarks: ClassVar[Mapping[str, str]] = {
-        "C298": "Means: {measured.accuracy} (linear: φ = elu + 1). Its sum of 16 × 64 numbers must hold all pairs.",
+        "C298": "Means: {measured.accuracy} (linear: φ = elu + 1). Its sum of 16 × 64 numbers must hold all pairs."
     }
     size = 16
     lengths = (4, 48)
@@ -256,7 +251,7 @@ class Pronouns(Experiment):
                   "it more than the other noun", PICKS),
     )  # fmt: skip
     remarks: ClassVar[Mapping[str, str]] = {
-        "C006": "Share of sentences in which the right noun is named: {evaluation.accuracy}.",
+        "C006": "Share of sentences in which the right noun is named: {evaluation.accuracy}."
     }
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -339,7 +334,7 @@ class Projections(Experiment):
                   "W_V minus with X itself in all three places", LEAST),
     )  # fmt: skip
     remarks: ClassVar[Mapping[str, str]] = {
-        "C009": "Means: {measured.accuracy}; by chance 0.08. With W_Q = W_K no relation has a direction.",
+        "C009": "Means: {measured.accuracy}; by chance 0.08. With W_Q = W_K no relation has a direction."
     }
     variants: ClassVar[Mapping[str, int]] = {"three": 3, "one for all": 1, "X itself": 0}
 

@@ -52,7 +52,7 @@ class Bottleneck(Experiment):
                   "that on the shortest", LEAST_DIFFERENCE),
     )  # fmt: skip
     remarks: ClassVar[Mapping[str, str]] = {
-        "C325": "With uniform weights it would be about 0.11. Alignment error rates, best head: {check.best_aer}.",
+        "C325": "With uniform weights it would be about 0.11. Alignment error rates, best head: {check.best_aer}."
     }
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:

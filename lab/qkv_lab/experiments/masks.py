@@ -16,16 +16,7 @@ from qkv_lab import heads
 from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting, paired
 from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.small import LEAST, fit, minus, setting, unlearnt
-from qkv_lab.experiments.streaming import (
-    DATED,
-    PLAIN,
-    SINK,
-    Change,
-    Sweep,
-    argmax_head,
-    decoder_and_task,
-    not_learnt,
-)
+from qkv_lab.experiments.streaming import DATED, PLAIN, SINK, Change, Sweep, argmax_head, decoder_and_task, not_learnt
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.language import Language
 from qkv_lab.tasks.relations import Lookups
@@ -174,10 +165,7 @@ class Extrapolation(Experiment):
                 mine, theirs = (_rises(results, kind, at) for kind in ("rotary", other))
                 values = [theirs[seed] - mine[seed] for seed in mine if seed in theirs]
                 found.append(Effect(f"{other}, positions {place},", values))
-        return {
-            "C227": [Effect("", list(_rises(results, "sinusoidal", 2).values()))],
-            "C228": found,
-        }
+        return {"C227": [Effect("", list(_rises(results, "sinusoidal", 2).values()))], "C228": found}
 
 
 def _rises(results: Results, kind: str, at: int) -> dict[int, float]:
@@ -204,7 +192,7 @@ class RelativePositions(Experiment):
     length, longest = 16, 64
     seeds = 20
     remarks: ClassVar[Mapping[str, str]] = {
-        "C374": "Mean accuracies beyond the trained positions: {evaluation.longer_accuracy}.",
+        "C374": "Mean accuracies beyond the trained positions: {evaluation.longer_accuracy}."
     }
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -319,7 +307,7 @@ class WindowMask(MaskSweep):
                   "minus that on the oldest key of the window, by all others", 0.1),
     )  # fmt: skip
     remarks: ClassVar[Mapping[str, str]] = {
-        "C084": "Weights on the first key: {measured.first}; on the oldest of the window: {measured.oldest}.",
+        "C084": "Weights on the first key: {measured.first}; on the oldest of the window: {measured.oldest}."
     }
     variants: ClassVar[Mapping[str, Change]] = {
         PLAIN: Change(),

@@ -105,11 +105,7 @@ class Normalizers(Sweep):
             w = heads.maps(model, ids)[..., 2:, :2].mean((0, 3))
         layer, head = argmax_head(w[..., 0])
         first, second = w[layer, head]
-        return {
-            "int8_error": max(int8_error(x) for x in states[1:]),
-            "first": float(first),
-            "second": float(second),
-        }
+        return {"int8_error": max(int8_error(x) for x in states[1:]), "first": float(first), "second": float(second)}
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """Each claim by the weight on the first token, or the measure that it names, compared with plain softmax."""

@@ -86,10 +86,7 @@ class DataAmount(Sweep):
         why = (
             "" if accuracy and able >= LEARNT * len(accuracy) else f"{fewest}: {able} of {len(accuracy)} runs learnt it"
         )
-        needs = [
-            has_sink(results, NO_LIMIT),
-            Effect("", results.values(fewest, "measured.own_sink"), unless=why),
-        ]
+        needs = [has_sink(results, NO_LIMIT), Effect("", results.values(fewest, "measured.own_sink"), unless=why)]
         diverse = difference(results, f"{MANY}{HALF}", f"{FEW}", "")
         return {"C080": needs, "C081": [has_sink(results, NO_LIMIT), diverse]}
 
@@ -257,7 +254,7 @@ class Dropout(Experiment):
                   "without dropout minus with 0.3, and what is left with 0.3", LEAST),
     )  # fmt: skip
     remarks: ClassVar[Mapping[str, str]] = {
-        "C179": "Mean held-out losses: {evaluation.loss}; on the training text: {measured.train_loss}.",
+        "C179": "Mean held-out losses: {evaluation.loss}; on the training text: {measured.train_loss}."
     }
     rates: ClassVar[Mapping[str, float]] = {"no dropout": 0.0, "dropout 0.3": 0.3}
     curves = ("evaluation.loss",)
@@ -282,12 +279,7 @@ class Dropout(Experiment):
         """Less of it, and none of it, are two readings of the claim."""
         none, some = (_rises(results, name) for name in self.rates)
         fewer = [none[seed] - some[seed] for seed in some if seed in none]
-        return {
-            "C179": [
-                Effect("less of it", fewer),
-                Effect("next to none", list(some.values()), above=False),
-            ]
-        }
+        return {"C179": [Effect("less of it", fewer), Effect("next to none", list(some.values()), above=False)]}
 
 
 def _rises(results: Results, variant: str) -> dict[int, float]:

@@ -240,12 +240,7 @@ def c118() -> Verdict:
     )
 
 
-@claim(
-    "C119",
-    "chapter",
-    "Ex 2.2",
-    "In cross-attention queries come from one sequence, keys and values from another.",
-)
+@claim("C119", "chapter", "Ex 2.2", "In cross-attention queries come from one sequence, keys and values from another.")
 def c119() -> Verdict:
     q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
     out, weights = qkv.attend(q, k, v, return_weights=True)

@@ -44,8 +44,7 @@ def c272() -> Verdict:
     printed = [0.884, 0.636, 0.742, 0.636, 0.933, 0.446, 0.778, 0.651, 0.636]
     wrong = [i for i, (a, b) in enumerate(zip(rounded(SCALED), printed, strict=True)) if a != b]
     return false(
-        wrong == [5],
-        f"That of *cat* and *sat* is 0.63 / √2 = {SCALED[1, 2]:.5f}, so 0.445; the other eight are right.",
+        wrong == [5], f"That of *cat* and *sat* is 0.63 / √2 = {SCALED[1, 2]:.5f}, so 0.445; the other eight are right."
     )
 
 

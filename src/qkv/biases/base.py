@@ -119,7 +119,7 @@ class Additive(Bias):
     """
 
     definitions: ClassVar = {
-        "tile": ("at", "gradients", "by_distance", "by_head", "part", "tensors", "with_tensors", "add_gradient"),
+        "tile": ("at", "gradients", "by_distance", "by_head", "part", "tensors", "with_tensors", "add_gradient")
     }
     by_head = True
     by_distance = None

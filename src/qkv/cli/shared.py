@@ -334,9 +334,7 @@ MENU: dict[str, dict[str, str]] = {
         "qkv experiment": "claims about attention, tested on small models",
         "qkv claims C014 C061": "what courses claim about attention: verdicts with evidence",
     },
-    "Run": {
-        'qkv generate qkv-mini "class Stack:"': "continue a text",
-    },
+    "Run": {'qkv generate qkv-mini "class Stack:"': "continue a text"},
 }
 
 

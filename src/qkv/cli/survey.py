@@ -236,7 +236,7 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     """The corpus of these files, folders and addresses, or a named corpus of the lab."""
     from qkv._files import local, scheme_of
     from qkv.profiler import corpora
-    from qkv.profiler.surveys import corpus, dataset, formats
+    from qkv.profiler.surveys import corpus, formats
     from qkv.profiler.surveys import stream as streams
 
     known = [n for n in names if n in corpora.NAMES or (n.startswith("hf:") and not n.startswith("hf://"))]
@@ -245,7 +245,7 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     if known and stream:
         if not known[0].startswith("hf:"):
             raise InputError(f"corpus is {known[0]!r}, which cannot be streamed; leave out --stream")
-        return dataset.of_dataset(known[0])
+        return streams.of_dataset(known[0])
     if known:
         found = corpora.load(known[0])
         return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)

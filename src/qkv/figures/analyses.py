@@ -38,7 +38,6 @@ from qkv.profiler.data.frames import layers_and_heads, percent
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
-    from matplotlib.axes import Axes
 
     from qkv.profiler.analyses.eviction import Eviction
     from qkv.profiler.editing import Ablation

@@ -30,7 +30,6 @@ from qkv.profiler.data.frames import STATISTICS, percent, target_change
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
 
     from qkv.profiler.comparison import Comparison
 

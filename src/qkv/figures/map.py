@@ -36,7 +36,6 @@ from qkv.statistics.maps import Picture
 
 if TYPE_CHECKING:
     import xarray as xr
-    from matplotlib.axes import Axes
     from torch import Tensor
 
 
@@ -280,13 +279,7 @@ DARK = 0.22  # brightness, relative to the image, at a weight of 0
 
 
 def overlay_figure(
-    subtitle: str,
-    of: str,
-    image: np.ndarray,
-    maps: np.ndarray,
-    names: Sequence[str],
-    *,
-    corners: bool = False,
+    subtitle: str, of: str, image: np.ndarray, maps: np.ndarray, names: Sequence[str], *, corners: bool = False
 ) -> Figure:
     """The image, followed by a picture for each query.
 

@@ -44,7 +44,6 @@ from qkv.profiler.data.types import MIXED, ROLES, TRAITS
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
-    from matplotlib.axes import Axes
 
 
 def overview_figure(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> Figure:

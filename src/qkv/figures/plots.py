@@ -9,10 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from qkv.errors import InputError, nearest
-from qkv.figures.layout import (
-    MUTED,
-    note,
-)
+from qkv.figures.layout import MUTED, note
 from qkv.figures.map import AFTER, alignment_figure
 from qkv.figures.overview import (
     by_layer_figure,

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 NEGLIGIBLE = 0.005  # a quantity that no head exceeds is not drawn
 SMALL_MULTIPLES = ("sink_score", "previous", "self", "local", "distance", "entropy_ratio", "special", "delimiter")
-NAMES = {
-    "sink_score": "Sink score of the first token",
-    "special": "Special tokens",
-    "delimiter": "Delimiters",
-}
+NAMES = {"sink_score": "Sink score of the first token", "special": "Special tokens", "delimiter": "Delimiters"}
 
 
 def heads(survey: Survey, group: str | None = None) -> Figure:

@@ -168,10 +168,7 @@ def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, we
 
 
 BLOCK_KERNELS = ("flash", "flex", "tiled")  # kernels for the blocks of a sharded call, in order of preference
-BLOCK_KERNELS_WITH_GRADIENTS = (
-    "flash",
-    "tiled",
-)  # those that compute a block's gradients from the row's out and lse
+BLOCK_KERNELS_WITH_GRADIENTS = ("flash", "tiled")  # those that compute a block's gradients from the row's out and lse
 
 
 def serve_shared(shared: Shared, kernel: str = "auto") -> Result:

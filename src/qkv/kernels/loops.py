@@ -31,13 +31,7 @@ def forward(call: Call) -> Result:
     """Attention and its weights by definition, in float64, returned in the dtypes of the other kernels."""
     given = call.given
     found = reference.attention(
-        given.q,
-        given.k,
-        given.v,
-        mask=given.mask,
-        bias=given.biases,
-        score=given.score,
-        normalizer=given.normalizer,
+        given.q, given.k, given.v, mask=given.mask, bias=given.biases, score=given.score, normalizer=given.normalizer
     )
     like, wide = call.v, at_least_float32(call.v.dtype)
     out, weights = (torch.from_numpy(x).to(like) for x in (found.out, found.weights))

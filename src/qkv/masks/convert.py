@@ -43,11 +43,7 @@ def to_sdpa(
 
 
 def from_sdpa(
-    attn_mask: Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    n_queries: int | None = None,
-    n_keys: int | None = None,
+    attn_mask: Tensor | None = None, *, is_causal: bool = False, n_queries: int | None = None, n_keys: int | None = None
 ) -> Mask:
     """The mask for these arguments of scaled_dot_product_attention.
 
@@ -154,13 +150,7 @@ def from_multihead(
 
 
 def mask_mod(
-    mask: Mask,
-    n_queries: int,
-    n_keys: int,
-    *,
-    batch: int = 1,
-    heads: int = 1,
-    device: str | torch.device = "cpu",
+    mask: Mask, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1, device: str | torch.device = "cpu"
 ) -> Visible:
     """The function ``(b, h, q, k) -> bool`` of FlexAttention, **True = may attend**, with q the *row* of a query.
 

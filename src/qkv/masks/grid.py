@@ -103,8 +103,5 @@ class Tiles:
         q = torch.arange(start, stop, rows)
         k = torch.arange(0, grid.n_keys, columns)
         return Tiles(
-            q + grid.offset,
-            (q + rows).clamp(max=stop) - 1 + grid.offset,
-            k,
-            (k + columns).clamp(max=grid.n_keys) - 1,
+            q + grid.offset, (q + rows).clamp(max=stop) - 1 + grid.offset, k, (k + columns).clamp(max=grid.n_keys) - 1
         )

@@ -307,11 +307,7 @@ class DecoderLM(nn.Module):
         return linear_cross_entropy(x, weight, targets.flatten())
 
     def start(
-        self,
-        batch: int = 1,
-        *,
-        padding: Int[Tensor, " b"] | None = None,
-        cache: Callable[[], Cache] | None = None,
+        self, batch: int = 1, *, padding: Int[Tensor, " b"] | None = None, cache: Callable[[], Cache] | None = None
     ) -> DecoderState:
         """The state before the first token of a batch.
 

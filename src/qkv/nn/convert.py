@@ -23,9 +23,7 @@ ACTIVATIONS: dict[Any, str] = {F.relu: "relu", F.gelu: "gelu"}
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention: ...
 @overload
 def from_torch(module: nn.TransformerEncoderLayer) -> TransformerBlock: ...
-def from_torch(
-    module: nn.MultiheadAttention | nn.TransformerEncoderLayer,
-) -> MultiHeadAttention | TransformerBlock:
+def from_torch(module: nn.MultiheadAttention | nn.TransformerEncoderLayer) -> MultiHeadAttention | TransformerBlock:
     """Convert a torch module to `MultiHeadAttention` or `TransformerBlock`, with copies of its weights.
 
     The result is batch-first, regardless of `batch_first`. Masks are True where a query may attend; torch's boolean

@@ -15,6 +15,20 @@ from qkv.normalizers.base import LOG2_E, Pointwise
 
 
 @dataclass(frozen=True, eq=False)
+class _OfScore(Pointwise):
+    """A weight that depends on the score alone, the same function for all heads."""
+
+    divide: str | None = None
+    by_head = False
+
+    def __post_init__(self) -> None:
+        self.check(0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
 class Sigmoid(Pointwise):
     """Sigmoid attention, σ(s + b) (Ramapuram et al. 2024, arXiv:2409.04431, eq. 3).
 
@@ -77,7 +91,7 @@ class Sigmoid(Pointwise):
 
 
 @dataclass(frozen=True, eq=False)
-class EluPlusOne(Pointwise):
+class EluPlusOne(_OfScore):
     """elu(s) + 1: exp(s) below 0, s + 1 above (Gu et al. 2025, arXiv:2410.10781).
 
     Not the feature map of linear attention, which is `qkv.features.elu_plus_one`.
@@ -86,16 +100,8 @@ class EluPlusOne(Pointwise):
     [1.0, 3.0]
     """
 
-    divide: str | None = None
-    by_head = False
     zero_at_minus_infinity = True
     nonnegative = True
-
-    def __post_init__(self) -> None:
-        self.check(0)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
 
     # exp(min(s, 0)) + max(s, 0): the sum elu(s) + 1 would cancel for s ≪ 0.
 
@@ -117,7 +123,7 @@ class EluPlusOne(Pointwise):
 
 
 @dataclass(frozen=True, eq=False)
-class ReLU(Pointwise):
+class ReLU(_OfScore):
     """max(s, 0), divided by the number of visible keys (Wortsman et al. 2023, arXiv:2309.08586).
 
     >>> ReLU().weight(torch.tensor([-1.0, 2.0])).tolist()
@@ -125,15 +131,8 @@ class ReLU(Pointwise):
     """
 
     divide: str | None = "keys"
-    by_head = False
     zero_at_minus_infinity = True
     nonnegative = True
-
-    def __post_init__(self) -> None:
-        self.check(0)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
 
     def weight(self, scores: Tensor) -> Tensor:
         return torch.relu(scores)
@@ -146,22 +145,14 @@ class ReLU(Pointwise):
 
 
 @dataclass(frozen=True, eq=False)
-class Identity(Pointwise):
+class Identity(_OfScore):
     """The score itself: no normalization, or with ``divide="sum"`` the weights of linear attention.
 
     >>> Identity().weight(torch.tensor([-1.0, 2.0])).tolist()
     [-1.0, 2.0]
     """
 
-    divide: str | None = None
-    by_head = False
     is_identity = True
-
-    def __post_init__(self) -> None:
-        self.check(0)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
 
     def weight(self, scores: Tensor) -> Tensor:
         return scores

@@ -1,5 +1,5 @@
 // The widget of a profile in a notebook: the wall of all heads, and beside it the map, the text or the numbers of one.
-// `model` is anywidget's: traits of qkv.report.notebook.ProfileWidget, and messages to it.
+// `model` is anywidget's: traits of qkv.report.widget.ProfileWidget, and messages to it.
 
 import { choice } from "./charts.js";
 import { useDark, useLooks } from "./colour.js";

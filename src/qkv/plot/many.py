@@ -199,13 +199,7 @@ def _only_outer(axes: Axes, *, left: bool, bottom: bool) -> None:
 
 
 def model(
-    w: Any,
-    *,
-    item: int | None = None,
-    mask: Any = None,
-    vmax: float | None = None,
-    power: float = 0.5,
-    title: str = "",
+    w: Any, *, item: int | None = None, mask: Any = None, vmax: float | None = None, power: float = 0.5, title: str = ""
 ) -> Figure:
     """All heads of a model: a row for each layer and a column for each head, with one colour scale.
 

@@ -18,7 +18,7 @@ from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import Edit, Head, HideFirst, Mean, Zero
-from qkv.edits.active import ACTIVE, SELF, Edits, Place
+from qkv.edits.base import ACTIVE, SELF, Edits, Place
 from qkv.edits.built_in import BY_NAME
 from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from qkv.figures.plots import Plots
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.explore.explorer import Explorer
-    from qkv.report.notebook import View
     from qkv.report.widget import ProfileWidget
 
 
@@ -223,11 +222,7 @@ class Profile:
         return frames.described(types.type_table(self.group(group)))
 
     def similarity(
-        self,
-        text: int | None = None,
-        group: str | None = None,
-        *,
-        maps: Literal["weights", "pooled"] | None = None,
+        self, text: int | None = None, group: str | None = None, *, maps: Literal["weights", "pooled"] | None = None
     ) -> pd.DataFrame:
         """How much alike the attention maps of two heads are, for all pairs: a symmetric table of heads × heads.
 
@@ -316,11 +311,6 @@ class Profile:
         """Write the profile as one HTML file that works offline, and return its path."""
         written: Path = above("qkv.report.html", "write_report")(self, path)
         return written
-
-    def view(self, height: int = 720) -> View:
-        """The interactive report in a notebook's cell, `height` pixels high; it needs no server and no network."""
-        shown: View = above("qkv.report.notebook", "View")(self, height)
-        return shown
 
     def widget(
         self,

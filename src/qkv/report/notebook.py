@@ -1,9 +1,8 @@
-"""Profiles in notebooks without anywidget: a card without scripts, and the report in a frame."""
+"""A profile as a card in a notebook, without scripts: where anywidget is not installed, or nothing runs."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 import unicodedata
 from html import escape
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qkv.errors import InputError
 from qkv.profiler.data import frames, tables
 from qkv.profiler.data.findings import headline
 from qkv.profiler.data.frames import size_of
@@ -27,13 +25,11 @@ INK = "#2f86a3"  # colour of cells, drawn with opacity, so that it works on ligh
 FAINT = 'style="opacity:.75"'
 LEAST_SINK = 0.1  # if no head puts this share on the first token, the card shows entropy instead
 HINT = (
-    ("profile.view()", "the interactive page, here"),
     ("profile.heads()", "every number of every head"),
     ("profile.plot.overview()", "figures"),
     ('profile.report("report.html")', "one file to send"),
 )
 MAX_TARGETS = 288  # with more heads than this, the grid leaves out their targets to stay small
-MAX_HEIGHT = 4000  # largest height of a notebook's frame, in pixels
 
 
 def card(profile: Profile) -> str:
@@ -145,41 +141,3 @@ def _grid(data: xr.Dataset, heads: pd.DataFrame, statistic: str) -> str:
         f'<text x="{left}" y="10" fill-opacity=".75">{text(caption)}</text>'
         f'<g fill-opacity=".75">{ids}</g>{"".join(cells)}</svg>'
     )
-
-
-class View:
-    """The interactive report of a profile in a sandboxed frame, as notebooks show it.
-
-    It needs no server and no network, and is saved with the notebook. `Profile.view` returns it.
-
-    Args:
-        profile: the profile to show.
-        height: height of the frame, in pixels.
-
-    >>> import qkv
-    >>> view = View(qkv.profile("qkv-mini", "for name in names:", progress=False), height=400)
-    >>> view
-    View of 'qkv-mini', 400 pixels high: a notebook shows it
-    """
-
-    def __init__(self, profile: Profile, height: int = 720) -> None:
-        from qkv.report.html import render
-
-        if isinstance(height, bool) or not isinstance(height, int) or not 100 <= height <= MAX_HEIGHT:
-            raise InputError(f"height is {height!r}, expected a whole number of pixels from 100 to {MAX_HEIGHT:,}")
-        self.height = height
-        self.html = render(profile)
-        """The HTML of the page."""
-        self._model = str(profile.attrs.get("model", "unnamed model"))
-
-    def __repr__(self) -> str:
-        return f"View of {self._model!r}, {self.height} pixels high: a notebook shows it"
-
-    def _repr_html_(self) -> str:
-        # Lone surrogates cannot be encoded: a notebook with them could not be saved.
-        page = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", self.html)
-        return (
-            f'<iframe title="{text(self._model)}: attention profile" sandbox="allow-scripts allow-downloads" '
-            f'style="width:100%;height:{self.height}px;border:1px solid #8884;border-radius:6px" '
-            f'loading="lazy" srcdoc="{escape(page, quote=True)}"></iframe>'
-        )

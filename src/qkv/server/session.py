@@ -155,7 +155,7 @@ class Session:
     ) -> Source:
         """Add a model on its texts, to be profiled; `inputs` and `target` as in `qkv.profile`.
 
-        `arguments` are those of the command, see `qkv.cli.shared.arguments_of`.
+        `arguments` are those of the command, see `qkv.cli.shared.Input.arguments`.
         """
 
         def prepare(source: Source) -> None:

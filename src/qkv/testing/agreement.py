@@ -159,8 +159,7 @@ def _gradients(c: Composition, total: Tensor, tensors: list[Tensor], of: str, wh
 
 def _same(c: Composition, what: str, got: Tensor, want: Tensor, tolerance: float) -> None:
     want = want.detach()
-    wrong = difference(got, want, tolerance * max(1.0, float(want.abs().nan_to_num(posinf=0).max())))
-    if wrong is not None:
+    if (wrong := difference(got, want, tolerance * max(1.0, float(want.abs().nan_to_num(posinf=0).max())))) is not None:
         fail(c.reported, c.method, f"{what} is {number(wrong.got)} at {wrong.place}, expected {number(wrong.want)} by "
              "the definition in float64" + _by(c))  # fmt: skip
 
@@ -306,8 +305,7 @@ def check_masked(c: Composition, size: Size) -> None:
             continue
         names = ["the output", *(f"the gradient of {name}" for name in (*KEYS, *c.learned()))]
         for name, clean, got in zip(names, *results, strict=False):
-            wrong = difference(got, clean, 1e-9 * max(1.0, float(clean.detach().abs().max())))
-            if wrong is not None:
+            if (wrong := difference(got, clean, 1e-9 * max(1.0, float(clean.detach().abs().max())))) is not None:
                 fail(
                     c.reported, c.method, f"attend on kernel {kernel!r} with {where}: NaN in keys and values "
                     f"masked for all queries changes {name} to {number(wrong.got)} at {wrong.place}, "
@@ -367,8 +365,7 @@ def check_copies(thing: object, result: Callable[[Any], Tensor], what: str) -> N
                 f"{name}: {way} made an object with the learned tensors {list(learned_tensors(made))}, "
                 f"expected {list(learned_tensors(thing))}"
             )
-        wrong = difference(result(made), before)
-        if wrong is not None:
+        if (wrong := difference(result(made), before)) is not None:
             raise CheckFailed(f"{name}: {way} made an object whose {what} differs: {wrong}")
 
 

@@ -36,13 +36,7 @@ ROUNDINGS = 2.0**12  # eps that the same function of the same numbers may be off
 
 
 def check_bias(
-    bias: Bias,
-    *,
-    heads: int = 4,
-    dim: int = 8,
-    dim_v: int = 6,
-    sizes: Sizes | None = None,
-    batch: int = 2,
+    bias: Bias, *, heads: int = 4, dim: int = 8, dim_v: int = 6, sizes: Sizes | None = None, batch: int = 2
 ) -> None:
     """Check that a bias fulfils the contract of its base class; for use in your own tests.
 
@@ -136,8 +130,7 @@ def _check_tiles(bias: Bias, bound: Bias, size: Size) -> None:
         cut.append(("the last head, because by_head is False", replace(whole, heads=last)))
     for name, region in cut:
         made = _apply(bound, region.of(before).clone(), region)
-        wrong = difference(made, region.of(after), rounding)
-        if wrong is not None:
+        if (wrong := difference(made, region.of(after), rounding)) is not None:
             fail(
                 bias, method, f"depends on the tile: {wrong} from the whole matrix, in a tile of {name}; a score must "
                 "be a function of itself and its position only"
@@ -154,8 +147,7 @@ def _check_alone(bias: Bias, bound: Bias, size: Size, method: str) -> None:
         changed[place] += change
         made = _apply(bound, changed, whole).detach().clone()
         made[place] = after[place]
-        wrong = difference(made, after, rounding)
-        if wrong is not None:
+        if (wrong := difference(made, after, rounding)) is not None:
             fail(
                 bias, method, f"the score at {wrong.place} changes from {number(wrong.want)} to {number(wrong.got)} "
                 f"when that at {place} becomes {number(changed[place].item())}; a score must be "
@@ -163,8 +155,7 @@ def _check_alone(bias: Bias, bound: Bias, size: Size, method: str) -> None:
             )  # fmt: skip
     if not bias.by_query:
         other = bias.bound(3 * triple(size, torch.float64)[0], size.grid, 0.5)
-        wrong = difference(_apply(other, before, whole), after, rounding)
-        if wrong is not None:
+        if (wrong := difference(_apply(other, before, whole), after, rounding)) is not None:
             fail(bias, "by_query", f"is False, but the bias differs between queries: {wrong}")
 
 
@@ -177,16 +168,14 @@ def _check_shortcuts(bias: Bias, bound: Bias, size: Size) -> None:
     if overrides(bound, Bias, "apply_"):
         with torch.no_grad(), calling(bound, "apply_", "called"):
             got = bound.apply_(before.clone(), whole)
-        wrong = difference(got, after, rounding)
-        if wrong is not None:
+        if (wrong := difference(got, after, rounding)) is not None:
             fail(bound, "apply_", f"{wrong}, which {definition.method_of(bound)} returns")
     _check_gradients(bias, bound, size)
     if overrides(bound, Bias, "at"):
         b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in before.shape), indexing="ij")
         with calling(bound, "at", "called"):
             made = bound.at(before.clone(), b, h, i, j)
-        wrong = difference(made, after, rounding)
-        if wrong is not None:
+        if (wrong := difference(made, after, rounding)) is not None:
             fail(bound, "at", f"{wrong}, the score that {definition.method_of(bound)} gives")
     for name, region in parts(size):
         with calling(bound, "part", "called"):
@@ -197,8 +186,7 @@ def _check_shortcuts(bias: Bias, bound: Bias, size: Size) -> None:
             slice(0, region.rows.stop - region.rows.start), slice(0, region.columns.stop - region.columns.start)
         )
         some = region.of(before)
-        wrong = difference(_apply(made_part, some.clone(), moved), region.of(after), rounding)
-        if wrong is not None:
+        if (wrong := difference(_apply(made_part, some.clone(), moved), region.of(after), rounding)) is not None:
             fail(bound, "part", f"of a tile of {name}: {wrong} from the whole")
     by_distance = bound.by_distance
     if by_distance is not None:
@@ -209,14 +197,12 @@ def _check_shortcuts(bias: Bias, bound: Bias, size: Size) -> None:
                 f"{expected[0]})"
             )  # fmt: skip
         steps = torch.arange(size.queries)[:, None] - torch.arange(size.keys) + size.keys - 1
-        wrong = difference(before + by_distance.detach()[:, steps], after, rounding)
-        if wrong is not None:
+        if (wrong := difference(before + by_distance.detach()[:, steps], after, rounding)) is not None:
             fail(bound, "by_distance", f"{wrong}, the score that {definition.method_of(bound)} gives")
     if bound.by_score:
         moved = replace(whole, offset=whole.offset + 3, rows=slice(2, size.queries + 2))
         made = _apply(bound, before, moved)
-        wrong = difference(made, after, rounding)
-        if wrong is not None:
+        if (wrong := difference(made, after, rounding)) is not None:
             fail(bound, "by_score", f"is True, but the same score elsewhere differs: {wrong}")
 
 
@@ -251,6 +237,5 @@ def _compare(bound: Bias, method: str, what: str, mine: Tensor | None, theirs: T
     theirs = torch.zeros(()) if theirs is None else theirs
     mine = torch.zeros_like(theirs) if mine is None else mine
     coarse = ROUNDINGS * torch.finfo(theirs.dtype).eps
-    wrong = difference(mine, theirs, coarse * max(1.0, float(theirs.abs().max())))
-    if wrong is not None:
+    if (wrong := difference(mine, theirs, coarse * max(1.0, float(theirs.abs().max())))) is not None:
         fail(bound, method, f"{what}: {wrong} by autograd on {definition.method_of(bound)}")

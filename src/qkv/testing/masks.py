@@ -144,8 +144,7 @@ def _check_tiles(mask: Mask, size: Size, visible: Tensor) -> None:
         pairs = mask.sees(b, h, i + grid.offset, k, grid)
     if not isinstance(pairs, Tensor) or pairs.dtype != torch.bool or pairs.numel() not in (1, 50):
         fail(mask, "sees", "does not broadcast: a list of 50 pairs does not give 50 booleans")
-    wrong = difference(pairs.expand(50), visible[b, h, i, k])
-    if wrong is not None:
+    if (wrong := difference(pairs.expand(50), visible[b, h, i, k])) is not None:
         n = wrong.place[0]
         fail(
             mask, "sees", f"of a list of pairs says {wrong.got} for batch item {int(b[n])}, head {int(h[n])}, position "
@@ -154,8 +153,7 @@ def _check_tiles(mask: Mask, size: Size, visible: Tensor) -> None:
 
 
 def _same(mask: Mask, method: str, what: str, got: Tensor, want: Tensor) -> None:
-    wrong = difference(got, want)
-    if wrong is not None:
+    if (wrong := difference(got, want)) is not None:
         b, h, i, k = wrong.place
         fail(
             mask, method, f"{what} is {wrong.got} for batch item {b}, head {h}, row {i}, column {k} of the tile, "

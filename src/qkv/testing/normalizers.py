@@ -98,8 +98,7 @@ def check_tiles(normalizer: Pointwise | SumToOne, heads: int) -> None:
         changed[place] += change
         after = weigh(normalizer, changed, level).detach().clone()
         after[place] = whole[place]
-        wrong = difference(after, whole, rounding)
-        if wrong is not None:
+        if (wrong := difference(after, whole, rounding)) is not None:
             fail(
                 normalizer, "weight", f"the weight at {wrong.place} changes from {number(wrong.want)} to "
                 f"{number(wrong.got)} when the score at {place} becomes {number(changed[place].item())}; a weight may "
@@ -110,8 +109,7 @@ def check_tiles(normalizer: Pointwise | SumToOne, heads: int) -> None:
             rows = () if level is None else (level[:, head],)
             with calling(normalizer, "weight", "called for one head, because by_head is False"):
                 made = normalizer.weight(scores[:, head], *rows)
-            wrong = difference(made, whole[:, head], rounding)
-            if wrong is not None:
+            if (wrong := difference(made, whole[:, head], rounding)) is not None:
                 fail(normalizer, "by_head", f"is False, but the weights of head {head} alone differ: {wrong}")
 
 
@@ -151,8 +149,7 @@ def check_derivatives(normalizer: Normalizer, heads: int) -> Tensor:
             ends.append(weigh(normalizer, moved["score"], moved.get("level")).detach())
         want = (ends[0] - ends[1]) / (2 * step)
         size = 1e-4 * (want.abs() + made.detach().abs()) + 1e-8
-        wrong = difference(derivatives[name] / size, want / size, 1.0)
-        if wrong is not None:
+        if (wrong := difference(derivatives[name] / size, want / size, 1.0)) is not None:
             place = wrong.place
             fail(
                 normalizer, "weight", f"its derivative in the {name} by autograd is "
@@ -171,8 +168,7 @@ def compare(
     """Compare the result of a shortcut with the value that it replaces."""
     made = check_returned(normalizer, method, got, want.shape, want.dtype, f"{tuple(want.shape)} numbers")
     size = want.abs().clamp(min=1)
-    wrong = difference(made.detach() / size, want / size, CLOSE)
-    if wrong is not None:
+    if (wrong := difference(made.detach() / size, want / size, CLOSE)) is not None:
         place = wrong.place
         fail(
             normalizer, method, f"got {number(made[place].item())} at {at(scores, level, place)}, expected "
@@ -193,8 +189,7 @@ def check_shortcuts(normalizer: Pointwise | SumToOne, heads: int, slope: Tensor)
     if overrides(normalizer, base, "slope_from_weights"):
         if level is not None:
             moved = weigh(normalizer, scores + 0.37, level + 0.37).detach()
-            wrong = difference(moved, weights, CLOSE * size_of(weights))
-            if wrong is not None:
+            if (wrong := difference(moved, weights, CLOSE * size_of(weights))) is not None:
                 fail(
                     normalizer, "slope_from_weights", "is defined, but the weight depends on more than score − level: "
                     f"at {at(scores, level, wrong.place)} it is {number(wrong.want)}, and with both 0.37 larger "
@@ -304,8 +299,7 @@ def check_level_of(normalizer: SumToOne, heads: int) -> None:
         scores, level = points(normalizer, heads)
         assert level is not None
         made, want = weigh(normalizer, scores, level).detach(), torch.exp(scores - level)
-        wrong = difference(made / want, torch.ones_like(want), 1e-9)
-        if wrong is not None:
+        if (wrong := difference(made / want, torch.ones_like(want), 1e-9)) is not None:
             place = wrong.place
             fail(
                 normalizer, "has_lse", "is True, which means that the weight is exp(score − level), but it is "
@@ -329,8 +323,7 @@ def check_level_of(normalizer: SumToOne, heads: int) -> None:
             row, shown = level[..., None], scores != -torch.inf
             weights = torch.where(shown, weigh(normalizer, torch.where(shown, scores, row), row), 0.0)
             total = weights.detach().sum(-1)
-            wrong = difference(total, shown.any(-1).to(dtype), tolerance)
-            if wrong is not None:
+            if (wrong := difference(total, shown.any(-1).to(dtype), tolerance)) is not None:
                 fail(
                     normalizer, "level_of", f"got {number(level[wrong.place].item())} for a row of {keys} scores in "
                     f"{dtype}, at which the weights sum to {number(wrong.got)}, expected a sum of {number(wrong.want)}"

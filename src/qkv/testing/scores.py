@@ -119,8 +119,7 @@ def _check_tokens(score: Score, size: Size) -> None:
         after = [x.detach().clone() for x in definition.project(score, *tensors)]
         after[changed][0, :, token] = whole[changed][0, :, token]
         for got, want, other in zip(after, whole, ("query", "key"), strict=True):
-            wrong = difference(got, want, ROUNDING * max(1.0, float(want.abs().max())))
-            if wrong is not None:
+            if (wrong := difference(got, want, ROUNDING * max(1.0, float(want.abs().max())))) is not None:
                 b, h, n, d = wrong.place
                 fail(
                     score, "project", f"mixes tokens: entry {d} of {other} {n} of batch item {b}, head {h} changes "
@@ -133,8 +132,7 @@ def _check_tokens(score: Score, size: Size) -> None:
         parts, (whole[0][:, :, : size.queries // 2 + 1], whole[1][:, :, size.keys // 2 :]), ("queries", "keys"),
         strict=True,
     ):  # fmt: skip
-        wrong = difference(got, want, ROUNDING * max(1.0, float(want.abs().max())))
-        if wrong is not None:
+        if (wrong := difference(got, want, ROUNDING * max(1.0, float(want.abs().max())))) is not None:
             fail(score, "project", f"mixes tokens: for a part of the {name} it {wrong}, the result for all of them")
 
 
@@ -159,8 +157,7 @@ def _check_tiles(score: Pairwise, size: Size) -> None:
     rounding = ROUNDING * max(1.0, float(whole.abs().max()))
     for name, region in parts(size):
         made = definition.scores(score, q[region.batch, :, region.rows], k[region.batch, :, region.columns])
-        wrong = difference(made, region.of(whole), rounding)
-        if wrong is not None:
+        if (wrong := difference(made, region.of(whole), rounding)) is not None:
             fail(
                 score, "scores", f"depends on the tile: {wrong} from the whole matrix, in a tile of {name}; a score "
                 "may depend on its own query and key alone"
@@ -173,8 +170,7 @@ def _check_tiles(score: Pairwise, size: Size) -> None:
         after = definition.scores(score, *tensors).detach().clone()
         affected = (0, head, token) if changed == 0 else (0, head, slice(None), token)
         after[affected] = whole[affected]
-        wrong = difference(after, whole, rounding)
-        if wrong is not None:
+        if (wrong := difference(after, whole, rounding)) is not None:
             fail(
                 score, "scores", f"the score at {wrong.place} changes from {number(wrong.want)} to {number(wrong.got)} "
                 f"when {name} {token} of batch item 0, head {head} {_becomes(change)}; a score may depend on its own "
@@ -182,8 +178,7 @@ def _check_tiles(score: Pairwise, size: Size) -> None:
             )  # fmt: skip
     if not score.by_head:
         made = definition.scores(score, q[:, -1:], k[:, -1:])
-        wrong = difference(made, whole[:, -1:], rounding)
-        if wrong is not None:
+        if (wrong := difference(made, whole[:, -1:], rounding)) is not None:
             fail(score, "by_head", f"is False, but the scores of head {head} alone differ: {wrong}")
 
 
@@ -203,8 +198,7 @@ def _check_gradients(score: Pairwise, size: Size) -> None:
         expected = torch.zeros(()) if theirs is None else theirs
         computed = torch.zeros_like(expected) if mine is None else mine
         rounding = ROUNDINGS * torch.finfo(expected.dtype).eps * max(1.0, float(expected.abs().max()))
-        wrong = difference(computed, expected, rounding)
-        if wrong is not None:
+        if (wrong := difference(computed, expected, rounding)) is not None:
             fail(score, "gradients", f"of {name}: {wrong} by autograd on scores")
 
 
@@ -218,8 +212,7 @@ def _check_rotation(score: Score, size: Size) -> None:
         definition.scores(score, *definition.project(score, *tensors)).detach()
         for tensors in ((q, k), (q @ turn, k @ turn))
     ]
-    wrong = difference(made[1], made[0], ROUNDING * max(1.0, float(made[0].abs().max())))
-    if wrong is not None:
+    if (wrong := difference(made[1], made[0], ROUNDING * max(1.0, float(made[0].abs().max())))) is not None:
         fail(
             score, "keeps_rotation", f"is True, but the score at {wrong.place} changes from {number(wrong.want)} to "
             f"{number(wrong.got)} when queries and keys are rotated by the same rotation"

@@ -248,11 +248,7 @@ def _check_merge(s: Statistic, case: _Case) -> None:
         (_merged(s, a, _start(s, a)), a, f"with zero = {s.zero:g} changes a part"),
         (_merged(s, _start(s, a), a), a, f"of zero = {s.zero:g} and a part is not the part"),
         (_merged(s, a, b), _merged(s, b, a), "depends on the order of two parts"),
-        (
-            _merged(s, _merged(s, a, b), c),
-            _merged(s, a, _merged(s, b, c)),
-            "depends on which parts come first",
-        ),
+        (_merged(s, _merged(s, a, b), c), _merged(s, a, _merged(s, b, c)), "depends on which parts come first"),
     ):
         wrong = _close(got, want)
         if wrong is not None:
@@ -333,8 +329,7 @@ def _check_one(s: Statistic, size: Size, q: Tensor, k: Tensor, mask: Mask, count
         got = measure(q, k, mask=Dense(visible) if bool(masked.any()) else mask, queries=counted, statistics=[s])
     values = got.own[s.name]
     eps = torch.finfo(at_least_float32(q.dtype)).eps
-    wrong = difference(values, want, 2000 * eps * max(1.0, float(want.abs().max())) + ROUNDING)
-    if wrong is not None:
+    if (wrong := difference(values, want, 2000 * eps * max(1.0, float(want.abs().max())) + ROUNDING)) is not None:
         fail(s, "tile", f"measure differs from the definition on the whole matrix: {wrong}, in {case}")
 
 

@@ -282,14 +282,7 @@ def _attend(
 
 
 def _fold_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    decompositions: Decompositions,
-    call: Call,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, decompositions: Decompositions, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = at_least_float32(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))

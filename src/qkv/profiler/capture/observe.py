@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from qkv import ring
 from qkv._engine.call import Call, Result, RowState, at_least_float32, detached
-from qkv.edits.active import ACTIVE, applied, with_head
+from qkv.edits.base import ACTIVE, applied, with_head
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.client import routed
@@ -264,14 +264,7 @@ class Observer:
         return self._record_step_wise(name, call, compute, causal, fused=fused)
 
     def _record_step_wise(
-        self,
-        name: str,
-        call: Call,
-        compute: Callable[[], Result],
-        causal: bool,
-        *,
-        fused: bool,
-        editable: bool = True,
+        self, name: str, call: Call, compute: Callable[[], Result], causal: bool, *, fused: bool, editable: bool = True
     ) -> Result:
         """Record a call of a model that may attend step by step, each time with one query over the same keys."""
         step = call.q.shape[2] == 1 and not causal and self.collect is None

@@ -373,10 +373,7 @@ DIRECTIONS = 3  # number of principal directions of the keys whose share of the 
 
 
 def geometry(
-    call: Call,
-    first: int | Int[Tensor, " b"],
-    queries: Bool[Tensor, "b nq"] | None,
-    keys: Bool[Tensor, "b nk"] | None,
+    call: Call, first: int | Int[Tensor, " b"], queries: Bool[Tensor, "b nq"] | None, keys: Bool[Tensor, "b nk"] | None
 ) -> dict[str, Tensor]:
     """Lengths and directions of the vectors of a call, after projection and rotary positions.
 

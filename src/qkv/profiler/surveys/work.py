@@ -117,13 +117,7 @@ class Work:
     """Everything that determines the shards, as it is written to the folder of the survey."""
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        texts: Source,
-        tokenizer: Any,
-        settings: Settings,
-    ) -> Work:
+    def of(cls, model: nn.Module, texts: Source, tokenizer: Any, settings: Settings) -> Work:
         """The work of a survey with these settings."""
         statistics = checked_custom(settings.statistics, (*QUANTITIES, *TAKEN), over="query")
         definition = definition_of(model, tokenizer, replace(settings, statistics=statistics))
