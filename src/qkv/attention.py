@@ -249,8 +249,7 @@ def _general(
     form = None
     if not (isinstance(q, Tensor) and q.ndim == 4):
         form, (q, k, v) = Form.of(q, k, v)
-    dtype = autocast_dtype(q)
-    if dtype is not None:
+    if (dtype := autocast_dtype(q)) is not None:
         with torch.autocast(q.device.type, enabled=False):
             found = _general(
                 q.to(dtype), k.to(dtype), v.to(dtype), mask, bias, score, normalizer, dropout_p, dropout_seed, kernel,

@@ -42,7 +42,6 @@ from qkv.masks import (
     longformer,
     patterns,
 )
-from qkv.masks import picture as picture_module
 from qkv.reference.parts import is_visible
 
 mpl.use("Agg")
@@ -299,15 +298,15 @@ def test_longformer_has_half_its_window_on_each_side(window: int) -> None:
 @pytest.mark.parametrize("mask", [Causal(), longformer(2), bigbird(2, 1), Padding([9]), ~Window(3)], ids=str)
 def test_a_plot_shows_the_dense_mask(mask: Mask, nq: int, nk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     grid, seen = Grid.of(nq, nk), mask.dense(nq, nk)[0, 0].double()
-    assert np.array_equal(picture_module.shares(mask, grid), seen.numpy())
+    assert np.array_equal(base.shares(mask, grid), seen.numpy())
     axes = mask.plot(nq, nk)
     (image,) = axes.get_images()
     assert np.array_equal(np.asarray(image.get_array()), seen.numpy())
     assert tuple(image.get_extent()) == (-0.5, nk - 0.5, nq - 0.5, -0.5)
     assert f"{1 - seen.mean():.0%} masked" in axes.get_title()
-    monkeypatch.setattr(picture_module, "PAIRS", 4)  # a cell is now the visible share of a tile, also at the edges
+    monkeypatch.setattr(base, "PAIRS", 4)  # a cell is now the visible share of a tile, also at the edges
     size = -(-nk // 4)
-    shares = picture_module.shares(mask, grid)
+    shares = base.shares(mask, grid)
     for (r, c), share in np.ndenumerate(shares):
         assert share == pytest.approx(seen[r * size : (r + 1) * size, c * size : (c + 1) * size].mean().item())
     assert shares.shape == (-(-nq // size), -(-nk // size))

@@ -201,8 +201,7 @@ class Tile:
         """Final scores with the shift, which may be overwritten; and masked pairs, including those of a −inf bias."""
         tiles, call = self.group.tiles, self.group.tiles.call
         scores = tiles.scores(self.rows, self.columns, self.buffer("scores"))
-        shift = tiles.of(call.shift)
-        if shift is not None:
+        if (shift := tiles.of(call.shift)) is not None:
             scores = scores.add_((shift[..., self.rows] if shift.shape[2] > 1 else shift)[..., None])
         masked = self.masked()
         if call.biases and not call.normalizer.zero_at_minus_infinity:

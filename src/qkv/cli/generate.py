@@ -33,12 +33,15 @@ class Prompt(Input):
     of such a model on the Hugging Face hub."""
     text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT]", help_behavior_hint="")] = None
     """The text to continue."""
-    tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 100  # type: ignore[assignment]
+    tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 100
     """Largest number of new tokens. A model with learned positions stops at its last position."""
 
 
+PROMPT = Prompt()
+
+
 def generate(
-    given: Annotated[Prompt, tyro.conf.arg(name="")],
+    given: Annotated[Prompt, tyro.conf.arg(name="")] = PROMPT,
     *,
     temperature: Annotated[float, tyro.conf.arg(metavar="T")] = 0.8,
     greedy: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,

@@ -229,8 +229,7 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
         raise InputError(f"kernel is {kernel!r}, expected 'auto' or one of {', '.join(map(repr, KERNELS))}")
     rejected = {}
     for name in KERNELS:
-        why = _unsupported_reason(name, call, weights=weights)
-        if why is not None:
+        if (why := _unsupported_reason(name, call, weights=weights)) is not None:
             rejected[name] = why
     if kernel != "auto":
         if kernel in rejected:

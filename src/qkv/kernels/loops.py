@@ -15,8 +15,7 @@ def unsupported_reason(call: Call) -> str | None:
     if call.needs_grad:
         return "it has no gradients; detach the inputs or use torch.no_grad()"
     given = call.given
-    unknown = reference.first_undefined(given.mask, *given.biases, given.score, given.normalizer)
-    if unknown is not None:
+    if (unknown := reference.first_undefined(given.mask, *given.biases, given.score, given.normalizer)) is not None:
         return f"the reference has no definition of {unknown}"
     if call.dropout_p:
         return "it has no dropout"

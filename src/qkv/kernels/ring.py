@@ -19,9 +19,8 @@ from torch import Tensor
 
 from qkv._engine.call import Call, Result, at_least_float32, detached
 from qkv._engine.transforms import kernel_once_differentiable
-from qkv._lost import naming_lost
 from qkv.partial import Partial, merge, sink_gradient
-from qkv.ring import Shared, slice_bias
+from qkv.ring import Shared, naming_lost, slice_bias
 
 RING = "ring attention"
 Choose = Callable[[Call, set[str]], ModuleType]

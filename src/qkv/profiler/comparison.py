@@ -123,8 +123,7 @@ def compare(a: Profile, b: Profile) -> Comparison:
                 f"{y}: the group {missing!r} of {x} is missing; expected the same groups, got {', '.join(other.groups)}"
             )
     for name in a.groups:
-        difference = next(_mismatches(a.groups[name], b.groups[name]), None)
-        if difference is not None:
+        if (difference := next(_mismatches(a.groups[name], b.groups[name]), None)) is not None:
             raise InputError(f"b: the group {name!r} {difference}; expected two profiles of the same texts and heads")
     return Comparison(a, b, {name: _differences(a.groups[name], b.groups[name]) for name in a.groups})
 

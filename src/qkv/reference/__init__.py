@@ -119,8 +119,7 @@ def attention(
     ndim = q.ndim
     score = scores.Dot() if score is None else score
     normalizer = normalizers.Softmax() if normalizer is None else normalizer
-    unknown = first_undefined(mask, *bias, score, normalizer)
-    if unknown is not None:
+    if (unknown := first_undefined(mask, *bias, score, normalizer)) is not None:
         raise InputError(f"the reference has no definition of {unknown}; expected objects of this package alone")
     if q.ndim < 4:
         q, k, v = (x[:, None] if q.ndim == 3 else x[None, None] for x in (q, k, v))

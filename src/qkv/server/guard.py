@@ -121,8 +121,7 @@ class Guard:
             await send(message)
 
         headers = _Headers(scope)
-        problem = self._problem(scope, headers)
-        if problem is not None:
+        if (problem := self._problem(scope, headers)) is not None:
             await _send_error(protected, *problem)
             return
         if self.token is not None:

@@ -1,7 +1,4 @@
-"""Request and answer types of the server's JSON interface. Indices are positions in the page that count from 0.
-
-`qkv.report.payload.payload` makes the page itself, the same for the server and a report.
-"""
+"""Types of the server's JSON, but for the page (`qkv.report.payload`). Indices are positions in it from 0."""
 
 from __future__ import annotations
 

@@ -131,8 +131,7 @@ class _Given(StatisticsReducer):
         weights = self.weights[*tile.block.at, tile.columns].to(tile.group.tiles.dtype)
         if (masked := tile.masked()) is not None:
             weights = weights.masked_fill(masked, 0)
-        uncounted = rows.job.heads.uncounted
-        if uncounted is not None:
+        if (uncounted := rows.job.heads.uncounted) is not None:
             weights = weights.masked_fill(uncounted[..., tile.rows, None], 0)
         lowest, highest = (float(x) for x in weights.aminmax())  # NaN if any weight is
         if not (lowest >= 0 and highest < float("inf")):

@@ -263,8 +263,7 @@ def with_gradients(
         first: as in `measure`.
         queries: as in `measure`.
     """
-    reason = unsupported_reason(call)
-    if reason is not None:
+    if (reason := unsupported_reason(call)) is not None:
         raise InputError(f"measure: differentiable=True, but {reason}; expected differentiable=False")
     tensors = {name: x for name, x in call.tensors().items() if name not in UNTRACKED}
     masks = dict(mass or {})

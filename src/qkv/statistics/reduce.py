@@ -309,8 +309,7 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
     ) -> None:
         """Add a tile to the `Statistic` objects that the caller passed."""
         visible = None if masked is None else ~masked
-        uncounted = job.heads.uncounted
-        if uncounted is not None:
+        if (uncounted := job.heads.uncounted) is not None:
             counts = ~uncounted[..., tile.rows, None].expand(*tile.shape)
             visible = counts if visible is None else visible & counts
         grid, first = tile.group.tiles.call.grid, job.heads.first

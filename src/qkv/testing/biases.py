@@ -188,8 +188,7 @@ def _check_shortcuts(bias: Bias, bound: Bias, size: Size) -> None:
         some = region.of(before)
         if (wrong := difference(_apply(made_part, some.clone(), moved), region.of(after), rounding)) is not None:
             fail(bound, "part", f"of a tile of {name}: {wrong} from the whole")
-    by_distance = bound.by_distance
-    if by_distance is not None:
+    if (by_distance := bound.by_distance) is not None:
         expected = (size.queries + size.keys - 1,)
         if by_distance.ndim != 2 or tuple(by_distance.shape[1:]) != expected:
             fail(

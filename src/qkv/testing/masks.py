@@ -207,8 +207,7 @@ def _counts(visible: Tensor, rows: int, columns: int) -> Tensor:
 def _check_shortcuts(mask: Mask, size: Size, visible: Tensor) -> None:
     grid = size.grid
     position, key = grid.rows(0, size.queries)[:, None], grid.columns(0, size.keys)
-    band = _read(mask, "band", lambda: mask.band)
-    if band is not None:
+    if (band := _read(mask, "band", lambda: mask.band)) is not None:
         back = position - key
         inside = ((back >= band[0]) & (back <= band[1])).expand_as(visible)
         _claims(mask, "band", f"{band} says", inside, visible, grid)

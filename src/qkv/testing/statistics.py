@@ -250,8 +250,7 @@ def _check_merge(s: Statistic, case: _Case) -> None:
         (_merged(s, a, b), _merged(s, b, a), "depends on the order of two parts"),
         (_merged(s, _merged(s, a, b), c), _merged(s, a, _merged(s, b, c)), "depends on which parts come first"),
     ):
-        wrong = _close(got, want)
-        if wrong is not None:
+        if (wrong := _close(got, want)) is not None:
             fail(s, "merge", f"{says}: {wrong}, in {case}")
 
 
@@ -290,8 +289,7 @@ def _in_tiles(s: Statistic, case: _Case, rows: int, columns: int, *, log: bool =
 
 
 def _compare(s: Statistic, case: _Case, got: Tensor, want: Tensor, how: str, *, cut: bool = True) -> None:
-    wrong = _close(got, want)
-    if wrong is not None:
+    if (wrong := _close(got, want)) is not None:
         what = "depends on how the weights are split into tiles" if cut else "depends on more than the weights"
         fail(s, "tile", f"{what}: {wrong}, {how} of {case}" if cut else f"{what}: {wrong}, {how}, in {case}")
 

@@ -203,8 +203,7 @@ def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[RowBlock]:
     status = block_status(mask, Tiles.of(grid, size, size), grid)
     low, high = status.amin(1), status.amax(1)
     status = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
-    shared = _shared_keys(status)
-    if shared is not None:
+    if (shared := _shared_keys(status)) is not None:
         yield from _shared_blocks(mask, grid, status, shared)
         return
     status = status.expand(grid.batch, -1, -1)

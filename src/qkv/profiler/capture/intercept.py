@@ -96,8 +96,7 @@ class Intercept(TorchFunctionMode):
 
     def _heads(self, module: nn.Module) -> int | None:
         """The number of heads as stated for this module, or by an attribute of it or of its configuration."""
-        stated = self.stated.get(self.names[id(module)])
-        if stated is not None:
+        if (stated := self.stated.get(self.names[id(module)])) is not None:
             return stated
         owners = (module, getattr(module, "config", None))
         return next((n for owner in owners for name in HEADS if isinstance(n := getattr(owner, name, None), int)), None)
@@ -122,8 +121,7 @@ class Intercept(TorchFunctionMode):
                 self.check(self.names[id(module)], lambda: func(*args, **kwargs).reshape(result.out.shape), result)
                 return result.out.reshape(shape)
         elif func is MULTI_HEAD:
-            module = self._module()
-            if module is not None:
+            if (module := self._module()) is not None:
                 multi_head = of_multi_head(*args, **kwargs)
                 if multi_head is None:
                     self.unreadable[self.names[id(module)]] = "its keys or values are projected outside of it"

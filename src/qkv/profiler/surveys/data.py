@@ -160,8 +160,7 @@ class Survey:
 
         The definitions must be equal, and no part of a corpus may be in both.
         """
-        difference = differing(self.definition, other.definition)
-        if difference is not None:
+        if (difference := differing(self.definition, other.definition)) is not None:
             name, value, other_value = difference
             raise InputError(
                 f"other has another definition, so the surveys cannot be merged: {name} is {value} and {other_value}"
@@ -246,8 +245,7 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> tu
     for name in [*a, *(n for n in b if n not in a)]:
         x, y = a.get(name), b.get(name)
         if isinstance(x, Mapping) and isinstance(y, Mapping):
-            found = differing(x, y, f"{where}{name}.")
-            if found is not None:
+            if (found := differing(x, y, f"{where}{name}.")) is not None:
                 return found
         elif name not in a or name not in b:
             return (f"{where}{name}", *(("present", "missing") if name in a else ("missing", "present")))

@@ -175,8 +175,7 @@ class Folder:
         except Exception as error:  # each backend has its own types of errors
             raise InputError(f"out: cannot use the folder {self.address!r} ({reason(error)})") from error
         before = self.settings()  # another process may have written it at the same time
-        found = differing(before or {}, settings)
-        if found is not None:
+        if (found := differing(before or {}, settings)) is not None:
             name, was, now = found
             raise InputError(
                 f"out is {self.address!r}, which has a survey with other settings: {name} was {was} and is {now}; "

@@ -273,8 +273,7 @@ class Watched:
         """The positions of the queries and keys of a call."""
         n_queries, n_keys, device = observed.call.q.shape[2], observed.call.k.shape[2], observed.call.q.device
         first = sequence.first.setdefault(observed.group, observed.first)
-        cache = attending()
-        if cache is not None:
+        if (cache := attending()) is not None:
             keys = cache.key_positions(n_keys, n_queries)
             sequence.evicted |= cache.length < cache.seen
             return Places(torch.arange(start, start + n_queries, device=device), keys, first, self.local_window)
