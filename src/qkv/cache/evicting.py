@@ -223,9 +223,9 @@ class HeavyHitters(Evicting):
 
 
 BUILT_IN = {
-    "full": "full.Full",
-    "sliding": "full.Sliding",
-    "window": "full.Sliding",
+    "full": "base.Full",
+    "sliding": "base.Sliding",
+    "window": "base.Sliding",
     "sinks": "sinks.Sinks",
     "heavy": "evicting.HeavyHitters",
 }

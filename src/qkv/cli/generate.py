@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Prompt(Input):
     """The model, and the text that it continues."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = "qkv-mini"
     """"qkv-mini", a folder with a model saved by qkv, a folder with a GPT-2 or Llama model of Hugging Face, or the name
     of such a model on the Hugging Face hub."""
     text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT]", help_behavior_hint="")] = None

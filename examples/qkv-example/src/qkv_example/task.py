@@ -40,7 +40,8 @@ class First:
 
     def sequences(self, generator: np.random.Generator, size: int, *, unseen: bool) -> Tensor:
         """Token ids (size, length + 2), held out or not."""
-        drawn = heads.symbols(generator, size, self.length, self.symbols, unseen=unseen)
+        first, last = heads.FIRST_SYMBOL, heads.FIRST_SYMBOL + self.symbols
+        drawn = heads.drawn(lambda n: generator.integers(first, last, (n, self.length)), size, unseen=unseen)
         return torch.cat([drawn, torch.full((size, 1), heads.SEPARATOR), drawn[:, :1]], 1)
 
     def batch(self, step: int, size: int, seed: int) -> Mapping[str, Tensor]:
