@@ -95,11 +95,10 @@ def generate(
     allow(given.max_size)
     if given.text is None and given.file is None:
         raise InputError("prompt is missing, expected a text, or --file with a text file")
-    with renamed(text="prompt"):
-        text = given.passage()
-    tokens = given.tokens
+    tokens, make_cache = given.tokens, _cache(cache)
     sampling = Sampler(0.0 if greedy else temperature, top_k, top_p, min_p, repetition_penalty)
-    make_cache = _cache(cache)
+    with renamed(text="prompt"):
+        text = given.passage()  # may wait for standard input, so the options are checked before
     seed = secrets.randbelow(2**32) if seed is None else seed
     console = Console(stderr=True, highlight=False)
     with spinner(f"loading {given.model}"):
