@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jaxtyping
 import numpy as np
@@ -40,6 +40,7 @@ from fuzz.tiles import small  # noqa: E402
 from qkv import InputError, masks, reference  # noqa: E402
 from qkv._engine import sweep  # noqa: E402
 from qkv._engine.sizes import BY_DEVICE  # noqa: E402
+from qkv.cli import main  # noqa: E402
 from qkv.kernels import linear  # noqa: E402
 from qkv.normalizers import Normalizer  # noqa: E402
 from qkv.scores import Score  # noqa: E402
@@ -331,3 +332,46 @@ def refused(argument: str, match: str | None = None) -> Iterator[None]:
         yield
     assert raised.value.argument == argument, f"the error is about {raised.value.argument!r}: {raised.value}"
     assert "\n" not in str(raised.value)
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+class Ran(NamedTuple):
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Command:
+    """Runs `qkv` in this process: `command("profile", "--out", path)`."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: object) -> Ran:
+        self._capsys.readouterr()
+        code = main([str(word) for word in words])
+        return Ran(code, *self._capsys.readouterr())
+
+    def succeeds(self, *words: object) -> str:
+        """What it printed to standard output; it must end with exit code 0."""
+        ran = self(*words)
+        assert ran.code == 0, ran.err
+        return ran.out
+
+    def refuses(self, *words: object) -> str:
+        """Its error, which must be one sentence on one line, with exit code 2."""
+        ran = self(*words)
+        assert ran.code == 2, ran
+        assert ran.err.startswith("qkv: ")
+        assert ran.err.count("\n") == 1, ran.err
+        return ran.err
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs commands and returns what they print."""
+    return Command(capsys)
