@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
+ROOMS  := core profile view cli lab research docs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick coverage $(addprefix test-,$(ROOMS)) fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -42,8 +43,15 @@ test: venv  ## run every check: lint, types and all tests
 	$(PYTEST); tests=$$?; \
 	wait $$lint || { cat $(VENV)/lint.txt; exit 1; }; exit $$tests
 
-quick: venv  ## run one case of each test that takes at most a few seconds, without the viewer's: about 90 seconds
-	$(PYTEST) -m "not slow" --one-case --ignore-glob='*test_viewer*'
+quick: venv  ## run one case of each fast test: about a minute
+	$(PYTEST) -m "not slow" --one-case
+
+test-core:  ## run the tests of a room; as well test-profile, test-view, test-cli, test-lab, test-research and test-docs
+$(addprefix test-,$(ROOMS)): test-%: venv
+	$(PYTEST) tests/$*
+
+coverage: venv  ## run all tests with the coverage of lines and branches measured; writes qkv-coverage
+	$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:qkv-coverage
 
 CASES ?= 10000
 SEED  ?= 0
@@ -60,10 +68,11 @@ torture: venv  ## kill commands KILLS=20 times each, fill disks, move clocks: ab
 	$(BIN)/python -m torture --kills $(KILLS)
 	PYTHONPATH=. $(BIN)/python docs/make_reliability.py
 
-lint: venv  ## run ruff and mypy
+lint: venv  ## run ruff, mypy and codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell docs/*.md docs/*/*.md README.md CONTRIBUTING.md CHANGELOG.md
 
 MECHANISMS := benchmarks/results/mechanisms
 SELECTED := causal sink off-by-one key-bias alibi window bigbird longformer sigmoid elu linear
@@ -154,5 +163,5 @@ dist: venv  ## build wheel and sdist; writes dist
 	$(BIN)/python -m build --quiet --wheel --outdir dist lab
 
 clean:  ## remove the files of all other targets
-	rm -rf $(VENV) $(OUT) docs/_build docs/reference qkv-profile qkv-survey qkv-evict qkv-flow build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OUT) qkv-coverage docs/_build docs/reference qkv-profile qkv-survey qkv-evict qkv-flow build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,11 @@
-"""Mutation testing of the core: how many small faults in the source do the tests find?
+"""Mutation testing: how many small faults in the source do the tests find?
 
-    python -m benchmarks.mutants --number 60 --jobs 2 --out mutants.json
+    python -m benchmarks.mutants --out mutants.json
 
 Every mutant is a copy of src with one change: a comparison, an operator, a number or a boolean is another, or a `not`
-is gone. The tests of the changed package run on it and stop at the first failure: the mutant is killed. Docstrings,
-annotations, error messages and assertions are left alone.
+is gone. The tests of the changed room run on it and stop at the first failure: the mutant is killed. Docstrings,
+annotations, error messages and assertions are left alone. Two thirds of the mutants are of the core, one third of the
+profiler and the viewer. A mutant is drawn by a hash of its line, so that a change elsewhere does not draw others.
 """
 
 from __future__ import annotations
@@ -13,36 +14,30 @@ import argparse
 import ast
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from rich.progress import Progress
 
 ROOT = Path(__file__).parent.parent
-ATTENTION = ("attend", "laws", "gradients", "matrix", "peers", "own", "transforms", "numbers", "fuzz")
-STATISTICS = ("measure", "triton", "statistics", "statistics_gradients", "flow", "maps", "own_statistics")
-TESTS = {  # of a package, the files that test it; what finds most comes first
-    "src/qkv/masks": ("masks", "attend", "laws", "convert", "hf_masks"),
-    "src/qkv/biases": ("attend", "gradients", "laws", "matrix", "own", "peers"),
-    "src/qkv/normalizers": ("laws", "attend", "matrix", "gradients", "own", "peers", "measure"),
-    "src/qkv/_engine": (*ATTENTION, *STATISTICS),
-    "src/qkv/kernels": ("fused", *ATTENTION, "linear", "masks", "alignment", "flex", "flex_normalizers"),
-    "src/qkv/statistics": STATISTICS,
-    "src/qkv/cache": ("cache",),
-    "src/qkv/partial.py": ("partial", *ATTENTION),
-    "src/qkv/scores.py": ("attend", "laws", "gradients", "own", "alignment"),
-    "src/qkv/positions.py": ("positions", "decoder"),
-    "src/qkv/linear.py": ("linear",),
-    "src/qkv/choice.py": ("choice",),
-}
+ROOMS = {  # of a folder of tests, what it tests
+    "core": (
+        "masks", "biases", "normalizers", "_engine", "kernels", "statistics", "cache", "partial.py", "scores.py",
+        "positions.py", "linear.py", "choice.py", "ring.py", "attention.py", "features.py", "nn",
+    ),
+    "profile": ("profiler", "edits", "huggingface", "tracking"),
+    "view": ("figures", "plot", "page", "report", "server"),
+}  # fmt: skip
+SHARES = {"core": 24, "profile": 8, "view": 4}  # of 36 mutants
 COMPARE = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*"}
 
@@ -58,10 +53,10 @@ class Mutant:
     """Characters of the file that are replaced."""
     old: str
     new: str
-    package: str
+    room: str
 
 
-def mutants(file: Path, package: str) -> Iterator[Mutant]:
+def mutants(file: Path, room: str) -> Iterator[Mutant]:
     """All mutants of a file."""
     source = file.read_text()
     starts = [0]
@@ -79,7 +74,7 @@ def mutants(file: Path, package: str) -> Iterator[Mutant]:
         return start, start + len(inner.encode())
 
     def mutant(node: ast.expr, start: int, stop: int, new: str) -> Mutant:
-        return Mutant(str(file.relative_to(ROOT)), node.lineno, start, stop, data[start:stop].decode(), new, package)
+        return Mutant(str(file.relative_to(ROOT)), node.lineno, start, stop, data[start:stop].decode(), new, room)
 
     tree = ast.parse(source)
     skipped: set[int] = set()
@@ -110,13 +105,24 @@ def mutants(file: Path, package: str) -> Iterator[Mutant]:
 
 
 def chosen(number: int, seed: int) -> list[Mutant]:
-    """That many mutants, drawn from all of the core."""
+    """That many mutants, each room's share drawn from all of it."""
+
+    def place(mutant: Mutant, nth: int, line: str) -> bytes:
+        return sha256(f"{seed} {mutant.file} {line} {mutant.old} {mutant.new} {nth}".encode()).digest()
+
     found = []
-    for package in TESTS:
-        path = ROOT / package
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            found += mutants(file, package)
-    return random.Random(seed).sample(found, number)
+    for room, packages in ROOMS.items():
+        drawn: dict[bytes, Mutant] = {}
+        for package in packages:
+            path = ROOT / "src/qkv" / package
+            for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+                lines, seen = file.read_text().splitlines(), Counter[tuple[str, str, str]]()
+                for mutant in mutants(file, room):
+                    same = (lines[mutant.line - 1].strip(), mutant.old, mutant.new)
+                    drawn[place(mutant, seen[same], same[0])] = mutant
+                    seen[same] += 1
+        found += [drawn[key] for key in sorted(drawn)[: round(number * SHARES[room] / sum(SHARES.values()))]]
+    return found
 
 
 def test(mutant: Mutant, limit: float, options: list[str]) -> dict[str, object]:
@@ -127,9 +133,9 @@ def test(mutant: Mutant, limit: float, options: list[str]) -> dict[str, object]:
         file = Path(folder) / mutant.file
         data = file.read_bytes()
         file.write_bytes(data[: mutant.start] + mutant.new.encode() + data[mutant.stop :])
-        files = [str(ROOT / f"tests/test_{name}.py") for name in TESTS[mutant.package]]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *files]
-        paths = f"{folder}/src:{ROOT}:{ROOT / 'tests'}"
+        tests = str(ROOT / "tests" / mutant.room)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, tests]
+        paths = f"{folder}/src:{ROOT / 'lab'}:{ROOT}:{ROOT / 'tests'}"
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(
@@ -144,7 +150,7 @@ def test(mutant: Mutant, limit: float, options: list[str]) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=60, help="of mutants")
+    parser.add_argument("--number", type=int, default=36, help="of mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="mutants tested at the same time")
     parser.add_argument("--limit", type=float, default=900, help="seconds after which a mutant counts as killed")

@@ -31,26 +31,3 @@ def test_the_public_interface_is_the_recorded_one(kind: str) -> None:
     found = interface.text(kind)
     if found != recorded:
         pytest.fail(advice(kind, recorded, found), pytrace=False)
-
-
-def test_the_record_has_what_users_write() -> None:
-    names, options, formats = (interface.text(kind).splitlines() for kind in ("names", "options", "formats"))
-    assert any(line.startswith("qkv.attend(") and "kernel=" in line for line in names)
-    assert any(line.startswith("qkv.masks.Window(size") for line in names)
-    assert any(line.startswith("qkv.Profile.heads(") for line in names)
-    assert any(line.startswith("qkv profile --out = ") for line in options)
-    assert any(line.startswith("qkv flow --from ") for line in options)
-    assert any(line.startswith("qkv train reversal --model.layers = ") for line in options)
-    assert any(line.startswith("qkv-profile 2") for line in formats)
-    assert "config.json of DecoderLM: vocab_size" in formats
-
-
-def test_the_advice_depends_on_whether_something_was_removed() -> None:
-    added = advice("names", "qkv.a()\n", "qkv.a()\nqkv.b()\n")
-    assert "+qkv.b()" in added
-    assert "CHANGELOG.md" in added
-    assert "docs/upgrading.md" not in added
-    removed = advice("names", "qkv.a(x)\n", "qkv.a(y)\n")
-    assert "-qkv.a(x)" in removed
-    assert "docs/upgrading.md" in removed
-    assert all("make contract" in text for text in (added, removed))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -24,7 +23,6 @@ sys.path.insert(0, str(pages.DOCS / "_ext"))
 import error_index
 import public_names
 
-TESTS = pages.ROOT / "tests"
 MACHINERY = {"EMPTY", "FULL", "PARTIAL", "And", "Or", "Not", "Grid", "Region", "Shifted", "Tiles"} | {
     "Mask", "Bias", "Score", "Normalizer", "Scaling", "Cache", "from_flex", "from_multihead", "from_sdpa", "mask_mod",
     "to_flex", "to_multihead", "to_sdpa",
@@ -131,43 +129,11 @@ def test_every_mechanism_has_a_page() -> None:
             assert re.search(rf"\b{name}\b", text), f"no page of docs/mechanisms mentions qkv.{module}.{name}"
 
 
-def test_tests_named_in_the_documentation_exist() -> None:
-    defined = {path.name: _functions(path) for path in TESTS.glob("test_*.py")}
-    for page in pages.pages():
-        text = (pages.ROOT / page).read_text(encoding="utf-8")
-        for file, name in re.findall(r"tests/(test_\w+\.py)(?:::(\w+))?", text):
-            assert file in defined, f"{page} names tests/{file}, which does not exist"
-            assert not name or name in defined[file], f"{page} names tests/{file}::{name}, which does not exist"
-
-
 def test_files_named_in_the_documentation_exist() -> None:
     for page in pages.pages():
         text = (pages.ROOT / page).read_text(encoding="utf-8")
         for name in re.findall(r"`((?:src|tests|benchmarks|docs)/[\w./-]+\.\w+)`", text):
             assert (pages.ROOT / name).exists(), f"{page} names {name}, which does not exist"
-
-
-def test_pages_avoid_the_patterns_of_the_terms_page() -> None:
-    for page in pages.pages():
-        prose = _prose(page) if page != "docs/terms.md" else ""
-        for avoided, term in _avoided().items():
-            found = re.search(avoided, prose, re.IGNORECASE)
-            assert not found, f"{page} says {found[0]!r}, docs/terms.md {term!r}"
-
-
-def test_spelling(tmp_path: Path) -> None:
-    """codespell finds no misspelled word on any page."""
-    for page in pages.pages():
-        (tmp_path / page.replace("/", "-")).write_text(_prose(page), encoding="utf-8")
-    command = [sys.executable, "-m", "codespell_lib", "--ignore-words-list", "nd,te,ans,mot,chat,als,fo", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _prose(page: str) -> str:
-    """A page without code and addresses."""
-    text = (pages.ROOT / page).read_text(encoding="utf-8")
-    return re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|^ {4}.*$", " ", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def test_error_messages_of_the_errors_page_exist() -> None:
@@ -177,16 +143,3 @@ def test_error_messages_of_the_errors_page_exist() -> None:
     for row in rows:
         parts = ".*".join(re.escape(part) for part in row.split("…"))
         assert any(re.match(parts, text) for text in raised), f"no error message begins with {row!r}"
-
-
-def _functions(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-
-
-def _avoided() -> dict[str, str]:
-    """The last table of docs/terms.md: patterns to avoid, and their replacements."""
-    table = (pages.DOCS / "terms.md").read_text(encoding="utf-8").split("## Not")[1]
-    rows = re.findall(r"^\| `(.+?)` \| (.+?) \|", table, re.MULTILINE)
-    assert rows
-    return {pattern.replace("\\|", "|"): term for pattern, term in rows}
