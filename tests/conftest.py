@@ -54,6 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-case", action="store_true", help="of each parametrised test only the first case")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before the fixtures of each test torch's generator is as at the start, whichever tests ran before."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--one-case"):
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
