@@ -125,8 +125,8 @@ class _ByFactor(Scaling):
 class Linear(_ByFactor):
     """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595).
 
-    >>> Rotary(4, scaling=Linear(2.0))(torch.ones(1, 1, 1, 4), torch.tensor([2.0])).sum().item() == Rotary(4)(
-    ...     torch.ones(1, 1, 1, 4), torch.tensor([1.0])).sum().item()
+    >>> Rotary(4, scaling=Linear(2.0))(torch.ones(1, 1, 1, 4), torch.tensor([2])).sum().item() == Rotary(4)(
+    ...     torch.ones(1, 1, 1, 4), torch.tensor([1])).sum().item()
     True
     """
 

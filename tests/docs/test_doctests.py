@@ -11,7 +11,7 @@ import pytest
 import qkv
 
 SOURCE, ROOT = Path(qkv.__file__).parent, Path(__file__).parents[2]
-HEAVY = ("huggingface", "profiler", "plot", "report", "server", "figures", "page", "cli", "tracking")
+HEAVY = ("huggingface", "profiler", "plot", "report", "server", "figures", "page", "cli", "tracking", "testing")
 RUN = """
 import doctest, importlib, sys
 import jaxtyping
