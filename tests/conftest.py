@@ -60,6 +60,12 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """After a failure, how to run the tests in the same order again."""
+    if terminalreporter.stats.get("failed") and (seed := config.getoption("randomly_seed", None)) is not None:
+        terminalreporter.write_line(f"The same order again: pytest --randomly-seed={seed}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--one-case"):
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
