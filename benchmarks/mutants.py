@@ -21,8 +21,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 
@@ -164,21 +164,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=36, help="of mutants")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--survivors", type=Path, help="results of an earlier run: test what survived in it again")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tested at the same time")
     parser.add_argument("--limit", type=float, default=900, help="seconds after which a mutant counts as killed")
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     parser.add_argument("--options", default="", help="more options for pytest")
     asked = parser.parse_args()
+    every = chosen(asked.number, asked.seed)
+    if asked.survivors:
+        before = json.loads(asked.survivors.read_text())
+        alive = [Mutant(**{field.name: x[field.name] for field in fields(Mutant)}) for x in before if not x["killed"]]
+        every = [mutant for mutant in every if mutant in alive]
     found: list[dict[str, object]] = []
     with Progress() as progress, ThreadPoolExecutor(asked.jobs) as pool:
-        bar = progress.add_task("mutants", total=asked.number)
-        every = chosen(asked.number, asked.seed)
-        for result in pool.map(lambda m: test(m, asked.limit, asked.options.split()), every):
-            found.append(result)
+        bar = progress.add_task("mutants", total=len(every))
+        jobs = [pool.submit(test, mutant, asked.limit, asked.options.split()) for mutant in every]
+        for done in as_completed(jobs):
+            found.append(done.result())
             asked.out.write_text(json.dumps(found, indent=1) + "\n")
             progress.advance(bar)
     killed = sum(bool(x["killed"]) for x in found)
-    print(f"{killed} of {len(found)} mutants killed ({killed / len(found):.0%})")
+    print(f"{killed} of {len(found)} mutants killed ({killed / max(1, len(found)):.0%})")
     for x in found:
         if not x["killed"]:
             print(f"  survived: {x['file']}:{x['line']}  {x['old']!r} → {x['new']!r}")
