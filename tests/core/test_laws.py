@@ -24,7 +24,7 @@ from qkv.biases import Dense, SoftCap
 from qkv.kernels.flash import kernel as flash
 from qkv.masks import Causal, Padding, Window
 from qkv.normalizers import EluPlusOne, Entmax, Hard, Identity, Normalizer, ReLU, Sigmoid, Softmax
-from qkv.scores import Cosine, Dot, General
+from qkv.scores import Dot
 
 H, D = 6, 3
 KERNELS = ("flash", "tiled", "eager")
@@ -79,20 +79,9 @@ def _gaussian_smoothing(run: Attend, q: Tensor, k: Tensor, v: Tensor) -> Pairs:
     yield run(q, k, v, score=Dot(1 / 0.8**2)), near @ v.repeat_interleave(3, 1) / near.sum(3, keepdim=True)
 
 
-def _learned_key(run: Attend, q: Tensor, k: Tensor, v: Tensor) -> Pairs:
-    """`Softmax(key=…)` is one more key of value 0, which belongs to a query head and is compared as that head does."""
-    key, k, v = rand(H, D, seed=7), k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
-    more = torch.cat([key[None, :, None].expand(2, -1, -1, -1), k], 2)
-    values = torch.cat([torch.zeros_like(v[:, :, :1]), v], 2)
-    for score in (Dot(), General(rand(H, D, D, seed=31)), Cosine(3 + rand(H, seed=32))):
-        got = run(q, k, v, score=score, normalizer=Softmax(1.5, key=key))
-        yield got, run(q, more, values, score=score, normalizer=Softmax(1.5))
-
-
 LAWS: dict[str, Callable[..., Pairs]] = {
     "the order of keys does not matter": _order_of_keys, "chunks of queries are the whole": _chunks_of_queries,
     "a constant added to keys changes nothing": _constant_added_to_keys, "softmax smooths": _gaussian_smoothing,
-    "a learned key is one more key": _learned_key,
 }  # fmt: skip
 
 
@@ -364,11 +353,6 @@ def test_an_in_place_change_before_the_backward_raises(kernel: str) -> None:
         out.sum().backward()
 
 
-def test_the_memory_meter_detects_a_square_tensor() -> None:
-    q, k, v = triple(1, 2, 1, 512, 512, 4, 4, dtype=torch.float32)
-    assert largest_tensor(lambda: attend(q, k, v, kernel="eager")) >= 2 * 512 * 512
-
-
 @pytest.mark.parametrize(
     ("kernel", "mask"),
     [
@@ -388,6 +372,7 @@ def test_training_takes_linear_memory(kernel: str, mask: masks.Mask | None) -> N
     # A tile of 256 × 256 for each head, or a band of 2 · 256 keys a query: far from heads · n².
     most = 3 * 256 * n if "Prefix" in str(mask) else max(heads * 256 * 256, 4 * heads * n * (d + 1))
     assert largest_tensor(step) <= most < heads * n * n / 5
+    assert largest_tensor(lambda: attend(q[:, :, :512], k, v, kernel="eager")) >= heads * 512 * n  # it measures
     assert all(x.grad.abs().max() > 0 for x in (q, k, v))
 
 

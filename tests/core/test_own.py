@@ -175,15 +175,6 @@ def test_a_learned_tensor_computed_from_another_gets_its_gradient() -> None:
     close(found[1], found[0], eps=512)
 
 
-def test_modules_train_the_parameters_of_an_object() -> None:
-    attention = qkv.Attention(mask=masks.Causal(), normalizer=HeavyTail(), bias=Slope(), score=Manhattan())
-    layer = qkv.nn.MultiHeadAttention(16, HEADS, attention=attention).double()
-    layer(rand(2, 150, 16)).square().sum().backward()
-    named = {name: x.grad for name, x in layer.named_parameters() if "composition" in name}
-    assert len(named) == 3
-    assert all(grad is not None and grad.abs().max() > 0 for grad in named.values())
-
-
 class DoubleSlope(biases.Bias):
     """A float64 parameter in a float32 call."""
 

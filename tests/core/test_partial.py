@@ -81,18 +81,6 @@ def test_a_sink_is_a_partial_result_without_a_value_that_counts_once(a: Partial,
     same(merge(a, b).with_sink(logit), merge(a.with_sink(logit), b))
 
 
-def test_by_hand() -> None:
-    """One key with value 1 and score ln 3, one with value 5 and score 0: (3·1 + 1·5) / 4 = 2."""
-    a = Partial(torch.tensor([[1.0]]), torch.tensor([3.0]).log())
-    b = Partial(torch.tensor([[5.0]]), torch.tensor([0.0]))
-    got = merge(a, b)
-    close(got.out, torch.tensor([[2.0]]))
-    close(got.lse, torch.tensor([4.0]).log())
-    sunk = got.with_sink(torch.tensor([4.0]).log())
-    close(sunk.out, torch.tensor([[1.0]]))
-    close(sunk.lse, torch.tensor([8.0]).log())
-
-
 @given(seed=st.integers(0, 99), cuts=st.sets(st.integers(1, 12), max_size=5), order=st.randoms(use_true_random=False))
 def test_attention_over_splits_of_the_keys_is_the_whole(seed: int, cuts: set[int], order: random.Random) -> None:
     q, k, v = triple(seed=seed)
