@@ -18,7 +18,7 @@ from qkv.models.decoder import DecoderConfig, DecoderLM
 flavours = {
     "gpt2": {},
     "llama": {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tied": False},
-    "window": {"window": 5, "positions": "alibi"}, "sigmoid": {"normalizer": "sigmoid"}, "sink": {"sink": True},
+    "window": {"window": 5, "positions": "alibi", "sink": True}, "sigmoid": {"normalizer": "sigmoid"},
 }
 def model_of(name):
     sizes = {"vocab_size": 23, "context": 128, "d_model": 24, "layers": 1, "heads": 6, "kv_heads": 2}
@@ -114,13 +114,9 @@ def errors() -> dict[str, str]:
     return found
 
 
-def test_compiled_models_have_the_same_outputs_and_gradients_without_breaks_or_warnings(errors: dict[str, str]) -> None:
-    assert not errors["decoders"], errors["decoders"]
-
-
-def test_a_training_step_through_the_default_backend_under_autocast(errors: dict[str, str]) -> None:
-    assert not errors["default backend"], errors["default backend"]
-
-
-def test_every_other_model_compiles_and_trains_under_autocast(errors: dict[str, str]) -> None:
-    assert not errors["others"], errors["others"]
+@pytest.mark.parametrize("part", PARTS)
+def test_compiled_models_have_the_same_outputs_and_gradients_and_train_under_autocast(
+    part: str, errors: dict[str, str]
+) -> None:
+    """Without breaks and warnings."""
+    assert not errors[part], errors[part]

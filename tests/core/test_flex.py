@@ -1,6 +1,8 @@
-"""FlexAttention against the eager kernel: torch's reference of it on CPU, the compiled kernel on CUDA.
+"""FlexAttention against the eager kernel: traced and compiled on CPU by eager torch, and the real kernels on CUDA.
 
-Shape checks cannot be traced by torch.compile: what is traced runs without them.
+Softmax is its own; other normalizers go by the logarithms of their weights. That torch's reference of it gives the
+right output for every composition on CPU is in test_oracle.py. Shape checks cannot be traced by torch.compile: what is
+traced runs without them.
 """
 
 from __future__ import annotations
@@ -12,20 +14,59 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
-from torch import Tensor
+from torch import Tensor, nn
 
 import qkv
-from conftest import MASKS, close, fits, rand, triple, unchecked
-from qkv import InputError, biases, masks
-from qkv._engine.call import Call, Result
+from conftest import MASKS, close, rand, refused, triple, unchecked
+from qkv import biases, masks
+from qkv._engine.call import Call
 from qkv.biases import ALiBi, Dense, RelativePosition, SoftCap, T5Bias
-from qkv.kernels import eager
+from qkv.kernels import choose, eager
 from qkv.kernels.flex import kernel as flex
-from qkv.normalizers import Softmax
-from qkv.scores import Additive, Dot
+from qkv.kernels.flex import log_space
+from qkv.normalizers import Entmax, Hard, Identity, Normalizer, Pointwise, ReLU, Sigmoid, Softmax, SumToOne
+from qkv.scores import Additive
 
 B, H, HKV, NQ, NK, D = 2, 6, 2, 11, 13, 3
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled FlexAttention needs CUDA")
+
+
+class SoftplusSquared(SumToOne):
+    """Its weight depends on score and level separately, so that −∂w/∂level is not ∂w/∂s."""
+
+    def weight(self, scores: Tensor, level: Tensor) -> Tensor:
+        return nn.functional.softplus(1.5 * scores - level) ** 2
+
+
+class Square(Pointwise):
+    nonnegative = True
+
+    def __init__(self, divide: str | None = None) -> None:
+        self.divide = divide
+
+    def weight(self, scores: Tensor) -> Tensor:
+        return scores**2
+
+
+BIASES: dict[str, tuple[biases.Bias, ...]] = {
+    "dense": (Dense(rand(H, NQ, NK)),),
+    "cap after dense": (Dense(rand(H, 1, NK)), SoftCap(2.0)),
+    "alibi": (ALiBi(biases.alibi_slopes(H).double()),),
+    "t5": (T5Bias(rand(32, H)),),
+    "relative": (RelativePosition(rand(5, D)),),
+}
+NORMALIZERS: dict[str, Normalizer] = {
+    "softmax": Softmax(0.7, rand(H)),
+    "sigmoid of heads": Sigmoid(rand(H)),
+    "relu by keys": ReLU(),
+    "square by sum": Square("sum"),
+    "sparsemax": Entmax(2.0),
+    "entmax 1.3": Entmax(1.3, sink=rand(B, H, NQ)),
+    "softplus": SoftplusSquared(),
+    "softplus, sink": SoftplusSquared(sink=rand(H)),
+    "softplus, key": SoftplusSquared(key=rand(H, D)),
+}
+LEARNED = {Dense: "tensor", T5Bias: "table", RelativePosition: "keys", ALiBi: "slopes"}
 
 
 @pytest.fixture
@@ -41,96 +82,51 @@ def traced() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def same(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 64, **asked: Any) -> None:
-    got = qkv.attend(q, k, v, kernel="flex", return_lse=True, **asked)
-    want = qkv.attend(q, k, v, kernel="eager", return_lse=True, **asked)
-    for ours, theirs in zip(got, want, strict=True):
+@pytest.fixture
+def as_on_a_card(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors are served as CUDA tensors: with gradients, and traced by torch.compile, but run by eager torch."""
+    compiled = torch.compile(torch_flex.flex_attention, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex, "_attention", lambda device: flex._compiled_attention)
+    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+
+
+def same(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 256, **asked: Any) -> None:
+    got, want = (qkv.attend(q, k, v, kernel=kernel, **asked) for kernel in ("flex", "eager"))
+    assert got.dtype == want.dtype
+    close(got, want, eps=eps)
+
+
+def gradients_agree(normalizer: str, bias: str, device: str, dtype: torch.dtype, *, d: int = D, eps: float) -> None:
+    """Output, lse and gradients of q, k, v, a bias, and the sink, key or shift equal those of the eager kernel."""
+    leaves: list[Tensor] = []
+
+    def learned(x: Tensor) -> Tensor:
+        leaves.append(x.detach().clone().to(device, dtype).requires_grad_())
+        return leaves[-1]
+
+    q, k, v = (learned(x) for x in triple(d=d))
+    given = [
+        replace(one, **{name: learned(getattr(one, name))}) if (name := LEARNED.get(type(one))) else one
+        for one in (BIASES | {"relative": (RelativePosition(rand(5, d)),)})[bias]
+    ]
+    made = type(NORMALIZERS[normalizer]).__new__(type(NORMALIZERS[normalizer]))
+    for name, x in vars(NORMALIZERS[normalizer]).items():
+        object.__setattr__(made, name, learned(x) if isinstance(x, Tensor) else x)
+    found = []
+    for kernel in (flex, eager):
+        call = Call.of(q, k, v, masks.Causal() & masks.Padding([12, 8]), tuple(given), None, made)
+        result = kernel.forward(call)
+        loss = result.out.double().cos().sum()
+        if result.lse is not None:
+            loss = loss + result.lse.double().sin().sum()
+        found.append([result.out, *torch.autograd.grad(loss, leaves)])
+    for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == theirs.dtype
         close(ours, theirs, eps=eps)
 
 
-def some_biases(h: int = H, nq: int = NQ, nk: int = NK, d: int = D) -> dict[str, Any]:
-    return {
-        "soft cap": SoftCap(1.5),
-        "dense": Dense(rand(h, nq, nk)),
-        "dense of items": Dense(rand(B, 1, nq, nk)),
-        "dense columns": Dense(rand(1, nk)),
-        "hidden by a bias": Dense(rand(nq, nk).masked_fill(rand(nq, nk, seed=1) < 0, -torch.inf)),
-        "alibi": ALiBi(),
-        "t5": T5Bias(rand(32, h)),
-        "relative": RelativePosition(rand(5, d)),
-        "relative of heads": RelativePosition(rand(h, 5, d)),
-        "cap after dense": (Dense(rand(h, 1, nk)), SoftCap(2.0)),
-        "dense after cap": (SoftCap(2.0), Dense(rand(h, nq, 1)), ALiBi()),
-    }
-
-
-@pytest.mark.parametrize(("nq", "nk"), [(11, 13), (14, 9), (1, 13)])
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.usefixtures("untraced")
-def test_masks(name: str, nq: int, nk: int) -> None:
-    if not fits(name, nq, nk):
-        with pytest.raises(InputError):
-            qkv.attend(*triple(nq=nq, nk=nk), mask=MASKS[name](nq, nk, B, H), kernel="flex")
-        return
-    same(*triple(nq=nq, nk=nk), mask=MASKS[name](nq, nk, B, H))
-
-
-@pytest.mark.parametrize("name", some_biases())
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.usefixtures("untraced")
-def test_biases(name: str, temperature: float) -> None:
-    bias, normalizer = some_biases()[name], Softmax(temperature)
-    same(*triple(), bias=bias, normalizer=normalizer)
-    same(*triple(), bias=bias, normalizer=normalizer, mask=masks.Causal())
-
-
-@pytest.mark.parametrize(
-    "normalizer",
-    [Softmax(sink=0.0), Softmax(sink=rand(H)), Softmax(sink=1e4), Softmax(0.5, rand(H)), Softmax(0.5, key=rand(H, D))],
-)
-@pytest.mark.parametrize("mask", ["none", "padding, window", "nothing"])
-@pytest.mark.usefixtures("untraced")
-def test_sinks(normalizer: Softmax, mask: str) -> None:
-    same(*triple(), normalizer=normalizer, mask=MASKS[mask](NQ, NK, B, H), bias=ALiBi())
-
-
-@pytest.mark.parametrize("score", [Dot(1.0), Dot(0.0), Dot(-0.5)])
-@pytest.mark.usefixtures("untraced")
-def test_scales(score: Dot) -> None:
-    same(*triple(), score=score, mask=masks.Causal())
-    same(*triple(), score=score, mask=masks.Causal(), bias=SoftCap(1.0))
-
-
-@pytest.mark.parametrize(("h", "hkv", "d", "dv"), [(6, 6, 3, 5), (6, 3, 16, 16), (5, 1, 7, 2)])
-@pytest.mark.usefixtures("untraced")
-def test_groups_and_head_sizes(h: int, hkv: int, d: int, dv: int) -> None:
-    same(*triple(h=h, hkv=hkv, d=d, dv=dv), mask=masks.Window(4), bias=ALiBi())
-
-
-@pytest.mark.usefixtures("untraced")
-def test_bfloat16() -> None:
-    q, k, v = triple(dtype=torch.bfloat16)
-    got, lse = qkv.attend(q, k, v, mask=masks.Causal(), bias=ALiBi(), kernel="flex", return_lse=True)
-    want = qkv.attend(*(x.double() for x in (q, k, v)), mask=masks.Causal(), bias=ALiBi(), kernel="eager")
-    assert lse.dtype == torch.float32
-    assert isinstance(want, Tensor)
-    close(got, want, eps=4)
-
-
-@pytest.mark.usefixtures("untraced")
-def test_nan_in_padding_does_not_spread() -> None:
-    q, k, v = triple()
-    k[:, :, 9:], v[:, :, 9:] = torch.nan, torch.nan
-    same(q, k, v, mask=masks.Padding([9, 7]))
-
-
-@pytest.mark.usefixtures("untraced")
-def test_fully_masked_queries_give_zeros() -> None:
-    out, lse = qkv.attend(*triple(nq=14, nk=9), mask=masks.Causal(), kernel="flex", return_lse=True)
-    assert (out[:, :, :5] == 0).all()
-    assert (lse[:, :, :5] == -torch.inf).all()
-    assert out[:, :, 5:].ne(0).all()
+# --- masks ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("untraced")
@@ -149,74 +145,135 @@ def test_the_block_mask_is_cached_until_its_tensor_is_written_to() -> None:
     same(q, k, v, mask=masks.Causal())
 
 
-@pytest.mark.parametrize("name", ["documents, causal", "padding, window"])
+@pytest.mark.parametrize(
+    ("mask", "bias"),
+    [
+        (MASKS["documents, causal"](NQ, NK, B, H), "cap after dense"),
+        (MASKS["padding, window"](NQ, NK, B, H), "t5"),
+        (masks.bigbird(block=2, random=1) | masks.Prefix(1) | masks.Shifted(masks.Global([0]), 1), "relative"),
+    ],
+    ids=["documents", "padding", "drawn and looked up"],
+)
 @pytest.mark.usefixtures("traced")
-def test_masks_and_biases_can_be_traced(name: str) -> None:
-    same(*triple(), mask=MASKS[name](NQ, NK, B, H), bias=some_biases()["cap after dense"])
+def test_masks_and_biases_can_be_traced(mask: masks.Mask, bias: str) -> None:
+    same(*triple(), mask=mask, bias=BIASES[bias])
 
 
+# --- logarithms of weights --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("untraced")
+def test_rows_without_weight_give_zeros_and_negative_weights_give_nan() -> None:
+    q, k, v = (x.abs() for x in triple())
+    for divide in (None, "sum", "keys"):
+        assert bool((qkv.attend(-q, k, v, normalizer=ReLU(divide), kernel="flex") == 0).all())
+
+    assert bool(qkv.attend(-q, k, v, normalizer=own(lambda self, s: s), kernel="flex").isnan().all())
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_row_of_tiny_weights_is_divided_by_its_sum_as_elsewhere() -> None:
+    q, k, v = torch.full((1, 1, 1, 1), 1.0), torch.tensor([[[[1e-12], [2e-12]]]]), torch.tensor([[[[3.0], [6.0]]]])
+    same(q, k, v, normalizer=Square("sum"))
+    same(q * 1e-9, k, v, normalizer=Square("sum"))  # the squares underflow
+
+
+@pytest.mark.usefixtures("untraced")
+def test_levels_far_from_zero_and_many_keys() -> None:
+    q, k, v = triple(nq=5, nk=600)
+    same(q, k + 300, v, normalizer=SoftplusSquared(), eps=2**13)
+    same(q, k, v, normalizer=SoftplusSquared(sink=1.0), eps=2**10)
+
+
+@pytest.mark.parametrize("n", [100, 5000])
+@pytest.mark.usefixtures("untraced")
+def test_the_search_for_a_level_takes_few_calls(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, attend = [], flex._reference_attention
+    monkeypatch.setattr(flex, "_reference_attention", lambda *q, **named: (calls.append(n), attend(*q, **named))[1])
+    q, k, v = (x.float() for x in triple(1, 2, 2, 7, n, 16, 16))
+    for normalizer in (SoftplusSquared(), SoftplusSquared(sink=2.0), Entmax(1.5), Entmax(2.0)):
+        calls.clear()
+        qkv.attend(q, k, v, normalizer=normalizer, kernel="flex")
+        assert 3 < len(calls) <= 20
+
+
+# --- gradients, as compiled -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "bias"),
+    [
+        ("softmax", "cap after dense"), ("softmax", "relative"), ("softmax", "t5"),
+        ("sigmoid of heads", "dense"), ("square by sum", "dense"), ("entmax 1.3", "dense"), ("softplus, sink", "dense"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("as_on_a_card")
+def test_gradients_as_compiled(normalizer: str, bias: str) -> None:
+    gradients_agree(normalizer, bias, "cpu", torch.float64, eps=256 if normalizer == "softmax" else 2**14)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
-def test_drawn_and_looked_up_masks_can_be_traced() -> None:
-    mask = masks.bigbird(block=2, random=1) | masks.Prefix(1) | masks.Shifted(masks.Global([0]), 1)
-    same(*triple(), mask=mask, bias=RelativePosition(rand(5, D)))
-
-
-@pytest.mark.parametrize("name", ["cap after dense", "relative", "t5"])
-@pytest.mark.usefixtures("traced")
-def test_gradients_as_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the graphs of torch.compile with eager torch, because the public function has no gradients on CPU."""
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(flex, "_attention", lambda device: flex._compiled_attention)
-    compiled = torch.compile(torch_flex.flex_attention, backend="aot_eager", fullgraph=True)
-    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
-    gradients_agree(name, torch.device("cpu"), torch.float64, d=D, eps=256)
-
-
-def gradients_agree(name: str, device: torch.device, dtype: torch.dtype, *, d: int, eps: float) -> None:
-    q, k, v = (x.to(device, dtype).requires_grad_() for x in triple(d=d))
-    sink = rand(H).to(device, torch.float32 if dtype != torch.float64 else dtype).requires_grad_()
-    leaves = {"q": q, "k": k, "v": v, "sink": sink}
-    given = []
-    some = some_biases(d=d)[name]
-    for i, bias in enumerate(some if isinstance(some, tuple) else (some,)):
-        table = {Dense: "tensor", T5Bias: "table", RelativePosition: "keys", ALiBi: "slopes"}.get(type(bias))
-        if table is not None:
-            start = biases.alibi_slopes(H) if isinstance(bias, ALiBi) else getattr(bias, table)
-            leaves[f"bias {i}"] = start.detach().clone().to(device, sink.dtype).requires_grad_()
-        given.append(bias if table is None else replace(bias, **{table: leaves[f"bias {i}"]}))
+def test_score_mods_compile() -> None:
+    """By the compiler that writes the CUDA kernels, from the same graphs; its kernels for the CPU have no lse."""
+    q, k, v = (x.float() for x in triple(hkv=H, d=16, dv=16))
+    call, level = Call.of(q, k, v, normalizer=SoftplusSquared(), biases=(ALiBi(),)), rand(B, H, NQ).float()
+    score_mod = log_space._log_weight(call.normalizer, flex._final_score(call), level, falling=True)
     found = []
-    for kernel in (flex, eager):
-        call = Call.of(q, k, v, masks.Causal() & masks.Padding([12, 8]), tuple(given), None, Softmax(0.7, sink))
-        result: Result = kernel.forward(call)
-        assert result.lse is not None
-        loss = result.out.double().cos().sum() + result.lse.double().sin().sum()
-        found.append(torch.autograd.grad(loss, list(leaves.values())))
-    for ours, theirs in zip(*found, strict=True):
-        close(ours, theirs, eps=eps)
+    for attend in (torch.compile(torch_flex.flex_attention, fullgraph=True), torch_flex.flex_attention):
+        with torch.no_grad(), flex._quiet():
+            found.append(attend(q, k, v, score_mod=score_mod, scale=call.scale))
+    close(*found, eps=256)
 
 
-def rejected(reason: str, **asked: Any) -> None:
-    tensors = asked.pop("tensors", triple())
-    with pytest.raises(InputError, match=reason):
-        qkv.attend(*tensors, kernel="flex", **asked)
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_flex_rejects_unsupported_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    rejected("dropout acts on weights, which it never forms", dropout_p=0.1)
-    additive = Additive(rand(4), rand(4, D), rand(4, D))
-    rejected("the score Additive is not a product of query and key", score=additive)
-    rejected("no values that depend on the distance", bias=RelativePosition(rand(5, D), rand(5, 5)))
-    rejected("no backward on CPU", tensors=triple(grad=True))
-    rejected("no backward on CPU", bias=Dense(rand(NQ, NK).requires_grad_()))
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-        same(*triple(grad=True))
-    monkeypatch.setattr(flex, "_has_lse", lambda: False)
-    rejected(f"torch {torch.__version__.split('+')[0]}.* cannot return the log-sum-exp")
+def own(weight: Any) -> Pointwise:
+    """A normalizer that declares its weights nonnegative, which is not inherited when the weight is redefined."""
+    return type("Own", (Square,), {"nonnegative": True, "weight": weight})()
+
+
+def branching(self: Square, scores: Tensor) -> Tensor:
+    return torch.exp(scores) if scores.sum() > 0 else torch.exp(2 * scores)
+
+
+def untraceable(self: Square, scores: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return torch.exp(scores)
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"dropout_p": 0.1}, "never forms"),
+    ({"score": Additive(rand(4), rand(4, D), rand(4, D))}, "Additive"),
+    ({"bias": RelativePosition(rand(5, D), rand(5, 5))}, "no values"),
+    ({"bias": Dense(rand(NQ, NK).requires_grad_())}, "no backward on CPU"),
+    ({"normalizer": Identity()}, "nonnegative"),
+    ({"normalizer": Hard()}, "one key"),
+    ({"normalizer": type("Mine", (ReLU,), {"weight": lambda self, s: s - 1})()}, "Mine does not"),  # not inherited
+    ({"normalizer": own(lambda self, s: torch.ones(H, 1, 1) * s)}, "each head"),
+    ({"normalizer": own(branching)}, "single scores"),
+]
+
+
+@pytest.mark.parametrize(("asked", "reason"), REFUSALS, ids=[reason for _, reason in REFUSALS])
+def test_what_it_cannot_serve_has_a_reason(asked: dict[str, Any], reason: str) -> None:
+    with refused("kernel", reason):
+        qkv.attend(*triple(), kernel="flex", **asked)
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_weight_without_a_level_is_reported() -> None:
+    class Bounded(SumToOne):
+        def weight(self, scores: Tensor, level: Tensor) -> Tensor:
+            return 0.04 * torch.sigmoid(scores - level)
+
+    with pytest.raises(qkv.InputError, match=r"Bounded: weight sums to at most 0\.52"):
+        qkv.attend(*triple(), normalizer=Bounded(), kernel="flex")
 
 
 def test_flex_rejects_unsupported_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def why(device: str) -> str | None:
+    def why(device: str) -> str:
         call = Call.of(*triple())
 
         class Elsewhere:
@@ -224,13 +281,46 @@ def test_flex_rejects_unsupported_devices(monkeypatch: pytest.MonkeyPatch) -> No
                 return torch.device(device) if name == "device" else getattr(call.q, name)
 
         with unchecked():
-            return flex.unsupported_reason(replace(call, q=Elsewhere()))  # type: ignore[arg-type]
+            return str(flex.unsupported_reason(replace(call, q=Elsewhere())))
 
-    assert why("mps") == "tensors are on mps; it is for CUDA, and for tests on CPU"
+    assert "on mps" in why("mps")
     monkeypatch.setattr(flex, "has_triton", lambda: False)
-    assert why("cuda") == "it needs Triton, which is not installed"
+    assert "needs Triton" in why("cuda")
     monkeypatch.setattr(flex, "has_triton", lambda: True)
-    assert why("cuda") == "its kernels accumulate in float32, which is not precise enough for float64"
+    assert "float64" in why("cuda")
+    monkeypatch.setattr(flex, "_has_lse", lambda: False)
+    assert "log-sum-exp" in why("cpu")
+
+
+@pytest.mark.usefixtures("untraced")
+def test_learned_weights_are_refused_only_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "GPUS", ("cpu",))
+    learned = own(lambda self, s: self.rate * s**2)
+    learned.rate = nn.Parameter(torch.tensor(0.3))
+    with refused("kernel", "inside the weight"):
+        qkv.attend(*triple(), normalizer=learned, kernel="flex")
+    with torch.no_grad():
+        same(*triple(), normalizer=learned)
+
+
+@pytest.mark.usefixtures("as_on_a_card")
+def test_a_weight_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tracing it, where the kernel is compiled; if FlexAttention alone cannot compile it, by an error."""
+    with refused("kernel", "torch.compile rejects"):
+        qkv.attend(*triple(), normalizer=own(untraceable), kernel="flex")
+    monkeypatch.setattr(log_space, "GPUS", ("cpu",))
+    assert "Unsupported" in str(flex.unsupported_reason(Call.of(*triple(), normalizer=own(untraceable))))
+    for normalizer in (SoftplusSquared(), Square()):
+        assert flex.unsupported_reason(Call.of(*triple(), normalizer=normalizer)) is None
+    for power in range(12):  # more than torch's limit for one function
+        made = own(lambda self, s, power=power: s.abs() ** power)
+        assert flex.unsupported_reason(Call.of(*triple(), normalizer=made)) is None
+
+
+def test_on_cpu_tiled_remains_the_choice() -> None:
+    name, _, rejected = choose(Call.of(*triple(nq=300, nk=300), normalizer=SoftplusSquared()), "auto")
+    assert name == "tiled"
+    assert "for tests" in rejected["flex"]
 
 
 # --- on CUDA ----------------------------------------------------------------------------------------------------------
@@ -244,15 +334,16 @@ def test_cuda_forward(name: str, dtype: torch.dtype) -> None:
     q, k, v = (x.to("cuda", dtype) for x in triple(nq=nq, nk=nk, d=32, dv=16))
     given = {"mask": MASKS[name](nq, nk, B, H), "bias": ALiBi(), "normalizer": Softmax(sink=0.5)}
     with unchecked():
-        got = qkv.attend(q, k, v, kernel="flex", return_lse=True, **given)  # type: ignore[arg-type]
-        want = qkv.attend(*(x.double() for x in (q, k, v)), kernel="eager", return_lse=True, **given)  # type: ignore
-    # Products of float32 are made in TF32 there.
-    close(got[0], want[0], eps=16, dtype=torch.bfloat16)
-    close(got[1], want[1], eps=16, dtype=torch.bfloat16)
+        got = qkv.attend(q, k, v, kernel="flex", return_lse=True, **given)
+        want = qkv.attend(*(x.double() for x in (q, k, v)), kernel="eager", return_lse=True, **given)
+    for ours, theirs in zip(got, want, strict=True):  # products of float32 are made in TF32 there
+        close(ours, theirs, eps=16, dtype=torch.bfloat16)
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", ["dense", "cap after dense", "alibi", "relative", "t5"])
-def test_cuda_gradients(name: str) -> None:
+@pytest.mark.parametrize(
+    ("normalizer", "bias"), [*(("softmax", name) for name in BIASES), *((name, "dense") for name in NORMALIZERS)]
+)
+def test_cuda_gradients(normalizer: str, bias: str) -> None:
     with unchecked():
-        gradients_agree(name, torch.device("cuda"), torch.float32, d=16, eps=2**15)
+        gradients_agree(normalizer, bias, "cuda", torch.float32, d=D if "key" in normalizer else 16, eps=2**15)

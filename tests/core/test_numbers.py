@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 import qkv
 from conftest import close, rand, set_tile, triple
 from own_objects import HEADS, Manhattan, Square
-from qkv import attend, biases, features, masks, measure, normalizers, scores
-from qkv.masks import Causal, Dense, Document, Padding
+from qkv import attend, biases, features, measure, normalizers, scores
+from qkv.masks import Causal, Dense, Document, Padding, Window
 
 
 def of_scores(values: list[float], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -22,17 +23,16 @@ def of_scores(values: list[float], dtype: torch.dtype = torch.float32) -> tuple[
 
 
 @pytest.mark.parametrize("low", [-17.0, -60.0, -100.0, -200.0])
-@pytest.mark.parametrize("kernel", ["eager", "tiled"])
-def test_elu_plus_one_divided_by_its_sum_neither_cancels_nor_underflows(low: float, kernel: str) -> None:
-    q, k = of_scores([low, low - 1])
-    q, k = q.requires_grad_(), k.requires_grad_()
-    v = torch.tensor([1.0, 0.0])[None, None, :, None]
-    out = attend(q, k, v, score=scores.Dot(1.0), normalizer=normalizers.EluPlusOne("sum"), kernel=kernel)
-    share = 1 / (1 + math.exp(-1))
-    assert out.item() == pytest.approx(share, rel=2e-5)
-    (slope,) = torch.autograd.grad(out, k)
-    assert slope.flatten().tolist() == pytest.approx([share * (1 - share), -share * (1 - share)], rel=2e-5)
-    found = measure(q, k, score=scores.Dot(1.0), normalizer=normalizers.EluPlusOne("sum"))
+def test_elu_plus_one_divided_by_its_sum_neither_cancels_nor_underflows(low: float) -> None:
+    q, k = (x.requires_grad_() for x in of_scores([low, low - 1]))
+    v, share = torch.tensor([1.0, 0.0])[None, None, :, None], 1 / (1 + math.exp(-1))
+    asked: dict[str, Any] = {"score": scores.Dot(1.0), "normalizer": normalizers.EluPlusOne("sum")}
+    for kernel in ("eager", "tiled"):
+        out = attend(q, k, v, kernel=kernel, **asked)
+        assert out.item() == pytest.approx(share, rel=2e-5)
+        (slope,) = torch.autograd.grad(out, k)
+        assert slope.flatten().tolist() == pytest.approx([share * (1 - share), -share * (1 - share)], rel=2e-5)
+    found = measure(q, k, **asked)
     assert found.effective_keys.item() == pytest.approx(1 / (share**2 + (1 - share) ** 2), rel=1e-5)
     assert found.lse is None
 
@@ -47,27 +47,23 @@ def test_elu_plus_one_keeps_the_digits_of_small_weights() -> None:
 @pytest.mark.parametrize("low", [-20.0, -44.0, -60.0, -80.0])
 def test_effective_keys_of_tiny_weights(low: float) -> None:
     q, k = of_scores([low] * 6)
-    found = measure(q, k, score=scores.Dot(1.0), normalizer=normalizers.Softmax(sink=0.0))
+    asked: dict[str, Any] = {"score": scores.Dot(1.0), "normalizer": normalizers.Softmax(sink=0.0)}
+    found = measure(q, k, **asked)
     assert found.effective_keys.item() == pytest.approx(6, rel=1e-5)
     assert found.entropy.item() == pytest.approx(math.log(6), rel=1e-5)
-    vanished = measure(q, k * 4, score=scores.Dot(1.0), normalizer=normalizers.Softmax(sink=0.0))
-    assert vanished.effective_keys.isfinite().all()
+    assert measure(q, k * 4, **asked).effective_keys.isfinite().all()
 
 
 def test_alibi_slopes_are_float64_in_a_float64_call() -> None:
-    heads = 12
-    q = k = torch.zeros(1, heads, 1, 4, dtype=torch.float64)
-    k = k.expand(-1, -1, 30, -1)
+    q, k = torch.zeros(1, 12, 1, 4, dtype=torch.float64), torch.zeros(1, 12, 30, 4, dtype=torch.float64)
     lse = attend(q, k, k, bias=biases.ALiBi(), return_lse=True)[1][0, :, 0]
-    exponents = [i + 1.0 for i in range(8)] + [
-        (i + 1) / 2 for i in range(0, 8, 2)
-    ]  # of 8 heads, then every other of 16
-    slopes = torch.tensor([2**-x for x in exponents], dtype=torch.float64)
+    exponents = [*range(1, 9), 0.5, 1.5, 2.5, 3.5]  # of 8 heads, then every other of 16
+    slopes = torch.tensor([2.0**-x for x in exponents], dtype=torch.float64)
     close(lse, torch.logsumexp(-slopes[:, None] * torch.arange(30, dtype=torch.float64), 1), eps=8)
 
 
 POISONED: dict[str, dict[str, Any]] = {
-    "dot": {},
+    "dot, sink": {"normalizer": normalizers.Softmax(sink=0.3)},
     "cosine": {"score": scores.Cosine(4.0)},
     "general": {"score": scores.General(rand(6, 6, seed=1))},
     "additive": {"score": scores.Additive(rand(4, seed=2), rand(4, 6, seed=3), rand(4, 6, seed=4))},
@@ -78,32 +74,33 @@ POISONED: dict[str, dict[str, Any]] = {
     "cap": {"bias": biases.SoftCap(2.0)},
     "relative": {"bias": biases.RelativePosition(rand(5, 6, seed=5))},
 }
+IDS = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 2, [0] * 9 + [-1] * 2])
+HIDING = [(Padding([9, 9]) & Causal(), "kv"), (Document(IDS), "qkv"), (Padding([9, 9]) & Window(3), "kv")]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kernel", ["auto", "flash", "tiled", "eager", "linear"])
 @pytest.mark.parametrize("name", POISONED)
-def test_nan_in_masked_entries_changes_no_output_and_no_gradient(name: str, kernel: str, bad: float) -> None:
+def test_nan_in_masked_entries_changes_no_output_and_no_gradient(name: str, bad: float) -> None:
     """NaN or ∞ in padded keys and values, and in queries without visible keys."""
-    asked = POISONED[name]
-    ids = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 2, [0] * 9 + [-1] * 2])
-    q, k, v = triple(2, HEADS, 2, 11, 11, 6, 5)
-    for mask, hit in ((Padding([9, 9]) & Causal(), "kv"), (Document(ids), "qkv")):
+    asked, served = POISONED[name], set()
+    for kernel, (mask, hit) in itertools.product(("auto", "flash", "tiled", "eager", "linear"), HIDING):
         found = []
-        for poison in (False, True):
-            tensors = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
-            for which in hit if poison else "":
-                tensors[which][:, :, 9:] = bad
+        for which in ("", hit):
+            tensors = dict(zip("qkv", (x.clone() for x in triple(2, HEADS, 2, 11, 11, 6, 5)), strict=True))
+            for x in which:
+                tensors[x][:, :, 9:] = bad
             leaves = [x.requires_grad_() for x in tensors.values()]
             learned = list(qkv._contract.learned_tensors(list(asked.values())).values())
             try:
                 out = attend(*leaves, mask=mask, kernel=kernel, **asked)
-            except qkv.InputError as error:
-                pytest.skip(str(error))
+            except qkv.InputError:
+                break
+            served.add(kernel)
             loss = (out[:, :, :9] * rand(2, HEADS, 9, 5, seed=9)).sum()
             found.append([out[:, :, :9].detach(), *torch.autograd.grad(loss, [*leaves, *learned])])
-        for x, y in zip(*found, strict=True):
+        for x, y in zip(*found, strict=True) if found else ():
             close(y, x, eps=256)
+    assert served >= {"auto", "tiled", "eager"}
 
 
 @pytest.mark.parametrize("kernel", ["flash", "tiled", "eager"])
@@ -116,35 +113,10 @@ def test_nan_masked_for_one_group_of_heads_does_not_reach_it(kernel: str) -> Non
     close(attend(q, k, v, mask=Dense(seen), kernel=kernel), want)
 
 
-def test_the_linear_kernel_applies_the_temperature() -> None:
-    q, k, v = triple(2, HEADS, 2, 20, 20, 6, 5)
-    asked = {"score": scores.Features(features.elu_plus_one), "mask": Causal()}
-    warm = normalizers.Identity("keys").with_temperature(2.5)
-    close(
-        attend(q, k, v, normalizer=warm, kernel="linear", **asked),
-        attend(q, k, v, normalizer=normalizers.Identity("keys"), kernel="eager", **asked) / 2.5,
-    )
-
-
 def test_a_negative_scale_does_not_round_bfloat16_queries() -> None:
     q, k, v = (x.bfloat16() for x in triple(1, 2, 2, 150, 150, 64, 64))
     lse = attend(q, k, v, score=scores.Dot(-0.7), kernel="flash", return_lse=True)[1]
-    want = torch.logsumexp(-0.7 * q.double() @ k.double().mT, -1)
-    assert (lse - want).abs().max() < 2e-3
-
-
-def test_a_mask_whose_attributes_change_is_decomposed_again() -> None:
-    class Changing(masks.Mask):
-        last = 900
-
-        def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: masks.Grid) -> Tensor:
-            return k < self.last
-
-    q, k, v = triple(1, 1, 1, 1100, 1100, 4, 4)
-    mask = Changing()
-    attend(q, k, v, mask=mask, kernel="flash")
-    mask.last = 3
-    close(attend(q, k, v, mask=mask, kernel="flash"), attend(q, k[:, :, :3], v[:, :, :3]))
+    assert (lse - torch.logsumexp(-0.7 * q.double() @ k.double().mT, -1)).abs().max() < 2e-3
 
 
 def test_gathered_tiles_add_bfloat16_biases_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,11 +9,12 @@ from torch import Tensor, nn
 
 import qkv
 from qkv import Profile
-from qkv.masks import Causal
+from qkv.masks import Causal, Mask
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import EluPlusOne, Normalizer, ReLU, Sigmoid, Softmax
 from qkv.statistics.measure import rows_in_shares, sums_to_one
 
+CAUSAL = Causal()
 KINDS: dict[str, dict[str, object]] = {
     "softmax": {},
     "gated": {"gate": "head"},
@@ -29,6 +28,7 @@ KINDS: dict[str, dict[str, object]] = {
     "elu": {"normalizer": "elu"},
     "relu": {"normalizer": "relu"},
 }
+VIEWS = ("share_first", "even_share", "contribution_first", "learned_sink")
 UNNORMALISED = ("sigmoid", "elu", "relu")
 SHARES = ("sink", "sink_share", "self", "previous", "next", "local", "entropy_ratio", "top_key_share", "target_share")
 LENGTHS = (19, 83)
@@ -38,41 +38,31 @@ def model(factor: float = 4.0, **changes: object) -> DecoderLM:
     """A model with random parameters, scaled up so that the rows are uneven."""
     torch.manual_seed(1)
     sizes = {"vocab_size": 50, "d_model": 24, "layers": 2, "heads": 3, "positions": "rotary", "context": 128}
-    made = DecoderLM(DecoderConfig(**(sizes | changes))).eval()  # type: ignore[arg-type]
+    made = DecoderLM(DecoderConfig(**(sizes | changes))).eval()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(factor)
     return made
 
 
-def texts() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(50, (1, n), generator=generator) for n in LENGTHS]
-
-
-def profiled(kind: str, factor: float = 4.0) -> list[Profile]:
-    made = model(factor, **KINDS[kind])
-    return [qkv.profile(made, ids, progress=False) for ids in texts()]
-
-
-def divided(data: object) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The weights of a profile of one text (layer, head, query, key), their shares, and their row sums, in float64."""
-    weights = data["weights"].values[0].astype(np.float64)  # type: ignore[index]
-    sums = weights.sum(-1)
-    null = data["sink_mass"].values[0] if "sink_mass" in data else np.zeros_like(sums)  # type: ignore[operator, index]
-    whole = (sums + null)[..., None]
-    return weights, np.divide(weights, whole, out=np.zeros_like(weights), where=whole > 0), sums
+def profiled(kind: str, n: int, factor: float = 4.0) -> Profile:
+    ids = torch.randint(50, (1, n), generator=torch.Generator().manual_seed(2))
+    return qkv.profile(model(factor, **KINDS[kind]), ids, progress=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_variables_are_shares_of_the_row(kind: str) -> None:
-    for profile in profiled(kind):
-        data = profile.data
-        weights, a, sums = divided(data)
-        n = a.shape[-1]
+def test_variables_and_the_four_views_of_the_sink_are_shares_of_the_row(kind: str) -> None:
+    """The sink over the queries after the first: raw weight, share, weight on the null key, and contribution."""
+    for n in LENGTHS:
+        profile = profiled(kind, n)
+        data, table = profile.data, profile.sinks()
+        weights = data["weights"].values[0].astype(np.float64)  # (layer, head, query, key)
+        sums = weights.sum(-1)
+        whole = (sums + (data["sink_mass"].values[0] if "sink_mass" in data else 0))[..., None]
+        a = np.divide(weights, whole, out=np.zeros_like(weights), where=whole > 0)
         i, j = np.indices((n, n))
-        norms = data["value_norm"].values[0].astype(np.float64)[..., None, :]
-        products = weights * norms
+        products = weights * data["value_norm"].values[0].astype(np.float64)[..., None, :]
+        first = products[..., 0] / np.maximum(products.sum(-1), 1e-30)
         rows, seen = min(64, n), KINDS[kind].get("window", n)
         want = {
             "row_sum": sums,
@@ -83,81 +73,64 @@ def test_variables_are_shares_of_the_row(kind: str) -> None:
             "streaming_mass": (a * ((abs(i - j) < 64) | (j < 4))).sum(-1),
             "received": a.sum(-2),
             "prefix_sink_scores": a[..., :rows, :rows].sum(-2) / np.minimum(np.arange(rows, 0, -1), seen),
-            "first_contribution": products[..., 0] / np.maximum(products.sum(-1), 1e-30),
+            "first_contribution": first,
         }
         for name, x in want.items():
             got = data[name].values[0][..., : x.shape[-1]]
             np.testing.assert_allclose(got, x, rtol=2e-4, atol=2e-5, err_msg=name)
+        even = 1 / np.minimum(np.arange(1, n + 1), KINDS[kind].get("window", n))
+        want = {
+            "weight_first": weights[..., 1:, 0].mean(-1),
+            "share_first": a[..., 1:, 0].mean(-1),
+            "contribution_first": first[..., 1:].mean(-1),
+            "even_share": np.full(a.shape[:2], np.mean(even[1:])),
+            "alpha_even": np.full(a.shape[:2], np.mean(even[:64])),
+        }
+        if kind in ("off by one", "sink logit", "key bias"):
+            want["learned_sink"] = 1 - weights[..., 1:, :].sum(-1).mean(-1)
+        assert ("learned_sink" in table) == ("learned_sink" in want)
+        for name, x in want.items():
+            np.testing.assert_allclose(table[name], x.ravel(), rtol=2e-4, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(table["share_first"], profile.heads()["sink"], rtol=1e-12)
         if kind in UNNORMALISED:
             assert abs(sums - 1).max() > 0.1, "the rows of this case should not sum to 1"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_share_of_a_head_exceeds_one(kind: str) -> None:
-    for profile in (*profiled(kind), *profiled(kind, factor=20.0)):
-        heads, scores, sinks = profile.heads(), profile.types(), profile.sinks()
-        for table, names in (
-            (heads, SHARES),
-            (scores, [name for name in scores if name not in ("layer", "head", "type", "traits", "sparse")]),
-            (sinks, [name for name in sinks if name.startswith("alpha") or name in FOUR]),
-        ):
-            for name in names:
-                if name == "weight_first":
-                    continue
-                found = table[name].dropna()
-                assert ((found >= -1e-5) & (found <= 1 + 1e-5)).all(), (name, found.max())
-        destinations = qkv.profiler.data.tables.destinations(profile.data)
-        total = np.sum(list(destinations.values()), 0)
-        assert (total <= 1 + 1e-5).all()
-        assert not heads[list(SHARES[:-1])].isna().any(axis=None)
-
-
-FOUR = ("weight_first", "share_first", "even_share", "contribution_first", "learned_sink")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_four_views_of_the_sink_stand_side_by_side(kind: str) -> None:
-    """Over the queries after the first: raw weight, share, weight on the null key, value-weighted contribution."""
-    for profile in profiled(kind):
-        data, table = profile.data, profile.sinks()
-        weights, a, _ = divided(data)
-        products = weights * data["value_norm"].values[0].astype(np.float64)[..., None, :]
-        n = a.shape[-1]
-        even = 1 / np.minimum(np.arange(1, n + 1), KINDS[kind].get("window", n))
-        want = {
-            "weight_first": weights[..., 1:, 0].mean(-1),
-            "share_first": a[..., 1:, 0].mean(-1),
-            "contribution_first": (products[..., 0] / np.maximum(products.sum(-1), 1e-30))[..., 1:].mean(-1),
-            "even_share": np.full(a.shape[:2], np.mean(even[1:])),
-            "alpha_even": np.full(a.shape[:2], np.mean(even[:64])),
-        }
-        if kind in ("off by one", "sink logit", "key bias"):
-            want["learned_sink"] = 1 - weights[..., 1:, :].sum(-1).mean(-1)
-        else:
-            assert "learned_sink" not in table
-        for name, x in want.items():
-            np.testing.assert_allclose(table[name], x.ravel(), rtol=2e-4, atol=2e-5, err_msg=name)
-        np.testing.assert_allclose(table["share_first"], profile.heads()["sink"], rtol=1e-12)
+    profile = profiled(kind, LENGTHS[1], factor=20.0)
+    heads, scores, sinks = profile.heads(), profile.types(), profile.sinks()
+    for table, names in (
+        (heads, SHARES),
+        (scores, [name for name in scores if name not in ("layer", "head", "type", "traits", "sparse")]),
+        (sinks, [name for name in sinks if name.startswith("alpha") or name in VIEWS]),
+    ):
+        for name in names:
+            found = table[name].dropna()
+            assert ((found >= -1e-5) & (found <= 1 + 1e-5)).all(), (name, found.max())
+    assert (np.sum(list(qkv.profiler.data.tables.destinations(profile.data).values()), 0) <= 1 + 1e-5).all()
+    assert not heads[list(SHARES[:-1])].isna().any(axis=None)
 
 
 class Handmade(nn.Module):
     """One layer of one head, whose scores are given."""
 
-    def __init__(self, scores: Tensor, normalizer: Normalizer) -> None:
+    def __init__(self, scores: Tensor, normalizer: Normalizer, mask: Mask | None = CAUSAL) -> None:
         super().__init__()
-        self.scores, self.normalizer = nn.Parameter(scores), normalizer
+        self.scores, self.normalizer, self.mask = nn.Parameter(scores), normalizer, mask
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        n = len(self.scores)
-        x = torch.eye(n)[None, None]
-        return qkv.attend(
-            self.scores[None, None], x, x, mask=Causal(), score=qkv.scores.Dot(1.0), normalizer=self.normalizer
-        )
+        x = torch.eye(len(self.scores))[None, None]
+        asked = {"mask": self.mask, "score": qkv.scores.Dot(1.0), "normalizer": self.normalizer}
+        return qkv.attend(self.scores[None, None], x, x, **asked)
 
 
-def handmade(scores: Tensor, normalizer: Normalizer) -> Profile:
-    ids = torch.arange(len(scores))[None]
-    return qkv.profile(Handmade(scores, normalizer), {"input_ids": ids}, progress=False, probe=False)
+def of_handmade(made: nn.Module, n: int) -> Profile:
+    return qkv.profile(made, {"input_ids": torch.arange(n)[None]}, progress=False, probe=False)
+
+
+def handmade(scores: Tensor, normalizer: Normalizer, mask: Mask | None = CAUSAL) -> Profile:
+    return of_handmade(Handmade(scores, normalizer, mask), len(scores))
 
 
 def test_a_row_mostly_on_one_key_has_the_same_type_with_any_sum() -> None:
@@ -217,7 +190,8 @@ def test_probes_measure_shares(kind: str) -> None:
     table = {}
     for name in ("softmax", kind):
         made = model(factor=0.01 if kind != "relu" else 1.0, **KINDS[name])
-        data = qkv.profile(made, texts()[1], progress=False).data
+        ids = torch.randint(50, (1, 83), generator=torch.Generator().manual_seed(2))
+        data = qkv.profile(made, ids, progress=False).data
         table[name] = {x: data[x].values for x in data if str(x).startswith("probe_")}
         assert all((x >= 0).all() and (x <= 1 + 1e-6).all() for x in table[name].values())
     if kind != "relu":  # half of its weights are 0
@@ -239,15 +213,9 @@ def test_sink_and_previous_have_one_definition_for_causal_and_bidirectional_mode
     scores = torch.randn(n, n, generator=torch.Generator().manual_seed(3)).masked_fill(
         torch.ones(n, n).triu(1) > 0, -99
     )
-    both = {}
-    for name, mask in (("causal", Causal()), ("bidirectional", None)):
-        made = Handmade(scores, Softmax())
-        made.forward = lambda input_ids, made=made, mask=mask: qkv.attend(  # type: ignore[method-assign, misc]
-            made.scores[None, None], torch.eye(n)[None, None], torch.eye(n)[None, None], mask=mask,
-            score=qkv.scores.Dot(1.0),
-        )  # fmt: skip
-        both[name] = qkv.profile(made, {"input_ids": torch.arange(n)[None]}, progress=False, probe=False)
-        assert both[name].data.attrs["causal"] == (name == "causal")
+    both = {name: handmade(scores, Softmax(), mask) for name, mask in (("causal", CAUSAL), ("bidirectional", None))}
+    for name, profile in both.items():
+        assert profile.data.attrs["causal"] == (name == "causal")
     for column in ("sink", "sink_share", "previous", "self", "top_key_share"):
         a, b = (profile.heads()[column][0] for profile in both.values())
         assert a == pytest.approx(b, rel=1e-6), column
@@ -256,21 +224,19 @@ def test_sink_and_previous_have_one_definition_for_causal_and_bidirectional_mode
     assert both["bidirectional"].heads()["previous"][0] == pytest.approx(np.diagonal(a, -1).mean(), rel=1e-5)
 
 
-def test_a_layer_without_a_null_key_puts_no_weight_on_it(tmp_path: Path) -> None:
+def test_a_layer_without_a_null_key_puts_no_weight_on_it() -> None:
     """Some layers of a model have a sink logit and some have none: the variable exists, and is 0 in the others."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.plain, self.sunk = (
-                Handmade(torch.zeros(9, 9), Softmax()),
-                Handmade(torch.zeros(9, 9), Softmax(sink=0.0)),
-            )
+            self.plain = Handmade(torch.zeros(9, 9), Softmax())
+            self.sunk = Handmade(torch.zeros(9, 9), Softmax(sink=0.0))
 
         def forward(self, input_ids: Tensor) -> Tensor:
             return self.plain(input_ids) + self.sunk(input_ids)
 
-    profile = qkv.profile(Two(), {"input_ids": torch.arange(9)[None]}, progress=False, probe=False)
+    profile = of_handmade(Two(), 9)
     mass = profile.data["sink_mass"].values[0, :, 0]
     np.testing.assert_allclose(mass, [np.zeros(9), 1 / np.arange(2, 11)], rtol=1e-6)
     table = profile.sinks()

@@ -1,7 +1,8 @@
-"""Autocast, torch.func, forward mode and second derivatives: correct results, or a clear error."""
+"""Autocast, torch.func, forward mode, second derivatives and inference mode: correct results, or a clear error."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +14,25 @@ import qkv
 from conftest import close, rand, refused, triple, unchecked
 from own_objects import HEADS, HeavyTail, Manhattan, Ramp, SoftplusSquared, Squeeze
 from qkv import InputError, attend, biases, masks, normalizers, scores
+from qkv.kernels.flash import decompose
+from qkv.masks import Causal, Global, RandomKeys, Window, patterns
+from qkv.statistics import at_once, sums
+from qkv.statistics.triton import host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in its jvp
 
 EXPLICIT: dict[str, dict[str, Any]] = {  # compositions whose weights need no search
-    "plain": {},
-    "causal, a sink": {"mask": masks.Causal(), "normalizer": normalizers.Softmax(0.7, sink=0.3)},
-    "sigmoid": {"mask": masks.Window(3), "normalizer": normalizers.Sigmoid()},
+    "causal, a sink": {"mask": Causal(), "normalizer": normalizers.Softmax(0.7, sink=0.3)},
+    "sigmoid": {"mask": Window(3), "normalizer": normalizers.Sigmoid()},
     "relative positions": {"bias": biases.RelativePosition(rand(5, 6), rand(5, 5))},
     "cap": {"bias": (biases.SoftCap(1.5), biases.ALiBi())},
     "additive": {"score": scores.Additive(rand(6, seed=3))},
     "pointwise of one's own": {"normalizer": Ramp(), "bias": Squeeze(), "score": Manhattan()},
 }
-SOLVED = {"entmax": normalizers.Entmax(1.5), "one's own": SoftplusSquared(sink=0.2)}
+SOLVED: dict[str, dict[str, Any]] = {
+    "entmax": {"normalizer": normalizers.Entmax(1.5)}, "one's own": {"normalizer": SoftplusSquared(sink=0.2)},
+}  # fmt: skip
+EVERY = EXPLICIT | SOLVED | {"plain": {}}
 
 
 def tensors(n: int = 7) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,81 +42,65 @@ def tensors(n: int = 7) -> tuple[Tensor, Tensor, Tensor]:
 # --- torch.func -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXPLICIT)
-@pytest.mark.parametrize("n", [7, 140])
-def test_torch_func_grad_equals_backward(name: str, n: int) -> None:
+@pytest.mark.parametrize(("name", "n"), [*((name, 7) for name in EXPLICIT), ("plain", 140), ("sigmoid", 140)])
+def test_torch_func_and_forward_mode_equal_backward_and_finite_differences(name: str, n: int) -> None:
     q, k, v = tensors(n)
     leaf = q.clone().requires_grad_()
-    (want,) = torch.autograd.grad(attend(leaf, k, v, **EXPLICIT[name]).sin().sum(), leaf)
-    with unchecked():
-        close(torch.func.grad(lambda x: attend(x, k, v, **EXPLICIT[name]).sin().sum())(q), want, eps=512)
-
-
-@pytest.mark.parametrize("name", EXPLICIT)
-@pytest.mark.parametrize("n", [7, 140])
-def test_forward_mode_equals_finite_differences(name: str, n: int) -> None:
-    q, k, v = tensors(n)
     way, step = rand(*q.shape, seed=8), 1e-6
-    values = [attend(q + sign * step * way, k, v, **EXPLICIT[name]).detach() for sign in (1, -1)]
-    want = (values[0] - values[1]) / (2 * step)
+
+    def run(x: Tensor) -> Tensor:
+        return attend(x, k, v, **EVERY[name])
+
+    (slope,) = torch.autograd.grad(run(leaf).sin().sum(), leaf)
+    want = ((run(q + step * way) - run(q - step * way)) / (2 * step)).detach()
     with unchecked():
-        _, got = torch.func.jvp(lambda x: attend(x, k, v, **EXPLICIT[name]), (q,), (way,))
+        close(torch.func.grad(lambda x: run(x).sin().sum())(q), slope, eps=512)
+        got = torch.func.jvp(run, (q,), (way,))[1]
         torch.testing.assert_close(got.detach(), want, atol=1e-7, rtol=1e-6)
         with forward_ad.dual_level():
-            out = attend(forward_ad.make_dual(q, way), k, v, **EXPLICIT[name])
-            torch.testing.assert_close(forward_ad.unpack_dual(out).tangent.detach(), want, atol=1e-7, rtol=1e-6)
-            # A call without a forward derivative is served as ever.
-            assert qkv.plan(*tensors(140)).kernel == "flash"
+            got = forward_ad.unpack_dual(run(forward_ad.make_dual(q, way))).tangent
+            torch.testing.assert_close(got.detach(), want, atol=1e-7, rtol=1e-6)
+            assert qkv.plan(*tensors(140)).kernel == "flash"  # for a call without a forward derivative
 
 
-@pytest.mark.parametrize("name", SOLVED)
-def test_transforms_of_a_searched_level_raise(name: str) -> None:
+def test_transforms_that_are_not_served_raise() -> None:
     q, k, v = tensors()
-    with unchecked(), pytest.raises(InputError, match=r"in torch.func transforms"):
-        torch.func.grad(lambda x: attend(x, k, v, normalizer=SOLVED[name]).sum())(q)
-    with unchecked(), pytest.raises(InputError, match=r"in torch.func transforms"):
-        torch.func.jvp(lambda x: attend(x, k, v, normalizer=SOLVED[name]), (q,), (q,))
-
-
-@pytest.mark.parametrize("kernel", ["auto", "flash", "tiled", "eager"])
-@pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Window(3)])
-def test_vmap_raises(kernel: str, mask: masks.Mask | None) -> None:
-    q, k, v = (x.expand(3, *x.shape) for x in tensors())
-    with unchecked(), pytest.raises(InputError, match=r"vmap|torch\.func"):
-        torch.func.vmap(lambda q, k, v: attend(q, k, v, mask=mask, kernel=kernel))(q, k, v)
-    with unchecked(), pytest.raises(InputError, match=r"vmap|torch\.func"):
-        torch.func.vmap(lambda q, k: qkv.measure(q, k, mask=mask).entropy)(q, k)
-
-
-@pytest.mark.parametrize("kernel", ["flash", "tiled"])
-def test_the_error_of_a_requested_kernel_recommends_eager(kernel: str) -> None:
-    q, k, v = tensors()
-    with unchecked(), pytest.raises(InputError, match="eager does"):
-        torch.func.grad(lambda x: attend(x, k, v, kernel=kernel).sum())(q)
+    batch = [x.expand(3, *x.shape) for x in (q, k, v)]
+    refusals: list[tuple[str, Callable[[], object]]] = [
+        *(("in torch.func transforms", lambda asked=asked: torch.func.grad(lambda x: attend(x, k, v, **asked).sum())(q))
+          for asked in SOLVED.values()),
+        ("in torch.func transforms", lambda: torch.func.jvp(lambda x: attend(x, k, v, **SOLVED["entmax"]), (q,), (q,))),
+        *(("eager does", lambda kernel=kernel: torch.func.grad(lambda x: attend(x, k, v, kernel=kernel).sum())(q))
+          for kernel in ("flash", "tiled")),
+        *(("vmap|torch.func", lambda kernel=kernel, mask=mask: torch.func.vmap(
+            lambda *x: attend(*x, mask=mask, kernel=kernel))(*batch))
+          for kernel, mask in (("auto", None), ("flash", Causal()), ("tiled", Window(3)), ("eager", Causal()))),
+        ("vmap|torch.func", lambda: torch.func.vmap(lambda q, k: qkv.measure(q, k).entropy)(*batch[:2])),
+    ]  # fmt: skip
+    for reason, run in refusals:
+        with unchecked(), pytest.raises(InputError, match=reason):
+            run()
 
 
 # --- second derivatives -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*EXPLICIT, *SOLVED])
+@pytest.mark.parametrize("name", EVERY)
 def test_second_derivatives_of_eager_equal_finite_differences(name: str) -> None:
-    asked = EXPLICIT.get(name) or ({"normalizer": SOLVED[name]} if name in SOLVED else {})
     q, k, v = triple(1, HEADS, 2, 3, 4, 6, 5, grad=True)
     with unchecked():
         assert torch.autograd.gradgradcheck(
-            lambda *x: attend(*x, kernel="eager", **asked), (q, k, v), fast_mode=True, atol=1e-4
+            lambda *x: attend(*x, kernel="eager", **EVERY[name]), (q, k, v), fast_mode=True, atol=1e-4
         )
 
 
 @pytest.mark.parametrize(
     ("asked", "kernel"),
     [
-        ({"mask": masks.Window(5)}, "flash"),
-        ({"normalizer": normalizers.Softmax(sink=0.1)}, "flash"),
-        ({"normalizer": normalizers.Sigmoid()}, "tiled"),
-        ({"normalizer": SoftplusSquared()}, "tiled"),
+        ({"mask": Window(5)}, "flash"), ({"normalizer": normalizers.Softmax(sink=0.1)}, "flash"),
+        ({"normalizer": normalizers.Sigmoid()}, "tiled"), ({"normalizer": SoftplusSquared()}, "tiled"),
     ],
-)
+)  # fmt: skip
 def test_second_derivatives_of_other_kernels_raise_when_computed(asked: dict[str, Any], kernel: str) -> None:
     q, k, v = (x.requires_grad_() for x in tensors(140))
     assert qkv.plan(q, k, v, **asked).kernel == kernel
@@ -132,32 +123,82 @@ def test_second_derivatives_with_learned_tensors_in_a_searched_level_raise() -> 
 # --- autocast ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [7, 140])
-@pytest.mark.parametrize("name", [*EXPLICIT, *SOLVED])
+@pytest.mark.parametrize(("name", "n"), [*((name, 7) for name in EVERY), ("plain", 140), ("one's own", 140)])
 def test_autocast_gives_one_dtype_to_every_composition(name: str, n: int) -> None:
-    asked = EXPLICIT.get(name) or ({"normalizer": SOLVED[name]} if name in SOLVED else {})
-    q, k, v = (x.float() for x in tensors(n))
-    half = [x.bfloat16() for x in (q, k, v)]
+    asked = EVERY[name]
+    q, k, v = (x.float().requires_grad_() for x in tensors(n))
+    half = [x.detach().bfloat16() for x in (q, k, v)]
     with unchecked():
-        want = attend(*half, **asked)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             got = attend(q, k, v, **asked)
             assert torch.nn.functional.scaled_dot_product_attention(q, q, q).dtype == got.dtype == torch.bfloat16
             assert torch.is_autocast_enabled("cpu")
-            wide = attend(q.double(), k.double(), v.double(), **asked)
-            assert wide.dtype == torch.float64
-        close(got.detach(), want.detach(), eps=4)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            measured = qkv.measure(q, k, v, **asked).entropy
-        assert measured.dtype == torch.float32
-        close(measured, qkv.measure(*half, **asked).entropy)
-
-
-def test_gradients_pass_through_autocast() -> None:
-    q, k, v = (x.float().requires_grad_() for x in tensors(140))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = attend(q, k, v, bias=biases.ALiBi())
-    out.sum().backward()
-    assert q.grad is not None
+            assert attend(q.double(), k.double(), v.double(), **asked).dtype == torch.float64
+            entropy = qkv.measure(q.detach(), k.detach(), v.detach(), **asked).entropy
+        close(got.detach(), attend(*half, **asked).detach(), eps=4)
+        assert entropy.dtype == torch.float32
+        close(entropy, qkv.measure(*half, **asked).entropy)
+    got.float().square().sum().backward()
     assert q.grad.dtype == torch.float32
     assert q.grad.abs().max() > 0
+
+
+# --- inference mode: a tensor made there could not be saved for a backward --------------------------------------------
+
+CPU = torch.device("cpu")
+CACHED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "numbers on a device": (host._on_device, ((3, 1), CPU)),
+    "no keys": (host._zeros, (5, CPU)),
+    "pairs of bins": (sums._pairs_of_bins, (9, 7, 4, 2, torch.float32, CPU)),
+    "powers of a cell": (sums._powers, (6, torch.float32, CPU)),
+    "powers of all keys": (at_once._powers, (6, CPU)),
+    "band": (decompose._band_pattern, (0, 3, 4, 7, torch.float32)),
+    "chosen keys": (patterns._chosen, ((0, 2), 5)),
+    "drawn keys": (patterns._draw, (2, 0, None, 9)),
+    "drawn keys besides a mask": (patterns._draw, (2, 0, Causal(), 9)),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_tensor_cached_in_inference_mode_is_an_ordinary_one(name: str) -> None:
+    make, arguments = CACHED[name]
+    make.cache_clear()
+    with torch.inference_mode():
+        assert not make(*arguments).is_inference()
+
+
+def _statistics(q: Tensor, k: Tensor, _: Tensor) -> Tensor:
+    training = q.requires_grad
+    more: dict[str, Any] = {} if training else {"prefix_keys": 8, "bins": 8}
+    found = qkv.measure(q, k, mask=Causal(), mass={"near": Window(9)}, differentiable=training, **more)
+    return found.entropy + found.distance + found.mass["near"]
+
+
+def attention(**asked: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v: attend(q, k, v, **asked)
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "window, alibi": attention(mask=Window(20), bias=biases.ALiBi()),
+    "dilated": attention(mask=masks.Dilated(5, 3)),
+    "drawn keys": attention(mask=RandomKeys(3, besides=Causal()) | Causal()),
+    "chosen keys, T5": attention(mask=Global([0, 3]), bias=biases.T5Bias(torch.zeros(32, 2))),
+    "eager, a mask kept": attention(mask=Window(3, ahead=1) & ~Window(1), kernel="eager"),
+    "tiled, a mask kept": attention(mask=Window(3, ahead=1) & ~Window(1), kernel="tiled"),
+    "statistics": _statistics,
+}
+
+
+@pytest.mark.parametrize("n", [40, 300])
+@pytest.mark.parametrize("name", CALLS)
+def test_training_after_inference(name: str, n: int) -> None:
+    for make, _ in CACHED.values():
+        make.cache_clear()
+    q, k, v = torch.randn(3, 1, 2, n, 8, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        want = CALLS[name](q, k, v).clone()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = CALLS[name](*leaves)
+    torch.testing.assert_close(out.detach(), want, atol=1e-5, rtol=1e-5)
+    out.sum().backward()
+    assert q.grad is not None
