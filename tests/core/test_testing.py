@@ -144,7 +144,7 @@ SCORES: list[tuple[str, Any]] = [
     ("scores: the score at", bad(Pairwise, scores=lambda self, q, k: q @ k.mean(1, keepdim=True).mT)),
     ("by_head: ", bad(Pairwise, by_head=False, scores=lambda self, q, k: q @ k.mT * q.shape[1])),
     ("scores: returned .*shape", bad(Pairwise, scores=lambda self, q, k: k @ q.mT)),
-    ("gradients: of k", bad(  # of the keys, it is the other order
+    ("gradients: of k", bad(
         Pairwise, scores=lambda self, q, k: q @ k.mT,
         gradients=lambda self, q, k, slope, learned: (slope @ k, slope.mT @ q + 1))),
     ("pickle raised", bad(Pairwise, scores=lambda self, q, k: q @ k.mT)),
