@@ -328,6 +328,7 @@ def test_statistics_ignore_values_and_are_detached_by_default() -> None:
         ("lengths", {"mass": {"near": Padding([14])}}),
         ("queries", {"queries": torch.ones(2, 11)}),
         ("queries", {"queries": torch.ones(2, 13).bool()}),
+        ("first", {"first": 13}),
         ("normalizer", {"normalizer": normalizers.Identity()}),  # negative weights
     ],
 )
