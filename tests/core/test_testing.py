@@ -17,7 +17,7 @@ from conftest import rand, unchecked
 from qkv import biases, features, masks, normalizers, scores
 from qkv.biases import Additive, Bias
 from qkv.errors import InputError
-from qkv.masks import EMPTY, FULL, Causal, Mask
+from qkv.masks import EMPTY, FULL, PARTIAL, Causal, Mask
 from qkv.normalizers import Pointwise, Sigmoid, SumToOne
 from qkv.scores import Pairwise, Product
 from qkv.statistics import BUILT_IN, Local, Mass, Statistic, Streaming, WeightTile
@@ -214,7 +214,8 @@ MASKS: list[tuple[str, Any]] = [
     ("sees: .*does not broadcast", bad(  # rows of the matrix instead of positions
         Mask, sees=lambda self, b, h, q, k, grid: torch.ones(q.shape[0], k.shape[-1], dtype=torch.bool))),
     ("classify: says FULL", bad(Even, classify=of_all(FULL))),
-    ("classify: says EMPTY", bad(Even, classify=of_all(EMPTY))),
+    ("classify: says EMPTY", bad(Even, classify=lambda self, tiles, grid: torch.where(  # of single pairs
+        (tiles.q_first == tiles.q_last)[:, None] & (tiles.k_first == tiles.k_last), EMPTY, PARTIAL)[None, None])),
     ("classify: returned 7", bad(Even, classify=of_all(7))),
     ("classify: .*15 × 18 tiles", bad(
         Even, classify=lambda self, tiles, grid: torch.ones(len(tiles.q_first), len(tiles.k_first)))),
