@@ -1,8 +1,7 @@
 """The cases of tests/core/test_ring.py; as a script, the processes that share a sequence.
 
 python ring_cases.py FOLDER SIZE…: groups of so many processes, each of which writes what it found to
-FOLDER/found-SIZE.pt, and two processes that run the example of docs/ring.md and write what it says to
-FOLDER/said-RANK.txt.
+FOLDER/found-SIZE.pt.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import re
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -47,7 +44,7 @@ def ids() -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. Parameters are the same on all processes, and so are their gradients once they are added up."""
+    """One call. The parameter is the same on all processes, and so is its gradient once it is added up."""
 
     mask: masks.Mask | None = None
     keys: int = N
@@ -55,8 +52,11 @@ class Case:
     lse: bool = True
     kernel: str = "auto"
     poison: slice | None = None
-    parameters: Callable[[], dict[str, Tensor]] = dict
-    composed: Callable[[dict[str, Tensor]], dict[str, Any]] = field(default=lambda p: {})
+    shape: tuple[int, ...] | None = None  # of the parameter, if there is one
+    composed: Callable[[Any], dict[str, Any]] = field(default=lambda p: {})  # called with the parameter
+
+    def parameter(self) -> Tensor | None:
+        return None if self.shape is None else rand(*self.shape, seed=7).to(self.dtype).requires_grad_()
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k and v of the whole, and the slopes of the loss in out and in lse."""
@@ -69,21 +69,16 @@ class Case:
     def run(self, move: Callable[[Tensor], Tensor], **group: Any) -> dict[str, Tensor]:
         """out, lse and gradients; `move` takes a tensor of the whole to the part that is here."""
         q, k, v, slope, slope_lse = (move(x) for x in self.tensors())
-        parameters = {name: x.to(self.dtype).requires_grad_() for name, x in self.parameters().items()}
-        inputs = [x.requires_grad_() for x in (q, k, v)]
+        parameter, inputs = self.parameter(), [x.requires_grad_() for x in (q, k, v)]
         out, lse = qkv.attend(
-            *inputs, mask=self.mask, kernel=self.kernel, return_lse=True, **self.composed(parameters), **group
+            *inputs, mask=self.mask, kernel=self.kernel, return_lse=True, **self.composed(parameter), **group
         )
         loss = (out * slope).sum()
         if self.lse:
             loss = loss + torch.where(lse.isfinite(), lse * slope_lse, 0).sum()
-        grads = torch.autograd.grad(loss, [*inputs, *parameters.values()])
-        names = ["out", "lse", "dq", "dk", "dv", *(f"parameter {name}" for name in parameters)]
-        return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=True))
-
-
-def _sink() -> dict[str, Tensor]:
-    return {"sink": rand(HEADS, seed=7)}
+        found = {"out": out.detach(), "lse": lse.detach()}
+        inputs += [] if parameter is None else [parameter]
+        return found | dict(zip(("dq", "dk", "dv", "parameter"), torch.autograd.grad(loss, inputs), strict=False))
 
 
 CAUSAL = masks.Causal()
@@ -111,68 +106,30 @@ CASES = {
     "of heads and items": Case(masks.Predicate(lambda b, h, q, k: (q + 2 * k + h + b) % 3 > 0)),
     "more keys than queries": Case(CAUSAL, keys=2 * N),
     "fewer keys than queries": Case(CAUSAL, keys=16),
-    "sink": Case(CAUSAL, parameters=_sink, composed=lambda p: {"normalizer": Softmax(1.5, sink=p["sink"])}),
+    "sink": Case(CAUSAL, shape=(HEADS,), composed=lambda p: {"normalizer": Softmax(1.5, sink=p)}),
     "off by one, and nothing visible": Case(~masks.Prefix(N), composed=lambda p: {"normalizer": Softmax(sink=0.0)}),
-    "learned key": Case(
-        masks.Window(9),
-        parameters=lambda: {"key": rand(HEADS, D, seed=8)},
-        composed=lambda p: {"normalizer": Softmax(key=p["key"])},
-    ),
+    "learned key": Case(masks.Window(9), shape=(HEADS, D), composed=lambda p: {"normalizer": Softmax(key=p)}),
     "ALiBi": Case(CAUSAL, composed=lambda p: {"bias": ALiBi(), "normalizer": Softmax(0.7)}),
-    "ALiBi, learned": Case(
-        masks.Window(17),
-        parameters=lambda: {"slopes": rand(HEADS, seed=9)},
-        composed=lambda p: {"bias": ALiBi(p["slopes"])},
-    ),
-    "T5": Case(
-        parameters=lambda: {"table": rand(32, HEADS, seed=10)},
-        composed=lambda p: {"bias": (T5Bias(p["table"]), SoftCap(2.0))},
-    ),
-    "by distance, more keys": Case(
-        CAUSAL,
-        keys=2 * N,
-        parameters=lambda: {"tensor": rand(1, 3 * N - 1, seed=11)},
-        composed=lambda p: {"bias": ByDistance(p["tensor"])},
-    ),
-    "dense bias": Case(
-        parameters=lambda: {"bias": rand(1, HEADS, N, N, seed=12)}, composed=lambda p: {"bias": Dense(p["bias"])}
-    ),
+    "ALiBi, learned": Case(masks.Window(17), shape=(HEADS,), composed=lambda p: {"bias": ALiBi(p)}),
+    "T5": Case(shape=(32, HEADS), composed=lambda p: {"bias": (T5Bias(p), SoftCap(2.0))}),
+    "by distance, more keys": Case(CAUSAL, 2 * N, shape=(1, 3 * N - 1), composed=lambda p: {"bias": ByDistance(p)}),
+    "dense bias": Case(shape=(1, HEADS, N, N), composed=lambda p: {"bias": Dense(p)}),
     "cosine": Case(CAUSAL, composed=lambda p: {"score": Cosine(3.0)}),
-    "additive": Case(
-        CAUSAL,
-        parameters=lambda: {"vector": rand(HEADS, D, seed=13)},
-        composed=lambda p: {"score": Additive(p["vector"])},
-    ),
+    "additive": Case(CAUSAL, shape=(HEADS, D), composed=lambda p: {"score": Additive(p)}),
     "negative scale": Case(CAUSAL, composed=lambda p: {"score": qkv.scores.Dot(-0.4)}),
 }
-
-# Two processes, with tiles larger than their chunks, run the cases that take another way through the ring or the
-# engine; four processes, with chunks of several tiles, run all.
-OF_TWO = (
-    "causal", "no mask", "out alone", "float32", "flash", "tiled", "window", "documents, causal", "left padding",
-    "not a number in padding", "dense", "of heads and items", "more keys than queries", "fewer keys than queries",
-    "sink", "learned key", "ALiBi, learned", "by distance, more keys", "dense bias", "additive",
-)  # fmt: skip
 
 MEASURED = (
     "causal", "no mask", "float32", "window", "window ahead", "documents, causal", "left padding",
     "not a number in padding", "random blocks", "of heads and items", "more keys than queries", "sink", "learned key",
     "off by one, and nothing visible", "ALiBi", "T5", "dense bias", "additive",
 )  # fmt: skip
-MEASURED_OF_TWO = (
-    "causal", "no mask", "window ahead", "documents, causal", "not a number in padding", "of heads and items",
-    "more keys than queries", "sink", "T5", "additive",
-)  # fmt: skip
-
-
-def of(size: int) -> tuple[list[str], list[str]]:
-    """The cases that a group of so many processes runs, and those whose statistics it measures."""
-    return ([*OF_TWO], [*MEASURED_OF_TWO]) if size == 2 else ([*CASES], [*MEASURED])
 
 
 def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str, Tensor]:
     """All statistics with all options; the queries of a few tokens are excluded."""
     q, k, *_ = case.tensors()
+    parameter = case.parameter()
     at = torch.arange(N)
     counted = torch.stack([at % 11 != 3, at >= 9])
     if case.poison is not None:
@@ -185,7 +142,7 @@ def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str,
         first=torch.tensor([0, 9]),
         queries=move(counted, 1),
         prefix_keys=12,
-        **case.composed(case.parameters()),
+        **case.composed(None if parameter is None else parameter.detach()),
         **group,
     )
     named = {f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("mass", "own", "thumbnail")}
@@ -200,7 +157,7 @@ def _shared(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """The results of all processes, gathered."""
     found = case.run(lambda x: qkv.ring.shard(x, group), group=group)
     for name, x in found.items():
-        if name.startswith("parameter"):
+        if name == "parameter":
             dist.all_reduce(x, group=group)
         else:
             found[name] = qkv.ring.unshard(x, group)
@@ -295,10 +252,9 @@ def main(rank: int, size: int, folder: Path) -> None:
     )
     group = dist.group.WORLD
     assert group is not None
-    with _tiles(4 if size == 4 else 256):
-        names, statistics = of(size)
-        found: dict[str, Any] = {name: _shared(CASES[name], group) for name in names}
-        found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in statistics}
+    with _tiles(4 if size == 4 else 256):  # smaller than the chunks of four processes, larger than those of two
+        found: dict[str, Any] = {name: _shared(case, group) for name, case in CASES.items()}
+        found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in MEASURED}
     whole = torch.arange(24)
     mine = qkv.ring.positions(24, group)
     assert torch.equal(mine, qkv.ring.shard(whole, group, dim=0))
@@ -314,17 +270,6 @@ def main(rank: int, size: int, folder: Path) -> None:
     if rank == 0:
         torch.save(found, folder / f"found-{size}.pt")
     dist.destroy_process_group()
-
-
-def documented(rank: int, port: int, folder: Path) -> None:
-    """Run the page's code in one of two processes, with the environment that torchrun gives it."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    page = (Path(__file__).parents[1] / "docs" / "ring.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    with (folder / f"said-{rank}.txt").open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
-        exec(compile(code, "docs/ring.md", "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
 def lost(rank: int, folder: Path, patience: float) -> None:
@@ -355,10 +300,6 @@ if __name__ == "__main__":
     places = [(rank, int(size)) for size in sys.argv[2:] for rank in range(int(size))]
     folder = Path(sys.argv[1])
     processes = [fork.Process(target=main, args=(*place, folder)) for place in places]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes += [fork.Process(target=documented, args=(rank, port, folder)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
