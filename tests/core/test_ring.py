@@ -161,7 +161,7 @@ def test_a_group_of_one_holds_the_whole_sequence(alone: dist.ProcessGroup) -> No
     close(composed(x, x, x, group=alone), composed(x, x, x))
 
 
-@pytest.mark.parametrize("name", ["documents", "ALiBi"])
+@pytest.mark.parametrize("name", ["documents, causal", "ALiBi"])
 def test_blocks_can_use_flex(name: str, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # shape checks cannot be traced
     case = ring_cases.CASES[name]
