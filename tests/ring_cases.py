@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -164,40 +165,37 @@ def _shared_statistics(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor
     return {name: x if name == "prefix_sink_scores" else qkv.ring.unshard(x, group) for name, x in found.items()}
 
 
-def _rejected_arguments(group: dist.ProcessGroup) -> dict[str, tuple[str, str]]:
-    """The argument that the error names, and its text, for each case of bad input, on every process or on one."""
+def _check_refusals(group: dist.ProcessGroup) -> None:
+    """Bad input raises on every process, also if only one of them has it, and none waits for the others."""
     rank = dist.get_rank(group)
     x = torch.zeros(1, 2, 6, 4)
-    calls: dict[str, Callable[[], object]] = {
-        "odd": lambda: qkv.attend(x[:, :, :5], x[:, :, :5], x[:, :, :5], group=group),
-        "length": lambda: qkv.attend(*[x[:, :, : 4 if rank == 1 else 6]] * 3, group=group),
-        "gradient": lambda: qkv.attend(*[x.clone().requires_grad_(rank == 1)] * 3, group=group),
-        "normalizer": lambda: qkv.attend(x, x, x, normalizer=qkv.normalizers.Sigmoid(), group=group),
-        "bias": lambda: qkv.attend(x, x, x, bias=qkv.biases.RelativePosition(torch.zeros(3, 4)), group=group),
-        "mask": lambda: qkv.attend(x, x, x, mask=masks.Document([0] * 6), group=group),
-        "dropout": lambda: qkv.attend(x, x, x, dropout_p=0.1, group=group),
-        "weights": lambda: qkv.attend(x, x, x, return_weights=True, group=group),
-        "kernel": lambda: qkv.attend(x, x, x, kernel="eager", group=group),
-        "shard": lambda: qkv.ring.shard(x[:, :, :5], group),
-        "dim": lambda: qkv.ring.shard(x, group, dim=4),
-        "bins": lambda: qkv.measure(x, x, bins=4, group=group),
-        "first": lambda: qkv.measure(x, x, first=12 * dist.get_world_size(group), group=group),
-        "unshard": lambda: qkv.ring.unshard(x.clone().requires_grad_(), group),
-    }
-    named = {}
-    for name, call in calls.items():
-        try:
+
+    def twice() -> None:
+        q = x.clone().requires_grad_()
+        out = qkv.attend(q, x, x, group=group)
+        torch.autograd.grad(out.square().sum(), q, create_graph=True)[0].sum().backward()
+
+    calls: list[tuple[str, str, Callable[[], object]]] = [
+        ("q", "5 tokens", lambda: qkv.attend(*[x[:, :, :5]] * 3, group=group)),
+        ("q", "process 1 has q ", lambda: qkv.attend(*[x[:, :, : 4 if rank == 1 else 6]] * 3, group=group)),
+        ("q", "with gradient", lambda: qkv.attend(*[x.clone().requires_grad_(rank == 1)] * 3, group=group)),
+        ("normalizer", "", lambda: qkv.attend(x, x, x, normalizer=qkv.normalizers.Sigmoid(), group=group)),
+        ("bias", "", lambda: qkv.attend(x, x, x, bias=qkv.biases.RelativePosition(torch.zeros(3, 4)), group=group)),
+        ("ids", "", lambda: qkv.attend(x, x, x, mask=masks.Document([0] * 6), group=group)),
+        ("dropout_p", "", lambda: qkv.attend(x, x, x, dropout_p=0.1, group=group)),
+        ("return_weights", "", lambda: qkv.attend(x, x, x, return_weights=True, group=group)),
+        ("kernel", "'eager'", lambda: qkv.attend(x, x, x, kernel="eager", group=group)),
+        ("kernel", "second", twice),
+        ("x", "length 5", lambda: qkv.ring.shard(x[:, :, :5], group)),
+        ("dim", "", lambda: qkv.ring.shard(x, group, dim=4)),
+        ("bins", "", lambda: qkv.measure(x, x, bins=4, group=group)),
+        ("first", "", lambda: qkv.measure(x, x, first=12 * dist.get_world_size(group), group=group)),
+        ("x", "gradient", lambda: qkv.ring.unshard(x.clone().requires_grad_(), group)),
+    ]
+    for argument, match, call in calls:
+        with pytest.raises(qkv.InputError, match=match) as raised:
             call()
-        except qkv.InputError as error:
-            named[name] = error.argument, str(error)
-    q = x.clone().requires_grad_()
-    out = qkv.attend(q, x, x, group=group)
-    first = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
-    try:
-        first.sum().backward()
-    except qkv.InputError as error:
-        named["twice"] = error.argument, str(error)
-    return named
+        assert raised.value.argument == argument
 
 
 class Reader(torch.nn.Module):
@@ -234,12 +232,6 @@ class Attends(torch.nn.Module):
 IDS = torch.arange(2 * 80).view(2, 80) * 7 % 11
 
 
-def _profiled(group: dist.ProcessGroup) -> qkv.Profile:
-    """Each process has a shard, and gets the profile of the whole."""
-    ids, positions = (qkv.ring.shard(x, group, dim=1) for x in (IDS, torch.arange(80).expand(2, 80)))
-    return qkv.profile(Reader(group), {"input_ids": ids, "positions": positions}, progress=False)
-
-
 def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -250,14 +242,14 @@ def main(rank: int, size: int, folder: Path) -> None:
     with _tiles(4 if size == 4 else 256):  # smaller than the chunks of four processes, larger than those of two
         found: dict[str, Any] = {name: _shared(case, group) for name, case in CASES.items()}
         found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in MEASURED}
-    whole = torch.arange(24)
-    mine = qkv.ring.positions(24, group)
-    assert torch.equal(mine, qkv.ring.shard(whole, group, dim=0))
-    everyone = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(everyone, mine)
-    found["positions"] = everyone
-    found["refused"] = _rejected_arguments(group)
-    profile = _profiled(group)
+    chunk = 24 // (2 * size)
+    early, late = rank * chunk, (2 * size - 1 - rank) * chunk  # which balances the work of a causal mask
+    mine = qkv.ring.positions(24, group).tolist()
+    assert mine == [*range(early, early + chunk), *range(late, late + chunk)]
+    assert mine == qkv.ring.shard(torch.arange(24), group, dim=0).tolist()
+    _check_refusals(group)
+    ids, positions = (qkv.ring.shard(x, group, dim=1) for x in (IDS, torch.arange(80).expand(2, 80)))
+    profile = qkv.profile(Reader(group), {"input_ids": ids, "positions": positions}, progress=False)
     profile.save(folder / f"profile-{size}-{rank}.qkv.zip")
     some = dist.new_group([0, size - 1])
     if rank in (0, size - 1):

@@ -167,15 +167,6 @@ def test_full_with_padding_on_the_left_is_each_text_alone() -> None:
         close(got[item : item + 1, :, pad:], uncached(attention, alone, ROTARY, masks.Causal()))
 
 
-def test_full_one_query_needs_no_mask_and_copies_no_keys() -> None:
-    calls: list[Any] = []
-    with kernels.watching(lambda call, result: calls.append(call)):
-        feed(Full(N), CAUSAL, tokens(), [3, 1, 1])
-    assert [call.mask is None for call in calls] == [False, True, True]
-    assert len({call.k.untyped_storage().data_ptr() for call in calls}) == 1
-    assert calls[0].k.untyped_storage().nbytes() == B * HKV * N * D * 8
-
-
 def test_full_rejects_tokens_beyond_its_capacity() -> None:
     cache = Full(5)
     feed(cache, CAUSAL, tokens(), [4])
@@ -195,7 +186,12 @@ def test_sliding_equals_a_window_mask(window: int) -> None:
     own = st.sampled_from([masks.Causal(), masks.Window(3), masks.Window(9, ahead=2) & masks.Causal()])
 
     @settings(max_examples=8)
-    @given(chunkings(n), own, st.sampled_from(sorted(KINDS)), st.sampled_from(sorted(NORMALIZERS)))
+    @given(
+        chunkings(n) | st.sampled_from([[71], [3, 50, 1, 17], [20, 1, 49, 1]]),
+        own,
+        st.sampled_from(sorted(KINDS)),
+        st.sampled_from(sorted(NORMALIZERS)),
+    )
     def check(sizes: list[int], mask: masks.Mask, kind: str, normalizer: str) -> None:
         bias, rotary = KINDS[kind]
         attention = Attention(mask=mask, bias=bias, normalizer=NORMALIZERS[normalizer])
@@ -205,13 +201,6 @@ def test_sliding_equals_a_window_mask(window: int) -> None:
         assert cache.length == min(n, window)
 
     check()
-
-
-@pytest.mark.parametrize("sizes", [[71], [3, 50, 1, 17], [20, 1, 49, 1]])
-def test_sliding_accepts_chunks_longer_than_its_buffer(sizes: list[int]) -> None:
-    for window in (1, 7, 20):
-        got = feed(Sliding(window), CAUSAL, tokens(71), sizes, rotary=ROTARY)
-        close(got, uncached(CAUSAL, tokens(71), ROTARY, masks.Window(window)))
 
 
 def test_sliding_rotates_by_the_given_positions() -> None:
@@ -279,27 +268,29 @@ def test_sinks_rotate_by_slots_far_beyond_the_trained_length() -> None:
         close(feed(Sinks(2, 5), CAUSAL, tokens(61), sizes, rotary=scaled), want, eps=4096)
 
 
-def test_sinks_one_query_is_one_call_on_views() -> None:
-    cache, calls = Sinks(2, 5), []
-    feed(cache, CAUSAL, tokens(61), [1] * 9, rotary=ROTARY)
+@pytest.mark.parametrize(("make", "rows"), [(lambda: Full(70), 70), (lambda: Sinks(2, 5), None)], ids=["Full", "Sinks"])
+def test_one_query_is_one_call_without_mask_on_views_of_one_buffer(make: Callable[[], Cache], rows: int | None) -> None:
+    cache, calls = make(), []
+    feed(cache, CAUSAL, tokens(61), [9], rotary=ROTARY)
     with kernels.watching(lambda call, result: calls.append(call)):
         feed(cache, CAUSAL, tokens(61), [1] * 52, rotary=ROTARY)
     assert len(calls) == 52
-    assert len({call.k.untyped_storage().data_ptr() for call in calls}) == 1
-    assert {call.k.shape[2] for call in calls} == {7}
     assert all(call.mask is None for call in calls)
+    assert len({call.k.untyped_storage().data_ptr() for call in calls}) == 1
+    if rows is None:
+        assert {call.k.shape[2] for call in calls} == {7}
+    else:
+        assert calls[0].k.untyped_storage().nbytes() == B * HKV * rows * D * 8
 
 
 # --- HeavyHitters -----------------------------------------------------------------------------------------------------
 
 
+Worth = Callable[[Any, Any], Any]
+
+
 def heavy_by_loops(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    sizes: Sequence[int],
-    heavy: int,
-    recent: int,
-    worth: Callable[[float, int], float] = lambda received, queries: received,
-    **parts: Any,
+    qkv: tuple[Tensor, Tensor, Tensor], sizes: Sequence[int], heavy: int, recent: int, worth: Worth, **parts: Any
 ) -> tuple[Tensor, dict[tuple[int, int], dict[int, float]]]:
     """H2O by definition: a dictionary from positions to attention received, for each item and key head.
 
@@ -316,7 +307,6 @@ def heavy_by_loops(
     for item, head in np.ndindex(k.shape[0], k.shape[1]):
         received: dict[int, float] = {}
         heads, start = slice(head * group, (head + 1) * group), 0
-        own = dict(parts)
         for size in sizes:
             if size == 1 and len(received) == heavy + recent:
                 del received[weakest(received, start, start)]
@@ -325,7 +315,7 @@ def heavy_by_loops(
                 received[i] = 0.0
                 seen = [*before, *range(start, i + 1)]
                 where = (slice(item, item + 1), slice(head, head + 1), seen)
-                found, _, weights = oracle(q[item : item + 1, heads, i : i + 1], k[where], v[where], **own)
+                found, _, weights = oracle(q[item : item + 1, heads, i : i + 1], k[where], v[where], **parts)
                 out[item, heads, i] = found[0, :, 0]
                 for p, weight in zip(seen, weights[0, :, 0].sum(0).tolist(), strict=True):
                     received[p] += weight
@@ -336,25 +326,41 @@ def heavy_by_loops(
     return out, kept
 
 
+class Oldest(Evicting):
+    """Evicts the oldest key: a sliding window."""
+
+    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        return -queries
+
+
+class MeanAttention(Evicting):
+    """Attention received, divided by the number of queries that could give it; changes its arguments."""
+
+    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        return received.div_(queries)
+
+
 HITTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "off by one": {"normalizer": normalizers.Softmax(sink=0.0)},
     "sigmoid": {"normalizer": normalizers.Sigmoid(bias=-1.0)},
     "sparse": {"normalizer": normalizers.Entmax(2.0, temperature=0.3)},  # many weights of 0: ties
     "cap": {"bias": biases.SoftCap(1.5)},
+    "a policy of one's own": {},
 }
 
 
 @pytest.mark.parametrize(("name", "heavy", "recent"), [
     ("softmax", 3, 4), ("softmax", 1, 1), ("off by one", 5, 2), ("sigmoid", 1, 1), ("sparse", 3, 4), ("cap", 5, 2),
+    ("a policy of one's own", 4, 2),
 ])  # fmt: skip
 def test_heavy_hitters_equal_plain_loops(name: str, heavy: int, recent: int) -> None:
-    q, k, v = tokens()
-    places = torch.arange(N)
-    q2, k2 = ROTARY(q, places), ROTARY(k, places)
+    (q, k, v), places, own = tokens(), torch.arange(N), "own" in name
+    turned = ROTARY(q, places), ROTARY(k, places), v
     for sizes in (ONES, [N], [5, 1, 1, 3, 7, 1, 1, 4]):
-        want, kept = heavy_by_loops((q2, k2, v), sizes, heavy, recent, **HITTERS[name])
-        cache = HeavyHitters(heavy, recent)
+        worth: Worth = (lambda received, queries: received / queries) if own else lambda received, queries: received
+        want, kept = heavy_by_loops(turned, sizes, heavy, recent, worth, **HITTERS[name])
+        cache = MeanAttention(heavy + recent, recent) if own else HeavyHitters(heavy, recent)
         got = feed(cache, Attention(mask=masks.Causal(), **HITTERS[name]), (q, k, v), sizes, rotary=ROTARY)
         close(got, want, eps=4096)
         assert cache.length == heavy + recent
@@ -454,18 +460,11 @@ def test_repr_shows_sizes_and_length() -> None:
 
 
 SIZES: list[tuple[str, Callable[[], object]]] = [
-    ("capacity", lambda: Full(0)),
-    ("capacity", lambda: Full(8.5)),  # type: ignore[arg-type]
-    ("window", lambda: Sliding(0)),
-    ("sinks", lambda: Sinks(0, 3)),
-    ("window", lambda: Sinks(3, 0)),
-    ("heavy", lambda: HeavyHitters(-1, 3)),
-    ("recent", lambda: HeavyHitters(3, 0)),
-    ("keys", lambda: Oldest(0, 1)),
-    ("recent", lambda: Oldest(3, 3)),
-    ("recent", lambda: Oldest(3, 0)),
-    ("Evicting", lambda: Evicting(3, 1)),
-]
+    ("capacity", lambda: Full(0)), ("capacity", lambda: Full(8.5)), ("window", lambda: Sliding(0)),
+    ("sinks", lambda: Sinks(0, 3)), ("window", lambda: Sinks(3, 0)), ("heavy", lambda: HeavyHitters(-1, 3)),
+    ("recent", lambda: HeavyHitters(3, 0)), ("keys", lambda: Oldest(0, 1)), ("recent", lambda: Oldest(3, 3)),
+    ("recent", lambda: Oldest(3, 0)), ("Evicting", lambda: Evicting(3, 1)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("argument", "make"), SIZES)
@@ -474,12 +473,10 @@ def test_sizes_that_are_no_numbers_of_keys_are_refused(argument: str, make: Call
         make()
 
 
-def rejects(
-    cache: Cache, argument: str, attention: Attention = CAUSAL, n: int = 3, match: str | None = None, **extra: Any
-) -> None:
+def rejects(cache: Cache, argument: str, attention: Attention = CAUSAL, match: str | None = None, **extra: Any) -> None:
     """Assert that the call raises for this argument and leaves the cache unchanged."""
     seen, size = cache.seen, cache.nbytes
-    q, k, v = extra.pop("qkv", tokens(n))
+    q, k, v = extra.pop("qkv", tokens(3))
     with unchecked(), refused(argument, match):
         cache.attend(attention, q, k, v, **extra)
     assert (cache.seen, cache.nbytes) == (seen, size)
@@ -548,45 +545,16 @@ def test_a_cache_cannot_be_used_after_a_failed_call(name: str) -> None:
         cache.attend(CAUSAL, q, k, v)
 
 
-# --- a policy of one's own --------------------------------------------------------------------------------------------
-
-
-class Oldest(Evicting):
-    """Evicts the oldest key: a sliding window."""
-
-    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
-        return -queries
-
-
-class MeanAttention(Evicting):
-    """Attention received, divided by the number of queries that could give it; changes its arguments."""
-
-    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
-        return received.div_(queries)
-
-
-own_chunks = pytest.mark.parametrize("sizes", [ONES, [7, 1, 1, 9, 5]], ids=["steps", "chunks"])
-
-
-@own_chunks
+@pytest.mark.parametrize("sizes", [ONES, [7, 1, 1, 9, 5]], ids=["steps", "chunks"])
 def test_a_policy_that_evicts_the_oldest_key_holds_the_last_ones(sizes: list[int]) -> None:
     q, k, v = tokens()
     policy, window = Oldest(6, recent=2), Sliding(6)
-    feed(policy, CAUSAL, (q, k, v), sizes)
-    feed(window, CAUSAL, (q, k, v), sizes)
+    for cache in (policy, window):
+        feed(cache, CAUSAL, (q, k, v), sizes)
     held = policy._buffers["positions"][:, :, :6].sort(-1).values
     assert held.tolist() == torch.arange(17, 23).expand_as(held).tolist()
     last = tuple(x[:, :, -1:] for x in (q, k, v))
     close(policy.attend(CAUSAL, *last), window.attend(CAUSAL, *last))
-
-
-@own_chunks
-def test_a_policy_of_ones_own_equals_plain_loops(sizes: list[int]) -> None:
-    want, kept = heavy_by_loops(tokens(), sizes, 4, 2, worth=lambda received, queries: received / queries)
-    cache = MeanAttention(6, recent=2)
-    close(feed(cache, CAUSAL, tokens(), sizes), want, eps=4096)
-    for (item, head), received in kept.items():
-        assert set(cache._buffers["positions"][item, head, :6].tolist()) == set(received)
 
 
 @pytest.mark.parametrize(("match", "wrong"), [
