@@ -193,7 +193,7 @@ def _check_refusals(group: dist.ProcessGroup) -> None:
         ("x", "gradient", lambda: qkv.ring.unshard(x.clone().requires_grad_(), group)),
     ]
     for argument, match, call in calls:
-        with pytest.raises(qkv.InputError, match=match) as raised:
+        with pytest.raises(qkv.InputError, match=match or None) as raised:
             call()
         assert raised.value.argument == argument
 

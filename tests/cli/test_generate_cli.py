@@ -394,36 +394,36 @@ def test_an_unreachable_hub_is_an_error_that_suggests_a_name(command: Command, m
     assert "'no-such-model' (reset); " in command.refuses("generate", "no-such-model", "hi")
 
 
-# --- as a process -----------------------------------------------------------------------------------------------------
-
-
-def start(folder: Path, *words: str, **pipes: Any) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "qkv.cli", "generate", str(folder), PROMPT, *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | pipes
-    return subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, **pipes)
-
-
-@pytest.mark.parametrize("end", ["closed pipe", "interrupt"])
-def test_an_end_from_outside_is_quiet(end: str, own: Path) -> None:
-    with start(own, "--tokens", "100000", "--cache", "sliding:16") as process:
-        assert process.stdout
-        assert process.stderr
-        assert process.stdout.read(40).startswith(PROMPT.encode())  # it streams: this comes long before the end
-        if end == "interrupt":
-            process.send_signal(signal.SIGINT)
-            rest, said = process.communicate(timeout=60)
-            assert process.returncode == 130
-            assert rest.endswith(b"\n")
-            assert re.fullmatch(rb"[^\n]*interrupted[^\n]*\n", said)
-        else:
-            process.stdout.close()
-            assert process.wait(60) == 141
-            assert process.stderr.read() == b""
+# --- ends from outside ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
-def test_full_disk_is_reported(own: Path) -> None:
-    with open("/dev/full", "wb") as full, start(own, "--tokens", "3", stdout=full) as process:
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert re.fullmatch(rb"qkv: standard output: cannot be written \([^\n]*\)\n", said)
+@pytest.mark.parametrize(("full", "code"), [(True, 2), (False, 141)], ids=["full disk", "closed pipe"])
+def test_output_that_cannot_be_written_is_told_once(
+    full: bool, code: int, own: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target: str | int = "/dev/full"
+    if not full:
+        reading, target = os.pipe()
+        os.close(reading)
+    with open(target, "wb") as file, io.TextIOWrapper(file) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        ran = command("generate", own, PROMPT, "--tokens", 3)
+        stdout.write("what is left, at the end of Python")
+    assert ran.code == code
+    assert re.fullmatch(r"qkv: standard output: cannot be written \([^\n]*\)\n" if full else "", ran.err)
+
+
+def test_interrupt_exits_with_130(own: Path) -> None:
+    command = [sys.executable, "-m", "qkv.cli", "generate", str(own), PROMPT, "--tokens", "100000"]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        [*command, "--cache", "sliding:16"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+    ) as process:
+        assert process.stdout
+        assert process.stdout.read(40).startswith(PROMPT.encode())  # it streams: this comes long before the end
+        process.send_signal(signal.SIGINT)
+        rest, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert rest.endswith(b"\n")
+    assert re.fullmatch(rb"[^\n]*interrupted[^\n]*\n", said)

@@ -63,7 +63,7 @@ def test_interrupt_before_the_model_is_ready_ends_a_public_server_quietly(tmp_pa
             assert httpx.get(url.copy_with(query=None)).status_code == 401
             assert httpx.get(url).status_code == 303
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 0
