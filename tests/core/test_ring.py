@@ -7,7 +7,6 @@ refuse; each test then looks at one case.
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ import torch.nn.attention.flex_attention as torch_flex
 import qkv
 import ring_cases
 from conftest import MASKS, close, fits, rand, refused, unchecked
-from forked import Forked
 from qkv import masks
 from qkv.masks import EMPTY, FULL, Grid, Region
 from qkv.masks.convert import grid_mod
@@ -48,6 +46,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     for size in SIZES:
         files = [folder / f"profile-{size}-{rank}.qkv.zip" for rank in range(size)]
         found[size]["profiles"] = [qkv.Profile.load(file) for file in files]
+    found[4]["lost"] = [(folder / f"lost-{rank}.txt").read_text() for rank in range(2)]
     return found
 
 
@@ -101,21 +100,14 @@ def test_a_subgroup_can_share_a_sequence(found: dict[int, dict[str, Any]]) -> No
         close(found[4]["two of four"][key], x, eps=EPS[torch.float64])
 
 
-# --- in this process --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_a_killed_process_is_named_by_its_neighbours(tmp_path: Path) -> None:
-    started = []
-    for rank in range(3):
-        (tmp_path / str(rank)).mkdir()
-        started.append(Forked(ring_cases.lost, rank, tmp_path, 30.0, folder=tmp_path / str(rank)))
-    assert started[2].wait() == -signal.SIGKILL, started[2].errors
-    for process in started[:2]:
-        assert process.wait(60) == 0, process.errors
-    first = [re.findall(r"process of rank (\d)", process.out) for process in started[:2]]
-    assert ["2"] in first, f"no process names the killed one: {[p.out for p in started[:2]]}"
-    assert all(first), "a process ended without a sentence"
+def test_a_killed_process_is_named_by_its_neighbours(found: dict[int, dict[str, Any]]) -> None:
+    named = [re.findall(r"process of rank (\d)", said) for said in found[4]["lost"]]
+    assert ["2"] in named, f"no process names the killed one: {found[4]['lost']}"
+    assert all(named), "a process ended without a sentence"
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
 
 
 def test_a_group_of_one_holds_the_whole_sequence(alone: dist.ProcessGroup) -> None:
