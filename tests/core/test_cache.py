@@ -453,12 +453,6 @@ def test_dropout_never_acts(name: str) -> None:
     )
 
 
-def test_repr_shows_sizes_and_length() -> None:
-    cache = Sinks(2, 5)
-    feed(cache, CAUSAL, tokens(), [9])
-    assert repr(cache) == "Sinks(sinks=2, window=5, seen=9, length=7)"
-
-
 SIZES: list[tuple[str, Callable[[], object]]] = [
     ("capacity", lambda: Full(0)), ("capacity", lambda: Full(8.5)), ("window", lambda: Sliding(0)),
     ("sinks", lambda: Sinks(0, 3)), ("window", lambda: Sinks(3, 0)), ("heavy", lambda: HeavyHitters(-1, 3)),

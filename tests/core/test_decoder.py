@@ -390,7 +390,7 @@ def test_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "gpt2", "llama", "output bias", "post-norm", "gated", "gated by head", "sink", "key bias", "elu",
+    "gpt2", "llama", "output bias", "post-norm", "gated", "gated by head", "sink", "key bias", "elu", "entmax",
 ])  # fmt: skip
 def test_gradients_against_finite_differences(name: str) -> None:
     model, ids = model_of(**FLAVOURS[name]), ids_of(2, 7)
@@ -483,7 +483,6 @@ ENTRIES: list[tuple[str, dict[str, Any]]] = [
         ("window", 3), ("prefix", 3), ("normalizer", "relu"), ("score_scale", 2.0), ("positions", "alibi"),
         ("positions", "t5"), ("attention", masks.Causal()),
     )),
-    ("mask", {"attention": Attention(mask=masks.Causal)}),  # type: ignore[arg-type]
 ]  # fmt: skip
 START: list[tuple[str, str | None, dict[str, Any]]] = [
     ("padding", r"\(2,\)", {"padding": torch.tensor([1, 2])}), ("padding", "list", {"padding": [0, 1, 2]}),
@@ -509,6 +508,8 @@ def test_decoder_refuses_bad_configurations_tokens_and_states() -> None:
                 model.start(3, **options)
         with refused("targets", match="shape"):
             model.loss(ids_of(2, 5), ids_of(2, 4))
+        with refused("mask", match="the class Causal"):
+            DecoderConfig(attention=Attention(mask=masks.Causal))  # type: ignore[arg-type]
     with refused("padding", match="fewer"):
         model.step(ids_of(2, 3), model.start(2, padding=torch.tensor([3, 0])))
     with refused("ids"):
