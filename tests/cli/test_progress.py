@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
@@ -10,20 +11,8 @@ from qkv._progress import bar, say, spinner
 from qkv.cli.shared import Stopwatch, print_line
 
 
-class Terminal:
+class Terminal(io.StringIO):
     """Standard error as a terminal."""
-
-    encoding = "utf-8"
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        pass
 
     def isatty(self) -> bool:
         return True
@@ -31,68 +20,58 @@ class Terminal:
 
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Replace standard error in the test itself, because pytest resets it after the fixtures."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
+    for name, value in {"TERM": "xterm", "COLUMNS": "160"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", made := Terminal())
     return made
 
 
-def test_nothing_is_printed_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_without_a_terminal_or_by_a_hidden_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with bar("training", "steps", 3) as step, spinner("loading"):
         step(1, note="loss 2.0")
         step.say("evaluation")
         say("remark")
     assert capsys.readouterr() == ("", "")
-
-
-def test_bar_shows_count_total_and_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = terminal_of(monkeypatch)
-    with bar("training", "steps", 1000, done=10) as step:
-        step(5, note="loss [2.0]")
-        step.say("step 15 [evaluated]")
-    assert "15 of 1,000 steps" in terminal.text
-    assert "loss [2.0]" in terminal.text
-    assert "step 15 [evaluated]" in terminal.text
-
-
-def test_total_can_be_set_later_and_numbers_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = terminal_of(monkeypatch)
-    with bar("profiling", "layers") as step:
-        step(1, of=4)
-    assert "1 of 4 layers" in terminal.text
-    terminal.text = ""
-    with bar("timing") as step:
-        step(0, note="causal, 512 tokens")
-    assert "causal, 512 tokens" in terminal.text
-    assert " of " not in terminal.text
-
-
-def test_hidden_bar_prints_nothing_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch)
     with bar("training", "steps", 3, show=False) as step:
         step(1)
         step.say("evaluation")
-    assert terminal.text == ""
+    assert terminal.getvalue() == ""
 
 
-def test_spinner_does_not_read_names_as_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_and_spinners_show_counts_notes_and_names_that_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch)
+    with bar("training", "steps", 1000, done=10) as step:
+        step(5, note="loss [2.0]")
+        step.say("step 15 [evaluated]")
+    with bar("profiling", "layers") as step:
+        step(1, of=4)
     with spinner("loading ./[bold]"):
-        pass
-    say("skipped [3] files")
-    assert "loading ./[bold]" in terminal.text
-    assert "skipped [3] files" in terminal.text
+        say("skipped [3] files")
+    for text in (
+        "15 of 1,000 steps", "loss [2.0]", "step 15 [evaluated]", "1 of 4 layers", "loading ./[bold]",
+        "skipped [3] files",
+    ):  # fmt: skip
+        assert text in terminal.getvalue()
+    terminal = terminal_of(monkeypatch)
+    with bar("timing") as step:
+        step(0, note="causal, 512 tokens")
+    assert "causal, 512 tokens" in terminal.getvalue()
+    assert " of " not in terminal.getvalue()
 
 
-def test_stopwatch_adds_up_the_laps_of_a_part() -> None:
-    watch = Stopwatch()
+def test_stopwatch_adds_up_laps_and_paths_are_not_wrapped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, clock = Stopwatch(), iter([1.0, 3.0, 7.0])
+    watch._last = 0.0
+    monkeypatch.setattr("qkv.cli.shared.time.perf_counter", lambda: next(clock))
     for part in ("loading", "measuring", "loading"):
         watch.lap(part)
-    assert list(watch.seconds) == ["loading", "measuring"]
-    assert str(watch).startswith("0.0 s: loading 0.0, measuring 0.0")
-
-
-def test_printed_paths_are_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watch.seconds == {"loading": 5.0, "measuring": 2.0}
+    assert str(watch) == "7.0 s: loading 5.0, measuring 2.0"
     monkeypatch.setenv("COLUMNS", "20")
     print_line("Data", "a/long/path/[to]/a/file.qkv.zip")
     assert capsys.readouterr().out == "Data     a/long/path/[to]/a/file.qkv.zip\n"

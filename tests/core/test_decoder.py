@@ -1,4 +1,5 @@
-"""DecoderLM: the same logits as transformers', cached as uncached, gradients, loss, checkpoints."""
+"""DecoderLM, plain and with any composition: the logits of transformers and of formulas, cached as uncached, gradients,
+loss, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import check_slopes, close, rand, refused, unchecked
+from conftest import check_slopes, close, oracle, rand, refused, unchecked
+from qkv import Attention, biases, features, masks, normalizers, scores
 from qkv.cache import Full, HeavyHitters, Sinks, Sliding
 from qkv.models import checkpoint, pretrained
+from qkv.models.config import composition, described, from_dict, to_dict
 from qkv.models.decoder import NORMALIZERS, POSITIONS, DecoderConfig, DecoderLM
 from qkv.models.loss import linear_cross_entropy
 
@@ -49,44 +52,74 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "scaled": {"score_scale": 1.3, "positions": "rotary"},
     **{name: {"normalizer": name, "positions": "rotary"} for name in NORMALIZERS},
 }
+HEADS, HEAD = 3, 4  # of models with a composition
+
+
+def parameter(*shape: int, seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(rand(*shape, seed=seed))
+
+
+COMPOSITIONS = {
+    "bigbird": Attention(mask=masks.bigbird(2, 1)),
+    "shaw": Attention(bias=biases.RelativePosition(parameter(7, HEAD), parameter(7, HEAD, seed=1))),
+    "additive": Attention(score=scores.Additive(parameter(5), parameter(5, HEAD), parameter(5, HEAD, seed=1))),
+    "linear": Attention(score=scores.Features(features.elu_plus_one), normalizer=normalizers.Identity(divide="sum")),
+    "performer": Attention(
+        score=scores.Features(features.Favor(HEAD, n_features=9, seed=2)), normalizer=normalizers.Identity(divide="sum")
+    ),
+    "strict": Attention(mask=masks.Causal() & ~masks.Window(1)),  # to the tokens before, and not to itself
+    "longformer": Attention(mask=masks.longformer(4, [0], causal=True), bias=biases.SoftCap(3.0)),
+    "several": Attention(
+        mask=masks.Blockwise(masks.Window(2), 2) | masks.Strided(5),
+        bias=(biases.T5Bias(parameter(6, HEADS), bidirectional=False), biases.ALiBi()),
+        score=scores.General(parameter(HEADS, HEAD, HEAD)),
+        normalizer=normalizers.Entmax(1.5, sink=parameter(HEADS)),
+    ),
+}
+FLAVOURS |= {
+    name: {"attention": own, "heads": HEADS, "kv_heads": None, "positions": "rotary"}
+    for name, own in COMPOSITIONS.items()
+}
+PADDING_REFUSED = {"bigbird": "attention", "longformer": "padding", "several": "padding"}
 flavours = pytest.mark.parametrize("name", FLAVOURS)
+EVICTING: list[Callable[[], Any]] = [lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)]
 
 
 # --- laws -------------------------------------------------------------------------------------------------------------
 
 
 @flavours
-@pytest.mark.parametrize("chunk", [1, 4])
-def test_cached_is_uncached_at_every_step(name: str, chunk: int) -> None:
+def test_cached_is_uncached_at_every_step_and_no_token_sees_later_ones(name: str) -> None:
     model, ids = model_of(**FLAVOURS[name]), ids_of(3, 19)
-    whole, state = model(ids), model.start(3)
-    for start in range(0, 19, chunk):
-        logits = model.step(ids[:, start : start + chunk], state)
-        close(logits, whole[:, min(start + chunk, 19) - 1].detach(), eps=4096)
-
-
-@flavours
-def test_later_tokens_do_not_change_earlier_logits(name: str) -> None:
-    model, ids = model_of(**FLAVOURS[name]), ids_of(2, 11)
+    whole = model(ids).detach()
+    for chunk in (1, 4) if name != "bigbird" else ():  # it would need the keys of another text
+        state = model.start(3)
+        for start in range(0, 19, chunk):
+            logits = model.step(ids[:, start : start + chunk], state)
+            close(logits, whole[:, min(start + chunk, 19) - 1], eps=4096)
     other = ids.clone()
     other[:, 7:] = (other[:, 7:] + 1) % 23
-    torch.testing.assert_close(model(ids)[:, :7], model(other)[:, :7], rtol=0, atol=1e-12)
-    assert not torch.allclose(model(ids)[:, 7], model(other)[:, 7])
+    changed = model(other)
+    torch.testing.assert_close(whole[:, :7], changed[:, :7], rtol=0, atol=1e-12)
+    assert not torch.allclose(whole[:, 7], changed[:, 7])
 
 
 @flavours
-def test_left_padding_does_not_change_logits(name: str) -> None:
-    model, prompts = model_of(**FLAVOURS[name]), [ids_of(n, seed=n) for n in (3, 9, 6)]
-    longest = 9
-    padded = torch.stack([nn.functional.pad(p, (longest - len(p), 0), value=5) for p in prompts])
-    state = model.start(3, padding=torch.tensor([longest - len(p) for p in prompts]))
-    for tokens in (padded, ids_of(3, 1, seed=9), ids_of(3, 1, seed=10)):
-        together = model.step(tokens, state)
+def test_left_padding_does_not_change_logits_or_is_refused(name: str) -> None:
+    model, prompts, more = model_of(**FLAVOURS[name]), [ids_of(n, seed=n) for n in (3, 9, 6)], ids_of(3, 1, seed=9)
+    padded = torch.stack([nn.functional.pad(p, (9 - len(p), 0), value=5) for p in prompts])
+    padding = torch.tensor([9 - len(p) for p in prompts])
+    if name in PADDING_REFUSED:
+        with refused(PADDING_REFUSED[name]):
+            model.start(3, padding=padding)
+        return
+    state = model.start(3, padding=padding)
+    model.step(padded, state)
+    together = model.step(more, state)
     for i, prompt in enumerate(prompts):
         alone = model.start(1)
-        for tokens in (prompt[None], ids_of(3, 1, seed=9)[i : i + 1], ids_of(3, 1, seed=10)[i : i + 1]):
-            logits = model.step(tokens, alone)
-        close(together[i], logits[0], eps=4096)
+        model.step(prompt[None], alone)
+        close(together[i], model.step(more[i : i + 1], alone)[0], eps=4096)
 
 
 def test_reorder_selects_the_padding() -> None:
@@ -113,7 +146,7 @@ def test_only_prefix_tokens_attend_to_later_tokens(positions: str) -> None:
         assert moved.tolist() == [at >= untouched for at in range(11)]
 
 
-@pytest.mark.parametrize("prefix", [1, 4, 11, 20])
+@pytest.mark.parametrize("prefix", [1, 4, 20])
 def test_prefix_equals_a_dense_mask(prefix: int) -> None:
     model, causal, ids = model_of(prefix=prefix), model_of(), ids_of(2, 11)
     allowed = torch.ones(11, 11, dtype=torch.bool).tril()
@@ -125,7 +158,7 @@ def test_prefix_equals_a_dense_mask(prefix: int) -> None:
     assert torch.allclose(model(ids), causal(ids)) == (prefix == 1)
 
 
-def test_steps_after_a_whole_prefix_equal_forward() -> None:
+def test_steps_after_a_whole_prefix_equal_forward_and_less_is_refused() -> None:
     model, ids = model_of(prefix=4, positions="rotary"), ids_of(3, 12)
     whole = model(ids).detach()
     for chunk in (4, 5):
@@ -135,30 +168,23 @@ def test_steps_after_a_whole_prefix_equal_forward() -> None:
             close(model.step(ids[:, at : at + 1], state), whole[:, at], eps=4096)
     state = model.start(3, padding=torch.zeros(3, dtype=torch.long))
     close(model.step(ids, state), whole[:, -1], eps=4096)
-
-
-def test_prefix_rejects_partial_prompts_padding_and_evicting_caches() -> None:
-    model, ids = model_of(prefix=4), ids_of(3, 12)
     with refused("tokens", match="prefix"):
         model.step(ids[:, :3], model.start(3))
     with refused("padding", match="prefix"):
         model.start(3, padding=torch.tensor([0, 2, 0]))
-    for make in (lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)):
+    for make in EVICTING:
         with refused("mask", match="the distance"):
             model.step(ids, model.start(3, cache=make))
 
 
 def test_score_scale_equals_scaling_the_queries() -> None:
-    """Scaling products by s is scaling the queries by s · √head_dim."""
-    scaled, plain, x = model_of(score_scale=0.7), model_of(), rand(2, 9, 12)
-    for ours, other in zip(scaled.blocks, plain.blocks, strict=True):
-        q, k, v = other.attention._project(x, None, None)
-        scores = 0.7 * q @ k.repeat_interleave(3, 1).transpose(-1, -2)
-        weights = scores.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
-        heads = weights @ v.repeat_interleave(3, 1)
-        close(ours.attention(x), other.attention._merged(heads, x).detach())
-    ids = ids_of(2, 9)
-    close(model_of(score_scale=1 / math.sqrt(2))(ids), plain(ids).detach())  # heads have 2 dimensions
+    """Scaling products by s is scaling the queries by s · √head_dim; heads have 2 dimensions."""
+    scaled, plain, ids = model_of(score_scale=0.7), model_of(), ids_of(2, 9)
+    with torch.no_grad():
+        for block in plain.blocks:
+            for x in (block.attention.in_proj.weight, block.attention.in_proj.bias):
+                x[:12] *= 0.7 * math.sqrt(2)
+    close(scaled(ids), plain(ids).detach())
 
 
 def test_plain_causal_models_call_torchs_kernel() -> None:
@@ -167,18 +193,6 @@ def test_plain_causal_models_call_torchs_kernel() -> None:
         attention = model_of(**changes).blocks[0].attention.composition.attention
         assert type(attention.mask) is qkv.masks.Causal
         assert (attention.score is None) == ("score_scale" not in changes)
-
-
-@pytest.mark.parametrize("make", [lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)])
-def test_evicting_caches_accept_any_length(make: Callable[[], Any]) -> None:
-    model = model_of(positions="rotary")
-    state = model.start(1, cache=make)
-    sizes = set()
-    for i in range(60):
-        assert model.step(ids_of(1, 1, seed=i), state).isfinite().all()
-        sizes.add(state.nbytes)
-    assert state.seen == 60
-    assert len(sizes) == 1
 
 
 def test_sliding_cache_equals_a_window_mask() -> None:
@@ -190,9 +204,7 @@ def test_sliding_cache_equals_a_window_mask() -> None:
     close(logits, windowed(ids)[:, -1].detach(), eps=4096)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: Full(29), lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)]
-)
+@pytest.mark.parametrize("make", [lambda: Full(29), *EVICTING])
 def test_state_from_inference_mode_works_outside_of_it(make: Callable[[], Any]) -> None:
     model, ids, ends = model_of(positions="rotary"), ids_of(2, 12), []
     for inference in (True, False):
@@ -268,12 +280,14 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, untied, wide, relu": (
         "gpt2", {"tie_word_embeddings": False, "n_inner": 50, "activation_function": "relu", "layer_norm_epsilon": 1e-3}
     ),
-    "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "llama, biases of the attention": ("llama", {"attention_bias": True}),
-    "llama, biases of the rest": ("llama", {"mlp_bias": True}),
-    "llama, heads of 8": ("llama", {"head_dim": 8, "num_key_value_heads": 6}),
-    **{f"llama, {name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
-    "llama, dynamic, beyond": ("llama", {"rope_parameters": ROPES["dynamic"], "max_position_embeddings": 16}),
+    **{f"llama, {rope}, {name}": ("llama", {"rope_parameters": ROPES[rope], **changes}) for rope, name, changes in (
+        ("default", "plain", {}),
+        ("linear", "tied, biases", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("yarn", "biases of the attention", {"attention_bias": True}),
+        ("llama3", "biases of the rest", {"mlp_bias": True}),
+        ("dynamic", "heads of 8", {"head_dim": 8, "num_key_value_heads": 6}),
+        ("dynamic", "beyond", {"max_position_embeddings": 16}),
+    )},
 }  # fmt: skip
 
 
@@ -281,7 +295,9 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
 def test_hugging_face_checkpoints_give_equal_logits(name: str, tmp_path: Path) -> None:
     kind, changes = HF[name]
     theirs = _theirs(kind, **changes)
-    theirs.save_pretrained(tmp_path)
+    sharded = kind == "llama"
+    theirs.save_pretrained(tmp_path, max_shard_size="10KB" if sharded else "1GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == sharded
     ours = pretrained.from_hugging_face(tmp_path)
     ids = ids_of(2, 31, below=101)
     with torch.no_grad():
@@ -293,36 +309,22 @@ def test_hugging_face_checkpoints_give_equal_logits(name: str, tmp_path: Path) -
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
 
 
-def test_sharded_checkpoints_load(tmp_path: Path) -> None:
-    theirs = _theirs("llama")
-    theirs.save_pretrained(tmp_path, max_shard_size="10KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    ids = ids_of(2, 9, below=101)
-    with torch.no_grad():
-        close(pretrained.from_hugging_face(tmp_path)(ids), theirs(ids).logits, eps=256)
-
-
-def without(entries: dict[str, Any]) -> dict[str, Any]:
-    """Entries but for those that are None where the configuration has a number."""
-    return {k: v for k, v in entries.items() if not (k == "n_embd" and v is None)}
-
-
 def test_hugging_face_checkpoints_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     theirs = _theirs("gpt2")
     config, weights = theirs.config.to_dict(), dict(theirs.state_dict())
     weights["transformer.h.0.ln_3.weight"] = weights.pop("transformer.h.0.ln_1.weight")
     weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:5]
-    with pytest.raises(qkv.InputError, match=r"nothing was loaded: missing: .*attention_norm.weight; unexpected: .*"
-                       r"ln_3.weight; wrong shape: positions.weight is \(5, 24\), expected \(37, 24\)"):  # fmt: skip
+    with pytest.raises(qkv.InputError, match=r"missing: .*_norm.weight; unexpected: .*ln_3.*; wrong .*\(37, 24\)"):
         pretrained.from_weights(config, weights)
     for changes, argument in (
         ({"model_type": "bert"}, "model_type"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({"activation_function": "mish"}, "activation_function"),
-        ({"n_embd": None}, "n_embd"),
+        ({"n_embd": ...}, "n_embd"),
     ):
+        entries = {k: v for k, v in {**config, **changes}.items() if v is not ...}
         with refused(argument):
-            pretrained.from_weights(without({**config, **changes}), theirs.state_dict())
+            pretrained.from_weights(entries, theirs.state_dict())
     with pytest.raises(qkv.InputError, match=r"missing: blocks\.0"):
         pretrained.from_weights(config, {})
     llama = _theirs("llama")
@@ -340,52 +342,38 @@ def test_hugging_face_checkpoints_that_do_not_fit_are_rejected(tmp_path: Path) -
 def test_saved_model_loads_unchanged(name: str, tmp_path: Path) -> None:
     model, ids = model_of(**FLAVOURS[name]), ids_of(2, 7)
     loaded = checkpoint.load(checkpoint.save(model, tmp_path / "model"))
-    assert loaded.config == model.config
+    assert to_dict(loaded.config) == to_dict(model.config)
+    assert [n for n, _ in loaded.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert torch.equal(loaded(ids), model(ids))
     assert not list(tmp_path.rglob("*.part"))
+    modes = {file.stat().st_mode for file in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1, "safetensors lets the owner alone read its files"
 
 
-def test_saved_weights_have_the_permissions_of_the_configuration(tmp_path: Path) -> None:
-    files = list(checkpoint.save(model_of(), tmp_path).iterdir())
-    assert len({file.stat().st_mode for file in files}) == 1, "safetensors lets the owner alone read its files"
-
-
-def test_checkpoints_keep_mixed_dtypes(tmp_path: Path) -> None:
-    model = model_of(dtype=torch.bfloat16)
+def test_checkpoints_keep_their_dtypes(tmp_path: Path) -> None:
+    model, theirs = model_of(dtype=torch.bfloat16), _theirs("llama").to(torch.bfloat16)
     model.norm.double()
     loaded = checkpoint.load(checkpoint.save(model, tmp_path))
     assert [p.dtype for p in loaded.parameters()] == [p.dtype for p in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-
-
-def test_checkpoints_of_hugging_face_in_half_precision(tmp_path: Path) -> None:
-    theirs = _theirs("llama").to(torch.bfloat16)
-    theirs.save_pretrained(tmp_path)
-    ours = pretrained.from_hugging_face(tmp_path)
-    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
     weights = dict(theirs.state_dict())
-    weights["model.norm.weight"] = weights["model.norm.weight"].float()
-    wide = pretrained.from_weights(theirs.config.to_dict(), weights)
-    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+    for dtype in (torch.bfloat16, torch.float32):  # the widest of the file
+        weights["model.norm.weight"] = weights["model.norm.weight"].to(dtype)
+        ours = pretrained.from_weights(theirs.config.to_dict(), weights)
+        assert {p.dtype for p in ours.parameters()} == {dtype}
 
 
 def test_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
     checkpoint.save(model_of(), tmp_path)
-    described = json.loads((tmp_path / "config.json").read_text())
     before = (tmp_path / "config.json").read_text()
+    entries = json.loads(before)["config"]
     for change, message in (
-        ({"model": "Nothing"}, "has model 'Nothing', expected one of DecoderLM"),
-        ({"config": {**described["config"], "layrs": 3}}, "layrs is not a key.*did you mean 'layers'"),
-        ({"config": {**described["config"], "d_hidden": 18}}, "wrong shape: blocks.0.feed_forward.up"),
-        ({"config": {**described["config"], "layers": 1}}, "unexpected: blocks.1.attention"),
-        ({"config": {**described["config"], "layers": 3}}, "missing: blocks.2.attention"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(described | change))
-        with pytest.raises(qkv.InputError, match=message):
-            checkpoint.load(tmp_path)
-    for entry in ({"dropout": 2.0}, {"layers": "a"}, {"norm_eps": "x"}, {"d_model": 32.0}):
-        (tmp_path / "config.json").write_text(json.dumps(described | {"config": described["config"] | entry}))
-        with unchecked(), pytest.raises(qkv.InputError):
+        ({"layrs": 3}, "did you mean 'layers'"), ({"d_hidden": 18}, "wrong shape: blocks"),
+        ({"layers": 1}, "unexpected: blocks.1"), ({"layers": 3}, "missing: blocks.2"), ({"dropout": 2.0}, "dropout"),
+        ({"layers": "a"}, "config.json"), ({"norm_eps": "x"}, "config.json"), ({"d_model": 32.0}, "config.json"),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(json.loads(before) | {"config": entries | change}))
+        with unchecked(), pytest.raises(qkv.InputError, match=message):
             checkpoint.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with refused("config.json"):
@@ -401,7 +389,9 @@ def test_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@flavours
+@pytest.mark.parametrize("name", [
+    "gpt2", "llama", "output bias", "post-norm", "gated", "gated by head", "sink", "key bias", "elu", "entmax",
+])  # fmt: skip
 def test_gradients_against_finite_differences(name: str) -> None:
     model, ids = model_of(**FLAVOURS[name]), ids_of(2, 7)
     check_slopes(model, lambda: model.loss(ids))
@@ -441,22 +431,7 @@ def test_scaled_float16_loss_has_the_gradients_of_float32() -> None:
         assert (half - single).norm() < 3e-3 * single.norm()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gated", "sink", "sigmoid", "elu"])
-def test_model_memorises_a_small_batch(name: str) -> None:
-    torch.manual_seed(0)
-    model = DecoderLM(DecoderConfig(**{**TINY, "d_model": 48, "d_hidden": 96, **FLAVOURS[name]}))
-    ids = ids_of(4, 12)
-    ids[:, 0] = torch.arange(4)  # the first token says which of them follows
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
-    for _ in range(120):
-        optimizer.zero_grad()
-        loss = model.loss(ids)
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.02
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "window", "sink"])
+@pytest.mark.parametrize("name", ["window", "sink"])
 def test_autocast_runs_and_trains(name: str) -> None:
     model, ids = model_of(dtype=torch.float32, spread=0.05, **FLAVOURS[name]), ids_of(2, 17)
     exact = model.loss(ids).item()
@@ -495,68 +470,153 @@ def test_order_of_earlier_tokens_matters_unless_positions_are_none(positions: st
     assert same == (positions == "none")
 
 
-def test_decoder_rejects_bad_configurations_tokens_and_states() -> None:
-    for changes, argument, match in (
-        ({"d_model": 13}, "d_model", None),
-        ({"kv_heads": 4}, "kv_heads", None),
-        ({"positions": "round"}, "positions", None),
-        ({"normalizer": "max"}, "normalizer", None),
-        ({"activation": "swish"}, "activation", None),
-        ({"norm": "batch"}, "norm", None),
-        ({"place": "mid"}, "place", None),
-        ({"gate": "open"}, "gate", None),
-        ({"rotary_scaling": "wide", "positions": "rotary"}, "rotary_scaling", "'wide'"),
-        ({"rotary_scaling": "linear"}, "rotary_scaling", "'learned'"),
-        ({"norm_eps": -1.0}, "norm_eps", None),
-        ({"dropout": 2.0}, "dropout", None),
-        ({"window": 0}, "window", None),
-        ({"layers": 0}, "layers", None),
-        ({"prefix": -1}, "prefix", "is -1"),
-        ({"prefix": 3, "window": 5}, "prefix", "window"),
-        ({"score_scale": 0.0}, "score_scale", None),
-        ({"score_scale": math.inf}, "score_scale", None),
-        ({"sink": True, "normalizer": "sigmoid"}, "sink", "sum to one"),
-        ({"sink": True, "key_bias": True}, "sink", "both True"),
-    ):
-        with unchecked(), refused(argument, match):
-            model_of(**changes)
-    model = model_of()
-    with refused("tokens", match="at most 29"):
-        model(ids_of(1, 30))
-    rotary = model_of(positions="rotary")
-    assert rotary(ids_of(1, 40)).isfinite().all()
-    with refused("capacity"):
-        rotary.step(ids_of(1, 30), rotary.start())
+ENTRIES: list[tuple[str, dict[str, Any]]] = [
+    ("d_model", {"d_model": 13}), ("kv_heads", {"kv_heads": 4}), ("positions", {"positions": "round"}),
+    ("normalizer", {"normalizer": "max"}), ("activation", {"activation": "swish"}), ("norm", {"norm": "batch"}),
+    ("place", {"place": "mid"}), ("gate", {"gate": "open"}), ("rotary_scaling", {"rotary_scaling": "linear"}),
+    ("rotary_scaling", {"rotary_scaling": "wide", "positions": "rotary"}), ("norm_eps", {"norm_eps": -1.0}),
+    ("dropout", {"dropout": 2.0}), ("window", {"window": 0}), ("layers", {"layers": 0}), ("prefix", {"prefix": -1}),
+    ("prefix", {"prefix": 3, "window": 5}), ("score_scale", {"score_scale": 0.0}),
+    ("score_scale", {"score_scale": math.inf}), ("sink", {"sink": True, "normalizer": "sigmoid"}),
+    ("sink", {"sink": True, "key_bias": True}),
+    *((name, {"attention": Attention(), name: value}) for name, value in (
+        ("window", 3), ("prefix", 3), ("normalizer", "relu"), ("score_scale", 2.0), ("positions", "alibi"),
+        ("positions", "t5"), ("attention", masks.Causal()),
+    )),
+]  # fmt: skip
+START: list[tuple[str, str | None, dict[str, Any]]] = [
+    ("padding", r"\(2,\)", {"padding": torch.tensor([1, 2])}), ("padding", "list", {"padding": [0, 1, 2]}),
+    ("padding", "at least 0", {"padding": torch.tensor([0, -1, 2])}), ("cache", None, {"cache": Full(4)}),
+]  # fmt: skip
+TOKENS: list[tuple[str, Any]] = [
+    ("at most 29", ids_of(1, 30)), (r"\(1, 0\)", ids_of(1, 0)), (r"\(3,\)", ids_of(3)), ("float32", torch.zeros(1, 3)),
+    ("list", [[1, 2]]), (r"23\.\.23", torch.tensor([[23]])), (r"-1\.\.-1", torch.tensor([[-1]])),
+]  # fmt: skip
+
+
+def test_decoder_refuses_bad_configurations_tokens_and_states() -> None:
+    model, rotary = model_of(), model_of(positions="rotary")
     with unchecked():
-        for ids, argument, match in (
-            (ids_of(1, 0), "tokens", r"\(1, 0\)"),
-            (ids_of(3), "tokens", r"\(3,\)"),
-            (torch.zeros(1, 3), "tokens", "float32"),
-            ([[1, 2]], "tokens", "list"),
-            (torch.tensor([[23]]), "tokens", r"23\.\.23"),
-            (torch.tensor([[-1]]), "tokens", r"-1\.\.-1"),
-        ):
-            with refused(argument, match):
+        for argument, changes in ENTRIES:
+            with refused(argument):
+                model_of(**changes)
+        for match, ids in TOKENS:
+            with refused("tokens", match):
                 model(ids)
-        for options, argument, match in (
-            ({"padding": torch.tensor([1, 2])}, "padding", r"\(2,\)"),
-            ({"padding": [0, 1, 2]}, "padding", "list"),
-            ({"padding": torch.tensor([0, -1, 2])}, "padding", "at least 0"),
-            ({"cache": Full(4)}, "cache", None),
-        ):
-            with refused(argument, match):
+        for argument, match_, options in START:
+            with refused(argument, match_):
                 model.start(3, **options)
         with refused("targets", match="shape"):
             model.loss(ids_of(2, 5), ids_of(2, 4))
+        with refused("mask", match="the class Causal"):
+            DecoderConfig(attention=Attention(mask=masks.Causal))  # type: ignore[arg-type]
     with refused("padding", match="fewer"):
         model.step(ids_of(2, 3), model.start(2, padding=torch.tensor([3, 0])))
     with refused("ids"):
         model.loss(ids_of(2, 1))
     assert math.isfinite(model.loss(ids_of(2, 2)).item())
+    assert model.loss(ids_of(2, 30)).isfinite()  # one token more than the context: the last is only a target
+    assert rotary(ids_of(1, 40)).isfinite().all()
+    with refused("capacity"):
+        rotary.step(ids_of(1, 30), rotary.start())
 
 
-def test_loss_accepts_one_token_more_than_the_context() -> None:
-    model = DecoderLM(DecoderConfig(vocab_size=11, context=6, d_model=8, layers=1, heads=2))
-    assert model.loss(torch.randint(11, (2, 7))).isfinite()
-    with refused("tokens", match="at most 6"):
-        model.loss(torch.randint(11, (2, 8)))
+# --- compositions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_every_layer_computes_the_composition(name: str) -> None:
+    model, seen, own = model_of(**FLAVOURS[name]), [], COMPOSITIONS[name]
+    for block in model.blocks:
+        block.attention.composition.register_forward_hook(lambda module, given, out: seen.append((module, given, out)))
+    with torch.no_grad():
+        model(ids_of(2, 13))
+    assert len(seen) == 2
+    for module, given, out in seen:
+        now, mask = module.attention, masks.Causal() if own.mask is None else own.mask & masks.Causal()
+        want = oracle(*given, mask=mask, bias=now.bias, score=now.score, normalizer=now.normalizer)[0]
+        close(out, want, eps=4096)
+
+
+def test_the_first_token_of_a_strictly_causal_model_attends_to_nothing() -> None:
+    logits, weights = model_of(**FLAVOURS["strict"])(ids_of(2, 13), return_weights=True)
+    assert logits.isfinite().all()
+    for one in weights:
+        assert not one.triu().any()
+        close(one[:, :, 1:].sum(-1), torch.ones(2, HEADS, 12))
+
+
+def test_masks_that_depend_on_the_length_are_refused_in_generation() -> None:
+    for mask in (
+        masks.bigbird(2, 1), masks.RandomKeys(2), masks.Global([-1]), masks.Shifted(masks.Causal(), 0),
+        masks.Dense(torch.ones(24, 24) > 0), masks.Blockwise(masks.Global([0, -1]), 4), ~masks.RandomKeys(1),
+    ):  # fmt: skip
+        with refused("attention", match="number of tokens"):
+            model_of(**FLAVOURS["strict"] | {"attention": Attention(mask=mask)}).start()
+
+
+def test_every_layer_and_every_model_has_learned_tensors_of_its_own() -> None:
+    own = COMPOSITIONS["shaw"].bias
+    assert isinstance(own, biases.RelativePosition)
+    first, second = (model_of(spread=0, **FLAVOURS["shaw"]) for _ in range(2))
+    tables = [m.blocks[i].attention.composition.bias_keys for m in (first, second) for i in (0, 1)]
+    for table in tables:
+        close(table, own.keys.detach(), dtype=torch.float32)
+    assert len({x.data_ptr() for x in (*tables, own.keys)}) == 5
+    first.loss(ids_of(2, 13)).backward()
+    assert tables[0].grad is not None
+    assert tables[0].grad.any()
+    assert own.keys.grad is None
+    learned = nn.Sequential(nn.Linear(4, 6), nn.Softplus())
+    mapped = Attention(score=scores.Features(learned), normalizer=normalizers.Identity(divide="sum"))
+    for block in DecoderLM(DecoderConfig(d_model=12, layers=2, heads=3, attention=mapped)).blocks:
+        assert torch.equal(block.attention.composition.score_map[0].weight, learned[0].weight)
+
+
+def test_dropout_of_the_composition_goes_before_that_of_the_configuration() -> None:
+    for own, want in ((0.0, 0.2), (0.3, 0.3)):
+        config = DecoderConfig(d_model=12, layers=1, heads=3, dropout=0.2, attention=Attention(dropout_p=own))
+        assert DecoderLM(config).blocks[0].attention.composition.attention.dropout_p == want
+
+
+def test_a_configuration_is_described_with_its_fixed_parameters_and_without_a_composition_as_before() -> None:
+    config = DecoderConfig(window=5)
+    assert "attention" not in to_dict(config)
+    assert from_dict(DecoderConfig, to_dict(config)) == config
+    fixed = nn.Parameter(torch.ones(7, 4), requires_grad=False)
+    again = composition(json.loads(json.dumps(described(Attention(bias=biases.RelativePosition(fixed))))))
+    assert isinstance(again.bias, biases.RelativePosition)
+    assert not again.bias.keys.requires_grad
+
+
+class OwnMask(masks.Mask):
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: masks.Grid) -> Tensor:
+        return k < q
+
+
+class OwnWindow(masks.Window):
+    pass
+
+
+@pytest.mark.parametrize("attention", [
+    Attention(mask=OwnMask()), Attention(mask=OwnWindow(3)), Attention(mask=masks.Predicate(lambda b, h, q, k: k <= q)),
+    Attention(score=scores.Features(torch.exp)), Attention(score=scores.Features(nn.Softplus())),
+    Attention(bias=biases.ALiBi(torch.ones(3))), Attention(mask=torch.ones(9, 9).tril() > 0),
+    Attention(normalizer=normalizers.Softmax(sink=float("inf"))),
+], ids=range(8))  # fmt: skip
+def test_compositions_without_a_form_in_json_are_refused_at_saving(attention: Attention, tmp_path: Path) -> None:
+    model = DecoderLM(DecoderConfig(vocab_size=23, d_model=12, layers=1, heads=3, attention=attention))
+    model(ids_of(1, 9))
+    with refused("attention"):
+        checkpoint.save(model, tmp_path)
+    assert not list(tmp_path.glob("*"))
+
+
+@pytest.mark.parametrize("entries", [
+    3, {"masks": None}, {"mask": {"type": "os.system"}}, {"mask": {"type": "masks.Window", "width": 3}},
+    {"mask": {"size": 3}}, {"mask": {"type": "masks.bigbird"}}, {"score": {"function": "features.exp"}},
+    {"mask": {"type": "masks.__class__"}},
+], ids=str)  # fmt: skip
+def test_other_entries_are_refused_at_loading(entries: Any) -> None:
+    with unchecked(), refused("attention"):
+        composition(entries)

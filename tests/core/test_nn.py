@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import qkv
@@ -108,30 +107,8 @@ def test_cross_attention(fused: bool) -> None:
     assert weights.shape == (2, 4, 7, 13)
     close(out, by_hand(layer, x, context))
     close(layer(x, keys_values=layer.keys_values(context)), out)
-    close(layer(x, x) if fused else layer(x, context), layer(x) if fused else out)
-
-
-def test_fused_and_separate_projections_agree() -> None:
-    fused, separate = layer_of(24, 6, kv_heads=2), layer_of(24, 6, kv_heads=2, fused=False)
-    three = (separate.q_proj, separate.k_proj, separate.v_proj)
-    with torch.no_grad():
-        fused.in_proj.weight.copy_(torch.cat([p.weight for p in three]))
-        fused.in_proj.bias.copy_(torch.cat([p.bias for p in three]))
-        fused.out_proj.load_state_dict(separate.out_proj.state_dict())
-    x = rand(2, 9, 24)
-    close(fused(x), separate(x))
-
-
-def test_grouped_heads_are_repeated_heads() -> None:
-    grouped, full = layer_of(24, 6, kv_heads=2), layer_of(24, 6)
-    x = rand(2, 9, 24)
-    with torch.no_grad():
-        for kind in ("weight", "bias"):
-            q, k, v = getattr(grouped.in_proj, kind).split(grouped.widths)
-            k, v = (y.unflatten(0, (2, 4)).repeat_interleave(3, 0).flatten(0, 1) for y in (k, v))
-            getattr(full.in_proj, kind).copy_(torch.cat([q, k, v]))
-        full.out_proj.load_state_dict(grouped.out_proj.state_dict())
-    close(grouped(x), full(x))
+    if fused:
+        close(layer(x, x), layer(x))
 
 
 def test_einsum_attention_equals_multi_head_attention() -> None:
@@ -142,14 +119,13 @@ def test_einsum_attention_equals_multi_head_attention() -> None:
         out, weights = layer(x, mask=one, return_weights=True)
         close(EinsumAttention.of(layer)(x, one)[0], out)
         close(EinsumAttention.of(layer)(x, one)[1], weights)
-    with refused("layer", match="grouped heads"):
-        EinsumAttention.of(layer_of(24, 6, kv_heads=2))
-    for more in (
-        layer_of(24, 6, attention=CAUSAL), layer_of(24, 6, sink=True), layer_of(24, 6, head_dim=2),
-        layer_of(24, 6, cls=LinformerAttention, length=9, rank=2),
-    ):  # fmt: skip
-        with refused("layer", match="composition"):
-            EinsumAttention.of(more)
+    refusals = (
+        ({"kv_heads": 2}, "grouped heads"), ({"attention": CAUSAL}, "composition"), ({"sink": True}, "composition"),
+        ({"head_dim": 2}, "composition"), ({"cls": LinformerAttention, "length": 9, "rank": 2}, "composition"),
+    )  # fmt: skip
+    for options, match in refusals:
+        with refused("layer", match):
+            EinsumAttention.of(layer_of(24, 6, **options))
 
 
 def test_with_rotary_positions_scores_depend_only_on_the_offset() -> None:
@@ -159,10 +135,9 @@ def test_with_rotary_positions_scores_depend_only_on_the_offset() -> None:
     assert not torch.allclose(layer(x, positions=torch.arange(8) * 2), layer(x))
 
 
-@given(n=st.integers(1, 12), seed=st.integers(0, 5))
-def test_self_attention_without_positions_is_permutation_equivariant(n: int, seed: int) -> None:
-    layer, x = layer_of(12, 3), rand(2, n, 12, seed=seed)
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+def test_self_attention_without_positions_is_permutation_equivariant() -> None:
+    layer, x = layer_of(12, 3), rand(2, 12, 12)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     close(layer(x[:, order]), layer(x)[:, order])
 
 
@@ -177,27 +152,15 @@ def test_a_sink_and_a_key_bias_take_weight() -> None:
         assert layer.composition.get_parameter(name).grad.abs().sum() > 0
 
 
-def test_a_closed_gate_gives_the_output_bias() -> None:
-    layer, x = layer_of(24, 6, gate="elementwise"), rand(1, 5, 24)
-    with torch.no_grad():
-        layer.gate.weight.zero_()
-        layer.gate.bias.fill_(-1e9)
-    close(layer(x), layer.out_proj.bias.expand(1, 5, 24))
-
-
-@pytest.mark.parametrize(("options", "count"), [
-    ({"bias": False}, 4 * 24**2),
-    ({}, 4 * 24**2 + 4 * 24),
-    ({"bias": False, "kv_heads": 2}, 2 * 24**2 + 2 * 24 * 8),
-    ({"bias": False, "kv_heads": 1, "fused": False}, 2 * 24**2 + 2 * 24 * 4),
-    ({"bias": False, "gate": "elementwise"}, 5 * 24**2),
-    ({"bias": False, "gate": "head"}, 4 * 24**2 + 24 * 6),
-    ({"bias": False, "qk_norm": True}, 4 * 24**2 + 2 * 4),
-    ({"bias": False, "sink": True}, 4 * 24**2 + 6),
-    ({"bias": False, "key_bias": True}, 4 * 24**2 + 24),
-], ids=str)  # fmt: skip
-def test_number_of_parameters(options: dict[str, Any], count: int) -> None:
-    assert sum(p.numel() for p in MultiHeadAttention(24, 6, **options).parameters()) == count
+def test_number_of_parameters() -> None:
+    for options, count in (
+        ({}, 4 * 24**2), ({"bias": True}, 4 * 24**2 + 4 * 24), ({"kv_heads": 2}, 2 * 24**2 + 2 * 24 * 8),
+        ({"kv_heads": 1, "fused": False}, 2 * 24**2 + 2 * 24 * 4), ({"gate": "elementwise"}, 5 * 24**2),
+        ({"gate": "head"}, 4 * 24**2 + 24 * 6), ({"qk_norm": True}, 4 * 24**2 + 2 * 4),
+        ({"sink": True}, 4 * 24**2 + 6), ({"key_bias": True}, 4 * 24**2 + 24),
+    ):  # fmt: skip
+        layer = MultiHeadAttention(24, 6, **{"bias": False, **options})
+        assert sum(p.numel() for p in layer.parameters()) == count, options
 
 
 def test_each_projection_starts_xavier_uniform() -> None:
@@ -212,7 +175,7 @@ def test_each_projection_starts_xavier_uniform() -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"kv_heads": 2, "qk_norm": True, "gate": "head", "sink": True}, {"rotary": Rotary(4), "key_bias": True},
+    {"kv_heads": 2, "qk_norm": True, "gate": "head", "sink": True}, {"rotary": Rotary(4), "key_bias": True},
 ], ids=str)  # fmt: skip
 def test_gradcheck(options: dict[str, Any]) -> None:
     layer, x = layer_of(8, 2 if "rotary" in options else 4, attention=CAUSAL, **options), rand(1, 5, 8)
@@ -249,6 +212,9 @@ def learned() -> Attention:
 
 
 def test_learned_tensors_of_a_composition_are_parameters() -> None:
+    a, b = (Composition(shared) for shared in [learned()] * 2)
+    assert a.score_weight is b.score_weight
+    assert "mask=Causal" in repr(a)
     layer = layer_of(24, 6, attention=learned())
     x = rand(2, 9, 24)
     names = {"bias_0_table", "score_weight", "normalizer_sink"}
@@ -278,13 +244,6 @@ def test_a_module_in_a_composition_is_registered() -> None:
     assert {"composition.score_map.0.weight", "composition.score_map.0.bias"} <= dict(layer.named_parameters()).keys()
     layer(rand(1, 9, 24)).square().sum().backward()
     assert features[0].weight.grad.abs().sum() > 0
-
-
-def test_modules_with_one_composition_share_its_parameters() -> None:
-    shared = learned()
-    a, b = (Composition(shared) for _ in range(2))
-    assert a.score_weight is b.score_weight
-    assert "mask=Causal" in repr(a)
 
 
 # --- others -----------------------------------------------------------------------------------------------------------
@@ -322,8 +281,8 @@ def test_linear_attention() -> None:
     with refused("causal"):
         layer.step(x)
     causal_layer, state, outs = layer_of(24, 6, cls=LinearAttention), None, []
-    for start in (0, 7, 8):
-        out, state = causal_layer.step(x[:, start : {0: 7, 7: 8, 8: 19}[start]], state)
+    for start, stop in ((0, 7), (7, 8), (8, 19)):
+        out, state = causal_layer.step(x[:, start:stop], state)
         outs.append(out)
     close(torch.cat(outs, 1), causal_layer(x))
 
@@ -336,8 +295,6 @@ def test_linformer() -> None:
     close(layer(x), layer.out_proj(out.transpose(1, 2).flatten(2)))
     padded = nn.functional.pad(x, (0, 0, 0, 4), value=3.0)
     close(layer(padded, lengths=torch.tensor([13, 13]))[:, :13], layer(x))
-    with refused("x", match="at most length"):
-        layer(rand(1, 20, 24))
     assert layer_of(24, 6, cls=LinformerAttention, length=9, rank=2, shared=True).f is None
 
 
@@ -350,8 +307,7 @@ def test_sink_tokens_come_first_and_learn() -> None:
     assert sink.tokens.grad.abs().min() > 0
 
 
-@pytest.mark.parametrize("place", ["pre", "post"])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize(("place", "norm"), [("pre", "layernorm"), ("post", "rmsnorm")])
 def test_block(place: Any, norm: Any) -> None:
     def heads() -> MultiHeadAttention:
         return layer_of(24, 6)
@@ -367,23 +323,15 @@ def test_block(place: Any, norm: Any) -> None:
         y = y + layer(normalise(y)) if place == "pre" else normalise(y + layer(y))
     close(block(x, memory, mask=masks.Causal(), memory_mask=seen), y)
     close(block(x, keys_values=block.cross.keys_values(memory), mask=masks.Causal(), memory_mask=seen), y)
-    with refused("memory", match="is None"):
-        block(x)
-    with refused("memory", match="memory is passed"):
-        TransformerBlock(heads(), FeedForward(24).double()).double()(x, memory)
-    with refused("keys_values", match="is passed"):
-        TransformerBlock(heads(), FeedForward(24)).double()(x, keys_values=block.cross.keys_values(memory))
 
 
 # --- to and from torch ------------------------------------------------------------------------------------------------
 
-MHA: list[dict[str, Any]] = [
-    {}, {"bias": False}, {"add_zero_attn": True}, {"kdim": 17, "vdim": 17}, {"kdim": 17, "vdim": 17, "bias": False},
-    {"dropout": 0.3}, {"batch_first": False},
-]  # fmt: skip
 
-
-@pytest.mark.parametrize("options", MHA, ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"bias": False}, {"add_zero_attn": True, "dropout": 0.3}, {"kdim": 17, "vdim": 17},
+    {"kdim": 17, "vdim": 17, "bias": False, "batch_first": False},
+], ids=str)  # fmt: skip
 def test_torch_multihead_attention_converts_both_ways(options: dict[str, Any]) -> None:
     options = {"batch_first": True, **options}
     theirs = shaken(nn.MultiheadAttention(24, 6, **options).double()).eval()
@@ -405,8 +353,7 @@ def test_torch_multihead_attention_converts_both_ways(options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"norm_first": True}, {"activation": "gelu"}, {"bias": False}, {"layer_norm_eps": 0.1},
-    {"activation": nn.GELU()},
+    {}, {"norm_first": True, "activation": "gelu"}, {"bias": False, "layer_norm_eps": 0.1}, {"activation": nn.GELU()},
 ], ids=str)  # fmt: skip
 def test_torch_encoder_layer_converts_both_ways(options: dict[str, Any]) -> None:
     theirs = shaken(nn.TransformerEncoderLayer(24, 6, 31, batch_first=True, **options).double()).eval()
@@ -423,90 +370,74 @@ def test_torch_encoder_layer_converts_both_ways(options: dict[str, Any]) -> None
     close(torch.tensor(grads[0]), torch.tensor(grads[1]), eps=4096)
 
 
-def test_converters_reject_unsupported_settings() -> None:
-    with pytest.raises(qkv.InputError, match="add_bias_kv"):
-        from_torch(nn.MultiheadAttention(24, 6, add_bias_kv=True))
-    with pytest.raises(qkv.InputError, match="kdim 5 and vdim 7"):
-        from_torch(nn.MultiheadAttention(24, 6, kdim=5, vdim=7))
-    with pytest.raises(qkv.InputError, match="activation"):
-        from_torch(nn.TransformerEncoderLayer(24, 6, activation=nn.functional.silu))
-    for options, message in (
-        ({"kv_heads": 2}, "grouped heads"), ({"gate": "head"}, "a gate"), ({"rotary": Rotary(4)}, "rotary"),
-        ({"qk_norm": True}, "norms of queries"), ({"head_dim": 5}, "a head dimension"),
-        ({"sink": True}, "another normalizer"),
-        ({"attention": Attention(score=scores.Cosine())}, "another score"),
-        ({"attention": Attention(bias=qkv.biases.ALiBi())}, "biases of scores"),
-    ):  # fmt: skip
-        with pytest.raises(qkv.InputError, match=message):
-            to_torch(MultiHeadAttention(24, 6, **options))
-    with refused("module", match="no counterpart"):
-        to_torch(LinformerAttention(24, 6, length=9, rank=2))
-    assert isinstance(
-        to_torch(MultiHeadAttention(24, 6, attention=Attention(score=scores.Dot()))), nn.MultiheadAttention
-    )
-    heads = MultiHeadAttention(24, 6)
-    for block, message in (
-        (TransformerBlock(heads, FeedForward(24), cross=heads), "cross-attention"),
-        (TransformerBlock(heads, FeedForward(24, activation="swiglu")), "feed-forward"),
-        (TransformerBlock(heads, FeedForward(24), norm="rmsnorm"), "RMSNorm"),
-        (TransformerBlock(heads, FeedForward(24), norm_bias=False), "biases in some"),
-    ):
-        with pytest.raises(qkv.InputError, match=message):
-            to_torch(block)
-    with unchecked(), refused("module", match="MultiheadAttention"):
-        from_torch(nn.Linear(2, 2))  # type: ignore[arg-type]
-    with unchecked(), refused("module", match="TransformerBlock"):
-        to_torch(nn.Linear(2, 2))  # type: ignore[arg-type]
+def test_the_product_written_out_converts_to_torch() -> None:
+    dot = MultiHeadAttention(24, 6, attention=Attention(score=scores.Dot()))
+    assert isinstance(to_torch(dot), nn.MultiheadAttention)
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "argument"), [
-    ({"heads": 5}, "d_model"),
-    ({"kv_heads": 4}, "kv_heads"),
-    ({"heads": 0}, "heads"),
-    ({"head_dim": 0}, "head_dim"),
-    ({"rotary": Rotary(6)}, "rotary"),
-    ({"gate": "half"}, "gate"),
-    ({"d_context": 17}, "fused"),
-    ({"attention": masks.Causal()}, "attention"),
-])  # fmt: skip
-def test_multi_head_attention_rejects_sizes_that_do_not_fit(options: dict[str, Any], argument: str) -> None:
-    with unchecked(), refused(argument):
-        MultiHeadAttention(**{"d_model": 24, "heads": 6, **options})
+def heads_of(d_model: int = 24, heads: int = 6, **options: Any) -> MultiHeadAttention:
+    return MultiHeadAttention(d_model, heads, **options)
 
 
-def test_modules_reject_wrong_shapes_and_sizes() -> None:
-    layer = MultiHeadAttention(24, 6, rotary=Rotary(4))
-    with unchecked():
-        with refused("x"):
-            layer(torch.zeros(2, 24))
-        with pytest.raises(qkv.InputError, match="for self-attention only"):
-            layer(torch.zeros(1, 2, 24), torch.zeros(1, 2, 24))
-        with refused("context", match="d_context"):
-            MultiHeadAttention(24, 6)(torch.zeros(1, 2, 24), torch.zeros(1, 2, 23))
-        with refused("return_weights"):
-            layer(torch.zeros(1, 2, 24), cache=qkv.cache.Full(4), return_weights=True)
-    for make, argument in (
-        (lambda: FeedForward(24, 0), "d_hidden"), (lambda: SinkToken(24, 0), "count"),
-        (lambda: LinformerAttention(24, 6, length=0, rank=2), "length"),
-        (lambda: EinsumAttention(24, 5), "d_model"),
-        (lambda: qkv.positions.Learned(0, 4), "length"),
-        (lambda: qkv.positions.Learned(3, 4)(torch.tensor([3])), "positions"),
-        (lambda: TransformerBlock(layer, FeedForward(24), cross=MultiHeadAttention(12, 6)), "cross"),
-    ):  # fmt: skip
-        with refused(argument):
-            make()
+def block_of(*, norm_bias: bool = True, activation: str = "gelu", **options: Any) -> TransformerBlock:
+    return TransformerBlock(heads_of(), FeedForward(24, activation=activation), norm_bias=norm_bias, **options)
+
+
+X = torch.zeros(1, 2, 24)
+REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
+    ("d_model", None, lambda: heads_of(heads=5)), ("kv_heads", None, lambda: heads_of(kv_heads=4)),
+    ("heads", None, lambda: heads_of(heads=0)), ("head_dim", None, lambda: heads_of(head_dim=0)),
+    ("rotary", None, lambda: heads_of(rotary=Rotary(6))), ("gate", None, lambda: heads_of(gate="half")),
+    ("fused", None, lambda: heads_of(d_context=17)), ("attention", None, lambda: heads_of(attention=masks.Causal())),
+    ("x", None, lambda: heads_of()(X[0])), ("context", "d_context", lambda: heads_of()(X, X[..., 1:])),
+    ("context", "self-attention only", lambda: heads_of(rotary=Rotary(4))(X, X.clone())),
+    ("return_weights", None, lambda: heads_of()(X, cache=qkv.cache.Full(4), return_weights=True)),
+    ("d_hidden", None, lambda: FeedForward(24, 0)), ("count", None, lambda: SinkToken(24, 0)),
+    ("length", None, lambda: LinformerAttention(24, 6, length=0, rank=2)),
+    ("x", "at most length", lambda: LinformerAttention(24, 6, length=1, rank=1)(X)),
+    ("d_model", None, lambda: EinsumAttention(24, 5)), ("length", None, lambda: qkv.positions.Learned(0, 4)),
+    ("positions", None, lambda: qkv.positions.Learned(3, 4)(torch.tensor([3]))),
+    ("cross", None, lambda: block_of(cross=heads_of(12))), ("memory", "is None", lambda: block_of(cross=heads_of())(X)),
+    ("memory", "is passed", lambda: block_of()(X, X)),
+    ("keys_values", "is passed", lambda: block_of()(X, keys_values=heads_of().keys_values(X))),
+    ("module", "add_bias_kv", lambda: from_torch(nn.MultiheadAttention(24, 6, add_bias_kv=True))),
+    ("module", "kdim 5 and vdim 7", lambda: from_torch(nn.MultiheadAttention(24, 6, kdim=5, vdim=7))),
+    ("module", "activation", lambda: from_torch(nn.TransformerEncoderLayer(24, 6, activation=nn.functional.silu))),
+    ("module", "MultiheadAttention", lambda: from_torch(nn.Linear(2, 2))),  # type: ignore[arg-type]
+    ("module", "TransformerBlock", lambda: to_torch(nn.Linear(2, 2))),  # type: ignore[arg-type]
+    ("module", "no counterpart", lambda: to_torch(LinformerAttention(24, 6, length=9, rank=2))),
+    *(("module", match, lambda options=options: to_torch(heads_of(**options))) for match, options in (
+        ("grouped heads", {"kv_heads": 2}), ("a gate", {"gate": "head"}), ("rotary", {"rotary": Rotary(4)}),
+        ("norms of queries", {"qk_norm": True}), ("a head dimension", {"head_dim": 5}),
+        ("another normalizer", {"sink": True}), ("another score", {"attention": Attention(score=scores.Cosine())}),
+        ("biases of scores", {"attention": Attention(bias=qkv.biases.ALiBi())}),
+    )),
+    ("module", "cross-attention", lambda: to_torch(block_of(cross=heads_of()))),
+    ("module", "feed-forward", lambda: to_torch(block_of(activation="swiglu"))),
+    ("module", "RMSNorm", lambda: to_torch(block_of(norm="rmsnorm"))),
+    ("module", "biases in some", lambda: to_torch(block_of(norm_bias=False))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
+def test_wrong_sizes_and_modules_without_counterpart_are_refused(
+    argument: str, match: str | None, call: Callable[[], object]
+) -> None:
+    with unchecked(), refused(argument, match):
+        call()
 
 
 # --- Projection -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 31, 33, 127, 128, 130])
-@pytest.mark.parametrize("out", [128, 257, 258])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("rows", "out", "bias", "threads"), [
+    (1, 128, True, 1), (1, 258, False, 3), (2, 257, True, 3), (2, 128, False, 1), (4, 257, False, 3), (4, 258, True, 1),
+    (31, 258, True, 3), (31, 128, False, 1), (33, 257, False, 1), (127, 258, False, 3), (128, 257, True, 3),
+    (130, 128, False, 1),
+])  # fmt: skip
 def test_projection_equals_linear(
     rows: int, out: int, bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
