@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -96,8 +97,11 @@ FUNCTIONS: dict[str, Function] = {
     "a lambda": lambda b, h, q, k: k <= q,
     "a partial": functools.partial(lambda step, b, h, q, k: (q - k) % step == 0, 3),
 }
-DECODED = sorted(set(FUNCTIONS) - {name for name in FUNCTIONS if "own" in name or name.startswith("a ")})
 OFFSETS = [(0, NK, 0), (NK - 9, NK, 0), (2, NK, 0), (8, 13, 4)]  # q_offset, keys, kv_offset
+EVALUATED = ("packed chunks", "window of none")  # positions within a sequence are not keys; no window of ours is empty
+BANDS = {
+    "causal": (0, float("inf")), "window": (0, 3), "window of one": (0, 0), "symmetric window": (-4, 4),
+}  # fmt: skip
 
 
 def shown(lazy: LazyMask) -> Tensor:
@@ -121,19 +125,16 @@ def theirs(function: Function, **sizes: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize(("q_offset", "n_keys", "kv_offset"), OFFSETS)
-@pytest.mark.parametrize("padded", [False, True])
-def test_every_mask_equals_that_of_transformers(
-    name: str, q_offset: int, n_keys: int, kv_offset: int, padded: bool
-) -> None:
-    sizes: dict[str, Any] = {
-        "batch_size": BATCH, "q_length": 9, "kv_length": n_keys, "q_offset": q_offset, "kv_offset": kv_offset,
-    }  # fmt: skip
-    if padded:
-        sizes["attention_mask"] = ids(BATCH, NK, seed=7) >= 0
-    lazy = lazy_mask(mask_function=FUNCTIONS[name], **sizes)
-    assert torch.equal(shown(lazy), theirs(FUNCTIONS[name], **sizes))
-    assert lazy.shape == (BATCH, 1, 9, n_keys)
+def test_every_mask_equals_that_of_transformers(name: str) -> None:
+    for place, (q_offset, n_keys, kv_offset) in enumerate(OFFSETS):
+        for padded in (False, True)[place % 2 :]:
+            sizes: dict[str, Any] = {
+                "batch_size": BATCH, "q_length": 9, "kv_length": n_keys, "q_offset": q_offset, "kv_offset": kv_offset,
+                "attention_mask": ids(BATCH, NK, seed=7) >= 0 if padded else None,
+            }  # fmt: skip
+            lazy = lazy_mask(mask_function=FUNCTIONS[name], **sizes)
+            assert torch.equal(shown(lazy), theirs(FUNCTIONS[name], **sizes))
+            assert lazy.shape == (BATCH, 1, 9, n_keys)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -143,38 +144,24 @@ def test_block_status_of_tiles_is_right(name: str) -> None:
     seen = shown(lazy)
     assert lazy.mask is not None
     kinds = lazy.mask.classify(Tiles.of(lazy.grid, 4, 4), lazy.grid).expand(BATCH, 1, 5, 5)
-    for b in range(BATCH):
-        for r in range(5):
-            for c in range(5):
-                tile = seen[b, 0, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4]
-                kind = int(kinds[b, 0, r, c])
-                assert kind in (EMPTY, PARTIAL, FULL)
-                assert kind != EMPTY or not tile.any()
-                assert kind != FULL or tile.all()
+    assert torch.isin(kinds, torch.tensor([EMPTY, PARTIAL, FULL])).all()
+    for b, r, c in itertools.product(range(BATCH), range(5), range(5)):
+        tile = seen[b, 0, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4]
+        assert kinds[b, 0, r, c] != EMPTY or not tile.any()
+        assert kinds[b, 0, r, c] != FULL or tile.all()
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "own" not in name and not name.startswith("a ")])
 def test_mask_factories_of_transformers_are_decoded(name: str) -> None:
+    """As bands where they are, which kernels fold far faster than anything else."""
     mask = decode(FUNCTIONS[name], BATCH, NK, 0)
-    # Positions within a sequence are not key indices, and a window of no keys is not one of ours
-    evaluated = name in ("packed chunks", "window of none")
-    assert any(isinstance(m, Predicate) for m in _parts(mask)) is evaluated
+    assert any(isinstance(m, Predicate) for m in _parts(mask)) is (name in EVALUATED)
+    assert (mask is None) is (name in ("bidirectional", "everything or window", "everything and everything"))
+    assert name not in BANDS or (mask is not None and mask.band == BANDS[name])
 
 
 def _parts(mask: Mask | None) -> list[Mask | None]:
-    if isinstance(mask, And | Or):
-        return [mask, *_parts(mask.left), *_parts(mask.right)]
-    return [mask]
-
-
-def test_banded_masks_are_decoded_as_bands() -> None:
-    """Kernels fold bands far faster than anything else."""
-    bands = {"causal": (0, float("inf")), "window": (0, 3), "window of one": (0, 0), "symmetric window": (-4, 4)}
-    for name, band in bands.items():
-        mask = decode(FUNCTIONS[name], BATCH, NK, 0)
-        assert mask is not None
-        assert mask.band == band
-    assert decode(FUNCTIONS["bidirectional"], BATCH, NK, 0) is None
+    return [mask, *_parts(mask.left), *_parts(mask.right)] if isinstance(mask, And | Or) else [mask]
 
 
 def test_every_mask_factory_of_transformers_is_tested() -> None:
@@ -229,7 +216,7 @@ def test_compositions_equal_those_of_transformers(data: st.DataObject) -> None:
 # --- caches -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "chunks, left padding", "symmetric window", "user's own"])
+@pytest.mark.parametrize("name", ["window", "chunks, left padding", "symmetric window", "user's own"])
 def test_static_cache_may_advance_its_counter_after_the_mask_is_made(name: str) -> None:
     """Its counter is the tensor that is passed as q_offset; the mask is used after the counter was increased."""
     counter = torch.tensor([6])
@@ -243,53 +230,40 @@ def test_static_cache_may_advance_its_counter_after_the_mask_is_made(name: str) 
     assert isinstance(lazy.mask, Shifted) is not backward
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_decoding_step_needs_only_the_padding_mask(padded: bool) -> None:
-    """A step of decoding with a cache that has unused slots: the mask is as simple as possible."""
-    real = torch.ones(BATCH, 9, dtype=torch.bool)
-    real[1, :2] = not padded
-    sizes: dict[str, Any] = {"batch_size": BATCH, "q_length": 1, "kv_length": NK, "attention_mask": real}
-    lazy = lazy_mask(mask_function=hf.causal_mask_function, q_offset=8, **sizes)
-    assert (lazy.grid.n_keys, lazy.shape) == (9, (BATCH, 1, 1, NK))
-    assert isinstance(lazy.mask, Dense if padded else Causal)
-    assert torch.equal(shown(lazy), theirs(hf.causal_mask_function, q_offset=8, **sizes))
-    windowed = lazy_mask(mask_function=hf.sliding_window_causal_mask_function(4), q_offset=8, **sizes)
-    assert torch.equal(shown(windowed), theirs(hf.sliding_window_causal_mask_function(4), q_offset=8, **sizes))
+def masked(n: int, *starts: int) -> Tensor:
+    """An attention mask of n tokens, whose texts begin at `starts`."""
+    return torch.arange(n) >= torch.tensor(starts)[:, None]
 
 
-def test_attention_mask_may_be_shorter_than_the_cache() -> None:
+WINDOWED = hf.sliding_window_causal_mask_function(4)
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "mask", "keys"),
+    [  # a step of decoding with a cache that has unused slots, with and without padding, and a window that moved
+        (hf.causal_mask_function, (1, NK, 8, 0), masked(9, 0, 0, 0), None),
+        (hf.causal_mask_function, (1, NK, 8, 0), masked(9, 0, 2, 0), [9, 7, 9]),
+        (WINDOWED, (1, NK, 8, 0), masked(9, 0, 2, 0), [9, 7, 9]),
+        (WINDOWED, (3, 7, 17, 13), masked(20, 0, 0, 15), [7, 7, 5]),
+        (hf.causal_mask_function, (NQ, NK, NK - NQ, 0), masked(NK, 0, 0, 0), None),
+    ],
+)  # fmt: skip
+def test_attention_mask_may_have_another_length_than_the_cache(
+    function: Function, sizes: tuple[int, ...], mask: Tensor, keys: list[int] | None
+) -> None:
     """Unused slots of a static cache count as padding."""
-    mask = torch.ones(BATCH, 9, dtype=torch.bool)
-    mask[1, :2] = False
-    sizes: dict[str, Any] = {"batch_size": BATCH, "q_length": 1, "kv_length": NK, "q_offset": 8}
-    lazy = lazy_mask(mask_function=hf.causal_mask_function, attention_mask=mask, **sizes)
-    assert torch.equal(shown(lazy), theirs(hf.causal_mask_function, attention_mask=mask, **sizes))
-    assert lazy.keys is not None
-    assert lazy.keys.sum(1).tolist() == [9, 7, 9]
+    given: dict[str, Any] = dict(zip(("q_length", "kv_length", "q_offset", "kv_offset"), sizes, strict=True))
+    given |= {"batch_size": BATCH, "attention_mask": mask}
+    lazy = lazy_mask(mask_function=function, **given)
+    assert torch.equal(shown(lazy), theirs(function, **given))
+    assert (None if lazy.keys is None else lazy.keys.sum(1).tolist()) == keys
 
 
-def test_attention_mask_may_begin_before_the_keys_of_a_window() -> None:
-    mask = torch.ones(BATCH, 20, dtype=torch.long)
-    mask[2, :15] = 0
-    sizes: dict[str, Any] = {"batch_size": BATCH, "q_length": 3, "kv_length": 7, "q_offset": 17, "kv_offset": 13}
-    lazy = lazy_mask(mask_function=hf.sliding_window_causal_mask_function(5), attention_mask=mask, **sizes)
-    their_mask = theirs(hf.sliding_window_causal_mask_function(5), attention_mask=mask.bool(), **sizes)
-    assert torch.equal(shown(lazy), their_mask)
-    assert lazy.keys is not None
-    assert lazy.keys.sum(1).tolist() == [7, 7, 5]
-
-
-def test_keys_are_none_without_padding() -> None:
-    lazy = lazy_mask(
-        BATCH, NQ, NK, NK - NQ, mask_function=hf.causal_mask_function, attention_mask=torch.ones(BATCH, NK)
-    )
-    assert lazy.keys is None
-    assert lazy.mask == Causal()
-
-
-def test_lazy_mask_is_passed_on_unchanged() -> None:
-    lazy = lazy_mask(BATCH, NQ, NK)
-    assert lazy_mask(BATCH, 2, 3, attention_mask=lazy) is lazy
+@pytest.mark.parametrize("start", [0, 2])
+def test_decoding_step_needs_only_the_padding_mask(start: int) -> None:
+    lazy = lazy_mask(BATCH, 1, NK, 8, mask_function=hf.causal_mask_function, attention_mask=masked(9, 0, start, 0))
+    assert (lazy.grid.n_keys, lazy.shape) == (9, (BATCH, 1, 1, NK))
+    assert isinstance(lazy.mask, Dense if start else Causal)
 
 
 # --- what passes for a tensor -------------------------------------------------------------------------------------
@@ -313,38 +287,31 @@ def test_lazy_mask_has_the_interface_of_the_additive_tensor(dtype: torch.dtype) 
     assert lazy.to("cpu") is lazy.to(dtype=dtype) is lazy.contiguous() is lazy
     assert torch.equal(lazy.tensor(), dense)
     assert not isinstance(lazy, Tensor)
+    assert lazy.is_floating_point()  # as of the tensor
+    assert not hasattr(lazy, "__array_interface__")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = lazy.no_such_thing
+    assert lazy_mask(BATCH, 2, 3, attention_mask=lazy) is lazy
+    x = torch.ones(BATCH, 1, NQ, NK, dtype=dtype)
+    changed: Any = operator.iadd(lazy, x)
+    assert torch.equal(changed, dense + x)
+    assert torch.equal(lazy.tensor(), dense), "an addition in place changed the mask"
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda m, x: x + m,
-        lambda m, x: m + x,
-        lambda m, x: m - x,
-        lambda m, x: x - m,
-        lambda m, x: m * 0.5,
-        lambda m, x: 0.5 * m,
-        lambda m, x: m[:, :, :, :5],
-        lambda m, x: m[..., -1:, 2],
-        lambda m, x: m == 0,
-        lambda m, x: m != 0,
-        lambda m, x: m < 0,
-        lambda m, x: m >= 0,
-        lambda m, x: m > m[:, :, :1],
-        lambda m, x: m + m,
-        lambda m, x: torch.where(x > 0, m, x),
-        lambda m, x: torch.cat([m, x[:, :1]], -1),
-        lambda m, x: torch.add(x, other=m),
-        lambda m, x: torch.nn.functional.softmax(x + m, -1),
-        lambda m, x: torch.stack([m, m]).sum(0),
-        lambda m, x: m.masked_fill(x[:, :1] > 0, -1.0),
-        lambda m, x: m.bool(),
-        lambda m, x: m.expand(-1, 4, -1, -1),
-        lambda m, x: torch.nn.functional.scaled_dot_product_attention(
-            x, x[..., :1, :].expand(-1, -1, NK, -1), x[..., :1, :].expand(-1, -1, NK, -1), attn_mask=m
-        ),
-    ],
-)
+USES: list[Callable[[Any, Tensor], Tensor]] = [
+    lambda m, x: x + m, lambda m, x: m + x, lambda m, x: m - x, lambda m, x: x - m, lambda m, x: m * 0.5,
+    lambda m, x: 0.5 * m, lambda m, x: m[:, :, :, :5], lambda m, x: m[..., -1:, 2], lambda m, x: m == 0,
+    lambda m, x: m != 0, lambda m, x: m < 0, lambda m, x: m >= 0, lambda m, x: m > m[:, :, :1], lambda m, x: m + m,
+    lambda m, x: torch.where(x > 0, m, x), lambda m, x: torch.cat([m, x[:, :1]], -1),
+    lambda m, x: torch.add(x, other=m), lambda m, x: torch.stack([m, m]).sum(0),
+    lambda m, x: m.masked_fill(x[:, :1] > 0, -1.0), lambda m, x: m.bool(), lambda m, x: m.expand(-1, 4, -1, -1),
+    lambda m, x: torch.nn.functional.scaled_dot_product_attention(
+        x, x[..., :1, :].expand(-1, -1, NK, -1), x[..., :1, :].expand(-1, -1, NK, -1), attn_mask=m
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
 def test_operations_on_a_lazy_mask_use_the_additive_tensor(use: Callable[[Any, Tensor], Tensor]) -> None:
     lazy, dense = _lazy()
     x = torch.randn(BATCH, 4, NQ, NK, generator=torch.Generator().manual_seed(1))
@@ -353,30 +320,11 @@ def test_operations_on_a_lazy_mask_use_the_additive_tensor(use: Callable[[Any, T
     assert torch.equal(got, want)
 
 
-def test_in_place_addition_to_a_lazy_mask_gives_a_tensor() -> None:
-    lazy, dense = _lazy()
-    x = torch.ones(BATCH, 1, NQ, NK)
-    changed: Any = operator.iadd(lazy, x)
-    assert torch.equal(changed, dense + x)
-    assert torch.equal(lazy.tensor(), dense)
-
-
 def test_lazy_mask_without_a_mask_is_zero() -> None:
-    lazy = lazy_mask(BATCH, NQ, NK, mask_function=hf.bidirectional_mask_function)
+    lazy = lazy_mask(BATCH, NQ, NK, mask_function=hf.bidirectional_mask_function, dtype=torch.bool)
     assert lazy.mask is None
+    assert lazy.dtype == torch.float32
     assert torch.equal(lazy.tensor(), torch.zeros(BATCH, 1, NQ, NK))
-
-
-def test_unknown_attributes_come_from_the_tensor() -> None:
-    lazy, _ = _lazy()
-    assert lazy.is_floating_point()
-    assert not hasattr(lazy, "__array_interface__")
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = lazy.no_such_thing
-
-
-def test_boolean_dtype_becomes_float() -> None:
-    assert lazy_mask(BATCH, NQ, NK, dtype=torch.bool).dtype == torch.float32
 
 
 def test_mask_works_for_any_number_of_heads() -> None:
