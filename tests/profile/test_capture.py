@@ -58,9 +58,6 @@ def state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-# --- what is measured ---------------------------------------------------------------------------------------------
-
-
 def test_layers_selects_layers_in_every_group() -> None:
     model, inputs = hf.build("bart"), hf.inputs("bart")
     every, _ = observed(model, inputs)
@@ -77,9 +74,6 @@ def test_weights_are_kept_up_to_map_tokens() -> None:
     for map_tokens in (0, hf.LENGTH - 1, hf.LENGTH):
         records, _ = observed(hf.build("llama"), hf.inputs("llama"), map_tokens=map_tokens)
         assert [r.weights is not None for r in records] == [map_tokens == hf.LENGTH] * 2
-
-
-# --- masks that users give ----------------------------------------------------------------------------------------
 
 
 def some_pairs(n: int) -> Tensor:
@@ -139,9 +133,6 @@ def test_bert_decoder_has_separate_groups() -> None:
         ("decoder", 0, True), ("decoder", 1, True), ("decoder", 2, True),
         ("encoder", 0, False), ("encoder", 1, False),
     ]  # fmt: skip
-
-
-# --- nothing stays behind -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -206,9 +197,6 @@ def test_observation_forms_no_quadratic_tensor(name: str, padding: int) -> None:
     ids = torch.randint(3, hf.VOCABULARY, (1, n), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids} | ({"attention_mask": (torch.arange(n) >= padding).long()[None]} if padding else {})
     assert largest_tensor(lambda: observed(model, inputs, map_tokens=0)) <= heads * n * n / 16
-
-
-# --- what does not pass through the interface ---------------------------------------------------------------------
 
 
 def test_unrouted_model_is_restored() -> None:
@@ -311,9 +299,6 @@ REFUSED: list[tuple[str, str | None, Callable[[], object]]] = [
 def test_what_cannot_be_observed_is_rejected(argument: str, match: str | None, call: Callable[[], object]) -> None:
     with refused(argument, match):
         call()
-
-
-# --- generation ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,6 @@ B, H, NQ, NK, D, DV = 2, 6, 5, 7, 3, 4
 WIDE = 12  # of the model
 
 
-# --- torch's functions ------------------------------------------------------------------------------------------------
-
 FOUR = ((B, H),) * 3
 SEEN, ADDED = rand(NQ, NK, seed=2) > -1, rand(H, NQ, NK, seed=3).masked_fill(rand(NQ, NK, seed=4) > 0.8, -torch.inf)
 LEADS: tuple[tuple[int, ...], ...] = ((), (3,), (B * H,), (2, 3, H))
@@ -105,9 +103,6 @@ def test_multi_head_attention_with_projected_keys_is_not_read() -> None:
     assert of_multi_head(*args, static_k=static, static_v=static) is None
 
 
-# --- scores -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float64).min, -1e4])
 def test_softmax_over_scores_is_a_call_for_any_masking_value(lowest: float) -> None:
     seen = rand(B, 1, NQ, NK, seed=1) > -0.5
@@ -135,9 +130,6 @@ def test_scores_with_ambiguous_dimensions_are_not_read() -> None:
     assert as_scores(x.flatten(0, 1), None) is None
     assert as_scores(rand(B, 3, H, NQ, NK), H) is None  # blocks, as in LongT5
     assert as_scores(rand(B, H, H, NQ, NK), H) is None
-
-
-# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 class SelfAttention(nn.Module):

@@ -15,7 +15,7 @@ import pytest
 
 import survey_process
 from conftest import Command, refused
-from forked import Forked, free_port
+from forked import Forked
 from qkv import _files
 from qkv._survey_settings import Settings
 from qkv.profiler.surveys.data import Survey
@@ -60,9 +60,6 @@ def test_every_shard_is_in_exactly_one_part() -> None:
         assert sorted(numbers) == list(range(7))
 
 
-# --- the same bytes ---------------------------------------------------------------------------------------------------
-
-
 def test_folders_of_several_machines_merge_to_the_bytes_of_one_process(
     parts: list[Path], whole: Path, tmp_path: Path, memory: Any
 ) -> None:
@@ -96,23 +93,28 @@ def test_parts_in_one_folder_merge_and_only_lost_shards_are_computed_again(whole
     assert (tmp_path / "x" / RESULT).read_bytes() == (whole / RESULT).read_bytes()
 
 
-def test_survey_resumes_after_a_full_disk(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Path.write_bytes
+@pytest.mark.parametrize("where", ["disk", "store"])
+def test_survey_continues_after_a_write_that_failed(
+    where: str, whole: Path, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk, which has half a file then, and between an object of a store and its marker."""
+    out = tmp_path / "a" if where == "disk" else "memory://a"
+    owner, name, end = (Path, "write_bytes", ".tmp") if where == "disk" else (memory, "pipe_file", COMPLETE)
+    write = getattr(owner, name)
 
-    def full(path: Path, data: bytes) -> int:
-        if "0001" in path.name:
-            write(path, data[:100])  # half a file
+    def fails(path: Any, data: bytes, **options: Any) -> Any:
+        if "0001.qkv.zip" in str(path) and str(path).endswith(end):
+            if where == "disk":
+                write(path, data[:100])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, data)
+        return write(path, data, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        with refused("out", r"No space left.*; 1 shards are finished"):
-            own_survey(tmp_path)
-    (first,) = (tmp_path / "shards").iterdir()
-    before = first.stat().st_mtime_ns
-    assert own_survey(tmp_path).packed() == (whole / RESULT).read_bytes()
-    assert first.stat().st_mtime_ns == before
+        patch.setattr(owner, name, fails)
+        with refused("out", "No space left.*; 1 shards are finished"):
+            own_survey(out)
+    assert Folder(out).finished() == {0}
+    assert own_survey(out).packed() == (whole / RESULT).read_bytes()
 
 
 @pytest.mark.slow
@@ -124,9 +126,6 @@ def test_killed_survey_resumes_to_the_same_bytes(whole: Path, tmp_path: Path) ->
     own_survey(tmp_path / "a")
     files = [{p.relative_to(x): p.read_bytes() for p in x.rglob("*") if p.is_file()} for x in (tmp_path / "a", whole)]
     assert files[0] == files[1]
-
-
-# --- storage ----------------------------------------------------------------------------------------------------------
 
 
 def test_addresses_are_told_from_paths() -> None:
@@ -143,29 +142,11 @@ def test_an_object_without_its_marker_does_not_exist(memory: Any) -> None:
     memory.rm(f"/a/in/x{COMPLETE}")
     assert (store.names("in"), store.read("in/x")) == ([], None)
     assert (store.names("elsewhere"), store.read("y")) == ([], None)
-
-
-def test_survey_continues_after_a_write_that_failed_between_object_and_marker(
-    memory: Any, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(path: str, data: bytes, **options: Any) -> None:
-        if path.endswith(f"0001.qkv.zip{COMPLETE}"):
-            raise OSError("the connection was lost")
-        write(path, data, **options)
-
-    write = memory.pipe_file
-    with monkeypatch.context() as patch:
-        patch.setattr(memory, "pipe_file", fails)
-        with refused("out", "connection was lost.*1 shards are finished"):
-            own_survey("memory://a")
-    assert memory.exists("/a/shards/0001.qkv.zip")
-    assert Folder("memory://a").finished() == {0}
-    assert own_survey("memory://a").packed() == (whole / RESULT).read_bytes()
-    assert Survey.load(f"memory://a/{RESULT}").packed() == (whole / RESULT).read_bytes()
-    data = memory.cat_file("/a/shards/0001.qkv.zip")
-    memory.pipe_file("/a/shards/0001.qkv.zip", data[:-1])
+    own_survey("memory://b")
+    data = memory.cat_file("/b/shards/0001.qkv.zip")
+    memory.pipe_file("/b/shards/0001.qkv.zip", data[:-1])
     with refused("out", "shards/0001.qkv.zip.*differs from"):
-        merge_folders(["memory://a"])
+        merge_folders(["memory://b"])
 
 
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +164,7 @@ def bucket() -> Iterator[str]:
     """The address of a bucket of an S3 server in this process, which the environment names."""
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     server = pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    running = server.ThreadedMotoServer(port=free_port(), verbose=False)
+    running = server.ThreadedMotoServer(port=0, verbose=False)
     running.start()
     _, port = running.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
@@ -201,12 +182,11 @@ def bucket() -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of aiobotocore and moto
 def test_survey_on_s3_continues_on_another_machine(bucket: str, tmp_path: Path, whole: Path, command: Command) -> None:
-    """The process that continues has no file of the one that was killed but what is in the bucket."""
-    process = Forked(survey_process.main, f"{bucket}/killed", 1, folder=tmp_path)
-    assert process.wait() == -signal.SIGKILL, process.errors
-    assert Folder(f"{bucket}/killed").finished() == {0, 1}
-    assert own_survey(f"{bucket}/killed").packed() == (whole / RESULT).read_bytes()
-    command.succeeds("survey", "merge", f"{bucket}/killed")
+    """Which has no file of the one that began but what is in the bucket."""
+    own_survey(f"{bucket}/begun", only_shards="1/2")
+    assert Folder(f"{bucket}/begun").finished() == {1}
+    assert own_survey(f"{bucket}/begun").packed() == (whole / RESULT).read_bytes()
+    command.succeeds("survey", "merge", f"{bucket}/begun")
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     (tmp_path / "x.jsonl").write_bytes(lines)
     fsspec.filesystem("s3").pipe_file(f"{bucket}/corpus/x.jsonl", lines)
@@ -215,9 +195,6 @@ def test_survey_on_s3_continues_on_another_machine(bucket: str, tmp_path: Path, 
     assert Survey.load(f"{bucket}/a/{RESULT}").packed() == found.packed()
     with refused("out"):
         own_survey("s3://no-such-bucket/a")
-
-
-# --- what does not merge ----------------------------------------------------------------------------------------------
 
 
 def test_missing_shards_are_named(parts: list[Path]) -> None:
@@ -266,9 +243,6 @@ def test_folders_that_do_not_fit_together_are_rejected(parts: list[Path], tmp_pa
     for argument, match, folders in rows:
         with refused(argument, match):
             merge_folders(folders)
-
-
-# --- the commands -----------------------------------------------------------------------------------------------------
 
 
 def test_commands_survey_parts_and_merge_them(tmp_path: Path, command: Command) -> None:

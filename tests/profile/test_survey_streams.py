@@ -200,9 +200,6 @@ def test_memory_does_not_grow_with_the_corpus(name: str, tmp_path: Path, monkeyp
     assert peak < 5e6
 
 
-# --- surveys of streams -----------------------------------------------------------------------------------------------
-
-
 def test_survey_of_a_stream_has_the_sums_of_a_survey_of_its_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,9 +243,6 @@ def test_fingerprint_depends_on_names_and_contents_and_not_on_the_place(tmp_path
     (tmp_path / "b" / "in" / "x.jsonl").rename(tmp_path / "b" / "in" / "y.jsonl")
     for place in places[:2]:
         assert of_addresses([place]).fingerprint != fingerprint
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def chunks(file: Path) -> list[Any]:

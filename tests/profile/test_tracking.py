@@ -116,9 +116,6 @@ def test_a_step_that_fails_leaves_no_hooks() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-# --- logs -------------------------------------------------------------------------------------------------------------
-
-
 def test_csv_of_a_resumed_training_continues(tmp_path: Path) -> None:
     file = tmp_path / "new" / "attention.csv"
     for steps in ([0, 10, 20], [10, 20, 30]):
