@@ -53,6 +53,7 @@ def state(model: nn.Module) -> dict[str, Any]:
         "implementations": {name: c._attn_implementation_internal for name, c in configs.items()},
         "training": {name: m.training for name, m in model.named_modules()},
         "attributes": {name: set(vars(m)) for name, m in model.named_modules()},
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
         "grad": torch.is_grad_enabled(),
         "modes": torch.overrides._len_torch_function_stack(),
     }
@@ -135,12 +136,13 @@ def test_bert_decoder_has_separate_groups() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "error"), [("gpt2", None), ("t5", RuntimeError), ("gemma2", KeyboardInterrupt), ("whisper", InputError)]
-)
-def test_observation_restores_the_model_also_after_an_error(name: str, error: type[BaseException] | None) -> None:
+ERRORS = {"gpt2": None, "t5": RuntimeError, "gemma2": KeyboardInterrupt, "whisper": InputError, "bloom": RuntimeError}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_observation_restores_the_model_also_after_an_error(name: str) -> None:
     """A model in training mode with some modules in evaluation mode, as when parts of it are frozen."""
-    model, inputs = hf.build(name).train(), hf.inputs(name)
+    model, inputs, error = hf.build(name).train(), hf.inputs(name), ERRORS[name]
     for i, module in enumerate(model.modules()):
         module.training = i % 3 != 1
     before = state(model)
@@ -149,10 +151,10 @@ def test_observation_restores_the_model_also_after_an_error(name: str, error: ty
         with observe(observer_of(model, inputs)):
             inside = state(model)
             assert not any(inside["training"].values())
-            (implementation,) = set(inside["implementations"].values())
-            assert implementation not in before["attention"]
-            assert implementation in inside["attention"]
-            assert implementation in inside["masks"]
+            if name in hf.ROUTED:
+                (implementation,) = set(inside["implementations"].values())
+                assert implementation not in before["attention"]
+                assert implementation in {*inside["attention"]} & {*inside["masks"]}
             model(**inputs)
             if error is not None:
                 raise error

@@ -282,6 +282,7 @@ REFUSED = {
     "DIR": ["survey", "merge"],
     "--threads": ["survey", "qkv-mini", "t.txt", "--threads", "0"],
     "--device": ["survey", "qkv-mini", "t.txt", "--device", "abacus"],
+    "overlap is": ["survey", "qkv-mini", "t.txt", "--overlap", "9999"],
     "corpus": ["survey", "qkv-mini", "library", "t.txt"],
     "stream": ["survey", "qkv-mini", "library", "--stream"],
     "nosuch://a": ["survey", "qkv-mini", "nosuch://a"],
