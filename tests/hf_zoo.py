@@ -147,6 +147,8 @@ def examine(name: str, *, padded: bool = False) -> Seen:
     for group in {record.group for record in observer.records}:
         layers = [record.layer for record in observer.records if record.group == group]
         assert layers == list(range(len(layers))), "the layers of a group are not in the order of their calls"
+    if ALL[name].kind in ("text", "texts"):
+        check_padding(observer.records, batch)
     eager = None if name in DISAGREE else build(name, "eager")
     error, unchecked = differences(observer.records, eager, batch, name)
     mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
@@ -156,6 +158,21 @@ def examine(name: str, *, padded: bool = False) -> Seen:
     sources = [observer.sources[record.module] for record in observer.records]
     check = max((one.difference for one in observer.checks), default=None)
     return Seen(type(model).__name__, sources, unobserved(observer), error, unchecked, change.max().item(), check)
+
+
+def check_padding(records: Sequence[Record], batch: Mapping[str, Tensor]) -> None:
+    """The records know which queries and keys are real, where the model keeps the length of the text."""
+    source, target = batch.get("attention_mask"), batch.get("decoder_attention_mask")
+    for record in records:
+        assert record.weights is not None
+        queries = target if record.group in ("decoder", "cross") else source
+        keys = target if record.group == "decoder" else source
+        for mask, known, n in zip(
+            (queries, keys), (record.queries, record.keys), record.weights.shape[2:], strict=True
+        ):
+            if mask is not None and mask.shape[1] == n:
+                assert known is not None, record.module
+                assert torch.equal(known, mask.bool()), record.module
 
 
 def differences(

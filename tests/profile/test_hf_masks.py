@@ -215,7 +215,7 @@ def masked(n: int, *starts: int) -> Tensor:
     [  # a step of decoding with a cache that has unused slots, with and without padding, and a window that moved
         (CAUSAL, (1, NK, 8, 0), masked(9, 0, 0, 0), None),
         (CAUSAL, (1, NK, 8, 0), masked(9, 0, 2, 0), [9, 7, 9]),
-        (WINDOW(4), (1, NK, 8, 0), masked(9, 0, 2, 0), [9, 7, 9]),
+        (WINDOW(8), (1, NK, 8, 0), masked(9, 0, 2, 0), [9, 7, 9]),
         (WINDOW(4), (3, 7, 17, 13), masked(20, 0, 0, 15), [7, 7, 5]),
         (CAUSAL, (NQ, NK, NK - NQ, 0), masked(NK, 0, 0, 0), None),
     ],

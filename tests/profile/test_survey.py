@@ -275,6 +275,13 @@ def test_overlap_of_pieces_is_context_only(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.heads()["entropy"], want.mean(-1).ravel(), rtol=1e-6)
 
 
+def test_sinks_are_those_of_pieces_that_begin_a_text(tmp_path: Path) -> None:
+    run: dict[str, Any] = {"model": own().double(), "length": 80, "overlap": 0, "shards": 1}
+    one, two = (own_survey(tmp_path / str(n), ["x = 1\n" * n], **run).sinks() for n in (13, 26))
+    assert two["score"].notna().all()
+    np.testing.assert_allclose(one["score"], two["score"], rtol=1e-6)
+
+
 def test_refused_texts_are_left_out_and_counted(tmp_path: Path) -> None:
     run: dict[str, Any] = {"tokenizer": Words(), "long": "refuse"}
     long = survey(hf.build("bert"), TEXTS, out=tmp_path / "a", length=43, **run)
