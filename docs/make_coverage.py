@@ -17,8 +17,7 @@ import transformers
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "tests"))
 
-from hf_zoo import Seen, build, examine, inputs  # noqa: E402
-from hf_zoo_table import ALL, ROUTED  # noqa: E402
+from hf_zoo import ALL, ROUTED, Seen, build, examine, inputs  # noqa: E402
 from qkv.errors import InputError  # noqa: E402
 from qkv.profiler.run import profile  # noqa: E402
 

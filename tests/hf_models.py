@@ -1,14 +1,16 @@
 """Tiny models with random weights, one for each way Hugging Face models attend: no downloads, milliseconds a run.
 
 `build("llama")` is the bare model, its weights large enough that attention is far from uniform; `inputs` is what its
-forward takes. Sizes differ wherever the architecture lets them.
+forward takes. Sizes differ wherever the architecture lets them. The architectures are in hf_models.toml.
 """
 
 from __future__ import annotations
 
 import importlib
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,30 +22,6 @@ VOCABULARY = 97
 WINDOW = 8
 PADDED = 5  # tokens of padding in the second item of a padded batch
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-}
-GROUPED = SIZES | {"num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-HEADS = GROUPED | {"head_dim": 16}
-WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-STACKS = {
-    "vocab_size": VOCABULARY,
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 80,
-    "decoder_ffn_dim": 72,
-    "decoder_start_token_id": 2,
-}
-EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 3}
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -52,173 +30,33 @@ class Architecture:
     family: str  # folder in transformers.models
     classes: str  # prefix of the classes "…Config" and "…Model"
     settings: Mapping[str, Any]
-    kind: str = "decoder"  # decoder, encoder, encoder-decoder, image, audio
+    kind: str = "text"  # text (of a decoder), encoder, texts (source and target), image, and others: see `inputs`
     suffix: str = "Model"
-    padding: tuple[str, ...] = ("left", "right")
+    padding: tuple[str, ...] = ()  # sides; both if it reads text only
     groups: Mapping[str, int] = field(default_factory=lambda: {"self": 2})  # attention layers in each
 
+    def class_of(self, suffix: str) -> Any:
+        """The class with this suffix."""
+        return getattr(importlib.import_module(f"transformers.models.{self.family}"), self.classes + suffix)
 
-ARCHITECTURES = {
-    "gpt2": Architecture(
-        "gpt2",
-        "GPT2",
-        {
-            "vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 4,
-            "bos_token_id": None, "eos_token_id": None,
-        },
-        groups={"self": 3},
-    ),
-    "gpt_neox": Architecture("gpt_neox", "GPTNeoX", SIZES | {"bos_token_id": None, "eos_token_id": None}),
-    "llama": Architecture("llama", "Llama", GROUPED),
-    "qwen3": Architecture("qwen3", "Qwen3", HEADS | {"head_dim": 24}),
-    "mistral": Architecture("mistral", "Mistral", GROUPED | {"sliding_window": WINDOW}),
-    "starcoder2": Architecture("starcoder2", "Starcoder2", GROUPED | {"sliding_window": WINDOW}),
-    "qwen2": Architecture("qwen2", "Qwen2", GROUPED | WINDOWS | {"use_sliding_window": True}),
-    "qwen2_moe": Architecture(  # without windows it makes a mask that nothing uses, of a window of 0 keys
-        "qwen2_moe",
-        "Qwen2Moe",
-        GROUPED
-        | {
-            "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 24,
-        },
-    ),
-    "phi3": Architecture("phi3", "Phi3", GROUPED | {"sliding_window": WINDOW}),
-    "opt": Architecture(
-        "opt",
-        "OPT",
-        {
-            "vocab_size": VOCABULARY, "hidden_size": 64, "ffn_dim": 80, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 64, "pad_token_id": 1,
-            "bos_token_id": None, "eos_token_id": None,
-        },
-    ),
-    "gemma2": Architecture(
-        "gemma2", "Gemma2", HEADS | WINDOWS | {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 12}
-    ),
-    "gemma3": Architecture(
-        "gemma3", "Gemma3Text", HEADS | WINDOWS | {"query_pre_attn_scalar": 12}, suffix="Model"
-    ),
-    "gpt_oss": Architecture("gpt_oss", "GptOss", HEADS | WINDOWS | EXPERTS),
-    "deepseek_v3": Architecture(
-        "deepseek_v3",
-        "DeepseekV3",
-        GROUPED
-        | {
-            "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 12, "v_head_dim": 14, "first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 2,
-            "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        },
-    ),
-    "llama4": Architecture(
-        "llama4",
-        "Llama4Text",
-        HEADS
-        | {
-            "num_hidden_layers": 4, "attention_chunk_size": 11, "intermediate_size_mlp": 72, "num_local_experts": 3,
-            "num_experts_per_tok": 1,
-        },
-        groups={"self": 4},
-    ),
-    "bert": Architecture("bert", "Bert", SIZES, "encoder"),
-    "distilbert": Architecture(
-        "distilbert",
-        "DistilBert",
-        {
-            "vocab_size": VOCABULARY, "dim": 64, "hidden_dim": 80, "n_layers": 2, "n_heads": 4,
-            "max_position_embeddings": 64,
-        },
-        "encoder",
-    ),
-    "roberta": Architecture("roberta", "Roberta", SIZES, "encoder"),
-    "albert": Architecture(
-        "albert", "Albert", SIZES | {"num_hidden_layers": 3, "embedding_size": 24}, "encoder", groups={"self": 3}
-    ),
-    "modernbert": Architecture(
-        "modernbert",
-        "ModernBert",
-        SIZES
-        | {
-            "num_hidden_layers": 4, "local_attention": 10, "global_attn_every_n_layers": 3, "pad_token_id": 0,
-            "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
-        },
-        "encoder",
-        groups={"self": 4},
-    ),
-    "bart": Architecture(
-        "bart",
-        "Bart",
-        STACKS | {"max_position_embeddings": 64},
-        "encoder-decoder",
-        groups={"encoder": 2, "decoder": 3, "cross": 3},
-    ),
-    "t5": Architecture(
-        "t5",
-        "T5",
-        {
-            "vocab_size": VOCABULARY, "d_model": 64, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3,
-            "num_heads": 4, "relative_attention_num_buckets": 12, "relative_attention_max_distance": 20,
-            "decoder_start_token_id": 0,
-        },
-        "encoder-decoder",
-        groups={"encoder": 2, "decoder": 3, "cross": 3},
-    ),
-    "whisper": Architecture(
-        "whisper",
-        "Whisper",
-        STACKS | {"num_mel_bins": 16, "max_source_positions": LENGTH, "max_target_positions": 32, "pad_token_id": 0},
-        "audio",
-        padding=(),
-        groups={"encoder": 2, "decoder": 3, "cross": 3},
-    ),
-    "vit": Architecture("vit", "ViT", SIZES | {"image_size": 24, "patch_size": 4}, "image", padding=()),
-    "clip_text": Architecture(
-        "clip", "CLIPText", SIZES | {"eos_token_id": VOCABULARY - 1, "projection_dim": 24}, padding=("right",)
-    ),
-    # These models build their masks themselves, or add to the mask before attention.
-    "layoutlm": Architecture("layoutlm", "LayoutLM", SIZES, "encoder"),
-    "doge": Architecture("doge", "Doge", GROUPED),
-    "beit": Architecture(
-        "beit",
-        "Beit",
-        SIZES | {"image_size": 24, "patch_size": 4, "use_relative_position_bias": True},
-        "image",
-        padding=(),
-    ),
-    "switch": Architecture(
-        "switch_transformers",
-        "SwitchTransformers",
-        {
-            "vocab_size": VOCABULARY, "d_model": 64, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3,
-            "num_heads": 4, "num_experts": 3, "decoder_start_token_id": 0,
-        },
-        "encoder-decoder",
-        groups={"encoder": 2, "decoder": 3, "cross": 3},
-    ),
-    "siglip_vision": Architecture(
-        "siglip", "SiglipVision", SIZES | {"image_size": 24, "patch_size": 4}, "image", padding=()
-    ),
-    "gptj": Architecture(
-        "gptj",
-        "GPTJ",
-        {
-            "vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8,
-            "bos_token_id": None, "eos_token_id": None,
-        },
-    ),
-    "bloom": Architecture("bloom", "Bloom", {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
-    "xglm": Architecture(
-        "xglm",
-        "XGLM",
-        {
-            "vocab_size": VOCABULARY, "d_model": 64, "ffn_dim": 80, "num_layers": 2, "attention_heads": 4,
-            "max_position_embeddings": 64,
-        },
-    ),
-}  # fmt: skip
-PARTLY = {"siglip_vision": "head.attention"}  # has attention that does not pass through the interface
-UNROUTED = ("gptj", "bloom", "xglm")  # none of their attention passes through the interface
-ROUTED = tuple(name for name in ARCHITECTURES if name not in (*PARTLY, *UNROUTED))
+
+def architectures(table: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Architecture]:
+    """The rows of a table: a row has fields of `Architecture` and settings, besides those of what it shares."""
+    found = {}
+    for name, row in table.items():
+        given = {"family": name} | ({"classes": row} if isinstance(row, str) else row)
+        settings = {key: x for group in given.pop("shared", ()) for key, x in shared[group].items()}
+        known = {x.name: given.pop(x.name) for x in fields(Architecture) if x.name in given}
+        settings = {key: None if x == "NONE" else x for key, x in (settings | given).items()}
+        both = ("left", "right") if known.get("kind", "text") in ("text", "encoder", "texts") else ()
+        found[name] = Architecture(**{"padding": both} | known, settings=settings)
+    return found
+
+
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ROUTED, PARTLY, UNROUTED = (tuple(TABLES[kind]) for kind in ("routed", "partly", "unrouted"))
+ARCHITECTURES = architectures(TABLES["routed"] | TABLES["partly"] | TABLES["unrouted"], TABLES["shared"])
+SIZES: dict[str, int] = TABLES["shared"]["SIZES"]
 
 
 def build(name: str, implementation: str | None = None, *, suffix: str | None = None, **settings: Any) -> Any:
@@ -231,18 +69,15 @@ def build(name: str, implementation: str | None = None, *, suffix: str | None = 
         settings: what to change in the configuration.
     """
     what = ARCHITECTURES[name]
-    package = f"transformers.models.{what.family}"
-    configuration = importlib.import_module(f"{package}.configuration_{what.family}")
-    modeling = importlib.import_module(f"{package}.modeling_{what.family}")
-    if implementation is not None:
-        settings["attn_implementation"] = implementation
     transformers.utils.logging.set_verbosity_error()  # advice on token ids that these configurations do not have
-    config = getattr(configuration, what.classes + "Config")(**what.settings | settings)
+    config = what.class_of("Config")(**what.settings | settings, attn_implementation=implementation)
     plain = suffix not in (None, "Model") and name in ("llama4", "gemma3")  # with a head they are called without Text
     stem = what.classes.removesuffix("Text") if plain else what.classes
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = getattr(modeling, stem + (suffix or what.suffix))(config)
+        model = getattr(importlib.import_module(f"transformers.models.{what.family}"), stem + (suffix or what.suffix))(
+            config
+        )
     enliven(model)
     return model.eval()
 
@@ -250,20 +85,16 @@ def build(name: str, implementation: str | None = None, *, suffix: str | None = 
 def enliven(model: nn.Module, seed: int = 3) -> None:
     """Random weights so large that heads prefer some keys, biases and norms that differ, sinks that take a share."""
     generator = torch.Generator().manual_seed(seed)
-
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-
-    def normal(shape: torch.Size) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
     with torch.no_grad():
         for name, x in model.named_parameters():
+            noise = torch.randn(x.shape, generator=generator)
             if x.ndim == 1:
-                x.add_(normal(x.shape), alpha=1.0 if name.endswith("sinks") else 0.1)
+                x.add_(noise, alpha=1.0 if name.endswith("sinks") else 0.1)
             elif id(x) in embeddings:
-                x.copy_(normal(x.shape))
+                x.copy_(noise)
             else:  # a fan-in of about 64 everywhere; T5 does not divide its scores by √d, so its queries are smaller
-                x.copy_(normal(x.shape) * (0.06 if name.endswith(".q.weight") else 0.2))
+                x.copy_(noise * (0.06 if name.endswith(".q.weight") else 0.2))
 
 
 def inputs(name: str, padding: str | None = None, *, batch: int = 2, seed: int = 5) -> dict[str, Tensor]:
@@ -274,17 +105,28 @@ def inputs(name: str, padding: str | None = None, *, batch: int = 2, seed: int =
         return {"pixel_values": torch.randn(batch, 3, 24, 24, generator=generator)}
     text = torch.randint(3, VOCABULARY - 1, (batch, LENGTH), generator=generator)
     target = torch.randint(3, VOCABULARY - 1, (batch, TARGET), generator=generator)
-    if kind == "audio":
+    if kind == "mel":
         sound = torch.randn(batch, 16, 2 * LENGTH, generator=generator)
         return {"input_features": sound, "decoder_input_ids": target}
-    given = {"input_ids": text}
-    if kind == "encoder-decoder":
-        given["decoder_input_ids"] = target
-    if padding is not None:
-        for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
-            if ids in given:
-                given[mask] = torch.ones_like(given[ids])
-                pad = slice(None, PADDED) if padding == "left" else slice(-PADDED, None)
-                given[mask][-1, pad] = 0
-                given[ids][-1, pad] = 0
-    return given
+    given = {"input_ids": text} | ({"decoder_input_ids": target} if kind == "texts" else {})
+    return given if padding is None else given | pad(given, padding, PADDED)
+
+
+def main_output(outputs: Any) -> Tensor:
+    """The hidden states or logits among the outputs of a model."""
+    found: Tensor = outputs["last_hidden_state"] if "last_hidden_state" in outputs else outputs["logits"]
+    return found
+
+
+def pad(given: Mapping[str, Tensor], side: str, tokens: int, ids: int | None = 0) -> dict[str, Tensor]:
+    """Masks in which the last item's texts have padding, and those texts with `ids` there."""
+    found = {}
+    where = slice(None, tokens) if side == "left" else slice(-tokens, None)
+    for text, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+        if text in given:
+            found[mask] = torch.ones_like(given[text])
+            found[mask][-1, where] = 0
+            found[text] = given[text].clone()
+            if ids is not None:
+                found[text][-1, where] = ids
+    return found

@@ -1,15 +1,18 @@
-"""Tiny models of every row of hf_zoo_table: built, fed, and their own weights as the oracle of the profiler's.
+"""Every Hugging Face architecture that the profiler is held to: tiny, fed, and its own weights as the oracle.
 
-Nothing is downloaded; a model takes some hundredths of a second.
+The architectures are in hf_zoo.toml: sizes come from one list of names that configurations use, wherever a
+configuration has that name, and a row says only what is different. Nothing is downloaded; a model takes some hundredths
+of a second.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
+import tomllib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,32 +21,36 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 import hf_models
-from hf_zoo_table import ALL, DROP, IMAGE, LENGTH, SAMPLES, SMALL, TARGET, VOCABULARY, Row
+from hf_models import PADDED, VOCABULARY, Architecture, architectures
 from qkv.profiler.capture.inputs import real_tokens, sequences_of
 from qkv.profiler.capture.observe import Observer, Record, observe, unobserved
+from qkv.reference import statistics
 
-PADDED = 5  # tokens of padding in the second item of a padded batch
+LOCAL = 3  # window of the local weight
+LENGTH, SAMPLES = 32, 330  # of a text, and of audio, which give 32 frames
+IMAGE = 3  # id of the token that stands for a piece of an image; texts have none so small
+PIECES = {"gemma3_vlm": 4, "idefics3": 4, "qwen2_5_vl": 4, "mllama": 0}  # of an image in a text, where they are not 16
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ROUTED, UNROUTED = (architectures(TABLES[kind], TABLES["shared"]) for kind in ("routed", "unrouted"))
+ALL = ROUTED | UNROUTED
 RETURN_SCORES = ("squeezebert", "prophetnet")  # they return scores before the softmax as their attentions
 DISAGREE = ("falcon_alibi",)  # its eager implementation differs from its default one
 RETURN_MEANS = ("wavlm",)  # over heads, repeated for each
+UNDERFLOW = ("detr", "swin", "swinv2")  # weights of visible keys are 0, or those of masked keys are not
 
 
 def small(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that make a tiny configuration of a class: `SMALL` wherever it has the name, then `settings`."""
-    known = kind().to_dict()
-    made = {name: value for name, value in SMALL.items() if name in known}
-    for name, given in settings.items():
-        if given is DROP:
-            made.pop(name, None)
-        elif name not in getattr(kind, "sub_configs", {}):
-            made[name] = given
-    for name in getattr(kind, "sub_configs", {}):
+    """Arguments that make a tiny configuration of a class: small sizes wherever it has the name, then `settings`."""
+    known, inside = kind().to_dict(), getattr(kind, "sub_configs", {})
+    made = {name: value for name, value in TABLES["small"].items() if name in known}
+    made |= {name: value for name, value in settings.items() if name not in inside}
+    for name in inside:
         inner = getattr(kind(), name)
-        if inner is not None and settings.get(name) is not DROP:
+        if inner is not None and settings.get(name) != "DROP":
             made[name] = small(type(inner), settings.get(name, {}))
             if "model_type" in known.get(name, {}):
                 made[name]["model_type"] = known[name]["model_type"]
-    return made
+    return {name: value for name, value in made.items() if not (isinstance(value, str) and value == "DROP")}
 
 
 def build(name: str, implementation: str | None = None) -> Any:
@@ -53,118 +60,61 @@ def build(name: str, implementation: str | None = None) -> Any:
         name: a row of the table.
         implementation: of attention, such as "eager"; the architecture's own default if None.
     """
-    row = ALL[name]
     transformers.utils.logging.set_verbosity_error()  # advice on token ids that these configurations do not have
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        model = _special(name, implementation) or _made(row, implementation)
+        config = _config(name, ALL[name])
+        config._attn_implementation = implementation
+        model = ALL[name].class_of(ALL[name].suffix)(config)
     hf_models.enliven(model)
     return model.eval()
 
 
-def _made(row: Row, implementation: str | None) -> Any:
-    package = f"transformers.models.{row.family}"
-    try:
-        configuration = importlib.import_module(f"{package}.configuration_{row.family}")
-    except ModuleNotFoundError:
-        configuration = importlib.import_module(package)
-    kind = getattr(configuration, row.classes + "Config")
-    config = kind(**small(kind, row.settings), attn_implementation=implementation)
-    return getattr(importlib.import_module(package), row.classes + row.suffix)(config)
-
-
-def _special(name: str, implementation: str | None) -> Any:
-    """Models whose configuration contains other configurations."""
+def _config(name: str, row: Architecture) -> Any:
+    kind, given = row.class_of("Config"), dict(row.settings)
+    if name == "encoder_decoder(bert2gpt2)":
+        encoder = transformers.BertConfig(**small(transformers.BertConfig, {}))
+        settings = small(transformers.GPT2Config, {"add_cross_attention": True, "is_decoder": True})
+        return kind.from_encoder_decoder_configs(encoder, transformers.GPT2Config(**settings))
     if name == "detr":
-        from transformers import DetrConfig, DetrModel, ResNetConfig
-
         sizes = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
-        backbone = ResNetConfig(**sizes, out_features=["stage2"])
-        settings = small(DetrConfig, ALL[name].settings | {"backbone_config": DROP})
-        settings |= {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
-        return DetrModel(DetrConfig(**settings, backbone_config=backbone, attn_implementation=implementation))
-    if name != "encoder_decoder(bert2gpt2)":
-        return None
-    from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, GPT2Config
-
-    encoder = BertConfig(**small(BertConfig, {}))
-    decoder = GPT2Config(**small(GPT2Config, {"add_cross_attention": True, "is_decoder": True}))
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    config._attn_implementation = implementation
-    return EncoderDecoderModel(config)
+        given |= {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
+        given = small(kind, given | {"backbone_config": "DROP"})
+        return kind(**given, backbone_config=transformers.ResNetConfig(**sizes, out_features=["stage2"]))
+    return kind(**small(kind, given))
 
 
 def inputs(name: str, *, padded: bool = False) -> dict[str, Tensor]:
-    """The arguments of the forward; with padding in the second item if `padded` and the row has a side for it."""
+    """The arguments of the forward; with padding in the second item if `padded` and the row has a side for it.
+
+    The table says what each kind of model reads: tokens (a number of them), ones (in a list), and else noise, of this
+    shape, with the size of the row's images in place of "size".
+    """
     row = ALL[name]
     generator = torch.Generator().manual_seed(5)
-
-    def tokens(length: int) -> Tensor:
-        return torch.randint(5, VOCABULARY, (2, length), generator=generator)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    given = {}
-    if row.reads in ("text", "texts", "both", "described", "patches", "tiles"):
-        given["input_ids"] = tokens(LENGTH)
-    if row.reads in ("texts", "mel", "speech", "wave", "heard"):
-        given["decoder_input_ids"] = tokens(TARGET)
     size = row.settings.get("image_size", 16)
     size = size[0] if isinstance(size, list) else size
-    match row.reads:
-        case "image" | "both" | "points":
-            given["pixel_values"] = noise(2, 3, size, size)
-        case "video" | "clip":
-            given["pixel_values" if row.reads == "video" else "pixel_values_videos"] = noise(2, 2, 3, size, size)
-        case "described":
-            pieces = 4 if name in ("gemma3_vlm", "idefics3") else 16
-            given["input_ids"][:, 7 : 7 + pieces] = IMAGE
-            given["pixel_values"] = noise(2, *((1,) if name == "idefics3" else ()), 3, 16, 16)
-            if name == "paligemma":  # without them its implementations disagree on what is causal
-                given["token_type_ids"] = (torch.arange(LENGTH) > 25).long().expand(2, -1)
-        case "patches":
-            given["input_ids"][:, 7:11] = IMAGE
-            given["pixel_values"] = noise(2 * 16, 3 * 2 * 4 * 4)
-            given["image_grid_thw"] = torch.tensor([[1, 4, 4]] * 2)
-        case "tiles":
-            given["pixel_values"] = noise(2, 1, 1, 3, 16, 16)
-            given["aspect_ratio_ids"] = torch.ones(2, 1, dtype=torch.long)
-            given["aspect_ratio_mask"] = torch.ones(2, 1, 1, dtype=torch.long)
-            given["cross_attention_mask"] = torch.ones(2, LENGTH, 1, 1, dtype=torch.long)
-        case "sound" | "wave" | "heard":
-            given["input_values"] = noise(2, 4000 if row.reads == "wave" else SAMPLES)
-        case "frames" | "mels":
-            given["input_features"] = noise(2, 24 if row.reads == "frames" else 128, 16)
-        case "mel":
-            given["input_features"] = noise(2, 16, 2 * LENGTH)
-        case "speech":
-            given["input_features"] = noise(2, 64, 16)
-        case "spectrum":
-            given["input_values"] = noise(2, 24, 16)
-        case "series":
-            given["past_values"] = noise(2, LENGTH, 2)
-        case "forecast":
-            given |= {
-                "past_values": noise(2, LENGTH + 2),
-                "past_time_features": noise(2, LENGTH + 2, 1),
-                "past_observed_mask": torch.ones(2, LENGTH + 2),
-                "future_values": noise(2, 8),
-                "future_time_features": noise(2, 8, 1),
-            }
-        case "vectors":
-            given["inputs"] = noise(2, 20, 64)
-    if row.reads == "points":
-        given["input_points"] = noise(2, 1, 2, 2).abs() * 8
-    if padded and row.padding is not None:
-        for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
-            if ids in given:
-                given[mask] = torch.ones_like(given[ids])
-                pad = slice(None, PADDED) if row.padding == "left" else slice(-PADDED, None)
-                given[mask][1, pad] = 0
-        if row.reads == "sound":
-            given["attention_mask"] = (torch.arange(SAMPLES) < torch.tensor([[SAMPLES], [SAMPLES - 60]])).long()
+    given: dict[str, Tensor] = {}
+    for argument, shape in TABLES["inputs"][row.kind].items():
+        if isinstance(shape, int):
+            given[argument] = torch.randint(5, VOCABULARY, (2, shape), generator=generator)
+        elif isinstance(shape[0], list):
+            given[argument] = torch.ones(shape[0], dtype=torch.long)
+        else:
+            given[argument] = torch.randn([size if n == "size" else n for n in shape], generator=generator)
+    if "image_token_id" in row.settings or "image_token_index" in row.settings:
+        given["input_ids"][:, 7 : 7 + PIECES.get(name, 16)] = IMAGE
+    if name == "sam":
+        given["input_points"] = given["input_points"].abs() * 8
+    if name == "qwen2_5_vl":
+        given["image_grid_thw"] = torch.tensor([[1, 4, 4]] * 2)
+    if name == "paligemma":  # without them its implementations disagree on what is causal
+        given["token_type_ids"] = (torch.arange(LENGTH) > 25).long().expand(2, -1)
+    if padded and row.kind == "sound":
+        given["attention_mask"] = (torch.arange(SAMPLES) < torch.tensor([[SAMPLES], [SAMPLES - 60]])).long()
+    elif padded and row.padding:
+        given |= hf_models.pad(given, row.padding[len(name) % len(row.padding)], PADDED, ids=None)
     return given
 
 
@@ -188,38 +138,66 @@ def examine(name: str, *, padded: bool = False) -> Seen:
     model, batch = build(name), inputs(name, padded=padded)
     sequences = sequences_of(model, batch)
     keys, queries = real_tokens(model, batch, sequences)
-    observer = Observer(model, key_masks=keys, query_masks=queries, sequences=sequences)
+    observer = Observer(model, key_masks=keys, query_masks=queries, sequences=sequences, local_window=LOCAL)
     torch.manual_seed(0)  # some models choose keys at random
     with observe(observer):
         got = model(**batch)[0]
     torch.manual_seed(0)
     want = model(**batch)[0]
-    own = own_weights(name, batch)
-    error, unchecked = 0.0, []
-    for record in observer.records:
+    for group in {record.group for record in observer.records}:
+        layers = [record.layer for record in observer.records if record.group == group]
+        assert layers == list(range(len(layers))), "the layers of a group are not in the order of their calls"
+    if ALL[name].kind in ("text", "texts"):
+        check_padding(observer.records, batch)
+    eager = None if name in DISAGREE else build(name, "eager")
+    error, unchecked = differences(observer.records, eager, batch, name)
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    change = (got - want).abs()
+    if mask is not None and mask.shape == got.shape[:2]:
+        change = change[mask.bool()]
+    sources = [observer.sources[record.module] for record in observer.records]
+    check = max((one.difference for one in observer.checks), default=None)
+    return Seen(type(model).__name__, sources, unobserved(observer), error, unchecked, change.max().item(), check)
+
+
+def check_padding(records: Sequence[Record], batch: Mapping[str, Tensor]) -> None:
+    """The records know which queries and keys are real, where the model keeps the length of the text."""
+    source, target = batch.get("attention_mask"), batch.get("decoder_attention_mask")
+    for record in records:
+        assert record.weights is not None
+        queries = target if record.group in ("decoder", "cross") else source
+        keys = target if record.group == "decoder" else source
+        for mask, known, n in zip(
+            (queries, keys), (record.queries, record.keys), record.weights.shape[2:], strict=True
+        ):
+            if mask is not None and mask.shape[1] == n:
+                assert known is not None, record.module
+                assert torch.equal(known, mask.bool()), record.module
+
+
+def differences(
+    records: Sequence[Record], eager: Any, batch: Mapping[str, Tensor], name: str = ""
+) -> tuple[float, list[str]]:
+    """The largest distance of records to the weights of the eager model; and modules that do not return theirs."""
+    own, error, unchecked = own_weights(eager, batch, name), 0.0, []
+    for record in records:
         weights = own[record.module].pop(0) if own.get(record.module) else None
         if weights is None:
             unchecked.append(record.module)
         else:
-            error = max(error, difference(record, weights))
-    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-    fits = mask is not None and mask.shape == got.shape[:2]
-    change = (got - want).abs()[mask.bool()] if fits and mask is not None else (got - want).abs()
-    sources = [observer.sources[record.module] for record in observer.records]
-    kind = type(model).__name__
-    check = max((one.difference for one in observer.checks), default=None)
-    return Seen(kind, sources, unobserved(observer), error, unchecked, change.max().item(), check)
+            error = max(error, difference(record, weights, counted=name not in UNDERFLOW))
+    return error, unchecked
 
 
-def own_weights(name: str, batch: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+@torch.no_grad()
+def own_weights(model: Any, batch: Mapping[str, Tensor], name: str = "") -> dict[str, list[Tensor]]:
     """The weights that each attention module computes in the eager implementation, call by call.
 
     They come from the function that the module asks transformers' interface for, or are what the module returns beside
     its output: (batch, heads, queries, keys), or without heads if that is the mean over them.
     """
-    if name in DISAGREE:
+    if model is None:
         return {}
-    model = build(name, "eager")
     names = {module: path for path, module in model.named_modules()}
     asked: dict[str, list[Tensor]] = {}
     returned: dict[str, list[Tensor]] = {}
@@ -271,34 +249,36 @@ def _normalized(x: Tensor) -> bool:
     return bool((x >= 0).all()) and bool((((total - 1).abs() < 1e-3) | (total == 0)).all())
 
 
-def difference(record: Record, weights: Tensor) -> float:
-    """Distance of a record to `weights`: in the weights, entropy, received weight and sink."""
+def difference(record: Record, weights: Tensor, *, counted: bool = True) -> float:
+    """Distance of a record to the statistics of `weights` by definition; unless `counted`, not of visible keys."""
     assert record.weights is not None
-    b, heads, n_queries, _ = record.weights.shape
+    b, heads, n, n_keys = record.weights.shape
     if weights.ndim == 3 and weights.shape[0] != b:
         weights = weights.unflatten(0, (b, heads))
-    every = torch.ones(b, n_queries, dtype=torch.bool)
-    real = (every if record.queries is None else record.queries)[:, None, :, None]
-    mine = record.weights * real
+    real = (torch.ones(b, n) if record.queries is None else record.queries)[:, None, :, None].double()
     if weights.ndim == 3:
-        return _far(mine.mean(1), weights * real[:, 0])
-    if mine.shape != weights.shape:
+        return _far(record.weights.mean(1), weights, real[:, 0])
+    own, found = (weights * real).double(), record.statistics
+    steps = torch.arange(n)[:, None] + n_keys - n - torch.arange(n_keys)  # how far back each key is
+    if own.shape != record.weights.shape or (record.causal and bool((own * (steps < 0)).any())):
         return float("inf")
-    own = (weights * real).double()
-    total = own.sum(-1, keepdim=True)
-    shape = own / total.where(total > 0, 1.0)
     first = torch.zeros(b, dtype=torch.long) if record.keys is None else record.keys.int().argmax(1)
-    sink = own.gather(3, first[:, None, None, None].expand(-1, heads, n_queries, 1))[..., 0]
-    found = record.statistics
-    pairs = (
-        (mine, own),
-        (found.entropy, -torch.special.xlogy(shape, shape).sum(-1)),
-        (found.received, own.sum(2)),
-        (found.sink, sink),
+    missing, row, known = (1 - own.sum(-1)) * real[..., 0], real[..., 0], statistics(own.numpy())
+    return max(
+        _far(record.weights, own, real),
+        *(_far(getattr(found, name), getattr(known, name)) for name in ("entropy", "received")),
+        *(_far(getattr(found, name), getattr(known, name)) / 2 for name in ("distance", "effective_keys")),  # amplified
+        _far(found.sink, own.gather(3, first[:, None, None, None].expand(-1, heads, n, 1))[..., 0]),
+        _far(found.self_, (own * (steps == 0)).sum(-1)),
+        _far(found.previous, (own * (steps == 1)).sum(-1)),
+        _far(found.next_, (own * (steps == -1)).sum(-1)),
+        _far(found.mass["local"], (own * (steps.abs() <= LOCAL)).sum(-1)),
+        _far(found.visible, (own > 0).sum(-1), row) * counted,
+        _far(torch.zeros(1) if found.sink_mass is None else found.sink_mass, missing),
     )
-    return max(_far(a, b) for a, b in pairs)
 
 
-def _far(got: Tensor, want: Tensor) -> float:
-    """The largest difference, relative to numbers above 1."""
-    return ((got - want).abs() / want.abs().clamp(min=1)).max().item()
+def _far(got: Tensor, want: Any, real: Tensor | float = 1.0) -> float:
+    """The largest difference at real queries, relative to numbers above 1."""
+    want = torch.as_tensor(want)
+    return ((got - want) * real / want.abs().clamp(min=1)).abs().max().item()

@@ -1,10 +1,9 @@
-"""One process of a survey, for tests of many."""
+"""A small survey, and a process of one that dies, for tests of many."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,13 @@ def own(**changes: Any) -> DecoderLM:
     return DecoderLM(DecoderConfig(vocab_size=256, context=80, d_model=24, layers=2, heads=3, **changes)).eval()
 
 
-def own_survey(out: Path | str, **settings: Any) -> surveys.Survey:
-    settings = {"shards": 3, "batch_tokens": 90} | settings
-    return surveys.survey(own(), TEXTS, tokenizer=ByteTokenizer(), out=out, **settings)
+def own_survey(out: Path | str, texts: Any = TEXTS, model: Any = None, **settings: Any) -> surveys.Survey:
+    settings = {"shards": 3, "batch_tokens": 90, "tokenizer": ByteTokenizer()} | settings
+    return surveys.survey(model or own(), texts, out=out, **settings)
 
 
-def main(out: Path | str, shards: int, last: int) -> None:
-    """Run a survey, and kill this process once it has written the shard `last` (-1: none)."""
+def main(out: Path | str, last: int) -> None:
+    """Run a survey, and kill this process once it has written the shard `last`."""
     write = Folder.write_shard
 
     def then_die(folder: Folder, number: int, data: bytes) -> None:
@@ -37,10 +36,5 @@ def main(out: Path | str, shards: int, last: int) -> None:
         if number == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if last >= 0:
-        Folder.write_shard = then_die  # type: ignore[method-assign]
-    try:
-        own_survey(out, shards=shards)
-    except surveys.Incomplete as error:
-        print(error)
-        sys.exit(1)
+    Folder.write_shard = then_die  # type: ignore[method-assign]
+    own_survey(out)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,32 +9,27 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 import hf_models as hf
+import hf_zoo
 from conftest import refused
 from qkv import kernels
 from qkv._engine.call import Call, Result
-from qkv.huggingface import client, register, use
+from qkv.huggingface import register, use
 from qkv.huggingface.attention import routes
 from qkv.huggingface.client import attend
 from qkv.profiler.capture.observe import Observer, observe
 
-MODELS = (*hf.ROUTED, *hf.PARTLY)
-CASES = [
-    pytest.param(name, padding, id=f"{name}-{padding or 'whole'}")
-    for name in MODELS
-    for padding in (None, *hf.ARCHITECTURES[name].padding)
+CASES = [  # the first text is whole, the second is padded at one of its sides
+    (name, sides[(place + 1) % len(sides)] if (sides := hf.ARCHITECTURES[name].padding) else None)
+    for place, name in enumerate((*hf.ROUTED, *hf.PARTLY))
 ]
-DECODERS = {
-    "gpt2": "LMHeadModel", "gpt_neox": "ForCausalLM", "opt": "ForCausalLM", "llama": "ForCausalLM",
-    "qwen2": "ForCausalLM", "mistral": "ForCausalLM", "phi3": "ForCausalLM", "gemma2": "ForCausalLM",
-    "gemma3": "ForCausalLM", "gpt_oss": "ForCausalLM", "llama4": "ForCausalLM", "deepseek_v3": "ForCausalLM",
-    "t5": "ForConditionalGeneration", "bart": "ForConditionalGeneration", "whisper": "ForConditionalGeneration",
-}  # fmt: skip
-
-
-def main_output(outputs: Any) -> Tensor:
-    return outputs["last_hidden_state"] if "last_hidden_state" in outputs else outputs["logits"]
+DECODERS = dict.fromkeys(
+    ("gpt_neox", "opt", "llama", "qwen2", "mistral", "phi3", "gemma2", "gemma3", "gpt_oss", "llama4", "deepseek_v3"),
+    "ForCausalLM",
+) | {"gpt2": "LMHeadModel"} | dict.fromkeys(("t5", "bart", "whisper"), "ForConditionalGeneration")  # fmt: skip
 
 
 def kept(inputs: dict[str, Tensor], output: Tensor) -> Tensor:
@@ -59,55 +51,46 @@ def close(got: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
     assert (got - want).abs().max() <= tolerance * max(1.0, float(want.abs().max()))
 
 
-# --- forward and backward -----------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "padding"), CASES)
 def test_output_equals_eager_attention(name: str, padding: str | None) -> None:
     model, inputs = hf.build(name, "eager"), hf.inputs(name, padding)
-    want = main_output(model(**inputs))
+    want = hf.main_output(model(**inputs))
     outputs, calls = watched(lambda: use(model)(**inputs))
-    got, real = main_output(outputs), kept(inputs, want)
+    got, real = hf.main_output(outputs), kept(inputs, want)
     close(got[real], want[real])
     assert len(calls) == sum(hf.ARCHITECTURES[name].groups.values())
     model.set_attn_implementation("eager")
-    assert torch.equal(main_output(model(**inputs)), want)
+    assert torch.equal(hf.main_output(model(**inputs)), want)
 
 
 def loss_gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     model.zero_grad()
-    output = main_output(model(**inputs))
+    output = hf.main_output(model(**inputs))
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(output.shape, generator=generator) * kept(inputs, output)[..., None]
     (output * weight).sum().backward()
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
-@pytest.mark.parametrize("padding", [None, "left"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "gemma2", "gpt_oss", "deepseek_v3", "bert", "bart", "t5"])
-def test_gradients_equal_eager_attention(name: str, padding: str | None) -> None:
-    model, inputs = hf.build(name, "eager"), hf.inputs(name, padding)
+GRADIENTS = ("gpt2", "llama", "qwen2", "gemma2", "gpt_oss", "deepseek_v3", "bert", "bart", "t5", "beit")
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_equal_eager_attention(name: str) -> None:
+    """Also that of a learned bias in the mask (of BEiT) which is zero."""
+    model, inputs = hf.build(name, "eager"), hf.inputs(name, "left")
+    tables = [key for key in model.state_dict() if "relative_position_bias_table" in key]
+    for key in tables:
+        model.get_parameter(key).data.zero_()
     want = loss_gradients(model, inputs)
     got = loss_gradients(use(model), inputs)
     assert set(got) == set(want)
     for parameter, gradient in want.items():
         close(got[parameter], gradient, 1e-4)
     assert any(gradient.abs().max() > 1 for gradient in want.values())
-
-
-def test_learned_bias_in_the_mask_gets_a_gradient_at_zero() -> None:
-    model, inputs = hf.build("beit", "eager"), hf.inputs("beit")
-    tables = [x for name, x in model.named_parameters() if "relative_position_bias_table" in name]
-    with torch.no_grad():
-        for table in tables:
-            table.zero_()
-    want = loss_gradients(model, inputs)
-    got = loss_gradients(use(model), inputs)
-    assert len(tables) == 2
-    for name in (n for n in want if "relative_position_bias_table" in n):
-        close(got[name], want[name], 1e-4)
-        assert want[name].abs().max() > 0.01
+    assert len(tables) == 2 * (name == "beit")
+    assert all(want[key].abs().max() > 0.01 for key in tables)
 
 
 def test_checkpointed_layers_repeat_their_dropout() -> None:
@@ -121,15 +104,20 @@ def test_checkpointed_layers_repeat_their_dropout() -> None:
         close(gradient, want[name])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
-def test_autocast_equals_eager_attention(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "autocast"), [("llama", True), ("gemma2", True), ("t5", True), ("gpt_oss", False), ("t5", False)]
+)
+def test_half_precision_is_as_exact_as_eager_attention(name: str, autocast: bool) -> None:
     model, inputs = hf.build(name, "eager"), hf.inputs(name)
     with torch.no_grad():
-        exact = main_output(model(**inputs))
-    with torch.autocast("cpu", torch.bfloat16):
-        theirs = main_output(model(**inputs))
-        ours, calls = watched(lambda: main_output(use(model)(**inputs)))
+        exact = hf.main_output(model(**inputs))
+    if not autocast:
+        model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        theirs = hf.main_output(model(**inputs))
+        ours, calls = watched(lambda: hf.main_output(use(model)(**inputs)))
     assert {call.v.dtype for call, _ in calls} == {torch.bfloat16}
+    assert ours.dtype == theirs.dtype
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
     ours.float().sum().backward()
 
@@ -138,35 +126,21 @@ def test_autocast_equals_eager_attention(name: str) -> None:
 @pytest.mark.slow
 def test_compiled_model_computes_the_same() -> None:
     model, inputs = use(hf.build("llama")), hf.inputs("llama", "left")
-    want = main_output(model(**inputs))
-    got = main_output(torch.compile(model, backend="eager")(**inputs))
+    want = hf.main_output(model(**inputs))
+    got = hf.main_output(torch.compile(model, backend="eager")(**inputs))
     close(got[kept(inputs, want)], want[kept(inputs, want)])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5"])
-def test_half_precision_is_as_exact_as_eager_attention(name: str) -> None:
-    model, inputs = hf.build(name, "eager"), hf.inputs(name)
-    exact = main_output(model(**inputs))
-    theirs = main_output(model.bfloat16()(**inputs))
-    ours = main_output(use(model)(**inputs))
-    assert ours.dtype == torch.bfloat16
-    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["bert", "llama", "t5", "gpt_oss"])
+@pytest.mark.parametrize("name", ["t5", "gpt_oss"])
 def test_output_attentions_equal_eager_attention(name: str) -> None:
     model, inputs = hf.build(name, "eager"), hf.inputs(name)
     want = model(**inputs, output_attentions=True)
     got = use(model)(**inputs, output_attentions=True)
-    for key in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"):
-        assert len(got.get(key) or ()) == len(want.get(key) or ())
-        for ours, theirs in zip(got.get(key) or (), want.get(key) or (), strict=True):
-            close(ours, theirs)
-
-
-# --- dropout ------------------------------------------------------------------------------------------------------
+    keys = [key for key in want if key.endswith("attentions")]
+    assert keys == [key for key in got if key.endswith("attentions")] != []
+    for ours, theirs in ((x, y) for key in keys for x, y in zip(got[key], want[key], strict=True)):
+        close(ours, theirs)
 
 
 @torch.no_grad()
@@ -175,7 +149,7 @@ def test_dropout_is_applied_only_in_training() -> None:
     model, inputs = use(hf.build("bert", **rates)), hf.inputs("bert", "right")
 
     def run() -> Tensor:
-        return main_output(model(**inputs))
+        return hf.main_output(model(**inputs))
 
     still = run()
     assert torch.equal(run(), still)
@@ -187,19 +161,8 @@ def test_dropout_is_applied_only_in_training() -> None:
     assert torch.equal(run(), first)
     _, calls = watched(run)
     assert {call.dropout_p for call, _ in calls} == {0.3}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
-def test_training_without_dropout_equals_evaluation(name: str) -> None:
-    none = {
-        "bert": {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
-        "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-        "t5": {"dropout_rate": 0.0},
-    }[name]
-    model, inputs = use(hf.build(name, **none)), hf.inputs(name)
-    still = main_output(model(**inputs))
-    assert torch.equal(main_output(model.train()(**inputs)), still)
+    none = use(hf.build("t5", dropout_rate=0.0)).train()
+    assert torch.equal(hf.main_output(none(**hf.inputs("t5"))), hf.main_output(none.eval()(**hf.inputs("t5"))))
 
 
 def test_dropout_keeps_the_mean() -> None:
@@ -211,9 +174,6 @@ def test_dropout_keeps_the_mean() -> None:
     error = drawn.std(0) / 400**0.5
     assert ((drawn.mean(0) - still).abs() < 5 * error).all()
     assert (drawn[0] - still).abs().max() > 0.1
-
-
-# --- generation ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -235,27 +195,18 @@ def generated(model: Any, name: str, length: int, padded: bool, **settings: Any)
     return found.sequences, torch.stack(found.scores)
 
 
-SEARCHES = {
+SEARCHES: dict[str, dict[str, Any]] = {
     "greedy, growing cache": {},
     "greedy, static cache": {"cache_implementation": "static"},
     "beams, growing cache": {"num_beams": 3},
     "beams, static cache": {"num_beams": 3, "cache_implementation": "static"},
     "greedy, no cache": {"use_cache": False},
 }
+SEARCHED = [(name, [*SEARCHES][place % 4]) for place, name in enumerate(DECODERS)]
+SEARCHED += [(name, search) for name in ("t5", "gpt_oss") for search in SEARCHES if (name, search) not in SEARCHED]
 
 
-EVERYWHERE = ("greedy, growing cache", "greedy, static cache", "beams, growing cache")  # the others for three models
-
-
-@pytest.mark.parametrize(
-    ("name", "search"),
-    [
-        (name, search)
-        for name in DECODERS
-        for search in SEARCHES
-        if search in EVERYWHERE or name in ("llama", "t5", "gpt_oss")
-    ],
-)
+@pytest.mark.parametrize(("name", "search"), SEARCHED)
 def test_generation_gives_the_same_tokens(name: str, search: str) -> None:
     """A prompt shorter than the window, left-padded, that grows beyond it; and one that is longer from the start."""
     # A cache of T5 has as many layers as the encoder, and room for none of a longer decoder
@@ -271,19 +222,20 @@ def test_generation_gives_the_same_tokens(name: str, search: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
-@pytest.mark.parametrize("cache", ["growing", "static"])
+@pytest.mark.parametrize(
+    ("name", "cache"), [("llama", "static"), ("mistral", "growing"), ("mistral", "static"), ("gpt_oss", "growing")]
+)
 def test_chunked_prefill_equals_one_forward(name: str, cache: str) -> None:
     """Several queries at once on a cache that holds keys already: neither prefill nor one token of decoding."""
     model, inputs = hf.build(name, "eager"), hf.inputs(name)
-    want = main_output(model(**inputs))
+    want = hf.main_output(model(**inputs))
     use(model)
-    if cache == "static":
-        held: Any = transformers.StaticCache(config=model.config, max_cache_len=50)
-    else:
-        held = transformers.DynamicCache(config=model.config)
+    kind, size = {
+        "static": (transformers.StaticCache, {"max_cache_len": 50}), "growing": (transformers.DynamicCache, {}),
+    }[cache]  # fmt: skip
+    held = kind(config=model.config, **size)
     pieces = [
-        main_output(model(input_ids=piece, past_key_values=held, use_cache=True))
+        hf.main_output(model(input_ids=piece, past_key_values=held, use_cache=True))
         for piece in inputs["input_ids"].split([5, 11, 1, 20], dim=1)
     ]
     close(torch.cat(pieces, 1), want)
@@ -298,134 +250,63 @@ def test_unused_slots_of_a_static_cache_are_left_out() -> None:
     assert all(call.mask is not None and call.mask.band == (0, float("inf")) for call, _ in calls)
 
 
-# --- what reaches us, and what does not ---------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_copies_of_the_configuration_are_switched() -> None:
     """ViT-MAE's decoder has a copy that `set_attn_implementation` does not reach."""
-    from transformers import ViTMAEConfig, ViTMAEForPreTraining
-
-    sizes = {f"decoder_{name}": hf.SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
-    given = {name: x for name, x in (hf.SIZES | sizes).items() if "vocab" not in name and "position" not in name}
-    config = ViTMAEConfig(**given, decoder_num_hidden_layers=3, image_size=24, patch_size=4)
-    model = ViTMAEForPreTraining(config).eval()
-    hf.enliven(model)
-    noise = torch.rand(2, 36, generator=torch.Generator().manual_seed(4))
-    inputs = hf.inputs("vit") | {"noise": noise}
-    model.set_attn_implementation("eager")
+    model = hf_zoo.build("vit_mae", "eager")
+    inputs = hf_zoo.inputs("vit_mae") | {"noise": torch.rand(2, 16, generator=torch.Generator().manual_seed(4))}
     want = model(**inputs).logits
     outputs, calls = watched(lambda: use(model)(**inputs))
     close(outputs.logits, want)
-    assert len(calls) == 5
+    assert len(calls) == 4
     assert {m.config._attn_implementation for m in model.modules() if routes(m)} == {"qkv"}
 
 
 @torch.no_grad()
-def test_models_inside_a_user_module_are_switched() -> None:
+def test_models_inside_a_user_module_and_with_the_implementation_by_name_are_switched() -> None:
+    register()
     model, inputs = hf.build("bert", "eager"), hf.inputs("bert")
-    want = main_output(model(**inputs))
+    want = hf.main_output(model(**inputs))
     outer = nn.ModuleDict({"tower": model})
     assert use(outer) is outer
-    outputs, calls = watched(lambda: model(**inputs))
-    close(main_output(outputs), want)
-    assert len(calls) == 2
+    other = hf.build("bert", "eager")
+    other.set_attn_implementation("qkv")
+    for switched in (model, other, hf.build("bert", "qkv")):
+        outputs, calls = watched(lambda: switched(**inputs))  # noqa: B023
+        close(hf.main_output(outputs), want)
+        assert len(calls) == 2
 
 
 @torch.no_grad()
-def test_set_attn_implementation_does_the_same() -> None:
-    register()
-    for name in ("llama", "gpt_oss", "t5"):
-        model, inputs = hf.build(name, "eager"), hf.inputs(name, "left")
-        want = main_output(model(**inputs))
-        model.set_attn_implementation("qkv")
-        outputs, calls = watched(lambda: model(**inputs))  # noqa: B023
-        real = kept(inputs, want)
-        close(main_output(outputs)[real], want[real])
-        assert len(calls) == sum(hf.ARCHITECTURES[name].groups.values())
-    model, calls = hf.build("llama", "qkv"), []
-    _, calls = watched(lambda: model(**hf.inputs("llama")))
-    assert len(calls) == 2
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", hf.UNROUTED)
-def test_unrouted_model_is_rejected_and_not_changed(name: str) -> None:
-    model, inputs = hf.build(name), hf.inputs(name, "left")
-    before, implementation = main_output(model(**inputs)), model.config._attn_implementation
-    with refused("model", match="AttentionInterface"):
-        use(model)
+def test_rejected_model_is_not_changed() -> None:
+    model, inputs = hf.build("xglm"), hf.inputs("xglm", "left")
+    before, implementation = hf.main_output(model(**inputs)), model.config._attn_implementation
+    for match, given in (("AttentionInterface", model), ("is str", "gpt2"), ("Linear does not", nn.Linear(2, 2))):
+        with refused("model", match):
+            use(given)  # type: ignore[arg-type]
     assert model.config._attn_implementation == implementation
-    assert torch.equal(main_output(model(**inputs)), before)
-
-
-def test_use_rejects_other_objects() -> None:
-    not_a_model: Any = "gpt2"
-    with refused("model", match="is str"):
-        use(not_a_model)
-    with refused("model", match="Linear does not"):
-        use(nn.Linear(2, 2))
+    assert torch.equal(hf.main_output(model(**inputs)), before)
 
 
 def test_unknown_attention_arguments_are_rejected() -> None:
     model, inputs = use(hf.build("llama")), hf.inputs("llama")
-    where = torch.tensor([0, 7, hf.LENGTH], dtype=torch.int32)
     with refused("cu_seq_lens_q"):
-        model(**inputs, cu_seq_lens_q=where)
+        model(**inputs, cu_seq_lens_q=torch.tensor([0, 7, hf.LENGTH], dtype=torch.int32))
     model(**inputs, num_items_in_batch=torch.tensor(3), use_cache=None)  # as the Trainer does
 
 
 @torch.no_grad()
-def test_profiling_restores_the_implementation() -> None:
-    model, inputs = use(hf.build("llama")), hf.inputs("llama")
-    want = main_output(model(**inputs))
+def test_register_is_idempotent_and_profiling_restores_the_implementation() -> None:
+    register()
+    before = dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
+    register()
+    model, inputs = hf.build("llama"), hf.inputs("llama")
+    assert use(use(model)) is model
+    want = hf.main_output(model(**inputs))
     with observe(Observer(model)) as observer:
         model(**inputs)
     assert len(observer.records) == 2
     assert model.config._attn_implementation == "qkv"
-    assert torch.equal(main_output(model(**inputs)), want)
-
-
-# --- registering --------------------------------------------------------------------------------------------------
-
-
-def test_register_is_idempotent() -> None:
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    register()
-    before = dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
-    register()
-    model = hf.build("llama")
-    assert use(use(model)) is model
+    assert "qkv" not in model.config.to_json_string()
+    assert torch.equal(hf.main_output(model(**inputs)), want)
     assert (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping) == before
-
-
-def test_saved_configuration_does_not_mention_qkv() -> None:
-    assert "qkv" not in use(hf.build("llama")).config.to_json_string()
-
-
-def test_example_runs() -> None:
-    assert doctest.testmod(client) == (0, 4)
-
-
-def python(code: str) -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_import_neither_loads_transformers_nor_registers() -> None:
-    python("""
-import sys, qkv.huggingface
-assert callable(qkv.huggingface.use)
-assert "transformers" not in sys.modules, "transformers is loaded"
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
-def names():
-    return set(AttentionInterface._global_mapping), set(AttentionMaskInterface._global_mapping)
-attention, masks = names()
-assert "qkv" not in attention | masks, "registered by import"
-qkv.huggingface.register()
-assert names() == (attention | {"qkv"}, masks | {"qkv"})
-""")

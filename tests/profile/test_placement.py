@@ -27,24 +27,37 @@ WAYS: dict[str, Callable[[nn.Module, Path], Any]] = {
 }  # fmt: skip
 
 
+def entropy(model: nn.Module) -> Any:
+    return qkv.profile(model, hf.inputs("llama"), probe=False, progress=False).data["entropy"].values
+
+
+@torch.no_grad()
+def edited(model: nn.Module) -> torch.Tensor:
+    with qkv.edit(model, {(0, 1): "zero"}):
+        found: torch.Tensor = model(**hf.inputs("llama"))[0]
+    return found
+
+
+def check(model: nn.Module, want: Any, want_edited: torch.Tensor) -> None:
+    """The model is profiled, watched and edited as before it was placed."""
+    np.testing.assert_array_equal(entropy(model), want)
+    with qkv.watch(model) as watched, torch.no_grad():
+        model(**hf.inputs("llama"))
+    np.testing.assert_allclose(watched.profile().data["entropy"].values, want, atol=2e-5)
+    torch.testing.assert_close(edited(model), want_edited)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_offloaded_weights_give_the_same_profile(way: str, tmp_path: Path) -> None:
-    model, inputs = hf.build("llama"), hf.inputs("llama")
-    want = qkv.profile(model, inputs, probe=False, progress=False)
-    with qkv.edit(model, {(0, 1): "zero"}), torch.no_grad():
-        edited = model(**inputs)[0]
+    model = hf.build("llama")
+    want = entropy(model), edited(model)
+    parameters = sum(p.numel() for p in model.parameters())
     WAYS[way](model, tmp_path)
     if way != "device map":
         assert next(model.parameters()).is_meta
-    got = qkv.profile(model, inputs, progress=False)
-    np.testing.assert_array_equal(got.data["entropy"].values, want.data["entropy"].values)
-    assert got.attrs["parameters"] == want.attrs["parameters"]
-    assert got.attrs["probes"] == "run"
-    with qkv.watch(model) as watched, torch.no_grad():
-        model(**inputs)
-    np.testing.assert_allclose(watched.profile().data["entropy"].values, want.data["entropy"].values, atol=2e-5)
-    with qkv.edit(model, {(0, 1): "zero"}), torch.no_grad():
-        assert torch.equal(model(**inputs)[0], edited)
+    check(model, *want)
+    got = qkv.profile(model, hf.inputs("llama"), progress=False)
+    assert (got.attrs["parameters"], got.attrs["probes"]) == (parameters, "run")
 
 
 def test_tensor_parallel_models_are_refused_because_each_process_has_some_heads_only() -> None:
@@ -60,20 +73,11 @@ def test_tensor_parallel_models_are_refused_because_each_process_has_some_heads_
 def test_data_parallel_models_are_profiled_watched_and_edited(kind: str, tmp_path: Path) -> None:
     import torch.distributed as dist
 
-    model, inputs = hf.build("llama"), hf.inputs("llama")
-    want = qkv.profile(model, inputs, probe=False, progress=False).data["entropy"].values
-    with qkv.edit(model, {(0, 1): "zero"}), torch.no_grad():
-        edited = model(**inputs)[0]
+    model = hf.build("llama")
+    want = entropy(model), edited(model)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        parallel: Any = nn.parallel.DistributedDataParallel(model) if kind == "DDP" else sharded(model)
-        got = qkv.profile(parallel, inputs, probe=False, progress=False).data["entropy"].values
-        np.testing.assert_array_equal(got, want)
-        with qkv.watch(parallel) as watched, torch.no_grad():
-            parallel(**inputs)
-        np.testing.assert_allclose(watched.profile().data["entropy"].values, want, atol=2e-5)
-        with qkv.edit(parallel, {(0, 1): "zero"}), torch.no_grad():
-            torch.testing.assert_close(parallel(**inputs)[0], edited)
+        check(nn.parallel.DistributedDataParallel(model) if kind == "DDP" else sharded(model), *want)
     finally:
         dist.destroy_process_group()
 
