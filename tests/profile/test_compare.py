@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-import xarray as xr
 
 import qkv
 from conftest import refused
@@ -18,10 +16,8 @@ from profile_fixture import dataset_from_weights, encoder_decoder, gpt, softmax
 from qkv.cli.profile import show_comparison as show
 from qkv.cli.profile import write_comparison as write
 from qkv.cli.shared import saved_profile as saved
-from qkv.errors import InputError
-from qkv.models import DecoderLM
 from qkv.profiler import Profile
-from qkv.profiler.comparison import Comparison, compare
+from qkv.profiler.comparison import compare
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
 
@@ -49,8 +45,8 @@ def test_profile_does_not_differ_from_itself() -> None:
     heads = found.heads()
     assert not heads["moved"].any()
     assert (heads.filter(like="_difference").fillna(0) == 0).all(axis=None)
-    assert found.summary() == [f"Nothing changed: all {len(heads)} heads attend exactly as before."]
-    assert found.plot().texts[0].get_text() == "No head attends to other tokens than before"
+    assert len(found.summary()) == 1
+    assert "No head" in found.plot().texts[0].get_text()
 
 
 def test_bfloat16_against_float32() -> None:
@@ -61,14 +57,14 @@ def test_bfloat16_against_float32() -> None:
     for name in ("entropy", "received", "weights"):
         assert np.array_equal(data[name].values, b.data[name].values - a.data[name].values, equal_nan=True)
     assert data["entropy"].dims == ("text", "layer", "head", "query")
-    assert len(heads) == a.data.sizes["layer"] * a.data.sizes["head"]
+    assert data["change"].attrs["units"] == "1"
     for x in ("entropy", "sink", "local", "effective_keys"):
         assert np.array_equal(heads[f"{x}_a"], a.heads()[x])
         assert np.array_equal(heads[f"{x}_b"], b.heads()[x])
         np.testing.assert_allclose(heads[f"{x}_difference"], b.heads()[x] - a.heads()[x])
     assert 0 < heads["change"].median() < 0.02  # eight bits of mantissa
-    assert abs(heads["entropy_difference"]).max() < 0.2
     assert (heads["module"] == a.heads()["module"]).all()
+    assert "float32 → bfloat16" in found.plot().texts[1].get_text()
 
 
 def test_change_is_the_total_variation_of_received_shares() -> None:
@@ -84,7 +80,7 @@ def test_change_is_the_total_variation_of_received_shares() -> None:
     np.testing.assert_allclose(found.heads()["change"], np.mean(want, 0).ravel(), atol=1e-6)
 
 
-def test_learned_sink_counts_in_change() -> None:
+def test_learned_sink_counts_in_change_and_what_one_profile_lacks_is_named() -> None:
     a, b = by_hand(1), by_hand(1, sink=0.25)
     found = compare(a, b)
     np.testing.assert_allclose(found.data["change"].values, 0.25, atol=1e-6)
@@ -93,6 +89,9 @@ def test_learned_sink_counts_in_change() -> None:
     assert found.data.attrs["only_in_b"] == ["sink_mass"]
     both = compare(b, by_hand(2, sink=0.5))
     np.testing.assert_allclose(both.data["sink_mass"].values[0], 0.25, atol=1e-6)
+    found = compare(a, Profile({"self": b.data.drop_vars("weights")}, {}))
+    assert "weights" not in found.data
+    assert found.data.attrs["only_in_a"] == ["weights"]
 
 
 def test_weights_that_add_up_to_more_than_one_are_scaled() -> None:
@@ -101,35 +100,33 @@ def test_weights_that_add_up_to_more_than_one_are_scaled() -> None:
     np.testing.assert_allclose(compare(a, b).data["change"].values, 0, atol=1e-6)
 
 
-def test_summary_names_heads_with_a_new_target() -> None:
-    a, b = gpt(), gpt()
-    swapped = b.data.isel(head=[1, 0, 2, 3, 4]).assign_coords(head=a.data["head"])
+def test_queries_without_visible_keys_do_not_differ() -> None:
+    data = by_hand(1).data.copy(deep=True)
+    data["lse"].values[:] = 1.5
+    data["lse"].values[0, 0, 0, 0] = -np.inf
+    one = Profile({"self": data}, {})
+    assert (compare(one, one).data["lse"].values[0] == 0).all()
+
+
+def test_summary_reports_targets_sinks_and_entropy() -> None:
+    a = gpt()
+    swapped = a.data.isel(head=[1, 0, 2, 3, 4]).assign_coords(head=a.data["head"])
     found = compare(a, Profile({"self": swapped}, {"model": "swapped"}))
     heads = found.heads()
     assert heads.loc[heads["moved"], "head"].tolist() == [0, 1] * 3
-    assert heads.loc[0, "goes_to_a"].startswith("“Once” 9") or "first token" in heads.loc[0, "goes_to_a"]
     assert heads.loc[0, "goes_to_b"].startswith("previous")
-    summary = found.summary()
-    assert summary[0] == "6 of 15 heads have another target."
-    assert "→" in summary[1]
-    assert summary[3] == "3 heads put more than 30 % of their weight on the first token, as before."
-
-
-def test_summary_reports_sinks_and_entropy() -> None:
-    a, b = gpt(), gpt()
-    data = b.data.copy(deep=True)
+    assert found.summary()[0].startswith("6 of 15 heads")
+    data = a.data.copy(deep=True)
     data["sink"] = data["sink"] * 0 + 0.9
     data["entropy"] = data["entropy"] * 0.5
     found = compare(a, Profile({"self": data}, {}))
     entropy = a.heads()["entropy"].mean()
-    assert found.summary()[2:] == [
-        f"Mean entropy falls by {entropy / 2:.2f} nats, from {entropy:.2f} to {entropy / 2:.2f}.",
-        "15 heads put more than 30 % of their weight on the first token; 3 did before.",
-    ]
-    assert compare(found.b, a).summary()[2].startswith("Mean entropy rises by")
+    assert f"falls by {entropy / 2:.2f} nats" in found.summary()[2]
+    assert found.summary()[3].startswith("15 heads")
+    assert "rises by" in compare(found.b, a).summary()[2]
 
 
-def test_every_group_is_compared() -> None:
+def test_every_group_is_compared_and_written(tmp_path: Path) -> None:
     found = compare(encoder_decoder(), encoder_decoder())
     assert set(found.groups) == {"encoder", "decoder", "cross"}
     assert found.data is found.groups["decoder"]
@@ -137,105 +134,6 @@ def test_every_group_is_compared() -> None:
     assert len(found.plot("cross").axes) == 2 * 2 + 1  # no local window between two texts
     with refused("group"):
         found.heads("self")
-    assert repr(found) == "Comparison('encoder-decoder by hand' → 'encoder-decoder by hand', encoder, decoder, cross)"
-
-
-def test_maps_in_one_profile_only_are_left_out() -> None:
-    a, b = by_hand(1), by_hand(2)
-    found = compare(a, Profile({"self": b.data.drop_vars("weights")}, {}))
-    assert "weights" not in found.data
-    assert found.data.attrs["only_in_a"] == ["weights"]
-
-
-def test_queries_without_visible_keys_do_not_differ() -> None:
-    data = by_hand(1).data.copy(deep=True)
-    data["lse"].values[:] = 1.5
-    data["lse"].values[0, 0, 0, 0] = -np.inf
-    one = Profile({"self": data}, {})
-    found = compare(one, one).data["lse"].values
-    assert found[0, 0, 0, 0] == 0
-    assert (found[0] == 0).all()
-
-
-def changed(profile: Profile, **coordinates: list[int]) -> Profile:
-    return Profile({"self": profile.data.assign_coords(coordinates)}, {})
-
-
-@pytest.mark.parametrize(
-    ("b", "difference"),
-    [
-        (encoder_decoder(), "b: the group 'self' of a is missing"),
-        (changed(by_hand(1), layer=[0, 3]), r"has the layers 0..1 \(2\) in a and 0..3 \(2\) in b"),
-        (
-            Profile({"self": by_hand(1).data.isel(head=slice(2))}, {}),
-            r"has the heads 0..2 \(3\) in a and 0..1 \(2\) in b",
-        ),
-        (by_hand(1, [list("abcdefg")]), "has 2 texts in a and 1 in b"),
-        (by_hand(1, [list("abcdefg"), list("hijk")]), "has 5 query tokens of text 1 in a and 4 in b"),
-        (
-            by_hand(1, [list("abcdefg"), list("hiJkl")]),
-            "has 'j' in a and 'J' in b among the query tokens of text 1, at 2",
-        ),
-        (by_hand(1, window=4), "has local_window 8 in a and 4 in b"),
-    ],
-)  # fmt: skip
-def test_compare_names_the_first_mismatch(b: Profile, difference: str) -> None:
-    with pytest.raises(InputError, match=difference) as raised:
-        compare(by_hand(1), b)
-    assert raised.value.argument == "b"
-
-
-def test_group_missing_in_a_is_named() -> None:
-    a = Profile({"decoder": encoder_decoder().groups["decoder"]}, {})
-    with refused("a"):
-        compare(a, encoder_decoder())
-
-
-# --- figure, terminal, files ------------------------------------------------------------------------------------------
-
-
-def shown(found: Comparison) -> list[np.ndarray]:
-    return [np.asarray(axes.images[0].get_array()) for axes in found.plot().axes if axes.images]
-
-
-def test_figure_shows_the_differences() -> None:
-    found = compare(by_hand(1), by_hand(2))
-    heads = found.heads()
-    maps = shown(found)
-    assert len(maps) == 3
-    for values, name in zip(maps, ("entropy", "sink", "local"), strict=True):
-        np.testing.assert_allclose(values.ravel(), heads[f"{name}_difference"])
-    bars = found.plot().axes[-1].patches
-    np.testing.assert_allclose([bar.get_width() for bar in bars], 100 * heads["change"].sort_values(ascending=False))
-    named = [label.get_text() for label in found.plot().axes[-1].get_yticklabels()]
-    most = heads.loc[heads["change"].idxmax()]
-    assert named[0] == f"L{most['layer']} · H{most['head']}"
-
-
-def test_figure_names_the_compared_profiles() -> None:
-    assert compare(mini(), mini("bfloat16")).plot().texts[1].get_text() == (
-        f"qkv-mini · float32 → bfloat16 · {mini().data.sizes['query']} tokens · blue: less, orange: more"
-    )
-    assert compare(by_hand(1), by_hand(2)).plot().texts[1].get_text() == (
-        "seed 1 → seed 2 · float32 · 6 tokens · 2 texts · blue: less, orange: more"
-    )
-
-
-def test_command_prints_the_most_changed_heads(capsys: pytest.CaptureFixture[str]) -> None:
-    found = compare(by_hand(1), by_hand(2))
-    show(found, most=2)
-    out = capsys.readouterr().out
-    assert "seed 1 (float32) → seed 2 (float32)" in out
-    most = found.heads().sort_values("change", ascending=False)
-    assert f"{most['layer'].iloc[0]}.{most['head'].iloc[0]}" in out
-    assert f"{most['change'].iloc[1]:.1%}" in out
-    assert f"{most['change'].iloc[2]:.1%}" not in out
-    show(compare(by_hand(1), by_hand(1)))
-    assert "Most changed heads" not in capsys.readouterr().out
-
-
-def test_command_writes_files(tmp_path: Path) -> None:
-    found = compare(encoder_decoder(), encoder_decoder())
     files = write(found, tmp_path)
     assert [f.name for f in files] == ["comparison.csv", "compare-encoder.png", "compare.png", "compare-cross.png"]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f.name for f in files)
@@ -244,9 +142,50 @@ def test_command_writes_files(tmp_path: Path) -> None:
     np.testing.assert_allclose(table["entropy_b"][6:12], found.heads("decoder")["entropy_b"])
 
 
+LETTERS = list("abcdefg")
+MISMATCHES: dict[str, Callable[[], Profile]] = {  # by what the error says
+    "'self' of a is missing": encoder_decoder,
+    r"0\.\.3 \(2\) in b": lambda: Profile({"self": by_hand(1).data.assign_coords(layer=[0, 3])}, {}),
+    r"0\.\.1 \(2\) in b": lambda: Profile({"self": by_hand(1).data.isel(head=slice(2))}, {}),
+    "2 texts in a and 1 in b": lambda: by_hand(1, [LETTERS]),
+    "text 1 in a and 4 in b": lambda: by_hand(1, [LETTERS, list("hijk")]),
+    "'j' in a and 'J' in b": lambda: by_hand(1, [LETTERS, list("hiJkl")]),
+    "8 in a and 4 in b": lambda: by_hand(1, window=4),
+}
+
+
+@pytest.mark.parametrize("difference", MISMATCHES)
+def test_profiles_that_do_not_match_are_refused(difference: str) -> None:
+    with refused("b", difference):
+        compare(by_hand(1), MISMATCHES[difference]())
+    with refused("a"):
+        compare(Profile({"decoder": encoder_decoder().groups["decoder"]}, {}), encoder_decoder())
+
+
+# --- figure, terminal, files ------------------------------------------------------------------------------------------
+
+
+def test_figure_and_command_show_the_most_changed_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare(by_hand(1), by_hand(2))
+    heads, axes = found.heads(), found.plot().axes
+    shown = [np.asarray(x.images[0].get_array()) for x in axes if x.images]
+    for values, name in zip(shown, ("entropy", "sink", "local"), strict=True):
+        np.testing.assert_allclose(values.ravel(), heads[f"{name}_difference"])
+    most = heads.sort_values("change", ascending=False)
+    np.testing.assert_allclose([bar.get_width() for bar in axes[-1].patches], 100 * most["change"])
+    layer, head = most["layer"].iloc[0], most["head"].iloc[0]
+    assert axes[-1].get_yticklabels()[0].get_text() == f"L{layer} · H{head}"
+    show(found, most=2)
+    out = capsys.readouterr().out
+    assert f"{layer}.{head}" in out
+    assert f"{most['change'].iloc[1]:.1%}" in out
+    assert f"{most['change'].iloc[2]:.1%}" not in out
+    show(compare(by_hand(1), by_hand(1)))
+    assert "Most changed heads" not in capsys.readouterr().out
+
+
 def test_command_compares_with_a_saved_profile(tmp_path: Path) -> None:
-    file = by_hand(1).save(tmp_path / "a.qkv.zip")
-    profile = saved(str(file), "--against")
+    profile = saved(str(by_hand(1).save(tmp_path / "a.qkv.zip")), "--against")
     assert profile is not None
     assert not compare(by_hand(1), profile).heads()["change"].any()
     assert saved("minilm", "--against") is None
@@ -257,20 +196,7 @@ def test_command_compares_with_a_saved_profile(tmp_path: Path) -> None:
 
 def test_fine_tuned_model_against_its_base() -> None:
     loaded = qkv.models.loading.load_model("qkv-mini")
-    assert isinstance(loaded.model, DecoderLM)
-    with torch.no_grad():
-        loaded.model.blocks[-1].attention.out_proj.weight.mul_(0)  # the last layer's: no attention sees a difference
-    after = qkv.profile(loaded.model, TEXT, tokenizer=loaded.tokenizer, progress=False)
-    assert not compare(mini(), after).heads()["change"].any()
-    with torch.no_grad():
-        loaded.model.blocks[1].attention.out_proj.weight.mul_(0)
+    loaded.model.blocks[1].attention.out_proj.weight.data.mul_(0)  # type: ignore[index, operator, union-attr]
     heads = compare(mini(), qkv.profile(loaded.model, TEXT, tokenizer=loaded.tokenizer, progress=False)).heads()
     assert not heads.loc[heads["layer"] < 2, "change"].any()
     assert (heads.loc[heads["layer"] >= 2, "change"] > 0).all()
-
-
-def test_comparison_is_data() -> None:
-    found = compare(by_hand(1), by_hand(2))
-    assert isinstance(found.data, xr.Dataset)
-    assert dataclasses.is_dataclass(found)
-    assert found.data["change"].attrs["units"] == "1"

@@ -27,29 +27,22 @@ def test_every_column_has_a_unit_and_a_definition(profile: Profile) -> None:
         assert all(table.attrs["definitions"].values())
 
 
-def test_csv_has_a_row_for_every_head(profile: Profile, tmp_path: Path) -> None:
+def test_exported_tables_have_a_row_for_every_head(profile: Profile, tmp_path: Path) -> None:
+    heads = profile.heads()
     read = pd.read_csv(profile.export(tmp_path / "heads.csv"))
-    np.testing.assert_allclose(read["entropy"], profile.heads()["entropy"], rtol=1e-6)
+    np.testing.assert_allclose(read["entropy"], heads["entropy"], rtol=1e-6)
     np.testing.assert_allclose(read["alpha_first"], profile.sinks()["alpha_first"], rtol=1e-6)
     np.testing.assert_allclose(read["induction score"], profile.types()["induction"], rtol=1e-6)
     assert not read.columns.duplicated().any()
-
-
-def test_parquet_carries_units_and_definitions(profile: Profile, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = parquet.read_table(profile.export(tmp_path / "heads.parquet"))
-    assert table.num_rows == profile.data.sizes["layer"] * profile.data.sizes["head"]
-    about = table.schema.field("distance").metadata
+    parquet = pytest.importorskip("pyarrow.parquet").read_table(profile.export(tmp_path / "heads.parquet"))
+    about = parquet.schema.field("distance").metadata
     assert about[b"units"] == b"tokens"
     assert b"distance" in about[b"definition"]
-    np.testing.assert_allclose(table["entropy"].to_numpy(), profile.heads()["entropy"], rtol=1e-6)
-
-
-def test_heads_as_polars_frame(profile: Profile) -> None:
+    np.testing.assert_allclose(parquet["entropy"].to_numpy(), heads["entropy"], rtol=1e-6)
     pytest.importorskip("polars")
     frame = profile.heads(frame="polars")
-    assert frame.columns == list(profile.heads().columns)
-    np.testing.assert_allclose(frame["sink"].to_numpy(), profile.heads()["sink"], rtol=1e-6)
+    assert frame.columns == list(heads.columns)
+    np.testing.assert_allclose(frame["sink"].to_numpy(), heads["sink"], rtol=1e-6)
 
 
 def test_zarr_folder_opens_with_xarray(profile: Profile, tmp_path: Path) -> None:

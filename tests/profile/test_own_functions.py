@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,35 +165,22 @@ def test_function_of_transformers_is_checked_on_the_first_layer(monkeypatch: pyt
         observed(hf.build("gemma2"), "gemma2")
 
 
-class Unstated(nn.Module):
-    """An attention layer with no attribute for its number of heads."""
+class SelfAttention(nn.Module):
+    """Its class is named as attention layers are, and it has no attribute for its number of heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = x.unflatten(-1, (4, -1)).transpose(1, 2)
         return (torch.softmax(q @ q.mT, -1) @ q).transpose(1, 2).flatten(2)
 
 
-class SelfAttention(Unstated):
-    """Its class is named as attention layers are."""
-
-
 def test_module_without_a_number_of_heads_names_the_attribute_and_accepts_heads() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = SelfAttention()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.layer(x)
-            return out
-
-    x = {"x": torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))}
-    with refused("model", match=r"num_heads; set one, or pass heads=\{'layer': number of heads\}"):
-        qkv.profile(Model(), x)
-    found = qkv.profile(Model(), x, heads={"layer": 4})
-    assert found.data.sizes["head"] == 4
+    model = nn.Sequential(OrderedDict(layer=SelfAttention()))
+    x = {"input": torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))}
+    with refused("model", match=r"num_heads; .*heads=\{'layer'"):
+        qkv.profile(model, x)
+    assert qkv.profile(model, x, heads={"layer": 4}).data.sizes["head"] == 4
     with refused("heads", match="'other'"):
-        qkv.profile(Model(), x, heads={"other": 4})
+        qkv.profile(model, x, heads={"other": 4})
 
 
 @torch.no_grad()

