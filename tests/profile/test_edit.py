@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
 import hf_models as hf
@@ -220,11 +219,8 @@ def test_patching_every_head_of_a_layer_carries_over_the_other_run() -> None:
 
 @torch.no_grad()
 def test_edits_hold_in_every_step_of_generation() -> None:
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, pad_token_id=0, eos_token_id=None)).eval()
-    hf.enliven(model)
-    ids = torch.randint(1, 97, (1, 8))
+    model = hf.build("llama", suffix="ForCausalLM", pad_token_id=0)
+    ids = hf.inputs("llama", batch=1)["input_ids"][:, :8]
     with qkv.edit(model, {(1, 0): "zero", (0, 3): edits.HideFirst()}):
         out = model.generate(ids, max_new_tokens=6, do_sample=False)
         whole = model(out[:, :-1]).logits.argmax(-1)

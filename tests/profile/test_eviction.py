@@ -102,16 +102,6 @@ def test_keys_that_received_least_are_evicted() -> None:
                 assert {j for j in range(i + 1) if i < ends[item, head, j]} == held
 
 
-def test_larger_budget_never_loses_more() -> None:
-    budgets = (3, 4, 7, 12, 20, 29)
-    found = eviction(model(), text(29), budgets=budgets, first=FIRST, run=False).mass
-    for (policy, _, _), rows in found.groupby(["policy", "layer", "head"]):
-        lost = rows.sort_values("budget")["mass_lost"].to_numpy()
-        assert (np.diff(lost) <= 1e-12).all(), policy
-        assert lost[0] > 0.01
-        assert lost[-1] == 0  # nothing is evicted
-
-
 def test_padding_is_left_out() -> None:
     lm = hf.build("llama", suffix="ForCausalLM").double()
     batch = hf.inputs("llama", "left")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conftest import enlarged, refused
 from hf_models import LENGTH, PADDED, TARGET, build, inputs
@@ -83,10 +83,7 @@ def test_drawn_replacements_are_seeded_ordinary_tokens() -> None:
     assert not set(data["replaced_by"].values[0].tolist()) & set(minilm.tokenizer.all_special_ids)
     data = mixing("minilm", ["The cat sat.", "A dog."], position=2)
     assert np.isfinite(data["response"].values[:, 0]).sum(1).tolist() == [6, 5]
-    assert data["token_name"].values.tolist() == [
-        ["[CLS]", "the", "cat", "sat", ".", "[SEP]"],
-        ["[CLS]", "a", "dog", ".", "[SEP]", ""],
-    ]
+    assert data["token_name"].values[1].tolist() == ["[CLS]", "a", "dog", ".", "[SEP]", ""]
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -105,34 +102,27 @@ def test_padding_is_left_out(padding: str) -> None:
     np.testing.assert_allclose(data["later"].values, np.nanmean(data["response"].values[..., 4:], -1), atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["t5", "own"])
-def test_encoder_and_decoder_are_separate_stacks(name: str) -> None:
-    if name == "t5":
-        model: nn.Module = build("t5")
-        batch, stacks = inputs("t5"), ("encoder.block", "decoder.block")
-    else:
-        config = EncoderDecoderConfig(97, 97, d_model=24, heads=2, layers=2, decoder_layers=3)
-        model, stacks = enlarged(EncoderDecoder(config)), ("encoder.blocks", "decoder.blocks")
-        batch = dict(zip(("source", "target"), inputs("t5").values(), strict=True))
+def test_encoder_and_decoder_are_separate_stacks() -> None:
+    model = enlarged(EncoderDecoder(EncoderDecoderConfig(97, 97, d_model=24, heads=2, layers=2, decoder_layers=3)))
+    batch = dict(zip(("source", "target"), inputs("t5").values(), strict=True))
     encoder = mixing(model, batch, replacements=2)
-    decoder = mixing(model, batch, replacements=2, stack=stacks[1])
-    assert (encoder.attrs["stack"], decoder.attrs["stack"]) == stacks
+    decoder = mixing(model, batch, replacements=2, stack="decoder.blocks")
+    assert (encoder.attrs["stack"], decoder.attrs["stack"]) == ("encoder.blocks", "decoder.blocks")
     assert dict(encoder["response"].sizes) == {"text": 2, "depth": 3, "token": LENGTH}
     assert dict(decoder["response"].sizes) == {"text": 2, "depth": 4, "token": TARGET}
     assert decoder["response"].values[:, 0].max() == 0  # the target is as it was
     assert (decoder["response"].values[:, 1:] > 0).all()
     np.testing.assert_allclose(decoder["later"].values, decoder["response"].values.mean(-1))
-    shorter = mixing(model, batch, replacements=2, stack=stacks[1], without_first=True)
+    shorter = mixing(model, batch, replacements=2, stack="decoder.blocks", without_first=True)
     assert shorter["token"].values.tolist() == list(range(TARGET))
 
 
-def test_mixing_restores_the_model() -> None:
-    model = own().train()
-    mixing(model, IDS)
+def test_mixing_runs_without_dropout_and_restores_the_model() -> None:
+    model = own(dropout=0.5).train()
+    data = mixing(model, IDS)
     assert all(m.training for m in model.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    dropping = own(dropout=0.5).train()
-    assert np.array_equal(mixing(dropping, IDS)["response"].values, mixing(dropping.eval(), IDS)["response"].values)
+    assert np.array_equal(data["response"].values, mixing(model.eval(), IDS)["response"].values)
 
 
 REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [

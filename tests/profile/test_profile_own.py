@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hf_models as hf
 import qkv
-from conftest import Command, largest_tensor, refused
+from conftest import Command, refused
 from own_objects import Heavy, Taken
 from profile_fixture import OF_ONE_TEXT, by_definition
 from qkv import Attention, biases, features, masks, normalizers
@@ -319,12 +319,6 @@ def test_windows_over_another_text_are_not_causal() -> None:
     assert (result.data["weights"].values[..., 20:] == 0).all()
 
 
-def test_profile_forms_no_quadratic_tensor() -> None:
-    n = 1024
-    model = decoder(context=n, layers=1, normalizer="sigmoid")
-    assert largest_tensor(lambda: own_profile(model, tokens(1, n), map_tokens=0)) <= 4 * n * n / 8
-
-
 @pytest.mark.parametrize("attention", ["soft", "hard"])
 def test_captioner_attends_to_the_cells_of_a_grid(attention: str) -> None:
     model = captioner(attention)
@@ -496,17 +490,6 @@ def test_profiling_does_not_change_outputs(name: str) -> None:
     assert hooks(model) == 0
 
 
-def test_hooks_are_removed_after_an_error() -> None:
-    model = lively(Mine()).train()
-    model.fails = True
-    with pytest.raises(RuntimeError, match="on purpose"):
-        own_profile(model, IDS)
-    with pytest.raises(KeyboardInterrupt), observe(Observer(model)):
-        raise KeyboardInterrupt
-    assert hooks(model) == 0
-    assert model.training
-
-
 def test_failures_inside_the_model_keep_calls_with_their_modules() -> None:
     def fail(module: nn.Module, args: Any) -> None:
         raise RuntimeError("on purpose")
@@ -614,20 +597,6 @@ def test_saved_model_is_loaded_from_python_and_by_the_command(tmp_path: Path, co
     written = Profile.load(tmp_path / "out" / "profile.qkv.zip").data
     assert "".join(written["key_token"][0].values) == text
     assert {p.name for p in (tmp_path / "out").iterdir()} >= {"report.html", "overview.png", "profile.qkv.zip"}
-
-
-def test_saved_model_with_a_tokenizer_is_loaded(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = checkpoint.save(decoder(), tmp_path)
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "some": 1, "text": 2}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.save(str(folder / "tokenizer.json"))
-    result = profile(str(folder), "some other text", progress=False)
-    assert result.data["key_token"][0].values.tolist() == ["some", "<unk>", "text"]
-    (folder / "tokenizer.json").write_text("{}")
-    with refused("model", match="not a tokenizer"):
-        load_model(str(folder))
 
 
 @pytest.mark.parametrize("name", ["encoder-decoder", "one token"])

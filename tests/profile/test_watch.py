@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
 import hf_models as hf
@@ -21,11 +20,6 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.generation import generate
 from qkv.profiler.watch import watching
 
-SMALL = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": None,
-    "eos_token_id": None,
-}  # fmt: skip
 OF_WHOLE_FORWARDS = {
     "map_max", "map_mean", "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle",
     "key_directions",
@@ -35,17 +29,14 @@ MASK = torch.ones(2, 12, dtype=torch.long)
 MASK[1, :4] = 0
 
 
-def built(kind: Any, config: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = kind(config).eval()
-    hf.enliven(model)
-    return model
+def causal_lm(name: str = "llama", implementation: str | None = None, **settings: Any) -> Any:
+    sizes = {"max_position_embeddings": 4096, "pad_token_id": 0} | settings
+    return hf.build(name, implementation, suffix="ForCausalLM", **sizes)
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    return built(LlamaForCausalLM, LlamaConfig(**SMALL))
+    return causal_lm()
 
 
 def tokens(profile: qkv.Profile, group: str = "self") -> Tensor:
@@ -116,7 +107,7 @@ def test_generated_rows_equal_one_forward_over_the_same_tokens(name: str, llama:
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
 @torch.no_grad()
 def test_any_implementation_is_watched(implementation: str) -> None:
-    model = built(LlamaForCausalLM, LlamaConfig(**SMALL, attn_implementation=implementation))
+    model = causal_lm("llama", implementation)
     with qkv.watch(model) as found:
         model(IDS)
     same(found.profile(), whole(model, IDS))
@@ -135,7 +126,7 @@ def test_tokens_that_assisted_generation_rejects_leave_no_rows(how: str, llama: 
     ids = IDS[:1].repeat(1, 3)
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
     if how == "assistant":
-        options = {"assistant_model": built(LlamaForCausalLM, LlamaConfig(**SMALL | {"num_hidden_layers": 1}))}
+        options = {"assistant_model": causal_lm(num_hidden_layers=1)}
     found, out = watched(llama, lambda: llama.generate(ids, max_new_tokens=20, do_sample=False, **options))
     got = found.profile()
     n = tokens(got).shape[1]
@@ -145,7 +136,7 @@ def test_tokens_that_assisted_generation_rejects_leave_no_rows(how: str, llama: 
 
 
 def test_sliding_window_evicts_keys_that_no_query_sees() -> None:
-    model = built(MistralForCausalLM, MistralConfig(**SMALL | {"sliding_window": 8}))
+    model = causal_lm("mistral")
     found, out = watched(model, lambda: model.generate(IDS, max_new_tokens=12, do_sample=False))
     same(found.profile(), whole(model, out[:, :-1]))
     assert found.profile().attrs["evicted"]
@@ -192,7 +183,7 @@ def test_every_records_the_first_forward_and_then_every_so_many(llama: Any) -> N
 
 
 def test_training_computes_the_same_gradients_and_random_numbers() -> None:
-    model = built(LlamaForCausalLM, LlamaConfig(**SMALL | {"attention_dropout": 0.3})).train()
+    model = causal_lm(attention_dropout=0.3).train()
 
     def step() -> Tensor:
         model.zero_grad()
@@ -211,10 +202,8 @@ def test_training_computes_the_same_gradients_and_random_numbers() -> None:
 
 
 def decoder(**settings: Any) -> DecoderLM:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = DecoderConfig(vocab_size=97, d_model=32, layers=2, heads=4, kv_heads=2, context=256, **settings)
-        model = DecoderLM(config).eval()
+    config = DecoderConfig(vocab_size=97, d_model=32, layers=2, heads=4, kv_heads=2, context=256, **settings)
+    model = DecoderLM(config).eval()
     hf.enliven(model)
     return model
 
@@ -346,7 +335,7 @@ def in_threads(runs: list[Callable[[], object]]) -> None:
 
 
 def test_watch_in_two_threads_records_each_model_alone() -> None:
-    models, found = [built(LlamaForCausalLM, LlamaConfig(**SMALL)) for _ in range(2)], {}
+    models, found = [causal_lm() for _ in range(2)], {}
 
     def run(i: int) -> None:
         with qkv.watch(models[i]) as found[i], torch.no_grad():
