@@ -184,14 +184,6 @@ def test_mapping_is_passed_to_the_forward() -> None:
     assert result.data.attrs["causal"] is False
 
 
-def test_output_of_a_tokenizer_is_accepted(minilm: Loaded, result: Profile) -> None:
-    batch = minilm.tokenizer(list(TEXTS), return_tensors="pt", padding=True)
-    got = profile(minilm.model, batch, tokenizer=minilm.tokenizer, local_window=LOCAL, progress=False).data
-    assert got["query_token"].values.tolist() == result.data["query_token"].values.tolist()
-    for name in ("entropy", "received", "weights", "lse"):
-        np.testing.assert_allclose(got[name], result.data[name], rtol=1e-5, atol=2e-5, err_msg=name)
-
-
 @pytest.mark.parametrize("target", ["its target", None])
 def test_encoder_decoder_with_a_target_or_the_source_in_its_place(target: str | None) -> None:
     model, source = hf.build("bart", vocab_size=256), "the source of it all"

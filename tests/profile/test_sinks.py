@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
+import hf_models as hf
 import qkv
-from conftest import refused
+from conftest import rand, refused, triple
 from qkv import Profile
 from qkv._engine.call import Call
 from qkv.masks import Causal
@@ -39,16 +38,10 @@ class Planted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(SHARP))
-        self.attention = _Attention()
         self.config = SimpleNamespace(vocab_size=VOCABULARY)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.attention(input_ids, self.scale)
-
-
-class _Attention(nn.Module):
-    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-        b, n = ids.shape
+        ids, (b, n) = input_ids, input_ids.shape
         tokens = nn.functional.one_hot(ids, VOCABULARY).float()
         before = torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], 1)
         place = nn.functional.one_hot(torch.arange(n), n).float().expand(b, n, n)
@@ -64,7 +57,7 @@ class _Attention(nn.Module):
         ]  # fmt: skip
         width = max(n, VOCABULARY)
         q, k = (torch.stack([nn.functional.pad(p[i], (0, width - p[i].shape[2])) for p in pairs], 1) for i in (0, 1))
-        return qkv.attend(q * scale, k, k, mask=Causal(), score=qkv.scores.Dot(1.0))
+        return qkv.attend(q * self.scale, k, k, mask=Causal(), score=qkv.scores.Dot(1.0))
 
 
 class Names:
@@ -189,16 +182,16 @@ def test_sinks_and_first_token_by_layer_equal_dense_weights(real: Profile) -> No
 def test_padding_does_not_change_scores() -> None:
     """The numbers of a text are the same as alone."""
     loaded = loading.load_model("minilm")
-    whole = loaded.tokenizer(TEXTS, return_tensors="pt", padding=True)
-    batch = {name: whole[name] for name in ("input_ids", "attention_mask")}
+    batch = loaded.tokenizer(TEXTS, return_tensors="pt", padding=True)
     both = qkv.profile(loaded.model, batch, tokenizer=loaded.tokenizer, progress=False, probe=False).data
     assert "map_max" not in both, "bins would mix padding with the text"
     for i, one in enumerate(TEXTS):
         alone = qkv.profile("minilm", one, progress=False, probe=False).data
         n = alone.sizes["key"]
+        assert both["query_token"][i].values.tolist()[:n] == alone["query_token"][0].values.tolist()
         for name in (
             "visible_queries", "prefix_sink_scores", "streaming_mass", "key_norm", "value_norm", "query_norm",
-            "row_sum", "first_contribution",
+            "row_sum", "first_contribution", "entropy", "received", "lse",
         ):  # fmt: skip
             got = both[name].values[i][..., : 64 if name == "prefix_sink_scores" else n]
             np.testing.assert_allclose(got, alone[name].values[0], atol=2e-5, rtol=2e-5, err_msg=name)
@@ -214,19 +207,13 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def test_geometry_by_plain_loops() -> None:
-    generator = torch.Generator().manual_seed(1)
-    b, h, hkv, n, d, dv = 2, 6, 2, 11, 5, 3
-    q, k, v = (
-        torch.randn(s, generator=generator, dtype=torch.float64)
-        for s in ((b, h, n, d), (b, hkv, n, d), (b, hkv, n, dv))
-    )
-    learned = torch.randn(h, d, generator=generator, dtype=torch.float64)
-    real = torch.ones(b, n).bool()
+    q, k, v = triple(nq=11, nk=11, d=5, dv=3)
+    learned, real = rand(6, 5), torch.ones(2, 11).bool()
     real[0, :3] = False
     q[0, :, :3], k[0, :, :3], v[0, :, :3] = 7.0, 5.0, 3.0  # padding plays no part
     call = Call.of(q, k, v, Causal(), normalizer=Softmax(key=learned))
     got = geometry(call, torch.tensor([3, 0]), real, real)
-    for i, j in np.ndindex(b, h):
+    for i, j in np.ndindex(2, 6):
         start = 3 if i == 0 else 0
         qs, ks, vs = q[i, j, start:].numpy(), k[i, j // 3, start:].numpy(), v[i, j // 3, start:].numpy()
         want = {
@@ -243,14 +230,11 @@ def test_geometry_by_plain_loops() -> None:
             np.testing.assert_allclose(got[name][i, j, start:], np.linalg.norm(x, axis=-1), atol=1e-12)
 
 
-def test_small_angles_are_exact() -> None:
+def test_small_angles_and_relative_norms_by_hand() -> None:
     k = torch.ones(1, 1, 5, 4)
     k[0, 0, 0, 0] += 1e-3
     angle = geometry(Call.of(k, k, k), 0, None, None)["first_key_angle"].item()
     assert angle == pytest.approx(math.degrees(1e-3 * math.sqrt(3) / 4), rel=1e-2)
-
-
-def test_relative_norm_by_hand() -> None:
     norm = np.array([[0.1, 2.0, 4.0, np.nan]])
     np.testing.assert_allclose(relative_norm(norm), [[0.1 / 3, 2 / 2.05, 4 / 1.05, np.nan]])
 
@@ -276,9 +260,7 @@ def test_every_visible_query_of_a_short_window_counts_in_scores() -> None:
 
 def test_probes_ignore_padding() -> None:
     ids = torch.randint(90, (1, 30), generator=torch.Generator().manual_seed(2))
-    config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=256)
-    torch.manual_seed(0)
-    model = transformers.GPT2Model(config).eval()
+    model = hf.build("gpt2", n_positions=256)
     alone = qkv.profile(model, ids, progress=False).data
     for pad in ((70, 0), (0, 70)):
         mask = nn.functional.pad(torch.ones_like(ids), pad)
@@ -288,53 +270,44 @@ def test_probes_ignore_padding() -> None:
             np.testing.assert_allclose(padded[name], alone[name], atol=1e-6, err_msg=name)
 
 
+CALLS: list[int] = []
+
+
 class Counted(nn.Identity):
     factor = 1.0
 
-    def __init__(self, heard: Callable[[], object]) -> None:
-        super().__init__()
-        self.heard = heard
-
     def forward(self, x: Tensor) -> Tensor:
-        self.heard()
+        CALLS.append(1)
         return x * self.factor
-
-
-COUNT: list[int] = []
-
-
-def count() -> None:
-    """A function of the module, which is not part of the state of a model that calls it."""
-    COUNT.append(1)
 
 
 def test_a_model_is_probed_once_and_again_after_any_change() -> None:
     model, ids = small(), torch.arange(40)[None]
     norm = model.norm
-    model.norm = nn.Sequential(norm, Counted(count))
+    model.norm = nn.Sequential(norm, Counted())
 
-    def forwards() -> tuple[int, int]:
+    def forwards() -> list[int]:
         """Of two profiles: one for the text, and two for the probes of a model that was not probed before."""
         found = []
         for _ in range(2):
-            COUNT.clear()
+            CALLS.clear()
             qkv.profile(model, ids, progress=False)
-            found.append(len(COUNT))
-        return found[0], found[1]
+            found.append(len(CALLS))
+        return found
 
-    assert forwards() == (3, 1)
+    assert forwards() == [3, 1]
     model.blocks[0].attention_norm.weight.data[3:5] *= 2  # a change that torch's version counters miss
-    assert forwards() == (3, 1)
+    assert forwards() == [3, 1]
     model.norm[1].factor = 2.0  # an attribute that is no tensor
-    assert forwards() == (3, 1)
+    assert forwards() == [3, 1]
     model.to(torch.bfloat16)
-    assert forwards() == (3, 1)
+    assert forwards() == [3, 1]
     model.blocks[0].attention.out_proj.weight.data.reshape(-1)[5] *= 1.01  # one number of 256, in half precision
-    assert forwards() == (3, 1)
+    assert forwards() == [3, 1]
     handle = norm.register_forward_hook(lambda *_: None)  # a hook may do anything, every time
-    assert forwards() == (3, 3)
+    assert forwards() == [3, 3]
     handle.remove()
-    assert forwards() == (1, 1)  # the model that was kept
+    assert forwards() == [1, 1]  # the model that was kept
 
 
 def test_learned_sink_does_not_count_as_retrieval() -> None:
