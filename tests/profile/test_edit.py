@@ -93,12 +93,12 @@ def off_by_one(s: Tensor) -> Tensor:
 
 
 SQUARE = torch.ones(hf.LENGTH, hf.LENGTH, dtype=torch.bool)
-NOT_FIRST = ~SQUARE
-NOT_FIRST[1:, 0] = True
+FIRST_KEY = ~SQUARE
+FIRST_KEY[1:, 0] = True
 WEIGHTS: dict[str, tuple[edits.Edit, Callable[[Tensor], Tensor]]] = {
     "temperature": (edits.Temperature(2.0), lambda s: (s / 2).softmax(-1)),
     "window": (edits.Mask(qkv.masks.Window(5)), lambda s: s.masked_fill(SQUARE.tril(-5), -torch.inf).softmax(-1)),
-    "no first token": (edits.HideFirst(), lambda s: s.masked_fill(NOT_FIRST, -torch.inf).softmax(-1)),
+    "no first token": (edits.HideFirst(), lambda s: s.masked_fill(FIRST_KEY, -torch.inf).softmax(-1)),
     "sigmoid": (edits.Normalizer(qkv.normalizers.Sigmoid(bias=0.0)), torch.sigmoid),
     "off by one": (edits.Normalizer(qkv.normalizers.Softmax(sink=0.0)), off_by_one),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import cycle
 from typing import Any
 
@@ -62,26 +63,29 @@ def check(
     nq: int = 11,
     nk: int = 13,
     *,
-    at: tuple[int, int] = (1, 1),
-    window: tuple[int, int, int, int] | None = None,
-    sizes: tuple[tuple[int, int], ...],
+    at: Iterable[tuple[int, ...]] = ((1, 1),),
+    windows: tuple[tuple[int, int, int, int], ...] = (),
+    sizes: tuple[tuple[int, int], ...] = ((2, 3),),
     **shapes: int,
 ) -> None:
-    """The map of one item and head, or of a window of it, for each of these sizes; and the weights of the window."""
+    """Maps of these items and heads: the whole of each size, and each window; and the weights of these parts."""
     q, k, v = triple(nq=nq, nk=nk, **shapes)
     _, _, weights = oracle(q, k, v, **arguments)
     seen = arguments["mask"] or ~masks.Prefix(0)
     visible = seen.dense(nq, nk, batch=2, heads=q.shape[1]).expand(weights.shape)
     given = {name: value for name, value in arguments.items() if name != "bias"}
     call = Call.of(q, k, v, **given, biases=as_biases(arguments.get("bias")))
-    (item, head), (top, bottom, left, right) = at, window or (0, nq, 0, nk)
-    rows, queries, keys = row_state(call), slice(top, bottom), slice(left, right)
-    for size in sizes:
-        got = maps.pooled(call, rows, item=item, head=head, queries=queries, keys=keys, size=size)
-        expect(got, weights[at], visible[at], edges(top, bottom, size[0]), edges(left, right, size[1]), 256)
-    want = weights[item, :, queries, keys]
-    close(maps.rectangle(call, rows, queries, keys, item=item), want, eps=256)
-    close(maps.rectangle(call, rows, queries, keys, item=item, head=head), want[[head]], eps=256)
+    rows = row_state(call)
+    for item, head in at:
+        parts = [((0, nq, 0, nk), size) for size in sizes] + [(window, (2, 3)) for window in windows]
+        for (top, bottom, left, right), size in parts:
+            queries, keys = slice(top, bottom), slice(left, right)
+            got = maps.pooled(call, rows, item=item, head=head, queries=queries, keys=keys, size=size)
+            edge = edges(top, bottom, size[0]), edges(left, right, size[1])
+            expect(got, weights[item, head], visible[item, head], *edge, 256)
+            want = weights[item, :, queries, keys]
+            close(maps.rectangle(call, rows, queries, keys, item=item), want, eps=256)
+            close(maps.rectangle(call, rows, queries, keys, item=item, head=head), want[[head]], eps=256)
 
 
 OTHERS: list[dict[str, Any]] = [
@@ -104,19 +108,18 @@ CASES = list(zip([n for n in MASKS if fits(n, 11, 13)], cycle(OTHERS)))
 
 @pytest.mark.parametrize(("name", "other"), CASES)
 def test_maps_and_rectangles_match_dense_weights_for_every_part_of_a_call(name: str, other: dict[str, Any]) -> None:
-    whole = ((1, 1), (5, 7), (99, 99))
-    for window in (None, (3, 10, 5, 6), (10, 11, 0, 13), (0, 5, 8, 13)):
-        check({"mask": MASKS[name](11, 13, 2, 6)} | other, window=window, sizes=whole if window is None else ((2, 3),))
+    sizes = ((1, 1), (5, 7), (99, 99))
+    windows = ((3, 10, 5, 6), (10, 11, 0, 13), (0, 5, 8, 13))
+    check({"mask": MASKS[name](11, 13, 2, 6)} | other, windows=windows, sizes=sizes)
     for nq, nk in ((13, 7), (1, 13)):
         if fits(name, nq, nk):
-            check({"mask": MASKS[name](nq, nk, 2, 6)}, nq, nk, sizes=whole)
+            check({"mask": MASKS[name](nq, nk, 2, 6)}, nq, nk)
 
 
 @pytest.mark.parametrize(("h", "hkv"), [(6, 2), (5, 1)])
 def test_maps_match_dense_weights_for_every_head_and_item(h: int, hkv: int) -> None:
     arguments = {"mask": MASKS["dense of heads"](11, 13, 2, h), "bias": biases.Dense(rand(2, h, 11, 13, seed=8))}
-    for at in np.ndindex(2, h):
-        check(arguments, at=at, sizes=((3, 5),), h=h, hkv=hkv)  # type: ignore[arg-type]
+    check(arguments, at=np.ndindex(2, h), h=h, hkv=hkv)
 
 
 @pytest.mark.parametrize("mask", [masks.Causal(), masks.Prefix(6)], ids=str)  # the second masks whole tiles
