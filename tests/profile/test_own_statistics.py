@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hf_models as hf
 import qkv
@@ -115,23 +115,21 @@ def test_statistics_of_one_text_are_nan_in_cross_attention() -> None:
         assert np.isfinite(data["heavy"]).all()
 
 
-def test_padding_does_not_change_user_statistics() -> None:
-    settings, ids = QUIET | {"statistics": [Heavy(), Taken()]}, torch.arange(2, 12)[None]
-    alone = qkv.profile("random-gpt2", ids, **settings)
-    padded = {
-        "input_ids": torch.cat([nn.functional.pad(ids, (0, 4)), torch.arange(3, 17)[None]]),
-        "attention_mask": torch.tensor([[1] * 10 + [0] * 4, [1] * 14]),
-    }
-    both = qkv.profile("random-gpt2", padded, **settings)
-    for name in ("heavy", "taken", "heavy_by_head", "taken_by_head"):
-        first = both.data[name].isel(text=0).values
-        first = first if name.endswith("by_head") else first[..., :10]
-        np.testing.assert_allclose(first, alone.data[name].isel(text=0), rtol=1e-5, err_msg=name)
-
-
 class WrongByHead(Heavy):
     def by_head(self, values: np.ndarray, counted: np.ndarray) -> np.ndarray:
         return values
+
+
+def test_padding_does_not_change_user_statistics() -> None:
+    model, batch, n = hf.build("gpt2"), hf.inputs("gpt2", "right"), hf.LENGTH - hf.PADDED
+    settings = QUIET | {"statistics": [Heavy(), Taken()]}
+    both = qkv.profile(model, batch, **settings).data.isel(text=1)
+    alone = qkv.profile(model, batch["input_ids"][1, :n], **settings).data.isel(text=0)
+    for name in ("heavy", "taken", "heavy_by_head", "taken_by_head"):
+        got = both[name] if name.endswith("by_head") else both[name][..., :n]
+        np.testing.assert_allclose(got, alone[name], rtol=1e-5, err_msg=name)
+    with unchecked(), refused("by_head"):
+        qkv.profile(model, batch, statistics=[WrongByHead()], **QUIET)
 
 
 NEAR = qkv.masks.Window(2)
@@ -148,12 +146,10 @@ REFUSALS: list[tuple[str, list[Any]]] = [
 @pytest.mark.parametrize(("match", "statistics"), REFUSALS)
 def test_profiles_and_surveys_reject_names_in_use(match: str, statistics: list[Any], tmp_path: Path) -> None:
     with unchecked(), refused("statistics", match):
-        qkv.profile("qkv-mini", "import os", statistics=statistics, progress=False)
+        qkv.profile(hf.build("gpt2"), hf.inputs("gpt2"), statistics=statistics, **QUIET)
     if "sink_share" not in match:  # a survey has no such column
         with unchecked(), refused("statistics", match):
             survey("qkv-mini", ["import os"], out=tmp_path, statistics=statistics)
-    with unchecked(), refused("by_head"):
-        qkv.profile("qkv-mini", "import os", statistics=[WrongByHead()], **QUIET)
 
 
 # --- surveys ----------------------------------------------------------------------------------------------------------
