@@ -133,6 +133,7 @@ def test_every_group_is_compared_and_written(tmp_path: Path) -> None:
     found = compare(encoder_decoder(), encoder_decoder())
     assert set(found.groups) == {"encoder", "decoder", "cross"}
     assert found.data is found.groups["decoder"]
+    assert repr(found).startswith("Comparison('encoder-decoder by hand' → ")
     assert len(found.heads("cross")) == 6
     assert len(found.plot("cross").axes) == 2 * 2 + 1  # no local window between two texts
     with refused("group"):

@@ -337,13 +337,17 @@ def test_explorers_with_a_shared_cache_do_not_mix() -> None:
 
 
 def test_concurrent_requests_run_the_model_and_compute_a_tile_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, made, tiles = build("gpt2"), list[int](), list[Any]()
+    model, made, tiles, rows = build("gpt2"), list[int](), list[Any](), list[Any]()
     heard = forwards(model)
     compute = Pyramid._from_weights
     monkeypatch.setattr(Pyramid, "_from_weights", lambda *a: (made.append(1), compute(*a))[-1])
     found = explore.of(model, inputs("gpt2"))
     in_threads(6, lambda: tiles.append(found.tile("self", 0, 1, 2, 0, 0, 0)))
     assert (len(heard), len(made), len(tiles), len(set(map(id, tiles)))) == (1, 1, 6, 1)
+    heard.clear()
+    found = explore.of(model, inputs("gpt2"))
+    in_threads(6, lambda: rows.append(found.row("self", 0, 1, 2, 5)))
+    assert (len(heard), len(rows)) == (1, 6)
 
 
 def test_cancelled_forward_restores_the_model() -> None:
