@@ -166,9 +166,6 @@ def test_profiles_that_do_not_match_are_refused(difference: str) -> None:
         compare(Profile({"decoder": encoder_decoder().groups["decoder"]}, {}), encoder_decoder())
 
 
-# --- figure, terminal, files ------------------------------------------------------------------------------------------
-
-
 def test_figure_and_command_show_the_most_changed_heads(capsys: pytest.CaptureFixture[str]) -> None:
     found = compare(by_hand(1), by_hand(2))
     heads, axes = found.heads(), found.plot().axes
@@ -204,9 +201,6 @@ def test_fine_tuned_model_against_its_base() -> None:
     heads = compare(mini(), qkv.profile(loaded.model, TEXT, tokenizer=loaded.tokenizer, progress=False)).heads()
     assert not heads.loc[heads["layer"] < 2, "change"].any()
     assert (heads.loc[heads["layer"] >= 2, "change"] > 0).all()
-
-
-# --- heads of one profile ---------------------------------------------------------------------------------------------
 
 
 def divergence(a: np.ndarray, b: np.ndarray) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_watch import in_threads
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
@@ -172,9 +172,7 @@ def test_edits_hold_in_forwards_that_watch_leaves_out_and_not_in_other_threads(l
         want = main_output(llama(**inputs))
         with qkv.watch(llama, every=3) as watched:
             outs = [main_output(llama(**inputs, use_cache=False)) for _ in range(3)]
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        in_threads([run])
     assert all(torch.equal(out, want) for out in outs)
     assert len([s for s in watched.sequences if s.layers]) == 1
     assert len(errors) == 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from test_watch import in_threads
 
 import qkv
 from conftest import refused
@@ -140,9 +140,7 @@ def test_edits_do_not_reach_other_models_or_threads_and_end_with_an_error() -> N
 
     with edited(model, everywhere(model, "sigmoid")):
         assert torch.equal(other(ids), before)
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        in_threads([run])
         assert not torch.equal(model(ids), before)
     with pytest.raises(ZeroDivisionError), edited(model, everywhere(model, "sigmoid")):
         raise ZeroDivisionError

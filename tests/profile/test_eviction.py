@@ -72,9 +72,6 @@ def kept(policy: str, budget: int, weights: np.ndarray, group: int) -> np.ndarra
     return found
 
 
-# --- from the profile -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("parts", [{"positions": "rotary"}, {"sink": True, "window": 9}, {"normalizer": "sigmoid"}])
 def test_mass_lost_equals_dense_weights(parts: dict[str, Any], tile4: None) -> None:
     settings = [(policy, budget) for policy in (WINDOW, SINKS, HEAVY, MEAN) for budget in (5, 8, 23)]
@@ -120,9 +117,6 @@ def test_mass_lost_forms_no_quadratic_tensor(monkeypatch: pytest.MonkeyPatch) ->
     set_tile(monkeypatch, 16)
     lm, ids = model(d_model=12, heads=2, kv_heads=1, layers=1), text(301)
     assert largest_tensor(lambda: eviction(lm, ids, budgets=(16,), run=False)) < 301 * 301 / 2
-
-
-# --- by running -------------------------------------------------------------------------------------------------------
 
 
 def masked_nats(lm: DecoderLM, ids: Tensor, mask: Mask) -> float:
@@ -195,9 +189,6 @@ def test_hugging_face_models_run_with_masks_also_from_a_folder(tmp_path: Path) -
     again = eviction(str(tmp_path / "lm"), ids, budgets=(6,), policies=("window",))
     assert again.loss is not None
     np.testing.assert_allclose(again.loss["nats"], expected[:2], rtol=1e-5)
-
-
-# --- what is refused, shown and written -------------------------------------------------------------------------------
 
 
 class Own(MeanAttention):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from test_maps import by_loops
+from test_watch import in_threads
 from torch import Tensor, nn
 
 import qkv
@@ -170,14 +171,6 @@ def test_cancelled_pass_resumes_from_the_cache_and_progress_rises(small_tiles: N
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def in_threads(count: int, run: Callable[[], object]) -> None:
-    threads = [threading.Thread(target=run) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def test_concurrent_requests_compute_a_value_once() -> None:
     cache, made, found = SingleFlightCache[int](100, lambda x: 1), list[int](), list[int]()
 
@@ -187,7 +180,7 @@ def test_concurrent_requests_compute_a_value_once() -> None:
             time.sleep(0)  # so that other threads run, and ask
         return 7
 
-    in_threads(8, lambda: found.append(cache.get_or_compute("x", make)))
+    in_threads([lambda: found.append(cache.get_or_compute("x", make))] * 8)
     assert (made, found) == ([1], [7] * 8)
 
 
@@ -342,11 +335,11 @@ def test_concurrent_requests_run_the_model_and_compute_a_tile_once(monkeypatch: 
     compute = Pyramid._from_weights
     monkeypatch.setattr(Pyramid, "_from_weights", lambda *a: (made.append(1), compute(*a))[-1])
     found = explore.of(model, inputs("gpt2"))
-    in_threads(6, lambda: tiles.append(found.tile("self", 0, 1, 2, 0, 0, 0)))
+    in_threads([lambda: tiles.append(found.tile("self", 0, 1, 2, 0, 0, 0))] * 6)
     assert (len(heard), len(made), len(tiles), len(set(map(id, tiles)))) == (1, 1, 6, 1)
     heard.clear()
     found = explore.of(model, inputs("gpt2"))
-    in_threads(6, lambda: rows.append(found.row("self", 0, 1, 2, 5)))
+    in_threads([lambda: rows.append(found.row("self", 0, 1, 2, 5))] * 6)
     assert (len(heard), len(rows)) == (1, 6)
 
 

@@ -44,9 +44,6 @@ NORMALIZERS: list[Normalizer] = [
 ]  # fmt: skip
 
 
-# --- both products ----------------------------------------------------------------------------------------------------
-
-
 def check_products(call: Call, weights: Tensor, w: Tensor, x: Tensor, queries: Tensor | None = None) -> None:
     """Both against the dense weights, of which those of `queries` that do not count are zero."""
     weights = weights if queries is None else weights * queries[:, None, :, None]
@@ -84,9 +81,6 @@ def test_products_and_rollout_form_no_quadratic_tensor(monkeypatch: pytest.Monke
     lm, ids = model(), torch.randint(17, (1, 401))
     assert largest_tensor(lambda: rollout(lm, ids)) < 401 * 401 / 2
     assert largest_tensor(lambda: flow_to(lm, ids)) < 401 * 401 / 2
-
-
-# --- rollout ----------------------------------------------------------------------------------------------------------
 
 
 def matrices(weights: list[Tensor], residual: float) -> list[Tensor]:
@@ -218,9 +212,6 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
 def test_invalid_settings_and_shapes_are_refused(argument: str, match: str | None, call: Callable[[], object]) -> None:
     with unchecked(), refused(argument, match):
         call()
-
-
-# --- figure and command -----------------------------------------------------------------------------------------------
 
 
 def test_command_writes_figures_and_data(tmp_path: Path, command: Command) -> None:

@@ -41,9 +41,6 @@ def compare(got: core.Picture, want: tuple[np.ndarray, ...]) -> None:
         np.testing.assert_allclose(getattr(got, name).numpy(), value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-# --- of models --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "padding"), [("gpt2", "left"), ("llama", "right"), ("gpt_oss", None), ("bert", "left")]
 )
@@ -143,9 +140,6 @@ def test_tiles_equal_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert small.tile(4, 0, 0, item=1) is not small.tile(4, 0, 0)
 
 
-# --- drawn ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "size", "pool", "panels"),
     [
@@ -179,9 +173,6 @@ def test_every_bin_is_a_whole_number_of_pixels(program: AttentionMap) -> None:
 def test_examples_of_the_figure_run() -> None:
     result = doctest.testmod(importlib.import_module("qkv.figures.map"))
     assert result.attempted > 0 == result.failed
-
-
-# --- from the command line --------------------------------------------------------------------------------------------
 
 
 def test_command_draws_and_writes_numbers(

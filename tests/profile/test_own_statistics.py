@@ -152,9 +152,6 @@ def test_profiles_and_surveys_reject_names_in_use(match: str, statistics: list[A
             survey("qkv-mini", ["import os"], out=tmp_path, statistics=statistics)
 
 
-# --- surveys ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_survey_stores_means_and_histograms(made: Profile, tmp_path: Path) -> None:
     result = survey("qkv-mini", TEXTS, out=tmp_path, shards=2, statistics=[Sure(), Heavy()])
     table, data = result.heads(), made.data

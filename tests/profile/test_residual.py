@@ -158,9 +158,6 @@ def test_hooks_are_removed_after_errors() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-# --- norms and massive activations ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @torch.no_grad()
 def test_norms_equal_those_of_the_hidden_states(padding: str | None) -> None:
