@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import cycle
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +83,13 @@ def test_products_and_rollout_form_no_quadratic_tensor(monkeypatch: pytest.Monke
     assert largest_tensor(lambda: flow_to(lm, ids)) < 401 * 401 / 2
 
 
-def matrices(weights: list[Tensor], residual: float) -> list[Tensor]:
-    """Ã of every layer, (b, n, n), by definition, from its weights (b, h, n, n)."""
-    mixed = [residual * torch.eye(a.shape[2]).double() + (1 - residual) * a.double().mean(1) for a in weights]
-    return [m / m.sum(-1, keepdim=True) for m in mixed]
-
-
 def rollouts(weights: list[Tensor], residual: float) -> tuple[list[Tensor], list[Tensor]]:
-    """From every depth to the final state, and from the embeddings to every depth."""
-    layers = matrices(weights, residual)
-    identity = torch.eye(layers[0].shape[1]).double().expand_as(layers[0])
-    down, up = [identity], [identity]
-    for layer in reversed(layers):
-        down.insert(0, down[0] @ layer)
-    for layer in layers:
-        up.append(layer @ up[-1])
-    return down, up
+    """From every depth to the final state, and from the embeddings to every depth, by definition: (b, n, n)."""
+    same = torch.eye(weights[0].shape[2]).double().expand_as(weights[0][:, 0])
+    mixed = [residual * same + (1 - residual) * a.double().mean(1) for a in weights]
+    layers = [m / m.sum(-1, keepdim=True) for m in mixed]
+    down = [*accumulate(reversed(layers), torch.matmul, initial=same)]
+    return down[::-1], [*accumulate(layers, lambda below, layer: layer @ below, initial=same)]
 
 
 def check(

@@ -24,16 +24,16 @@ from qkv.profiler.capture.observe import Observer, observe
 NAME = "mine"
 
 
-def scores_of(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, int]:
-    groups = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(groups, 1).mT * scaling
-    return scores if mask is None else scores + mask, groups
+def attended(q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, normalize: Any) -> tuple[Tensor, Tensor]:
+    """The output and the weights, which `normalize` makes of the scores."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    weights: Tensor = normalize(q @ k.mT * scaling + (0 if mask is None else mask))
+    return (weights @ v).transpose(1, 2).contiguous(), weights
 
 
 def plain(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
     """Standard attention."""
-    scores, groups = scores_of(module, query, key, mask, scaling)
-    return (scores.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+    return attended(query, key, value, mask, scaling, lambda scores: scores.softmax(-1))[0], None
 
 
 def colder(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
@@ -43,9 +43,7 @@ def colder(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, sc
 
 def sigmoid(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
     """Weights that do not add up to 1, and that are returned."""
-    scores, groups = scores_of(module, query, key, mask, scaling)
-    weights = scores.sigmoid()
-    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), weights
+    return attended(query, key, value, mask, scaling, torch.sigmoid)
 
 
 def lying(*args: Any, **named: Any) -> Any:
