@@ -1,39 +1,52 @@
 """Profiles made without the profiler: by brute force from dense weights, and by hand.
 
-`dataset_from_weights` is the oracle: plain NumPy in float64, sharing no code with what it checks.
+`by_definition` is the oracle: plain NumPy in float64, sharing no code with what it checks.
 """
 
 from __future__ import annotations
 
+import tomllib
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from qkv.profiler import Profile
+from qkv.reference import statistics
 
-TEXT = (
-    "The lighthouse keeper wrote a letter every evening, although no ship had carried post to the island "
-    "since the war. He wrote about the weather, about the gulls that nested under the gallery, and about the "
-    "lamp, which he cleaned before the sun went down. When the supply boat finally came in April, the captain "
-    "asked him why he had never sent the letters. The keeper laughed. He said that the letters were not for "
-    "sending: a man who describes his day must first look at it, and a man who looks at his days will find "
-    "that there are more of them. The captain thought about this for a long time. On the way home he opened "
-    "the ship's log, turned to an empty page, and began to describe the colour of the water. It was green near "
-    "the rocks and almost black where the bottom fell away; in between there was a line, thin as a thread, "
-    "where the two met and neither would yield."
-)
-PROFILE_ATTRS = {
-    "model": "all-MiniLM-L6-v2",
-    "dtype": "float32",
-    "versions": {"qkv": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.2"},
-    "command": "qkv profile all-MiniLM-L6-v2 letter.txt --html letter.html",
-    "created": "2026-01-05T09:30:00+00:00",
-    "seconds": 0.84,
-    "parameters": 22_713_216,
-    "text_preview": TEXT[:160],
-}
+MADE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TEXT: str = MADE["text"]
+PROFILE_ATTRS = {**MADE["attrs"], "text_preview": TEXT[:160]}
+
+
+def by_definition(weights: np.ndarray, null: np.ndarray | float = 0.0, window: int = 8) -> dict[str, np.ndarray]:
+    """Variables of weights (…, query, key) and of the weight on a null key, as docs/quantities.md defines them."""
+    A = weights.astype(np.float64)
+    n_queries, n_keys = A.shape[-2:]
+    found, mass = statistics(A), A.sum(-1)
+    whole = (mass + null)[..., None]
+    shares = np.divide(A, whole, out=np.zeros_like(A), where=whole > 0)
+    ahead = np.arange(n_keys) - np.arange(n_queries)[:, None] - (n_keys - n_queries)
+    return {
+        "entropy": found.entropy,
+        "received": shares.sum(-2),
+        "row_sum": mass,
+        "sink": shares[..., 0],
+        "self": (shares * (ahead == 0)).sum(-1),
+        "previous": (shares * (ahead == -1)).sum(-1),
+        "next": (shares * (ahead == 1)).sum(-1),
+        "local": (shares * (abs(ahead) <= window)).sum(-1),
+        "distance": found.distance,
+        "spread": found.spread,
+        "effective_keys": found.effective_keys,
+        "weights": A,
+    }
+
+
+OF_ONE_TEXT = ("self", "previous", "next", "local", "distance")
+"""Variables that are not defined between two texts."""
 
 
 def dataset_from_weights(
@@ -41,7 +54,6 @@ def dataset_from_weights(
     query_tokens: list[list[str]],
     key_tokens: list[list[str]] | None = None,
     *,
-    lse: list[np.ndarray] | None = None,
     sink_mass: list[np.ndarray] | None = None,
     modules: list[str] | None = None,
     name: str = "self",
@@ -51,57 +63,27 @@ def dataset_from_weights(
     keep_weights: bool = True,
 ) -> xr.Dataset:
     """The data set of a group from each text's dense weights, (layer, head, query, key)."""
-    paired = key_tokens is None  # queries and keys are one text
-    key_tokens = query_tokens if key_tokens is None else key_tokens
     layers, heads = weights[0].shape[:2]
-    shape = (len(weights), layers, heads)
-    n_queries, n_keys = [w.shape[2] for w in weights], [w.shape[3] for w in weights]
-    Q, K = max(n_queries), max(n_keys)
-    columns = ("entropy", "lse", "sink", "self", "previous", "next", "local", "distance", "spread", "row_sum")
-    query = {name: np.full((*shape, Q), np.nan, np.float32) for name in (*columns, "effective_keys", "visible")}
-    received = np.full((*shape, K), np.nan, np.float32)
-    dense = np.full((*shape, Q, K), np.nan, np.float32)
-    learned = np.full((*shape, Q), np.nan, np.float32)
-    for text, A32 in enumerate(weights):
-        A = A32.astype(np.float64)
-        nq, nk = A.shape[2:]
-        i, j = np.arange(nq)[:, None], np.arange(nk)[None, :]
-        mass = A.sum(-1)
-        log = np.where(A > 0, np.log(np.where(A > 0, A, 1)), 0)
-        position = (A * j).sum(-1) / mass
-        values = {
-            "entropy": -(A * log).sum(-1),
-            "sink": A[..., 0],
-            "row_sum": mass,
-            "spread": np.sqrt(np.maximum((A * j**2).sum(-1) / mass - position**2, 0)),
-            "effective_keys": 1 / (A**2).sum(-1),
-            "visible": (A > 0).sum(-1),
-        }
-        if paired:
-            values |= {
-                "self": (A * (i == j)).sum(-1),
-                "previous": (A * (j == i - 1)).sum(-1),
-                "next": (A * (j == i + 1)).sum(-1),
-                "local": (A * (abs(i - j) <= window)).sum(-1),
-                "distance": (A * abs(i - j)).sum(-1),
-            }
-        if lse is not None:
-            values["lse"] = lse[text]
-        for column, value in values.items():
-            query[column][text, ..., :nq] = value
-        received[text, ..., :nk] = A.sum(-2)
-        dense[text, ..., :nq, :nk] = A
+    variables: dict[str, Any] = {}
+    keys = key_tokens or query_tokens
+    most = {"query": max(map(len, query_tokens)), "key": max(map(len, keys))}
+    for text, A in enumerate(weights):
+        values = by_definition(A, 0.0 if sink_mass is None else sink_mass[text], window) | {"visible": (A > 0).sum(-1)}
+        values["lse"] = np.full(A.shape[:3], np.nan)
         if sink_mass is not None:
-            learned[text, ..., :nq] = sink_mass[text]
-    variables: dict[str, Any] = {column: (("text", "layer", "head", "query"), value) for column, value in query.items()}
-    variables["received"] = (("text", "layer", "head", "key"), received)
-    if keep_weights:
-        variables["weights"] = (("text", "layer", "head", "query", "key"), dense)
-    if sink_mass is not None:
-        variables["sink_mass"] = (("text", "layer", "head", "query"), learned)
+            values["sink_mass"] = sink_mass[text]
+        for column, value in values.items():
+            over = {"received": ("key",), "weights": ("query", "key")}.get(column, ("query",))
+            shape = (len(weights), layers, heads, *(most[dim] for dim in over))
+            dims = ("text", "layer", "head", *over)
+            _, whole = variables.setdefault(column, (dims, np.full(shape, np.nan, np.float32)))
+            if key_tokens is None or column not in OF_ONE_TEXT:
+                whole[(text, ..., *map(slice, value.shape[2:]))] = value
+    if not keep_weights:
+        del variables["weights"]
     return xr.Dataset(
         variables,
-        coords=coordinates(layers, heads, query_tokens, key_tokens, modules),
+        coords=coordinates(layers, heads, query_tokens, keys, modules),
         attrs={"group": name, "causal": causal, "local_window": window, "special_tokens": list(special)},
     )
 
@@ -140,35 +122,12 @@ def minilm(texts: tuple[str, ...] = (TEXT,), keep_weights: bool = True) -> Profi
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
     model = transformers.AutoModel.from_pretrained(MODEL_DIR, attn_implementation="eager").eval()
     modules = [f"encoder.layer.{i}.attention.self" for i in range(model.config.num_hidden_layers)]
-    heads, size = model.config.num_attention_heads, model.config.hidden_size
-    weights, lses, tokens = [], [], []
-    for text in texts:
-        inputs = tokenizer(text, return_tensors="pt")
-        projected: dict[str, torch.Tensor] = {}
-        hooks = [
-            model.get_submodule(f"{module}.{part}").register_forward_hook(
-                lambda _module, _args, output, into=projected, key=f"{module}.{part}": into.update({key: output})
-            )
-            for module in modules
-            for part in ("query", "key")
-        ]
-        with torch.no_grad():
-            attentions = model(**inputs, output_attentions=True).attentions
-        for hook in hooks:
-            hook.remove()
-        lse = []
-        for module in modules:
-            q, k = (
-                projected[f"{module}.{part}"].view(-1, heads, size // heads).transpose(0, 1)
-                for part in ("query", "key")
-            )
-            lse.append((q @ k.transpose(1, 2) / (size // heads) ** 0.5).logsumexp(-1))
-        weights.append(torch.cat(attentions).numpy())
-        lses.append(torch.stack(lse).numpy())
-        tokens.append(tokenizer.convert_ids_to_tokens(inputs["input_ids"][0]))
-    data = dataset_from_weights(
-        weights, tokens, lse=lses, modules=modules, special=("[CLS]", "[SEP]"), keep_weights=keep_weights
-    )
+    given = [tokenizer(text, return_tensors="pt") for text in texts]
+    with torch.no_grad():
+        weights = [torch.cat(model(**inputs, output_attentions=True).attentions).numpy() for inputs in given]
+    tokens = [tokenizer.convert_ids_to_tokens(inputs["input_ids"][0]) for inputs in given]
+    settings = {"modules": modules, "special": ("[CLS]", "[SEP]"), "keep_weights": keep_weights}
+    data = dataset_from_weights(weights, tokens, **settings)  # type: ignore[arg-type]
     return Profile({"self": data}, PROFILE_ATTRS)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from test_watch import in_threads
 
 import qkv
 from conftest import refused
@@ -41,8 +43,14 @@ def built_with(model: DecoderLM, normalizer: str) -> DecoderLM:
     return other
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("more", [{}, {"positions": "alibi"}, {"positions": "rotary", "kv_heads": 2}, {"window": 5}])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("softmax", {"positions": "alibi"}),
+        ("off-by-one", {"positions": "rotary", "kv_heads": 2}),
+        ("sigmoid", {"window": 5}),
+    ],
+)
 @torch.no_grad()
 def test_editing_all_heads_equals_a_model_built_with_the_normalizer(name: str, more: dict[str, object]) -> None:
     model, ids = model_of(**more), ids_of()
@@ -57,49 +65,34 @@ def test_editing_all_heads_equals_a_model_built_with_the_normalizer(name: str, m
 def test_different_edits_in_one_layer_give_the_weights_of_eager() -> None:
     model, ids = model_of(positions="alibi"), ids_of()
     edits = [Edit(1, 0, "off-by-one"), Edit(1, 2, "sigmoid", 0.5), Edit(1, 3, AS_TRAINED, 3.0)]
-    normalizers = [Softmax(sink=0.0), Softmax(), None, Softmax(3.0)]
+    normalizers = {0: Softmax(sink=0.0), 1: Softmax(), 3: Softmax(3.0)}
     seen: dict[int, torch.Tensor] = {}
     calls: list[Call] = []
     with watching(lambda call, result: calls.append(call)):  # type: ignore[arg-type]
         model(ids)
     with edited(model, edits, on_weights=seen.__setitem__):
         result = model(ids)
+    with edited(model, edits):
+        torch.testing.assert_close(model(ids), result, rtol=0, atol=1e-5)  # recording changes nothing
+    assert (result - model(ids)).abs().max() > 1e-3
     assert list(seen) == [0, 1, 2]
-    call = calls[1]  # layer 1: no earlier layer is edited, so its inputs are unchanged
+    plain = eager.forward(calls[1])  # layer 1: no earlier layer is edited, so its inputs are unchanged
     torch.testing.assert_close(seen[0], eager.forward(calls[0]).weights, rtol=0, atol=1e-6)
-    given = call.given
-    for head, normalizer in enumerate(normalizers):
-        if normalizer is None:
-            continue
-        edited_call = Call.of(given.q, given.k, given.v, given.mask, given.biases, given.score, normalizer)
-        expected = eager.forward(edited_call).weights
-        assert expected is not None
-        torch.testing.assert_close(seen[1][:, head], expected[:, head], rtol=0, atol=1e-5)
-    # The sigmoid by hand: σ(score / 0.5 − ln n), n the visible keys.
-    plain = eager.forward(call)
-    assert plain.weights is not None
-    assert plain.lse is not None
-    scores = plain.weights[:, 2].log() + plain.lse[:, 2, :, None]  # −inf where masked
+    given = calls[1].given
+    for head, normalizer in normalizers.items():
+        call = Call.of(given.q, given.k, given.v, given.mask, given.biases, given.score, normalizer)
+        expected = eager.forward(call).weights[:, head]  # type: ignore[index]
+        torch.testing.assert_close(seen[1][:, head], expected, rtol=0, atol=1e-5)
+    # The sigmoid by hand: σ(score / 0.5 − ln n), n the visible keys; scores are −inf where masked.
+    scores = plain.weights[:, 2].log() + plain.lse[:, 2, :, None]  # type: ignore[index]
     expected = torch.sigmoid(scores / 0.5 - torch.arange(1, 21).log()[:, None])
     torch.testing.assert_close(seen[1][:, 2], expected, rtol=0, atol=1e-5)
-    assert (result - model(ids)).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_recording_weights_does_not_change_the_output() -> None:
-    model, ids = model_of(), ids_of()
-    edits = [Edit(0, 1, "sigmoid"), Edit(2, 0, temperature=0.3), Edit(2, 1, temperature=0.3)]
-    with edited(model, edits):
-        quiet = model(ids)
-    with edited(model, edits, on_weights=lambda layer, weights: None):
-        torch.testing.assert_close(model(ids), quiet, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
 def test_edits_act_in_cached_generation_as_in_a_full_forward() -> None:
     model, ids = model_of(positions="rotary"), ids_of(12)
-    edits = [Edit(0, 1, "sigmoid"), Edit(1, 3, "off-by-one", 0.5)]
-    with edited(model, edits):
+    with edited(model, [Edit(0, 1, "sigmoid"), Edit(1, 3, "off-by-one", 0.5)]):
         whole = model(ids)[:, -1]
         state = model.start()
         model.step(ids[:, :7], state)
@@ -122,47 +115,24 @@ def test_a_learned_sink_is_kept_as_trained_and_removed_by_softmax() -> None:
 @torch.no_grad()
 def test_profile_inside_measures_the_edited_weights() -> None:
     model, ids = model_of(), ids_of()
-    with edited(model, everywhere(model, "sigmoid", 2.0)):
-        result = qkv.profile(model, ids, progress=False, probe=False)
     weights: dict[int, torch.Tensor] = {}
+    with edited(model, everywhere(model, "sigmoid", 2.0)):
+        data = qkv.profile(model, ids, progress=False, probe=False).data
     with edited(model, everywhere(model, "sigmoid", 2.0), on_weights=weights.__setitem__):
         model(ids)
     for layer in range(3):
-        kept = torch.from_numpy(result.data["weights"].isel(text=0, layer=layer).values).nan_to_num()
-        torch.testing.assert_close(kept, weights[layer][0], rtol=0, atol=1e-5)
-        first = torch.from_numpy(result.data["sink"].isel(text=0, layer=layer).values)
-        shares = weights[layer][0] / weights[layer][0].sum(-1, keepdim=True)
-        torch.testing.assert_close(first, shares[:, :, 0], rtol=0, atol=1e-5)
-    made = qkv.profile(built_with(model, "off_by_one"), ids, progress=False, probe=False)
-    with edited(model, everywhere(model, "off-by-one")):
-        intervention = qkv.profile(model, ids, progress=False, probe=False)
-    for name in ("sink", "entropy", "received"):
-        one, other = (torch.from_numpy(x.data[name].values) for x in (made, intervention))
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5, equal_nan=True)
-
-
-@torch.no_grad()
-def test_profile_rejects_different_edits_in_one_layer() -> None:
-    model, ids = model_of(), ids_of()
+        want = weights[layer][0].numpy()
+        np.testing.assert_allclose(np.nan_to_num(data["weights"].values[0, layer]), want, rtol=0, atol=1e-5)
+        shares = want / want.sum(-1, keepdims=True)
+        np.testing.assert_allclose(data["sink"].values[0, layer], shares[:, :, 0], rtol=0, atol=1e-5)
     with edited(model, [Edit(1, 2, "sigmoid")]), pytest.raises(InputError, match="all heads of a layer"):
         qkv.profile(model, ids, progress=False, probe=False)
 
 
 @torch.no_grad()
-def test_edits_are_removed_after_an_error() -> None:
-    model, ids = model_of(), ids_of()
-    before = model(ids)
-    with pytest.raises(ZeroDivisionError), edited(model, everywhere(model, "sigmoid")):
-        raise ZeroDivisionError
-    assert torch.equal(model(ids), before)
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
-
-
-@torch.no_grad()
-def test_edits_do_not_reach_other_models_or_threads() -> None:
+def test_edits_do_not_reach_other_models_or_threads_and_end_with_an_error() -> None:
     model, other, ids = model_of(), model_of(), ids_of()
-    before = model(ids)
-    result: list[torch.Tensor] = []
+    before, result = model(ids), list[torch.Tensor]()
 
     def run() -> None:
         with torch.no_grad():
@@ -170,40 +140,43 @@ def test_edits_do_not_reach_other_models_or_threads() -> None:
 
     with edited(model, everywhere(model, "sigmoid")):
         assert torch.equal(other(ids), before)
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        in_threads([run])
         assert not torch.equal(model(ids), before)
+    with pytest.raises(ZeroDivisionError), edited(model, everywhere(model, "sigmoid")):
+        raise ZeroDivisionError
     assert torch.equal(result[0], before)
+    assert torch.equal(model(ids), before)
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
 @torch.no_grad()
 def test_a_classifier_can_be_edited() -> None:
-    config = models.ClassifierConfig(50, classes=3, d_model=32, layers=2, heads=4)
-    model = models.Classifier(config).eval()
+    model = models.Classifier(models.ClassifierConfig(50, classes=3, d_model=32, layers=2, heads=4)).eval()
     before = model(ids_of())
     with edited(model, [Edit(1, 3, "sigmoid")]):
         assert not torch.equal(model(ids_of()), before)
 
 
-def test_edits_reject_unknown_layers_heads_normalizers_and_temperatures() -> None:
-    model = model_of()
-    assert len(attention_layers(model)) == 3
-    with refused("model"):
-        attention_layers(torch.nn.Linear(2, 2))
-    for edit, argument in ((Edit(3, 0), "layer"), (Edit(0, 4), "head"), (Edit(0, -1), "head")):
-        with refused(argument), edited(model, [edit]):
-            pass
-    with refused("edits"), edited(model, [Edit(0, 0), Edit(0, 0, "sigmoid")]):
-        pass
-    with refused("normalizer"):
-        Edit(0, 0, "softmin")
-    for temperature in (0.0, -1.0, float("nan"), float("inf"), 1e4):
-        with refused("temperature"):
-            Edit(0, 0, "softmax", temperature)
+REFUSALS: list[tuple[str, Callable[[], object]]] = [
+    ("model", lambda: attention_layers(torch.nn.Linear(2, 2))),
+    ("layer", lambda: edited(model_of(), [Edit(3, 0)]).__enter__()),
+    ("head", lambda: edited(model_of(), [Edit(0, 4)]).__enter__()),
+    ("head", lambda: edited(model_of(), [Edit(0, -1)]).__enter__()),
+    ("edits", lambda: edited(model_of(), [Edit(0, 0), Edit(0, 0, "sigmoid")]).__enter__()),
+    ("normalizer", lambda: Edit(0, 0, "softmin")),
+    *(("temperature", lambda t=t: Edit(0, 0, "softmax", t)) for t in (0.0, -1.0, float("nan"), float("inf"), 1e4)),
+]
 
 
-@pytest.mark.parametrize("normalizer", ["relu", "entmax", "sigmoid"])
+@pytest.mark.parametrize(("argument", "call"), REFUSALS)
+def test_unknown_layers_heads_normalizers_and_temperatures_are_refused(
+    argument: str, call: Callable[[], object]
+) -> None:
+    with refused(argument):
+        call()
+
+
+@pytest.mark.parametrize("normalizer", ["entmax", "sigmoid"])
 def test_a_temperature_divides_the_scores_of_any_normalizer(normalizer: str) -> None:
     """The same effect as smaller queries, but for one head only."""
     model = model_of(normalizer=normalizer)
@@ -212,7 +185,11 @@ def test_a_temperature_divides_the_scores_of_any_normalizer(normalizer: str) -> 
         with edited(model, [Edit(0, 0, AS_TRAINED, temperature)]):
             result[temperature] = model(ids_of())
     assert torch.equal(result[1.0], model(ids_of()))
-    assert not torch.equal(result[2.0], result[1.0])
+    with torch.no_grad():
+        layer = model.blocks[0].attention
+        for parameter in (layer.in_proj.weight, layer.in_proj.bias):
+            parameter[:8] /= 2.0  # the queries of the first head
+    torch.testing.assert_close(result[2.0], model(ids_of()), rtol=0, atol=1e-5)
     assert not torch.equal(result[1e3], result[2.0])
 
 

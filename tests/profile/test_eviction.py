@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import hf_models as hf
-from conftest import enlarged, largest_tensor, oracle, refused, set_tile
+from conftest import Command, enlarged, largest_tensor, oracle, refused, set_tile
 from qkv.cache import Evicting, HeavyHitters
-from qkv.cli import main
-from qkv.figures.analyses import budget_figure, heads_figure
+from qkv.figures.analyses import heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
 from qkv.models.loss import token_loss
-from qkv.profiler.analyses.eviction import eviction, expiry, mass_lost, nats_of, policies_of
+from qkv.profiler.analyses.eviction import Eviction, eviction, expiry, mass_lost, nats_of, policies_of
 from qkv.profiler.capture.datasets import calls_of
 
 FIRST = 2
@@ -72,14 +72,10 @@ def kept(policy: str, budget: int, weights: np.ndarray, group: int) -> np.ndarra
     return found
 
 
-# --- from the profile -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parts", [{"positions": "rotary"}, {"sink": True}, {"window": 9}, {"normalizer": "sigmoid"}])
+@pytest.mark.parametrize("parts", [{"positions": "rotary"}, {"sink": True, "window": 9}, {"normalizer": "sigmoid"}])
 def test_mass_lost_equals_dense_weights(parts: dict[str, Any], tile4: None) -> None:
-    lm = model(**parts)
     settings = [(policy, budget) for policy in (WINDOW, SINKS, HEAVY, MEAN) for budget in (5, 8, 23)]
-    for seen in calls_of(lm, {"ids": text(23)}):
+    for seen in calls_of(model(**parts), {"ids": text(23)}):
         given = seen.call.given
         weights = oracle(given.q, given.k, given.v, mask=given.mask, normalizer=given.normalizer)[2][0].numpy()
         shares = weights / weights.sum(-1, keepdims=True) if "normalizer" in parts else weights
@@ -103,16 +99,6 @@ def test_keys_that_received_least_are_evicted() -> None:
                 assert {j for j in range(i + 1) if i < ends[item, head, j]} == held
 
 
-def test_larger_budget_never_loses_more() -> None:
-    budgets = (3, 4, 7, 12, 20, 29)
-    found = eviction(model(), text(29), budgets=budgets, first=FIRST, run=False).mass
-    for (policy, _, _), rows in found.groupby(["policy", "layer", "head"]):
-        lost = rows.sort_values("budget")["mass_lost"].to_numpy()
-        assert (np.diff(lost) <= 1e-12).all(), policy
-        assert lost[0] > 0.01
-        assert lost[-1] == 0  # nothing is evicted
-
-
 def test_padding_is_left_out() -> None:
     lm = hf.build("llama", suffix="ForCausalLM").double()
     batch = hf.inputs("llama", "left")
@@ -131,9 +117,6 @@ def test_mass_lost_forms_no_quadratic_tensor(monkeypatch: pytest.MonkeyPatch) ->
     set_tile(monkeypatch, 16)
     lm, ids = model(d_model=12, heads=2, kv_heads=1, layers=1), text(301)
     assert largest_tensor(lambda: eviction(lm, ids, budgets=(16,), run=False)) < 301 * 301 / 2
-
-
-# --- by running -------------------------------------------------------------------------------------------------------
 
 
 def masked_nats(lm: DecoderLM, ids: Tensor, mask: Mask) -> float:
@@ -167,8 +150,9 @@ def test_heavy_hitters_are_evicted_one_by_one() -> None:
     assert abs(float(together.sum()) - found) > 1e-3  # so it does matter
 
 
-def test_full_budget_loses_nothing() -> None:
-    found = eviction(model(positions="rotary"), text(27), budgets=(6, 27, 64), policies=POLICIES, first=FIRST)
+def test_full_budget_loses_nothing_and_the_loss_is_a_mean_over_tokens() -> None:
+    lm = model(positions="rotary")
+    found = eviction(lm, text(27), budgets=(6, 27, 64), policies=POLICIES, first=FIRST)
     assert found.loss is not None
     rise = found.loss.set_index(["policy", "budget"])["delta_nats"]
     for policy in ("window", "sinks", "heavy", "mean"):
@@ -177,126 +161,87 @@ def test_full_budget_loses_nothing() -> None:
         assert abs(rise[policy, 6]) > 1e-3
     full = found.loss.iloc[0]
     assert full["policy"] == "full"
-    assert full["nats"] == pytest.approx(model(positions="rotary").loss(text(27)).item(), rel=1e-9)
+    assert full["nats"] == pytest.approx(lm.loss(text(27)).item(), rel=1e-9)
+    pair = text(19, batch=2)
+    both, *ones = (eviction(lm, x, budgets=(5,), policies=("window",)).loss for x in (pair, pair[:1], pair[1:]))
+    np.testing.assert_allclose(both["nats"], (ones[0]["nats"] + ones[1]["nats"]) / 2, rtol=1e-12)  # type: ignore[index]
 
 
-def test_loss_is_averaged_over_tokens() -> None:
-    lm, ids = model(), text(19, batch=2)
-    both = eviction(lm, ids, budgets=(5,), policies=("window",))
-    ones = [eviction(lm, one[None], budgets=(5,), policies=("window",)) for one in ids]
-    mean = np.mean([one.loss["nats"] for one in ones if one.loss is not None], 0)
-    assert both.loss is not None
-    np.testing.assert_allclose(both.loss["nats"], mean, rtol=1e-12)
-
-
-@pytest.mark.parametrize("policy", ["window", "sinks"])
-def test_hugging_face_models_run_with_masks(policy: str) -> None:
+def test_hugging_face_models_run_with_masks_also_from_a_folder(tmp_path: Path) -> None:
     lm = hf.build("gpt2", "eager", suffix="LMHeadModel")
     ids = hf.inputs("gpt2", batch=1)["input_ids"]
-    found = eviction(lm, ids, budgets=(6,), policies=(policy,), first=FIRST)
-    mask = Causal() & (Window(6) if policy == "window" else Prefix(FIRST) | Window(6 - FIRST))
-    hidden = ~mask.dense(hf.LENGTH, hf.LENGTH)
-    with torch.no_grad():
-        expected = [
-            nn.functional.cross_entropy(lm(ids, attention_mask=given).logits[0, :-1], ids[0, 1:]).item()
-            for given in (None, torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min))
-        ]
+    found = eviction(lm, ids, budgets=(6,), policies=("window", "sinks"), first=FIRST)
+    expected = []
+    for mask in (None, Causal() & Window(6), Causal() & (Prefix(FIRST) | Window(6 - FIRST))):
+        given = None
+        if mask is not None:
+            hidden = ~mask.dense(hf.LENGTH, hf.LENGTH)
+            given = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+        with torch.no_grad():
+            logits = lm(ids, attention_mask=given).logits
+        expected.append(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).item())
     assert found.loss is not None
     np.testing.assert_allclose(found.loss["nats"], expected, rtol=1e-5)
-    assert abs(expected[1] - expected[0]) > 1e-3
+    assert len({round(x, 3) for x in expected}) == 3
     assert found.attrs["run"] == "masks"
     assert lm.config._attn_implementation == "eager"
+    lm.save_pretrained(tmp_path / "lm")
+    again = eviction(str(tmp_path / "lm"), ids, budgets=(6,), policies=("window",))
+    assert again.loss is not None
+    np.testing.assert_allclose(again.loss["nats"], expected[:2], rtol=1e-5)
 
 
-# --- what is refused, shown and written -------------------------------------------------------------------------------
+class Own(MeanAttention):
+    name = "heavy"
 
 
-@pytest.mark.parametrize(
-    ("settings", "argument", "match"),
-    [
-        ({"policies": ("window", "newest")}, "policies", "'newest'"),
-        ({"policies": ()}, "policies", "empty"),
-        ({"policies": ("heavy", "heavy")}, "policies", "once"),
-        ({"policies": (HeavyHitters, type("Own", (MeanAttention,), {"name": "heavy"}))}, "policies", "built-in"),
-        ({"policies": (Window,)}, "policies", "Window"),
-        ({"budgets": (4,)}, "budgets", "policy 'sinks'"),
-        ({"budgets": (1,), "policies": ("heavy",)}, "budgets", "at least 2"),
-        ({"budgets": ()}, "budgets", "empty"),
-        ({"first": 0}, "first", None),
-    ],
-)
-def test_eviction_rejects_invalid_settings(settings: dict[str, Any], argument: str, match: str | None) -> None:
+def of_hf(name: str, suffix: str | None = "ForCausalLM", **settings: Any) -> Eviction:
+    return eviction(hf.build(name, suffix=suffix), hf.inputs(name)["input_ids"], **settings)
+
+
+REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
+    ("policies", "'newest'", lambda: eviction(model(), text(9), policies=("window", "newest"))),
+    ("policies", "empty", lambda: eviction(model(), text(9), policies=())),
+    ("policies", "once", lambda: eviction(model(), text(9), policies=("heavy", "heavy"))),
+    ("policies", "built-in", lambda: eviction(model(), text(9), policies=(HeavyHitters, Own))),
+    ("policies", "Window", lambda: eviction(model(), text(9), policies=(Window,))),  # type: ignore[arg-type]
+    ("policies", "fixed mask", lambda: of_hf("llama")),
+    ("budgets", "policy 'sinks'", lambda: eviction(model(), text(9), budgets=(4,))),
+    ("budgets", "at least 2", lambda: eviction(model(), text(9), budgets=(1,), policies=("heavy",))),
+    ("budgets", "empty", lambda: eviction(model(), text(9), budgets=())),
+    ("first", None, lambda: eviction(model(), text(9), first=0)),
+    ("model", "output head", lambda: of_hf("llama", None, policies=("window",))),
+    ("model", "no causal", lambda: of_hf("bert", None, run=False)),
+    ("model", "Linear cannot", lambda: eviction(nn.Linear(2, 2), text(9))),
+    ("budget", None, lambda: heads_figure(eviction(model(), text(9), budgets=(8,), run=False), 9)),
+    ("inputs", "1 token", lambda: eviction(model(), text(1))),
+]
+
+
+@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
+def test_eviction_refuses_bad_settings_and_models(argument: str, match: str | None, call: Callable[[], object]) -> None:
     with refused(argument, match):
-        eviction(model(), text(9), **settings)
+        call()
 
 
-def test_models_that_cannot_be_run_are_rejected() -> None:
-    llama = hf.build("llama", suffix="ForCausalLM")
-    ids = hf.inputs("llama")["input_ids"]
-    with refused("policies", match="fixed mask"):
-        eviction(llama, ids)
-    with refused("model", match="output head"):
-        eviction(hf.build("llama"), ids, policies=("window",))
-    with refused("model", match="no causal"):
-        eviction(hf.build("bert"), ids, run=False)
-    with refused("model", match="Linear cannot"):
-        eviction(nn.Linear(2, 2), ids)
-    with refused("inputs", match="1 token"):
-        eviction(model(), text(1))
-
-
-def test_figures_show_the_result() -> None:
-    found = eviction(model(), text(31), budgets=(8, 16), policies=POLICIES, first=FIRST)
-    assert found.loss is not None
-    cheapest = found.loss[found.loss["budget"] == 8].sort_values("delta_nats").iloc[0]
-    figure = budget_figure(found)
-    assert f"With 8 keys, “{cheapest['policy']}” costs {cheapest['delta_nats']:.2f} nats" in figure.texts[0].get_text()
-    assert len(figure.axes) == 2
-    drawn = heads_figure(found, 16)
-    assert [axes.get_title(loc="left").split(",")[0] for axes in drawn.axes[:4]] == ["window", "sinks", "heavy", "mean"]
-    at = found.mass[found.mass["budget"] == 16]
-    assert f"loses {100 * at['mass_lost'].max():.0f} %" in drawn.texts[0].get_text()
-    with refused("budget"):
-        heads_figure(found, 9)
-    estimate = eviction(model(), text(31), budgets=(8,), first=FIRST, run=False)
-    assert "of the attention" in budget_figure(estimate).texts[0].get_text()
-
-
-def test_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = main(["evict", "--tokens", "40", "--budgets", "8, 16", "--policies", "window,sinks", "--out", str(tmp_path)])
-    assert done == 0
-    names = {path.name for path in tmp_path.iterdir()}
+def test_command_writes_tables_and_figures(tmp_path: Path, command: Command) -> None:
+    command.succeeds(
+        "evict", "--tokens", 40, "--budgets", "8, 16", "--policies", "window,sinks", "--out", tmp_path / "a"
+    )
+    names = {path.name for path in (tmp_path / "a").iterdir()}
     assert names == {"mass.csv", "loss.csv", "eviction.json", "eviction.png", "heads.png"}
-    mass, loss = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("mass", "loss"))
+    mass, loss = (pd.read_csv(tmp_path / "a" / f"{name}.csv") for name in ("mass", "loss"))
     config = load_model("qkv-mini").model.config
     assert len(mass) == 2 * 2 * config.layers * config.heads
     assert loss["policy"].tolist() == ["full", "window", "window", "sinks", "sinks"]
-    written = json.loads((tmp_path / "eviction.json").read_text())
+    written = json.loads((tmp_path / "a" / "eviction.json").read_text())
     assert written["loss"][1]["nats"] == pytest.approx(loss["nats"][1])
     assert written["loss"][0]["budget"] is None
     mean = mass[(mass["policy"] == "sinks") & (mass["budget"] == 16)]["mass_lost"].mean()
     assert written["mass_lost"][3] == {"policy": "sinks", "budget": 16, "mass_lost": pytest.approx(mean)}
-    assert "attention on evicted keys" in capsys.readouterr().out
-    assert main(["evict", "--budgets", "8,many", "--out", str(tmp_path)]) == 2
-    assert "--budgets is '8,many'" in capsys.readouterr().err
-
-
-def test_command_estimates_without_running(tmp_path: Path) -> None:
-    out = tmp_path / "new"
-    assert main(["evict", "random-gpt2", "--tokens", "30", "--budgets", "8", "--out", str(out)]) == 2
-    assert not out.exists()
-    assert main(["evict", "random-gpt2", "--tokens", "30", "--budgets", "8", "--no-run", "--out", str(out)]) == 0
-    assert not (out / "loss.csv").exists()
-
-
-def test_hugging_face_folder_is_loaded_with_its_head(tmp_path: Path) -> None:
-    lm = hf.build("gpt2", suffix="LMHeadModel")
-    lm.save_pretrained(tmp_path / "lm")
-    ids = torch.arange(31)[None]
-    loaded = load_model(str(tmp_path / "lm"), head=True).model
-    found = eviction(str(tmp_path / "lm"), ids, budgets=(9,), policies=("window",))
-    expected = eviction(lm, ids, budgets=(9,), policies=("window",))
-    assert type(loaded) is type(lm)
-    assert found.loss is not None
-    assert expected.loss is not None
-    np.testing.assert_allclose(found.loss["nats"], expected.loss["nats"], rtol=1e-6)
+    assert "--budgets is '8,many'" in command.refuses("evict", "--budgets", "8,many", "--out", tmp_path / "a")
+    estimate = ["evict", "random-gpt2", "--tokens", 30, "--budgets", 8, "--out", tmp_path / "b"]
+    command.refuses(*estimate)
+    assert not (tmp_path / "b").exists()
+    command.succeeds(*estimate, "--no-run")
+    assert not (tmp_path / "b" / "loss.csv").exists()

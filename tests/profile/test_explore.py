@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from test_maps import by_loops
+from test_watch import in_threads
 from torch import Tensor, nn
 
 import qkv
-from conftest import MASKS, largest_tensor, oracle, rand, refused, set_sizes, triple
+from conftest import largest_tensor, oracle, rand, refused, set_sizes, triple
 from hf_models import build, inputs
-from qkv import biases, masks, normalizers
-from qkv._engine.call import Call, as_biases
+from qkv import masks, normalizers
+from qkv._engine.call import Call
 from qkv.models import load
 from qkv.models.checkpoint import folder_of
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore import pyramid
 from qkv.profiler.explore.explorer import CacheBudget, Cancelled, Explorer
 from qkv.profiler.explore.pyramid import Pyramid, SingleFlightCache, new_tile_cache
-from qkv.scores import Additive
 from qkv.statistics import maps
 from qkv.statistics.measure import row_state
 
@@ -65,44 +64,30 @@ def check_pyramid(made: Pyramid, weights: Tensor, seen: Tensor, eps: float = 1e-
             assert [x - made.starts[1] for x in got.column_edges.tolist()] == columns[4 * j : 4 * j + 5]
 
 
-CALLS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "causal": ({"mask": masks.Causal()}, {"nq": 37, "nk": 37}),
-    "window": ({"mask": masks.Window(5)}, {"nq": 41, "nk": 41}),
-    "everything": ({}, {"nq": 18, "nk": 67}),
-    "cross, padded": ({"mask": masks.Padding([30, 21])}, {"nq": 45, "nk": 34}),
-    "more queries": ({"mask": masks.Causal()}, {"nq": 35, "nk": 20}),
-    "a batch padded": ({"mask": MASKS["padding, window"](29, 29, 2, 6)}, {"nq": 29, "nk": 29}),
-    "of heads": ({"mask": MASKS["dense of heads"](21, 33, 2, 6)}, {"nq": 21, "nk": 33}),
-    "pair by pair": ({"mask": MASKS["predicate"](33, 21, 2, 6)}, {"nq": 33, "nk": 21}),
-    "a learned sink": (
-        {"mask": masks.Causal(), "normalizer": normalizers.Softmax(sink=rand(6, seed=3))},
-        {"nq": 31, "nk": 31},
-    ),
-    "sigmoid": ({"mask": masks.Causal(), "normalizer": normalizers.Sigmoid()}, {"nq": 31, "nk": 31}),
-    "divided": ({"mask": masks.Causal(), "normalizer": normalizers.EluPlusOne()}, {"nq": 31, "nk": 31}),
-    "negative": ({"mask": masks.Prefix(6), "normalizer": normalizers.Identity()}, {"nq": 19, "nk": 31}),
-    "thresholds": ({"normalizer": normalizers.Entmax(1.5)}, {"nq": 19, "nk": 31}),
-    "hard": ({"mask": masks.Causal(), "normalizer": normalizers.Hard()}, {"nq": 31, "nk": 31}),
-    "biased": ({"mask": masks.Causal(), "bias": (biases.ALiBi(), biases.SoftCap(0.8))}, {"nq": 31, "nk": 37}),
-    "dense bias": ({"bias": biases.Dense(rand(2, 6, 23, 29, seed=8))}, {"nq": 23, "nk": 29}),
-    "relative": ({"bias": biases.RelativePosition(rand(5, 3, seed=4))}, {"nq": 23, "nk": 29}),
-    "additive": ({"score": Additive(rand(7, seed=1), rand(7, 3, seed=2), rand(7, 3, seed=3))}, {"nq": 19, "nk": 23}),
+CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {  # others are in test_maps.py
+    "causal": (37, 37, {"mask": masks.Causal()}),
+    "cross, padded": (45, 34, {"mask": masks.Padding([30, 21])}),
+    "more queries": (35, 20, {"mask": masks.Causal(), "normalizer": normalizers.Softmax(sink=rand(6, seed=3))}),
+    "few pixels": (18, 67, {"mask": masks.Window(9), "normalizer": normalizers.Sigmoid()}),
+    "negative": (19, 31, {"mask": masks.Prefix(6), "normalizer": normalizers.Identity()}),
 }
 
 
 def dense_call(name: str) -> tuple[Call, Tensor, Tensor]:
     """A call in float64, its weights by definition, and which pairs are visible."""
-    asked, shapes = CALLS[name]
-    q, k, v = triple(**shapes)
+    nq, nk, asked = CALLS[name]
+    q, k, v = triple(nq=nq, nk=nk)
     _, _, weights = oracle(q, k, v, **asked)
-    given = dict(asked)
-    given["biases"] = as_biases(given.pop("bias", None))
-    mask = asked.get("mask", ~masks.Prefix(0))
-    seen = mask.dense(q.shape[2], k.shape[2], batch=2, heads=6).expand(weights.shape)
-    return Call.of(q, k, v, **given), weights, seen
+    return Call.of(q, k, v, **asked), weights, asked["mask"].dense(nq, nk, batch=2, heads=6).expand(weights.shape)
 
 
-# --- the pyramid and rectangles of a call -----------------------------------------------------------------------------
+# --- the pyramid of a call ------------------------------------------------------------------------------------------
+
+
+def causal(cache: Any = None) -> tuple[Pyramid, Tensor, Tensor]:
+    """The tiles of the first head of a causal call, with its weights."""
+    call, weights, seen = dense_call("causal")
+    return Pyramid(call, row_state(call), 0, 0, cache or new_tile_cache(10**6), ""), weights[0, 0], seen[0, 0]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -115,45 +100,7 @@ def test_tiles_of_every_zoom_equal_pooled_weights(name: str, small_tiles: None) 
     check_pyramid(inside, weights[0, 1][part], seen[0, 1][part])
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_rectangles_equal_dense_weights(name: str) -> None:
-    call, weights, _ = dense_call(name)
-    rows, (n_queries, n_keys) = row_state(call), weights.shape[2:]
-    for queries, keys in (
-        (slice(7, 8), slice(0, n_keys)),
-        (slice(0, n_queries), slice(n_keys - 1, n_keys)),
-        (slice(3, 9), slice(2, 11)),
-        (slice(n_queries - 1, n_queries), slice(0, 1)),
-    ):
-        want = weights[1][:, queries, keys]
-        got = maps.rectangle(call, rows, queries, keys, item=1)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-        for head in (0, 5):
-            got = maps.rectangle(call, rows, queries, keys, item=1, head=head)
-            torch.testing.assert_close(got, want[head : head + 1], rtol=1e-12, atol=1e-12)
-
-
-def test_child_tiles_pool_to_the_parent(small_tiles: None) -> None:
-    """For every pair of zooms, below and above the base zoom."""
-    call, _, _ = dense_call("causal")
-    made = Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "")
-    assert 0 < made.base < made.deepest
-    for zoom in range(made.deepest):
-        whole = [np.zeros((3, 64, 64)) for _ in range(2)]
-        for z, x in zip((zoom, zoom + 1), whole, strict=True):
-            for i, j, tile in tiles_of(made, z):
-                if tile is not None:
-                    h, w = tile.mean.shape
-                    pairs = tile.row_edges.diff()[:, None] * tile.column_edges.diff()
-                    values = (tile.maximum, tile.mean * pairs, tile.visible * pairs)
-                    x[:, 4 * i : 4 * i + h, 4 * j : 4 * j + w] = torch.stack(values).numpy()
-        far, near = whole[0][:, :32, :32], whole[1].reshape(3, 32, 2, 32, 2)
-        np.testing.assert_allclose(far[0], near[0].max((1, 3)), rtol=1e-12)
-        np.testing.assert_allclose(far[1:], near[1:].sum((2, 4)), rtol=1e-12)
-
-
 def test_low_zooms_share_one_pass_over_the_weights(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, _, _ = dense_call("causal")
     pairs: list[int] = []
     fill = maps.WeightTiles.fill
 
@@ -161,12 +108,12 @@ def test_low_zooms_share_one_pass_over_the_weights(small_tiles: None, monkeypatc
         pairs.append((rows.stop - rows.start) * (columns.stop - columns.start))
         return fill(self, rows, columns, *others)
 
+    made, _, _ = causal()
+    assert 0 < made.base < made.deepest
     monkeypatch.setattr(maps.WeightTiles, "fill", counted)
-    made = Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "")
-    pairs.clear()
     assert made.tile(0, 0, 0) is not None
-    assert 37 * 38 / 2 <= sum(pairs) <= 37**2
     once = sum(pairs)
+    assert 37 * 38 / 2 <= once <= 37**2
     for zoom in range(made.base + 1):
         assert all(True for _ in tiles_of(made, zoom))
     assert sum(pairs) == once
@@ -175,20 +122,16 @@ def test_low_zooms_share_one_pass_over_the_weights(small_tiles: None, monkeypatc
 
 
 def test_masked_tiles_are_not_computed(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, _, _ = dense_call("causal")
-    made = Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "")
+    made, _, _ = causal()
     monkeypatch.setattr(pyramid, "HeadMap", None)
     assert made.tile(made.deepest, 3, 4) is None
     assert made.tile(made.base, 0, 1) is None
 
 
-@pytest.mark.parametrize("max_bytes", [1, 700, 3000])
-def test_tile_cache_is_bounded_in_bytes(max_bytes: int, small_tiles: None) -> None:
-    call, weights, seen = dense_call("causal")
-    cache = new_tile_cache(max_bytes)
-    made = Pyramid(call, row_state(call), 0, 0, cache, "")
-    check_pyramid(made, weights[0, 0], seen[0, 0])
-    assert cache.bytes <= max_bytes
+def test_tile_cache_is_bounded_in_bytes(small_tiles: None) -> None:
+    cache = new_tile_cache(3000)
+    check_pyramid(*causal(cache))
+    assert cache.bytes <= 3000
 
 
 def test_cache_evicts_the_least_recently_used_values() -> None:
@@ -210,28 +153,19 @@ def test_cache_evicts_the_least_recently_used_values() -> None:
     assert [key for key in "efg" if key in cache] == ["g"]
 
 
-def test_progress_rises_from_0_to_1(small_tiles: None) -> None:
-    call, _, _ = dense_call("causal")
-    shares: list[float] = []
-    Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "").tile(0, 0, 0, on_progress=shares.append)
-    assert shares == sorted(shares)
-    assert 0 < shares[0] < 0.5
-    assert shares[-1] == 1
-
-
-def test_cancelled_pass_resumes_from_the_cache(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, weights, seen = dense_call("causal")
-    made = Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "")
-    shares: list[float] = []
+def test_cancelled_pass_resumes_from_the_cache_and_progress_rises(small_tiles: None) -> None:
+    made, weights, seen = causal()
+    shares, rest, whole = list[float](), list[float](), list[float]()
     with pytest.raises(Cancelled):
         made.tile(0, 0, 0, on_progress=shares.append, stopped=lambda: bool(shares) and shares[-1] > 0.6)
     assert 0.6 < shares[-1] < 1
-    rest: list[float] = []
     made.tile(0, 0, 0, on_progress=rest.append)
-    whole: list[float] = []
-    Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "").tile(0, 0, 0, on_progress=whole.append)
+    causal()[0].tile(0, 0, 0, on_progress=whole.append)
     assert len(rest) < len(whole) <= len(rest) + len(shares)
-    check_pyramid(made, weights[0, 0], seen[0, 0])
+    assert whole == sorted(whole)
+    assert 0 < whole[0] < 0.5
+    assert whole[-1] == 1
+    check_pyramid(made, weights, seen)
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -239,102 +173,85 @@ def test_cancelled_pass_resumes_from_the_cache(small_tiles: None, monkeypatch: p
 
 def test_concurrent_requests_compute_a_value_once() -> None:
     cache, made, found = SingleFlightCache[int](100, lambda x: 1), list[int](), list[int]()
-    go = threading.Event()
 
     def make() -> int:
-        go.wait()
         made.append(1)
+        for _ in range(100):
+            time.sleep(0)  # so that other threads run, and ask
         return 7
 
-    threads = [threading.Thread(target=lambda: found.append(cache.get_or_compute("x", make))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.05)
-    go.set()
-    for thread in threads:
-        thread.join()
+    in_threads([lambda: found.append(cache.get_or_compute("x", make))] * 8)
     assert (made, found) == ([1], [7] * 8)
 
 
 def test_a_waiting_thread_can_be_cancelled_or_take_over() -> None:
-    cache = SingleFlightCache[int](100, lambda x: 1)
+    cache, found = SingleFlightCache[int](100, lambda x: 1), list[object]()
     begun, fail = threading.Event(), threading.Event()
-    found: list[object] = []
 
     def first() -> int:
         begun.set()
-        fail.wait()
+        assert fail.wait(60)
         raise Cancelled
 
-    def run(make: Any, stopped: Any) -> None:
-        try:
-            found.append(cache.get_or_compute("x", make, stopped))
-        except Cancelled:
-            found.append("gone")
+    def ask(make: Callable[[], int], stopped: bool) -> threading.Thread:
+        def run() -> None:
+            try:
+                found.append(cache.get_or_compute("x", make, lambda: stopped))
+            except Cancelled:
+                found.append("gone")
 
-    one = threading.Thread(target=run, args=(first, lambda: False))
-    one.start()
-    begun.wait()
-    impatient = threading.Thread(target=run, args=(lambda: 1, lambda: True))
-    patient = threading.Thread(target=run, args=(lambda: 2, lambda: False))
-    impatient.start(), patient.start()
-    impatient.join()
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    one = ask(first, False)
+    assert begun.wait(60)
+    patient = ask(lambda: 2, False)
+    ask(lambda: 1, True).join()
     assert found == ["gone"]
     fail.set()
-    one.join(), patient.join()
+    one.join()
+    patient.join()
     assert sorted(map(str, found)) == ["2", "gone", "gone"]
 
 
 # --- of models --------------------------------------------------------------------------------------------------------
 
 
-def explorer(name: str, padding: str | None = None, **settings: Any) -> tuple[Explorer, qkv.profiler.Profile]:
-    batch = inputs(name, padding)
-    found = explore.of(build(name), batch, **settings)
-    return found, qkv.profile(build(name), batch, progress=False, probe=False)
-
-
 def check_model(found: Explorer, profile: qkv.profiler.Profile, tolerance: float = 1e-6) -> None:
     """All requests against the weights that a profile keeps."""
+    near = {"rtol": 1e-4, "atol": tolerance}
     for group, data in profile.groups.items():
-        for text in range(data.sizes["text"]):
-            info = found.info(group, text)
+        for text, layer in np.ndindex(data.sizes["text"], data.sizes["layer"]):
             n_queries, n_keys = int(data["n_queries"][text]), int(data["n_keys"][text])
-            assert info == (n_queries, n_keys, 0, 0)
-            for layer in range(data.sizes["layer"]):
-                weights = data["weights"].values[text, layer, :, :n_queries, :n_keys]
-                near = {"rtol": 1e-4, "atol": tolerance}
-                query, key = n_queries - 2 if n_queries > 1 else 0, min(3, n_keys - 1)
-                for head in range(data.sizes["head"]):
+            assert found.info(group, text) == (n_queries, n_keys, 0, 0)
+            weights = data["weights"].values[text, layer, :, :n_queries, :n_keys]
+            query, key = n_queries - 2 if n_queries > 1 else 0, min(3, n_keys - 1)
+            for head in (*range(data.sizes["head"]), None):
+                want = weights.mean(0) if head is None else weights[head]
+                if head is not None:
                     tile = found.tile(group, text, layer, head, 0, 0, 0)
-                    assert tile is not None
-                    np.testing.assert_allclose(tile.mean, weights[head], **near)
-                    np.testing.assert_allclose(tile.maximum, weights[head], **near)
-                    row = found.row(group, text, layer, head, query)
-                    column = found.column(group, text, layer, head, key)
-                    assert row.dtype == column.dtype == np.float32
-                    np.testing.assert_allclose(row, weights[head, query], **near)
-                    np.testing.assert_allclose(column, weights[head, :, key], **near)
-                    pair = found.pair(group, text, layer, head, query, key)
-                    np.testing.assert_allclose([pair, pair], [row[key], column[query]], rtol=1e-5, atol=1e-7)
-                mean = weights.mean(0)
-                np.testing.assert_allclose(found.row(group, text, layer, None, query), mean[query], **near)
-                np.testing.assert_allclose(found.column(group, text, layer, None, key), mean[:, key], **near)
-                np.testing.assert_allclose(found.pair(group, text, layer, None, query, key), mean[query, key], **near)
-                keys, strongest = found.strongest(group, text, layer, query)
-                np.testing.assert_allclose(strongest, weights[:, query].max(1), **near)
-                np.testing.assert_allclose(weights[np.arange(len(keys)), query, keys], strongest, **near)
+                    np.testing.assert_allclose(tile.mean, want, **near)  # type: ignore[union-attr]
+                    np.testing.assert_allclose(tile.maximum, want, **near)  # type: ignore[union-attr]
+                row = found.row(group, text, layer, head, query)
+                column = found.column(group, text, layer, head, key)
+                assert row.dtype == column.dtype == np.float32
+                np.testing.assert_allclose(row, want[query], **near)
+                np.testing.assert_allclose(column, want[:, key], **near)
+                pair = found.pair(group, text, layer, head, query, key)
+                np.testing.assert_allclose([pair, pair], [row[key], column[query]], rtol=1e-5, atol=1e-7)
+            keys, strongest = found.strongest(group, text, layer, query)
+            np.testing.assert_allclose(strongest, weights[:, query].max(1), **near)
+            np.testing.assert_allclose(weights[np.arange(len(keys)), query, keys], strongest, **near)
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gpt_oss", "bert"])
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [("gpt2", "left"), ("mistral", "right"), ("gpt_oss", None), ("bert", "left"), ("bert", "right"), ("t5", None)],
+)
 def test_explorer_equals_the_profile(name: str, padding: str | None) -> None:
-    check_model(*explorer(name, padding))
-
-
-@pytest.mark.parametrize("name", ["bart", "t5", "gemma2"])
-def test_explorer_equals_the_profile_for_other_architectures(name: str) -> None:
-    check_model(*explorer(name))
+    batch, model = inputs(name, padding), build(name)
+    check_model(explore.of(build(name), batch), qkv.profile(model, batch, progress=False, probe=False))
 
 
 def test_explorer_equals_the_profile_for_several_texts() -> None:
@@ -344,37 +261,25 @@ def test_explorer_equals_the_profile_for_several_texts() -> None:
 
 
 def test_step_by_step_decoder_is_one_layer() -> None:
-    folder = folder_of("qkv-translation")
-    assert folder is not None
-    model = load(folder)
+    model = load(folder_of("qkv-translation"))  # type: ignore[arg-type]
     batch = {"source": torch.arange(4, 13)[None], "target": torch.arange(3, 10)[None]}
     profile = qkv.profile(model, batch, progress=False, probe=False)
-    found = explore.of(model, batch)
     assert profile.data["weights"].values.shape[1:] == (1, 1, 7, 9)
-    check_model(found, profile)
+    check_model(explore.of(model, batch), profile)
     scarce = explore.of(model, batch, caches=CacheBudget(1))  # the model runs again: all steps are found once more
     check_model(scarce, profile)
 
 
-class Towers(nn.Module):
-    """Two layers of one kind, over texts of different lengths, and one more of the first: a profile splits them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (qkv.nn.MultiHeadAttention(12, h) for h in (2, 3, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.third(x) + self.second(x[:, ::2]).sum(1, keepdim=True)
-
-
 def test_layers_of_different_shapes_are_separate_groups() -> None:
-    torch.manual_seed(0)
-    model, batch = Towers(), {"x": rand(2, 14, 12, dtype=torch.float32)}
+    """Swin attends in windows, of which later layers have fewer, with more heads."""
+    sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4]}
+    model = transformers.SwinModel(transformers.SwinConfig(**sizes, window_size=4)).eval()
+    batch = {"pixel_values": rand(1, 3, 32, 32, dtype=torch.float32)}
     profile = qkv.profile(model, batch, progress=False, probe=False)
-    assert {name: data.sizes["layer"] for name, data in profile.groups.items()} == {"self": 2, "self-2": 1}
-    check_model(explore.of(model, batch), profile)
-    check_model(explore.of(model, batch, caches=CacheBudget(1)), profile)
+    found = {name: (d.sizes["text"], d.sizes["head"], d["layer"].values.tolist()) for name, d in profile.groups.items()}
+    assert found == {"self": (4, 2, [0, 1]), "self-2": (1, 4, [2])}
+    for budget in (2**31, 1):
+        check_model(explore.of(model, batch, caches=CacheBudget(budget)), profile)
 
 
 def forwards(model: nn.Module) -> list[int]:
@@ -410,12 +315,10 @@ def test_model_runs_again_only_if_the_cache_is_too_small() -> None:
 
 
 def test_explorers_with_a_shared_cache_do_not_mix() -> None:
-    batch, profiles = inputs("llama"), list[qkv.profiler.Profile]()
-    models = [build("llama"), build("llama")]
+    batch, models = inputs("llama"), [build("llama"), build("llama")]
     with torch.no_grad():
         models[1].layers[0].self_attn.q_proj.weight.mul_(3)
-    for model in models:
-        profiles.append(qkv.profile(model, batch, progress=False, probe=False))
+    profiles = [qkv.profile(model, batch, progress=False, probe=False) for model in models]
     for budget in (2**31, 1):
         caches = CacheBudget(budget)
         one, other = (explore.of(model, batch, caches=caches) for model in models)
@@ -427,17 +330,17 @@ def test_explorers_with_a_shared_cache_do_not_mix() -> None:
 
 
 def test_concurrent_requests_run_the_model_and_compute_a_tile_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, made = build("gpt2"), list[int]()
+    model, made, tiles, rows = build("gpt2"), list[int](), list[Any](), list[Any]()
     heard = forwards(model)
     compute = Pyramid._from_weights
-    monkeypatch.setattr(Pyramid, "_from_weights", lambda *a: (made.append(1), time.sleep(0.02), compute(*a))[-1])
-    found, tiles = explore.of(model, inputs("gpt2")), list[Any]()
-    threads = [threading.Thread(target=lambda: tiles.append(found.tile("self", 0, 1, 2, 0, 0, 0))) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    monkeypatch.setattr(Pyramid, "_from_weights", lambda *a: (made.append(1), compute(*a))[-1])
+    found = explore.of(model, inputs("gpt2"))
+    in_threads([lambda: tiles.append(found.tile("self", 0, 1, 2, 0, 0, 0))] * 6)
     assert (len(heard), len(made), len(tiles), len(set(map(id, tiles)))) == (1, 1, 6, 1)
+    heard.clear()
+    found = explore.of(model, inputs("gpt2"))
+    in_threads([lambda: rows.append(found.row("self", 0, 1, 2, 5))] * 6)
+    assert (len(heard), len(rows)) == (1, 6)
 
 
 def test_cancelled_forward_restores_the_model() -> None:
@@ -453,34 +356,28 @@ def test_cancelled_forward_restores_the_model() -> None:
 def test_explorer_needs_linear_memory() -> None:
     found = explore.of("random-gpt2", torch.arange(1024) % 256)
     found.info("self", 0)
-    ask = {
-        "row": lambda: found.row("self", 0, 3, 1, 777),
-        "column": lambda: found.column("self", 0, 3, None, 5),
-        "strongest": lambda: found.strongest("self", 0, 3, 1023),
-        "tile": lambda: found.tile("self", 0, 3, 1, 2, 3, 1),
-    }
-    for name, run in ask.items():
-        assert largest_tensor(run) <= 1024 * 384, name  # the queries of the layer, of which some are a view
+    ask: list[Callable[[], object]] = [
+        lambda: found.row("self", 0, 3, 1, 777),
+        lambda: found.column("self", 0, 3, None, 5),
+        lambda: found.strongest("self", 0, 3, 1023),
+        lambda: found.tile("self", 0, 3, 1, 2, 3, 1),
+    ]
+    for run in ask:
+        assert largest_tensor(run) <= 1024 * 384  # the queries of the layer, of which some are a view
 
 
-@pytest.mark.parametrize(
-    ("request_", "argument"),
-    [
-        (lambda e: e.info("cross", 0), "group"),
-        (lambda e: e.info("self", 2), "text"),
-        (lambda e: e.info("self", -1), "text"),
-        (lambda e: e.row("self", 0, 99, 0, 0), "layer"),
-        (lambda e: e.row("self", 0, 0, 6, 0), "head"),
-        (lambda e: e.row("self", 0, 0, -1, 0), "head"),
-        (lambda e: e.row("self", 0, 0, 0, 99), "query"),
-        (lambda e: e.column("self", 0, 0, None, -1), "key"),
-        (lambda e: e.tile("self", 0, 0, 0, 1, 0, 0), "zoom"),
-        (lambda e: e.tile("self", 0, 0, 0, 0, 0, 1), "j"),
-    ],
-)
-def test_explorer_rejects_indices_out_of_range(request_: Any, argument: str, mini: Explorer) -> None:
-    with refused(argument):
-        request_(mini)
+REFUSALS: list[tuple[str, Callable[[Explorer], object]]] = [
+    ("group", lambda e: e.info("cross", 0)),
+    ("text", lambda e: e.info("self", 2)),
+    ("text", lambda e: e.info("self", -1)),
+    ("layer", lambda e: e.row("self", 0, 99, 0, 0)),
+    ("head", lambda e: e.row("self", 0, 0, 6, 0)),
+    ("head", lambda e: e.row("self", 0, 0, -1, 0)),
+    ("query", lambda e: e.row("self", 0, 0, 0, 99)),
+    ("key", lambda e: e.column("self", 0, 0, None, -1)),
+    ("zoom", lambda e: e.tile("self", 0, 0, 0, 1, 0, 0)),
+    ("j", lambda e: e.tile("self", 0, 0, 0, 0, 0, 1)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -488,33 +385,27 @@ def mini() -> Explorer:
     return explore.of("qkv-mini", [SHORT, LONG])
 
 
-def test_text_out_of_range_of_a_batch_is_rejected() -> None:
-    with refused("text", match=r"0\.\.1"):
-        explore.of(build("gpt2"), inputs("gpt2")).info("self", 2)
+@pytest.mark.parametrize(("argument", "ask"), REFUSALS)
+def test_indices_out_of_range_are_rejected(argument: str, ask: Callable[[Explorer], object], mini: Explorer) -> None:
+    with refused(argument):
+        ask(mini)
 
 
-def test_padding_between_tokens_is_rejected() -> None:
+def test_padding_between_tokens_and_texts_beyond_a_batch_are_rejected() -> None:
     batch = inputs("bert", "right")
-    batch["attention_mask"] = batch["attention_mask"].clone()
     batch["attention_mask"][0, 7] = 0
     found = explore.of(build("bert"), batch)
     with refused("text", match="padding"):
         found.info("self", 0)
+    with refused("text", match=r"0\.\.1"):
+        found.info("self", 2)
     assert found.info("self", 1).n_keys == 32
 
 
 def test_nan_weights_are_rejected() -> None:
     model = build("gpt2")
-    with torch.no_grad():
-        model.h[1].attn.c_attn.bias[0] = torch.nan
+    model.h[1].attn.c_attn.bias.data[0] = torch.nan
     found = explore.of(model, inputs("gpt2"))
-    asked = (lambda: found.row("self", 0, 1, 0, 3), lambda: found.tile("self", 0, 1, 0, 0, 0, 0))
-    for ask in asked:
+    for ask in (lambda: found.row("self", 0, 1, 0, 3), lambda: found.tile("self", 0, 1, 0, 0, 0, 0)):
         with refused("model", match=r"NaN in h\.1"):
             ask()
-
-
-@pytest.mark.parametrize("module", ["explore.pyramid", "explore.explorer"])
-def test_examples_run(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"qkv.profiler.{module}"))
-    assert result.attempted > 0 == result.failed

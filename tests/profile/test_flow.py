@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,22 @@ import torch
 from torch import Tensor
 
 import hf_models as hf
-from conftest import MASKS, close, enlarged, fits, largest_tensor, oracle, rand, refused, set_tile, triple, unchecked
+from conftest import (
+    MASKS,
+    Command,
+    close,
+    enlarged,
+    fits,
+    largest_tensor,
+    oracle,
+    rand,
+    refused,
+    set_tile,
+    triple,
+    unchecked,
+)
 from qkv import masks, normalizers
 from qkv._engine.call import Call
-from qkv.cli import main
 from qkv.figures.analyses import flow_figure
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Normalizer
@@ -24,112 +38,58 @@ from qkv.profiler.capture.datasets import calls_of
 from qkv.statistics.measure import row_state
 from qkv.statistics.products import weights_matmul, weights_transposed_matmul
 
-NORMALIZERS: dict[str, Normalizer] = {
-    "softmax": normalizers.Softmax(),
-    "sink": normalizers.Softmax(sink=0.7),
-    "sigmoid": normalizers.Sigmoid(),
-    "elu": normalizers.EluPlusOne(),
-    "entmax": normalizers.Entmax(1.5),
-    "hard": normalizers.Hard(),
-    "signed": normalizers.Identity(),
-}
+NORMALIZERS: list[Normalizer] = [
+    normalizers.Softmax(), normalizers.Softmax(sink=0.7), normalizers.Sigmoid(), normalizers.EluPlusOne(),
+    normalizers.Entmax(1.5), normalizers.Hard(), normalizers.Identity(),
+]  # fmt: skip
 
 
-# --- both products ----------------------------------------------------------------------------------------------------
+def check_products(call: Call, weights: Tensor, w: Tensor, x: Tensor, queries: Tensor | None = None) -> None:
+    """Both against the dense weights, of which those of `queries` that do not count are zero."""
+    weights = weights if queries is None else weights * queries[:, None, :, None]
+    close(weights_transposed_matmul(call, row_state(call), w, queries=queries), weights.transpose(2, 3) @ w)
+    close(weights_matmul(call, row_state(call), x, queries=queries), weights @ x)
 
 
-@pytest.mark.parametrize("name", [name for name in MASKS if fits(name, 11, 13)])
-def test_products_equal_dense_weights_for_every_mask(name: str, tile4: None) -> None:
+@pytest.mark.parametrize(("name", "normalizer"), list(zip([n for n in MASKS if fits(n, 11, 13)], cycle(NORMALIZERS))))
+def test_products_equal_dense_weights(name: str, normalizer: Normalizer, tile4: None) -> None:
     q, k, v = triple()
     mask = MASKS[name](11, 13, 2, 6)
-    weights = oracle(q, k, v, mask=mask)[2]
-    call = Call.of(q, k, v, mask)
-    w, x = rand(2, 6, 11, 3, seed=1), rand(2, 1, 13, 3, seed=2)
-    close(weights_transposed_matmul(call, row_state(call), w), weights.transpose(2, 3) @ w)
-    close(weights_matmul(call, row_state(call), x), weights @ x)
-
-
-@pytest.mark.parametrize("name", NORMALIZERS)
-def test_products_equal_dense_weights_for_every_normalizer(name: str, tile: int) -> None:
-    q, k, v = triple(h=10, hkv=5)
-    mask, normalizer = masks.Causal(), NORMALIZERS[name]
     weights = oracle(q, k, v, mask=mask, normalizer=normalizer)[2]
     call = Call.of(q, k, v, mask, (), None, normalizer)
-    w, x = rand(2, 1, 11, 2, seed=1), rand(2, 10, 13, 7, seed=2)
-    close(weights_transposed_matmul(call, row_state(call), w), weights.transpose(2, 3) @ w)
-    close(weights_matmul(call, row_state(call), x), weights @ x)
-
-
-def test_weights_transposed_matmul_equals_transposed_attention() -> None:
-    """Keys query the queries, each with a bias −lse_i: e to the lse of that pass is what each key has received."""
-    q, k, v = triple(hkv=6, nq=13)
-    call = Call.of(q, k, v)
-    rows = row_state(call)
-    assert rows.level is not None
-    scores = (k @ q.transpose(2, 3)) * call.scale - rows.level[:, :, None]
-    w = rand(2, 6, 13, 2, seed=1)
-    flash = torch.softmax(scores, -1) @ w * torch.logsumexp(scores, -1).exp()[..., None]
-    close(weights_transposed_matmul(call, rows, w), flash)
+    check_products(call, weights, rand(2, 6, 11, 3, seed=1), rand(2, 1, 13, 3, seed=2))
+    check_products(call, weights, rand(2, 1, 11, 2, seed=1), rand(2, 6, 13, 7, seed=2))
 
 
 def test_masked_queries_may_be_nan(tile4: None) -> None:
     q, k, v = triple(nq=13)
     counted = torch.ones(2, 13, dtype=torch.bool)
     counted[0, :3], counted[1, 9:] = False, False
-    weights = oracle(q, k, v, mask=masks.Causal())[2] * counted[:, None, :, None]
-    q = q.masked_fill(~counted[:, None, :, None], torch.nan)
+    broken = q.masked_fill(~counted[:, None, :, None], torch.nan)
     for normalizer in (None, normalizers.EluPlusOne()):
-        if normalizer is not None:
-            clean = q.nan_to_num()
-            weights = oracle(clean, k, v, mask=masks.Causal(), normalizer=normalizer)[2] * counted[:, None, :, None]
-        call = Call.of(q, k, v, masks.Causal(), (), None, normalizer)
-        w, x = rand(2, 1, 13, 2, seed=1), rand(2, 1, 13, 2, seed=2)
-        close(weights_transposed_matmul(call, row_state(call), w, queries=counted), weights.transpose(2, 3) @ w)
-        close(weights_matmul(call, row_state(call), x, queries=counted), weights @ x)
+        weights = oracle(q, k, v, mask=masks.Causal(), normalizer=normalizer)[2]
+        call = Call.of(broken, k, v, masks.Causal(), (), None, normalizer)
+        check_products(call, weights, rand(2, 1, 13, 2, seed=1), rand(2, 1, 13, 2, seed=2), queries=counted)
 
 
-def test_products_form_no_quadratic_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_and_rollout_form_no_quadratic_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     set_tile(monkeypatch, 16)
-    q, k, v = triple(b=1, h=2, hkv=1, nq=211, nk=211)
-    call = Call.of(q, k, v, masks.Causal())
-    rows = row_state(call)
-    w = rand(1, 1, 211, 2)
-    for product in (weights_transposed_matmul, weights_matmul):
-        assert largest_tensor(lambda product=product: product(call, rows, w)) < 211 * 20  # type: ignore[misc]
-
-
-def test_products_reject_wrong_shapes() -> None:
-    q, k, v = triple()
-    call = Call.of(q, k, v)
-    rows = row_state(call)
-    with unchecked():
-        with refused("w"):
-            weights_transposed_matmul(call, rows, rand(2, 1, 13, 1))
-        with refused("x"):
-            weights_matmul(call, rows, rand(2, 5, 13, 1))
-        with refused("queries"):
-            weights_matmul(call, rows, rand(2, 1, 13, 1), queries=torch.ones(2, 13, dtype=torch.bool))
-
-
-# --- rollout ----------------------------------------------------------------------------------------------------------
-
-
-def matrices(weights: list[Tensor], residual: float) -> list[Tensor]:
-    """Ã of every layer, (b, n, n), by definition, from its weights (b, h, n, n)."""
-    mixed = [residual * torch.eye(a.shape[2]).double() + (1 - residual) * a.double().mean(1) for a in weights]
-    return [m / m.sum(-1, keepdim=True) for m in mixed]
+    call = Call.of(*triple(b=1, h=2, hkv=1, nq=211, nk=211), masks.Causal())
+    rows, w = row_state(call), rand(1, 1, 211, 2)
+    assert largest_tensor(lambda: weights_transposed_matmul(call, rows, w)) < 211 * 20
+    assert largest_tensor(lambda: weights_matmul(call, rows, w)) < 211 * 20
+    lm, ids = model(), torch.randint(17, (1, 401))
+    assert largest_tensor(lambda: rollout(lm, ids)) < 401 * 401 / 2
+    assert largest_tensor(lambda: flow_to(lm, ids)) < 401 * 401 / 2
 
 
 def rollouts(weights: list[Tensor], residual: float) -> tuple[list[Tensor], list[Tensor]]:
-    """From every depth to the final state, and from the embeddings to every depth."""
-    layers = matrices(weights, residual)
-    identity = torch.eye(layers[0].shape[1]).double().expand_as(layers[0])
-    down, up = [identity], [identity]
-    for layer in reversed(layers):
-        down.insert(0, down[0] @ layer)
-    for layer in layers:
-        up.append(layer @ up[-1])
-    return down, up
+    """From every depth to the final state, and from the embeddings to every depth, by definition: (b, n, n)."""
+    same = torch.eye(weights[0].shape[2]).double().expand_as(weights[0][:, 0])
+    mixed = [residual * same + (1 - residual) * a.double().mean(1) for a in weights]
+    layers = [m / m.sum(-1, keepdim=True) for m in mixed]
+    down = [*accumulate(reversed(layers), torch.matmul, initial=same)]
+    return down[::-1], [*accumulate(layers, lambda below, layer: layer @ below, initial=same)]
 
 
 def check(
@@ -153,17 +113,14 @@ def check(
             np.testing.assert_allclose(forth.values[item, :, depth, :n], columns, rtol=rtol, atol=rtol / 1e4)
 
 
-@pytest.mark.parametrize("residual", [0.0, 0.83])
 @pytest.mark.parametrize(
-    "parts",
+    ("parts", "residual"),
     [
-        {"positions": "rotary", "kv_heads": 2},
-        {"positions": "alibi", "window": 5},
-        {"sink": True},
-        {"normalizer": "sigmoid", "heads": 3, "d_model": 48},
-        {"normalizer": "off_by_one"},
+        ({"positions": "rotary", "kv_heads": 2}, 0.0),
+        ({"positions": "alibi", "window": 5}, 0.83),
+        ({"sink": True}, 0.0),
+        ({"normalizer": "sigmoid", "heads": 3, "d_model": 48}, 0.83),
     ],
-    ids=lambda parts: " ".join(map(str, parts.values())),
 )
 def test_rollout_equals_the_dense_product(parts: dict[str, Any], residual: float, tile4: None) -> None:
     settings: dict[str, Any] = {"vocab_size": 17, "d_model": 64, "layers": 3, "heads": 4, "context": 64} | parts
@@ -179,16 +136,14 @@ def test_rollout_equals_the_dense_product(parts: dict[str, Any], residual: float
     check(model, ids, weights, residual=residual, keep=torch.ones(2, 19, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "bert", "gemma2"])
-@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize(
+    ("name", "padding"), [("gpt2", "left"), ("mistral", None), ("bert", "right"), ("gemma2", "left")]
+)
 def test_rollout_of_hugging_face_models_with_padding(
     name: str, padding: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if padding is not None and padding not in hf.ARCHITECTURES[name].padding:
-        pytest.skip(f"{name} takes no padding on the {padding}")
     set_tile(monkeypatch, 16)
-    model = hf.build(name, "eager")
-    batch = hf.inputs(name, padding)
+    model, batch = hf.build(name, "eager"), hf.inputs(name, padding)
     with torch.no_grad():
         weights = list(model(**batch, output_attentions=True)["attentions"])
     keep = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
@@ -204,10 +159,6 @@ def test_rollout_of_one_side_of_an_encoder_decoder() -> None:
         weights = list(outputs[f"{group}_attentions"])
         keep = torch.ones(weights[0].shape[0], weights[0].shape[2], dtype=torch.bool)
         check(model, batch, weights, residual=0.5, keep=keep, group=group)
-    with refused("group", match="'cross'"):
-        rollout(model, batch, group="cross")
-    with refused("group", match="None"):
-        rollout(model, batch)
 
 
 def model(**parts: Any) -> DecoderLM:
@@ -227,63 +178,49 @@ def test_texts_of_different_lengths_are_padded() -> None:
     assert found.attrs["model"] == "qkv-mini"
 
 
-def test_rollout_forms_no_quadratic_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_tile(monkeypatch, 16)
-    lm, ids = model(), torch.randint(17, (1, 401))
-    square = 401 * 401
-    for ask in (rollout, flow_to):
-        assert largest_tensor(lambda ask=ask: ask(lm, ids)) < square / 2  # type: ignore[misc]
+def of_bart(group: str | None) -> object:
+    return rollout(hf.build("bart"), hf.inputs("bart"), group=group)
 
 
-def test_on_layer_is_called_for_every_layer() -> None:
-    calls: list[int] = []
-    rollout(model(layers=3), torch.arange(7), on_layer=lambda: calls.append(1))
-    assert len(calls) == 3
+CALL = Call.of(*triple())
+ROWS = row_state(CALL)
+REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
+    ("queries", "holds 7", lambda: rollout(model(), torch.arange(7), [7])),
+    ("queries", "holds -8", lambda: rollout(model(), torch.arange(7), [-8])),
+    ("queries", "empty", lambda: rollout(model(), torch.arange(7), [])),
+    ("residual", None, lambda: rollout(model(), torch.arange(7), residual=1.0)),
+    ("group", None, lambda: rollout(model(), torch.arange(7), group="encoder")),
+    ("group", "'cross'", lambda: of_bart("cross")),
+    ("group", "None", lambda: of_bart(None)),
+    ("w", None, lambda: weights_transposed_matmul(CALL, ROWS, rand(2, 1, 13, 1))),
+    ("x", None, lambda: weights_matmul(CALL, ROWS, rand(2, 5, 13, 1))),
+    ("queries", None, lambda: weights_matmul(CALL, ROWS, rand(2, 1, 13, 1), queries=torch.ones(2, 13) > 0)),
+    ("chosen", None, lambda: flow_figure(rollout("qkv-mini", "x", [0]), 2)),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "argument", "match"),
-    [
-        ({"queries": [7]}, "queries", "holds 7"),
-        ({"queries": [-8]}, "queries", "holds -8"),
-        ({"queries": []}, "queries", "empty"),
-        ({"residual": 1.0}, "residual", None),
-        ({"group": "encoder"}, "group", None),
-    ],
-)
-def test_rollout_rejects_invalid_settings(settings: dict[str, Any], argument: str, match: str | None) -> None:
-    with refused(argument, match):
-        rollout(model(), torch.arange(7), **settings)
+@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
+def test_invalid_settings_and_shapes_are_refused(argument: str, match: str | None, call: Callable[[], object]) -> None:
+    with unchecked(), refused(argument, match):
+        call()
 
 
-# --- figure and command -----------------------------------------------------------------------------------------------
-
-
-def test_figure_shows_the_result() -> None:
-    found = rollout("qkv-mini", "def f(x):\n    return x", [-1, 2])
-    figure = flow_figure(found, 1)
-    title, subtitle = (text.get_text() for text in figure.texts[:2])
-    share, layers = found.values[0, 1, 0], found.sizes["depth"] - 1
-    assert title.startswith(f"{share[2]:.0%} ".replace("%", " %"))
-    assert "(token 2)" in title
-    assert subtitle == f"qkv-mini · attention rollout, residual weight 0.5 · {layers} layers · {len(share)} tokens"
-    forth = flow_figure(flow_to("qkv-mini", "x", [-1])).texts[0].get_text()
-    assert forth.endswith("takes part in no token but itself")
-    with refused("chosen"):
-        flow_figure(found, 2)
-
-
-def test_command_writes_figures_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["flow", "qkv-mini", "x = y + 1", "--from", "-1", "2", "--to", "0", "--out", str(tmp_path)]) == 0
-    sizes = rollout("qkv-mini", "x = y + 1").sizes
+def test_command_writes_figures_and_data(tmp_path: Path, command: Command) -> None:
+    said = command.succeeds("flow", "qkv-mini", "x = y + 1", "--from", -1, 2, "--to", 0, "--out", tmp_path)
+    assert "comes from" in said
+    layers: list[int] = []
+    sizes = rollout("qkv-mini", "x = y + 1", on_layer=lambda: layers.append(1)).sizes
     n = sizes["token"]
+    assert len(layers) == sizes["depth"] - 1
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"flow-from-{n - 1}.png", "flow-from-2.png", "flow-to-0.png", "flow.csv"}
     table = pd.read_csv(tmp_path / "flow.csv")
     assert len(table) == 3 * sizes["depth"] * n
     back = table[(table.direction == "from") & (table.chosen_position == 2)]
     np.testing.assert_allclose(back.groupby("depth").flow.sum(), 1, rtol=1e-6)  # float32
-    assert "comes from" in capsys.readouterr().out
-    assert main(["flow", "qkv-mini", "x", "--from", "99", "--out", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("qkv: --from holds 99, expected positions in a text of 2 tokens")
+    found = rollout("qkv-mini", "x = y + 1", [-1, 2])
+    share = f"{found.values[0, 1, 0, 2]:.0%}".removesuffix("%")
+    assert flow_figure(found, 1).texts[0].get_text().startswith(f"{share} % ")
+    assert "no token but itself" in flow_figure(flow_to("qkv-mini", "x", [-1])).texts[0].get_text()
+    assert "--from holds 99" in command.refuses("flow", "qkv-mini", "x", "--from", 99, "--out", tmp_path / "none")
     assert not (tmp_path / "none").exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -47,98 +49,77 @@ def edges(start: int, stop: int, most: int) -> list[int]:
     return [start + (b * n) // bins for b in range(bins + 1)]
 
 
+def expect(
+    got: maps.Picture, weights: Tensor, visible: Tensor, rows: list[int], columns: list[int], eps: float = 64
+) -> None:
+    assert got.row_edges.tolist() == rows
+    assert got.column_edges.tolist() == columns
+    for name, value in zip(("maximum", "mean", "visible"), by_loops(weights, visible, rows, columns), strict=True):
+        close(getattr(got, name), value, eps=eps)
+
+
 def check(
     arguments: dict[str, Any],
-    shapes: dict[str, int],
+    nq: int = 11,
+    nk: int = 13,
     *,
-    item: int = 1,
-    head: int = 1,
-    windows: tuple[tuple[int, int, int, int], ...] = ((0, 11, 0, 13),),
-    sizes: tuple[tuple[int, int], ...] = ((3, 5),),
-    eps: float = 64,
+    at: Iterable[tuple[int, ...]] = ((1, 1),),
+    windows: tuple[tuple[int, int, int, int], ...] = (),
+    sizes: tuple[tuple[int, int], ...] = ((2, 3),),
+    **shapes: int,
 ) -> None:
-    q, k, v = triple(**shapes)
+    """Maps of these items and heads: the whole of each size, and each window; and the weights of these parts."""
+    q, k, v = triple(nq=nq, nk=nk, **shapes)
     _, _, weights = oracle(q, k, v, **arguments)
-    mask = arguments.get("mask")
-    nq, nk = q.shape[2], k.shape[2]
-    visible = (
-        torch.ones(1, 1, nq, nk, dtype=torch.bool) if mask is None else mask.dense(nq, nk, batch=2, heads=q.shape[1])
-    )
-    visible = visible.expand(*q.shape[:2], -1, -1)[item, head]
-    call_arguments = dict(arguments)
-    call_arguments["biases"] = as_biases(call_arguments.pop("bias", None))
-    call = Call.of(q, k, v, **call_arguments)
+    seen = arguments["mask"] or ~masks.Prefix(0)
+    visible = seen.dense(nq, nk, batch=2, heads=q.shape[1]).expand(weights.shape)
+    given = {name: value for name, value in arguments.items() if name != "bias"}
+    call = Call.of(q, k, v, **given, biases=as_biases(arguments.get("bias")))
     rows = row_state(call)
-    for top, bottom, left, right in windows:
-        for size in sizes:
-            got = maps.pooled(
-                call, rows, item=item, head=head, queries=slice(top, bottom), keys=slice(left, right), size=size
-            )
-            down, across = edges(top, bottom, size[0]), edges(left, right, size[1])
-            assert got.row_edges.tolist() == down
-            assert got.column_edges.tolist() == across
-            want = by_loops(weights[item, head], visible, down, across)
-            for name, value in zip(("maximum", "mean", "visible"), want, strict=True):
-                close(getattr(got, name), value, eps=eps)
+    for item, head in at:
+        parts = [((0, nq, 0, nk), size) for size in sizes] + [(window, (2, 3)) for window in windows]
+        for (top, bottom, left, right), size in parts:
+            queries, keys = slice(top, bottom), slice(left, right)
+            got = maps.pooled(call, rows, item=item, head=head, queries=queries, keys=keys, size=size)
+            edge = edges(top, bottom, size[0]), edges(left, right, size[1])
+            expect(got, weights[item, head], visible[item, head], *edge, 256)
+            want = weights[item, :, queries, keys]
+            close(maps.rectangle(call, rows, queries, keys, item=item), want, eps=256)
+            close(maps.rectangle(call, rows, queries, keys, item=item, head=head), want[[head]], eps=256)
 
 
-SIZES = ((1, 1), (2, 3), (5, 7), (7, 2), (11, 13), (99, 99))
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"normalizer": normalizers.Softmax(0.7, sink=0.5)},
+    {"normalizer": normalizers.Softmax(sink=rand(6, seed=3))},
+    {"normalizer": normalizers.Softmax(key=rand(6, 3, seed=4))},
+    {"normalizer": normalizers.Sigmoid(-1.5)},
+    {"normalizer": normalizers.Entmax(1.5)},
+    {"normalizer": normalizers.Entmax(2.0), "bias": biases.ALiBi()},
+    {"normalizer": normalizers.Hard()},
+    {"normalizer": normalizers.EluPlusOne()},
+    {"bias": biases.RelativePosition(rand(5, 3, seed=4))},
+    {"bias": (biases.Dense(rand(1, 13, seed=8)), biases.SoftCap(0.8)), "score": Dot(0.9)},
+    {"bias": biases.Dense(torch.where(rand(11, 13, seed=8) > 0, -torch.inf, 0.0))},
+    {"score": Additive(rand(7, seed=1), rand(7, 3, seed=2), rand(7, 3, seed=3))},
+]
+CASES = list(zip([n for n in MASKS if fits(n, 11, 13)], cycle(OTHERS)))
 
 
-@pytest.mark.parametrize(
-    ("name", "nq", "nk"), [(name, *n) for name in MASKS for n in [(11, 13), (13, 7), (1, 13)] if fits(name, *n)]
-)
-def test_pooled_matches_loops_for_every_mask(name: str, nq: int, nk: int) -> None:
-    check({"mask": MASKS[name](nq, nk, 2, 6)}, {"nq": nq, "nk": nk}, windows=((0, nq, 0, nk),), sizes=SIZES)
+@pytest.mark.parametrize(("name", "other"), CASES)
+def test_maps_and_rectangles_match_dense_weights_for_every_part_of_a_call(name: str, other: dict[str, Any]) -> None:
+    sizes = ((1, 1), (5, 7), (99, 99))
+    windows = ((3, 10, 5, 6), (10, 11, 0, 13), (0, 5, 8, 13))
+    check({"mask": MASKS[name](11, 13, 2, 6)} | other, windows=windows, sizes=sizes)
+    for nq, nk in ((13, 7), (1, 13)):
+        if fits(name, nq, nk):
+            check({"mask": MASKS[name](nq, nk, 2, 6)}, nq, nk)
 
 
-@pytest.mark.parametrize(("h", "hkv"), [(3, 3), (6, 2), (5, 1)])
-@pytest.mark.parametrize("item", [0, 1])
-def test_pooled_matches_loops_for_every_head_and_item(h: int, hkv: int, item: int) -> None:
-    for head in range(h):
-        arguments = {"mask": MASKS["dense of heads"](11, 13, 2, h), "bias": biases.Dense(rand(2, h, 11, 13, seed=8))}
-        check(arguments, {"h": h, "hkv": hkv}, item=item, head=head)
-
-
-@pytest.mark.parametrize("window", [(0, 1, 0, 1), (3, 10, 5, 6), (10, 11, 0, 13), (2, 9, 4, 13), (0, 5, 8, 13)])
-@pytest.mark.parametrize("name", ["none", "causal", "window", "left padding, causal", "dense of items", "global"])
-def test_pooled_matches_loops_in_part_of_the_matrix(window: tuple[int, int, int, int], name: str) -> None:
-    check({"mask": MASKS[name](11, 13, 2, 6)}, {}, windows=(window,), sizes=SIZES)
-
-
-@pytest.mark.parametrize(
-    "normalizer",
-    [
-        normalizers.Softmax(0.7, sink=0.5),
-        normalizers.Softmax(sink=rand(6, seed=3)),
-        normalizers.Softmax(key=rand(6, 3, seed=4)),
-        normalizers.Sigmoid(),
-        normalizers.Sigmoid(-1.5),
-        normalizers.Entmax(1.5),
-        normalizers.Entmax(2.0),
-        normalizers.Hard(),
-        normalizers.EluPlusOne(),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ["none", "causal", "padding", "nothing"])
-def test_pooled_matches_loops_for_every_normalizer(normalizer: normalizers.Normalizer, name: str) -> None:
-    check({"mask": MASKS[name](11, 13, 2, 6), "normalizer": normalizer}, {}, sizes=((2, 3), (11, 13)), eps=256)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"bias": biases.SoftCap(0.8)},
-        {"bias": biases.ALiBi()},
-        {"bias": biases.Dense(torch.where(rand(11, 13, seed=8) > 0, -torch.inf, 0.0))},
-        {"bias": (biases.Dense(rand(1, 13, seed=8)), biases.SoftCap(0.8)), "score": Dot(0.9)},
-        {"score": Additive(rand(7, seed=1), rand(7, 3, seed=2), rand(7, 3, seed=3))},
-    ],
-    ids=["cap", "alibi", "hides", "both", "additive"],
-)
-def test_pooled_matches_loops_for_biases_and_scores(arguments: dict[str, Any]) -> None:
-    check(arguments | {"mask": masks.Causal()}, {}, sizes=((2, 3), (11, 13)), eps=256)
+@pytest.mark.parametrize(("h", "hkv"), [(6, 2), (5, 1)])
+def test_maps_match_dense_weights_for_every_head_and_item(h: int, hkv: int) -> None:
+    arguments = {"mask": MASKS["dense of heads"](11, 13, 2, h), "bias": biases.Dense(rand(2, h, 11, 13, seed=8))}
+    check(arguments, at=np.ndindex(2, h), h=h, hkv=hkv)
 
 
 @pytest.mark.parametrize("mask", [masks.Causal(), masks.Prefix(6)], ids=str)  # the second masks whole tiles
@@ -148,11 +129,9 @@ def test_masked_pairs_count_as_zero_among_negative_weights(mask: masks.Mask) -> 
     _, _, weights = oracle(-q.abs(), k.abs(), v, mask=mask, normalizer=normalizer)
     call = Call.of(-q.abs(), k.abs(), v, mask, normalizer=normalizer)
     visible = mask.dense(11, 13)[0, 0]
-    for size in ((1, 1), (2, 2), (3, 4), (11, 13)):
+    for size in ((1, 1), (2, 2), (11, 13)):
         got = maps.pooled(call, row_state(call), size=size)
-        top, mean, _ = by_loops(weights[0, 0], visible, edges(0, 11, size[0]), edges(0, 13, size[1]))
-        close(got.maximum, top)
-        close(got.mean, mean)
+        expect(got, weights[0, 0], visible, edges(0, 11, size[0]), edges(0, 13, size[1]))
     assert got.maximum.min() < 0 == got.maximum.max()
 
 
@@ -166,11 +145,9 @@ def test_default_tile_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call.of(q, k, v, mask)
     head = maps.HeadMap(call, row_state(call), head=1)
     visible = mask.dense(nq, nk)[0, 0]
-    for window, size in ((slice(0, nq), (2, 1)), (slice(0, nq), (97, 89)), (slice(101, 230), (41, 7))):
+    for window, size in ((slice(0, nq), (97, 89)), (slice(101, 230), (41, 7))):
         got = head.pooled(window, slice(5, None), size)
-        want = by_loops(weights[0, 1], visible, edges(window.start, window.stop, size[0]), edges(5, nk, size[1]))
-        for name, value in zip(("maximum", "mean", "visible"), want, strict=True):
-            close(getattr(got, name), value)
+        expect(got, weights[0, 1], visible, edges(window.start, window.stop, size[0]), edges(5, nk, size[1]))
 
 
 @pytest.mark.parametrize("mask", [None, masks.Causal()], ids=str)
@@ -182,49 +159,33 @@ def test_uncounted_queries_have_zero_weights(mask: masks.Mask | None) -> None:
     call = Call.of(q.masked_fill(~real[:, None, :, None], torch.nan), k, v, mask)
     counts = real[1, :, None].expand(11, 13)
     visible = counts if mask is None else counts & mask.dense(11, 13)[0, 0]
-    want = by_loops(weights[1, 4].masked_fill(~counts, 0), visible, edges(0, 11, 4), edges(0, 13, 3))
     got = maps.pooled(call, row_state(call), item=1, head=4, size=(4, 3), real=real)
-    for name, value in zip(("maximum", "mean", "visible"), want, strict=True):
-        close(getattr(got, name), value)
+    expect(got, weights[1, 4].masked_fill(~counts, 0), visible, edges(0, 11, 4), edges(0, 13, 3))
 
 
-def test_threads_draw_the_same_picture() -> None:
-    q, k, v = triple(nq=53, nk=59)
-    call = Call.of(q, k, v, masks.Causal())
-    rows = row_state(call)
-    one = maps.pooled(call, rows, item=1, head=5, size=(7, 11))
+def test_threads_draw_the_same_picture_and_progress_counts_every_row() -> None:
+    head = maps.HeadMap(call := Call.of(*triple(nq=53, nk=59), masks.Window(9)), row_state(call), item=1, head=5)
+    rows: list[int] = []
+    one = head.pooled(size=(7, 11), on_rows=rows.append)
     torch.set_num_threads(3)
     try:
-        three = maps.pooled(call, rows, item=1, head=5, size=(7, 11))
+        three = head.pooled(size=(7, 11))
     finally:
         torch.set_num_threads(1)
     assert torch.equal(one.mean, three.mean)
     assert torch.equal(one.maximum, three.maximum)
-
-
-def test_pooling_preserves_mass_and_reports_progress() -> None:
-    """Mean × pairs is the mass of a bin, and the masses of all bins sum to the number of queries."""
-    q, k, v = triple(nq=31, nk=37)
-    call = Call.of(q, k, v, masks.Window(9))
-    progress: list[int] = []
-    head = maps.HeadMap(call, row_state(call), item=0, head=2)
-    got = head.pooled(size=(5, 3), on_rows=progress.append)
-    pairs = got.row_edges.diff()[:, None] * got.column_edges.diff()
-    close((got.mean * pairs).sum(), torch.tensor(31.0))
-    assert sum(progress) == 31
-    assert (got.maximum >= got.mean).all()
-    assert repr(got) == "Picture(5 × 3 bins of queries 0:31 and keys 0:37)"
+    assert sum(rows) == 53
+    assert repr(one) == "Picture(7 × 11 bins of queries 0:53 and keys 0:59)"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
     q, k, v = triple(dtype=dtype)
-    _, _, weights = oracle(q, k, v)
     call = Call.of(q, k, v)
     got = maps.pooled(call, row_state(call), item=1, head=3, size=(4, 3))
     assert got.mean.dtype == got.maximum.dtype == got.visible.dtype == torch.float32
-    want = by_loops(weights[1, 3], torch.ones(11, 13), edges(0, 11, 4), edges(0, 13, 3))
-    close(got.mean, want[1], eps=64 if dtype == torch.float32 else 1024)
+    weights, eps = oracle(q, k, v)[2][1, 3], 64 if dtype == torch.float32 else 1024
+    expect(got, weights, torch.ones(11, 13), edges(0, 11, 4), edges(0, 13, 3), eps)
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,37 +202,16 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert small <= 2 * n * d
 
 
-def test_a_part_of_the_map_computes_only_its_own_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = triple(b=1, h=1, hkv=1, nq=97, nk=101)
-    call = Call.of(q, k, v, masks.Causal())
-    head = maps.HeadMap(call, row_state(call))
-    made: list[tuple[slice, slice]] = []
-    fill = maps.WeightTiles.fill
-    monkeypatch.setattr(maps.WeightTiles, "fill", lambda s, r, c, *x: made.append((r, c)) or fill(s, r, c, *x))
-    head.pooled(slice(40, 50), slice(3, 20))
-    assert 0 < sum((r.stop - r.start) * (c.stop - c.start) for r, c in made) == 10 * 17
-    made.clear()
-    head.pooled(slice(0, 40), slice(60, 90))  # all keys lie after all queries
-    assert not made
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"item": 2},
-        {"head": 6},
-        {"head": -1},
-        {"size": (0, 4)},
-        {"queries": slice(3, 3)},
-        {"queries": slice(-2, None)},
-        {"keys": slice(3, 14)},
-        {"keys": slice(0, 9, 2)},
+        {"item": 2}, {"head": 6}, {"head": -1}, {"size": (0, 4)}, {"queries": slice(3, 3)},
+        {"queries": slice(-2, None)}, {"keys": slice(3, 14)}, {"keys": slice(0, 9, 2)},
         {"real": torch.ones(2, 12, dtype=torch.bool)},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_pooled_rejects_indices_out_of_range(arguments: dict[str, Any]) -> None:
     call = Call.of(*triple())
-    rows = row_state(call)
     with unchecked(), refused(next(iter(arguments))):
-        maps.pooled(call, rows, **arguments)
+        maps.pooled(call, row_state(call), **arguments)

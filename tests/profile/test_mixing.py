@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conftest import enlarged, refused
 from hf_models import LENGTH, PADDED, TARGET, build, inputs
@@ -51,17 +52,14 @@ def test_response_equals_that_of_separate_runs() -> None:
     np.testing.assert_allclose(data["deviation"].values[0], np.std(alone, 0), atol=1e-12)
     np.testing.assert_allclose(data["later"].values[0], response[:, 5:].mean(1), atol=1e-12)
     assert response.shape == (4, 11)
+    assert response[:, :4].max() < 1e-12  # earlier tokens, and other embeddings, do not move
+    assert response[0, 5:].max() == 0
+    assert (response[:, 4] > 0.1).all()
     assert data["replaced"].values.tolist() == [5]
     assert data["replaced_by"].values.tolist() == [others]
     assert data["token_name"].values[0].tolist() == [str(i) for i in IDS[0].tolist()]
-
-
-def test_earlier_tokens_and_other_embeddings_do_not_move() -> None:
-    response = mixing(own(), IDS, position=4)["response"].values[0]
-    assert response[:, :4].max() < 1e-12
-    assert response[0, 5:].max() == 0
-    assert (response[:, 4] > 0.1).all()
-    assert (response[1:, 5:] > 1e-4).all()
+    assert all(v.attrs["units"] == "1" and v.attrs["definition"] for v in data.data_vars.values())
+    assert {"position": 4, "without_first": 0, "seed": 0, "stack": "blocks"}.items() <= data.attrs.items()
 
 
 def test_without_first_equals_a_shorter_text() -> None:
@@ -83,7 +81,9 @@ def test_drawn_replacements_are_seeded_ordinary_tokens() -> None:
     minilm = load_model("minilm")
     data = mixing(minilm.model, "The cat sat.", tokenizer=minilm.tokenizer, replacements=64)
     assert not set(data["replaced_by"].values[0].tolist()) & set(minilm.tokenizer.all_special_ids)
-    assert data["token_name"].values[0].tolist() == ["[CLS]", "the", "cat", "sat", ".", "[SEP]"]
+    data = mixing("minilm", ["The cat sat.", "A dog."], position=2)
+    assert np.isfinite(data["response"].values[:, 0]).sum(1).tolist() == [6, 5]
+    assert data["token_name"].values[1].tolist() == ["[CLS]", "a", "dog", ".", "[SEP]", ""]
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -102,74 +102,49 @@ def test_padding_is_left_out(padding: str) -> None:
     np.testing.assert_allclose(data["later"].values, np.nanmean(data["response"].values[..., 4:], -1), atol=1e-12)
 
 
-def test_texts_of_different_lengths_are_padded() -> None:
-    data = mixing("minilm", ["The cat sat on the mat.", "A dog."], position=2)
-    assert np.isfinite(data["response"].values[:, 0]).sum(1).tolist() == [9, 5]
-    assert data["token_name"].values[1].tolist()[-4:] == [""] * 4
-
-
-@pytest.mark.parametrize("name", ["t5", "own"])
-def test_encoder_and_decoder_are_separate_stacks(name: str) -> None:
-    if name == "t5":
-        model: nn.Module = build("t5")
-        batch, stacks = inputs("t5"), ("encoder.block", "decoder.block")
-    else:
-        config = EncoderDecoderConfig(97, 97, d_model=24, heads=2, layers=2, decoder_layers=3)
-        model, stacks = enlarged(EncoderDecoder(config)), ("encoder.blocks", "decoder.blocks")
-        batch = dict(zip(("source", "target"), inputs("t5").values(), strict=True))
+def test_encoder_and_decoder_are_separate_stacks() -> None:
+    model = enlarged(EncoderDecoder(EncoderDecoderConfig(97, 97, d_model=24, heads=2, layers=2, decoder_layers=3)))
+    batch = dict(zip(("source", "target"), inputs("t5").values(), strict=True))
     encoder = mixing(model, batch, replacements=2)
-    decoder = mixing(model, batch, replacements=2, stack=stacks[1])
-    assert (encoder.attrs["stack"], decoder.attrs["stack"]) == stacks
+    decoder = mixing(model, batch, replacements=2, stack="decoder.blocks")
+    assert (encoder.attrs["stack"], decoder.attrs["stack"]) == ("encoder.blocks", "decoder.blocks")
     assert dict(encoder["response"].sizes) == {"text": 2, "depth": 3, "token": LENGTH}
     assert dict(decoder["response"].sizes) == {"text": 2, "depth": 4, "token": TARGET}
     assert decoder["response"].values[:, 0].max() == 0  # the target is as it was
     assert (decoder["response"].values[:, 1:] > 0).all()
     np.testing.assert_allclose(decoder["later"].values, decoder["response"].values.mean(-1))
-    shorter = mixing(model, batch, replacements=2, stack=stacks[1], without_first=True)
+    shorter = mixing(model, batch, replacements=2, stack="decoder.blocks", without_first=True)
     assert shorter["token"].values.tolist() == list(range(TARGET))
 
 
-def test_mixing_restores_the_model() -> None:
-    model = own().train()
-    mixing(model, IDS)
+def test_mixing_runs_without_dropout_and_restores_the_model() -> None:
+    model = own(dropout=0.5).train()
+    data = mixing(model, IDS)
     assert all(m.training for m in model.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    dropping = own(dropout=0.5).train()
-    assert np.array_equal(mixing(dropping, IDS)["response"].values, mixing(dropping.eval(), IDS)["response"].values)
+    assert np.array_equal(data["response"].values, mixing(model.eval(), IDS)["response"].values)
 
 
-def test_variables_have_units_and_definitions() -> None:
-    data = mixing(own(), IDS)
-    assert all(v.attrs["units"] == "1" and v.attrs["definition"] for v in data.data_vars.values())
-    assert {"position": 1, "without_first": 0, "seed": 0, "stack": "blocks"}.items() <= data.attrs.items()
+REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
+    ("position", "11 tokens", lambda: mixing(own(), IDS, position=11)),
+    ("position", "is -1", lambda: mixing(own(), IDS, position=-1)),
+    ("position", "first token", lambda: mixing(own(), IDS, position=0, without_first=True)),
+    ("replacement", None, lambda: mixing(own(), IDS, replacement=1)),
+    ("replacement", None, lambda: mixing(own(), IDS, replacement=[0, 13])),
+    ("replacements", "at least 1", lambda: mixing(own(), IDS, replacements=0)),
+    ("replacements", "vocabulary", lambda: mixing(own(), IDS, replacements=13)),
+    ("stack", "'encoder'", lambda: mixing(own(), IDS, stack="encoder")),
+    ("inputs", None, lambda: mixing(build("vit"), inputs("vit"))),
+    ("stack", "None", lambda: mixing(RNNSeq2Seq(RNNSeq2SeqConfig(13, 13)), {"source": IDS, "target": IDS})),
+    ("text", None, lambda: mixing_figure(mixing(own(), IDS), text=1)),
+    ("other", None, lambda: mixing_figure(mixing(own(), IDS), mixing(own(), IDS).isel(depth=slice(3)))),
+]
 
 
-def test_mixing_rejects_invalid_arguments() -> None:
-    model = own()
-    with refused("position", match="11 tokens"):
-        mixing(model, IDS, position=11)
-    with refused("position", match="is -1"):
-        mixing(model, IDS, position=-1)
-    with refused("position", match="first token"):
-        mixing(model, IDS, position=0, without_first=True)
-    with refused("replacement"):
-        mixing(model, IDS, replacement=1)
-    with refused("replacement"):
-        mixing(model, IDS, replacement=[0, 13])
-    with refused("replacements", match="at least 1"):
-        mixing(model, IDS, replacements=0)
-    with refused("replacements", match="vocabulary"):
-        mixing(model, IDS, replacements=13)
-    with refused("stack", match="'encoder'"):
-        mixing(model, IDS, stack="encoder")
-    with refused("inputs"):
-        mixing(build("vit"), inputs("vit"))
-    plain = RNNSeq2Seq(RNNSeq2SeqConfig(13, 13))
-    with refused("stack", match="None"):
-        mixing(plain, {"source": IDS, "target": IDS})
-
-
-# --- figure -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
+def test_invalid_arguments_are_refused(argument: str, match: str | None, call: Callable[[], object]) -> None:
+    with refused(argument, match):
+        call()
 
 
 def test_figure_shows_the_response() -> None:
@@ -177,28 +152,9 @@ def test_figure_shows_the_response() -> None:
     data, other = mixing(model, IDS, position=4), mixing(model, IDS, position=4, without_first=True)
     figure = mixing_figure(data, other, name="mini")
     heat, _, curve = figure.axes
-    shown = heat.collections[0].get_array().reshape(4, 11)
-    np.testing.assert_allclose(shown, data["response"].values[0])
-    assert [line.get_xdata().tolist() for line in curve.lines] == [
-        pytest.approx((100 * d["later"].values[0]).tolist()) for d in (data, other)
-    ]
-    title, subtitle = (t.get_text() for t in figure.texts)
-    assert f"by {100 * data['later'].values[0, -1]:.0f} % of their norm" in title
-    assert "without the" in title.replace("\n", " ")
-    assert "mini · “5” at position 4 changed · mean of 4 other tokens" in subtitle
-    assert [t.get_text() for t in curve.get_legend().get_texts()] == ["whole text", "without the first token"]
-
-
-def test_figure_of_the_last_token_and_of_one_replacement() -> None:
-    data = mixing(own(), IDS, position=10, replacement=0)
-    title, subtitle = (t.get_text() for t in mixing_figure(data).texts)
-    assert title == "No token comes after the changed one"
-    assert "one other token in its place" in subtitle
-
-
-def test_figure_rejects_wrong_shapes() -> None:
-    data = mixing(own(), IDS)
-    with refused("text"):
-        mixing_figure(data, text=1)
-    with refused("other"):
-        mixing_figure(data, data.isel(depth=slice(3)))
+    np.testing.assert_allclose(heat.collections[0].get_array().reshape(4, 11), data["response"].values[0])
+    for line, d in zip(curve.lines, (data, other), strict=True):
+        assert line.get_xdata().tolist() == pytest.approx((100 * d["later"].values[0]).tolist())
+    assert f"by {100 * data['later'].values[0, -1]:.0f} % of their norm" in figure.texts[0].get_text()
+    last = mixing_figure(mixing(own(), IDS, position=10, replacement=0)).texts[0].get_text()
+    assert last == "No token comes after the changed one"

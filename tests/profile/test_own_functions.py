@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,16 +24,16 @@ from qkv.profiler.capture.observe import Observer, observe
 NAME = "mine"
 
 
-def scores_of(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, int]:
-    groups = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(groups, 1).mT * scaling
-    return scores if mask is None else scores + mask, groups
+def attended(q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, normalize: Any) -> tuple[Tensor, Tensor]:
+    """The output and the weights, which `normalize` makes of the scores."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    weights: Tensor = normalize(q @ k.mT * scaling + (0 if mask is None else mask))
+    return (weights @ v).transpose(1, 2).contiguous(), weights
 
 
 def plain(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
     """Standard attention."""
-    scores, groups = scores_of(module, query, key, mask, scaling)
-    return (scores.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+    return attended(query, key, value, mask, scaling, lambda scores: scores.softmax(-1))[0], None
 
 
 def colder(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
@@ -42,9 +43,7 @@ def colder(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, sc
 
 def sigmoid(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
     """Weights that do not add up to 1, and that are returned."""
-    scores, groups = scores_of(module, query, key, mask, scaling)
-    weights = scores.sigmoid()
-    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), weights
+    return attended(query, key, value, mask, scaling, torch.sigmoid)
 
 
 def lying(*args: Any, **named: Any) -> Any:
@@ -164,35 +163,22 @@ def test_function_of_transformers_is_checked_on_the_first_layer(monkeypatch: pyt
         observed(hf.build("gemma2"), "gemma2")
 
 
-class Unstated(nn.Module):
-    """An attention layer with no attribute for its number of heads."""
+class SelfAttention(nn.Module):
+    """Its class is named as attention layers are, and it has no attribute for its number of heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = x.unflatten(-1, (4, -1)).transpose(1, 2)
         return (torch.softmax(q @ q.mT, -1) @ q).transpose(1, 2).flatten(2)
 
 
-class SelfAttention(Unstated):
-    """Its class is named as attention layers are."""
-
-
 def test_module_without_a_number_of_heads_names_the_attribute_and_accepts_heads() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = SelfAttention()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.layer(x)
-            return out
-
-    x = {"x": torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))}
-    with refused("model", match=r"num_heads; set one, or pass heads=\{'layer': number of heads\}"):
-        qkv.profile(Model(), x)
-    found = qkv.profile(Model(), x, heads={"layer": 4})
-    assert found.data.sizes["head"] == 4
+    model = nn.Sequential(OrderedDict(layer=SelfAttention()))
+    x = {"input": torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))}
+    with refused("model", match=r"num_heads; .*heads=\{'layer'"):
+        qkv.profile(model, x)
+    assert qkv.profile(model, x, heads={"layer": 4}).data.sizes["head"] == 4
     with refused("heads", match="'other'"):
-        qkv.profile(Model(), x, heads={"other": 4})
+        qkv.profile(model, x, heads={"other": 4})
 
 
 @torch.no_grad()

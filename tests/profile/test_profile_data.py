@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 
 import profile_fixture as made
+import qkv
 from conftest import refused
 from qkv.errors import InputError
 from qkv.profiler import Profile
@@ -28,19 +34,14 @@ def weights_of(profile: Profile, text: int = 0, group: str | None = None) -> np.
 def test_head_table_of_bidirectional_attention_agrees_with_the_weights() -> None:
     profile = made.minilm()
     A, heads = weights_of(profile), profile.heads()
-    n = A.shape[-1]
-    i, j = np.indices((n, n))
-    entropy = -(A * np.log(np.maximum(A, 1e-300))).sum(-1)
+    n, rows = A.shape[-1], made.by_definition(A)
     expected = {
-        "entropy": entropy.mean(-1),
-        "entropy_ratio": (entropy / np.log(n)).mean(-1),
+        name: rows[name].mean(-1) for name in ("entropy", "self", "next", "local", "distance", "effective_keys")
+    }
+    expected |= {
+        "entropy_ratio": (rows["entropy"] / np.log(n)).mean(-1),
         "sink": A[..., 1:, 0].mean(-1),
-        "self": (A * (i == j)).sum((-1, -2)) / n,
-        "previous": (A * (j == i - 1)).sum((-1, -2)) / (n - 1),
-        "next": (A * (j == i + 1)).sum((-1, -2)) / n,
-        "local": (A * (abs(i - j) <= 8)).sum((-1, -2)) / n,
-        "distance": (A * abs(i - j)).sum((-1, -2)) / n,
-        "effective_keys": (1 / (A**2).sum(-1)).mean(-1),
+        "previous": rows["previous"][..., 1:].mean(-1),
         "sink_share": (A[..., 1:, 0] > 0.3).mean(-1),
         "top_key_share": A.sum(-2).max(-1) / n,
     }
@@ -57,44 +58,27 @@ def test_head_table_of_bidirectional_attention_agrees_with_the_weights() -> None
 def test_causal_means_leave_out_the_first_query() -> None:
     profile = made.gpt()
     A, heads = weights_of(profile), profile.heads()
-    n = A.shape[-1]
-    entropy = -(A * np.log(np.maximum(A, 1e-300))).sum(-1)
-    ratio = np.mean([entropy[..., i] / np.log(i + 1) for i in range(1, n)], axis=0)
-    np.testing.assert_allclose(heads["entropy_ratio"], ratio.ravel(), rtol=1e-5)
-    np.testing.assert_allclose(heads["sink"], A[..., 1:, 0].mean(-1).ravel(), rtol=1e-5)
-    previous = np.diagonal(A, -1, axis1=-2, axis2=-1).mean(-1)
-    np.testing.assert_allclose(heads["previous"], previous.ravel(), rtol=1e-5)
+    rows = made.by_definition(A)
+    ratio = rows["entropy"][..., 1:] / np.log(np.arange(2, A.shape[-1] + 1))
+    for name, want in {"entropy_ratio": ratio, "sink": A[..., 1:, 0], "previous": rows["previous"][..., 1:]}.items():
+        np.testing.assert_allclose(heads[name], want.mean(-1).ravel(), rtol=1e-5)
+
+
+def of_weights(weights: np.ndarray, tokens: list[str], **settings: Any) -> Profile:
+    return Profile({"self": made.dataset_from_weights([weights], [tokens], **settings)})
 
 
 def test_goes_to_names_the_planted_target() -> None:
     assert list(made.gpt().heads()["target"][:5]) == ["first token", "previous", "self", "local ±8", "spread"]
     assert made.gpt().heads()["goes_to"][0] == "first token 99 %"
-    assert made.gpt().heads()["goes_to"][4].startswith("spread (2")
     assert made.minilm().heads()["goes_to"][23] == "[CLS] 56 %"
-
-
-def test_goes_to_names_a_token_with_twice_its_share() -> None:
     tokens = ["a", ".", "b", "c", ".", "d", "e", "f", "g", "h"] * 3
     stop = np.array([token == "." for token in tokens])
     weights = np.where(stop, 0.7 / stop.sum(), 0.3 / (~stop).sum()) * np.ones((1, 1, 30, 1))
-    data = made.dataset_from_weights([weights], [tokens], window=1)
-    assert Profile({"self": data}).heads()["goes_to"][0] == "“.” 70 %"
-
-
-def test_short_text_is_not_local() -> None:
-    weights = np.full((1, 1, 7, 7), 1 / 7)
-    data = made.dataset_from_weights([weights], [list("abcdefg")])
-    row = Profile({"self": data}).heads().iloc[0]
+    assert of_weights(weights, tokens, window=1).heads()["goes_to"][0] == "“.” 70 %", "with twice its share"
+    row = of_weights(np.full((1, 1, 7, 7), 1 / 7), list("abcdefg")).heads().iloc[0]
     assert row["local"] == pytest.approx(1)
-    assert row["target"] == "spread"
-
-
-def test_learned_sink_is_a_destination() -> None:
-    profile = made.gpt(learned_sink=True)
-    shares = tables.destinations(profile.data)
-    np.testing.assert_allclose(shares["sink_logit"], 0.25, rtol=1e-6)
-    np.testing.assert_allclose(sum(shares.values()), 1, rtol=1e-6)
-    assert "first token" in set(profile.heads()["target"])
+    assert row["target"] == "spread", "a short text is not local"
 
 
 def disjoint(A: np.ndarray, special: np.ndarray, window: int) -> dict[str, np.ndarray]:
@@ -117,21 +101,26 @@ def disjoint(A: np.ndarray, special: np.ndarray, window: int) -> dict[str, np.nd
 
 
 @pytest.mark.parametrize("profile", [made.gpt, made.minilm, lambda: made.minilm(keep_weights=False)])
-def test_destinations_are_disjoint_and_complete(profile: object) -> None:
-    got_profile = profile()  # type: ignore[operator]
-    data = got_profile.data
+def test_destinations_are_disjoint_and_complete(profile: Callable[[], Profile]) -> None:
+    data = profile().data
     dense = data if "weights" in data else made.minilm().data
     A = dense["weights"].values[0].astype(np.float64)
     special = np.isin(data["key_token"].values[0].astype(str), data.attrs["special_tokens"])
     expected, got = disjoint(A, special, 8), tables.destinations(data)
-    border = ("nearby", "elsewhere") if "weights" not in data else ()
     for name, share in expected.items():
-        if name not in border:
-            np.testing.assert_allclose(got[name][0], share, atol=2e-6, err_msg=name)
-    if border:  # the only inexact case: the neighbourhood of the few queries near [SEP]
-        assert (got["nearby"][0] <= expected["nearby"] + 1e-6).all()
-        np.testing.assert_allclose(got["nearby"][0], expected["nearby"], atol=8 / A.shape[-1])
+        # Without weights only the neighbourhood of the few queries near [SEP] is inexact.
+        inexact = "weights" not in data and name in ("nearby", "elsewhere")
+        np.testing.assert_allclose(got[name][0], share, atol=8 / A.shape[-1] if inexact else 2e-6, err_msg=name)
+    assert (got["nearby"][0] <= expected["nearby"] + 2e-6).all()
     np.testing.assert_allclose(sum(got.values()), 1, atol=1e-5)
+
+
+def test_learned_sink_is_a_destination() -> None:
+    profile = made.gpt(learned_sink=True)
+    shares = tables.destinations(profile.data)
+    np.testing.assert_allclose(shares["sink_logit"], 0.25, rtol=1e-6)
+    np.testing.assert_allclose(sum(shares.values()), 1, rtol=1e-6)
+    assert "first token" in set(profile.heads()["target"])
 
 
 def test_tables_average_texts_without_padding() -> None:
@@ -156,8 +145,6 @@ def test_token_shares_add_up_to_one() -> None:
     assert the["lift"] == pytest.approx(the["share"] / np.mean(names == "the"), rel=1e-5)
     assert names[int(the["position"])] == "the"
     assert made.encoder_decoder().tokens(99, group="cross")["share"].sum() == pytest.approx(1)
-    with refused("k"):
-        profile.tokens(0)
 
 
 def test_main_group_is_the_decoder() -> None:
@@ -167,38 +154,21 @@ def test_main_group_is_the_decoder() -> None:
     assert made.gpt().main == "self"
     assert len(profile.heads("cross")) == 6
     assert profile.heads("cross")["distance"].isna().all()
-    cross = tables.destinations(profile.groups["cross"])
-    np.testing.assert_allclose(sum(cross.values()), 1, rtol=1e-6)
-    with refused("group"):
-        profile.heads("self")
-    assert repr(profile) == (
-        "Profile('encoder-decoder by hand', encoder: 2 layers × 3 heads, 8 tokens, 2 texts, "
-        "decoder: 2 layers × 3 heads, 6 tokens, 2 texts, cross: 2 layers × 3 heads, 6 × 8 tokens, 2 texts)"
-    )
+    np.testing.assert_allclose(sum(tables.destinations(profile.groups["cross"]).values()), 1, rtol=1e-6)
+    assert repr(profile).startswith("Profile('encoder-decoder by hand', encoder: 2 layers × 3 heads, 8 tokens, 2 texts")
+    assert "<img" not in Profile(made.gpt().groups, {"model": "<img src=x onerror=alert(1)>"})._repr_html_()
 
 
-@pytest.mark.parametrize("make", [made.encoder_decoder, made.gpt])
-def test_saved_profile_loads_identically(tmp_path: Path, make: object) -> None:
-    profile = make()  # type: ignore[operator]
-    path = profile.save(tmp_path / "x.qkv.zip")
-    back = Profile.load(str(path))
-    assert list(back.groups) == list(profile.groups)
-    assert back.attrs == profile.attrs
-    for name, data in profile.groups.items():
-        xr.testing.assert_identical(back.groups[name], data)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["x.qkv.zip"]
-
-
-def test_strange_tokens_survive_the_file(tmp_path: Path) -> None:
-    tokens = ["", "nul\0", "naïve", "\u2028", "語", "</script>", "a" * 300]
-    data = made.dataset_from_weights([np.full((1, 1, 7, 7), 1 / 7)], [tokens])
-    back = Profile.load(Profile({"self": data}).save(tmp_path / "x"))
-    assert list(back.data["key_token"].values[0]) == tokens
-
-
-def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = made.gpt().save(tmp_path / "x.qkv.zip")
-    before = path.read_bytes()
+def test_saved_profile_loads_identically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strange = ["", "nul\0", "naïve", "\u2028", "語", "</script>", "a" * 300]
+    path = tmp_path / "x.qkv.zip"
+    for profile in (made.encoder_decoder(), made.gpt(), of_weights(np.full((1, 1, 7, 7), 1 / 7), strange)):
+        back = Profile.load(str(profile.save(path)))
+        assert list(back.groups) == list(profile.groups)
+        assert back.attrs == profile.attrs
+        for name, data in profile.groups.items():
+            xr.testing.assert_identical(back.groups[name], data)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["x.qkv.zip"]
 
     def refuse(*_: object) -> None:
         raise OSError("disk full")
@@ -206,7 +176,7 @@ def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         made.encoder_decoder().save(path)
-    assert path.read_bytes() == before
+    assert list(Profile.load(path).data["key_token"].values[0]) == strange, "the old file is kept"
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -217,52 +187,142 @@ def test_load_rejects_files_that_are_not_profiles(tmp_path: Path) -> None:
         chunk = max(archive.infolist(), key=lambda member: member.file_size)
     middle = chunk.header_offset + len(chunk.filename) + chunk.file_size // 2
     flipped = good[:middle] + bytes([good[middle] ^ 255]) + good[middle + 1 :]
-    cases = {"text": b"not a zip at all", "empty": b"", "truncated": good[: len(good) // 2], "flipped": flipped}
-    for name, content in cases.items():
-        (tmp_path / name).write_bytes(content)
-        with refused("path", match="CRC" if name == "flipped" else "not a profile"):
-            Profile.load(tmp_path / name)
+
+    def archived(root: object) -> bytes:
+        with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
+            archive.writestr("zarr.json", json.dumps(root))
+        return file.getvalue()
 
     newer = {"attributes": header["attributes"] | {"format_version": 99}}
-    for name, root, message in (
-        ("newer", newer, "has format version 99, .* reads versions up to 2: update qkv"),
-        ("foreign", {"attributes": {}}, "is not a profile; expected a file written by Profile.save"),
-        ("list", [1], "is not a profile"),
-    ):
-        with zipfile.ZipFile(tmp_path / name, "w") as archive:
-            archive.writestr("zarr.json", json.dumps(root))
-        with pytest.raises(InputError, match=f"path: .*{message}"):
+    cases = [
+        (b"not a zip at all", "not a profile"),
+        (b"", "not a profile"),
+        (good[: len(good) // 2], "not a profile"),
+        (flipped, "CRC"),
+        (archived(newer), "format version 99"),
+        (archived({"attributes": {}}), "is not a profile"),
+        (archived([1]), "is not a profile"),
+    ]
+    for content, match in cases:
+        (tmp_path / "bad").write_bytes(content)
+        with refused("path", match):
+            Profile.load(tmp_path / "bad")
+    for name, match in (("missing", "no file at"), ("", "is a folder")):
+        with refused("path", match):
             Profile.load(tmp_path / name)
-    with refused("path", match="no file at"):
-        Profile.load(tmp_path / "missing")
-    with refused("path", match="is a folder"):
-        Profile.load(tmp_path)
     with refused("path", match="does not exist"):
         made.gpt().save(tmp_path / "nowhere" / "x")
 
 
-def test_profile_rejects_invalid_data_sets() -> None:
-    data = made.gpt().data
-    without_causal = data.assign_attrs()
-    without_causal.attrs = {key: value for key, value in data.attrs.items() if key != "causal"}
-    cases = [
-        ({}, "groups: got no data set"),
-        ({"a/b": data}, "groups: the name 'a/b'"),
-        ({"self": data.drop_vars("entropy")}, "the variable 'entropy' is missing"),
-        ({"self": data.drop_vars("module")}, "the coordinate 'module' is missing"),
-        ({"self": data.transpose("text", "head", "layer", ...)}, "has dims"),
-        ({"self": without_causal}, "the attribute 'causal' is missing"),
-        ({"self": data.assign_attrs(extra=object())}, "cannot be written as JSON"),
-        ({"self": data.assign_coords(n_queries=("text", [62]))}, "'n_queries' must lie between 1 and the 61"),
-        ({"self": data["entropy"]}, "got DataArray; expected an xarray.Dataset"),
-    ]
-    for groups, reason in cases:
-        with pytest.raises(InputError, match=reason):
-            Profile(groups)  # type: ignore[arg-type]
-    with refused("attrs"):
-        Profile({"self": data}, {"seconds": float("nan")})
+DATA = made.gpt().data
+REFUSALS: list[tuple[str, Callable[[], object]]] = [
+    ("got no data set", lambda: Profile({})),
+    ("the name 'a/b'", lambda: Profile({"a/b": DATA})),
+    ("'entropy' is missing", lambda: Profile({"self": DATA.drop_vars("entropy")})),
+    ("'module' is missing", lambda: Profile({"self": DATA.drop_vars("module")})),
+    ("has dims", lambda: Profile({"self": DATA.transpose("text", "head", "layer", ...)})),
+    ("'causal' is missing", lambda: Profile({"self": DATA.drop_attrs()})),
+    ("written as JSON", lambda: Profile({"self": DATA.assign_attrs(extra=object())})),
+    ("'n_queries' must lie", lambda: Profile({"self": DATA.assign_coords(n_queries=("text", [62]))})),
+    ("got DataArray", lambda: Profile({"self": DATA["entropy"]})),  # type: ignore[dict-item]
+    ("attrs", lambda: Profile({"self": DATA}, {"seconds": float("nan")})),
+    ("k", lambda: made.gpt().tokens(0)),
+    ("group", lambda: made.encoder_decoder().heads("self")),
+]
 
 
-def test_html_representation_is_escaped() -> None:
-    profile = Profile(made.gpt().groups, {"model": "<img src=x onerror=alert(1)>"})
-    assert "<img" not in profile._repr_html_()
+@pytest.mark.parametrize(("match", "call"), REFUSALS)
+def test_invalid_data_sets_and_arguments_are_refused(match: str, call: Callable[[], object]) -> None:
+    with pytest.raises(InputError, match=match):
+        call()
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return qkv.profile("qkv-mini", "for name in names:\n    print(name)\n", progress=False)
+
+
+def test_every_column_has_a_unit_and_a_definition(profile: Profile) -> None:
+    for table in (profile.heads(), profile.sinks(), profile.types()):
+        assert set(table.attrs["units"]) == set(table.attrs["definitions"]) == set(table.columns)
+        assert all(table.attrs["units"].values())
+        assert all(table.attrs["definitions"].values())
+
+
+def test_exported_tables_have_a_row_for_every_head(profile: Profile, tmp_path: Path) -> None:
+    heads = profile.heads()
+    read = pd.read_csv(profile.export(tmp_path / "heads.csv"))
+    np.testing.assert_allclose(read["entropy"], heads["entropy"], rtol=1e-6)
+    np.testing.assert_allclose(read["alpha_first"], profile.sinks()["alpha_first"], rtol=1e-6)
+    np.testing.assert_allclose(read["induction score"], profile.types()["induction"], rtol=1e-6)
+    assert not read.columns.duplicated().any()
+    parquet = pytest.importorskip("pyarrow.parquet").read_table(profile.export(tmp_path / "heads.parquet"))
+    about = parquet.schema.field("distance").metadata
+    assert about[b"units"] == b"tokens"
+    assert b"distance" in about[b"definition"]
+    np.testing.assert_allclose(parquet["entropy"].to_numpy(), heads["entropy"], rtol=1e-6)
+    pytest.importorskip("polars")
+    frame = profile.heads(frame="polars")
+    assert frame.columns == list(heads.columns)
+    np.testing.assert_allclose(frame["sink"].to_numpy(), heads["sink"], rtol=1e-6)
+
+
+def test_zarr_folder_opens_with_xarray(profile: Profile, tmp_path: Path) -> None:
+    path = profile.export(tmp_path / "profile.zarr")
+    with xr.open_zarr(path, group="groups/self", consolidated=False, chunks=None) as data:
+        xr.testing.assert_equal(data["entropy"].load(), profile.data["entropy"])
+        assert data["entropy"].attrs["units"] == "nats"
+    with xr.open_zarr(path, group="residual/blocks", consolidated=False, chunks=None) as data:
+        assert data.sizes["depth"] == profile.data.sizes["layer"] + 1
+    assert profile.export(path) == path, "over an older one"
+    assert [p.name for p in tmp_path.iterdir()] == ["profile.zarr"]
+
+
+def test_failed_export_keeps_the_old_file(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "heads.csv"
+    target.write_text("old")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pd.DataFrame, "to_csv", full)
+    with pytest.raises(OSError, match="No space"):
+        profile.export(target)
+    assert target.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["heads.csv"]
+
+
+def test_export_does_not_replace_other_folders(profile: Profile, tmp_path: Path) -> None:
+    for name, match in (("heads.csv", "is a folder"), ("other.zarr", "not a zarr")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "letters.txt").write_text("dear")
+        with refused("path", match):
+            profile.export(tmp_path / name)
+        assert (tmp_path / name / "letters.txt").read_text() == "dear"
+
+
+def test_export_rejects_unknown_formats_and_missing_libraries(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refused("path", match="suffix"):
+        profile.export(tmp_path / "heads.xlsx")
+    with refused("path", match="does not exist"):
+        profile.export(tmp_path / "no" / "heads.csv")
+    with refused("frame", match="'arrow'"):
+        profile.heads(frame="arrow")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with refused("frame", match="not installed"):
+        profile.heads(frame="polars")
+
+
+def test_page_of_quantities_is_up_to_date() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    spec = importlib.util.spec_from_file_location("make_quantities", docs / "make_quantities.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.page() == (docs / "quantities.md").read_text(), "run docs/make_quantities.py"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from conftest import rand, refused
-from hf_models import PADDED, ROUTED, build, inputs
+from hf_models import PADDED, build, inputs
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.capture import residual
 from qkv.profiler.capture.inputs import real_tokens, sequences_of
 from qkv.profiler.capture.residual import Residuals, attention_modules, joined, layer_of, observe_residual
-from qkv_lab.models import Classifier, ClassifierConfig, EncoderDecoder, EncoderDecoderConfig
+from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 
 States = dict[str, list[Tensor]]
 
@@ -34,35 +36,28 @@ def states(model: nn.Module, run: Callable[[], object], modules: list[str] | Non
     return found
 
 
-def same(seen: list[Tensor], told: tuple[Tensor, ...]) -> None:
-    """Equal except for the last depth, which models return after their final norm."""
-    assert len(seen) == len(told)
-    for got, want in zip(seen[:-1], told[:-1], strict=True):
-        assert torch.equal(got, want)
-
-
 STACKS = {
-    "gpt2": "h", "bert": "encoder.layer", "distilbert": "transformer.layer", "roberta": "encoder.layer",
-    "albert": "encoder.albert_layer_groups.0.albert_layers", "layoutlm": "encoder.layer",
+    "gpt2": ["h"], "bert": ["encoder.layer"], "distilbert": ["transformer.layer"], "llama": ["layers"],
+    "albert": ["encoder.albert_layer_groups.0.albert_layers"], "modernbert": ["layers"], "llama4": ["layers"],
+    "t5": ["encoder.block", "decoder.block"], "bart": ["encoder.layers", "decoder.layers"],
+    "whisper": ["encoder.layers", "decoder.layers"], "switch": ["encoder.block", "decoder.block"],
+    "vit": None, "beit": None, "clip_text": None, "deepseek_v3": None,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("name", STACKS)
 @torch.no_grad()
 def test_hidden_states_equal_those_of_hugging_face(name: str) -> None:
     model = build(name)
-    told = []
+    told: list[Any] = []
     seen = states(model, lambda: told.append(model(**inputs(name), output_hidden_states=True)))
-    if hasattr(told[0], "encoder_hidden_states"):
-        kind = "block" if name in ("t5", "switch") else "layers"
-        assert list(seen) == [f"encoder.{kind}", f"decoder.{kind}"]
-        same(seen[f"encoder.{kind}"], told[0].encoder_hidden_states)
-        same(seen[f"decoder.{kind}"], told[0].decoder_hidden_states)
-    else:
-        assert len(seen) == 1
-        if name in STACKS:
-            assert list(seen) == [STACKS[name]]
-        same(next(iter(seen.values())), told[0].hidden_states)
+    kinds = ("encoder_hidden_states", "decoder_hidden_states") if len(seen) == 2 else ("hidden_states",)
+    assert STACKS[name] is None or list(seen) == STACKS[name]
+    for stack, kind in zip(seen.values(), kinds, strict=True):
+        want = told[0][kind]
+        assert len(stack) == len(want)
+        for x, y in zip(stack[:-1], want[:-1], strict=True):  # models return the last after their final norm
+            assert torch.equal(x, y)
 
 
 @torch.no_grad()
@@ -70,22 +65,14 @@ def test_hidden_states_of_qkv_models() -> None:
     ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
     decoder = DecoderLM(DecoderConfig(vocab_size=11, d_model=24, layers=3, heads=2)).eval()
     seen = states(decoder, lambda: decoder(ids))
+    want = [decoder.embedding(ids) + decoder.positions.span(0, 7)]
+    for block in decoder.blocks:
+        want.append(block(want[-1]))
     assert list(seen) == ["blocks"]
-    assert len(seen["blocks"]) == 4
-    x = decoder.embedding(ids) + decoder.positions.span(0, 7)
-    for depth, block in enumerate(decoder.blocks):
-        assert torch.equal(seen["blocks"][depth], x)
-        x = block(x)
-    assert torch.equal(seen["blocks"][3], x)
-
+    assert torch.equal(torch.stack(seen["blocks"]), torch.stack(want))
     both = EncoderDecoder(EncoderDecoderConfig(11, 13, d_model=24, heads=2, layers=2, decoder_layers=3)).eval()
-    seen = states(both, lambda: both(ids, ids[:, :5]))
-    assert {stack: (len(x), *x[0].shape) for stack, x in seen.items()} == {
-        "encoder.blocks": (3, 1, 7, 24),
-        "decoder.blocks": (4, 1, 5, 24),
-    }
-    classifier = Classifier(ClassifierConfig(11, classes=3, d_model=24, heads=2, layers=2)).eval()
-    assert [len(x) for x in states(classifier, lambda: classifier(ids)).values()] == [3]
+    sizes = {stack: (len(x), *x[0].shape) for stack, x in states(both, lambda: both(ids, ids[:, :5])).items()}
+    assert sizes == {"encoder.blocks": (3, 1, 7, 24), "decoder.blocks": (4, 1, 5, 24)}
 
 
 class Other(nn.Module):
@@ -135,7 +122,7 @@ class Hybrid(nn.Module):
         return self.pool_attention(x)
 
 
-def test_layers_without_attention_count() -> None:
+def test_layers_without_attention_count_and_sublayers_and_heads_do_not() -> None:
     model, x = Hybrid(), rand(2, 3, 5, dtype=torch.float32)
     assert attention_modules(model) == ["layers.1.attention", "pool_attention"]
     assert layer_of(model, "layers.1.attention.heads.0", ["layers.1.attention"]) == "layers.1"
@@ -145,6 +132,11 @@ def test_layers_without_attention_count() -> None:
     assert len(seen["layers"]) == 4
     assert torch.equal(seen["layers"][0], x)
     assert torch.equal(seen["layers"][1], model.layers[0](x)[0])
+    assert layer_of(build("t5"), "decoder.block.2.layer.1.EncDecAttention") == "decoder.block.2"
+    assert layer_of(nn.Sequential(SelfAttention(5), SelfAttention(5)), "1") == "1"  # nothing but attention
+    picture, packed = rand(2, 3, 7, 5, dtype=torch.float32), rand(11, 5, dtype=torch.float32)
+    assert states(model, lambda: model(picture))["layers"][2].shape == (2, 21, 5)
+    assert states(model, lambda: model(packed))["layers"][2].shape == (1, 11, 5)
 
 
 def test_reused_layer_adds_depth_and_rerun_stack_is_separate() -> None:
@@ -156,22 +148,6 @@ def test_reused_layer_adds_depth_and_rerun_stack_is_separate() -> None:
         assert torch.equal(got, want)
 
 
-def test_images_and_packed_sequences_are_reshaped_to_tokens() -> None:
-    model = Hybrid()
-    picture, packed = rand(2, 3, 7, 5, dtype=torch.float32), rand(11, 5, dtype=torch.float32)
-    assert states(model, lambda: model(picture))["layers"][2].shape == (2, 21, 5)
-    assert states(model, lambda: model(packed))["layers"][2].shape == (1, 11, 5)
-
-
-def test_numbered_sublayers_and_heads_are_not_layers() -> None:
-    t5 = build("t5")
-    assert layer_of(t5, "decoder.block.2.layer.1.EncDecAttention") == "decoder.block.2"
-    bert = build("bert")
-    assert layer_of(bert, "encoder.layer.1.attention.self") == "encoder.layer.1"
-    plain = nn.Sequential(SelfAttention(5), SelfAttention(5))  # nothing but attention
-    assert layer_of(plain, "1") == "1"
-
-
 def test_hooks_are_removed_after_errors() -> None:
     model = Hybrid()
     with pytest.raises(ZeroDivisionError), observe_residual(model, attention_modules(model), lambda *_: None):
@@ -180,9 +156,6 @@ def test_hooks_are_removed_after_errors() -> None:
     with refused("modules"), observe_residual(model, ["layers.1.attention", "layers.9"], lambda *_: None):
         pass  # pragma: no cover
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-# --- norms and massive activations ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
@@ -216,47 +189,41 @@ def facts(x: Tensor, real: Tensor | None = None) -> dict[str, np.ndarray]:
 def test_massive_activations_by_hand() -> None:
     x = torch.zeros(3, 7, 5).fill_(-0.25)
     x[0, 4, 2], x[0, 1, 3], x[0, 4, 0] = -251, 250, 100.5  # the second is 1000 × the median, the third too small for it
-    x[1, 6, 1] = 1000.0  # of a token that does not count
+    x[1, 0, 1] = 1000.0  # of a token that does not count, as all before the second and after the fifth
+    x[1, 4, 4] = 40.0
     x[2] = 0.05
     x[2, 0, 0] = 100  # 2000 × the median, but not above 100
     real = torch.ones(3, 7, dtype=torch.bool)
-    real[1, 5:] = False
+    real[1, :2], real[1, 5:] = False, False
     got = facts(x, real)
     assert got["massive"].tolist() == [2, 0, 0]
     assert got["median"].tolist() == pytest.approx([0.25, 0.25, 0.05])
-    assert got["largest"].tolist() == [[251, 250, 100.5], [0.25, 0.25, 0.25], [100, *[pytest.approx(0.05)] * 2]]
-    assert got["largest_token"][0].tolist() == [4, 1, 4]
-    assert got["largest_dimension"][0].tolist() == [2, 3, 0]
-    assert got["ratio"].tolist() == pytest.approx([1004, 1, 2000])
+    assert got["largest"].tolist() == [[251, 250, 100.5], [40, 0.25, 0.25], [100, *[pytest.approx(0.05)] * 2]]
+    assert got["largest_token"][:2, 0].tolist() == [4, 2]  # positions count from the first real token
+    assert got["largest_dimension"][:2, 0].tolist() == [2, 4]
+    assert got["ratio"].tolist() == pytest.approx([1004, 160, 2000])
+    short = facts(torch.tensor([[[3.0, -4.0]]], dtype=torch.bfloat16))
+    assert short["norm"].dtype == np.float32
+    assert short["norm"].tolist() == [[5.0]]
+    np.testing.assert_array_equal(short["largest"], [[4, 3, np.nan]])
+    assert short["largest_token"].tolist() == [[0, 0, -1]]
+    assert short["largest_dimension"].tolist() == [[1, 0, -1]]
 
 
-def test_positions_count_from_the_first_real_token() -> None:
-    x = rand(1, 7, 5, dtype=torch.float32)
-    x[0, 6, 4] = 40
-    real = torch.tensor([[False, False, True, True, True, True, True]])
-    got = facts(x, real)
-    assert (got["largest_token"][0, 0], got["largest_dimension"][0, 0]) == (4, 4)
-
-
-@pytest.mark.parametrize("n", [1, 2, 13, 16411])
-@pytest.mark.parametrize("kind", ["normal", "equal", "sorted", "by dimension", "few values"])
-def test_median_is_exact(n: int, kind: str) -> None:
-    x = rand(n, 3, seed=n, dtype=torch.float32).abs()
-    if kind == "equal":
-        x.fill_(2.5)
-    elif kind == "sorted":
-        x = x.flatten().sort().values.view(n, 3)
-    elif kind == "by dimension":
-        x *= torch.tensor([1, 100, 10_000])
-    elif kind == "few values":
-        x = x.round()
-    assert residual._median(x).item() == x.median().item()
-
-
-def test_median_does_not_depend_on_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = rand(20011, dtype=torch.float32).abs()[:, None]
-    misled = np.sort
-    monkeypatch.setattr(np, "sort", lambda sample: misled(sample)[-60:])  # numbers far above the median
+def test_median_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    for n, kind in product((1, 2, 13, 16411), ("normal", "equal", "sorted", "by dimension", "few values")):
+        x = rand(n, 3, seed=n, dtype=torch.float32).abs()
+        if kind == "equal":
+            x.fill_(2.5)
+        elif kind == "sorted":
+            x = x.flatten().sort().values.view(n, 3)
+        elif kind == "by dimension":
+            x *= torch.tensor([1, 100, 10_000])
+        elif kind == "few values":
+            x = x.round()
+        assert residual._median(x).item() == x.median().item(), (n, kind)
+    x, misled = rand(20011, dtype=torch.float32).abs()[:, None], np.sort
+    monkeypatch.setattr(np, "sort", lambda sample: misled(sample)[-60:])  # a sample far above the median
     assert residual._median(x).item() == x.median().item()
 
 
@@ -275,15 +242,6 @@ def test_cosine_is_the_mean_over_all_pairs() -> None:
         assert facts(x, real)["cosine"][text] == pytest.approx(want.item(), abs=1e-6)
     assert np.isnan(facts(torch.ones(1, 1, 4))["cosine"]).all()
     assert np.isnan(facts(torch.zeros(1, 5, 4))["cosine"]).all()
-
-
-def test_short_texts_have_fewer_largest_activations() -> None:
-    got = facts(torch.tensor([[[3.0, -4.0]]]))
-    assert got["norm"].tolist() == [[5.0]]
-    assert got["largest"][0].tolist()[:2] == [4, 3]
-    assert np.isnan(got["largest"][0, 2])
-    assert got["largest_token"].tolist() == [[0, 0, -1]]
-    assert got["largest_dimension"].tolist() == [[1, 0, -1]]
 
 
 def test_joined_concatenates_runs() -> None:
@@ -305,13 +263,6 @@ def test_joined_concatenates_runs() -> None:
         joined([runs[0], residual.Residual("other", runs[1].states)])
     with refused("parts", match=r"\[\]"):
         joined([])
-
-
-def test_half_precision_is_measured_in_float32() -> None:
-    x = rand(1, 7, 301, dtype=torch.bfloat16) * 300
-    got = facts(x)
-    assert got["norm"].dtype == np.float32
-    assert np.array_equal(got["norm"][0], torch.linalg.vector_norm(x[0].float(), dim=1).numpy())
 
 
 def test_decoder_stacks_use_the_target_mask() -> None:
