@@ -4,6 +4,7 @@ import { paint } from "./charts.js";
 import { h } from "./dom.js";
 import { headName, headTitle, markHead } from "./heads.js";
 import { levelOf } from "./data.js";
+import { counted } from "./state.js";
 
 /**
  * `load(layer, head)` resolves to the pooled map of a head, or null; it is called when the map comes into view.
@@ -17,7 +18,7 @@ export function wall({ group, high, sections = null, layer, head, load, select, 
     for (const { isIntersecting, target } of entries) {
       if (!isIntersecting) continue;
       painter.unobserve(target);
-      draw(target);
+      counted(draw(target));
     }
   }, { rootMargin: "300px" });
 
