@@ -676,6 +676,7 @@ class Script:
         self.begun: list[str] = []
         self.looks: Callable[[], bool] | None = None  # of the running job: whether it should stop and would notice
         self.told = queue.SimpleQueue[str]()
+        self.ended = 0
 
     def work(self, key: str) -> Callable[[Callable[[], bool]], str]:
         def work(stopped: Callable[[], bool]) -> str:
@@ -692,6 +693,7 @@ class Script:
                             raise Cancelled from None
             finally:
                 self.looks = None
+                self.ended += 1
 
         return work
 
@@ -718,10 +720,9 @@ class Script:
             elif step[0] == "x":
                 clients[step[1]].cancel()
             else:
-                done = len([x for x in clients.values() if x.done()])
+                ended = self.ended
                 self.told.put(step)
-                while len([x for x in clients.values() if x.done()]) == done and self.looks:
-                    await asyncio.sleep(0.001)
+                await asyncio.to_thread(until, lambda ended=ended: self.ended > ended)
             await asyncio.sleep(0)
             await asyncio.to_thread(until, self.rests)
         found = await asyncio.gather(*clients.values(), return_exceptions=True)
@@ -733,7 +734,7 @@ class Script:
     [
         ("1:a 2:a 3:a ok 4:a ok", "aa", "a a a a"),
         ("1:a 2:b 3:c 4:d 5:e ok ok ok ok", "abcd", "a b c d QueueFull"),
-        ("1:a 2:b 3:c 4:c -1 -3 -2 ok", "ac", "ClientDisconnected ClientDisconnected ClientDisconnected c"),
+        ("1:a 2:b 3:c 4:c -2 -3 -1 ok", "ac", "ClientDisconnected ClientDisconnected ClientDisconnected c"),
         ("1:a! -1 2:a ok ok", "aa", "ClientDisconnected a"),
         ("1:a+ 2:b+ 3:c ok ok ok", "acab", "a b c"),
         ("1:a x1 2:b ok", "ab", "CancelledError b"),

@@ -330,7 +330,11 @@ def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, l
 
 def test_typing_during_a_step_keeps_the_typed_text(view: Opens, mini: Served, live: Live) -> None:
     one, held = view(mini), list["Route"]()  # the route comes first, because it is not there at once in an open page
-    one.page.route("**/api/live/step", held.append)
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    one.page.route("**/api/live/step", hold)
     one.open("live", prompt="import os")
     one.page.get_by_role("button", name="Step").click()
     one.eventually(lambda: len(held) > 0)
