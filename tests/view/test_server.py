@@ -841,7 +841,7 @@ def test_server_answers_under_two_hundred_concurrent_requests(session: Session, 
     small = ["api/session", "", "api/sources/0/page", "api/sources/0/row/0/0/0/mean?query=1"]
 
     async def go(url: str) -> tuple[list[httpx.Response], list[httpx.Response]]:
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # the server closes idle ones
         async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
             asked = [asyncio.ensure_future(client.get(path)) for path in [*tiles, *wrong][:200]]
             await asyncio.to_thread(until, lambda: len(crowded.begun) > 0)
