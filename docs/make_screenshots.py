@@ -9,7 +9,7 @@ import io
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
 from PIL import Image
@@ -18,9 +18,6 @@ from qkv.models.loading import load_model
 from qkv.profiler.corpora import default_text
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 FIGURES = Path(__file__).parent / "figures"
 LARGEST = 250_000  # bytes of a picture: they are in every clone
@@ -66,19 +63,10 @@ def screenshots(folder: Path = FIGURES, names: list[str] | None = None) -> None:
             context = browser.new_context(**{"viewport": DESKTOP, "device_scale_factor": 2, **options})
             page = context.new_page()
             page.goto(f"{url}#/{page_name}?{urlencode(state)}")
-            _settle(page)
+            page.wait_for_selector("html[data-state=ready]", state="attached", timeout=120_000)  # all is drawn
             (folder / f"view-{name}.png").write_bytes(small(page.screenshot()))
             context.close()
         browser.close()
-
-
-def _settle(page: Page) -> None:
-    """Until everything is computed and drawn."""
-    page.wait_for_selector("main > section:not([aria-busy])")
-    page.wait_for_timeout(500)
-    page.wait_for_function("() => !document.documentElement.hasAttribute('data-busy')", timeout=120_000)
-    page.wait_for_load_state("networkidle")
-    page.wait_for_timeout(300)
 
 
 def small(png: bytes) -> bytes:

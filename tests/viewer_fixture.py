@@ -1,8 +1,12 @@
 """A pytest plugin for the tests of the viewer: servers with profiles, and browser tabs.
 
-Every tab records its requests and console messages. An error in the console or a request to another machine fails the
-test. The browser lives for one module and not for the session, because Playwright's blocking interface keeps an event
-loop running in its thread, in which no other test could use asyncio.
+No test depends on time. A page says that it is at rest by the attribute `data-state` of its root element (see
+src/qkv/page/state.js): `settled` waits for that, and `eventually` for anything else. Every tab records its requests and
+console messages. An error in the console or a request to another machine fails the test. If the browser itself does not
+answer in time, the test is repeated, twice at most.
+
+The browser lives for one module and not for the session, because Playwright's blocking interface keeps an event loop
+running in its thread, in which no other test could use asyncio. In a module the tests share the tabs of `view`.
 
 Test modules say pytest_plugins = ["viewer_fixture"], and import from it before that: PYTEST_DONT_REWRITE.
 """
@@ -13,6 +17,7 @@ import csv
 import io
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +35,7 @@ import profile_fixture as made
 from qkv.profiler import Profile
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request
 
     from qkv.server.session import Session
 
@@ -45,37 +50,15 @@ LIVE_TEXT = "import os\n\nclass Stack:\n    def __init__(self"
 SVG = "{http://www.w3.org/2000/svg}"
 
 PWNED = "document.documentElement.dataset.pwned='1'"
-HOSTILE = [
-    f"<script>{PWNED}</script>",
-    f"</script><script>{PWNED}</script>",
-    f'<img src=x onerror="{PWNED}">',
-    f"javascript:{PWNED}",
-    "\u202eevil",  # reverses the direction of the text after it
-    "שלום",
-    "سلام",
-    "👩‍👩‍👧‍👦",  # one pictograph of seven characters
-    "\u200b",
-    "\x00\x07\x1b[31m",
-    "\u2028\u2029",
-    "x" * 500,
-    "{{script}}",
-    "${1+1}`'\"",
-    "&lt;b&gt;&amp;",
-    "<!--",
-    "end",
-]
+HOSTILE = [  # among them: a mark that reverses the text after it, and one pictograph of seven characters
+    f"<script>{PWNED}</script>", f"</script><script>{PWNED}</script>", f'<img src=x onerror="{PWNED}">',
+    f"javascript:{PWNED}", "\u202eevil", "שלום", "سلام", "👩‍👩‍👧‍👦", "\u200b", "\x00\x07\x1b[31m", "\u2028\u2029",
+    "x" * 500, "{{script}}", "${1+1}`'\"", "&lt;b&gt;&amp;", "<!--", "end",
+]  # fmt: skip
 VISIBLE_PARTS = [  # parts of the hostile tokens that must appear literally wherever tokens are listed
-    f"<script>{PWNED}</script>",
-    '<img src=x onerror="',
-    "שלום",
-    "سلام",
-    "👩‍👩‍👧‍👦",
-    "‹U+202E›evil",
-    "‹U+200B›",
-    "{{script}}",
-    "&lt;b&gt;&amp;",
-    "<!--",
-]
+    f"<script>{PWNED}</script>", '<img src=x onerror="', "שלום", "سلام", "👩‍👩‍👧‍👦", "‹U+202E›evil", "‹U+200B›",
+    "{{script}}", "&lt;b&gt;&amp;", "<!--",
+]  # fmt: skip
 
 
 # ---- profiles and servers -------------------------------------------------------------------------------------
@@ -128,6 +111,13 @@ SOURCES: dict[str, Callable[[], Profile]] = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Repeat a test whose browser did not answer in time; the summary of the run counts the repetitions."""
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()) and item.config.pluginmanager.hasplugin("rerunfailures"):
+            item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=["TimeoutError"]))
+
+
 @dataclass
 class Served:
     """A running server and the ids of its sources by name."""
@@ -142,37 +132,36 @@ class Served:
         return profile
 
 
-@pytest.fixture(scope="session")
-def served() -> Iterator[Served]:
-    """A server with saved profiles of every kind."""
-    pytest.importorskip("uvicorn", reason="the viewer needs uvicorn")
-    pytest.importorskip("fastapi", reason="the viewer needs fastapi")
+@contextmanager
+def serving(title: str, add: Callable[[Session], dict[str, int]]) -> Iterator[Served]:
+    """A server of a session to which `add` adds sources; it returns their ids by name."""
+    for name in ("uvicorn", "fastapi"):
+        pytest.importorskip(name, reason=f"the viewer needs {name}")
     from qkv.server.run import serve_in_thread
     from qkv.server.session import Session
 
-    session = Session("test")
-    ids = {name: session.add_profile(make(), name).id for name, make in SOURCES.items()}
+    session = Session(title)
+    ids = add(session)
     session.prepare()
     assert [x.error for x in session.sources if x.state != "ready"] == []
     with serve_in_thread(session) as url:
         yield Served(url, session, ids)
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    """A server with saved profiles of every kind."""
+    with serving("test", lambda s: {name: s.add_profile(make(), name).id for name, make in SOURCES.items()}) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def mini() -> Iterator[Served]:
     """A server with the model qkv-mini: exact maps, live answers, interventions."""
-    pytest.importorskip("uvicorn", reason="the viewer needs uvicorn")
-    pytest.importorskip("fastapi", reason="the viewer needs fastapi")
     from qkv.models.loading import load_model
-    from qkv.server.run import serve_in_thread
-    from qkv.server.session import Session
 
-    session = Session("qkv-mini")
-    ids = {"mini": session.add_model(load_model("qkv-mini"), LIVE_TEXT).id}
-    session.prepare()
-    assert [x.error for x in session.sources if x.state != "ready"] == []
-    with serve_in_thread(session) as url:
-        yield Served(url, session, ids)
+    with serving("qkv-mini", lambda s: {"mini": s.add_model(load_model("qkv-mini"), LIVE_TEXT).id}) as server:
+        yield server
 
 
 # ---- the browser ----------------------------------------------------------------------------------------------
@@ -192,6 +181,29 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
+FRAME = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
+GO = """async (hash) => { // the page has heard of the new address when this ends: its own listener came first
+    const before = location.href, heard = new Promise((done) => addEventListener("hashchange", done, { once: true }));
+    location.hash = hash;
+    if (location.href !== before) await heard;
+}"""
+BACK = """() => new Promise((done) => { addEventListener("hashchange", done, { once: true }); history.back(); })"""
+
+
+def rested(page: Page) -> None:
+    """Wait until a page of the viewer, or a report, says that nothing is pending."""
+    page.evaluate(FRAME)  # what was done to the page has arrived there
+    page.wait_for_selector('html:is([data-state="ready"], [data-state="error"])', state="attached")
+
+
+def eventually(page: Page, read: Callable[[], Any], expected: Any = True) -> None:
+    """Wait until `read` returns the expected value."""
+    end = time.monotonic() + PATIENCE
+    while (found := read()) != expected:
+        assert time.monotonic() < end, f"after {PATIENCE} s it is still {found!r}, expected {expected!r}"
+        page.evaluate(FRAME)
+
+
 @dataclass
 class Tab:
     """A tab with the viewer, its requests, and the problems that occurred in it."""
@@ -201,14 +213,11 @@ class Tab:
     served: Served
     requests: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    _pending: int = 0
 
     def __post_init__(self) -> None:
         self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.problems.append(f"page error: {error}"))
         self.page.on("request", self._on_request)
-        for event in ("requestfinished", "requestfailed"):
-            self.page.on(event, self._on_answer)
 
     def open(self, page: str = "overview", source: str | None = None, **state: int | float | str) -> Tab:
         """Open a page of the viewer, as from a link."""
@@ -217,18 +226,29 @@ class Tab:
         return self.follow(f"{self.served.url}#/{page}?{urlencode(state)}")
 
     def follow(self, url: str) -> Tab:
-        self.page.goto(url)
+        if self.page.url.startswith(self.served.url):
+            self.page.evaluate(GO, f"#{urlsplit(url).fragment}")
+        else:
+            self.page.goto(url)
         return self.settled()
 
+    def reset(self) -> Tab:
+        """As new, but for what the browser has cached: the next `open` loads the viewer again."""
+        if self.page.url != "about:blank":
+            self.page.evaluate("localStorage.clear()")
+            self.page.goto("about:blank")
+            self.page.mouse.move(0, 0)
+            self.page.unroute_all()
+        self.requests, self.problems = [], []
+        return self
+
     def settled(self) -> Tab:
-        """Wait until a page is mounted and no request is pending."""
-        self.page.wait_for_selector("main > section:not([aria-busy])")
-        for _ in range(PATIENCE * 20):
-            before = self._pending, len(self.requests)
-            self.pause(75)
-            if before == (0, len(self.requests)):
-                return self
-        raise AssertionError(f"requests are still pending after {PATIENCE} s: {self.requests[-5:]}")
+        rested(self.page)
+        return self
+
+    def back(self) -> Tab:
+        self.page.evaluate(BACK)
+        return self.settled()
 
     @property
     def state(self) -> dict[str, str]:
@@ -240,44 +260,24 @@ class Tab:
         """The page of the address."""
         return urlsplit(self.page.url).fragment.partition("?")[0].strip("/")
 
-    @property
-    def root(self) -> Locator:
-        return self.page.locator("main > section")
-
     def press(self, *keys: str) -> Tab:
         for key in keys:
             self.page.keyboard.press(key)
         return self
 
-    def pause(self, milliseconds: int) -> Tab:
-        """Wait by the page's own clock, so that shorter timers of the page that started before have fired."""
-        self.page.evaluate(
-            "(ms) => new Promise((done) => setTimeout(() => requestAnimationFrame(done), ms))", milliseconds
-        )
+    def eventually(self, read: Callable[[], Any], expected: Any = True) -> Tab:
+        eventually(self.page, read, expected)
         return self
 
     def until(self, condition: str) -> Tab:
         """Wait until a JavaScript condition holds. The page's security policy forbids `wait_for_function`."""
-        for _ in range(PATIENCE * 40):
-            if self.page.evaluate(condition):
-                return self
-            self.pause(25)
-        raise AssertionError(f"after {PATIENCE} s it is still false that {condition}")
-
-    def eventually(self, read: Callable[[], Any], expected: Any = True) -> Tab:
-        """Wait until `read` returns the expected value: a busy machine may draw or answer late."""
-        for _ in range(PATIENCE * 40):
-            if (found := read()) == expected:
-                return self
-            self.pause(25)
-        raise AssertionError(f"after {PATIENCE} s it is still {found!r}, expected {expected!r}")
+        return self.eventually(lambda: bool(self.page.evaluate(condition)))
 
     def arrives(self, page: str | None = None, **state: int | str) -> Tab:
-        """Wait until the address shows this page and contains these keys."""
+        """Wait until the address shows this page and contains these keys, and the page has drawn that."""
         wanted = {key: str(value) for key, value in state.items()}
-        return self.eventually(
-            lambda: (page in (None, self.at), {key: self.state.get(key) for key in wanted}), (True, wanted)
-        )
+        self.eventually(lambda: (page in (None, self.at), {key: self.state.get(key) for key in wanted}), (True, wanted))
+        return self.settled()
 
     def text(self) -> str:
         """The text of the page and of its input fields."""
@@ -286,10 +286,18 @@ class Tab:
                 ...Array.from(document.querySelectorAll("main textarea, main input"), (x) => x.value)].join("\\n")"""
         )
 
-    def tiles(self, since: int = 0) -> list[str]:
+    def is_safe(self) -> bool:
+        """Whether no token was parsed as markup, or reverses the text after it."""
+        found = self.page.evaluate(
+            """[document.documentElement.dataset.pwned ?? null,
+                document.querySelectorAll("main img, main script, main iframe").length]"""
+        )
+        return found == [None, 0] and "\u202e" not in self.text()
+
+    def tiles(self, since: int = 0) -> set[str]:
         """The requested tiles, as group/text/layer/head/pool/zoom/i/j."""
         found = (re.search(r"/api/sources/\d+/tiles/[^/]+/(.+)$", url) for url in self.requests[since:])
-        return [one[1] for one in found if one]
+        return {one[1] for one in found if one}
 
     def saved(self, kind: str) -> bytes:
         """The file that the menu "Export" downloads: "png", "svg" or "csv"."""
@@ -305,27 +313,18 @@ class Tab:
 
     def expect(self, pattern: str) -> None:
         """Wait for a problem that the test has provoked, and do not fail because of it."""
-        for _ in range(PATIENCE * 40):
-            found = [problem for problem in self.problems if re.search(pattern, problem)]
-            if found:
-                break
-            self.pause(25)
-        assert found, f"no problem matches {pattern} among {self.problems}"
-        self.problems = [problem for problem in self.problems if problem not in found]
+        self.eventually(lambda: any(re.search(pattern, problem) for problem in self.problems))
+        self.problems = [problem for problem in self.problems if not re.search(pattern, problem)]
 
     def _on_console(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):  # the viewer also logs every error that it shows
             self.problems.append(f"console {message.type}: {message.text}")
 
     def _on_request(self, request: Request) -> None:
-        self._pending += 1
         self.requests.append(request.url)
         parts = urlsplit(request.url)
         if parts.scheme not in ("data", "blob") and not request.url.startswith(self.served.url):
             self.problems.append(f"a request left the host: {request.url[:200]}")
-
-    def _on_answer(self, request: Request) -> None:
-        self._pending -= 1
 
 
 class Contexts:
@@ -369,21 +368,56 @@ def contexts(browser: Browser) -> Contexts:
     return Contexts(browser)
 
 
+def new_tab(stack: ExitStack, contexts: Contexts, server: Served, **options: Any) -> Tab:
+    options = {"viewport": DESKTOP, "accept_downloads": True, **options}
+    context = stack.enter_context(contexts.borrowed(server.url, **options))
+    return Tab(context.new_page(), context, server)
+
+
+def check_problems(tabs: list[Tab]) -> None:
+    problems = [problem for one in tabs for problem in one.problems]
+    assert not problems, "\n".join(problems)
+
+
 @pytest.fixture
 def tab(contexts: Contexts, served: Served) -> Iterator[Callable[..., Tab]]:
-    """Open tabs: tab(viewport=…, color_scheme=…, reduced_motion=…, server=…), each with separate, empty storage."""
+    """Open new tabs: tab(viewport=…, color_scheme=…, reduced_motion=…, server=…), each with separate, empty storage."""
     with ExitStack() as stack:
         tabs: list[Tab] = []
 
         def opened(server: Served = served, **options: Any) -> Tab:
-            options = {"viewport": DESKTOP, "accept_downloads": True, **options}
-            context = stack.enter_context(contexts.borrowed(server.url, **options))
-            tabs.append(Tab(context.new_page(), context, server))
+            tabs.append(new_tab(stack, contexts, server, **options))
             return tabs[-1]
 
         yield opened
-        problems = [problem for one in tabs for problem in one.problems]
-        assert not problems, "\n".join(problems)
+        check_problems(tabs)
+
+
+@pytest.fixture(scope="module")
+def shared(contexts: Contexts) -> Iterator[Callable[[Served], Tab]]:
+    """The tab of a server that the tests of a module share."""
+    with ExitStack() as stack:
+        tabs: dict[str, Tab] = {}
+
+        def tab_of(server: Served) -> Tab:
+            if server.url not in tabs:
+                tabs[server.url] = new_tab(stack, contexts, server)
+            return tabs[server.url]
+
+        yield tab_of
+
+
+@pytest.fixture
+def view(shared: Callable[[Served], Tab], served: Served) -> Iterator[Callable[..., Tab]]:
+    """The shared tab of a server, as new: view(), or view(mini)."""
+    tabs: list[Tab] = []
+
+    def reset(server: Served = served) -> Tab:
+        tabs.append(shared(server).reset())
+        return tabs[-1]
+
+    yield reset
+    check_problems(tabs)
 
 
 # ---- checks of a page -----------------------------------------------------------------------------------------
@@ -420,85 +454,54 @@ def overflow(page: Page) -> int:
     return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
 
 
+CHECKS = (Path(__file__).parent / "view" / "checks.js").read_text("utf-8")
+
+
 def nameless(page: Page) -> list[str]:
     """Visible interactive elements without an accessible name."""
-    return page.evaluate(NAMELESS)
+    return page.evaluate(f"{CHECKS}.nameless()")
 
 
 def faint(page: Page) -> list[str]:
     """Texts whose contrast with their background is less than 4.5, or 3 for large text."""
-    return page.evaluate(FAINT)
+    return page.evaluate(f"{CHECKS}.faint()")
 
 
 def spilt(page: Page) -> list[str]:
     """Texts that overflow their box and cover other elements."""
-    return page.evaluate(SPILT)
+    return page.evaluate(f"{CHECKS}.spilt()")
 
 
-SPILT = """() => {
-  const found = [], walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    let box = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !box.checkVisibility() || box.closest("svg, .unseen, option")) continue;
-    while (getComputedStyle(box).display.startsWith("inline") && getComputedStyle(box).display !== "inline-block")
-      box = box.parentElement;
-    const range = document.createRange();
-    range.selectNodeContents(walker.currentNode);
-    const [text, room] = [range.getBoundingClientRect(), box.getBoundingClientRect()];
-    let clipped = false; // text that an ancestor clips covers nothing
-    for (let at = box; at && !clipped; at = at.parentElement) clipped = getComputedStyle(at).overflowX !== "visible";
-    if (!clipped && text.right > room.right + 2) found.push(walker.currentNode.data.trim().slice(0, 40));
-  }
-  return found;
-}"""
+def unseen(said: str) -> list[str]:
+    """The parts of the hostile tokens that a text of the page lacks."""
+    return [part for part in VISIBLE_PARTS if part not in said]
 
-NAMELESS = """() => {
-  const name = (x) => {
-    const by = (x.getAttribute("aria-labelledby") || "").split(" ").filter(Boolean);
-    const said = by.map((id) => document.getElementById(id)?.textContent ?? "").join(" ");
-    const labels = Array.from(x.labels ?? [], (label) => label.innerText).join(" ");
-    return (x.getAttribute("aria-label") || said || labels || x.innerText || x.title || "").trim();
-  };
-  const wanted = "a[href], button, input, select, textarea, summary, [tabindex], [role=button], [role=slider]";
-  return Array.from(document.querySelectorAll(wanted))
-    .filter((x) => x.checkVisibility() && x.id !== "main" && !name(x))
-    .map((x) => x.outerHTML.slice(0, 160));
-}"""
 
-FAINT = """() => {
-  const parsed = (css) => {
-    const [r = 0, g = 0, b = 0, a = 1] = (css.match(/[\\d.]+/g) || []).map(Number);
-    const most = css.startsWith("color(srgb") ? 255 : 1;
-    return css === "none" ? [0, 0, 0, 0] : [r * most, g * most, b * most, a];
-  };
-  const over = ([r, g, b, a], under) => [...[r, g, b].map((x, at) => x * a + under[at] * (1 - a)), 1];
-  const behind = (x) => {
-    const layers = [];
-    for (let at = x; at && layers.at(-1)?.[3] !== 1; at = at.parentElement) {
-      if (getComputedStyle(at).backgroundImage !== "none") return null; // the contrast with a picture is unknown
-      layers.push(parsed(getComputedStyle(at).backgroundColor));
-    }
-    return layers.reverse().reduce((under, colour) => over(colour, under), [255, 255, 255, 1]);
-  };
-  const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-  const light = (colour) => {
-    const [r, g, b] = colour.slice(0, 3).map((x) => linear(x / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const found = new Set(), walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const said = walker.currentNode.data.trim(), x = walker.currentNode.parentElement;
-    if (!said || !x.checkVisibility({ opacityProperty: true, visibilityProperty: true })) continue;
-    if (x.closest("noscript, .unseen, .skip, option, [aria-disabled=true], :disabled")) continue;
-    const style = getComputedStyle(x), ground = behind(x);
-    if (!ground) continue;
-    let [r, g, b, a] = parsed(x.namespaceURI.endsWith("svg") ? style.fill : style.color);
-    for (let at = x; at; at = at.parentElement) a *= Number(getComputedStyle(at).opacity);
-    const [less, more] = [light(over([r, g, b, a], ground)), light(ground)].sort((one, other) => one - other);
-    const size = parseFloat(style.fontSize), bold = Number(style.fontWeight) >= 700;
-    const ratio = (more + 0.05) / (less + 0.05);
-    if (ratio < (size >= 24 || (size >= 18.66 && bold) ? 3 : 4.5))
-      found.add(`${ratio.toFixed(2)} ${x.tagName}.${x.getAttribute("class")} ${said.slice(0, 40)}`);
-  }
-  return [...found].slice(0, 20);
-}"""
+SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+
+
+def share(words: str) -> float:
+    """Parse a share of the page: "12.3 %", "4.5 · 10⁻⁶ %"."""
+    found = re.search(r"([\d.,]+)\s(?:·\s10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)\s)?%", words)
+    assert found, words
+    return float(found[1].replace(",", "")) / 100 * 10 ** int((found[2] or "⁰").translate(SUPERSCRIPT))
+
+
+def percent(share: float) -> str:
+    """Format a share as numbers.js does."""
+    value = 100 * share
+    if 0 < value < 0.00095:
+        return "< 0.001 %"
+    if 0 < value < 0.095:
+        return f"{value:.1g} %"
+    return f"{value:.{1 if 0 < value < 0.95 else 0}f} %"
+
+
+def plain(text: str | None) -> str:
+    """Text with ordinary spaces."""
+    return (text or "").replace("\u00a0", " ").strip()
+
+
+def floats(rows: list[dict[str, str]], column: str) -> list[float]:
+    """A column of an exported table."""
+    return [float(row[column]) for row in rows]

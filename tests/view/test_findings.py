@@ -69,9 +69,7 @@ def test_python_steps_draw_the_head_they_name(mini: qkv.Profile) -> None:
         assert f"Layer {step.layer}, head {step.head}" in figure.texts[0].get_text()
 
 
-@pytest.mark.parametrize(
-    "given", [["minilm", "it's a 'cat'"], ["qkv-mini", "--tokens", "40"], ["minilm", "a long text " * 20]]
-)
+@pytest.mark.parametrize("given", [["minilm", "it's a 'long' text " * 20], ["qkv-mini", "--tokens", "40"]])
 def test_commands_of_the_findings_run_on_the_same_text(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,25 +22,14 @@ from qkv.server.live import EXAMPLE, Live
 from qkv.server.schemas import MAX_CHARACTERS
 
 
-@dataclass
-class OneEdit:
-    layer: int
-    head: int
-    normalizer: str = "softmax"
-    temperature: float = 1.0
+def edit(layer: int, head: int, normalizer: str = "softmax", temperature: float = 1.0) -> SimpleNamespace:
+    return SimpleNamespace(layer=layer, head=head, normalizer=normalizer, temperature=temperature)
 
 
-@dataclass
-class Request:
-    text: str = EXAMPLE
-    edits: list[OneEdit] = field(default_factory=list)
-    layer: int = 1
-    head: int = 2
-    k: int = 12
-    sampling_temperature: float = 1.0
-    seed: int = 0
-    step: int = 0
-    ids: list[int] | None = None
+def asked(text: str = EXAMPLE, edits: Sequence[SimpleNamespace] = (), **changed: Any) -> SimpleNamespace:
+    """A request of the page."""
+    usual = {"layer": 1, "head": 2, "k": 12, "sampling_temperature": 1.0, "seed": 0, "step": 0, "ids": None}
+    return SimpleNamespace(text=text, edits=edits, **usual | changed)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +47,9 @@ def shape_of(live: Live) -> tuple[int, int]:
     return live.loaded.model.config.layers, live.loaded.model.config.heads
 
 
-def all_heads(live: Live, normalizer: str) -> list[OneEdit]:
+def all_heads(live: Live, normalizer: str) -> list[SimpleNamespace]:
     layers, heads = shape_of(live)
-    return [OneEdit(layer, head, normalizer) for layer in range(layers) for head in range(heads)]
+    return [edit(layer, head, normalizer) for layer in range(layers) for head in range(heads)]
 
 
 def test_description_lists_the_settings(live: Live) -> None:
@@ -66,7 +57,7 @@ def test_description_lists_the_settings(live: Live) -> None:
     assert said is not None
     assert (said["layers"], said["heads"], said["model"]) == (*shape_of(live), "qkv-mini")
     assert said["normalizers"] == ["softmax", "off-by-one", "sigmoid"]
-    live.answer(Request(said["example"]))
+    live.answer(asked(said["example"]))
     assert Live(Loaded("x", torch.nn.Linear(1, 1), ByteTokenizer())).description() is None
     assert Live(replace(live.loaded, tokenizer=None)).description() is None
     composed = DecoderLM(DecoderConfig(d_model=8, layers=1, heads=2, attention=qkv.Attention()))
@@ -74,7 +65,7 @@ def test_description_lists_the_settings(live: Live) -> None:
 
 
 def test_without_interventions_weights_equal_the_profile(live: Live) -> None:
-    answer = live.answer(Request())
+    answer = live.answer(asked())
     profile = qkv.profile("qkv-mini", EXAMPLE, progress=False, probe=False)
     n = len(answer["tokens"])
     assert answer["tokens"] == profile.data["key_token"].values[0].tolist()
@@ -96,25 +87,25 @@ def test_next_token_probabilities_equal_the_model(live: Live) -> None:
     ids = mini.encode(EXAMPLE)
     with torch.no_grad():
         chances = mini.model(torch.tensor([ids]))[0, -1].double().softmax(-1)
-    found = live.answer(Request(k=5))["next"]["before"]
+    found = live.answer(asked(k=5))["next"]["before"]
     top = chances.topk(5)
     assert [x["probability"] for x in found] == pytest.approx(top.values.tolist(), rel=1e-4)
     assert [x["token"] for x in found] == [mini.tokenizer.decode([int(i)]) for i in top.indices]
 
 
-@pytest.mark.parametrize("edits", [[OneEdit(1, 2, "off-by-one")], "all sigmoid", [OneEdit(0, 5, "softmax", 4)]])
+@pytest.mark.parametrize("edits", [[edit(1, 2, "off-by-one")], "all sigmoid", [edit(0, 5, "softmax", 4)]])
 def test_interventions_change_weights_and_divergence_as_in_the_edited_model(
-    live: Live, edits: list[OneEdit] | str
+    live: Live, edits: list[SimpleNamespace] | str
 ) -> None:
     edits = all_heads(live, "sigmoid") if isinstance(edits, str) else edits
     layers, _ = shape_of(live)
-    answer = live.answer(Request(edits=edits, k=8))
+    answer = live.answer(asked(edits=edits, k=8))
     ids = torch.tensor([load_text_model("qkv-mini").encode(EXAMPLE)])
     model, weights = live.loaded.model, {}
     with torch.no_grad():
         p = model(ids)[0, -1].double().softmax(-1)
-        asked = [Edit(e.layer, e.head, e.normalizer, e.temperature) for e in edits]
-        with edited(model, asked, on_weights=weights.__setitem__):
+        changes = [Edit(e.layer, e.head, e.normalizer, e.temperature) for e in edits]
+        with edited(model, changes, on_weights=weights.__setitem__):
             q = model(ids)[0, -1].double().softmax(-1)
     assert answer["divergence"] == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-3, abs=1e-8)
     assert answer["divergence"] > 0
@@ -137,10 +128,10 @@ def test_intervention_with_the_trained_normalizer_changes_nothing() -> None:
     said = live.description()
     assert said is not None
     assert said["normalizers"][0] == "off-by-one"
-    answer = live.answer(Request("héé", [OneEdit(0, 0, "off-by-one")], layer=0, head=0))
+    answer = live.answer(asked("héé", [edit(0, 0, "off-by-one")], layer=0, head=0))
     assert answer["divergence"] == 0
     assert len(answer["tokens"]) == 5
-    assert live.answer(Request("héé", [OneEdit(0, 0, "softmax")], layer=0, head=0))["divergence"] > 0
+    assert live.answer(asked("héé", [edit(0, 0, "softmax")], layer=0, head=0))["divergence"] > 0
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (1.0, 2), (0.7, 6)])
@@ -154,7 +145,7 @@ def test_steps_equal_generate(live: Live, temperature: float, seed: int) -> None
     )
     found = {"text": prompt, "ids": None}
     for step in range(steps):
-        request = Request(found["text"], ids=found["ids"], sampling_temperature=temperature, seed=seed, step=step)
+        request = asked(found["text"], ids=found["ids"], sampling_temperature=temperature, seed=seed, step=step)
         found = live.step(request)
         assert found == live.step(request)
         assert len(found["tokens"]) == len(found["row"]) == len(ids) + step
@@ -163,8 +154,8 @@ def test_steps_equal_generate(live: Live, temperature: float, seed: int) -> None
 
 
 def test_step_returns_the_row_of_the_edited_head_and_the_unedited_probability(live: Live) -> None:
-    edits = [OneEdit(1, 2, "sigmoid")]
-    answer, step = live.answer(Request(edits=edits)), live.step(Request(edits=edits, sampling_temperature=0))
+    edits = [edit(1, 2, "sigmoid")]
+    answer, step = live.answer(asked(edits=edits)), live.step(asked(edits=edits, sampling_temperature=0))
     assert step["row"] == answer["rows"][1][2]
     best = max(answer["next"]["after"], key=lambda x: x["probability"])
     assert (step["token"], step["probability"]) == (best["token"], best["probability"])
@@ -181,37 +172,39 @@ def test_bytes_of_a_character_are_joined() -> None:
             return torch.nn.functional.one_hot(says, 256) * 50.0
 
     live = Live(Loaded("says", Says(DecoderConfig(d_model=16, layers=1, heads=2)).eval(), ByteTokenizer()))
-    first = live.step(Request("a", layer=0, head=0, sampling_temperature=0))
+    first = live.step(asked("a", layer=0, head=0, sampling_temperature=0))
     assert first["text"] == "a\ufffd"
-    second = live.step(Request(first["text"], ids=first["ids"], layer=0, head=0, sampling_temperature=0))
+    second = live.step(asked(first["text"], ids=first["ids"], layer=0, head=0, sampling_temperature=0))
     assert second["text"] == "aé"
     assert second["ids"] == list("aé".encode())
 
 
 def test_single_token_has_no_queries_after_the_first(live: Live) -> None:
-    answer = live.answer(Request(""))
+    answer = live.answer(asked(""))
     assert answer["tokens"] == ["<s>"]
     layers, heads = shape_of(live)
     assert answer["sink"]["after"] == [[0.0] * heads] * layers
     assert all(math.isfinite(x["probability"]) for x in answer["next"]["after"])
 
 
-@pytest.mark.parametrize(
-    ("request_", "argument", "match"),
-    [
-        (Request("x " * MAX_CHARACTERS), "text", "characters"),
-        (Request("x\n" * 600), "text", "1201"),
-        (Request("\ud800"), "text", "surrogate"),
-        (Request("x", ids=[1] * 513), "text", "513 tokens"),
-        (Request("x", ids=[]), "text", "0 tokens"),
-        (Request("x", ids=[1, 2048]), "tokens", None),
-        (Request(layer=99), "layer", "is 99"),
-        (Request(head=99), "head", None),
-        (Request(edits=[OneEdit(99, 0, "sigmoid")]), "layer", "is 99"),
-        (Request(edits=[OneEdit(0, 0, "sigmoid"), OneEdit(0, 0, "off-by-one")]), "edits", None),
-    ],
-)
-def test_invalid_requests_name_the_argument(live: Live, request_: Request, argument: str, match: str | None) -> None:
+REFUSALS = [
+    ("text", "characters", asked("x " * MAX_CHARACTERS)),
+    ("text", "1201", asked("x\n" * 600)),
+    ("text", "surrogate", asked("\ud800")),
+    ("text", "513 tokens", asked("x", ids=[1] * 513)),
+    ("text", "0 tokens", asked("x", ids=[])),
+    ("tokens", None, asked("x", ids=[1, 2048])),
+    ("layer", "is 99", asked(layer=99)),
+    ("head", None, asked(head=99)),
+    ("layer", "is 99", asked(edits=[edit(99, 0, "sigmoid")])),
+    ("edits", None, asked(edits=[edit(0, 0, "sigmoid"), edit(0, 0, "off-by-one")])),
+]
+
+
+@pytest.mark.parametrize(("argument", "match", "request_"), REFUSALS)
+def test_invalid_requests_name_the_argument(
+    live: Live, argument: str, match: str | None, request_: SimpleNamespace
+) -> None:
     for ask in (live.answer, live.step):
         with refused(argument, match):
             ask(request_)
@@ -230,6 +223,7 @@ def test_a_model_of_hugging_face_answers_with_its_own_weights_and_those_of_the_e
         )
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    assert Live(Loaded("body", model.base_model, ByteTokenizer())).description() is None, "it has no next token"
     live = Live(Loaded("tiny", model, ByteTokenizer()))
     assert live.description() == live.description() | {"layers": 2, "heads": 4, "most_tokens": 64}
     ids = live._ids(SimpleNamespace(text="import os", ids=None))
@@ -245,9 +239,3 @@ def test_a_model_of_hugging_face_answers_with_its_own_weights_and_those_of_the_e
     torch.testing.assert_close(edited.weights[0][1], plain.weights[0][1] * share, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(edited.weights[0][0], plain.weights[0][0], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(edited.logits, plain.logits)
-
-
-def test_models_without_a_language_model_head_have_no_live_page() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=257, n_positions=64)
-    assert Live(Loaded("body", transformers.GPT2Model(config).eval(), ByteTokenizer())).description() is None

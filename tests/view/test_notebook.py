@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import re
-import shutil
 import sys
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,18 +17,12 @@ from qkv.profiler import Profile
 from qkv.profiler.data.findings import headline
 from qkv.report import html as report
 from qkv.report.notebook import text
+from viewer_fixture import HOSTILE
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-HOSTILE = [
-    "</script><script>document.documentElement.dataset.pwned='1'</script>",
-    "<img src=x onerror=\"document.documentElement.dataset.pwned='1'\">",
-    "\u202egnirts\u2066",
-    "\x00\x07",
-    '"></iframe>',
-    "אבג",
-    "👩\u200d🔬",
-    "&lt;b&gt;",
-]
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytest_plugins = ["viewer_fixture"]
 
 
 class Parsed(HTMLParser):
@@ -54,43 +47,33 @@ def hostile() -> Profile:
     """A profile in which every string is an injection attack and every head has a sink at one of them."""
     n = len(HOSTILE)
     weights = np.full((2, 3, n, n), 0.1 / n)
-    weights[..., 1] += 0.9
-    data = made.dataset_from_weights([weights], [HOSTILE], modules=HOSTILE[:2], special=tuple(HOSTILE[:2]))
-    return Profile({"self": data}, {"model": HOSTILE[0] + HOSTILE[2] + HOSTILE[4], "text_preview": HOSTILE[1]})
+    weights[..., 2] += 0.9
+    data = made.dataset_from_weights([weights], [HOSTILE], modules=HOSTILE[:2], special=tuple(HOSTILE[:3]))
+    return Profile({"self": data}, {"model": HOSTILE[0] + HOSTILE[4] + HOSTILE[9], "text_preview": HOSTILE[1]})
 
 
-def test_the_card_shows_the_numbers_of_the_profile() -> None:
+def test_the_card_shows_the_numbers_of_the_profile_and_names_every_kind_of_attention() -> None:
     profile = made.gpt()
-    parsed = Parsed(profile._repr_html_())
-    assert "gpt-by-hand" in parsed.text
-    assert headline(profile.data) in parsed.text
-    assert "3 layers × 5 heads, 61 tokens" in parsed.text
-    assert "profile.heads()" in parsed.text
+    html = profile._repr_html_()
+    parsed = Parsed(html)
+    for said in ("gpt-by-hand", headline(profile.data), "3 layers × 5 heads, 61 tokens", "profile.heads()"):
+        assert said in parsed.text
     opacity = [float(value) for name, value in parsed.attributes if name == "fill-opacity" and value != ".75"]
-    sink = profile.heads()["sink"].to_numpy()
-    np.testing.assert_allclose(opacity, 0.08 + 0.92 * sink / sink.max(), atol=1e-3)
     heads = profile.heads()
-    tooltips = re.findall(r"<title>(.*?)</title>", profile._repr_html_())
-    assert tooltips[6] == f"L1 · H1: {100 * heads['sink'][6]:.0f} %; {heads['goes_to'][6]}"
-
-
-def test_the_card_names_every_kind_of_attention() -> None:
+    sink = heads["sink"].to_numpy()
+    np.testing.assert_allclose(opacity, 0.08 + 0.92 * sink / sink.max(), atol=1e-3)
+    assert re.findall(r"<title>(.*?)</title>", html)[6] == f"L1 · H1: {100 * sink[6]:.0f} %; {heads['goes_to'][6]}"
     shown = Parsed(made.encoder_decoder()._repr_html_()).text
     for name, size in (("encoder", "8 tokens"), ("decoder", "6 tokens"), ("cross", "6 × 8 tokens")):
         assert f"{name} 2 layers × 3 heads, {size}, 2 texts" in shown
 
 
-def test_without_sinks_the_card_shows_entropy() -> None:
-    n = 40
-    data = made.dataset_from_weights([np.full((1, 2, n, n), 1 / n)], [[f"w{i}" for i in range(n)]])
+def test_a_card_without_sinks_shows_entropy_and_one_of_a_large_model_stays_compact() -> None:
+    data = made.dataset_from_weights([np.full((1, 2, 40, 40), 1 / 40)], [[f"w{i}" for i in range(40)]])
     html = Profile({"self": data})._repr_html_()
     assert "Entropy ratio, 0 to 1.00" in html
     assert "unnamed model" in html
-
-
-def test_a_large_model_stays_compact() -> None:
-    n = 6
-    data = made.dataset_from_weights([np.full((32, 32, n, n), 1 / n)], [[f"w{i}" for i in range(n)]])
+    data = made.dataset_from_weights([np.full((32, 32, 6, 6), 1 / 6)], [[f"w{i}" for i in range(6)]])
     assert len(Profile({"self": data})._repr_html_()) < 130_000
 
 
@@ -100,12 +83,9 @@ def test_hostile_strings_are_text() -> None:
     assert set(parsed.tags) <= {"div", "b", "bdi", "span", "code", "svg", "g", "rect", "text", "title"}
     assert not any(name.startswith("on") or "javascript:" in value for name, value in parsed.attributes)
     assert HOSTILE[0] in parsed.text
-    assert "‹U+202E›gnirts‹U+2066›" in parsed.text
-    assert HOSTILE[1] in parsed.text, "the tooltips name the target of the heads"
-    assert not set("\u202e\u2066\x00\x07") & set(html)
-
-
-def test_text_is_only_text() -> None:
+    assert "‹U+202E›evil" in parsed.text
+    assert HOSTILE[2] in parsed.text, "the tooltips name the target of the heads"
+    assert not set("\u202e\x00\x07\x1b") & set(html)
     assert text("<a b='c' d=\"e\">&") == "&lt;a b=&#x27;c&#x27; d=&quot;e&quot;&gt;&amp;"
     assert text("א\u200f\n\u2028") == "א‹U+200F›‹U+000A›‹U+2028›"
     assert text("👩\u200d🔬") == "👩\u200d🔬"
@@ -123,42 +103,28 @@ def test_the_card_needs_no_anywidget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile._display_()._repr_html_() == profile._repr_html_()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_page_shows_card_and_report(tmp_path: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api")
+def test_a_page_shows_card_and_report(browser: Browser, tmp_path: Path) -> None:
     profile = hostile()
-    page_file = tmp_path / "notebook.html"
+    file = tmp_path / "notebook.html"
     frame_code = (
         '<iframe sandbox="allow-scripts" style="width:100%;height:600px" '
         f'srcdoc="{escape(report.render(profile), quote=True)}"></iframe>'
     )
-    page_file.write_text(f'<!doctype html><meta charset="utf-8">{profile._repr_html_()}{frame_code}', "utf-8")
+    file.write_text(f'<!doctype html><meta charset="utf-8">{profile._repr_html_()}{frame_code}', "utf-8")
     troubles: list[str] = []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1000, "height": 900})
-        page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.goto(page_file.as_uri())
-        frame = page.frame_locator("iframe")
-        frame.locator(".grid button").first.wait_for()
-        assert frame.locator(".grid button").count() == 6
-        frame.locator(".grid button").nth(4).click()
-        assert frame.locator("#card h3").text_content() == "Layer 1, head 1"
-        assert page.locator("rect").count() == 6
-        box = page.locator("rect").nth(5).bounding_box()
-        assert box is not None
-        assert box["width"] > 15
-        assert page.evaluate("document.documentElement.dataset.pwned") is None
-        assert page.frames[1].evaluate("document.documentElement.dataset.pwned") is None
-        assert page.frames[1].evaluate("origin") == "null", "the frame has an opaque origin"
-        browser.close()
+    page = browser.new_page(viewport={"width": 1000, "height": 900})
+    page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(file.as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator('html[data-state="ready"]').wait_for()
+    assert frame.locator(".grid button").count() == 6
+    frame.locator(".grid button").nth(4).click()
+    frame.locator("#card h3", has_text="Layer 1, head 1").wait_for()
+    assert page.locator("rect").count() == 6
+    assert page.locator("rect").nth(5).bounding_box()["width"] > 15  # type: ignore[index]
+    assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
+    assert page.frames[1].evaluate("document.documentElement.dataset.pwned ?? null") is None
+    assert page.frames[1].evaluate("origin") == "null", "the frame has an opaque origin"
+    page.close()
     assert troubles == []
-
-
-def test_the_policy_in_the_frame_names_its_own_script() -> None:
-    html = report.render(made.gpt())
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)[1]  # type: ignore[index]
-    assert "default-src 'none'" in policy
-    digests = re.findall(r"'sha256-([^']+)'", policy)
-    assert len({len(base64.b64decode(digest)) for digest in digests}) == 1

@@ -19,19 +19,8 @@ from drawn import all_text_is_on_the_page
 from qkv import masks, plot
 
 WORDS = [
-    "internationalisation",
-    "Donaudampfschifffahrt",
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    ".",
-    "⏎",
-    "$x$",
-    "שלום",
-]
+    "internationalisation", "Donaudampfschifffahrt", "the", "cat", "sat", "on", "a", "mat", ".", "⏎", "$x$", "שלום",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -89,18 +78,14 @@ def test_the_wall_of_a_model_has_each_head_at_its_place() -> None:
             np.testing.assert_allclose(np.asarray(image.get_array()), attentions[int(top)][1, int(left)], rtol=1e-6)
 
 
-def test_a_profile_gives_its_weights_and_tokens() -> None:
+def test_a_profile_gives_its_weights_or_its_bins() -> None:
     profile = made.gpt()
     data = profile.data
     axes = plot.weights(profile, layer=1, head=1, item=0)
     np.testing.assert_allclose(shown(axes).filled(0), data["weights"].values[0, 1, 1], atol=1e-6)
     assert len(plot.model(profile, item=0).axes[0].images) == data.sizes["layer"] * data.sizes["head"]
-
-
-def test_the_bins_of_a_long_text_of_a_profile_cover_its_positions() -> None:
-    profile = qkv.profile(
-        "qkv-mini", "def area(width, height):\n    return 1\n", map_tokens=4, probe=False, progress=False
-    )
+    code = "def area(width, height):\n    return 1\n"
+    profile = qkv.profile("qkv-mini", code, map_tokens=4, probe=False, progress=False)  # of a long text: its bins
     axes = plot.weights(profile, layer=0, head=0)
     assert axes.get_xlim() == (-0.5, profile.data.sizes["key"] - 0.5)
     pooled = profile.data["map_max"].values[0, 0, 0]
@@ -115,26 +100,16 @@ def test_a_sink_remains_visible_in_a_long_sequence() -> None:
     assert (array.max(1) > 0.69).all()
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        masks.Causal(),
-        ~masks.Causal(),
-        masks.Causal() | ~masks.Causal(),
-        masks.Window(2),
-        masks.Causal() | masks.Prefix(3),
-    ],
-)
-def test_the_arrows_of_the_graph_are_the_visible_pairs_of_the_mask(mask: masks.Mask) -> None:
+def test_the_arrows_of_the_graph_are_the_visible_pairs_of_the_mask() -> None:
     """Arrows point from a query to each of its keys, for bidirectional and causal masks alike."""
     n = 6
-    axes = plot.arcs(mask, list("abcdef"))
-    drawn = np.zeros((n, n), bool)
-    for arrow in axes.patches:
-        (start, _), (end, _) = arrow._posA_posB  # type: ignore[attr-defined]
-        assert arrow.get_gid() == f"{round(start)}>{round(end)}"
-        drawn[round(start), round(end)] = True
-    assert (drawn == mask.dense(n, n)[0, 0].numpy()).all()
+    for mask in (~masks.Causal(), masks.Causal() | ~masks.Causal(), masks.Causal() | masks.Prefix(3)):
+        drawn = np.zeros((n, n), bool)
+        for arrow in plot.arcs(mask, list("abcdef")).patches:
+            (start, _), (end, _) = arrow._posA_posB  # type: ignore[attr-defined]
+            assert arrow.get_gid() == f"{round(start)}>{round(end)}"
+            drawn[round(start), round(end)] = True
+        assert (drawn == mask.dense(n, n)[0, 0].numpy()).all()
 
 
 def test_statistics_of_heads_equal_those_that_are_measured() -> None:
@@ -149,18 +124,14 @@ def test_statistics_of_heads_equal_those_that_are_measured() -> None:
 
 
 DRAWN: dict[str, Callable[[], Any]] = {
-    "one token": lambda: plot.weights(
-        weights(1, 1), ["a"], title="A title that is much longer than the matrix is wide"
-    ),
+    "one token": lambda: plot.weights(weights(1, 1), ["a"], title="A title much longer than the matrix is wide"),
     "long names": lambda: plot.weights(weights(12, 12), WORDS, values=True),
     "300 tokens": lambda: plot.weights(weights(300, 300), ["name"] * 300, title="300"),
-    "cross": lambda: plot.weights(weights(3, 12), WORDS, queries=WORDS[:3]),
     "scores": lambda: plot.matrix(torch.randn(9, 4), what="score", labels=("row", "column")),
     "heads": lambda: plot.heads(weights(8, 12, 12), WORDS, title="Eight heads"),
     "panels": lambda: plot.panels({"a long name of a matrix": weights(3, 3), "b": weights(3, 6)}),
     "12 × 12 heads": lambda: plot.model(weights(12, 12, 6, 6), title="All"),
-    "graph": lambda: plot.arcs(weights(12, 12), WORDS, title="Graph"),
-    "one head": lambda: plot.model(weights(1, 1, 3, 3), title="A title that is much longer than the wall is wide"),
+    "one head": lambda: plot.model(weights(1, 1, 3, 3), title="A title much longer than the wall is wide"),
     "graph of two texts": lambda: plot.arcs(weights(3, 12), WORDS, queries=WORDS[:3]),
     "received": lambda: plot.received(weights(2, 12, 12), WORDS, title="Received"),
     "received by 300": lambda: plot.received(weights(2, 300, 300), ["name"] * 300),
@@ -179,32 +150,32 @@ def test_all_text_is_on_the_page(name: str) -> None:
     assert drawn._repr_png_().startswith(b"\x89PNG"), "notebooks show it"
 
 
-@pytest.mark.parametrize(
-    ("argument", "call"),
-    [
-        ("w", lambda: plot.weights(torch.randn(4, 4))),
-        ("w", lambda: plot.weights(torch.ones(4))),
-        ("w", lambda: plot.weights([["a"]])),
-        ("w", lambda: plot.model((None, None))),
-        ("w", lambda: plot.model(((weights(1, 2, 3, 3),),))),
-        ("w", lambda: plot.arcs(weights(60, 60))),
-        ("w", lambda: plot.weights(torch.eye(3) * 1j)),
-        ("item", lambda: plot.weights(weights(2, 1, 3, 3))),
-        ("item", lambda: plot.weights(weights(2, 1, 3, 3), item=2)),
-        ("head", lambda: plot.weights(weights(1, 2, 3, 3))),
-        ("layer", lambda: plot.heads((weights(1, 2, 3, 3),) * 2)),
-        ("tokens", lambda: plot.weights(weights(3, 3), ["a"])),
-        ("tokens", lambda: plot.weights(weights(3, 3), "abc")),
-        ("queries", lambda: plot.weights(weights(4, 3), list("abc"))),
-        ("tokens", lambda: plot.arcs(masks.Causal())),
-        ("mask", lambda: plot.weights(weights(3, 3), mask=torch.zeros(3, 3))),
-        ("m", lambda: plot.matrix(weights(1, 3, 3))),
-        ("matrices", lambda: plot.panels({})),
-        ("columns", lambda: plot.heads(weights(2, 3, 3), columns=0)),
-        ("statistic", lambda: plot.by_head(made.gpt().heads(), "sinc")),
-        ("grid", lambda: plot.overlay(np.zeros((4, 4, 3)), weights(1, 4), (2, 3))),
-    ],
-)
-def test_arguments_that_cannot_be_drawn_are_refused(argument: str, call: Any) -> None:
+REFUSALS: list[tuple[str, Callable[[], Any]]] = [
+    ("w", lambda: plot.weights(torch.randn(4, 4))),
+    ("w", lambda: plot.weights(torch.ones(4))),
+    ("w", lambda: plot.weights([["a"]])),
+    ("w", lambda: plot.model((None, None))),
+    ("w", lambda: plot.model(((weights(1, 2, 3, 3),),))),
+    ("w", lambda: plot.arcs(weights(60, 60))),
+    ("w", lambda: plot.weights(torch.eye(3) * 1j)),
+    ("item", lambda: plot.weights(weights(2, 1, 3, 3))),
+    ("item", lambda: plot.weights(weights(2, 1, 3, 3), item=2)),
+    ("head", lambda: plot.weights(weights(1, 2, 3, 3))),
+    ("layer", lambda: plot.heads((weights(1, 2, 3, 3),) * 2)),
+    ("tokens", lambda: plot.weights(weights(3, 3), ["a"])),
+    ("tokens", lambda: plot.weights(weights(3, 3), "abc")),
+    ("queries", lambda: plot.weights(weights(4, 3), list("abc"))),
+    ("tokens", lambda: plot.arcs(masks.Causal())),
+    ("mask", lambda: plot.weights(weights(3, 3), mask=torch.zeros(3, 3))),
+    ("m", lambda: plot.matrix(weights(1, 3, 3))),
+    ("matrices", lambda: plot.panels({})),
+    ("columns", lambda: plot.heads(weights(2, 3, 3), columns=0)),
+    ("statistic", lambda: plot.by_head(made.gpt().heads(), "sinc")),
+    ("grid", lambda: plot.overlay(np.zeros((4, 4, 3)), weights(1, 4), (2, 3))),
+]
+
+
+@pytest.mark.parametrize(("argument", "call"), REFUSALS)
+def test_arguments_that_cannot_be_drawn_are_refused(argument: str, call: Callable[[], Any]) -> None:
     with refused(argument):
         call()

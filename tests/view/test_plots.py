@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import sys
 from collections.abc import Callable
@@ -38,28 +37,7 @@ FIGURES = {
     "entropy": lambda p: p.plot.entropy(),
     "head": lambda p: p.plot.head(1, 1),
 }
-
-
-@functools.cache
-def drawn(name: str, make: Callable[[], Profile]) -> Figure:
-    """A figure of `VECTOR`, for the tests that only look at it."""
-    return VECTOR[name](make())
-
-
-@pytest.mark.parametrize("name", FIGURES)
-@pytest.mark.parametrize("make", [made.gpt, made.encoder_decoder, lambda: made.gpt(61, True)])
-def test_figures_draw_with_all_text_on_the_page(name: str, make: Callable[[], Profile]) -> None:
-    figure = drawn(name, make)
-    assert isinstance(figure, Figure)
-    all_text_is_on_the_page(figure)
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_figures_of_a_long_text_keep_all_text_on_the_page(name: str) -> None:
-    all_text_is_on_the_page(FIGURES[name](made.long(2048)))
-
-
-VECTOR = FIGURES | {
+MORE = {
     "similarity": lambda p: p.plot.similarity(),
     "map": lambda p: p.plot.map(0, 0),
     "alignment": lambda p: p.plot.alignment(group=p.main),
@@ -68,21 +46,28 @@ VECTOR = FIGURES | {
 }
 
 
-@pytest.mark.parametrize("name", VECTOR)
+@pytest.mark.parametrize("make", [lambda: made.gpt(61, True), lambda: made.long(2048)], ids=["causal", "long"])
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_draw_with_all_text_on_the_page(name: str, make: Callable[[], Profile]) -> None:
+    all_text_is_on_the_page(FIGURES[name](make()))
+
+
+@pytest.mark.parametrize("name", FIGURES | MORE)
 def test_vector_files_store_text_as_text(name: str) -> None:
-    figure, file = drawn(name, made.encoder_decoder), io.BytesIO()
-    title = figure.texts[0].get_text().splitlines()[0]
+    figure, file = (FIGURES | MORE)[name](made.encoder_decoder()), io.BytesIO()
+    assert isinstance(figure, Figure)
+    all_text_is_on_the_page(figure)
     figure.savefig(file, format="svg")
     svg = ElementTree.fromstring(file.getvalue())
     texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert title in texts
+    assert figure.texts[0].get_text().splitlines()[0] in texts
     assert matplotlib.rcParams["svg.fonttype"] == "path", "the global setting is restored"
 
 
 def test_a_pdf_embeds_a_font_instead_of_outlines() -> None:
     """Of one figure: the test above shows that all of them save with the same method."""
     file = io.BytesIO()
-    drawn("map", made.encoder_decoder).savefig(file, format="pdf")
+    made.encoder_decoder().plot.map(0, 0).savefig(file, format="pdf")
     assert b"/CIDFontType2" in file.getvalue()
 
 
@@ -108,7 +93,7 @@ def test_states_figure_draws_a_line_for_each_stack_and_text() -> None:
         profile.plot.states()
 
 
-def test_overview_shows_the_numbers_of_the_table() -> None:
+def test_figures_show_the_numbers_of_the_table_and_titles_the_finding() -> None:
     profile = made.gpt()
     heads = profile.heads()
     figure = profile.plot.overview()
@@ -122,16 +107,9 @@ def test_overview_shows_the_numbers_of_the_table() -> None:
     shares = [axes.images[0].norm.vmax for axes in panels[:4]]
     assert shares == [heads[["sink", "previous", "self", "local"]].max().max()] * 4, "shares have one scale"
     assert panels[5].images[0].norm.vmax == 1
-
-
-def test_overview_of_cross_attention_leaves_out_undefined_statistics() -> None:
     figure = made.encoder_decoder().plot.overview(group="cross")
     titles = [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
-    assert titles == ["First token, %", "Entropy ratio"]
-
-
-def test_titles_state_the_finding() -> None:
-    profile = made.gpt()
+    assert titles == ["First token, %", "Entropy ratio"], "the others are undefined"
     title = " ".join(text.get_text() for text in profile.plot.received().texts)
     assert "“Once” at position 0 receives 23 % of all attention" in title
     assert profile.plot.head(0, 1).texts[0].get_text() == "Layer 0, head 1: previous 100 %"
@@ -157,17 +135,13 @@ def test_the_head_figure_stacks_the_destinations() -> None:
     np.testing.assert_allclose(sorted(widths), sorted(shares), rtol=1e-5)
 
 
-def test_map_shows_the_weights_or_explains_how_to_store_them() -> None:
+def test_map_shows_the_weights() -> None:
     profile = made.encoder_decoder()
     figure = profile.plot.map(1, 2, text=1, group="cross")
     all_text_is_on_the_page(figure)
     shown = np.asarray(figure.axes[0].images[0].get_array())
     np.testing.assert_array_equal(shown, profile.groups["cross"]["weights"].values[1, 1, 2, :4, :5])
     assert "cross attention" in figure.texts[1].get_text()
-    with pytest.raises(
-        InputError, match="no dense maps of text 0, which has 2048 tokens; profile it with map_tokens=2048"
-    ):
-        made.long(2048).plot.map(0, 0)
 
 
 def pooled(profile: Profile, size: int) -> Profile:
@@ -231,17 +205,6 @@ def test_pieces_of_a_word_are_aligned_together() -> None:
     assert shown[3, 0] == pytest.approx(weights[0, 0, 4, 0], rel=1e-5)
 
 
-def test_alignment_rejects_missing_groups_weights_and_layers() -> None:
-    with refused("group"):
-        made.gpt().plot.alignment()
-    with pytest.raises(InputError, match="no dense maps of text 0, which has 512 tokens"):
-        made.long(512).plot.alignment(group="self")
-    with refused("layer", match="head 1"):
-        made.encoder_decoder().plot.alignment(head=1)
-    with refused("layer", match="got 5"):
-        made.encoder_decoder().plot.alignment(5)
-
-
 def grid_profile() -> tuple[Profile, np.ndarray]:
     """Three queries over a class token and a grid of 2 × 3 cells; each attends mostly to one cell."""
     weights = np.full((1, 1, 3, 7), 0.02)
@@ -273,35 +236,40 @@ def test_overlay_is_brightest_at_the_attended_cell() -> None:
     assert np.unravel_index(brightest.argmax(), brightest.shape) == (10, 10), "cell (1, 1) is centred on its corner"
 
 
-def test_overlay_rejects_images_grids_and_queries_that_do_not_fit() -> None:
-    plot, image = grid_profile()[0].plot, np.zeros((4, 6, 3))
-    with refused("grid"):
-        plot.overlay(image, (3, 3))
-    with refused("query"):
-        plot.overlay(image, (2, 3), 3)
-    with refused("image", match="shape"):
-        plot.overlay(image[..., 0], (2, 3))
-    with refused("image", match="0 to 2"):
-        plot.overlay(image + np.arange(3.0), (2, 3))
-    with pytest.raises(InputError, match="query: got 61 queries; expected at most 35"):
-        made.gpt().plot.overlay(image, (2, 3))
-
-
 def test_types_of_heads_have_colours_on_both_pages() -> None:
     assert list(layout.KINDS) == list(layout.KINDS_DARK) == [*ROLES, MIXED]
     assert len(set(layout.KINDS.values())) == len(set(layout.KINDS_DARK.values())) == len(layout.KINDS)
 
 
-def test_figures_reject_unknown_layers_heads_texts_and_statistics() -> None:
-    plot = made.gpt().plot
-    with refused("layer", match="got 9"):
-        plot.head(9, 0)
-    with refused("head"):
-        plot.map(0, -1)
-    with refused("text"):
-        plot.received(3)
-    with refused("statistic"):
-        plot.overview("magic")
+GRID = grid_profile()[0]
+IMAGE = np.zeros((4, 6, 3))
+REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
+    ("layer", "got 9", lambda: made.gpt().plot.head(9, 0)),
+    ("head", None, lambda: made.gpt().plot.map(0, -1)),
+    ("text", None, lambda: made.gpt().plot.received(3)),
+    ("statistic", None, lambda: made.gpt().plot.overview("magic")),
+    ("group", None, lambda: made.gpt().plot.alignment(0)),
+    ("layer", "head 1", lambda: made.encoder_decoder().plot.alignment(head=1)),
+    ("layer", "got 5", lambda: made.encoder_decoder().plot.alignment(5)),
+    ("grid", None, lambda: GRID.plot.overlay(IMAGE, (3, 3))),
+    ("query", None, lambda: GRID.plot.overlay(IMAGE, (2, 3), 3)),
+    ("image", "shape", lambda: GRID.plot.overlay(IMAGE[..., 0], (2, 3))),
+    ("image", "0 to 2", lambda: GRID.plot.overlay(IMAGE + np.arange(3.0), (2, 3))),
+]
+
+
+@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
+def test_figures_refuse_what_the_profile_lacks(argument: str, match: str | None, call: Callable[[], object]) -> None:
+    with refused(argument, match):
+        call()
+
+
+def test_figures_refuse_maps_that_are_not_stored_and_more_pictures_than_fit() -> None:
+    for call in (lambda: made.long(2048).plot.map(0, 0), lambda: made.long(2048).plot.alignment(group="self")):
+        with pytest.raises(InputError, match="no dense maps of text 0, which has 2048 tokens"):
+            call()
+    with pytest.raises(InputError, match="61 queries; expected at most 35"):
+        made.gpt().plot.overlay(IMAGE, (2, 3))
 
 
 def test_tokens_are_not_rendered_as_math() -> None:

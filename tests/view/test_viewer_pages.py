@@ -1,4 +1,4 @@
-"""Sinks, live, compare and alignment in a real browser: they show the numbers of the server and the profile."""
+"""Sinks, live, compare, all maps and alignment in a real browser: they show the numbers of server and profile."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ import base64
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import qkv
+from qkv.models.loading import load_model
 from qkv.profiler.data import tables
 from qkv.report.payload import trimmed
 from qkv.server.live import Live
-from qkv.server.run import serve_in_thread
-from qkv.server.session import Session
 from qkv_lab.align.models import Aligners
-from viewer_fixture import HOSTILE, LIVE_TEXT, PHONE, VISIBLE_PARTS, Served, Tab, check_pictures, overflow, texts_of
+from viewer_fixture import (
+    HOSTILE,
+    LIVE_TEXT,
+    Served,
+    Tab,
+    check_pictures,
+    floats,
+    percent,
+    plain,
+    serving,
+    texts_of,
+    unseen,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Route
@@ -27,14 +38,12 @@ pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
 
 Opens = Callable[..., Tab]
-SHOWN = 10
+SHOWN = 10  # next tokens that the live page lists
 
 
 @pytest.fixture(scope="module")
 def live() -> Live:
     """Computes the expected answers."""
-    from qkv.models.loading import load_model
-
     return Live(load_model("qkv-mini"))
 
 
@@ -43,14 +52,146 @@ def aligners() -> Aligners:
     return Aligners()
 
 
-def percent(share: float) -> str:
-    """Format a share as numbers.js does."""
-    value = 100 * share
-    if 0 < value < 0.00095:
-        return "< 0.001 %"
-    if 0 < value < 0.095:
-        return f"{value:.1g} %"
-    return f"{value:.{1 if 0 < value < 0.95 else 0}f} %"
+# ---- sinks ----------------------------------------------------------------------------------------------------
+
+WEIGHT = "Weight on the first token"
+TITLES = [
+    WEIGHT,
+    "α of the first token",
+    "Norm of the first token’s value",
+    "What the first token’s value adds",
+    "Norm of the first token’s key",
+    "Sink score α on three kinds of text",
+    "Largest activation by depth",
+]
+
+
+def expect_titles(tab: Tab, titles: list[str]) -> None:
+    expect(tab.page.locator(".sink-title")).to_have_text(titles)
+
+
+def pointed(tab: Tab, chart: int, dots: list[int]) -> list[str]:
+    """The readouts of a chart while the pointer is on each of these dots."""
+    figure = tab.page.locator(".sink-figure").nth(chart)
+    figure.scroll_into_view_if_needed()
+    boxes = figure.locator("circle:not([visibility])").evaluate_all(
+        "(all) => all.map((x) => x.getBoundingClientRect()).map((box) => [box.x, box.y, box.width])"
+    )
+    said = []
+    for x, y, width in (boxes[dot] for dot in dots):
+        tab.page.mouse.move(x + width / 2, y + width / 2)
+        said.append(plain(figure.locator("output").inner_text()))
+    return said
+
+
+def test_dots_show_the_numbers_of_the_profile(view: Opens, mini: Served) -> None:
+    one = view(mini).open("sinks", layer=0, head=1)
+    profile = mini.profile("mini")
+    expect_titles(one, TITLES)
+    heads, sinks = profile.heads(), profile.sinks()
+    every = list(range(len(heads)))
+    weights = {f"Layer {row['layer']}, head {row['head']} · {percent(row['sink'])}" for _, row in heads.iterrows()}
+    assert set(pointed(one, 0, every)) == weights
+    added = {f"Layer {r.layer}, head {r.head} · {percent(r.contribution_first)}" for r in sinks.itertuples()}
+    assert set(pointed(one, 3, every)) == added
+    row = sinks.sort_values(["layer", "value_norm_first"]).iloc[0]  # dots of a layer are sorted by value
+    assert pointed(one, 2, [0]) == [f"Layer 0, head {row['head']} · {row['value_norm_first']:.2f} ×"]
+    stream = profile.residual["blocks"].isel(text=0)
+    largest, dimension = (float(stream[name][2, 0]) for name in ("largest", "largest_dimension"))
+    (depth,) = pointed(one, 6, [2])
+    assert f"dimension {int(dimension)}" in depth
+    assert f"{largest:.{2 if largest < 10 else 1}f}" in depth
+    over = int((sinks["alpha_first"] > 0.3).sum())
+    assert f"{over} of {len(heads)}" in one.page.locator(".sink-figure").nth(5).inner_text()
+    lead = one.page.inner_text(".sink-lead")
+    assert lead.startswith(f"{over} of {len(heads)} heads ha")
+    assert f"rows of even weights have α = {sinks['alpha_even'].mean():.2g}" in lead
+    assert one.page.locator("main tbody tr").count() == len(profile.sink_tokens())
+
+
+def test_arrow_keys_move_between_dots_and_enter_selects(view: Opens, mini: Served) -> None:
+    one = view(mini).open("sinks", layer=1, head=3)
+    heads = mini.profile("mini").heads().set_index(["layer", "head"])["sink"]
+    chart, readout = one.page.locator(".sink-chart").first, one.page.locator(".sink-figure output").first
+    chart.focus()
+    one.press("ArrowLeft")
+    expect(readout).to_have_text(f"Layer 0, head 3 · {percent(heads[0, 3])}")
+    order = list(heads[2].sort_values().index)
+    at = order.index(3)
+    one.press("ArrowRight", "ArrowRight", "ArrowDown" if at else "ArrowUp")
+    head = order[at - 1] if at else order[1]
+    expect(readout).to_have_text(f"Layer 2, head {head} · {percent(heads[2, head])}")
+    one.press("Enter").arrives(layer=2, head=head)
+    expect(chart).to_be_focused()
+
+
+def test_intervention_is_overlaid_restored_and_exported(view: Opens, tab: Opens, mini: Served) -> None:
+    one = view(mini).open("sinks")
+    one.page.click("text=Off by one")
+    expect(one.page.locator(".sink-lead p")).to_have_count(2)
+    intervention = mini.session.sources[int(one.settled().state["after"])]
+    assert intervention.kind == "intervention"
+    assert intervention.profile is not None
+    expect(one.page.locator("main figure table")).to_have_count(2)
+    profiles = mini.profile("mini"), intervention.profile
+    before, later = (p.sinks()["alpha_first"].to_numpy() for p in profiles)
+    said = one.page.locator(".sink-figure").nth(6).inner_text()
+    assert f"{(before > 0.3).sum()} → {(later > 0.3).sum()} of {len(before)}" in said
+    sinks = [p.heads()["sink"] for p in profiles]
+    assert np.abs(sinks[0] - sinks[1]).max() > 0.01
+    wanted = f"Layer 0, head 0 · {percent(sinks[0][0])} → {percent(sinks[1][0])}"
+    assert wanted in pointed(one, 0, list(range(2 * len(before))))
+    one.page.mouse.move(0, 0)
+
+    fresh = tab(mini).follow(one.page.url)  # the address restores the comparison
+    expect(fresh.page.locator('[data-key="after"]')).to_have_value(str(intervention.id))
+    assert fresh.text() == one.settled().text()
+    fresh.page.select_option('[data-key="after"]', "")
+    expect(fresh.page.locator(".sink-lead p")).to_have_count(1)
+    assert "after" not in fresh.settled().state
+    expect(fresh.back().page.locator(".sink-lead p")).to_have_count(2)
+
+    assert {*TITLES, "Weight on no token"} <= set(texts_of(check_pictures(one)))
+    table = one.table()
+    rows, depths = table[: 2 * len(before)], table[2 * len(before) :]
+    np.testing.assert_allclose(floats(rows, "weight_on_first"), np.concatenate(sinks), rtol=1e-5)
+    np.testing.assert_allclose(floats(rows, "alpha_first"), [*before, *later], rtol=1e-5)
+    assert all(row["learned_sink"] == "" for row in rows[: len(before)])
+    assert float(rows[len(before)]["learned_sink"]) > 0
+    streams = [next(iter(profile.residual.values())) for profile in profiles]
+    largest = [x for stream in streams for x in stream["largest"].values[0, :, 0]]
+    assert [int(row["depth"]) for row in depths] == [*range(len(largest) // 2)] * 2
+    np.testing.assert_allclose(floats(depths, "largest_activation"), largest, rtol=1e-5)
+
+
+def test_weights_of_rows_that_do_not_sum_to_one_are_also_shown_undivided(view: Opens, mini: Served) -> None:
+    one = view(mini).open("sinks")
+    expect(one.page.locator(".sink-title", has_text="Undivided weight")).to_have_count(0)
+    one.page.click("text=Sigmoid")
+    expect(one.page.locator(".sink-lead p")).to_have_count(2)
+    expect(one.page.locator(".sink-title", has_text="Undivided weight on the first token")).to_have_count(1)
+
+
+def test_profile_of_another_size_is_shown_below_and_an_unknown_one_reported(view: Opens, served: Served) -> None:
+    one = view().open("sinks", "gpt")
+    one.page.select_option('[data-key="after"]', label="two")
+    one.arrives(after=served.ids["two"])
+    expect(one.page.locator(".sinks-note")).to_contain_text("two has 2 layers × 4 heads instead of 3 × 5")
+    expect_titles(one, [WEIGHT] * 2)
+    rows = one.table()
+    assert [row["profile"] for row in rows] == ["gpt"] * 15 + ["two"] * 8
+    both = [served.profile("gpt").heads()["sink"], tables.head_table(served.profile("two").data)["sink"][:8]]
+    np.testing.assert_allclose(floats(rows[:15], "weight_on_first"), both[0], rtol=1e-5)
+    assert "open the model itself" in one.page.inner_text(".sinks-controls"), "a saved profile cannot run"
+    one.open("sinks", "gpt", after=99)
+    expect(one.page.locator(".sinks-note")).to_contain_text("no profile 99")
+    for source in ("cross", "long"):
+        one.open("sinks", source)
+        expect_titles(one, [WEIGHT])  # what was not measured has no chart
+        assert re.fullmatch(r"Layer 0, head \d+ · [\d.]+ %", pointed(one, 0, [0])[0])
+
+
+# ---- live -----------------------------------------------------------------------------------------------------
 
 
 def nats(divergence: float) -> str:
@@ -58,134 +199,82 @@ def nats(divergence: float) -> str:
     return "under 0.001 nats" if divergence < 0.001 else f"{divergence:#.2g}".rstrip(".") + " nats"
 
 
-def plain(text: str) -> str:
-    """Text with ordinary spaces."""
-    return text.replace("\u00a0", " ").strip()
-
-
-# ---- sinks ----------------------------------------------------------------------------------------------------
-
-
-def test_sink_dots_show_the_numbers_of_the_profile(tab: Opens, served: Served) -> None:
-    heads = served.profile("gpt").heads()
-    one = tab().open("sinks", "gpt", layer=0, head=4)
-    chart = one.page.locator('.sink-chart[aria-label^="Weight on the first token"]')
-    means = [percent(x) for x in heads.groupby("layer")["sink"].mean()]
-    assert all(f"{layer}: {mean}" in plain(chart.get_attribute("aria-label")) for layer, mean in enumerate(means))
-    chart.focus()
-    readout, seen = one.page.locator(".sink-figure output").first, set()
-    for key in ("ArrowRight", "ArrowUp", "ArrowUp", "ArrowRight", "ArrowUp"):
-        one.press(key).pause(25)
-        said = plain(readout.inner_text())
-        layer, head = map(int, re.search(r"Layer (\d+), head (\d+)", said).groups())
-        assert said.endswith(percent(heads["sink"][5 * layer + head])), said
-        seen.add((layer, head))
-    assert len(seen) > 2
-    one.press("Enter")
-    one.settled()
-    one.arrives(layer=layer, head=head)
-    rows = one.table()
-    np.testing.assert_allclose([float(row["weight_on_first"]) for row in rows], heads["sink"], rtol=1e-5)
-    check_pictures(one)
-
-
-def test_profile_to_compare_sinks_with_is_kept_in_the_address(tab: Opens, served: Served) -> None:
-    one = tab().open("sinks", "two")
-    one.page.select_option('[data-key="after"]', label="hostile")
-    one.settled()
-    one.arrives(after=served.ids["hostile"])
-    one.eventually(lambda: "hostile has 2 layers × 3 heads instead of 2 × 4" in one.text())
-    rows = one.table()
-    assert [row["profile"] for row in rows] == ["two"] * 8 + ["hostile"] * 6
-    other = tab().follow(one.page.url)
-    other.eventually(other.text, one.text())
-
-
-# ---- live -----------------------------------------------------------------------------------------------------
-
-
-def bars(tab: Tab) -> list[tuple[str, str]]:
-    """The listed next tokens with their probabilities as text."""
-    return [
-        (item.locator("code").inner_text(), plain(item.locator(".live-values").inner_text()))
-        for item in tab.page.locator(".live-bars li").all()
-    ]
-
-
 def spaced(token: str) -> str:
     return re.sub(" +", lambda x: f"␣×{len(x[0])}" if len(x[0]) > 2 else "␣" * len(x[0]), token).replace("\n", "⏎")
 
 
-def answer_of(live: Live, text: str, *edits: tuple[int, int, str, float], at: tuple[int, int] = (0, 0)) -> dict:
+def asked(text: str, *edits: tuple[int, int, str, float], at: tuple[int, int] = (0, 0), **more: Any) -> SimpleNamespace:
     changes = [SimpleNamespace(layer=a, head=b, normalizer=c, temperature=d) for a, b, c, d in edits]
-    return live.answer(SimpleNamespace(text=text, edits=changes, layer=at[0], head=at[1], k=SHOWN, ids=None))
+    return SimpleNamespace(text=text, edits=changes, layer=at[0], head=at[1], k=SHOWN, **{"ids": None, **more})
 
 
-def check_bars(tab: Tab, answer: dict, *, edited: bool) -> None:
+def check_bars(tab: Tab, answer: dict[str, Any], *, edited: bool) -> None:
+    """The bars show the next tokens of the answer, with their probabilities."""
     before, after = (answer["next"][when][:SHOWN] for when in ("before", "after"))
     want = [
-        (
-            spaced(now["token"]),
-            f"{percent(was['probability'])} → {percent(now['probability'])}" if edited else percent(now["probability"]),
-        )
-        for was, now in zip(before, after, strict=True)
+        (spaced(b["token"]), (f"{percent(a['probability'])} → " if edited else "") + percent(b["probability"]))
+        for a, b in zip(before, after, strict=True)
     ]
-    tab.eventually(lambda: bars(tab), want)
+    bars = tab.settled().page.locator(".live-bars li")
+    values = map(plain, bars.locator(".live-values").all_inner_texts())
+    assert list(zip(bars.locator("code").all_inner_texts(), values, strict=True)) == want
 
 
-def test_live_page_answers_while_typing(tab: Opens, mini: Served, live: Live) -> None:
-    one = tab(mini).open("live")
-    check_bars(one, answer_of(live, live.description()["example"]), edited=False)
-    one.page.fill("#live-text", "def add(a, b):\n    return a +")
-    one.page.wait_for_url(lambda url: "prompt=def" in url)
-    one.settled()
-    answer = answer_of(live, "def add(a, b):\n    return a +")
+def check_sinks(tab: Tab, answer: dict[str, Any], when: str) -> None:
+    sinks = [f"{100 * x:.0f}" for row in answer["sink"][when] for x in row]
+    expect(tab.page.locator(".live-cell > span")).to_have_text(sinks)
+
+
+def test_live_page_answers_while_typing_and_keeps_a_long_text(view: Opens, mini: Served, live: Live) -> None:
+    one = view(mini).open("live")
+    check_bars(one, live.answer(asked(live.description()["example"])), edited=False)
+    text = "def add(a, b):\n    return a +"
+    one.page.fill("#live-text", text)
+    answer = live.answer(asked(text))
     check_bars(one, answer, edited=False)
+    assert one.state["prompt"] == text
     expect(one.page.locator(".live-token")).to_have_count(len(answer["tokens"]))
-    sinks = [f"{100 * x:.0f}" for row in answer["sink"]["before"] for x in row]
-    expect(one.page.locator(".live-cell > span")).to_have_text(sinks)
+    check_sinks(one, answer, "before")
+    one.page.fill("#live-text", "import os\n" * 60)
+    one.page.click("#nav >> text=Overview")  # before the text is in the address
+    one.arrives("overview")
+    one.page.click("#nav >> text=Live")
+    expect(one.arrives("live").page.locator("#live-text")).to_have_value("import os\n" * 60)
+    one.page.fill("#live-text", "é7" * 900)
+    expect(one.page.locator("#live-trouble")).to_contain_text("tokens, expected")
+    expect(one.page.locator("#live-text")).to_have_attribute("aria-invalid", "true")
+    one.expect("400")
 
 
-def test_another_normalizer_changes_the_next_token(tab: Opens, mini: Served, live: Live) -> None:
-    one = tab(mini).open("live", prompt=LIVE_TEXT)
+def test_another_normalizer_changes_the_next_token(view: Opens, mini: Served, live: Live) -> None:
+    one = view(mini).open("live", prompt=LIVE_TEXT)
     one.page.click('[data-key="quick-all"]')
     one.page.click('.live-setting label:has-text("off-by-one")')
-    expect(one.page.locator(".live-headline")).to_contain_text("KL divergence")
-    one.settled()
+    one.arrives(edits="o1-all")
     layers, heads = live.description()["layers"], live.description()["heads"]
     edits = [(layer, head, "off-by-one", 1.0) for layer in range(layers) for head in range(heads)]
-    answer = answer_of(live, LIVE_TEXT, *edits)
+    answer = live.answer(asked(LIVE_TEXT, *edits))
     assert answer["divergence"] > 0
     check_bars(one, answer, edited=True)
     expect(one.page.locator(".live-headline")).to_contain_text(f"KL divergence {nats(answer['divergence'])}")
-    cells = [f"{100 * x:.0f}" for row in answer["sink"]["after"] for x in row]
-    expect(one.page.locator(".live-cell > span")).to_have_text(cells)
-    one.arrives(edits="o1-all")
+    check_sinks(one, answer, "after")
     one.page.click('[data-key="reset"]')
-    expect(one.page.locator(".live-headline")).to_have_text("The model is as trained.")
-    one.settled()
-    check_bars(one, answer_of(live, LIVE_TEXT), edited=False)
+    check_bars(one, live.answer(asked(LIVE_TEXT)), edited=False)
 
 
 @pytest.mark.slow
-def test_keys_edit_a_head(tab: Opens, mini: Served, live: Live) -> None:
-    one = tab(mini).open("live", prompt=LIVE_TEXT)
+def test_keys_edit_a_head(view: Opens, tab: Opens, mini: Served, live: Live) -> None:
+    one = view(mini).open("live", prompt=LIVE_TEXT)
     one.page.focus('.live-cell[tabindex="0"]')
-    one.press("ArrowRight", "ArrowDown", "Enter")
-    one.page.wait_for_url(lambda url: "at=1.1" in url)
+    one.press("ArrowRight", "ArrowDown", "Enter").arrives(at="1.1")
     for _ in range(8):  # over the buttons to the normalizers
         one.press("Tab")
         if one.page.evaluate("document.activeElement.type") == "radio":
             break
-    one.press("ArrowRight", "ArrowRight")
-    one.press("Tab")
-    one.until("document.activeElement.dataset.key === 'temperature'")
-    for _ in range(6):  # each step is a factor of 10 to the power of 1/20
-        one.press("ArrowRight")
-    one.page.wait_for_url(lambda url: "edits=s2-1.1" in url)
-    one.pause(150)
-    one.settled()
-    answer = answer_of(live, LIVE_TEXT, (1, 1, "sigmoid", 2.0), at=(1, 1))
+    one.press("ArrowRight", "ArrowRight", "Tab").until("document.activeElement.dataset.key === 'temperature'")
+    one.press(*["ArrowRight"] * 6)  # each step is a factor of 10 to the power of 1/20
+    one.arrives(edits="s2-1.1")
+    answer = live.answer(asked(LIVE_TEXT, (1, 1, "sigmoid", 2.0), at=(1, 1)))
     check_bars(one, answer, edited=True)
     n = len(answer["tokens"])
     maps = [np.frombuffer(base64.b64decode(answer[x]), "<f4").reshape(n, n) for x in ("map_before", "map")]
@@ -200,62 +289,47 @@ def test_keys_edit_a_head(tab: Opens, mini: Served, live: Live) -> None:
 
 
 @pytest.mark.slow
-def test_live_page_generates_steps_undoes_and_plays(tab: Opens, mini: Served, live: Live) -> None:
-    one = tab(mini).open("live", prompt="import os", heat=0)
-    step = one.page.get_by_role("button", name="Step")
-    text, ids = "import os", None
-    for at in range(3):
-        step.click()
-        found = live.step(
-            SimpleNamespace(
-                text=text, ids=ids, edits=[], layer=0, head=0, k=SHOWN, sampling_temperature=0.0, seed=0, step=at
-            )
-        )
-        text, ids = found["text"], found.get("ids")
-        expect(one.page.locator("#live-text")).to_have_value(text)
-        expect(one.page.locator(".live-headline")).to_contain_text("was sampled, with probability")
-        one.settled()
+def test_live_page_generates_steps_undoes_and_plays(view: Opens, mini: Served, live: Live) -> None:
+    one = view(mini).open("live", prompt="import os", heat=0)
+    box, found = one.page.locator("#live-text"), {"text": "import os", "ids": None}
+    for step in range(3):
+        one.page.get_by_role("button", name="Step").click()
+        found = live.step(asked(found["text"], ids=found["ids"], sampling_temperature=0.0, seed=0, step=step))
+        expect(box).to_have_value(found["text"])
+        expect(one.settled().page.locator(".live-headline")).to_contain_text("was sampled, with probability")
     expect(one.page.locator(".live-token.live-made, .live-token.live-new")).to_have_count(3)
     one.page.get_by_role("button", name="Undo").click()
-    expect(one.page.locator("#live-text")).not_to_have_value(text)
+    expect(box).not_to_have_value(found["text"])
+    before = len(box.input_value())
     one.page.get_by_role("button", name="Play").click()
-    before = len(one.page.input_value("#live-text"))
-    one.until(f"document.querySelector('#live-text').value.length > {before + 4}")
+    one.eventually(lambda: len(box.input_value()) > before + 4)
+    assert one.page.get_attribute("html", "data-state") == "busy"
     one.page.get_by_role("button", name="Stop").click()
     expect(one.page.get_by_role("button", name="Play")).to_be_visible()
-    one.settled()
-    length = len(one.page.input_value("#live-text"))
-    one.pause(600)
-    assert len(one.page.input_value("#live-text")) == length
+    assert one.settled().state["prompt"] == box.input_value(), "nothing is written after the end"
 
 
 @pytest.mark.slow
-def test_live_page_handles_hostile_text_and_exports(tab: Opens, mini: Served, live: Live) -> None:
-    text = " ".join(token for token in HOSTILE if len(token) < 200)
-    one = tab(mini).open("live", prompt="x")
-    one.page.fill("#live-text", text)
-    one.pause(300)
-    one.settled()
-    expect(one.page.locator(".live-tokens")).to_contain_text("script")
+def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, live: Live) -> None:
+    one = view(mini).open("live", prompt="x")
+    one.page.fill("#live-text", " ".join(token for token in HOSTILE if len(token) < 200))
+    expect(one.settled().page.locator(".live-tokens")).to_contain_text("script")
     assert one.page.evaluate("document.documentElement.dataset.pwned") is None
-    assert one.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    assert one.page.locator("main img, main script").count() == 0
     assert "\u202e" not in one.page.inner_text(".live-tokens")
     one.page.fill("#live-text", "import os")
-    one.page.wait_for_url(lambda url: "prompt=import" in url)
     one.settled()
-    answer = answer_of(live, "import os")
+    answer = live.answer(asked("import os"))
     rows = [row for row in one.table() if row["what"] == "probability of the next token"]
     assert [row["name"] for row in rows] == [x["token"] for x in answer["next"]["before"]]
-    np.testing.assert_allclose(
-        [float(row["after"]) for row in rows], [x["probability"] for x in answer["next"]["after"]], rtol=1e-6
-    )
+    np.testing.assert_allclose(floats(rows, "after"), [x["probability"] for x in answer["next"]["after"]], rtol=1e-6)
     check_pictures(one)
     one.page.fill("#live-text", "")
-    expect(one.page.locator("#live-trouble")).to_have_text("Type some text for the model to read.")
+    expect(one.page.locator("#live-trouble")).to_contain_text("Type some text")
 
 
-def test_typing_during_a_step_keeps_the_typed_text(tab: Opens, mini: Served, live: Live) -> None:
-    one, held = tab(mini), []  # the route comes first, because it is not there at once in a page that is open
+def test_typing_during_a_step_keeps_the_typed_text(view: Opens, mini: Served, live: Live) -> None:
+    one, held = view(mini), list["Route"]()  # the route comes first, because it is not there at once in an open page
 
     def hold(route: Route) -> None:
         held.append(route)
@@ -265,86 +339,65 @@ def test_typing_during_a_step_keeps_the_typed_text(tab: Opens, mini: Served, liv
     one.page.get_by_role("button", name="Step").click()
     one.eventually(lambda: len(held) > 0)
     one.page.fill("#live-text", "import sys")
-    one.page.wait_for_url(lambda url: "prompt=import+sys" in url or "prompt=import%20sys" in url)
+    one.arrives(prompt="import sys")
     for route in held:
         route.continue_()
-    one.pause(300)
-    one.settled()
+    check_bars(one, live.answer(asked("import sys")), edited=False)
     expect(one.page.locator("#live-text")).to_have_value("import sys")
-    check_bars(one, answer_of(live, "import sys"), edited=False)
-    one.page.unroute("**/api/live/step")
 
 
-def test_long_text_survives_leaving_the_page(tab: Opens, mini: Served) -> None:
-    text = "import os\n" * 60
-    one = tab(mini).open("live")
-    one.page.fill("#live-text", text)
-    one.page.click("#nav >> text=Overview")  # before the text is in the address
-    one.settled()
-    one.page.click("#nav >> text=Live")
-    one.settled()
-    expect(one.page.locator("#live-text")).to_have_value(text)
+# ---- compare and all maps -------------------------------------------------------------------------------------
 
 
-def test_text_with_too_many_tokens_is_reported(tab: Opens, mini: Served, live: Live) -> None:
-    one = tab(mini).open("live")
-    one.page.fill("#live-text", "é7" * 900)
-    expect(one.page.locator("#live-trouble")).to_contain_text("tokens, expected")
-    expect(one.page.locator("#live-text")).to_have_attribute("aria-invalid", "true")
-    one.expect("400")
-
-
-# ---- compare --------------------------------------------------------------------------------------------------
-
-
-def test_comparison_of_two_heads_shows_and_exports_their_numbers(tab: Opens, served: Served) -> None:
-    weights = served.profile("two").data["weights"].values[0, :, :, :23, :23]
-    one = tab().open("compare", "two", layer=0, head=1, bsource=served.ids["two"], bgroup=0, btext=0, blayer=1, bhead=2)
-    a, b = weights[0, 1], weights[1, 2]
+def test_comparison_of_two_heads_shows_and_exports_their_numbers(view: Opens, served: Served) -> None:
+    data = trimmed(served.profile("two").data, 0)
+    a, b = data["weights"].values[0, 0, 1, :23, :23], data["weights"].values[0, 1, 2, :23, :23]
+    one = view().open(
+        "compare", "two", layer=0, head=1, bsource=served.ids["two"], bgroup=0, btext=0, blayer=1, bhead=2
+    )
     distance = np.abs(a - b).sum(-1) / 2
-    one.eventually(lambda: plain(one.page.inner_text(".compare-apart strong")), percent(distance.mean()))
+    assert plain(one.page.inner_text(".compare-apart strong")) == percent(distance.mean())
     one.page.focus(".compare-map >> nth=0")
     one.press("ArrowDown", "ArrowDown", "ArrowRight")
     expect(one.page.locator(".compare-readout")).to_contain_text(re.compile("^query 2 .* key 1 "))
-    said = plain(one.page.inner_text(".compare-readout"))
-    found = [float(x) / 100 for x in re.findall(r"[AB] ([\d.]+) %", said)]
-    assert found[:2] == [pytest.approx(a[2, 1], rel=0.06, abs=1e-4), pytest.approx(b[2, 1], rel=0.06, abs=1e-4)]
+    found = re.findall(r"[AB] ([\d.]+) %", plain(one.page.inner_text(".compare-readout")))[:2]
+    assert [float(x) / 100 for x in found] == [pytest.approx(x[2, 1], rel=0.06, abs=1e-4) for x in (a, b)]
     rows = one.table()
-    variation = [float(row["difference"]) for row in rows if row["what"] == "total_variation"]
-    np.testing.assert_allclose(variation, distance, rtol=1e-4)
-    entropy = [(float(row["a"]), float(row["b"])) for row in rows if row["what"] == "entropy" and row["position"]]
-    data = served.profile("two").data["entropy"].values[0, ..., :23]
-    np.testing.assert_allclose(entropy, np.stack([data[0, 1], data[1, 2]], 1), atol=2e-4)
-    heads = tables.head_table(trimmed(served.profile("two").data, 0))
-    whole = next(row for row in rows if row["what"] == "distance" and not row["position"])
-    assert (float(whole["a"]), float(whole["b"])) == pytest.approx(
-        (heads["distance"][1], heads["distance"][6]), rel=1e-5
-    )
-    cells = [row for row in rows if row["what"] == "weight"]
-    places = [(int(row["position"]), int(row["key"])) for row in cells]
-    assert places == [(query, key) for query in range(23) for key in range(23)]
-    np.testing.assert_allclose(
-        [(float(row["a"]), float(row["b"])) for row in cells], np.stack([a, b], -1).reshape(-1, 2), rtol=1e-5
-    )
+
+    def both(what: str, *, whole: bool = False) -> np.ndarray:
+        chosen = [row for row in rows if row["what"] == what and bool(row["position"]) != whole]
+        return np.stack([floats(chosen, "a"), floats(chosen, "b")])
+
+    variation = [row for row in rows if row["what"] == "total_variation"]
+    np.testing.assert_allclose(floats(variation, "difference"), distance, rtol=1e-4)
+    entropy = data["entropy"].values[0, ..., :23]
+    np.testing.assert_allclose(both("entropy"), [entropy[0, 1], entropy[1, 2]], atol=2e-4)
+    heads = tables.head_table(data)["distance"]
+    np.testing.assert_allclose(both("distance", whole=True)[:, 0], [heads[1], heads[6]], rtol=1e-5)
+    places = [(int(row["position"]), int(row["key"])) for row in rows if row["what"] == "weight"]
+    assert places == list(np.ndindex(23, 23))
+    np.testing.assert_allclose(both("weight"), [a.ravel(), b.ravel()], rtol=1e-5)
     check_pictures(one)
 
 
-def test_card_names_the_heads_with_the_most_similar_maps(tab: Opens, served: Served) -> None:
-    one = tab().open("overview", "two", text=1, layer=1, head=3)
-    nearest = served.profile("two").similarity(1).loc[(1, 3)].drop((1, 3)).nlargest(3)
-    names = [f"L{layer} · H{head}{value:.2f}" for (layer, head), value in nearest.items()]
-    one.eventually(lambda: one.page.locator(".overview-similar a").all_text_contents(), names)
+def similar(server: Served, name: str, text: int, head: tuple[int, int]) -> tuple[list[str], list[tuple[int, int]]]:
+    """The heads whose maps are most like those of a head, as the page writes them."""
+    values = server.profile(name).similarity(text).loc[head].sort_values(ascending=False, kind="stable")
+    return [f"L{layer} · H{k}{value:.2f}" for (layer, k), value in values.items()], list(values.index)
+
+
+def test_similar_heads_are_named_on_the_card_and_first_on_the_wall(view: Opens, served: Served, mini: Served) -> None:
+    one = view().open("overview", "two", text=1, layer=1, head=3)
+    names, heads = similar(served, "two", 1, (1, 3))
+    assert heads[0] == (1, 3)
+    expect(one.page.locator(".overview-similar a")).to_have_text(names[1:4])
     one.page.click('[data-key="to-compare"]')
-    one.eventually(lambda: (int(one.state.get("blayer", -1)), int(one.state.get("bhead", -1))), nearest.index[0])
-
-
-def test_wall_orders_the_maps_by_their_similarity_to_the_selected_head(tab: Opens, mini: Served) -> None:
-    one = tab(server=mini).open("wall", "mini", layer=2, head=1, sort="similar")
-    nearest = mini.profile("mini").similarity(0).loc[(2, 1)].sort_values(ascending=False)
-    names = [f"L{layer} · H{head}{value:.2f}" for (layer, head), value in nearest.items()]
-    one.eventually(lambda: one.page.locator(".wall-cell span").all_text_contents()[:SHOWN], names[:SHOWN])
+    one.arrives("compare", blayer=heads[1][0], bhead=heads[1][1])
+    one = view(mini).open("wall", "mini", layer=2, head=1, sort="similar")
+    names, _ = similar(mini, "mini", 0, (2, 1))
+    assert one.page.locator(".wall-cell span").all_text_contents()[:10] == names[:10]
     one.page.click('.wall-cell[data-layer="2"][data-head="1"]')
-    one.eventually(lambda: (one.page.url.split("#/")[1].split("?")[0], one.state["head"]), ("map", "1"))
+    one.arrives("map", layer=2, head=1)
 
 
 def test_readout_of_a_pooled_map_names_the_blocks(tab: Opens) -> None:
@@ -353,52 +406,37 @@ def test_readout_of_a_pooled_map_names_the_blocks(tab: Opens) -> None:
     n, block = int(profile.data["n_keys"][0]), int(profile.data["bin_keys"][0])
     assert block > 1
     assert n % block
-    session = Session("pooled")
-    session.add_profile(profile, "pooled")
-    session.prepare()
-    with serve_in_thread(session) as url:
-        one = tab(Served(url, session, {"pooled": 0})).open("compare", "pooled", layer=0, head=0)
+    with serving("pooled", lambda session: {"pooled": session.add_profile(profile, "pooled").id}) as server:
+        one = tab(server).open("compare", "pooled", layer=0, head=0)
         one.page.focus(".compare-map >> nth=0")
+        readout = one.page.locator(".compare-readout")
         one.press(*["ArrowDown"] * 7, "ArrowRight")
-        readout, said = one.page.locator(".compare-readout"), f"query {7 * block}–{8 * block - 1} → key {block}–"
-        one.eventually(lambda: plain(readout.inner_text()).startswith(f"{said}{2 * block - 1} · A "))
+        expect(readout).to_contain_text(f"query {7 * block}–{8 * block - 1} → key {block}–{2 * block - 1}")
         one.press(*["Shift+ArrowDown"] * 13)
         first = n - n % block
-        last = f"{first}–{n - 1}" if n - first > 1 else f"{first} “"
-        one.eventually(lambda: plain(readout.inner_text()).startswith(f"query {last}"))
+        expect(readout).to_contain_text(f"query {first}–{n - 1}" if n - first > 1 else f"query {first} “")
         cells = [row for row in one.table() if row["what"] == "largest_weight"]
         assert len(cells) == (n // block + 1) ** 2
         assert (cells[-1]["position"], cells[-1]["key"]) == (str(first), str(first))
 
 
-def comparison(tab: Tab) -> str:
-    """The text of the page once both maps are loaded."""
-    tab.pause(100)
-    tab.settled()
-    expect(tab.page.locator("main [aria-busy]")).to_have_count(0)
-    return tab.text()
-
-
 @pytest.mark.slow
-def test_right_side_is_chosen_and_kept_in_the_address(tab: Opens, served: Served) -> None:
-    one = tab().open("compare", "two", text=1, layer=1, head=3)
-    one.eventually(lambda: {"bsource", "blayer", "bhead"} <= set(one.state))  # the most similar head at first
+def test_right_side_is_chosen_and_kept_in_the_address(view: Opens, tab: Opens, served: Served) -> None:
+    one = view().open("compare", "two", text=1, layer=1, head=3)
+    assert {"bsource", "blayer", "bhead"} <= set(one.state)  # the most similar head at first
     one.page.click('[data-key="text"].quiet')
-    one.page.wait_for_url(lambda url: "btext=0" in url)
-    assert (one.state["blayer"], one.state["bhead"]) == ("1", "3")
+    one.arrives(btext=0, blayer=1, bhead=3)
     one.page.select_option('.compare-right [data-key="right-source"]', label="cross")
-    one.page.wait_for_url(lambda url: f"bsource={served.ids['cross']}" in url)
-    shown, other = comparison(one), tab().follow(one.page.url)
-    other.eventually(lambda: comparison(other), shown)
+    one.arrives(bsource=served.ids["cross"])
+    shown = one.text()
+    assert tab().follow(one.page.url).text() == shown
     one.page.click('[data-key="swap"]')
-    one.page.wait_for_url(lambda url: f"&bsource={served.ids['two']}" in url)
-    assert (one.state["source"], one.state["bhead"]) == (str(served.ids["cross"]), "3")
-    one.page.go_back()
-    one.eventually(lambda: comparison(one), shown)
+    one.arrives(source=served.ids["cross"], bsource=served.ids["two"], bhead=3)
+    assert one.back().text() == shown
 
 
-def test_comparison_shows_hostile_tokens_literally(tab: Opens) -> None:
-    one = tab().open("compare", "hostile", layer=0, head=0)
+def test_comparison_shows_hostile_tokens_literally(view: Opens) -> None:
+    one = view().open("compare", "hostile", layer=0, head=0)
     one.page.focus(".compare-map >> nth=0")
     readout, said = one.page.locator(".compare-readout"), ""
     one.press("ArrowUp")  # from the first cell to itself
@@ -406,71 +444,57 @@ def test_comparison_shows_hostile_tokens_literally(tab: Opens) -> None:
         expect(readout).to_contain_text(re.compile(f"^query {query} "))
         said += readout.inner_text()
         one.press("ArrowDown")
-    assert [part for part in VISIBLE_PARTS if part not in said] == []
-    assert one.page.evaluate("document.documentElement.dataset.pwned") is None
+    assert unseen(said) == []
+    assert one.is_safe()
     check_pictures(one)
 
 
 # ---- sequences and images -------------------------------------------------------------------------------------
 
 
-def test_translation_shows_and_exports_its_weights(tab: Opens, mini: Served, aligners: Aligners) -> None:
-    one = tab(mini).open("align", say="the black cat")
+def test_translation_shows_and_exports_its_weights(view: Opens, mini: Served, aligners: Aligners) -> None:
+    one = view(mini).open("align", say="the black cat")
     answer = aligners.align("qkv-translation", "the black cat")
-    expect(one.page.locator(".align-target")).to_have_text(answer["target"])
-    weights = np.array(answer["weights"])[0, 0]
+    source, target, weights = answer["source"], answer["target"], np.array(answer["weights"])[0, 0]
+    expect(one.page.locator(".align-target")).to_have_text(target)
     cells = one.page.locator(".align-cell").evaluate_all("(all) => all.map((x) => x.getAttribute('aria-label'))")
     assert [plain(x) for x in cells] == [
-        f"{answer['target'][t]}, {answer['source'][s]}: {percent(weights[t, s])}" for t, s in np.ndindex(weights.shape)
+        f"{target[t]}, {source[s]}: {percent(weights[t, s])}" for t, s in np.ndindex(weights.shape)
     ]
     one.page.hover(".align-cell >> nth=1")
-    readout = one.page.locator(".align-main .readout")
-    one.eventually(lambda: plain(readout.inner_text()).endswith(f"with weight {percent(weights[0, 1])}."))
+    expect(one.page.locator(".align-main .readout")).to_contain_text(f"with weight {percent(weights[0, 1])}.")
     rows = one.table()
-    found = np.array([[float(row[f"{s} {word}"]) for s, word in enumerate(answer["source"])] for row in rows])
-    np.testing.assert_allclose(found, weights, rtol=1e-6)
-    assert set(answer["target"]) <= {text.strip() for text in texts_of(check_pictures(one))}
+    found = [floats(rows, f"{s} {word}") for s, word in enumerate(source)]
+    np.testing.assert_allclose(np.transpose(found), weights, rtol=1e-6)
+    assert set(target) <= {text.strip() for text in texts_of(check_pictures(one))}
     one.page.fill("#align-text", "the purple zebra")
     expect(one.page.locator("#align-trouble")).not_to_be_empty()
     one.expect("400")
 
 
-def test_reversal_shows_the_weights_of_the_selected_head(tab: Opens, mini: Served, aligners: Aligners) -> None:
-    one = tab(mini).open("align", view="reversal")
+def test_reversal_shows_the_weights_of_the_selected_head(view: Opens, mini: Served, aligners: Aligners) -> None:
+    one = view(mini).open("align", view="reversal")
     example = next(x for x in aligners.description()["models"] if x["kind"] == "reversal")["example"]
     answer = aligners.align("qkv-reversal", example)
     expect(one.page.locator(".align-target")).to_have_text(answer["target"])
     expect(one.page.locator(".align-head")).to_have_count(1 + answer["layers"] * answer["heads"])
     one.page.click('[data-key="head-0.1"]')
-    one.settled()
-    weights = np.array(answer["weights"])[0, 1]
-    cell = one.page.locator('.align-cell[data-key="2.3"]')
-    one.eventually(lambda: plain(cell.get_attribute("aria-label")).endswith(percent(weights[2, 3])))
     one.arrives(look="0.1")
+    said = plain(one.page.get_attribute('.align-cell[data-key="2.3"]', "aria-label"))
+    assert said.endswith(percent(np.array(answer["weights"])[0, 1, 2, 3]))
 
 
 @pytest.mark.slow
-def test_caption_shows_the_weights_of_the_selected_word(tab: Opens, mini: Served, aligners: Aligners) -> None:
-    one = tab(mini).open("align", view="captions", scene=2)
+def test_caption_shows_the_weights_of_the_selected_word(view: Opens, mini: Served, aligners: Aligners) -> None:
+    one = view(mini).open("align", view="captions", scene=2)
     answer = aligners.caption(2)
-    expect(one.page.locator(".align-multiple")).to_have_count(len(answer["words"]))
-    expect(one.page.locator(".align-multiple span")).to_have_text(answer["words"])
+    words = one.page.locator(".align-multiple span")
+    expect(words).to_have_text(answer["words"])
     one.page.click(".align-multiple >> nth=1")
-    one.page.wait_for_url(lambda url: "word=1" in url)
-    readout = one.page.locator(".align-figure .readout")
-    one.eventually(lambda: percent(np.max(answer["weights"][1])) in plain(readout.inner_text()))
-    rows = one.table()
-    np.testing.assert_allclose(
-        [float(row["weight"]) for row in rows], np.ravel(answer["weights"]), rtol=1e-6, atol=1e-12
-    )
+    one.arrives(word=1)
+    expect(one.page.locator(".align-figure .readout")).to_contain_text(percent(np.max(answer["weights"][1])))
+    np.testing.assert_allclose(floats(one.table(), "weight"), np.ravel(answer["weights"]), rtol=1e-6, atol=1e-12)
     one.page.click('[aria-label="Next scene"]')
-    one.page.wait_for_url(lambda url: "scene=3" in url)
-    one.settled()
-    expect(one.page.locator(".align-multiple span")).to_have_text(aligners.caption(3)["words"])
+    one.arrives(scene=3)
+    expect(words).to_have_text(aligners.caption(3)["words"])
     check_pictures(one)
-
-
-@pytest.mark.parametrize("view", ["translation", "reversal", "captions"])
-def test_alignments_do_not_overflow_on_a_phone(tab: Opens, mini: Served, view: str) -> None:
-    one = tab(mini, viewport=PHONE, has_touch=True, is_mobile=True, device_scale_factor=1).open("align", view=view)
-    one.eventually(lambda: overflow(one.page) <= 0)

@@ -1,14 +1,14 @@
-"""The widget of notebooks: its data, its answers to the page, and the page itself in a browser and in JupyterLab."""
+"""The widget of notebooks: its data, its answers to the page, and the page itself in a browser.
+
+docs/make_notebook.py opens it in a real JupyterLab, which is too large for the development set.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ import qkv
 from conftest import refused
 from qkv.profiler import Profile
 from qkv.report import notebook, widget
-from viewer_fixture import PATIENCE
+from viewer_fixture import PATIENCE, eventually, plain, share
 from viewer_fixture import hostile as hostile_profile
 
 if TYPE_CHECKING:
@@ -146,132 +146,66 @@ window.end = widgetModule.render({ model, el: document.getElementById("cell") })
 </script>"""
 
 
-def opened(browser: Browser, profile: Profile, folder: Path, background: str = "white", width: int = 1000) -> Page:
-    """The widget of a profile on a page with a model like anywidget's, without Python."""
-    shown = profile.widget()
-    state = json.dumps({name: getattr(shown, name) for name in ("_page", "_packed", "_style", "selection")})
-    parts = {
-        "BACKGROUND": background,
-        "SCRIPT": widget.script().replace("export default", "const widgetModule ="),
-        "STATE": state.replace("<", "\\u003c"),
-    }
-    file = folder / "notebook.html"
-    file.write_text(re.sub("BACKGROUND|SCRIPT|STATE", lambda match: parts[match[0]], PAGE), "utf-8")
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    page.goto(file.as_uri())
-    page.wait_for_selector(".qkv-widget[data-ready]", timeout=PATIENCE * 1000)
-    return page
+@pytest.fixture
+def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Open the widget of a profile on a page with a model like anywidget's, without Python."""
+    pages = []
+
+    def opened(profile: Profile, background: str = "white", width: int = 1000) -> Page:
+        shown = profile.widget()
+        state = json.dumps({name: getattr(shown, name) for name in ("_page", "_packed", "_style", "selection")})
+        parts = {
+            "BACKGROUND": background,
+            "SCRIPT": widget.script().replace("export default", "const widgetModule ="),
+            "STATE": state.replace("<", "\\u003c"),
+        }
+        file = tmp_path / "notebook.html"
+        file.write_text(re.sub("BACKGROUND|SCRIPT|STATE", lambda match: parts[match[0]], PAGE), "utf-8")
+        pages.append(browser.new_page(viewport={"width": width, "height": 900}))
+        pages[-1].set_default_timeout(PATIENCE * 1000)
+        pages[-1].goto(file.as_uri())
+        pages[-1].wait_for_selector(".qkv-widget[data-ready]")
+        return pages[-1]
+
+    yield opened
+    for page in pages:
+        assert page.evaluate("failed") == []
+        page.close()
 
 
-def test_clicks_change_the_selection_and_the_selection_changes_the_page(browser: Browser, tmp_path: Path) -> None:
-    page = opened(browser, made.gpt(), tmp_path)
+def test_clicks_change_the_selection_and_the_selection_changes_the_page(opened: Callable[..., Page]) -> None:
+    page = opened(made.gpt())
     page.locator('.wall [data-layer="1"][data-head="3"]').click()
     page.locator(".map-title", has_text="Layer 1, head 3").wait_for()
     assert page.evaluate("[state.selection.layer, state.selection.head]") == [1, 3]
     page.evaluate("select({ layer: 2, head: 4, query: 20, key: 0 })")
     page.locator(".map-title", has_text="Layer 2, head 4").wait_for()
     page.locator(".head-map-readout", has_text="query 20 ").wait_for()
-    weight = 100 * float(made.gpt().data["weights"][0, 2, 4, 20, 0])
-    share = re.search(r": ([\d.]+)", page.locator(".head-map-readout").inner_text().replace("\u00a0", " "))
-    assert float(share[1]) == pytest.approx(weight, abs=0.4)  # type: ignore[index]
+    said = plain(page.locator(".head-map-readout").inner_text())
+    assert share(said) == pytest.approx(float(made.gpt().data["weights"][0, 2, 4, 20, 0]), abs=0.004)
     page.get_by_label("Zoom in (+)").click()
-    page.wait_for_timeout(700)
-    queries = page.evaluate("state.selection.queries")
-    assert 0 < queries[1] - queries[0] < 61
+    eventually(page, lambda: 0 < page.evaluate("state.selection.queries[1] - state.selection.queries[0]") < 61)
     page.locator('[data-key="choice-Show-numbers"]').check()
-    assert page.locator(".card, .widget-numbers h3").first.inner_text() == "Layer 2, head 4"
+    page.locator(".widget-numbers h3", has_text="Layer 2, head 4").first.wait_for()
     page.locator('[data-key="choice-Show-text"]').check()
     page.locator('.flow [data-at="9"]').click()
     page.locator(".reading > .readout", has_text="(position 9) in L2 · H4").wait_for()
     assert page.evaluate("state.selection.query") == 9
-    assert page.evaluate("failed") == []
     page.evaluate("end()")
     assert page.evaluate("left()") == 0, "a removed widget listens to nothing"
-    page.close()
 
 
-def test_the_theme_is_that_of_the_page_behind(browser: Browser, tmp_path: Path) -> None:
-    page = opened(browser, made.gpt(), tmp_path, background="oklch(0.98 0 0)")
-    host = page.locator(".qkv-widget")
-    assert host.get_attribute("data-theme") == "light"
+def test_the_theme_is_that_of_the_page_behind(opened: Callable[..., Page]) -> None:
+    page = opened(made.gpt(), background="oklch(0.98 0 0)")
+    assert page.locator(".qkv-widget").get_attribute("data-theme") == "light"
     page.evaluate("document.body.style.background = 'rgb(20, 20, 20)'")
     page.wait_for_selector(".qkv-widget[data-theme=dark]")
-    assert page.evaluate("failed") == []
-    page.close()
 
 
-def test_hostile_tokens_and_narrow_cells(browser: Browser, tmp_path: Path) -> None:
-    page = opened(browser, hostile_profile(), tmp_path, width=390)
+def test_hostile_tokens_and_narrow_cells(opened: Callable[..., Page]) -> None:
+    page = opened(hostile_profile(), width=390)
     page.locator('[data-key="choice-Show-text"]').check()
     page.locator(".flow-token").first.wait_for()
-    assert page.evaluate("document.documentElement.dataset.pwned") is None
+    assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert page.evaluate("failed") == []
-    page.close()
-
-
-# ---- in JupyterLab ----------------------------------------------------------------------------------------------
-
-CELLS = [
-    "import qkv\ntext = 'def mean(values):\\n    return sum(values) / len(values)\\n' * 20\n"
-    "profile = qkv.profile('qkv-mini', text, map_tokens=0, progress=False, probe=False)\n"
-    "profile.widget('qkv-mini', text)\nprofile",
-    "print(profile.widget().selection['layer'], profile.widget().selection['head'])",
-]
-
-
-@pytest.mark.slow
-def test_a_cell_of_jupyterlab_shows_a_profile(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("jupyterlab", reason="jupyterlab is too large for the development set: pip install jupyterlab")
-    cells = [
-        {"cell_type": "code", "execution_count": None, "id": f"c{n}", "metadata": {}, "outputs": [], "source": source}
-        for n, source in enumerate(CELLS)
-    ]
-    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    (tmp_path / "notebook.ipynb").write_text(
-        json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5})
-    )
-    for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = [
-        "--no-browser",
-        "--allow-root",
-        f"--port={port}",
-        "--IdentityProvider.token=",
-        f"--notebook-dir={tmp_path}",
-    ]
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen([sys.executable, "-m", "jupyter", "lab", *options], stdout=log, stderr=log)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(PATIENCE * 4):
-            try:
-                urllib.request.urlopen(f"{address}/api", timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.25)
-        page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        page.set_default_timeout(PATIENCE * 1000)
-        page.goto(f"{address}/lab/tree/notebook.ipynb")
-        for _ in range(PATIENCE // 2):  # a cell that is run before the kernel has started is not run later
-            page.locator(".jp-CodeCell .cm-content").first.click()
-            page.keyboard.press("Shift+Enter")
-            page.wait_for_timeout(2000)
-            if page.locator(".jp-InputPrompt").first.inner_text().strip() != "[ ]:":
-                break
-        page.locator(".qkv-widget[data-exact]").wait_for()  # tiles from Python
-        page.locator('.qkv-widget [data-layer="1"][data-head="2"]').click()
-        page.locator(".qkv-widget .map-title", has_text="Layer 1, head 2").wait_for()
-        assert page.locator(".qkv-widget .widget-problem").is_hidden()
-        page.locator(".jp-CodeCell .cm-content").nth(1).click()
-        page.keyboard.press("Shift+Enter")
-        page.locator(".jp-OutputArea-output", has_text="1 2").wait_for()
-        page.close()
-    finally:
-        server.terminate()
-        server.wait(PATIENCE)
+    assert page.get_attribute("html", "data-state") is None, "the page of the notebook is not the widget's"

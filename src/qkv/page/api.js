@@ -3,6 +3,7 @@
 import { addStatistics } from "./colour.js";
 import { decodedArrays, inflated, pooledMap } from "./data.js";
 import { rowOf } from "./heads.js";
+import { begin } from "./state.js";
 
 const RETRIES = 4; // of a request that the server's full job queue rejected
 
@@ -32,35 +33,36 @@ export class Api {
 
   /** The JSON answer to a GET. */
   async get(path, { signal, quiet = false } = {}) {
-    return (await this.response(path, { signal, quiet })).json();
+    return this.response(path, { signal, quiet, read: (response) => response.json() });
   }
 
   /** The bytes of the answer to a GET, as an ArrayBuffer. */
   async bytes(path, { signal } = {}) {
-    return (await this.response(path, { signal })).arrayBuffer();
+    return this.response(path, { signal, read: (response) => response.arrayBuffer() });
   }
 
   /** The JSON answer to a POST of a JSON body. */
   async post(path, body, { signal } = {}) {
     const init = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
-    return (await this.response(path, { signal, init })).json();
+    return this.response(path, { signal, init, read: (response) => response.json() });
   }
 
-  /** A Response with status 2xx; anything else throws an Error whose message is one sentence. */
-  async response(path, { signal, quiet = false, init = {} } = {}) {
-    const request = {};
+  /** What `read` makes of a Response with status 2xx; anything else throws an Error whose message is one sentence. */
+  async response(path, { signal, quiet = false, init = {}, read }) {
+    const request = {}, end = quiet ? null : begin();
     const found = WORK.find(([pattern]) => pattern.test(path));
     if (!quiet) this.#running.set(request, found ? found[1] : "the page");
     this.#onwork([...this.#running.values()]);
     try {
       for (let attempt = 1; ; attempt++) {
         const response = await fetched(path, { ...init, signal });
-        if (response.ok) return response;
+        if (response.ok) return await read(response);
         // A full queue empties soon. Only requests that change nothing on the server are sent again.
         if (response.status !== 503 || init.method || attempt > RETRIES) throw new Error(await sentenceOf(response));
         await pause(Math.min(Number(response.headers.get("Retry-After")) || 1, 3) * 1000, signal);
       }
     } finally {
+      end?.();
       this.#running.delete(request);
       this.#onwork([...this.#running.values()]);
     }
@@ -146,10 +148,12 @@ export class Source {
 
   /** A tile: {rows, columns, values}, row by row; null if all of it is masked. */
   async tile(g, t, layer, head, pool, zoom, i, j, { signal } = {}) {
-    const response = await this.#api.response(this.tileUrl(g, t, layer, head, pool, zoom, i, j), { signal });
-    if (response.status === 204) return null;
-    const values = new Float32Array(await response.arrayBuffer());
-    return { rows: Number(response.headers.get("X-Rows")), columns: Number(response.headers.get("X-Columns")), values };
+    const read = async (response) => {
+      if (response.status === 204) return null;
+      const values = new Float32Array(await response.arrayBuffer());
+      return { rows: Number(response.headers.get("X-Rows")), columns: Number(response.headers.get("X-Columns")), values };
+    };
+    return this.#api.response(this.tileUrl(g, t, layer, head, pool, zoom, i, j), { signal, read });
   }
 
   /** Exact curves of a head: {received: share per key, entropy: nats per query}. */

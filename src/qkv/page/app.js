@@ -6,6 +6,7 @@ import { integer, percent } from "./numbers.js";
 import { Api, Source, THE_MAP } from "./api.js";
 import { PAGES, SHARED, addPages, addressOf, parsedAddress, validHead, validPlace } from "./address.js";
 import { Shell } from "./shell.js";
+import { announceState, begin, counted } from "./state.js";
 
 const POLL = 600; // milliseconds between requests for the state of a profile that is being prepared
 const SWEEP = 1000; // changes of the head less than this many milliseconds apart share one entry of the history
@@ -26,9 +27,14 @@ class App {
   #poll = 0; // timer of the next refresh
   #progressPoll = 0; // timer of the next request for the progress of a map
   #progress = null; // the finished share of the map
+  #endWaiting = null; // ends the piece of work of waiting for a profile
 
   async start() {
-    addEventListener("hashchange", () => this.#readAddress());
+    const troubles = document.getElementById("troubles");
+    announceState(document.documentElement, () => troubles.childElementCount > 0);
+    new MutationObserver(() => begin()()).observe(troubles, { childList: true });
+    const end = begin();
+    addEventListener("hashchange", () => counted(this.#readAddress()));
     onUncaught((error) => this.trouble(error));
     try {
       await this.refresh();
@@ -37,6 +43,8 @@ class App {
       await this.#readAddress();
     } catch (error) {
       this.trouble(error);
+    } finally {
+      end();
     }
   }
 
@@ -113,7 +121,7 @@ class App {
     }
     this.#drawBar();
     if (!this.opened()) await this.#navigate({ ...this.state }, { replace: true }); // it may be ready now
-    if (this.#mounted?.id !== "waiting") await this.#show(new Set(["session"]));
+    if (this.#mounted?.id !== "waiting") await counted(this.#show(new Set(["session"])));
   }
 
   /**
@@ -184,7 +192,7 @@ class App {
     this.state = state;
     this.#write(addressOf(state), replace || this.#isSweep(changed));
     this.#drawBar();
-    this.#show(changed);
+    counted(this.#show(changed));
   }
 
   #write(address, replace) {
@@ -228,6 +236,7 @@ class App {
 
   /** Unmount the current page and return an empty section for the next one. */
   #clear(page) {
+    this.#endWaiting?.();
     try {
       this.#mounted?.handle?.unmount?.();
     } catch (error) {
@@ -246,10 +255,13 @@ class App {
   #showWaiting(state, entry, replace) {
     this.state = state;
     this.#write(addressOf(state), replace);
-    if (this.#mounted?.id !== "waiting") this.#clear("waiting");
+    const begins = this.#mounted?.id !== "waiting";
+    if (begins) this.#clear("waiting");
     const root = document.getElementById("main").firstElementChild;
     const failed = entry.state === "failed", others = this.session.sources.filter((source) => source.state === "ready");
     root.setAttribute("aria-busy", String(entry.state !== "failed"));
+    if (failed) this.#endWaiting?.();
+    else if (begins) this.#endWaiting = begin();
     root.replaceChildren(h("div", { class: "waiting" },
       h("h2", {}, failed ? "This profile could not be computed" : `Profiling ${entry.name}`),
       h("p", {}, failed ? failureOf(entry) : progressOf(entry)),

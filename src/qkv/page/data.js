@@ -1,5 +1,6 @@
 // Arrays that were sent as bytes: curves, and pooled maps.
 
+import { counted } from "./state.js";
 
 // Decoding of the arrays in a page's data.
 
@@ -9,7 +10,7 @@ export const bytesOf = (base64) => Uint8Array.from(atob(base64), (character) => 
 /** Decode base64 and decompress (deflate). */
 export async function inflated(base64) {
   const stream = new Blob([bytesOf(base64)]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
+  return new Uint8Array(await counted(new Response(stream).arrayBuffer()));
 }
 
 /** Decode the curves of a text, {name: {values, shape}}, from 16-bit codes; `index` describes where and how each is stored. */

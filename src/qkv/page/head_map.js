@@ -5,6 +5,7 @@ import { h, replace } from "./dom.js";
 import { MapColours, MapView } from "./map_view.js";
 import { edgeScales } from "./map_scene.js";
 import { binStart, integer, named, weightWords } from "./numbers.js";
+import { cancel, counted, later } from "./state.js";
 import { FIRST, Pyramid, TileStore } from "./tiles.js";
 
 const HOLD = 250; // milliseconds that the previous head may stay on the stage, to avoid flicker
@@ -71,7 +72,7 @@ export class HeadMap {
     const hues = new MapColours(pyramid, store);
     const content = { pyramid, store, pool: this.pool, lookOf: (zoom) => hues.look(content.pool, "log", zoom), tokens: head.tokens, profiles: head.profiles, colours: this.colours() };
     store.want([["max", FIRST]]);
-    await Promise.race([first, new Promise((resolve) => { setTimeout(resolve, HOLD); })]);
+    await counted(Promise.race([first, new Promise((resolve) => { setTimeout(resolve, HOLD); })]));
     if (load !== this.loads) return store.close();
     const before = this.map.content?.pyramid, same = before?.queries === pyramid.queries && before?.keys === pyramid.keys;
     this.map.content?.store.close();
@@ -140,7 +141,7 @@ export class HeadMap {
 
   read() {
     const { content } = this.map, point = this.map.point ?? this.map.pin;
-    clearTimeout(this.timer);
+    cancel(this.timer);
     if (!content || !this.head) return;
     if (!point) {
       this.readout.replaceChildren("Point at the map to read a weight; a click pins it. Drag to move; zoom with + and −, or Ctrl and the wheel.");
@@ -159,7 +160,7 @@ export class HeadMap {
     ].filter(Boolean));
     // Once the crosshair rests: the other pool of the bin, and the exact weight.
     const lacks = !single && (largest === null || mean === null), ask = this.head.pair && this.asked.pair !== pair;
-    if (lacks || ask) this.timer = setTimeout(() => this.ask(point, pair, bin, lacks, ask), EXACT_AFTER);
+    if (lacks || ask) this.timer = later(() => this.ask(point, pair, bin, lacks, ask), EXACT_AFTER);
   }
 
   async ask(point, pair, bin, lacks, ask) {
@@ -179,7 +180,7 @@ export class HeadMap {
 
   close() {
     this.loads++;
-    clearTimeout(this.timer);
+    cancel(this.timer);
     clearTimeout(this.late);
     this.map.content?.store.close();
     this.map.close();

@@ -1,6 +1,7 @@
 // Text generation by a live model: single steps, continuous play, and undo.
 
 import { h } from "./dom.js";
+import { counted } from "./state.js";
 
 const SEED = 0; // the same text, edits and temperature give the same continuation
 
@@ -30,7 +31,7 @@ export class LiveWriting {
       h("input", { type: "range", "data-key": key, ...attributes, value, oninput: (event) => { oninput(Number(event.target.value)); this.draw(); } }), h("output", { "data-of": key }));
     this.element = h("div", { class: "live-generation" },
       h("div", { class: "live-buttons" },
-        h("button", { type: "button", class: "quiet live-play", onclick: () => (this.#play ? this.#stop() : this.#start()) }, "Play"),
+        h("button", { type: "button", class: "quiet live-play", onclick: () => (this.#play ? this.#stop() : counted(this.#start())) }, "Play"),
         h("button", { type: "button", class: "quiet", onclick: () => this.#stepOnce() }, "Step"),
         h("button", { type: "button", class: "quiet", onclick: () => this.#undo() }, "Undo")),
       h("div", { class: "live-sliders" },

@@ -5,6 +5,7 @@ import { h } from "./dom.js";
 import { csvOf, svgImage, svgPicture, svgRamp } from "./export.js";
 import { shapesAsSvg } from "./map_scene.js";
 import { integer, named, weightWords } from "./numbers.js";
+import { cancel, later } from "./state.js";
 import { FIRST, painted, TILE } from "./tiles.js";
 
 // The readout beside a map: tokens, weight and bin of the pair under the crosshair or pinned.
@@ -18,7 +19,7 @@ export class MapReadout {
   constructor(app, map) {
     Object.assign(this, { app, map, place: null, source: null });
     this.element = h("output", { class: "map-readout", "aria-live": "off" });
-    this.exact = { pair: "", weight: null, waiting: "", timer: 0, request: null };
+    this.exact = { pair: "", weight: null, waiting: "", timer: null, request: null };
     this.outside = new OutsideView(this);
   }
 
@@ -64,11 +65,11 @@ export class MapReadout {
   rest(wanted) {
     const { exact } = this;
     if (wanted && exact.waiting === wanted.pair) return;
-    clearTimeout(exact.timer);
+    cancel(exact.timer);
     exact.request?.abort();
     exact.waiting = wanted?.pair ?? "";
     if (!wanted || (exact.pair === wanted.pair && wanted.known)) return;
-    exact.timer = setTimeout(() => this.ask(wanted), EXACT_AFTER);
+    exact.timer = later(() => this.ask(wanted), EXACT_AFTER);
   }
 
   async ask({ point, pair, bin }) {
@@ -104,7 +105,7 @@ export class MapReadout {
 /** The share of a query's weight on keys that a zoomed map does not show. */
 class OutsideView {
   constructor(readout) {
-    Object.assign(this, { readout, query: null, weights: null, timer: 0, request: null });
+    Object.assign(this, { readout, query: null, weights: null, timer: null, request: null });
   }
 
   words(query) {
@@ -120,7 +121,7 @@ class OutsideView {
     this.forget();
     this.query = query;
     const request = (this.request = new AbortController()), { source, place, app } = this.readout;
-    this.timer = setTimeout(async () => {
+    this.timer = later(async () => {
       try {
         this.weights = await source.rowWeights(...place, query, { signal: request.signal });
         this.readout.update();
@@ -131,7 +132,7 @@ class OutsideView {
   }
 
   forget() {
-    clearTimeout(this.timer);
+    cancel(this.timer);
     this.request?.abort();
     Object.assign(this, { query: null, weights: null });
   }

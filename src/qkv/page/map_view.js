@@ -3,6 +3,7 @@
 import { ramp } from "./colour.js";
 import { axes, crosshair, drawShapes, edges, fitted, LABELLED, layoutOf } from "./map_scene.js";
 import { weightWords } from "./numbers.js";
+import { cancel, nextFrame } from "./state.js";
 import { FIRST, Look, painted, TILE } from "./tiles.js";
 
 // The colours of weights on the map: the ends of the colour scale and the mapping between them.
@@ -133,7 +134,7 @@ export class MapView {
     this.hover = null; // where the mouse is, in pixels
     this.glide = null;
     this.extra = []; // tiles to load in addition to the visible ones
-    this.frame = 0;
+    this.frame = null;
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
     this.sizes = new ResizeObserver(() => this.resize());
     this.sizes.observe(canvas);
@@ -168,7 +169,7 @@ export class MapView {
   }
 
   close() {
-    cancelAnimationFrame(this.frame);
+    cancel(this.frame);
     this.sizes.disconnect();
     this.content = null;
   }
@@ -410,7 +411,7 @@ export class MapView {
   // ---- drawing ----
 
   redraw() {
-    if (!this.frame) this.frame = requestAnimationFrame((now) => this.draw(now));
+    if (!this.frame) this.frame = nextFrame((now) => this.draw(now));
   }
 
   get level() {
@@ -418,8 +419,8 @@ export class MapView {
   }
 
   draw(now = performance.now()) {
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
+    cancel(this.frame);
+    this.frame = null;
     if (!this.content || !this.width) return;
     if (this.glide) this.step(now);
     const { context, layout, content } = this, { colours, store } = content;

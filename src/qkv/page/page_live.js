@@ -7,6 +7,7 @@ import { liveCsv, liveFileName, liveMaps, liveSvg, LiveTokens } from "./live_map
 import { LiveHeads } from "./live_heads.js";
 import { LiveWriting, temperatureWords } from "./live_writing.js";
 import { named, percent } from "./numbers.js";
+import { cancel, later } from "./state.js";
 
 const PAUSE = 250; // milliseconds after the last key before the text is sent
 const SLIDER_PAUSE = 60; // milliseconds after the last move of a slider before a request is sent
@@ -24,7 +25,7 @@ class LivePage {
   #written; // the text in the address
   #answer = null;
   #request = null; // AbortController of the pending request
-  #timer = 0;
+  #timer = null;
   #stopTheme;
   #writing;
   #heads;
@@ -138,7 +139,7 @@ class LivePage {
 
   /** Cancel the pending request and the one that is scheduled. */
   #cancel() {
-    clearTimeout(this.#timer);
+    cancel(this.#timer);
     this.#request?.abort();
   }
 
@@ -154,14 +155,14 @@ class LivePage {
     this.#writing.halt();
     this.#cancel();
     this.#writing.set(this.#parts.text.value);
-    this.#timer = setTimeout(() => { this.#writeAddress(); this.#ask(); }, PAUSE);
+    this.#timer = later(() => { this.#writeAddress(); this.#ask(); }, PAUSE);
   }
 
   #edited(change) {
     this.#writeAddress();
     if (this.#writing.playing) return;
-    clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.#ask(), "temperature" in change ? SLIDER_PAUSE : 0);
+    cancel(this.#timer);
+    this.#timer = later(() => this.#ask(), "temperature" in change ? SLIDER_PAUSE : 0);
   }
 
   /** A token was generated. */

@@ -7,6 +7,7 @@ import { DEEP, MapColours, MapView, SCALES } from "./map_view.js";
 import { mapCsv, MapOverview, MapReadout, mapSvg } from "./map_readout.js";
 import { edgeScales } from "./map_scene.js";
 import { integer } from "./numbers.js";
+import { cancel, later } from "./state.js";
 import { FIRST, Pyramid, TileStore } from "./tiles.js";
 
 const REST = 400; // milliseconds without motion before the view is written into the address
@@ -108,7 +109,7 @@ class MapPage {
     if (wanted.x === written.x && wanted.y === written.y && wanted.z === written.z) return;
     if (!this.wantedView && written.x === null) return;
     this.map.look(wanted);
-    clearTimeout(this.rest);
+    cancel(this.rest);
     this.entry = { ...this.map.view };
   }
 
@@ -188,7 +189,7 @@ class MapPage {
     this.useAddress = false;
     this.map.show(Object.assign(content, { pool: this.pool, colours: this.colours }), view);
     if (useAddress) {
-      clearTimeout(this.rest); // following the address is no motion by the user
+      cancel(this.rest); // following the address is no motion by the user
       this.entry = { ...this.map.view };
     }
     this.overview.fit();
@@ -257,15 +258,15 @@ class MapPage {
   }
 
   moved() {
-    clearTimeout(this.rest);
-    this.rest = setTimeout(() => this.commit(), REST);
+    cancel(this.rest);
+    this.rest = later(() => this.commit(), REST);
     if (this.map.content && this.drawnLevel !== this.map.level) this.controls();
     if (this.map.point) this.readout.update();
   }
 
   /** Write the view into the address: a new entry of the history after a large move, otherwise the current entry. */
   commit() {
-    clearTimeout(this.rest);
+    cancel(this.rest);
     if (!this.map.content) return;
     const written = this.written(), { x, y, z } = this.app.state;
     if ((x ?? null) === written.x && (y ?? null) === written.y && (z ?? null) === written.z) return;
@@ -327,7 +328,8 @@ class MapPage {
 
   unmount() {
     this.loads++;
-    for (const timer of [this.rest, this.statusTimer]) clearTimeout(timer);
+    cancel(this.rest);
+    clearTimeout(this.statusTimer);
     this.readout.close();
     this.store?.close();
     this.map.close();

@@ -4,6 +4,7 @@ import { choice, legend } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { headName } from "./heads.js";
 import { integer, named, weightWords } from "./numbers.js";
+import { cancel, later } from "./state.js";
 import { textCsv, textSvg, TextWeights } from "./text_weights.js";
 import { TextFind, TextLinks, tokenPanel, tokenSentence } from "./text_panel.js";
 import { receivedLook, receivedShades, stripColumns, TextStrip, tonesOf, weightLook, weightShades } from "./text_shades.js";
@@ -157,14 +158,14 @@ class TextPage {
 
   /** Fetch the weights of the shown tokens and draw; a later call cancels an earlier one. */
   async refresh(wait) {
-    clearTimeout(this.timer);
+    cancel(this.timer);
     this.request?.abort();
     const { weights } = this;
     if (!weights) return;
     const request = (this.request = new AbortController()), wanted = [...this.shown, ...(this.active ? [this.active] : [])];
     const missing = weights.weightless ? [] : wanted.filter((token) => !weights.ofToken(token));
     if (missing.length) {
-      if (wait) await new Promise((resolve) => { this.timer = setTimeout(resolve, wait); });
+      if (wait) await new Promise((resolve) => { this.timer = later(resolve, wait); });
       if (request.signal.aborted) return;
       try {
         await Promise.all(missing.map((token) => weights.fetch(token, request.signal)));
@@ -341,7 +342,8 @@ class TextPage {
 
   unmount() {
     this.loads++;
-    for (const timer of [this.timer, this.speak]) clearTimeout(timer);
+    cancel(this.timer);
+    clearTimeout(this.speak);
     this.request?.abort();
     this.sizes.disconnect();
     this.closeFlows();

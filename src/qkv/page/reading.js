@@ -5,6 +5,7 @@ import { css, inkOn, ramp } from "./colour.js";
 import { h, replace } from "./dom.js";
 import { headName, rowOf } from "./heads.js";
 import { binPeaks, binStart, integer, named, percent } from "./numbers.js";
+import { nextFrame } from "./state.js";
 import { TokenFlow } from "./token_flow.js";
 
 const STRIP = 900; // columns of the strip above the text, at most
@@ -120,7 +121,7 @@ export class Reading {
   drawn() {
     this.frame();
     const height = Math.min(this.flow.space.offsetHeight + 20, TALL);
-    if (this.pane.offsetHeight !== height) requestAnimationFrame(() => { this.pane.style.height = `${height}px`; });
+    if (this.pane.offsetHeight !== height) nextFrame(() => { this.pane.style.height = `${height}px`; });
   }
 
   /** For cross-attention: choose the query whose weights shade the keys. */

@@ -10,6 +10,7 @@ import { findingTiles } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
 import { sinkFigures } from "./sinks.js";
+import { announceState, begin, cancel, counted, later } from "./state.js";
 import { StoredMaps } from "./stored_maps.js";
 import { tooltips } from "./tips.js";
 
@@ -258,12 +259,12 @@ function everything() {
 
 /** Draw the curves again when the width changes, because they are drawn to the pixel. */
 function redrawOnResize() {
-  let width = $("detail").clientWidth, later;
+  let width = $("detail").clientWidth, redraw = null;
   new ResizeObserver(() => {
     if ($("detail").clientWidth === width) return;
     width = $("detail").clientWidth;
-    clearTimeout(later);
-    later = setTimeout(card, 100);
+    cancel(redraw);
+    redraw = later(card, 100);
   }).observe($("detail"));
 }
 
@@ -271,16 +272,17 @@ function trouble(error) {
   const text = typeof DecompressionStream === "undefined"
     ? "This browser cannot unpack the report's data (it lacks DecompressionStream). Please open it in a browser of 2023 or later."
     : `This report could not be shown: ${error && error.message ? error.message : error}`;
-  document.documentElement.dataset.error = text;
   $("trouble").textContent = text;
   $("trouble").hidden = false;
+  begin()();
 }
 
+announceState(document.documentElement, () => !$("trouble").hidden);
 onUncaught(trouble);
 try {
   Object.assign(state, firstHead(group(), view()));
   theme(); tooltips(document, $("tip"));
-  everything().then(() => { redrawOnResize(); document.documentElement.dataset.ready = "1"; }, trouble);
+  counted(everything()).then(redrawOnResize, trouble);
 } catch (error) {
   trouble(error);
 }

@@ -5,6 +5,7 @@ import { isDark } from "./colour.js";
 import { PAGES, lengthWords, openingWords, missingReason } from "./address.js";
 import { download, pngOf } from "./export.js";
 import { headName } from "./heads.js";
+import { counted } from "./state.js";
 
 const SETTINGS = "qkv-viewer"; // key in localStorage: the theme, and whether single keys act
 const byId = (id) => document.getElementById(id);
@@ -166,7 +167,7 @@ export class Shell {
       open(false);
       button.focus();
       try {
-        await this.#save(kind);
+        await counted(this.#save(kind));
       } catch (error) {
         this.trouble(error);
       }

@@ -5,6 +5,7 @@ import { decades, keyOf, niceTicks } from "./charts.js";
 import { h, svg } from "./dom.js";
 import { headTitle } from "./heads.js";
 import { truncated, integer, named, percent, written } from "./numbers.js";
+import { nextFrame } from "./state.js";
 
 const SINK_THRESHOLD = 0.3; // a head has a sink if α is larger (Gu et al. 2025)
 const KINDS_OF_TEXT = [["alpha_first", "this text"], ["alpha_random", "random tokens"], ["alpha_repeated", "one token repeated"]];
@@ -221,7 +222,7 @@ function dotChart({ group, series, columns, title, note, unit, nameOf, axis = ""
     const width = Math.floor(contentRect.width);
     if (!width || width === drawn) return;
     drawn = width;
-    requestAnimationFrame(() => box.replaceChildren(draw(width))); // in the next frame, because the observer must not trigger itself
+    nextFrame(() => box.replaceChildren(draw(width))); // in the next frame, because the observer must not trigger itself
   }).observe(box);
   return h("figure", { class: "sink-figure", style: { "min-width": 0 } },
     h("figcaption", { style: { display: "block" } }, h("div", { class: "sink-title" }, title), h("div", { style: { height: "20px", overflow: "hidden", "white-space": "nowrap", "text-overflow": "ellipsis" } }, aside, readout)), box);

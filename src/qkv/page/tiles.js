@@ -1,5 +1,7 @@
 // The tile pyramid of an attention map: geometry of tiles, loading in order of importance, an LRU cache, and painting.
 
+import { cancel, counted, later } from "./state.js";
+
 export const TILE = 256; // maximal side of a tile in pixels, as on the server
 const MAX_REQUESTS = 4; // at a time
 const MAX_CACHED = 320; // tiles: 256 kB of weights each, and as much for their pixels
@@ -76,7 +78,8 @@ export class TileStore {
     this.failed = new Map(); // key → time of the failure
     this.wanted = []; // the most important first
     this.level = null;
-    this.settling = this.retrying = 0; // timers
+    this.settling = null;
+    this.retrying = 0; // timer
   }
 
   /** A cached tile, or undefined. A masked tile has no rows. */
@@ -97,8 +100,8 @@ export class TileStore {
     const keys = new Set(this.wanted.map(({ key }) => key));
     for (const [key, request] of this.requests) if (!keys.has(key)) request.abort(), this.requests.delete(key);
     if (level !== this.level && this.level !== null) { // the zoom is still changing
-      clearTimeout(this.settling);
-      this.settling = setTimeout(() => { this.settling = 0; this.start(); }, SETTLE);
+      cancel(this.settling);
+      this.settling = later(() => { this.settling = null; this.start(); }, SETTLE);
     } else if (!this.settling) this.start();
     this.level = level;
   }
@@ -121,7 +124,7 @@ export class TileStore {
     const request = new AbortController();
     this.requests.set(key, request);
     try {
-      const tile = (await this.load(pool, place, { signal: request.signal })) || { rows: 0, columns: 0, values: new Float32Array(0) };
+      const tile = (await counted(this.load(pool, place, { signal: request.signal }))) || { rows: 0, columns: 0, values: new Float32Array(0) };
       if (request.signal.aborted) return;
       this.failed.delete(key);
       this.cache.set(key, { ...tile, canvas: null, look: null });
@@ -138,7 +141,7 @@ export class TileStore {
 
   /** Cancel all requests. */
   close() {
-    clearTimeout(this.settling);
+    cancel(this.settling);
     clearTimeout(this.retrying);
     this.wanted = [];
     for (const request of this.requests.values()) request.abort();

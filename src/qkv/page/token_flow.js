@@ -2,6 +2,7 @@
 
 import { h } from "./dom.js";
 import { integer, visible } from "./numbers.js";
+import { cancel, nextFrame } from "./state.js";
 
 const MIN_BLOCK = 110, MAX_BLOCK = 240; // tokens of a block
 const SPACE = 7; // pixels, a little more than the width of a space
@@ -61,7 +62,7 @@ export class TokenFlow {
 
   close() {
     this.sizes.disconnect();
-    cancelAnimationFrame(this.frame);
+    cancel(this.frame);
   }
 
   // ---- blocks ----
@@ -243,7 +244,7 @@ export class TokenFlow {
       return found && element.contains(found) ? Number(found.dataset.at) : null;
     };
     element.addEventListener("scroll", () => {
-      if (!this.frame) this.frame = requestAnimationFrame(() => { this.frame = 0; this.render(); });
+      if (!this.frame) this.frame = nextFrame(() => { this.frame = null; this.render(); });
     }, { passive: true });
     element.addEventListener("pointermove", (event) => {
       if (event.pointerType !== "mouse") return; // a finger that scrolls does not hover

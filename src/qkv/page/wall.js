@@ -4,6 +4,7 @@ import { paint } from "./charts.js";
 import { h } from "./dom.js";
 import { headName, headTitle, markHead } from "./heads.js";
 import { levelOf } from "./data.js";
+import { counted, nextFrame } from "./state.js";
 
 /**
  * `load(layer, head)` resolves to the pooled map of a head, or null; it is called when the map comes into view.
@@ -17,7 +18,7 @@ export function wall({ group, high, sections = null, layer, head, load, select, 
     for (const { isIntersecting, target } of entries) {
       if (!isIntersecting) continue;
       painter.unobserve(target);
-      draw(target);
+      counted(draw(target));
     }
   }, { rootMargin: "300px" });
 
@@ -63,5 +64,6 @@ export function wall({ group, high, sections = null, layer, head, load, select, 
     choose(order[here + step]);
   });
   markHead(box, layer, head);
+  nextFrame(() => nextFrame(() => {})); // by then, the observer has told which maps are in view
   return box;
 }

@@ -7,6 +7,7 @@ import { legend } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { h, replace } from "./dom.js";
 import { integer, named, percent, visible } from "./numbers.js";
+import { cancel, later } from "./state.js";
 
 const PAUSE = 350; // milliseconds after the last key before the text is sent
 const HINTS = 48; // words of the vocabulary that are shown at once
@@ -18,7 +19,7 @@ export class AlignWords {
   #answer = null;
   #at = [0, 0]; // the current cell: target word, source word
   #request = null; // AbortController
-  #timer = 0;
+  #timer = null;
   #parts;
 
   constructor(root, app, model) {
@@ -59,18 +60,18 @@ export class AlignWords {
   }
 
   stop() {
-    clearTimeout(this.#timer);
+    cancel(this.#timer);
     this.#request?.abort();
   }
 
   #typed() {
     this.#hints();
-    clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.#send(), PAUSE);
+    cancel(this.#timer);
+    this.#timer = later(() => this.#send(), PAUSE);
   }
 
   #send() {
-    clearTimeout(this.#timer);
+    cancel(this.#timer);
     const text = this.#parts.field.value;
     if (text !== this.#text) this.#app.go({ say: text }, { replace: true });
   }
