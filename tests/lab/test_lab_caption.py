@@ -38,10 +38,9 @@ def box(mask: np.ndarray) -> tuple[int, int, int, int]:
 
 
 def test_no_caption_is_both_trained_on_and_held_out() -> None:
-    train = {scenes.text(c) for seed in range(3) for c in drawn(2000, seed).captions}
-    held = {scenes.text(c) for c in drawn(1000, held_out=True).captions}
+    train, held = ({scenes.text(c) for c in drawn(n, held_out=out).captions} for n, out in ((2000, False), (500, True)))
     assert not train & held
-    assert len(held) > 100
+    assert len(held) > 60
 
 
 def test_an_eighth_of_all_descriptions_is_held_out() -> None:
@@ -93,7 +92,7 @@ def test_masks_have_the_shapes_of_their_names() -> None:
 
 def test_objects_are_spread_over_the_image() -> None:
     """Equally often in each ninth of the image, and up to its edges."""
-    middles = np.array([np.argwhere(m).mean(0) for masks in drawn(1500).masks for m in masks if m.any()])
+    middles = np.array([np.argwhere(m).mean(0) for masks in drawn(1000).masks for m in masks if m.any()])
     assert middles.min() < RADIUS + 1
     assert middles.max() > 39 - RADIUS - 2
     counts = np.histogram2d(*(middles // 13).T, bins=3)[0]

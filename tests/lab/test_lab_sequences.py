@@ -380,7 +380,7 @@ def test_lesson_configuration_has_the_parameters_of_the_lesson() -> None:
 REFUSALS: list[tuple[str, str | None, Any]] = [
     ("length", None, lambda: Reversal(length=0)),
     ("symbols", "makes 1 ", lambda: Reversal(symbols=1)),
-    ("length", "makes 196 ", lambda: Reversal(length=2)),
+    ("symbols", "makes 196 ", lambda: Reversal(length=2)),
     ("min_length", "max_length 4", lambda: Copy(min_length=5, max_length=4)),
     ("min_length", "longest 9", lambda: Copy(longest=9)),
     ("symbols", "makes 14 ", lambda: Copy(min_length=1)),
