@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from forked import CONTEXT
 from lab_tasks import THREE, Counting, Three, Tiny
 from qkv.errors import InputError
 from qkv.profiler import corpora
-from qkv_lab import Diverged, experiments
+from qkv_lab import Diverged, draw, experiments
 from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, names, normalizers, scaling, streaming, texts
 from qkv_lab.experiments.base import Conclusion, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import HOLDS, UNDECIDED, UNSEEN, Verdict
@@ -27,7 +28,8 @@ from qkv_lab.experiments.registry import BUILT_IN
 from qkv_lab.experiments.run import SHIPPED, run
 from qkv_lab.experiments.streaming import Sweep
 from qkv_lab.task import Measured
-from qkv_lab.tasks import backcopy, caption, language, relations, sequences, translation
+from qkv_lab.tasks import backcopy, language, relations, sequences
+from qkv_lab.tasks.symbols import Symbols
 
 DOCS = Path(__file__).parents[2] / "docs" / "experiments"
 RUN = sys.modules["qkv_lab.experiments.run"]
@@ -217,14 +219,19 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
     name: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only place where quick forms run, on few held-out sequences and a small text in place of the library."""
-    for module in (
-        backcopy, bottleneck, caption, language, masks, mechanism, normalizers, relations, scaling, sequences,
-        streaming, texts, translation,
-    ):  # fmt: skip
+    """The only place where quick forms run, on few held-out sequences and a small text in place of the library.
+
+    Figures of one panel, which are all alike, are made but not saved.
+    """
+    of_tasks = (backcopy, language, relations.Lookups, relations.Hops, sequences.Copy, sequences.Recall, Symbols)
+    for place in (*of_tasks, bottleneck, masks, mechanism, normalizers, scaling, streaming, texts):
         for number in ("CHECKED", "EVALUATED", "UNSEEN", "TEXTS", "MIXED", "ROWS"):
-            if hasattr(module, number):
-                monkeypatch.setattr(module, number, 8)
+            if number in vars(place):
+                monkeypatch.setattr(place, number, 8)
+    monkeypatch.setattr(streaming, "QUICK_TRAINING", {**streaming.QUICK_TRAINING, "steps": 2})
+    monkeypatch.setattr(masks, "TEXT", replace(masks.TEXT))  # it keeps the text that it has read
+    save = draw.save_figure
+    monkeypatch.setattr(draw, "save_figure", lambda figure, path: save(figure, path) if figure.axes[1:] else None)
     generator = np.random.default_rng(0)
     documents = tuple(bytes(generator.integers(32, 127, 500)).decode() for _ in range(40))
     monkeypatch.setattr(corpora, "load", lambda name: corpora.Corpus(name, documents))
@@ -237,7 +244,7 @@ def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
     found = json.loads(result.json_path.read_text())
     assert [v.claim for v in result.verdicts] == list(made.claims)
     assert all(v.text.startswith("quick form: ") for v in result.verdicts)
-    assert result.figure_path.stat().st_size > 5_000
+    assert not result.figure_path.exists() or result.figure_path.stat().st_size > 5_000
     assert result.json_path.stat().st_size < 60_000
     for row in (row for x in found["variants"].values() for row in x["results"]):
         if isinstance(made, Sweep) and "measured" in row:
