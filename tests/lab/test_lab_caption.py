@@ -11,7 +11,6 @@ import torch
 
 from conftest import refused, unchecked
 from qkv_lab import scenes
-from qkv_lab.experiments.small import fit
 from qkv_lab.scenes import COLOURS, PAD, RADIUS, SHAPES, VOCABULARY, Scenes
 from qkv_lab.tasks.caption import Caption, attention_to_objects
 
@@ -26,12 +25,6 @@ def named(tokens: np.ndarray) -> list[tuple[str, str]]:
     found = list(zip(words[::2], words[1::2], strict=True))
     assert all(colour in COLOURS and shape in SHAPES for colour, shape in found), words
     return found
-
-
-def box(mask: np.ndarray) -> tuple[int, int, int, int]:
-    """First and last row, first and last column."""
-    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-    return rows[0], rows[-1], columns[0], columns[-1]
 
 
 # --- scenes -----------------------------------------------------------------------------------------------------------
@@ -67,27 +60,21 @@ def test_captions_name_every_object_once_in_the_order_of_their_colours() -> None
         assert order == sorted(order)
 
 
-def test_masks_are_exactly_the_pixels_of_their_colours() -> None:
-    found = drawn(100)
+def test_masks_are_the_pixels_of_their_colours_in_the_shapes_of_their_names() -> None:
+    found = drawn(200)
     for image, tokens, masks in zip(found.images, found.captions, found.masks, strict=True):
-        for (colour, _), mask in zip(named(tokens), masks, strict=False):
+        things = named(tokens)
+        assert (masks.sum(0) <= 1).all()
+        assert masks.any((1, 2)).sum() == len(things)
+        for (colour, shape), mask in zip(things, masks, strict=False):
             like = abs(image.transpose(1, 2, 0) - COLOURS[colour]).max(-1) < 6 * scenes.NOISE
             assert (like == mask).all(), colour
-        assert (masks.sum(0) <= 1).all()
-        assert masks.any((1, 2)).sum() == len(named(tokens))
-
-
-def test_masks_have_the_shapes_of_their_names() -> None:
-    found = drawn(300)
-    for tokens, masks in zip(found.captions, found.masks, strict=True):
-        for (_, shape), mask in zip(named(tokens), masks, strict=False):
-            top, bottom, left, right = box(mask)
-            cut = mask[top : bottom + 1, left : right + 1]
-            assert bottom - top == right - left == 2 * (RADIUS - (shape == "square"))
+            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+            cut = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+            assert set(cut.shape) == {2 * (RADIUS - (shape == "square")) + 1}
             corners = [cut[0, 0], cut[0, -1], cut[-1, 0], cut[-1, -1]]
             assert corners == {"square": [1] * 4, "triangle": [0, 0, 1, 1]}.get(shape, [0] * 4)
-            if shape in ("circle", "cross"):
-                assert (cut.mean() > 0.7) == (shape == "circle")
+            assert shape not in ("circle", "cross") or (cut.mean() > 0.7) == (shape == "circle")
 
 
 def test_objects_are_spread_over_the_image() -> None:
@@ -114,17 +101,13 @@ def test_on_grid_counts_the_pixels_of_each_cell(size: int, stride: int) -> None:
 # --- attention metrics ------------------------------------------------------------------------------------------------
 
 
-def hand_made() -> tuple[Scenes, np.ndarray]:
+def test_attention_metrics_of_hand_made_weights() -> None:
     """One image of 16 × 16 with one cell of 16 on the object; two words after the start: red circle."""
     tokens = [VOCABULARY.index(w) for w in ("<start>", "red", "circle", "<end>")]
     masks = np.zeros((1, 4, 16, 16), bool)
     masks[0, 0, 3:6, 8:10] = True  # within the two pixels around row 4 and column 8
     held = Scenes(np.zeros((1, 3, 16, 16), np.float32), np.array([tokens]), np.array([[-1, 0, 0, -1]]), masks)
-    return held, np.full((1, 3, 4, 4), 1 / 16)
-
-
-def test_attention_metrics_of_hand_made_weights() -> None:
-    held, weights = hand_made()
+    weights = np.full((1, 3, 4, 4), 1 / 16)
     even = {"mass": 1 / 16, "mass_at_colours": 1 / 16, "mass_at_shapes": 1 / 16, "chance": 1 / 16, "strongest": 0.0}
     assert attention_to_objects(weights, held) == even
     weights[0, :2] = 0
@@ -204,17 +187,3 @@ def test_settings_out_of_range_are_refused() -> None:
     ):
         with refused(argument):
             make()
-
-
-@pytest.mark.slow
-def test_trained_model_attends_to_the_named_object() -> None:
-    task = Caption(held_out=128, objects=2, size=32)
-    torch.manual_seed(0)
-    model = task.build()
-    training = replace(task.training(), steps=300)
-    fit(model, lambda step: task.loss(model, task.batch(step, 32, 0)), training)
-    with torch.no_grad():
-        found, checked = task.evaluate(model), task.check(model)
-    assert found["token_accuracy"] > 0.7
-    assert checked["mass"] > 2 * checked["chance"]
-    assert checked["strongest"] > 0.4

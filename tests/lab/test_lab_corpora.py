@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 
+import networkx
 import pytest
 
 from conftest import refused
@@ -30,17 +31,22 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-# --- the library ------------------------------------------------------------------------------------------------------
+# --- the library, files and folders -----------------------------------------------------------------------------------
 
 
-def test_library_excludes_tests_and_installed_packages() -> None:
+def test_library_excludes_tests_and_five_percent_of_it_are_held_out() -> None:
     library = load("library")
+    size = sum(map(len, library.documents))
     assert library.skipped == 0
-    assert 8e6 < sum(map(len, library.documents)) < 20e6
+    assert 8e6 < size < 20e6
     assert any('"""Random variable generators.' in x for x in library.documents)
     unwanted = Path(pytest.__file__).read_text(), Path(__import__("test.support").__file__).read_text()
     assert not set(unwanted) & set(library.documents)
-    assert load("library") == library
+    train, held_out = split(library.documents)
+    assert sorted(train + held_out) == sorted(library.documents)
+    assert not set(train) & set(held_out)
+    assert 0.04 < sum(map(len, held_out)) / size <= 0.05
+    assert split(load("library").documents) == (train, held_out)
 
 
 def test_documents_are_shuffled_independently_of_the_file_system(tmp_path: Path) -> None:
@@ -55,9 +61,6 @@ def test_documents_are_shuffled_independently_of_the_file_system(tmp_path: Path)
     assert orders[0].fingerprint == orders[1].fingerprint
 
 
-# --- files and folders ------------------------------------------------------------------------------------------------
-
-
 def test_folder_gives_its_text_files_and_counts_the_skipped_ones(tmp_path: Path) -> None:
     for name, data in {
         "a.py": b"one\r\n", "b.md": "zwei\u00e9".encode(), "copy.py": b"one\r\n", "blank.txt": b" \n",
@@ -70,14 +73,9 @@ def test_folder_gives_its_text_files_and_counts_the_skipped_ones(tmp_path: Path)
     assert sorted(found.documents) == ["one\r\n", "zwei\u00e9"]  # line ends unchanged, duplicates once
     assert found.skipped == 2
     assert load(str(tmp_path / "a.py")).documents == ("one\r\n",)
-
-
-def test_package_gives_the_python_files_of_an_installed_package() -> None:
-    import networkx
-
-    found, root = load("package:networkx"), Path(networkx.__file__).parent
-    assert (root / "__init__.py").read_text() in found.documents
-    assert (root / "algorithms" / "tests" / "test_core.py").read_text() not in found.documents
+    package, root = load("package:networkx"), Path(networkx.__file__).parent
+    assert (root / "__init__.py").read_text() in package.documents
+    assert (root / "algorithms" / "tests" / "test_core.py").read_text() not in package.documents
 
 
 def test_documents_that_share_a_passage_are_left_out() -> None:
@@ -95,30 +93,12 @@ def test_documents_that_share_a_passage_are_left_out() -> None:
     assert without_passages([*same.values(), *other.values()], [book, "a = 1\nb = 2\nc = 3\n"]) == list(other.values())
 
 
-# --- held-out text ----------------------------------------------------------------------------------------------------
-
-
-def test_whole_documents_of_about_five_percent_of_the_text_are_held_out() -> None:
-    library = load("library")
-    train, held_out = split(library.documents)
-    assert sorted(train + held_out) == sorted(library.documents)
-    assert not set(train) & set(held_out)
-    share = sum(map(len, held_out)) / sum(map(len, library.documents))
-    assert 0.04 < share <= 0.05
-    assert split(library.documents) == (train, held_out)
-
-
-@pytest.mark.parametrize("sizes", [[1000], [600, 400], [960, 10, 30]])
-def test_of_few_documents_a_small_one_or_the_end_of_each_is_held_out(sizes: list[int]) -> None:
+@pytest.mark.parametrize(("sizes", "held"), [([1000], 50), ([600, 400], 50), ([960, 10, 30], 40), ([1000, 1], 50)])
+def test_of_few_documents_a_small_one_or_the_end_of_each_is_held_out(sizes: list[int], held: int) -> None:
     texts = tuple(chr(97 + i) * n for i, n in enumerate(sizes))
     train, held_out = split(texts)
     assert "".join(sorted("".join(train + held_out))) == "".join(texts)
-    assert sum(map(len, held_out)) in (40, 50)
-
-
-def test_tiny_document_alone_is_not_enough_to_hold_out() -> None:
-    _, held_out = split(["a" * 1000, "b"])
-    assert len(held_out[0]) == 50
+    assert sum(map(len, held_out)) == held
 
 
 # --- Tiny Shakespeare -------------------------------------------------------------------------------------------------
@@ -152,24 +132,22 @@ def test_wrong_or_missing_downloads_are_refused_and_not_kept(cache: Path, monkey
         load("shakespeare")
 
 
-def test_unwritable_cache_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_writes_are_refused_and_keep_the_old_file(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.write_text("a file where a folder should be")
-    monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(b"x").hexdigest())
-    monkeypatch.setattr(corpora, "fetch", lambda address: b"x")
     with refused("QKV_CACHE"):
-        load("shakespeare")
-
-
-def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpora.write_cached(tmp_path / "x", b"before")
+        corpora.write_cached(cache / "x", b"x")
+    corpora.write_cached(tmp_path / "y", b"before")
 
     def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with refused("QKV_CACHE", match="No space left"):
-        corpora.write_cached(tmp_path / "x", b"after")
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"x": b"before"}
+        corpora.write_cached(tmp_path / "y", b"after")
+    assert {p.name for p in tmp_path.iterdir()} == {"cache", "y"}
+    assert (tmp_path / "y").read_bytes() == b"before"
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
@@ -200,11 +178,17 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "4.1.0") -> list[tup
     return calls
 
 
-def test_dataset_gives_the_texts_of_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_gives_the_texts_of_a_column_if_the_package_is_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = install(monkeypatch)
     assert sorted(load("hf:tiny/stories").documents) == ["Once", "upon"]
     assert sorted(load("hf:tiny/stories:title").documents) == ["a", "b", "c", "d"]
     assert calls == 2 * [("tiny/stories", {"split": "train"})]  # without trust_remote_code
+    install(monkeypatch, "2.18.0")
+    with pytest.raises(InputError, match="datasets 4 or newer"):
+        load("hf:tiny/stories")
+    monkeypatch.setattr(corpora.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install"):
+        load("hf:tiny/stories")
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -240,12 +224,3 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Path, "read_bytes", unreadable)
     with refused("corpus", match="cannot read"):
         load(str(tmp_path / "latin.txt"))
-
-
-def test_datasets_must_be_installed_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, "2.18.0")
-    with pytest.raises(InputError, match="datasets 4 or newer"):
-        load("hf:tiny/stories")
-    monkeypatch.setattr(corpora.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install"):
-        load("hf:tiny/stories")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise, product
@@ -62,14 +59,6 @@ def test_byte_tokens_are_the_bytes() -> None:
     assert sorted(json.loads(BYTES)["model"]["vocab"].values()) == list(range(256))
     assert len(tokens.from_json(BPE).encode(" the self")) < len(" the self"), "BPE merges frequent words"
     assert tokens.byte_lengths(BPE).shape == (270,)
-
-
-@pytest.mark.slow
-def test_bpe_is_deterministic_across_processes() -> None:
-    code = f"from qkv_lab import tokens; print(tokens.train_bpe({WORDS!r}, 270), end='')"
-    environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout == BPE
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
@@ -173,19 +162,6 @@ def test_several_processes_can_prepare_at_once(folder: Path) -> None:
     made = next((folder.parent / "cache" / "tokens").iterdir())
     expected = ["held_out.bin", "held_out.json", "tokenizer.json", "train.bin", "train.json"]
     assert sorted(x.name for x in made.iterdir()) == expected
-
-
-@pytest.mark.slow
-def test_library_tokenized_by_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fourth file of it: all of them take four times as long."""
-    monkeypatch.setenv("QKV_CACHE", str(tmp_path))
-    part = Corpus("library", corpora.load("library").documents[::4])
-    monkeypatch.setattr(corpora, "load", lambda name: part)
-    prepared = prepare("library", "bpe", 2048)
-    lengths = tokens.byte_lengths(prepared.tokenizer)
-    train, _ = split(part.documents)
-    assert lengths[prepared.train].sum() == len("\n\n".join(train).encode())
-    assert lengths[prepared.train].mean() > 2.7
 
 
 # --- baselines: unigram and bigram losses -----------------------------------------------------------------------------
