@@ -186,7 +186,7 @@ def test_settings_out_of_range_are_refused(argument: str, make: Any) -> None:
 def test_trained_model_has_a_sink_and_is_active_at_triggers() -> None:
     task = Backcopy(length=32)
     torch.manual_seed(0)
-    model, training = task.build(), replace(task.training(), steps=250, lr=1e-2, warmup=50)
+    model, training = task.build(), replace(task.training(), steps=300, lr=1e-2, warmup=50)
     small.fit(model, lambda step: task.loss(model, task.batch(step, training.batch, 0)), training)
     with torch.no_grad():
         evaluated, checked = task.evaluate(model), task.check(model)

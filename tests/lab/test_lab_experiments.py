@@ -229,6 +229,7 @@ def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
             if number in vars(place):
                 monkeypatch.setattr(place, number, 8)
     monkeypatch.setattr(streaming, "QUICK_TRAINING", {**streaming.QUICK_TRAINING, "steps": 2})
+    monkeypatch.setattr(streaming, "QUICK_TASK", {**streaming.QUICK_TASK, "symbols": 16})
     monkeypatch.setattr(masks, "TEXT", replace(masks.TEXT))  # it keeps the text that it has read
     save = draw.save_figure
     monkeypatch.setattr(draw, "save_figure", lambda figure, path: save(figure, path) if figure.axes[1:] else None)
