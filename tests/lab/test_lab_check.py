@@ -46,8 +46,8 @@ def by_hand(subtract: bool = True) -> Answer:
         visible = torch.ones(1) if mask is None else mask
         scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(visible == 0, -1e30)
         scores = scores - scores.amax(-1, keepdim=True) if subtract else scores
-        powers = scores.exp() * visible
-        weights = powers / powers.sum(-1, keepdim=True).clamp(min=1e-30)
+        parts = scores.exp() * visible
+        weights = parts / parts.sum(-1, keepdim=True).clamp(min=1e-30)
         return weights @ v, weights
 
     return answer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qkv
 from conftest import refused
-from qkv.cache import Cache, Full, Sinks, Sliding
+from qkv.cache import Cache, Full, Sliding
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loss import token_loss
 from qkv.scores import Dot
@@ -64,13 +64,6 @@ def test_sliding_cache_agrees_with_a_window_mask() -> None:
     assert np.abs(found / every - 1).max() > 1e-3
 
 
-def test_sinks_cache_agrees_with_a_full_one_until_it_evicts_for_any_chunk() -> None:
-    lm, ids = model(positions="alibi"), some_texts(29)
-    whole, parts = (nats(lm, ids, lambda: Sinks(2, 6), chunk) for chunk in (28, 3))
-    np.testing.assert_allclose(whole, parts, rtol=1e-5)
-    np.testing.assert_allclose(whole[:8], nats(lm, ids, lambda: Full(29))[:8], rtol=1e-5)
-
-
 def test_wrong_arguments_are_refused() -> None:
     for argument, call in (
         ("ids", lambda: nats(model(), some_texts(1), lambda: Full(4))),
@@ -84,25 +77,18 @@ def test_wrong_arguments_are_refused() -> None:
 # --- mechanism --------------------------------------------------------------------------------------------------------
 
 
-def test_unchanged_and_earlier_tokens_do_not_move() -> None:
+def test_changed_token_moves_only_later_ones_and_the_masked_first_token_none() -> None:
     lm, ids = model(), some_texts(19)
     assert (mechanism.movement(lm, ids, ids) == 0).all()
-    changed = ids.clone()
-    changed[:, 6] = (changed[:, 6] + 1) % 17
-    for mask_first in (False, True):
+    for at, mask_first in ((6, False), (6, True), (0, True), (0, False)):  # in the end, the hooks are removed
+        changed = ids.clone()
+        changed[:, at] = (changed[:, at] + 1) % 17
         moved = mechanism.movement(lm, ids, changed, mask_first=mask_first)
         assert moved.shape == (4, 19)
-        assert (moved[:, :6] == 0).all()  # the future cannot change the past
-        assert (moved[0, 7:] == 0).all()  # embeddings do not depend on other tokens
-        assert (moved[1:, 6:] > 1e-4).all()
-
-
-def test_masked_first_token_moves_nothing() -> None:
-    lm, ids = model(), some_texts(19)
-    changed = ids.clone()
-    changed[:, 0] = (changed[:, 0] + 1) % 17
-    assert (mechanism.movement(lm, ids, changed, mask_first=True)[:, 1:] == 0).all()
-    assert (mechanism.movement(lm, ids, changed)[1:, 1:] > 1e-4).all()  # the hooks were removed
+        assert (moved[:, :at] == 0).all()  # the future cannot change the past
+        assert (moved[0, at + 1 :] == 0).all()  # embeddings do not depend on other tokens
+        later = moved[1:, at + 1 :]
+        assert (later == 0).all() if mask_first and at == 0 else (later > 1e-4).all()
 
 
 def test_residual_stream_and_attention_output_are_the_models() -> None:
