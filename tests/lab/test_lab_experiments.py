@@ -20,7 +20,7 @@ from qkv.errors import InputError
 from qkv.profiler import corpora
 from qkv_lab import Diverged, draw, experiments
 from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, names, normalizers, scaling, streaming, texts
-from qkv_lab.experiments.base import Conclusion, Outcome, Results, Setting
+from qkv_lab.experiments.base import Conclusion, Results, Setting
 from qkv_lab.experiments.evidence import HOLDS, UNDECIDED, UNSEEN, Verdict
 from qkv_lab.experiments.page import table
 from qkv_lab.experiments.record import key
@@ -96,10 +96,7 @@ def test_experiment_trains_equal_settings_once_writes_its_results_and_draws_them
     assert again.figure_path.exists()
 
 
-def test_each_variant_has_the_number_of_seeds_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RUN, "_outcome", Three.outcome)
+def test_each_variant_has_the_number_of_seeds_that_is_asked_for(tmp_path: Path) -> None:
     result = run(Three(), tmp_path, quick=False)
     found = json.loads(result.json_path.read_text())
     assert {v: x["seeds"] for v, x in found["variants"].items()} == {v: list(range(16)) for v in THREE}
@@ -112,12 +109,12 @@ def test_each_variant_has_the_number_of_seeds_that_is_asked_for(
 
 
 def test_two_experiments_do_not_write_to_one_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def outcome(*_: object) -> Outcome:
+    def compute(*_: object) -> dict[str, Measured]:
         with refused("out", match="another experiment"):
             run(Tiny(), tmp_path, quick=True)
-        return Three.outcome(*_)
+        return {variant: {"x": 1.0} for variant in THREE}
 
-    monkeypatch.setattr(RUN, "_outcome", outcome)
+    monkeypatch.setattr(Three, "compute", compute)
     run(Three(), tmp_path, quick=False, seeds=2)
 
 
