@@ -27,9 +27,6 @@ def named(tokens: np.ndarray) -> list[tuple[str, str]]:
     return found
 
 
-# --- scenes -----------------------------------------------------------------------------------------------------------
-
-
 def test_no_caption_is_both_trained_on_and_held_out() -> None:
     train, held = ({scenes.text(c) for c in drawn(n, held_out=out).captions} for n, out in ((2000, False), (500, True)))
     assert not train & held
@@ -98,9 +95,6 @@ def test_on_grid_counts_the_pixels_of_each_cell(size: int, stride: int) -> None:
         assert got[i, j] == pytest.approx(np.mean(around))
 
 
-# --- attention metrics ------------------------------------------------------------------------------------------------
-
-
 def test_attention_metrics_of_hand_made_weights() -> None:
     """One image of 16 × 16 with one cell of 16 on the object; two words after the start: red circle."""
     tokens = [VOCABULARY.index(w) for w in ("<start>", "red", "circle", "<end>")]
@@ -148,8 +142,6 @@ def test_attention_on_the_named_object_has_mass_one() -> None:
     for shift in (-1, 1):
         assert attention_to_objects(np.roll(weights, shift, 1), held)["mass"] < 0.7
 
-
-# --- the task ---------------------------------------------------------------------------------------------------------
 
 # --- the task ---------------------------------------------------------------------------------------------------------
 

@@ -31,9 +31,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-# --- the library, files and folders -----------------------------------------------------------------------------------
-
-
 def test_library_excludes_tests_and_five_percent_of_it_are_held_out() -> None:
     library = load("library")
     size = sum(map(len, library.documents))
@@ -101,9 +98,6 @@ def test_of_few_documents_a_small_one_or_the_end_of_each_is_held_out(sizes: list
     assert sum(map(len, held_out)) == held
 
 
-# --- Tiny Shakespeare -------------------------------------------------------------------------------------------------
-
-
 def test_shakespeare_is_downloaded_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 99
     if COPY.exists():
@@ -150,9 +144,6 @@ def test_failed_writes_are_refused_and_keep_the_old_file(
     assert (tmp_path / "y").read_bytes() == b"before"
 
 
-# --- Hugging Face -----------------------------------------------------------------------------------------------------
-
-
 class Rows(dict[str, list[object]]):
     """The part of a dataset's interface that corpora use."""
 
@@ -189,9 +180,6 @@ def test_dataset_gives_the_texts_of_a_column_if_the_package_is_new_enough(monkey
     monkeypatch.setattr(corpora.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install"):
         load("hf:tiny/stories")
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_corpora_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,9 +173,6 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
             call()
 
 
-# --- built-in experiments ---------------------------------------------------------------------------------------------
-
-
 def test_every_experiment_has_a_name_a_question_claims_and_a_figure() -> None:
     every = [experiment(name) for name in names()]
     assert [e.name for e in every] == list(names())

@@ -42,9 +42,6 @@ def task(texts: Path, **changes: object) -> Language:
     return replace(Language(str(texts), context=24, vocab_size=300, model=SMALL), **changes)
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("tokenizer", "first"), [("bytes", "fixed"), ("bpe", "random"), ("bpe", "fixed")])
 def test_batches_are_windows_of_the_text(tokenizer: str, first: str, texts: Path) -> None:
     made = task(texts, tokenizer=tokenizer, first=first)
@@ -88,9 +85,6 @@ def test_further_corpora_are_trained_on_in_their_share_and_not_held_out(
     assert torch.equal(task(texts, more=more, more_share=0.0).batch(3, 4, 5)["ids"], plain.batch(3, 4, 5)["ids"])
     with refused("more"):
         task(texts, more=str(tmp_path / "copy.txt")).build()
-
-
-# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -166,9 +160,6 @@ def test_losses_are_mean_cross_entropies_and_that_of_writing_is_over_some_positi
     assert "writing_loss" not in found
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_check_uses_texts_of_the_context_length(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = task(texts, model=replace(SMALL, positions="learned"))  # which cannot read more than the context
@@ -192,9 +183,6 @@ def test_figure_shows_the_weights_of_the_heads(
     assert ("none of 4" if max(weights) < 0.3 else "2 of 4") in figure.texts[0].get_text().replace("\n", " ")
 
 
-# --- what is saved ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("tokenizer", "first"), [("bytes", "fixed"), ("bpe", "random"), ("bpe", "fixed")])
 def test_saved_model_generates_and_can_be_profiled(tokenizer: str, first: str, texts: Path, tmp_path: Path) -> None:
     made = task(texts, tokenizer=tokenizer, first=first)
@@ -216,8 +204,6 @@ def test_saved_model_generates_and_can_be_profiled(tokenizer: str, first: str, t
     profile = qkv.profile(profiled.model, "12 plus é", tokenizer=profiled.tokenizer, progress=False)
     assert profile.data.sizes["query"] == len(expected)
 
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSALS: list[tuple[str, str | None, dict[str, object]]] = [
     ("tokenizer", None, {"tokenizer": "words"}),

@@ -36,10 +36,6 @@ RELATIONS: tuple[Any, ...] = (
 )
 
 
-def of(task: Any) -> str:
-    return str(task.name)
-
-
 def blocks(task: Any, ids: Tensor) -> Tensor:
     """The part of a sequence that decides whether it is held out: the symbols before the repetition, or all."""
     return ids[:, : (ids.shape[1] - getattr(task, "gap", 0)) // 2] if task in REPEATING else ids
@@ -52,7 +48,7 @@ def held(task: Any) -> Tensor:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", [*REPEATING, *RELATIONS], ids=of)
+@pytest.mark.parametrize("task", [*REPEATING, *RELATIONS], ids=lambda task: task.name)
 def test_held_out_sequences_are_fixed_and_in_no_batch(task: Any) -> None:
     drawn = [blocks(task, task.batch(step, 64, 7)["ids"]) for step in range(20)]
     assert not any(heads.held_out(ids.numpy()).any() for ids in drawn)
@@ -172,7 +168,7 @@ def expected(task: Any, ids: Tensor, row: int) -> list[tuple[int, slice, int]]:
     return [(place - 1, every, int(ids[row, place])) for place in range((n - gap) // 2 + gap + 1, n)]
 
 
-@pytest.mark.parametrize("task", [*REPEATING, *RELATIONS], ids=of)
+@pytest.mark.parametrize("task", [*REPEATING, *RELATIONS], ids=lambda task: task.name)
 def test_loss_averages_over_all_answers(task: Any) -> None:
     torch.manual_seed(0)
     model, batch = task.build().double().eval(), task.batch(0, 3, 0)

@@ -41,9 +41,6 @@ def nats(lm: DecoderLM, ids: Tensor, cache: Callable[[], Cache], chunk: int = 64
     return token_loss(lm, ids, cache, chunk=chunk).mean(0).numpy()
 
 
-# --- streaming --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("tied", "chunk"), [(True, 1), (False, 7), (True, 64)])
 def test_loss_with_a_full_cache_is_the_models_loss(tied: bool, chunk: int) -> None:
     lm, ids = model(positions="rotary", tied=tied), some_texts(23)
@@ -72,9 +69,6 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         with refused(argument):
             call()
-
-
-# --- mechanism --------------------------------------------------------------------------------------------------------
 
 
 def test_changed_token_moves_only_later_ones_and_the_masked_first_token_none() -> None:
@@ -123,9 +117,6 @@ def test_jacobian_norm_agrees_with_autograd() -> None:
     for row, found in zip(scores, scaling.jacobian_norm(scores), strict=True):
         jacobian = torch.autograd.functional.jacobian(lambda s: s.softmax(-1), row)
         torch.testing.assert_close(found, jacobian.norm())
-
-
-# --- modules and their training ---------------------------------------------------------------------------------------
 
 
 def test_fit_follows_the_schedule_and_stops_when_the_loss_is_not_finite() -> None:

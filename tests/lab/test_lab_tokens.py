@@ -36,9 +36,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "texts"
 
 
-# --- tokenizers -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
 @given(
     text=st.text(st.characters(codec="utf-8")) | st.sampled_from(["", "<s>", " <s>a</s>", "\u0120\u010a", "a  \t\n"])
@@ -76,9 +73,6 @@ def test_transformers_reads_tokenizer_json_which_prepends_bos(tokenizer: str, tm
     assert theirs.decode(ids, skip_special_tokens=True) == tokens.from_json(started).decode(ids) == text
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("vocabulary", "size"), [(257, 2), (65_536, 2), (65_537, 4)])
 def test_written_tokens_are_read_back_as_a_memory_map(vocabulary: int, size: int, tmp_path: Path) -> None:
     tokens = np.array([0, 1, vocabulary - 1, 7])
@@ -105,9 +99,6 @@ def test_damaged_token_files_are_refused_and_made_again(tmp_path: Path) -> None:
             open_tokens(file, "key")
         write_tokens(file, np.arange(5), 257, "key")
         assert len(open_tokens(file, "key")) == 5
-
-
-# --- corpora as tokens ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -164,9 +155,6 @@ def test_several_processes_can_prepare_at_once(folder: Path) -> None:
     assert sorted(x.name for x in made.iterdir()) == expected
 
 
-# --- baselines: unigram and bigram losses -----------------------------------------------------------------------------
-
-
 def test_losses_are_those_of_the_formulas_token_by_token() -> None:
     generator = np.random.default_rng(0)
     train, texts = generator.integers(0, 5, 200).astype(np.uint16), generator.integers(0, 7, (3, 11))
@@ -190,8 +178,6 @@ def test_both_baselines_are_distributions() -> None:
         losses = [getattr(baselines(train, np.array([[before, b]]), 4), kind) for b in range(4)]
         assert np.exp(np.negative(losses)).sum() == pytest.approx(1)
 
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("vocab_size", None, lambda: tokens.train_bpe(WORDS, 256)),

@@ -18,18 +18,7 @@ from hypothesis import strategies as st
 from conftest import refused
 from qkv_lab.experiments import architecture, associations, experiment, scaling
 from qkv_lab.experiments.base import Outcome, Results, means_of
-from qkv_lab.experiments.evidence import (
-    FAILS,
-    HOLDS,
-    ONLY,
-    UNDECIDED,
-    UNSEEN,
-    Criterion,
-    Effect,
-    confidence,
-    judge,
-    number,
-)
+from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Criterion, Effect, confidence, judge
 from qkv_lab.experiments.record import conclusion_fields, load, text_of
 from qkv_lab.experiments.registry import BUILT_IN
 from qkv_lab.experiments.run import SHIPPED
@@ -113,11 +102,6 @@ def test_a_wider_level_never_turns_undecided_into_a_verdict() -> None:
     for row, (low, high) in itertools.product(draws, [(0.8, 0.95), (0.95, 0.99)]):
         narrow, wide = (judge(ABOVE, [Effect("", row)], level).holds for level in (low, high))
         assert wide in (narrow, UNDECIDED)
-
-
-def test_numbers_in_sentences() -> None:
-    found = [number(x) for x in (0.5, -0.25, 12.345, 0.012345, math.inf, -math.inf, math.nan, 0.0)]
-    assert found == ["0.50", "-0.25", "12.35", "0.012", "∞", "−∞", "none", "0"]
 
 
 # --- experiments ------------------------------------------------------------------------------------------------------
@@ -268,6 +252,10 @@ def test_runs_without_a_sink_and_runs_that_did_not_learn_do_not_count(
     assert {v.claim: v.holds for v in found if v.claim in expected} == expected
 
 
+def test_a_run_that_diverged_has_failed() -> None:
+    assert architecture.failed(Outcome(0, diverged="NaN"))
+
+
 def test_only_a_lower_peak_is_judged_in_models_without_a_sink() -> None:
     made = experiment("normalizers")
     plain = runs("normalizers", 0.1, first=0.1, second=0.1, int8_error=0.01)
@@ -281,7 +269,3 @@ def test_verdicts_on_random_scores() -> None:
     found = {v.claim: v.holds for v in experiment("random_scores").conclude(drawn).verdicts}
     fail = {"C157", "C172", "C185", "C250", "C321"}
     assert found == {claim: FAILS if claim in fail else HOLDS for claim in experiment("random_scores").claims}
-
-
-def test_a_run_that_diverged_has_failed() -> None:
-    assert architecture.failed(Outcome(0, diverged="NaN"))

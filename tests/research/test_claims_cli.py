@@ -86,9 +86,6 @@ def own_result(folder: Path, holds: str = "undecided") -> None:
     (folder / "window.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-# --- verdicts and their evidence --------------------------------------------------------------------------------------
-
-
 def test_verdicts_are_shown_with_the_experiment_behind_them_by_both_commands(run: Run, command: Command) -> None:
     said = run("c014", "C084")
     assert re.search(r"^C014 .*chapter, 4\.2\n", said)
@@ -130,9 +127,6 @@ def test_wrong_arguments_are_refused(run: Run, tmp_path: Path, command: Command)
         result("emergence")
 
 
-# --- drift ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_drifted_check_is_named_and_gives_exit_code_1(ledger: Callable[..., None], tmp_path: Path, run: Run) -> None:
     ledger(two_is_two, two_is_three)
     said = run(code=1)
@@ -169,9 +163,6 @@ def test_progress_counts_checks_and_errors_of_other_kinds_are_raised(ledger: Cal
     ledger(broken)
     with pytest.raises(RuntimeError, match="a mistake"):
         check()
-
-
-# --- results and models of one's own ----------------------------------------------------------------------------------
 
 
 def test_results_of_a_folder_are_judged_beside_those_of_the_package(tmp_path: Path, run: Run) -> None:
