@@ -12,6 +12,7 @@ import torch
 from conftest import refused, unchecked
 from qkv_lab import scenes
 from qkv_lab.scenes import COLOURS, PAD, RADIUS, SHAPES, VOCABULARY, Scenes
+from qkv_lab.tasks import caption
 from qkv_lab.tasks.caption import Caption, attention_to_objects
 
 
@@ -156,6 +157,21 @@ def test_untrained_model_has_chance_metrics() -> None:
     assert found["loss"] == pytest.approx(np.log(len(VOCABULARY)), abs=0.5)
     assert checked["mass"] == pytest.approx(checked["chance"], abs=0.05)
     assert json.loads(task.files()["vocabulary.json"]) == list(VOCABULARY)
+
+
+@torch.no_grad()
+def test_right_captions_match_exactly_and_their_words_have_outlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Caption(held_out=24)
+    model = task.build().eval()
+    held, (images, _) = task._held_out(model)
+    words = {
+        image.numpy().tobytes(): [token for token in tokens[1:].tolist() if token not in (scenes.END, PAD)]
+        for image, tokens in zip(images, held.captions, strict=True)
+    }
+    monkeypatch.setattr(caption, "_greedy_captions", lambda _, images: [words[x.numpy().tobytes()] for x in images])
+    assert task.evaluate(model)["exact_match"] == 1
+    figure = task.figures(model)["attention"]  # of a scene of 2 objects and one of 3, with two words each
+    assert sum("%" in text.get_text() for axes in figure.axes for text in axes.texts) == 2 * 2 + 2 * 3
 
 
 def test_hard_attention_gets_gradients() -> None:

@@ -323,6 +323,7 @@ REFUSALS: list[tuple[str, Any]] = [
     ("Reversed", Reversed),
     ("sequence of tokens", lambda: build("bart")),
     ("sequence of tokens", lambda: build("vit")),
+    ("sequence of tokens", lambda: build("whisper")),
     ("forms its weights", lambda: build("gptj")),
     ("one stack", lambda: build("albert")),  # the same block several times
     ("residual stream", with_hook),
