@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from qkv.models import DecoderConfig, DecoderLM
-from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
 from qkv_lab.task import Batch, Measured, Training, with_entries
 
@@ -105,37 +105,24 @@ class Tiny(Experiment):
         return Figure()
 
 
-THREE = ("clear", "later", "never")
+THREE = {"clear": (1, 0.1), "later": (1, 0.8), "never": (0, 2.0)}
+"""The mean and the spread of each variant of `Three`."""
 
 
 class Three(Experiment):
-    """Three variants: the claim on `never` stays undecided."""
+    """Three variants without training: the claim on `never` stays undecided."""
 
     name = "three"
     question = "Which variants are decided?"
-    criteria = (
-        Criterion("C901", "2026-11-23", "Clear", bound=0.0),
-        Criterion("C902", "2026-11-23", "Later", bound=0.0),
-        Criterion("C903", "2026-11-23", "Never", bound=0.0),
-    )
+    criteria = tuple(Criterion(f"C90{i}", "2026-11-23", name, bound=0.0) for i, name in enumerate(THREE, 1))
     seeds = 16
 
-    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
-        training = replace(Counting.training(), seed=seed)
-        return {v: Setting(Counting(modulo=7 + at), training) for at, v in enumerate(THREE)}
-
-    @staticmethod
-    def outcome(_: Experiment, setting: Setting, __: Path) -> Outcome:
-        """In place of a training."""
-        seed, modulo = setting.training.seed, setting.task.modulo  # type: ignore[attr-defined]
-        mean, spread = {7: (1, 0.1), 8: (1, 0.8), 9: (0, 2.0)}[modulo]
-        return Outcome(seed, measured={"x": mean + spread * (-1) ** seed})
+    def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
+        return {variant: {"x": mean + spread * (-1) ** seed} for variant, (mean, spread) in THREE.items()}
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        return {
-            criterion.claim: [Effect("", results.values(variant, "measured.x"))]
-            for criterion, variant in zip(self.criteria, THREE, strict=True)
-        }
+        pairs = zip(self.claims, THREE, strict=True)
+        return {claim: [Effect("", results.values(variant, "measured.x"))] for claim, variant in pairs}
 
 
 def weights(folder: Any) -> dict[str, Tensor]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from conftest import refused, unchecked
-from qkv_lab import scenes, train
-from qkv_lab.models import Captioner
+from qkv_lab import scenes
 from qkv_lab.scenes import COLOURS, PAD, RADIUS, SHAPES, VOCABULARY, Scenes
+from qkv_lab.tasks import caption
 from qkv_lab.tasks.caption import Caption, attention_to_objects
 
 
@@ -29,36 +28,10 @@ def named(tokens: np.ndarray) -> list[tuple[str, str]]:
     return found
 
 
-def box(mask: np.ndarray) -> tuple[int, int, int, int]:
-    """First and last row, first and last column."""
-    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-    return rows[0], rows[-1], columns[0], columns[-1]
-
-
-# --- scenes -----------------------------------------------------------------------------------------------------------
-
-
-def test_scenes_depend_on_the_generator_only() -> None:
-    for name in ("images", "captions", "objects", "masks"):
-        assert np.array_equal(getattr(drawn(9), name), getattr(drawn(9), name))
-        assert not np.array_equal(getattr(drawn(9), name), getattr(drawn(9, 1), name))
-
-
-def test_batches_depend_on_seed_and_step_only() -> None:
-    task = Caption()
-    one = task.batch(3, 8, 5)
-    task.batch(4, 8, 5)
-    again = Caption().batch(3, 8, 5)
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    for other in (task.batch(4, 8, 5), task.batch(3, 8, 6)):
-        assert not torch.equal(one["captions"], other["captions"])
-
-
 def test_no_caption_is_both_trained_on_and_held_out() -> None:
-    train = {scenes.text(c) for seed in range(3) for c in drawn(2000, seed).captions}
-    held = {scenes.text(c) for c in drawn(1000, held_out=True).captions}
+    train, held = ({scenes.text(c) for c in drawn(n, held_out=out).captions} for n, out in ((2000, False), (500, True)))
     assert not train & held
-    assert len(held) > 100
+    assert len(held) > 60
 
 
 def test_an_eighth_of_all_descriptions_is_held_out() -> None:
@@ -68,7 +41,7 @@ def test_an_eighth_of_all_descriptions_is_held_out() -> None:
         assert share == pytest.approx(1 / 8, abs=0.025)
 
 
-def test_captions_name_every_object_once() -> None:
+def test_captions_name_every_object_once_in_the_order_of_their_colours() -> None:
     found = drawn()
     assert {len(named(c)) for c in found.captions} == {1, 2, 3, 4}
     for tokens, objects in zip(found.captions, found.objects, strict=True):
@@ -81,40 +54,30 @@ def test_captions_name_every_object_once() -> None:
         assert words == [list(x) for x in things]
         assert (objects < len(things)).all()
         assert len({x[0] for x in things}) == len({x[1] for x in things}) == len(things)
-
-
-def test_objects_are_named_in_the_order_of_their_colours() -> None:
-    for tokens in drawn().captions:
-        order = [list(COLOURS).index(colour) for colour, _ in named(tokens)]
+        order = [list(COLOURS).index(colour) for colour, _ in things]
         assert order == sorted(order)
 
 
-def test_masks_are_exactly_the_pixels_of_their_colours() -> None:
-    found = drawn(100)
+def test_masks_are_the_pixels_of_their_colours_in_the_shapes_of_their_names() -> None:
+    found = drawn(200)
     for image, tokens, masks in zip(found.images, found.captions, found.masks, strict=True):
-        for (colour, _), mask in zip(named(tokens), masks, strict=False):
+        things = named(tokens)
+        assert (masks.sum(0) <= 1).all()
+        assert masks.any((1, 2)).sum() == len(things)
+        for (colour, shape), mask in zip(things, masks, strict=False):
             like = abs(image.transpose(1, 2, 0) - COLOURS[colour]).max(-1) < 6 * scenes.NOISE
             assert (like == mask).all(), colour
-        assert (masks.sum(0) <= 1).all()
-        assert masks.any((1, 2)).sum() == len(named(tokens))
-
-
-def test_masks_have_the_shapes_of_their_names() -> None:
-    found = drawn(300)
-    for tokens, masks in zip(found.captions, found.masks, strict=True):
-        for (_, shape), mask in zip(named(tokens), masks, strict=False):
-            top, bottom, left, right = box(mask)
-            cut = mask[top : bottom + 1, left : right + 1]
-            assert bottom - top == right - left == 2 * (RADIUS - (shape == "square"))
+            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+            cut = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+            assert set(cut.shape) == {2 * (RADIUS - (shape == "square")) + 1}
             corners = [cut[0, 0], cut[0, -1], cut[-1, 0], cut[-1, -1]]
             assert corners == {"square": [1] * 4, "triangle": [0, 0, 1, 1]}.get(shape, [0] * 4)
-            if shape in ("circle", "cross"):
-                assert (cut.mean() > 0.7) == (shape == "circle")
+            assert shape not in ("circle", "cross") or (cut.mean() > 0.7) == (shape == "circle")
 
 
 def test_objects_are_spread_over_the_image() -> None:
     """Equally often in each ninth of the image, and up to its edges."""
-    middles = np.array([np.argwhere(m).mean(0) for masks in drawn(1500).masks for m in masks if m.any()])
+    middles = np.array([np.argwhere(m).mean(0) for masks in drawn(1000).masks for m in masks if m.any()])
     assert middles.min() < RADIUS + 1
     assert middles.max() > 39 - RADIUS - 2
     counts = np.histogram2d(*(middles // 13).T, bins=3)[0]
@@ -133,20 +96,13 @@ def test_on_grid_counts_the_pixels_of_each_cell(size: int, stride: int) -> None:
         assert got[i, j] == pytest.approx(np.mean(around))
 
 
-# --- attention metrics ------------------------------------------------------------------------------------------------
-
-
-def hand_made() -> tuple[Scenes, np.ndarray]:
+def test_attention_metrics_of_hand_made_weights() -> None:
     """One image of 16 × 16 with one cell of 16 on the object; two words after the start: red circle."""
     tokens = [VOCABULARY.index(w) for w in ("<start>", "red", "circle", "<end>")]
     masks = np.zeros((1, 4, 16, 16), bool)
     masks[0, 0, 3:6, 8:10] = True  # within the two pixels around row 4 and column 8
     held = Scenes(np.zeros((1, 3, 16, 16), np.float32), np.array([tokens]), np.array([[-1, 0, 0, -1]]), masks)
-    return held, np.full((1, 3, 4, 4), 1 / 16)
-
-
-def test_attention_metrics_of_hand_made_weights() -> None:
-    held, weights = hand_made()
+    weights = np.full((1, 3, 4, 4), 1 / 16)
     even = {"mass": 1 / 16, "mass_at_colours": 1 / 16, "mass_at_shapes": 1 / 16, "chance": 1 / 16, "strongest": 0.0}
     assert attention_to_objects(weights, held) == even
     weights[0, :2] = 0
@@ -191,60 +147,51 @@ def test_attention_on_the_named_object_has_mass_one() -> None:
 # --- the task ---------------------------------------------------------------------------------------------------------
 
 
-def test_loss_averages_over_the_count() -> None:
-    task = Caption()
-    model, batch = task.build().eval(), task.batch(0, 6, 0)
-    parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 2), slice(2, 6))]
-    with torch.no_grad():
-        total = sum(task.loss(model, part) * task.count(part) for part in parts)
-        assert total / task.count(batch) == pytest.approx(task.loss(model, batch).item(), rel=1e-5)
-
-
-def test_untrained_model_has_chance_metrics_and_figures() -> None:
+def test_untrained_model_has_chance_metrics() -> None:
     task = Caption(held_out=24)
     torch.manual_seed(0)
     model = task.build().eval()
     with torch.no_grad(), unchecked():
         found, checked = task.evaluate(model), task.check(model)
-        assert found == task.evaluate(model)
-        figures = task.figures(model)
     assert found["exact_match"] == 0
     assert found["loss"] == pytest.approx(np.log(len(VOCABULARY)), abs=0.5)
     assert checked["mass"] == pytest.approx(checked["chance"], abs=0.05)
-    assert list(figures) == ["attention"]
     assert json.loads(task.files()["vocabulary.json"]) == list(VOCABULARY)
 
 
-def test_hard_attention_can_be_trained() -> None:
+@torch.no_grad()
+def test_right_captions_match_exactly_and_their_words_have_outlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Caption(held_out=24)
+    model = task.build().eval()
+    held, (images, _) = task._held_out(model)
+    words = {
+        image.numpy().tobytes(): [token for token in tokens[1:].tolist() if token not in (scenes.END, PAD)]
+        for image, tokens in zip(images, held.captions, strict=True)
+    }
+    monkeypatch.setattr(caption, "_greedy_captions", lambda _, images: [words[x.numpy().tobytes()] for x in images])
+    assert task.evaluate(model)["exact_match"] == 1
+    figure = task.figures(model)["attention"]  # of a scene of 2 objects and one of 3, with two words each
+    assert sum("%" in text.get_text() for axes in figure.axes for text in axes.texts) == 2 * 2 + 2 * 3
+
+
+def test_hard_attention_gets_gradients() -> None:
     task = Caption(held_out=8, model=replace(Caption().model, attention="hard"))
+    torch.manual_seed(0)
     model = task.build()
-    assert isinstance(model, Captioner)
     task.loss(model.train(), task.batch(0, 4, 0)).backward()
-    slopes = [p.grad for p in model.attention.parameters()]
-    assert all(g is not None and g.isfinite().all() for g in slopes)
-    assert any(g.any() for g in slopes if g is not None)  # the attention gets gradients
+    slopes = torch.cat([p.grad.flatten() for p in model.attention.parameters()])
+    assert slopes.isfinite().all()
+    assert slopes.any()
     with torch.no_grad():
         assert 0 <= task.check(model.eval())["mass"] <= 1
 
 
-@pytest.mark.parametrize(("name", "value"), [("size", 29), ("objects", 5), ("held_out", 0)])
-def test_settings_out_of_range_are_rejected(name: str, value: int) -> None:
-    with refused(name):
-        Caption(**{name: value})
-
-
-def test_another_vocabulary_size_is_rejected() -> None:
-    with refused("model.vocab_size"):
-        Caption(model=replace(Caption().model, vocab_size=7)).build()
-
-
-@pytest.mark.slow
-def test_trained_model_attends_to_the_named_object(tmp_path: Path) -> None:
-    task = Caption(held_out=128, objects=2, size=32)
-    chosen = replace(task.training(), steps=300, batch=32, evaluate_every=300)
-    trained = train(task, chosen, tmp_path / "run", progress=False)
-    assert trained.evaluation["token_accuracy"] > 0.7
-    assert trained.check["mass"] > 2 * trained.check["chance"]
-    assert trained.check["strongest"] > 0.4
-    untrained = trained.metrics[0]["check"]
-    assert untrained["mass"] < 1.3 * untrained["chance"]
+def test_settings_out_of_range_are_refused() -> None:
+    for argument, make in (
+        ("size", lambda: Caption(size=29)),
+        ("objects", lambda: Caption(objects=5)),
+        ("held_out", lambda: Caption(held_out=0)),
+        ("model.vocab_size", lambda: Caption(model=replace(Caption().model, vocab_size=7)).build()),
+    ):
+        with refused(argument):
+            make()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import refused
-from qkv import InputError, cli
+from conftest import Command, refused
 from qkv_lab import experiments, settings, tasks
 from qkv_lab.experiments.registry import BUILT_IN
 
@@ -85,33 +84,30 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 def test_an_experiment_of_an_installed_package_runs_from_the_command_line(
-    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    install: Install, tmp_path: Path, command: Command
 ) -> None:
     install("dicelab", {"experiments": {"dice": "dicelab:Dice"}}, {"dicelab": EXPERIMENT})
     assert experiments.names() == (*BUILT_IN, "dice")
-    cli.main(["experiment"])
-    assert "Is six more than one?" in capsys.readouterr().out
-    out = tmp_path / "out"
-    cli.main(["experiment", "dice", "--out", str(out)])
-    assert json.loads((out / "dice.json").read_text())["verdicts"][0]["holds"] == "holds"
-    assert "## dice" in (out / "README.md").read_text()
-    (out / "settings.json").write_text("{}")
-    assert "## settings" not in experiments.table(out)
+    assert "dicelab" not in sys.modules, "listing names imports no plugin"
+    assert "Is six more than one?" in command.succeeds("experiment")
+    command.succeeds("experiment", "dice", "--out", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "dice.json").read_text())["verdicts"][0]["holds"] == "holds"
+    assert "## dice" in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "out" / "settings.json").write_text("{}")
+    assert "## settings" not in experiments.table(tmp_path / "out")
 
 
 def test_a_task_of_an_installed_package_trains_from_the_command_line_and_from_its_settings(
-    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    install: Install, tmp_path: Path, command: Command
 ) -> None:
     install("echolab", {"tasks": {"echo": "echolab:Echo"}}, {"echolab": TASK})
     assert tasks.names()[-1] == "echo"
-    cli.main(["train"])
-    assert "Say it again." in capsys.readouterr().out
+    assert "Say it again." in command.succeeds("train")
     out = tmp_path / "run"
-    flags = ["--length", "4", "--steps", "2", "--model.layers", "1"]
-    cli.main(["train", "echo", *flags, "--out", str(out)])
+    command.succeeds("train", "echo", "--length", 4, "--steps", 2, "--model.layers", 1, "--out", out)
     assert json.loads((out / "result.json").read_text())["task"] == "echo"
     task, training = settings.from_toml(out / "run.toml")
-    assert (task.name, task.length, training.steps) == ("echo", 4, 2)  # type: ignore[attr-defined]
+    assert (task.name, task.length, training.steps) == ("echo", 4, 2)
 
 
 def test_entry_points_are_not_read_for_built_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,85 +121,57 @@ def test_entry_points_are_not_read_for_built_in_names(monkeypatch: pytest.Monkey
         tasks.names()
 
 
-def test_listing_names_imports_no_plugin(install: Install) -> None:
-    install("badlab", {"experiments": {"bad": "badlab:Bad"}}, {"badlab": "raise RuntimeError('imported')"})
-    assert "bad" in experiments.names()
-    assert "badlab" not in sys.modules
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "reason"),
+    ("kind", "name", "value", "reason"),
     [
-        ("dice", "nowhere:Dice", "ModuleNotFoundError: No module named 'nowhere'"),
-        ("dice", "mylab:Dicce", "AttributeError: "),
-        ("dice", "mylab_raises:Dice", "ZeroDivisionError: division by zero"),
-        ("dice", "mylab:Misnamed", "has the name 'cards' in its class, expected 'dice'"),
-        ("abstract", "mylab:Abstract", "does not define criteria, effects"),
-        ("dice", "mylab:Figure", r"is not a subclass of qkv_lab\.experiments\.Experiment"),
-        ("dice", "mylab:Dice.name", "is a str, expected a class"),
+        ("experiment", "dice", "nowhere:Dice", "ModuleNotFoundError"),
+        ("experiment", "dice", "mylab:Dicce", "AttributeError: "),
+        ("experiment", "dice", "mylab_raises:Dice", "ZeroDivisionError"),
+        ("experiment", "dice", "mylab:Misnamed", "the name 'cards'"),
+        ("experiment", "abstract", "mylab:Abstract", "criteria, effects"),
+        ("experiment", "dice", "mylab:Figure", "is not a subclass"),
+        ("experiment", "dice", "mylab:Dice.name", "is a str"),
+        ("task", "echo", "mytask:dataclass", "is a function"),
+        ("task", "echo", "mytask:ClassVar", "expected a class"),
+        ("task", "empty", "mytask:Empty", "define training"),
+        ("task", "training", "mytask:Reserved", "a key of run.toml"),
     ],
 )
-def test_a_broken_experiment_names_its_package(
-    install: Install, name: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]
+def test_a_broken_plugin_is_refused_with_the_name_of_its_package(
+    install: Install, kind: str, name: str, value: str, reason: str, command: Command
 ) -> None:
-    install("mylab", {"experiments": {name: value}}, {"mylab": EXPERIMENT, "mylab_raises": "1 / 0"})
-    with pytest.raises(InputError, match=rf"^experiment '{name}' of the installed package mylab 1\.2 .*{reason}"):
-        experiments.experiment(name)
-    with refused("experiment", match=reason):
-        experiments.run(name, "unused", quick=True)
-    cli.main(["experiment"])  # the list shows the others, and the reason
-    shown = capsys.readouterr().out
-    assert "learning_rate" in shown
-    assert "mylab 1.2" in " ".join(shown.split()), "in a narrow column it is wrapped"
-    assert cli.main(["experiment", "all", "--quick"]) == 2  # before anything is trained
+    files = {"mylab": EXPERIMENT, "mylab_raises": "1 / 0", "mytask": TASK}
+    install("mypackage", {f"{kind}s": {name: value}}, files)
+    load = experiments.experiment if kind == "experiment" else tasks.task_class
+    with refused(kind, match=rf"^{kind} '{name}' of the installed package mypackage 1\.2 .*{reason}"):
+        load(name)
+    shown = command.succeeds("experiment" if kind == "experiment" else "train")  # the list shows the others, and why
+    assert "mypackage 1.2" in " ".join(shown.split()), "in a narrow column it is wrapped"
+    if kind == "experiment":
+        command.refuses("experiment", "all", "--quick")  # before anything is trained
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("echo", "nowhere:Echo", "ModuleNotFoundError"),
-        ("echo", "mylab:dataclass", "is a function, expected a class"),
-        ("echo", "mylab:ClassVar", "expected a class"),
-        (
-            "empty",
-            "mylab:Empty",
-            "does not define training, build, batch, count, loss, evaluate, check, figures, files, m",
-        ),
-        ("training", "mylab:Reserved", "a key of run.toml"),
-    ],
-)
-def test_a_broken_task_names_its_package(
-    install: Install, name: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    install("mylab", {"tasks": {name: value}}, {"mylab": TASK})
-    with pytest.raises(InputError, match=rf"^task '{name}' of the installed package mylab 1\.2 .*{reason}"):
-        tasks.task_class(name)
-    cli.main(["train"])
-    assert "mylab 1.2" in capsys.readouterr().out
-
-
-def test_a_name_that_is_built_in_is_refused(install: Install) -> None:
-    install("mylab", {"experiments": {"heads": "mylab:Heads"}, "tasks": {"copy": "mylab:Copy"}})
-    with refused("experiment", match="built-in"):
-        experiments.names()
-    with refused("task", match="built-in"):
-        tasks.names()
+def test_a_name_that_is_taken_is_refused(install: Install) -> None:
+    install("one", {"experiments": {"heads": "one:Heads"}, "tasks": {"copy": "one:Copy"}})
+    for argument, ask in (("experiment", experiments.names), ("task", tasks.names)):
+        with refused(argument, match="built-in"):
+            ask()
     assert type(experiments.experiment("heads")).__module__ == "qkv_lab.experiments.architecture"
     assert tasks.task_class("copy").__module__ == "qkv_lab.tasks.sequences"
 
 
 def test_a_name_that_two_packages_register_is_refused(install: Install) -> None:
-    install("one", {"experiments": {"dice": "one:Dice"}})
-    install("two", {"experiments": {"dice": "two:Dice"}})
+    for package in ("one", "two"):
+        install(package, {"experiments": {"dice": f"{package}:Dice"}})
     for ask in (experiments.names, lambda: experiments.experiment("dice")):
-        with pytest.raises(InputError, match=r"'dice' is registered by one 1\.2 and two 1\.2"):
+        with refused("experiment", match=r"one 1\.2 and two 1\.2"):
             ask()
 
 
 def test_an_unknown_name_lists_those_of_installed_packages(install: Install, tmp_path: Path) -> None:
     install("mylab", {"experiments": {"dice": "mylab:Dice"}, "tasks": {"echo": "mylab:Echo"}})
-    with pytest.raises(InputError, match="dropout, dice; did you mean 'dice'"):
+    with refused("experiment", match="mean 'dice'"):
         experiments.experiment("dise")
     (tmp_path / "run.toml").write_text('task = "ecco"')
-    with pytest.raises(InputError, match="backcopy, echo; did you mean 'echo'"):
+    with refused("task", match="mean 'echo'"):
         settings.from_toml(tmp_path / "run.toml")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise, product
+from math import log
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,13 @@ from hypothesis import strategies as st
 from conftest import refused
 from forked import CONTEXT
 from lab_tasks import prepared_length
-from qkv.errors import InputError
 from qkv.profiler import corpora
 from qkv.profiler.corpora import Corpus
 from qkv_lab import tokens
-from qkv_lab.tokens import open_tokens, prepare, split, write_tokens
+from qkv_lab.tokens import baselines, open_tokens, prepare, split, write_tokens
 
 WORDS = ["def the self.head(x):\n    return x\n", "class Tail:\n    body = 'the self'\n", "été <s> 🙂\r\n"]
-BPE = tokens.train_bpe(WORDS, 270)
+BPE, BYTES = tokens.train_bpe(WORDS, 270), tokens.byte_tokenizer()
 
 
 @pytest.fixture
@@ -36,10 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "texts"
 
 
-# --- tokenizers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokenizer", [BPE, tokens.byte_tokenizer()], ids=["bpe", "bytes"])
+@pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
 @given(
     text=st.text(st.characters(codec="utf-8")) | st.sampled_from(["", "<s>", " <s>a</s>", "\u0120\u010a", "a  \t\n"])
 )
@@ -54,53 +51,26 @@ def test_any_text_is_decoded_unchanged_and_never_contains_bos(tokenizer: str, te
 
 
 def test_byte_tokens_are_the_bytes() -> None:
-    ids = tokens.from_json(tokens.byte_tokenizer()).encode("Añ\0\n~ \x7f")
+    ids = tokens.from_json(BYTES).encode("Añ\0\n~ \x7f")
     assert ids == list("Añ\0\n~ \x7f".encode())
-    assert sorted(json.loads(tokens.byte_tokenizer())["model"]["vocab"].values()) == list(range(256))
-
-
-def test_bpe_merges_frequent_words() -> None:
-    ids = tokens.from_json(BPE).encode(" the self")
-    assert len(ids) < len(" the self")
+    assert sorted(json.loads(BYTES)["model"]["vocab"].values()) == list(range(256))
+    assert len(tokens.from_json(BPE).encode(" the self")) < len(" the self"), "BPE merges frequent words"
     assert tokens.byte_lengths(BPE).shape == (270,)
 
 
-@pytest.mark.slow
-def test_bpe_is_deterministic_across_processes() -> None:
-    code = f"from qkv_lab import tokens; print(tokens.train_bpe({WORDS!r}, 270), end='')"
-    environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout == BPE
-
-
-@pytest.mark.parametrize("tokenizer", [BPE, tokens.byte_tokenizer()], ids=["bpe", "bytes"])
-def test_transformers_reads_tokenizer_json(tokenizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
+def test_transformers_reads_tokenizer_json_which_prepends_bos(tokenizer: str, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    (tmp_path / "tokenizer.json").write_text(tokens.with_bos(tokenizer), encoding="utf-8")
+    started = tokens.with_bos(tokenizer)
+    (tmp_path / "tokenizer.json").write_text(started, encoding="utf-8")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     bos = len(tokens.byte_lengths(tokenizer)) - 1
-    text = "def the self.head é 🙂 . , ' s n't"
-    assert theirs(text)["input_ids"] == [bos, *tokens.from_json(tokenizer).encode(text)]
+    text = "def the self.head é 🙂 . , ' s n't <b>"
+    ids = theirs(text)["input_ids"]
+    assert ids == tokens.from_json(started).encode(text) == [bos, *tokens.from_json(tokenizer).encode(text)]
     assert theirs.convert_ids_to_tokens([bos]) == ["<s>"]
-    assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
-
-
-def test_with_bos_prepends_bos() -> None:
-    started = tokens.from_json(tokens.with_bos(BPE))
-    ids = started.encode("the <s>")
-    assert ids == [269, *tokens.from_json(BPE).encode("the <s>")]
-    assert started.decode(ids) == "the <s>"
-
-
-def test_bpe_rejects_bad_vocabulary_sizes() -> None:
-    with refused("vocab_size"):
-        tokens.train_bpe(WORDS, 256)
-    with pytest.raises(InputError, match=r"vocab_size is 5000, but the text has only \d+ tokens"):
-        tokens.train_bpe(WORDS, 5000)
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
+    assert theirs.decode(ids, skip_special_tokens=True) == tokens.from_json(started).decode(ids) == text
 
 
 @pytest.mark.parametrize(("vocabulary", "size"), [(257, 2), (65_536, 2), (65_537, 4)])
@@ -114,29 +84,21 @@ def test_written_tokens_are_read_back_as_a_memory_map(vocabulary: int, size: int
     assert (tmp_path / "x.bin").read_bytes() == tokens.astype(f"<u{size}").tobytes()
 
 
-def test_damaged_token_files_are_rejected(tmp_path: Path) -> None:
+def test_damaged_token_files_are_refused_and_made_again(tmp_path: Path) -> None:
     file, beside = tmp_path / "x.bin", tmp_path / "x.json"
-
-    def check_rejected(message: str) -> None:
-        with pytest.raises(InputError, match=f"^corpus: {message}.*delete .* to make it again"):
+    for says, damage in (
+        ("cannot read", lambda: beside.unlink(missing_ok=True)),
+        ("9 bytes", lambda: file.write_bytes(file.read_bytes()[:-1])),
+        ("cannot read", file.unlink),
+        ("is damaged", lambda: beside.write_text('{"count": 5')),
+        ("is damaged", lambda: beside.write_text('{"count": 5}')),
+        ("not describe", lambda: write_tokens(file, np.arange(5), 257, "another")),
+    ):
+        damage()
+        with refused("corpus", match=f"{says}.*delete .* to make it again"):
             open_tokens(file, "key")
         write_tokens(file, np.arange(5), 257, "key")
         assert len(open_tokens(file, "key")) == 5
-
-    check_rejected(r"cannot read .*x.json \(No such file")
-    file.write_bytes(file.read_bytes()[:-1])
-    check_rejected(".*x.bin has 9 bytes, expected 10")
-    file.unlink()
-    check_rejected("cannot read .*x.bin")
-    beside.write_text('{"count": 5')
-    check_rejected(".*x.json is damaged")
-    beside.write_text('{"count": 5}')
-    check_rejected(".*x.json is damaged")
-    write_tokens(file, np.arange(5), 257, "another")
-    check_rejected(".*x.json does not describe these tokens")
-
-
-# --- corpora as tokens ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -148,11 +110,8 @@ def test_prepared_tokens_decode_to_the_corpus(tokenizer: str, folder: Path) -> N
     assert decode(prepared.train.tolist()) == "\n\n".join(train)
     assert decode(prepared.held_out.tolist()) == "\n\n".join(held_out)
     assert prepared.bos not in prepared.train
-
-
-def test_bpe_is_trained_without_the_held_out_text(folder: Path) -> None:
-    train, _ = split(corpora.load(str(folder)).documents)
-    assert prepare(str(folder), "bpe", 300).tokenizer == tokens.train_bpe(train, 300)
+    of_train = BYTES if tokenizer == "bytes" else tokens.train_bpe(train, 300)
+    assert prepared.tokenizer == of_train, "the held-out text has no part in it"
 
 
 def test_tokens_are_cached_until_text_or_settings_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +138,7 @@ def test_interrupted_preparation_is_repeated(folder: Path, monkeypatch: pytest.M
     whole = tokens.encode_all
     with monkeypatch.context() as patch:
         calls = iter([whole])
-        patch.setattr(
-            tokens,
-            "encode_all",
-            lambda *given: next(calls)(*given),  # noqa: PLW0108  (a different function at each call)
-        )
+        patch.setattr(tokens, "encode_all", lambda *given: next(calls)(*given))  # noqa: PLW0108
         with pytest.raises(StopIteration):
             prepare(str(folder))
     _, held_out = split(corpora.load(str(folder)).documents)
@@ -200,25 +155,46 @@ def test_several_processes_can_prepare_at_once(folder: Path) -> None:
     assert sorted(x.name for x in made.iterdir()) == expected
 
 
-def test_prepare_rejects_a_tiny_corpus_and_an_unknown_tokenizer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_losses_are_those_of_the_formulas_token_by_token() -> None:
+    generator = np.random.default_rng(0)
+    train, texts = generator.integers(0, 5, 200).astype(np.uint16), generator.integers(0, 7, (3, 11))
+    single, pairs = Counter(train.tolist()), Counter(pairwise(train.tolist()))
+    unigram, bigram = [], []
+    for row in texts.tolist():
+        for a, b in pairwise(row):
+            p = (single[b] + 1) / (200 + 7)
+            followers = [pair for pair in pairs if pair[0] == a]
+            count = sum(pairs[pair] for pair in followers)
+            q = (pairs[a, b] + len(followers) * p) / (count + len(followers)) if followers else p
+            unigram.append(-log(p))
+            bigram.append(-log(q))
+    found = baselines(train, texts, 7)
+    assert (found.unigram, found.bigram) == pytest.approx((np.mean(unigram), np.mean(bigram)))
+
+
+def test_both_baselines_are_distributions() -> None:
+    train = np.array([0, 1, 1, 2, 0, 1])
+    for before, kind in product(range(4), ("unigram", "bigram")):
+        losses = [getattr(baselines(train, np.array([[before, b]]), 4), kind) for b in range(4)]
+        assert np.exp(np.negative(losses)).sum() == pytest.approx(1)
+
+
+REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
+    ("vocab_size", None, lambda: tokens.train_bpe(WORDS, 256)),
+    ("vocab_size", "has only", lambda: tokens.train_bpe(WORDS, 5000)),
+    ("corpus", "too small", lambda: prepare("tiny.txt")),
+    ("tokenizer", None, lambda: prepare("tiny.txt", "words")),
+    ("texts", None, lambda: baselines(np.array([0, 1]), np.array([[0, 4]]), 4)),
+    ("train", None, lambda: baselines(np.array([0, 5]), np.array([[0, 1]]), 4)),
+    ("texts", "at least 2", lambda: baselines(np.array([0, 1]), np.array([[0]]), 4)),
+]
+
+
+@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
+def test_wrong_arguments_are_refused(
+    argument: str, match: str | None, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("QKV_CACHE", str(tmp_path))
     monkeypatch.setattr(corpora, "load", lambda name: Corpus(name, ("tiny",)))
-    with pytest.raises(InputError, match=r"^corpus is 'tiny\.txt', which is too small"):
-        prepare("tiny.txt")
-    with refused("tokenizer"):
-        prepare("tiny.txt", "words")
-
-
-@pytest.mark.slow
-def test_library_tokenized_by_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fourth file of it: all of them take four times as long."""
-    monkeypatch.setenv("QKV_CACHE", str(tmp_path))
-    part = Corpus("library", corpora.load("library").documents[::4])
-    monkeypatch.setattr(corpora, "load", lambda name: part)
-    prepared = prepare("library", "bpe", 2048)
-    lengths = tokens.byte_lengths(prepared.tokenizer)
-    train, _ = split(part.documents)
-    assert lengths[prepared.train].sum() == len("\n\n".join(train).encode())
-    assert lengths[prepared.train].mean() > 2.7
+    with refused(argument, match):
+        call()

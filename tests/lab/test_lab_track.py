@@ -165,7 +165,7 @@ def test_model_keeps_its_mode_and_has_no_hooks_left(monkeypatch: pytest.MonkeyPa
 def test_attention_rejects_other_models_and_short_texts() -> None:
     model = model_of()
     with unchecked(), refused("model"):
-        heads.attention(nn.Linear(2, 2), ids_of(2, 3))  # type: ignore[arg-type]
+        heads.attention(nn.Linear(2, 2), ids_of(2, 3))
     for ids in (ids_of(2, 1), ids_of(3)):
         with unchecked(), refused("ids"):
             heads.attention(model, ids)

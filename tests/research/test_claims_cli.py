@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import qkv
-from conftest import refused
-from qkv import cli
+from conftest import Command, refused
 from qkv.models import DecoderConfig, DecoderLM
 from research.claims import CLAIMS, Claim, Drifted, Verdict, experiment, holds
 from research.claims import page as page_module
@@ -21,17 +20,36 @@ from research.claims.__main__ import main
 from research.claims.results import MissingResult, benchmark, result, results_in
 from research.claims.run import check
 from research.claims.settled import load
+from research.sinks import Study
 
-ROOT = Path(__file__).parents[2]
+OTHERS = ["toy models (`mechanism`)", "qkv-mini", "qkv-mini", "MiniLM", "MiniLM"]
 load()
 
 
-def code_of(*arguments: str) -> int | str | None:
-    """The exit code, whoever says it."""
-    try:
-        return main(arguments)
-    except SystemExit as done:
-        return done.code
+class Run:
+    """Runs `python -m research.claims` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: object, code: int = 0) -> str:
+        """What it prints; it must end with this exit code."""
+        self._capsys.readouterr()
+        try:
+            found: Any = main([str(word) for word in words])
+        except SystemExit as done:
+            found = done.code
+        out, err = self._capsys.readouterr()
+        assert (found or 0) == code, (out, err)
+        return err if code == 2 else out
+
+    def json(self, *words: object) -> Any:
+        return json.loads(self(*words, "--json"))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(capsys)
 
 
 def two_is_two() -> Verdict:
@@ -68,72 +86,66 @@ def own_result(folder: Path, holds: str = "undecided") -> None:
     (folder / "window.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-# --- verdicts ---------------------------------------------------------------------------------------------------------
-
-
-def test_verdicts_are_printed_with_the_experiment_behind_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["c014", "C084"]) == 0
-    said = capsys.readouterr().out
+def test_verdicts_are_shown_with_the_experiment_behind_them_by_both_commands(run: Run, command: Command) -> None:
+    said = run("c014", "C084")
     assert re.search(r"^C014 .*chapter, 4\.2\n", said)
-    assert "holds" in said
-    assert "qkv experiment window" in said
-
-
-def test_unknown_claim_is_refused_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of("C014", "C84") == 2
-    assert capsys.readouterr().err == "claims: claim is 'C84', expected C001 to C386; did you mean 'C084'?\n"
-    with refused("claim", "C900"):
-        check(["C900"])
-
-
-def test_options_that_exclude_each_other_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in (
-        (["--text", "x.txt"], "--text is for --model"),
-        (["--model", "minilm", "--results", str(tmp_path)], "--results is for experiments"),
-        (["C014", "--out", str(tmp_path)], "--out writes the pages of all claims"),
-        (["C014", "--model", "minilm"], "claim is 'C014', expected one that is judged on models: C061"),
-        (["--results", str(tmp_path)], f"--results is '{tmp_path}', expected a folder that `qkv experiment"),
-    ):
-        assert code_of(*arguments) == 2
-        assert capsys.readouterr().err.startswith(f"claims: {said}")
-
-
-def test_json_has_numbers_and_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["C084", "C068", "--json"]) == 0
-    window, drain = json.loads(capsys.readouterr().out)
+    window, drain = run.json("C084", "C068")
     assert (window["claim"], window["source"], window["verdict"]) == ("C084", "chapter", CLAIMS["C084"].check().kind)
     assert window["evidence"][0]["command"] == "qkv experiment window"
     assert window["evidence"][0]["runs"] == sum(len(v["results"]) for v in result("window")["variants"].values())
-    assert [one["model"] for one in drain["models"]] == ["toy models (`mechanism`)"] + 2 * ["qkv-mini"] + 2 * ["MiniLM"]
+    assert [one["model"] for one in drain["models"]] == OTHERS
+    assert json.loads(command.succeeds("claims", "c084", "--json")) == [window]
+    for printed in (said, command.succeeds("claims", "C084", "C068")):
+        assert "qkv experiment window" in printed
+    assert "386" in command.succeeds("claims")
 
 
-# --- drift ------------------------------------------------------------------------------------------------------------
+def test_the_reader_chooses_by_source_and_verdict(command: Command) -> None:
+    found = json.loads(command.succeeds("claims", "--source", "lesson", "--verdict", "false", "--json"))
+    published = page_module.published()
+    wrong = {id_ for id_, verdict in published.items() if verdict.kind == "false" and CLAIMS[id_].source == "lesson"}
+    assert {one["claim"] for one in found} == wrong
 
 
-def test_a_drifted_check_is_named_and_gives_exit_code_1(
-    ledger: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_refused(run: Run, tmp_path: Path, command: Command) -> None:
+    for words, argument in (
+        (["C014", "C84"], "claim"),
+        (["--text", "x.txt"], "--text"),
+        (["--model", "minilm", "--results", tmp_path], "--results"),
+        (["C014", "--out", tmp_path], "--out"),
+        (["C014", "--model", "minilm"], "claim"),
+        (["--results", tmp_path], "--results"),
+    ):
+        said = run(*words, code=2)
+        assert said.startswith(f"claims: {argument}")
+        assert said.count("\n") == 1
+    assert "did you mean 'C084'?" in run("C84", code=2)
+    assert "did you mean 'C084'?" in command.refuses("claims", "C84")
+    own_result(tmp_path)
+    (tmp_path / "emergence.json").write_text("{}")
+    with results_in(tmp_path), refused("results", "emergence.json"):
+        result("emergence")
+
+
+def test_a_drifted_check_is_named_and_gives_exit_code_1(ledger: Callable[..., None], tmp_path: Path, run: Run) -> None:
     ledger(two_is_two, two_is_three)
-    assert code_of() == 1
-    said = capsys.readouterr().out
+    said = run(code=1)
     assert "C002 drifted: the check no longer finds that: It is 3." in said
     assert "2 checks in 0 s, 1 drifted" in said
-    assert code_of("C001") == 0
-    assert code_of("C002", "--json") == 1
-    assert code_of("--out", str(tmp_path / "pages")) == 1
+    run("C001")
+    run("C002", "--json", code=1)
+    run("--out", tmp_path / "pages", code=1)
     assert not (tmp_path / "pages").exists()
 
 
 def test_pages_are_written(
-    ledger: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ledger: Callable[..., None], tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_module, "PUBLISHED", tmp_path / "claims.json")
     ledger(two_is_two, window_of_the_lab)
-    assert code_of("--out", str(tmp_path / "pages")) == 0
-    assert "2 checks in 0 s, 0 drifted" in capsys.readouterr().out
+    assert "2 checks in 0 s, 0 drifted" in run("--out", tmp_path / "pages")
     page = (tmp_path / "pages" / "chapter.md").read_text(encoding="utf-8")
     assert "> One and one.\n\nIt is 2.\n" in page
-    assert "Command: `qkv experiment window`." in page
     assert json.loads(page_module.PUBLISHED.read_text())[0]["verdict"] == "holds"
     assert "| **all** |" in (tmp_path / "pages" / "index.md").read_text(encoding="utf-8")
 
@@ -153,97 +165,48 @@ def test_progress_counts_checks_and_errors_of_other_kinds_are_raised(ledger: Cal
         check()
 
 
-# --- results of one's own ---------------------------------------------------------------------------------------------
-
-
-def test_results_of_a_folder_are_judged_beside_those_of_the_package(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_a_folder_are_judged_beside_those_of_the_package(tmp_path: Path, run: Run) -> None:
     own_result(tmp_path)
-    assert main(["--results", str(tmp_path), "--json"]) == 0
-    (one,) = json.loads(capsys.readouterr().out)
+    (one,) = run.json("--results", tmp_path)
     assert (one["claim"], one["verdict"], one["shipped"]) == ("C084", "undecided", CLAIMS["C084"].check().kind)
     (evidence,) = one["evidence"]
     assert (evidence["level"], evidence["command"]) == (0.95, "qkv experiment window --seeds 5")
     assert evidence["intervals"][0]["n"] == 5
-    assert main(["C084", "--results", str(tmp_path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(run("C084", "--results", tmp_path).split())
     assert "95 % intervals 0.20 (-0.10 to 0.50), n = 5" in said
     assert "1 of 1 verdicts not as with the results of qkv: C084" in said
 
 
 def test_a_missing_result_names_the_command_that_makes_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_result(tmp_path)
-    assert code_of("C086", "--results", str(tmp_path)) == 1
-    assert f"qkv experiment norm_place --out {tmp_path}" in capsys.readouterr().out.replace("\n", "")
-    with results_in(tmp_path), pytest.raises(MissingResult, match="verdicts on C084, expected one on C061"):
+    said = run("C086", "--results", tmp_path, code=1)
+    assert f"qkv experiment norm_place --out {tmp_path}" in said.replace("\n", "")
+    with results_in(tmp_path), pytest.raises(MissingResult, match="C061"):
         experiment("C061", "window")
-    with results_in(tmp_path), pytest.raises(MissingResult, match=r"has no streaming\.json"):
+    with results_in(tmp_path), pytest.raises(MissingResult, match=r"streaming\.json"):
         result("streaming")
     assert result("streaming")["name"] == "streaming"  # the package's again
-    with pytest.raises(MissingResult, match="`qkv experiment nothing` makes them"):
-        result("nothing")
     monkeypatch.setattr(results_module, "BENCHMARKS", tmp_path)
-    with pytest.raises(MissingResult, match="make bench"):
-        benchmark("decoder.json")
+    for missing, makes in ((lambda: result("nothing"), "qkv experiment"), (lambda: benchmark("x.json"), "make bench")):
+        with pytest.raises(MissingResult, match=makes):
+            missing()
 
 
-def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
-    own_result(tmp_path)
-    (tmp_path / "emergence.json").write_text("{}")
-    with results_in(tmp_path), refused("results", "emergence.json"):
-        result("emergence")
-
-
-# --- the reader -------------------------------------------------------------------------------------------------------
-
-
-def test_the_reader_shows_the_verdicts_that_the_checks_give(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["claims", "c084", "--json"]) == 0
-    (said,) = json.loads(capsys.readouterr().out)
-    assert main(["C084", "--json"]) == 0
-    (computed,) = json.loads(capsys.readouterr().out)
-    assert said == computed
-    assert cli.main(["claims", "C084", "C068"]) == 0
-    printed = capsys.readouterr().out
-    assert "qkv experiment window" in printed
-    assert "MiniLM" in printed
-    assert cli.main(["claims"]) == 0
-    assert "386" in capsys.readouterr().out
-
-
-def test_the_reader_chooses_by_source_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["claims", "--source", "lesson", "--verdict", "false", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {(one["source"], one["verdict"]) for one in found} == {("lesson", "false")}
-    published = page_module.published()
-    assert {one["claim"] for one in found} == {
-        id_ for id_, verdict in published.items() if verdict.kind == "false" and CLAIMS[id_].source == "lesson"
-    }
-
-
-def test_the_reader_names_the_nearest_claim(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["claims", "C84"]) == 2
-    assert capsys.readouterr().err == "qkv: claim is 'C84', expected C001 to C386; did you mean 'C084'?\n"
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_is_judged_beside_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_judged_beside_others(tmp_path: Path, run: Run) -> None:
     qkv.models.save(DecoderLM(DecoderConfig(context=64, d_model=16, layers=1, heads=2)), str(tmp_path / "model"))
     (tmp_path / "text.txt").write_text("one two three. " * 80)
-    options = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt")]
-    assert main(["C061", "C067", *options, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    options = ["--model", tmp_path / "model", "--text", tmp_path / "text.txt"]
+    found = run.json("C061", "C067", *options, "--out", tmp_path / "out")
     assert [(one["claim"], one["tokens"]) for one in found["verdicts"]] == [("C061", 64), ("C067", 64)]
     assert found["verdicts"][0]["holds"] == "does not hold"
-    assert [one["model"] for one in found["others"]["C067"]] == ["toy models (`mechanism`)"] + 2 * ["qkv-mini"] + 2 * [
-        "MiniLM"
-    ]
-    assert main(["C061", *options]) == 0
-    said = capsys.readouterr().out
+    assert [one["model"] for one in found["others"]["C067"]] == OTHERS
+    assert Study.load(tmp_path / "out" / "sinks.json").verdicts[64][0].holds == "does not hold"
+    assert (tmp_path / "out" / "sinks.png").stat().st_size > 5000
+    said = run("C061", *options, "--out", tmp_path / "again")
     assert "MiniLM" in said
     assert "C067" not in said
+    (tmp_path / "text.txt").write_text("one two three. ")
+    assert run(*options, "--out", tmp_path / "other", code=2).startswith("claims: --text")
+    assert not (tmp_path / "other").exists()

@@ -60,31 +60,28 @@ def test_models_that_do_not_decide_have_no_influence(kinds: list[str], expected:
     assert common(kinds) == common(reversed(kinds)) == expected
 
 
-def test_common_verdict_names_all_models(judged: Any) -> None:
-    verdict = judged("holds", {64: "holds", 512: "not seen at this scale"}, {64: "holds", 512: "holds"})
-    assert verdict.kind == "holds"
-    assert verdict.text.startswith(
-        "It holds on toy models (`mechanism`), qkv-mini (64 tokens) and MiniLM (64 and 512 tokens); "
-        "it cannot be seen on qkv-mini (512 tokens). Toy models (`mechanism`): It is drained. Trained models: Norm of"
-    )
-    assert verdict.text.endswith("It holds below 0.5.")
-    assert [finding.number for finding in verdict.findings] == ["", *4 * ["0.20 (0.10 to 0.30); 12 texts"]]
+@pytest.mark.parametrize(
+    ("toy", "mini", "minilm", "kind", "said"),
+    [
+        ("holds", {64: "holds", 512: "not seen at this scale"}, {64: "holds", 512: "holds"}, "holds",
+         "It holds on toy models (`mechanism`), qkv-mini (64 tokens) and MiniLM (64 and 512 tokens); "
+         "it cannot be seen on qkv-mini (512 tokens). Toy models (`mechanism`): It is drained."),
+        ("does not hold", {64: "holds"}, {64: "holds", 512: "undecided"}, "only when",
+         "Toy and trained models disagree, which is the finding: it holds on qkv-mini (64 tokens) and MiniLM "
+         "(64 tokens); it does not hold on toy models (`mechanism`); it is undecided on MiniLM (512 tokens)."),
+        ("holds", {64: "holds"}, {64: "does not hold"}, "only when",
+         "It depends on the model or the length of the text, which is the finding: it holds"),
+    ],
+)  # fmt: skip
+def test_common_verdict_names_all_models_and_tells_who_disagrees(
+    judged: Any, toy: str, mini: Mapping[int, str], minilm: Mapping[int, str], kind: str, said: str
+) -> None:
+    verdict = judged(toy, mini, minilm)
+    assert verdict.kind == kind
+    assert verdict.text.startswith(said)
+    numbers = [finding.number for finding in verdict.findings]
+    assert numbers == ["", *(len(mini) + len(minilm)) * ["0.20 (0.10 to 0.30); 12 texts"]]
     assert verdict.by[0] == "[experiment `mechanism`](../experiments/README.md#mechanism)"
-
-
-def test_disagreement_of_toy_and_trained_models_is_told(judged: Any) -> None:
-    verdict = judged("does not hold", {64: "holds"}, {64: "holds", 512: "undecided"})
-    assert verdict.kind == "only when"
-    assert verdict.text.startswith(
-        "Toy and trained models disagree, which is the finding: it holds on qkv-mini (64 tokens) and MiniLM "
-        "(64 tokens); it does not hold on toy models (`mechanism`); it is undecided on MiniLM (512 tokens)."
-    )
-
-
-def test_disagreement_between_trained_models_is_told(judged: Any) -> None:
-    verdict = judged("holds", {64: "holds"}, {64: "does not hold"})
-    assert verdict.kind == "only when"
-    assert verdict.text.startswith("It depends on the model or the length of the text, which is the finding: it holds")
 
 
 def test_a_computation_counts_as_one_more_model(judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:

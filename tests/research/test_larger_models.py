@@ -30,19 +30,19 @@ def made() -> Any:
     return module
 
 
-def test_page_of_larger_models_is_up_to_date(made: Any) -> None:
-    assert made.page() == (DOCS / "larger-models.md").read_text(encoding="utf-8"), "run docs/make_larger.py"
-
-
-def test_every_outcome_of_an_experiment_and_of_the_ledger_has_a_word(made: Any) -> None:
+def test_page_of_larger_models_is_up_to_date_with_a_word_for_each_outcome(made: Any) -> None:
     assert set(made.WORDS) >= {*get_args(Holds), *KINDS}
+    assert made.page() == (DOCS / "larger-models.md").read_text(encoding="utf-8"), "run docs/make_larger.py"
 
 
 def test_facts_name_known_claims_and_every_paper(made: Any) -> None:
     load()
     facts = made.FACTS
     findings = [finding for section in facts["sections"] for finding in section["findings"]]
+    said: dict[str, str] = {}
     for finding in findings:
+        for id_, what in finding["claims"].items():
+            assert said.setdefault(id_, what) == what, f"{id_} means something else in another finding"
         assert set(finding) == {"found", "models", "claims", "beyond"}, finding
         assert set(finding["claims"].values()) <= SAID, finding["claims"]
         assert {CLAIMS[id_].source for id_ in finding["claims"]} <= {"chapter"}, "links lead to the chapter's page"
@@ -52,30 +52,15 @@ def test_facts_name_known_claims_and_every_paper(made: Any) -> None:
     assert len(arguments) == len(facts["papers"]), "two papers with one link"
 
 
-def test_a_claim_means_the_same_in_every_finding(made: Any) -> None:
-    said: dict[str, str] = {}
-    for section in made.FACTS["sections"]:
-        for finding in section["findings"]:
-            for id_, what in finding["claims"].items():
-                assert said.setdefault(id_, what) == what, id_
-
-
-def test_toy_experiments_that_agree_are_one_entry_and_others_are_named(made: Any) -> None:
-    def result(name: str, *holds: str) -> dict[str, Any]:
-        verdicts = [{"claim": f"C06{i}", "holds": h} for i, h in enumerate(holds)]
-        return {"name": name, "verdicts": verdicts}
-
-    found = made.toy_verdicts([result("a", "holds", "holds"), result("b", "holds", "cannot be seen here")])
-    assert found == {"C060": {"toy": "holds"}, "C061": {"toy (a)": "holds", "toy (b)": "not seen"}}
-
-
-def test_verdict_on_a_model_names_the_length_only_if_it_matters(made: Any) -> None:
-    verdicts = [
-        {"claim": "C061", "tokens": 64, "holds": "holds"},
-        {"claim": "C061", "tokens": 512, "holds": "undecided"},
-        {"claim": "C068", "tokens": 64, "holds": "holds"},
-        {"claim": "C068", "tokens": 512, "holds": "holds"},
+def test_entries_that_agree_are_one_and_others_are_named(made: Any) -> None:
+    toys = [
+        {"name": name, "verdicts": [{"claim": f"C06{i}", "holds": h} for i, h in enumerate(("holds", other))]}
+        for name, other in (("a", "holds"), ("b", "cannot be seen here"))
     ]
+    found = made.toy_verdicts(toys)
+    assert found == {"C060": {"toy": "holds"}, "C061": {"toy (a)": "holds", "toy (b)": "not seen"}}
+    told = (("C061", 64, "holds"), ("C061", 512, "undecided"), ("C068", 64, "holds"), ("C068", 512, "holds"))
+    verdicts = [{"claim": claim, "tokens": n, "holds": h} for claim, n, h in told]
     found = made.study_verdicts("MiniLM", {"verdicts": verdicts})
     assert found == {"C061": {"MiniLM at 64": "holds", "MiniLM at 512": "undecided"}, "C068": {"MiniLM": "holds"}}
 

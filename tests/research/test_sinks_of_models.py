@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from hf_models import build
 from qkv.edits import HideFirst, Patch
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab.experiments.evidence import FAILS, HOLDS, UNSEEN
-from research.claims.show import run_model
 from research.sinks import Study, effects, result, study
 from research.sinks.criteria import Sinks
 from research.sinks.effects import Added, FirstKey, Magnitudes, Rows, added, others, output_weights, peaks, replaced
@@ -37,7 +37,7 @@ def own() -> DecoderLM:
     return enlarged(DecoderLM(config))
 
 
-MODELS = {"qkv": own, **{name: lambda name=name: build(name).double() for name in ("gpt2", "llama", "bert")}}  # type: ignore[misc]
+MODELS = {"qkv": own, **{name: lambda name=name: build(name).double() for name in ("gpt2", "llama", "bert")}}
 
 
 def dense(subject: Subject, layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,8 +72,12 @@ def test_rows_by_definition(name: str) -> None:
             assert float(rows.uniformity[0, head]) == pytest.approx(np.mean(uniformity), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("case", effects.CASES)
+CASES = list(effects.CASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [*(("qkv", case) for case in CASES), *zip(("gpt2", "llama", "bert"), CASES, strict=True)]
+)
 def test_removal_equals_dense_recomputation(name: str, case: str) -> None:
     """The rest of the row divided by its sum, and the first value zero, in two heads of different layers."""
     subject = Subject.of(MODELS[name](), IDS)
@@ -81,10 +85,7 @@ def test_removal_equals_dense_recomputation(name: str, case: str) -> None:
     patches: dict[Any, Patch] = {}
     with evaluated(subject.model):
         for layer, head in ((0, 1), (1, 3)):
-            if patches:
-                with qkv.edit(subject.model, {**patches}):
-                    scores, _, v = dense(subject, layer)
-            else:
+            with qkv.edit(subject.model, {**patches}) if patches else nullcontext():
                 scores, _, v = dense(subject, layer)
             weights = scores.softmax(-1)
             if masked:
@@ -144,6 +145,11 @@ def test_known_head() -> None:
     close(uniform, x[-1] + x[1:].mean(0) * (16 / 14) ** 0.5, eps=1e6)
 
 
+def expected_alpha(score: float) -> Tensor:
+    """α of two texts of 20 tokens in which the first key has this score, and the others 0."""
+    return torch.full((2,), sum(math.exp(score) / (math.exp(score) + i) for i in range(20)) / 20, dtype=torch.float64)
+
+
 def test_removing_a_peak_destroys_the_sink_of_a_head_that_reads_it() -> None:
     ids = made.texts(2, 20)
     for read in (True, False):
@@ -151,15 +157,10 @@ def test_removing_a_peak_destroys_the_sink_of_a_head_that_reads_it() -> None:
         chosen = Chosen.of(subject, ids)
         assert (chosen.heads, chosen.peaks, chosen.later_heads) == ([(1, 0)], {1: [made.PEAK]}, [(1, 0)])
         for by in ("mean", "zero"):
-            with replaced(subject, chosen.peaks, by):  # type: ignore[arg-type]
+            with replaced(subject, chosen.peaks, by):
                 alpha = Rows.of(self_attention(subject.model, ids)[1].call).alpha
             close(alpha[:, 0], expected_alpha(0.0 if read else made.STRENGTH), eps=1e12)
         close(Rows.of(self_attention(subject.model, ids)[1].call).alpha[:, 0], expected_alpha(made.STRENGTH), eps=1e6)
-
-
-def expected_alpha(score: float) -> Tensor:
-    """α of two texts of 20 tokens in which the first key has this score, and the others 0."""
-    return torch.full((2,), sum(math.exp(score) / (math.exp(score) + i) for i in range(20)) / 20, dtype=torch.float64)
 
 
 def test_a_dimension_that_is_large_in_the_embedding_is_no_peak() -> None:
@@ -174,13 +175,9 @@ def test_a_dimension_that_is_large_in_the_embedding_is_no_peak() -> None:
     assert Magnitudes.of(states[2, 0]) == (50, 1, 1)
 
 
-@pytest.fixture(scope="module")
-def studied() -> dict[bool, Study]:
-    return {read: study(made.with_peak(read=read), made.texts(), progress=False) for read in (True, False)}
-
-
-def test_verdicts_on_hand_made_models(studied: dict[bool, Study]) -> None:
+def test_verdicts_on_hand_made_models_which_are_saved_and_loaded(tmp_path: Path) -> None:
     """The two models differ in the cause of the sink alone; both have it for one first token only."""
+    studied = {read: study(made.with_peak(read=read), made.texts(), progress=False) for read in (True, False)}
     for read, found in studied.items():
         holds = {verdict.claim: verdict.holds for verdict in found.verdicts[64]}
         assert list(holds) == list(Sinks.claims)
@@ -191,6 +188,12 @@ def test_verdicts_on_hand_made_models(studied: dict[bool, Study]) -> None:
         assert holds["C076"] == UNSEEN  # every row is heavy
     cost = studied[True].lengths[64]["texts"][0]["cost"]
     assert set(cost) == {"kept", *effects.CASES}
+    file = tmp_path / "study.json"
+    studied[True].save(file)
+    assert Study.load(file).as_dict() == json.loads(json.dumps(studied[True].as_dict()))
+    file.write_text("[]")
+    with refused("file"):
+        Study.load(file)
 
 
 class Letters:
@@ -216,16 +219,6 @@ def test_other_first_tokens_and_random_tokens() -> None:
     assert [interval.mean for interval in verdict.intervals] == [0, 0]
 
 
-def test_studies_are_saved_and_loaded(studied: dict[bool, Study], tmp_path: Path) -> None:
-    studied[True].save(tmp_path / "study.json")
-    again = Study.load(tmp_path / "study.json")
-    assert again.as_dict() == json.loads(json.dumps(studied[True].as_dict()))
-    (tmp_path / "study.json").write_text("[]")
-    with refused("file"):
-        Study.load(tmp_path / "study.json")
-    studied[False].figure().savefig(tmp_path / "figure.png")
-
-
 @pytest.mark.parametrize("name", ["qkv", "gpt2", "llama", "bert"])
 def test_what_heads_add_sums_to_what_attention_adds(name: str) -> None:
     model = MODELS[name]()
@@ -240,7 +233,7 @@ def test_what_heads_add_sums_to_what_attention_adds(name: str) -> None:
     subject.states(IDS)
     handle.remove()
     bias = {"gpt2": "c_proj", "bert": ""}.get(name)
-    shift = 0 if bias is None else module.get_submodule(bias).bias.detach()  # type: ignore[union-attr, operator]
+    shift = 0 if bias is None else module.get_submodule(bias).bias.detach()
     scores, _, v = dense(subject, 1)
     got = torch.einsum("bhnv,hvd->bnd", scores.softmax(-1) @ v, weights[1].double())
     torch.testing.assert_close(got + shift, sums[0].double(), rtol=1e-5, atol=1e-5)
@@ -302,8 +295,6 @@ def test_the_cost_is_the_rise_of_the_loss(tmp_path: Path) -> None:
     config = LlamaConfig(vocab_size=97, hidden_size=24, intermediate_size=16, num_hidden_layers=2,
                          num_attention_heads=4, max_position_embeddings=64)  # fmt: skip
     enlarged(LlamaForCausalLM(config)).save_pretrained(tmp_path)
-    found = study(str(tmp_path), torch.randint(97, (16, 64)), progress=False)
-    assert found.attrs["model"] == str(tmp_path)
     model = qkv.load(str(tmp_path), head=True)[0]
     subject = Subject.of(model, IDS)
     heads = [(0, 1), (1, 2)]
@@ -314,46 +305,35 @@ def test_the_cost_is_the_rise_of_the_loss(tmp_path: Path) -> None:
     assert abs(cost["masked"] - cost["kept"]) > 1e-3
 
 
-def test_command_prints_verdicts_and_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = DecoderLM(DecoderConfig(context=64, d_model=16, layers=1, heads=2))
-    qkv.models.save(model, str(tmp_path / "model"))
-    (tmp_path / "text.txt").write_text("one two three. " * 80)
-    run_model(str(tmp_path / "model"), tmp_path / "text.txt", tmp_path / "out")
-    shown = capsys.readouterr().out
-    assert "C061" in shown
-    assert "does not hold" in shown
-    assert Study.load(tmp_path / "out" / "sinks.json").verdicts[64][0].holds == FAILS
-    assert (tmp_path / "out" / "sinks.png").stat().st_size > 5000
-    (tmp_path / "text.txt").write_text("one two three. ")
-    with refused("--text"):
-        run_model(str(tmp_path / "model"), tmp_path / "text.txt", tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
 class Reversed(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         return ids.flip(1)
 
 
-def test_models_that_cannot_be_studied_are_refused() -> None:
-    with refused("model", "Sigmoid"):
-        Subject.of(DecoderLM(DecoderConfig(vocab_size=97, d_model=24, layers=1, heads=2, normalizer="sigmoid")), IDS)
-    with refused("model", "Reversed"):
-        Subject.of(Reversed(), IDS)
-    for name in ("bart", "vit", "whisper"):
-        with refused("model", "one sequence of tokens"):
-            Subject.of(build(name), IDS)
-    with refused("model", "forms its weights itself"):
-        Subject.of(build("gptj"), IDS)
-    with refused("model", "one stack"):
-        Subject.of(build("albert"), IDS)  # the same block several times
-
-
-def test_a_block_whose_output_is_changed_before_the_next_is_refused() -> None:
+def with_hook() -> DecoderLM:
+    """Its second block reads twice what the first wrote."""
     model = own()
     model.blocks[1].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]), prepend=True)
-    with refused("model", "residual stream"):
-        Subject.of(model, IDS)
+    return model
+
+
+SIGMOID = DecoderConfig(vocab_size=97, d_model=24, layers=1, heads=2, normalizer="sigmoid")
+REFUSALS: list[tuple[str, Any]] = [
+    ("Sigmoid", lambda: DecoderLM(SIGMOID)),
+    ("Reversed", Reversed),
+    ("sequence of tokens", lambda: build("bart")),
+    ("sequence of tokens", lambda: build("vit")),
+    ("sequence of tokens", lambda: build("whisper")),
+    ("forms its weights", lambda: build("gptj")),
+    ("one stack", lambda: build("albert")),  # the same block several times
+    ("residual stream", with_hook),
+]
+
+
+@pytest.mark.parametrize(("reason", "make"), REFUSALS, ids=[reason for reason, _ in REFUSALS])
+def test_models_that_cannot_be_studied_are_refused(reason: str, make: Any) -> None:
+    with refused("model", reason):
+        Subject.of(make(), IDS)
 
 
 def test_texts_are_cut_into_windows_of_different_texts_first() -> None:
@@ -377,23 +357,12 @@ def test_texts_are_cut_into_windows_of_different_texts_first() -> None:
         prepared(DecoderLM(DecoderConfig(vocab_size=28, context=63, d_model=8, layers=1, heads=1)), many, Letters())
 
 
-def test_default_texts_are_enough() -> None:
-    assert isinstance(prepared(*_loaded("qkv-mini")), Texts)
-    assert isinstance(prepared(*_loaded("minilm")), Texts)
-
-
-def _loaded(name: str) -> tuple[nn.Module, list[str], Any]:
-    model, tokenizer = qkv.load(name)
-    return model, default_texts(name), tokenizer
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_stored_results_have_the_verdicts_of_their_measurements(name: str) -> None:
+    model, tokenizer = qkv.load(name)
+    assert isinstance(prepared(model, default_texts(name), tokenizer), Texts), "the default texts are enough"
     file = json.loads((RESULTS / f"{name}.json").read_text())
     assert json.loads(json.dumps(result(name))) == file
-    assert {n: len(texts) for n, texts in ((found["tokens"], found["texts"]) for found in file["lengths"])} == {
-        64: 12,
-        512: 12,
-    }
+    assert [(found["tokens"], len(found["texts"])) for found in file["lengths"]] == [(64, 12), (512, 12)]
     with refused("name"):
         result("no model")
