@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.mechanisms import run, show
 from benchmarks.mechanisms.__main__ import main
-from benchmarks.mechanisms.contenders import MECHANISMS, Case
+from benchmarks.mechanisms.contenders import MECHANISMS, Case, _alibi_score
 from benchmarks.mechanisms.timing import allocated, alternating, median_ratio
+from qkv.biases import alibi_slopes
 
 SAME = {"sdpa", "eager", "x-transformers"}
 OTHER = {("linear", "sdpa"), ("favor", "sdpa"), ("linformer", "sdpa")}  # these approximate softmax attention
@@ -58,20 +59,9 @@ def test_rivals_compute_the_same_on_the_device_of_the_case(name: str) -> None:
 
 def test_flex_computes_the_same_score() -> None:
     """The rival compiles, which is slow; its score function is checked uncompiled."""
-    from benchmarks.mechanisms.contenders import _alibi_score
-    from qkv.biases import alibi_slopes
-
     h, i, j = torch.arange(8)[:, None, None], torch.arange(5)[:, None], torch.arange(5)
     got = _alibi_score(torch.zeros(()), torch.tensor(0), h, i, j)
     torch.testing.assert_close(got, -alibi_slopes(8)[:, None, None] * (i - j))
-
-
-def test_rivals_with_too_large_score_matrices_are_skipped() -> None:
-    large = Case(32768, 8, torch.float32, backward=False, dim=1)
-    q = torch.zeros(1)
-    for name, rival in (("sigmoid", "eager"), ("alibi", "sdpa"), ("window", "sdpa")):
-        assert MECHANISMS[name].rivals[rival](large, q, q, q) is None
-    assert MECHANISMS["window"].rivals["flex"](case(backward=True), q, q, q) is None  # no backward on CPU
 
 
 def test_results_are_saved_loaded_printed_and_drawn(tmp_path: Path) -> None:
@@ -110,9 +100,9 @@ def test_rounds_alternate_and_ratios_are_within_a_round(once: float, repeats: in
 
 @pytest.mark.slow
 def test_memory_of_a_mechanism_is_linear() -> None:
-    result = run.bench(["sigmoid"], [64], heads=2, seconds=0, threads=1, memory=[4096])
+    result = run.bench(["sigmoid"], [64], heads=2, seconds=0, threads=1, memory=[8192])
     grown = result["mechanisms"]["sigmoid"]["memory"]
-    assert grown[4096] < 2 * 4096 * 4096 * 4 / 5  # a fifth of all its scores
+    assert grown[8192] < 2 * 8192 * 8192 * 4 / 10  # a tenth of all its scores
 
 
 def test_command_writes_results_table_and_figure(tmp_path: Path) -> None:
