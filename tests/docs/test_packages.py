@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -41,22 +42,16 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def test_every_imported_package_is_a_dependency_or_in_an_extra() -> None:
-    found = {name for file in (ROOT / "src" / "qkv").rglob("*.py") for name in imported(file)}
-    base = {module(requirement) for requirement in PROJECT["dependencies"]}
-    brought = {"pydantic": "fastapi", "starlette": "fastapi", "traitlets": "anywidget"}
-    declared = base | set(_packages.EXTRAS) | set(brought) | YOURS | {"qkv", "qkv_lab", "tensorboard"}
-    assert {"torch", "transformers", "uvicorn"} <= found
-    assert not found - declared - sys.stdlib_module_names
-    assert found >= YOURS
-    assert set(brought.values()) <= set(_packages.EXTRAS)
-
-
-def test_every_package_that_the_lab_imports_is_a_dependency_of_qkv_lab_or_of_qkv() -> None:
     lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found = {name for file in (ROOT / "lab").rglob("*.py") for name in imported(file)}
-    needed = [*PROJECT["dependencies"], *lab["dependencies"]]
-    others = {"qkv", "qkv_lab", "datasets", "transformers", "tensorboard", "fastapi", "pydantic"}
-    assert not found - set(map(module, needed)) - others - sys.stdlib_module_names
+    used, by_lab = ({x for file in (ROOT / room).rglob("*.py") for x in imported(file)} for room in ("src/qkv", "lab"))
+    base = set(map(module, PROJECT["dependencies"])) | {"qkv", "qkv_lab", "tensorboard"} | sys.stdlib_module_names
+    brought = {"pydantic": "fastapi", "starlette": "fastapi", "traitlets": "anywidget"}
+    assert set(brought.values()) <= set(_packages.EXTRAS)
+    assert {"torch", "transformers", "uvicorn", *YOURS} <= used
+    assert not used - base - set(_packages.EXTRAS) - set(brought) - YOURS
+    assert (
+        not by_lab - base - set(map(module, lab["dependencies"])) - {"datasets", "transformers", "fastapi", "pydantic"}
+    )
     assert f"qkv=={qkv.__version__}" in lab["dependencies"]
     assert qkv_lab.__version__ == qkv.__version__
 
@@ -120,11 +115,7 @@ def test_a_version_outside_the_tested_range_warns_once(installed: dict[str, str]
     _packages.check_tested("zarr")  # another warning would be an error
 
 
-def test_a_source_tree_without_metadata_has_no_tested_versions(
-    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(_packages, "version", missing)
+def test_a_source_tree_has_no_tested_versions(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no metadata."""
+    monkeypatch.setattr(_packages, "version", mock.Mock(side_effect=PackageNotFoundError))
     _packages.check_tested("zarr")

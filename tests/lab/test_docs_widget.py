@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,14 +15,15 @@ import pytest
 from qkv import masks, normalizers, reference, scores
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 STATIC = Path(__file__).parents[2] / "docs" / "_static"
 CHAPTER = Path(__file__).parents[2] / "docs" / "tutorial" / "03-by-hand.md"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-Q = [[1, 0], [0.5, 1.5], [2, -1]]
-K = [[1, 1], [0, 2], [1.5, -0.5]]
-V = [[2, 0], [0, 2], [-1, -1]]
+Matrix = list[list[float]]
+Q: Matrix = [[1, 0], [0.5, 1.5], [2, -1]]
+K: Matrix = [[1, 1], [0, 2], [1.5, -0.5]]
+V: Matrix = [[2, 0], [0, 2], [-1, -1]]
 NORMALIZERS: dict[str, Callable[[float], normalizers.Normalizer]] = {
     "softmax": normalizers.Softmax,
     "off-by-one": lambda t: normalizers.Softmax(t, sink=0.0),
@@ -31,20 +32,15 @@ NORMALIZERS: dict[str, Callable[[float], normalizers.Normalizer]] = {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def tab() -> Iterator[Page]:
+    """A tab of the size of a phone."""
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
     api = pytest.importorskip("playwright.sync_api", reason="the test drives a browser with playwright")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
+        yield browser.new_page(viewport={"width": 390, "height": 844})
         browser.close()
-
-
-@pytest.fixture(scope="module")
-def tab(browser: Browser) -> Page:
-    """A tab of the size of a phone."""
-    return browser.new_page(viewport={"width": 390, "height": 844})
 
 
 @pytest.fixture
@@ -58,17 +54,16 @@ def page(tab: Page, tmp_path: Path) -> Iterator[Page]:
         encoding="utf-8",
     )
     said: list[str] = []
-    listeners: dict[Any, Callable[[Any], None]] = {
-        "console": lambda message: said.append(message.text),
-        "pageerror": lambda error: said.append(str(error)),
-        "requestfailed": lambda request: said.append(request.url),
-    }
-    for event, listener in listeners.items():
-        tab.on(event, listener)
+
+    def hear(what: object) -> None:
+        said.append(str(getattr(what, "text", what)))
+
+    for event in ("console", "pageerror", "requestfailed"):
+        tab.on(event, hear)
     tab.goto(file.as_uri())
     yield tab
-    for event, listener in listeners.items():
-        tab.remove_listener(event, listener)
+    for event in ("console", "pageerror", "requestfailed"):
+        tab.remove_listener(event, hear)
     assert said == []
 
 
@@ -79,12 +74,12 @@ def _shown(page: Page, name: str, columns: int, rows: int = 3) -> np.ndarray:
 
 
 def _expected(
-    q: list[list[float]], k: list[list[float]], v: list[list[float]], normalizer: normalizers.Normalizer, *,
-    causal: bool = True, scaled: bool = True,
-) -> reference.Reference:  # fmt: skip
+    q: Matrix, k: Matrix, v: Matrix, normalizer: normalizers.Normalizer, *, plain: bool = False
+) -> reference.Reference:
+    """With a causal mask and scaled scores, unless they are plain."""
     one = [np.array(x, dtype=float)[None, None] for x in (q, k, v)]
-    mask = masks.Causal() if causal else None
-    return reference.attention(*one, mask=mask, score=scores.Dot(None if scaled else 1.0), normalizer=normalizer)
+    mask, score = (None, scores.Dot(1.0)) if plain else (masks.Causal(), None)
+    return reference.attention(*one, mask=mask, score=score, normalizer=normalizer)
 
 
 def _equals(page: Page, found: reference.Reference, rows: int = 3, columns: int = 3) -> None:
@@ -104,7 +99,7 @@ def test_weights_and_outputs_equal_the_reference(page: Page, name: str) -> None:
     page.uncheck('input[name="causal"]')
     page.uncheck('input[name="scaled"]')
     keys, values = [K[0], [-1.5, 2], K[2]], [V[0], V[1], [-1, 3]]
-    changed = _expected(Q, keys, values, NORMALIZERS[name](10**0.3), causal=False, scaled=False)
+    changed = _expected(Q, keys, values, NORMALIZERS[name](10**0.3), plain=True)
     _equals(page, changed)
     np.testing.assert_allclose(_shown(page, "weights", 4)[:, 3], changed.weights[0, 0].sum(-1), atol=5.1e-4)
     np.testing.assert_allclose(_shown(page, "scores", 3), np.array(Q) @ np.array(keys).T / 10**0.3, atol=5.1e-3)
@@ -117,7 +112,7 @@ def test_weights_and_outputs_equal_the_reference(page: Page, name: str) -> None:
     assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
 
 
-def _typed(page: Page, name: str, rows: int, columns: int) -> list[list[float]]:
+def _typed(page: Page, name: str, rows: int, columns: int) -> Matrix:
     """A matrix of inputs."""
     return [[float(page.input_value(f'[data-at="{name}-{i}-{j}"]')) for j in range(columns)] for i in range(rows)]
 

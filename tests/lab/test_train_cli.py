@@ -172,8 +172,6 @@ BAD = [
 ]
 FLAGS = [  # tyro's own sentences
     (["--lenght", "3"], "--length INT"),
-    (["--model.layer", "3"], "--model.layers INT"),
-    (["--steps"], "'--steps'"),
     (["--steps", "few"], "--steps"),
     (["--decay", "linear"], "('cosine', 'none')"),
     (["--model.layers", "0"], "layers is 0"),
