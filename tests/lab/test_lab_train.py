@@ -11,8 +11,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 
 from conftest import refused
@@ -133,50 +135,31 @@ def test_nan_stops_the_run_and_keeps_earlier_checkpoints(
     assert not (tmp_path / "result.json").exists()
 
 
-def unfinished_run(folder: Path) -> None:
-    """A run with eight steps and two checkpoints."""
-    with pytest.raises(Diverged):
-        train(Counting(poison=8), TRAINING, folder, progress=False)
-    settings = folder / "run.toml"
-    settings.write_text(settings.read_text().replace("poison = 8\n", ""))
-
-
 def test_damaged_checkpoint_is_rejected_and_an_earlier_one_resumes(whole: Path, tmp_path: Path) -> None:
-    unfinished_run(tmp_path)
-    newest = resume.checkpoints(tmp_path)[-1]
+    """And one of another model."""
+    with pytest.raises(Diverged):
+        train(Counting(poison=8), TRAINING, tmp_path, progress=False)
+    settings, newest = tmp_path / "run.toml", resume.checkpoints(tmp_path)[-1]
+    text = settings.read_text().replace("poison = 8\n", "")  # a run with eight steps and two checkpoints
+    settings.write_text(text.replace("d_model = 16", "d_model = 32"))
+    other = Counting(model=replace(Counting().model, d_model=32))
+    with refused("checkpoint", match=r"embedding.weight is \(7, 16\), expected \(7, 32\)"):
+        train(other, TRAINING, tmp_path, progress=False)
+    settings.write_text(text)
     data = bytearray((newest / "state.safetensors").read_bytes())
     data[-5] ^= 1
-    (newest / "state.safetensors").write_bytes(data)
-    with refused("checkpoint", match=r"damaged.*remove it to resume from checkpoint-00000004"):
-        train(Counting(), TRAINING, tmp_path, progress=False)
-    (newest / "state.safetensors").write_bytes(data[:100])
-    with refused("checkpoint", match="cannot be read"):
-        train(Counting(), TRAINING, tmp_path, progress=False)
+    for damaged, said in ((data, r"damaged.*remove it to resume from checkpoint-00000004"), (data[:100], "be read")):
+        (newest / "state.safetensors").write_bytes(damaged)
+        with refused("checkpoint", match=said):
+            train(Counting(), TRAINING, tmp_path, progress=False)
     shutil.rmtree(newest)
     assert_same_weights(whole, train(Counting(), TRAINING, tmp_path, progress=False).folder)
 
 
-def test_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
-    unfinished_run(tmp_path)
-    settings = tmp_path / "run.toml"
-    settings.write_text(settings.read_text().replace("d_model = 16", "d_model = 32"))
-    other = Counting(model=replace(Counting().model, d_model=32))
-    with refused("checkpoint", match=r"embedding.weight is \(7, 16\), expected \(7, 32\)"):
-        train(other, TRAINING, tmp_path, progress=False)
-
-
 def test_full_disk_error_names_the_last_complete_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import safetensors.torch
-
-    write, calls = safetensors.torch.save_file, []
-
-    def full(tensors: object, path: Path) -> None:
-        calls.append(path)
-        if len(calls) > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(tensors, path)
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    write = mock.Mock(side_effect=[mock.DEFAULT, full], wraps=safetensors.torch.save_file)
+    monkeypatch.setattr(safetensors.torch, "save_file", write)
     with refused("folder", match=r"step 8 .*No space left on device\).*checkpoint-00000004"):
         train(Counting(), TRAINING, tmp_path, progress=False)
     assert not list(tmp_path.glob(".*part"))
@@ -222,5 +205,6 @@ def test_learning_rate_follows_warmup_and_cosine() -> None:
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[55] == pytest.approx(0.55)
     assert 0.1 < rates[-1] < 0.11
     assert Training(decay="none", warmup=0, lr=2.0).lr_at(500) == 2.0

@@ -190,44 +190,28 @@ def test_classifier_learns() -> None:
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
-WRONG: list[tuple[Any, dict[str, object], str, str | None]] = [
-    (RECURRENT, {"layers": 0}, "layers", None),
-    (RECURRENT, {"attention": "luong"}, "attention", None),
-    (RECURRENT, {"cell": "elman"}, "cell", None),
-    (RECURRENT, {"attention": "luong-dot", "kind": "local"}, "kind", "'local'"),
-    (RECURRENT, {"attention": "bahdanau", "kind": "local-m"}, "kind", "'bahdanau'"),
-    (RECURRENT, {"attention": "multihead", "heads": 4}, "d_hidden", "multiple"),
-    (RECURRENT, {"d_hidden": 9}, "d_hidden", "even"),
-    (RECURRENT, {"input_feeding": True}, "input_feeding", None),
-    (RECURRENT, {"dropout": 1.0}, "dropout", None),
-    (RECURRENT, {"end": 11}, "end", "is 11"),
-    (RECURRENT, {"pad": 9}, "pad", "is 9"),
-    (TRANSFORMER, {"layers": 0}, "layers", None),
-    (TRANSFORMER, {"decoder_layers": 0}, "decoder_layers", None),
-    (TRANSFORMER, {"positions": "sinus"}, "positions", None),
-    (TRANSFORMER, {"dropout": 1.0}, "dropout", None),
-    (TRANSFORMER, {"start": 0}, "start", "than pad"),
-    (TRANSFORMER, {"source_vocab": 0}, "vocabulary", None),
-    (TRANSFORMER, {"pad": 11}, "pad", r"0\.\.10"),
-    (CAPTIONER, {"channels": 2}, "channels", None),
-    (CAPTIONER, {"convolutions": 4}, "convolutions", None),
-    (CAPTIONER, {"attention": "both"}, "attention", None),
-    (CAPTIONER, {"d_attention": 0}, "d_attention", None),
-    (CAPTIONER, {"entropy": -1.0}, "penalty", None),
-    (CAPTIONER, {"dropout": 1.0}, "dropout", None),
-    (CAPTIONER, {"end": 11}, "end", None),
-    (CLASSIFIER, {"classes": 0}, "classes", None),
-    (CLASSIFIER, {"pool": "last"}, "pool", None),
-    (CLASSIFIER, {"pad": 11}, "pad", None),
-]
+WRONG: list[tuple[Any, str, dict[str, object]]] = [
+    (RECURRENT, "layers", {"layers": 0}), (RECURRENT, "attention", {"attention": "luong"}),
+    (RECURRENT, "cell", {"cell": "elman"}), (RECURRENT, "input_feeding", {"input_feeding": True}),
+    (RECURRENT, "kind", {"attention": "luong-dot", "kind": "local"}),
+    (RECURRENT, "kind", {"attention": "bahdanau", "kind": "local-m"}),
+    (RECURRENT, "d_hidden", {"attention": "multihead", "heads": 4}), (RECURRENT, "d_hidden", {"d_hidden": 9}),
+    (RECURRENT, "dropout", {"dropout": 1.0}), (RECURRENT, "end", {"end": 11}), (RECURRENT, "pad", {"pad": 9}),
+    (TRANSFORMER, "layers", {"layers": 0}), (TRANSFORMER, "decoder_layers", {"decoder_layers": 0}),
+    (TRANSFORMER, "positions", {"positions": "sinus"}), (TRANSFORMER, "dropout", {"dropout": 1.0}),
+    (TRANSFORMER, "start", {"start": 0}), (TRANSFORMER, "vocabulary", {"source_vocab": 0}),
+    (TRANSFORMER, "pad", {"pad": 11}), (CAPTIONER, "channels", {"channels": 2}),
+    (CAPTIONER, "convolutions", {"convolutions": 4}), (CAPTIONER, "attention", {"attention": "both"}),
+    (CAPTIONER, "d_attention", {"d_attention": 0}), (CAPTIONER, "penalty", {"entropy": -1.0}),
+    (CAPTIONER, "dropout", {"dropout": 1.0}), (CAPTIONER, "end", {"end": 11}),
+    (CLASSIFIER, "classes", {"classes": 0}), (CLASSIFIER, "pool", {"pool": "last"}), (CLASSIFIER, "pad", {"pad": 11}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "change", "argument", "match"), WRONG)
-def test_configurations_reject_invalid_values(
-    config: Any, change: dict[str, object], argument: str, match: str | None
-) -> None:
+@pytest.mark.parametrize(("config", "argument", "change"), WRONG)
+def test_configurations_reject_invalid_values(config: Any, argument: str, change: dict[str, object]) -> None:
     assert type(config)(**asdict(config)) == config
-    with unchecked(), refused(argument, match):
+    with unchecked(), refused(argument):
         replace(config, **change)
 
 
