@@ -140,17 +140,19 @@ def prepared_length(corpus: str, cache: str) -> int:
     return len(prepare(corpus, "bpe", 280).train)
 
 
-def train_slowly(folder: Path, pause: float) -> None:
-    """Train on `Counting`, with the number of each step on standard output and a pause after it."""
+def train_until(folder: Path, at: int) -> None:
+    """Train on `Counting`; after the step `at`, print its number and wait for the file ``go on`` beside the folder."""
     from qkv_lab import loop
 
     step = loop._step
 
-    def slow(*args: Any) -> Any:
+    def waiting(*args: Any) -> Any:
         found = step(*args)
-        print(args[-1] + 1, flush=True)
-        time.sleep(pause)
+        if args[-1] + 1 == at:
+            print(at, flush=True)
+            while not (folder.parent / "go on").exists():
+                time.sleep(0.01)
         return found
 
-    loop._step = slow
+    loop._step = waiting
     loop.train(Counting(), Counting.training(), folder, progress=False)

@@ -11,19 +11,15 @@ import pytest
 
 from forked import Forked
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "qkv-example"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "qkv-example"
 
 
 @pytest.mark.slow
 def test_the_example_package_installs_and_passes_its_tests(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    done = subprocess.run(
-        [*install, "--target", str(packages), str(EXAMPLE)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
+    install = "-m pip install --quiet --no-deps --no-build-isolation --no-index --disable-pip-version-check --target"
+    command = [sys.executable, *install.split(), str(packages), str(EXAMPLE)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     process = Forked(its_tests, packages, folder=tmp_path)
     assert process.wait(600) == 0, process.out[-3000:] + process.errors[-3000:]

@@ -1,4 +1,4 @@
-"""The differential fuzzer: some of its cases, its formula against the reference, and its detection of planted bugs."""
+"""The differential fuzzer: some of its cases, on all kernels and the reference, and its detection of planted bugs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import close, oracle, rand, triple, unchecked
+from conftest import unchecked
 from fuzz.cases import case
 from fuzz.compare import check
-from fuzz.formula import attention
-from fuzz.parts import Shape
-from fuzz.visible import dense
-from qkv import biases, masks, normalizers, scores
+from qkv import masks, normalizers
 from qkv.kernels.flash import kernel as flash
 
-CASES, AT_ONCE = 200, 50
+CASES = 100
 
 
 def failures(seed: int, numbers: range) -> list[str]:
@@ -32,9 +29,8 @@ def failures(seed: int, numbers: range) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("start", range(0, CASES, AT_ONCE))
-def test_kernels_agree_with_the_formula(start: int) -> None:
-    found = failures(0, range(start, start + AT_ONCE))
+def test_kernels_agree_with_the_formula() -> None:
+    found = failures(0, range(CASES))
     assert not found, "\n".join(found)
 
 
@@ -62,61 +58,23 @@ def _stock_with_wrong_scale(*tensors: Tensor, scale: float, **named: Any) -> tup
 
 
 STOCK = flash._stock
-PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "a slope of sigmoid": (normalizers.Sigmoid, "slope_from_weights", _wrong_slope, "tiled: gradient"),
-    "causal by one": (masks.Causal, "sees", _sees_too_much, "eager: out"),
-    "the scale of flash": (flash, "_stock", _stock_with_wrong_scale, "flash: out"),
+PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {  # what it replaces, what cases name, what differs
+    "a slope of sigmoid": (normalizers.Sigmoid, "slope_from_weights", _wrong_slope, "Sigmoid", "tiled: gradient"),
+    "causal by one": (masks.Causal, "sees", _sees_too_much, "Causal", "eager: out"),
+    "the scale of flash": (flash, "_stock", _stock_with_wrong_scale, "", "flash: out"),
 }
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_the_fuzzer_finds_a_planted_bug(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, name, wrong, mismatch = PLANTED[bug]
+    where, name, wrong, part, mismatch = PLANTED[bug]
     for number in range(400):
+        if part not in case(2, number).text:
+            continue
         one = range(number, number + 1)
         with monkeypatch.context() as patched:
             patched.setattr(where, name, wrong)
-            found = failures(1, one)
-        if any(mismatch in text for text in found) and not failures(1, one):
+            found = failures(2, one)
+        if any(mismatch in text for text in found) and not failures(2, one):
             return
     raise AssertionError(f"no case shows {mismatch!r}")
-
-
-# --- the formula ------------------------------------------------------------------------------------------------------
-
-SHAPE = Shape(b=2, h=6, hkv=2, nq=11, nk=13, dq=3, dk=3, dv=5)
-COMPOSITIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal, ALiBi": {"mask": masks.Causal(), "bias": (biases.ALiBi(),)},
-    "window, T5": {"mask": masks.Window(3, ahead=2), "bias": (biases.T5Bias(rand(8, 6, seed=101)),)},
-    "padding, cap": {"mask": masks.Padding([4, 9], "left"), "bias": (biases.SoftCap(0.7),)},
-    "documents, relative": {
-        "mask": masks.Document(torch.arange(13) // 4),
-        "bias": (biases.RelativePosition(rand(5, 3, seed=102), rand(6, 5, 5, seed=103)),),
-    },
-    "blocks, cosine": {"mask": masks.bigbird(3, 0), "score": scores.Cosine(4.0)},
-    "general": {"mask": ~masks.Strided(3), "score": scores.General(rand(6, 3, 3, seed=104))},
-    "additive": {"mask": masks.Dilated(2, 3, 1), "score": scores.Additive(rand(6, 3, seed=105))},
-    "sink": {"mask": masks.Global([0, -1]), "normalizer": normalizers.Softmax(0.7, sink=rand(6, seed=106))},
-    "key": {"normalizer": normalizers.Softmax(key=rand(6, 3, seed=107))},
-    "entmax": {"mask": masks.Prefix(5), "normalizer": normalizers.Entmax(1.3)},
-    "sparsemax": {"mask": masks.Causal(), "normalizer": normalizers.Sparsemax()},
-    "hard": {"normalizer": normalizers.Hard()},
-    "sigmoid": {"mask": masks.Causal() & masks.Window(2), "normalizer": normalizers.Sigmoid()},
-    "elu + 1": {"mask": masks.Causal() | masks.Prefix(3), "normalizer": normalizers.EluPlusOne("sum")},
-    "relu": {"mask": masks.Shifted(masks.Causal(), 1), "normalizer": normalizers.ReLU()},
-}
-
-
-@pytest.mark.parametrize("name", COMPOSITIONS)
-def test_the_formula_equals_the_reference(name: str) -> None:
-    composition, tensors = COMPOSITIONS[name], triple()
-    visible = dense(composition.get("mask"), SHAPE.b, SHAPE.h, SHAPE.nq, SHAPE.nk)
-    parts = {"bias": (), "score": scores.Dot(), "normalizer": normalizers.Softmax()}
-    found = attention(*tensors, visible, **(parts | {n: x for n, x in composition.items() if n != "mask"}))
-    out, lse, weights = oracle(*tensors, **composition)
-    close(found.out, out)
-    close(found.weights, weights)
-    assert (found.lse is None) == (lse is None)
-    if found.lse is not None and lse is not None:
-        close(found.lse, lse)

@@ -49,13 +49,10 @@ def test_a_survey_and_its_shards_open(golden: Path) -> None:
     assert whole.heads()["entropy"].between(0, np.log(31)).all()
 
 
-def test_a_model_and_its_tokenizer_open(golden: Path) -> None:
+def test_a_model_its_tokenizer_and_a_vocabulary_open(golden: Path) -> None:
     loaded = load_text_model(str(golden / "model"))
     assert loaded.encode("Hi!") == [72, 105, 33]
     assert torch.isfinite(qkv.models.load(golden / "model")(torch.tensor([[72, 105, 33]]))).all()
-
-
-def test_a_vocabulary_opens(golden: Path) -> None:
     source, target = read_vocabulary(golden)
     assert (source.numbers(["the"]), target.text([3])) == ([4], ["chat"])
 

@@ -1,23 +1,84 @@
-"""Wheel and sdist build, contain all required files, and work in a fresh environment."""
+"""What a release needs: one version, links that lead somewhere, hashes of models, wheels that work when installed."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import qkv
 from qkv.models import checkpoint
 
 pytest.importorskip("hatchling", reason="building needs the dev extra")
 ROOT = Path(__file__).parents[2]
+CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+WORKFLOWS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+LINK = r"\]\(([^)]*)\)"
+
+
+def test_with_a_repository_all_links_lead_to_this_version() -> None:
+    hook, readme = runpy.run_path(str(ROOT / "hatch_build.py")), (ROOT / "README.md").read_text(encoding="utf-8")
+    published = hook["published"](readme, "https://github.com/someone/qkv", "1.2.3")
+    for before, after in zip(re.findall(LINK, readme), re.findall(LINK, published), strict=True):
+        if not before.startswith("https://"):
+            path = re.fullmatch(r"https://github\.com/someone/qkv/(?:blob|raw)/v1\.2\.3/(.*)", after)
+            assert path is not None
+            assert (ROOT / path[1].partition("#")[0]).exists(), f"README.md links to {path[1]}, which does not exist"
+    assert hook["urls"]("", "1.2.3") == {}
+    found = hook["urls"]("https://github.com/Some-One/qkv", "1.2.3")
+    assert found["Documentation"] == "https://some-one.github.io/qkv/"
+    assert found["Changelog"].endswith("/v1.2.3/CHANGELOG.md")
+    for wrong in ("github.com/someone/qkv", "https://github.com/someone", "https://github.com/someone/qkv/"):
+        with pytest.raises(ValueError, match="repository"):
+            hook["urls"](wrong, "1.2.3")
+
+
+def test_files_of_the_release_have_one_version_and_one_repository() -> None:
+    hatch = CONFIG["tool"]["hatch"]
+    assert "version" in CONFIG["project"]["dynamic"]
+    assert (ROOT / hatch["version"]["path"]).samefile(str(qkv.__file__))
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (qkv.__version__, CONFIG["project"]["license"])
+    assert {"cff-version", "message", "title", "authors", "date-released"} <= set(cited)
+    assert cited.get("repository-code", "") == hatch["metadata"]["hooks"]["custom"]["repository"]
+    changes = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert changes[0] == qkv.__version__
+
+
+def test_bill_of_materials_has_the_hash_of_every_bundled_model() -> None:
+    kept = (ROOT / "sbom.cdx.json").read_text(encoding="utf-8")
+    assert kept == runpy.run_path(str(ROOT / "release" / "sbom.py"))["text"](), "run `make sbom`"
+    assert all(f"qkv/models/trained/{name}/model.safetensors" in kept for name in checkpoint.NAMES)
+
+
+def test_workflows_are_valid_run_targets_that_exist_and_one_job_may_publish() -> None:
+    """On every Python that the classifiers name; only the job that publishes may ask for an identity."""
+    pytest.importorskip("check_jsonschema", reason="it has the schema of workflows")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    run(*command, *(ROOT / ".github" / "workflows").glob("*.yml"), cwd=ROOT)
+    test, release = (yaml.safe_load(WORKFLOWS[name]) for name in ("test", "release"))
+    named = re.findall(r":: (3\.\d+)$", "\n".join(CONFIG["project"]["classifiers"]), re.MULTILINE)
+    assert named == test["jobs"]["test"]["strategy"]["matrix"]["python"]
+    assert CONFIG["project"]["requires-python"] == f">={named[0]}"
+    text = "".join(WORKFLOWS.values())
+    used = {*re.findall(r"\bmake ([a-z-]+)", text), *test["jobs"]["install"]["strategy"]["matrix"]["target"]}
+    assert used <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    asking = [name for name, job in release["jobs"].items() if job.get("permissions", {}).get("id-token") == "write"]
+    assert (asking, release["permissions"]) == (["publish"], {"contents": "read"})
+    assert "secrets." not in text
+
+
+# --- wheels -----------------------------------------------------------------------------------------------------------
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -38,33 +99,26 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_wheel_and_sdist_contain_required_files(built: Path) -> None:
-    (wheel,) = built.glob("qkv-*.whl")
-    (sdist,) = built.glob("*.tar.gz")
-    names = set(zipfile.ZipFile(wheel).namelist())
+    """And every link of the published README is absolute."""
+    (wheel,), (lab,), (sdist,) = (list(built.glob(name)) for name in ("qkv-*.whl", "qkv_lab-*.whl", "*.tar.gz"))
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
     here = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src" / "qkv").rglob("*") if p.is_file()}
-    wanted = {name for name in here if "__pycache__" not in name}
-    assert wanted <= names
-    assert "qkv/models/trained/qkv-mini/model.safetensors" in names
-    (lab,) = built.glob("qkv_lab-*.whl")
-    for model in set(checkpoint.NAMES) - {"qkv-mini"}:
-        assert f"qkv_lab/models/trained/{model}/model.safetensors" in zipfile.ZipFile(lab).namelist()
+    assert {name for name in here if "__pycache__" not in name} <= names
+    assert {"qkv/models/trained/qkv-mini/model.safetensors", "qkv/py.typed"} <= names
     assert not {name for name in names if not name.startswith(("qkv/", "qkv-"))}, "the wheel must contain only qkv"
-    assert "qkv/py.typed" in names
     assert any(name.endswith(".dist-info/sboms/sbom.cdx.json") for name in names)
     assert wheel.stat().st_size <= 8 * 2**20, "the wheel is larger than 8 MiB: move a model to a package of its own"
-    with tarfile.open(sdist) as archive:
-        inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    models = {f"qkv_lab/models/trained/{name}/model.safetensors" for name in set(checkpoint.NAMES) - {"qkv-mini"}}
+    assert models <= set(zipfile.ZipFile(lab).namelist())
+    with tarfile.open(sdist) as opened:
+        inside = {name.split("/", 1)[1] for name in opened.getnames() if "/" in name}
     assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "Makefile", "constraints.txt"} <= inside
     assert not {name for name in inside if name.startswith((".venv", "docs/_build", "qkv-runs", "docs/reference"))}
-
-
-@pytest.mark.slow
-def test_every_link_of_the_published_readme_is_absolute(built: Path) -> None:
-    (wheel,) = built.glob("qkv-*.whl")
-    (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
-    head, readme = zipfile.ZipFile(wheel).read(name).decode().split("\n\n", 1)
+    (name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+    head, readme = archive.read(name).decode().split("\n\n", 1)
     assert f"Version: {qkv.__version__}" in head.splitlines()
-    assert "[arXiv:1906.04341](https://arxiv.org/abs/1906.04341)" in readme
+    assert "](https://arxiv.org/abs/1906.04341)" in readme
     assert not re.findall(r"\]\((?!https://)[^)]*\)", readme)
 
 
@@ -83,24 +137,24 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
         if "qkv" not in path.name:  # neither the editable installations nor their metadata
             (packages / "dependencies" / path.name).symlink_to(path)
     (packages / "dependencies.pth").write_text("dependencies\n")
-    qkv_command = tmp_path / "env" / "bin" / "qkv"
-    for name in ("train", "lab", "check", "experiment", "claims"):
-        alone = subprocess.run([qkv_command, name], cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert alone.returncode == 2
-        assert "pip install qkv-lab" in alone.stderr
+    alone = subprocess.run(
+        [packages.parents[2] / "bin" / "qkv", "train"], cwd=tmp_path, capture_output=True, check=False
+    )
+    assert (alone.returncode, b"pip install qkv-lab" in alone.stderr) == (2, True)
     without = "import qkv\ntry:\n    qkv.course.create_causal_mask\nexcept ModuleNotFoundError as e:\n    print(e)\n"
     assert "qkv-lab" in run(python, "-c", without, cwd=tmp_path)
     run(*install, *built.glob("qkv_lab-*.whl"), cwd=tmp_path)
-    assert run(qkv_command, "--version", cwd=tmp_path) == f"qkv {qkv.__version__}\n"
     code = (
-        "import qkv, qkv.cli, qkv.models as m\n"
-        "print(qkv.__file__, [m.load(n).__class__.__name__ for n in m.checkpoint.NAMES], sep='\\n')\n"
-        "qkv.cli.main(['profile', 'qkv-mini', 'x = 1', '--no-probe', '--out', 'found'])\n"
+        "import qkv, qkv.models as m\nfrom qkv.cli import main\n"
+        "print(qkv.__file__, qkv.__version__, [m.load(n).__class__.__name__ for n in m.checkpoint.NAMES], sep='\\n')\n"
+        "main(['profile', 'qkv-mini', 'x = 1', '--no-probe', '--out', 'found'])\n"
+        "main(['claims', 'C180'])\nmain(['lab', '03-by-hand'])\n"
     )
-    where, loaded, *_ = run(python, "-c", code, cwd=tmp_path).splitlines()
-    assert Path(where).is_relative_to(tmp_path / "env")
+    said = run(python, "-c", code, cwd=tmp_path)
+    where, version, loaded, *_ = said.splitlines()
+    assert (Path(where).is_relative_to(tmp_path / "env"), version) == (True, qkv.__version__)
     assert len(re.findall(r"'(\w+)'", loaded)) == len(checkpoint.NAMES)
     assert "qkv-mini" in (tmp_path / "found" / "report.html").read_text(encoding="utf-8")
-    assert "holds only when" in run(qkv_command, "claims", "C180", cwd=tmp_path)  # it reads a benchmark
-    assert "qkv.reference  largest difference" in run(qkv_command, "lab", "03-by-hand", cwd=tmp_path)
+    assert "holds only when" in said  # the claim reads a benchmark
+    assert "qkv.reference  largest difference" in said
     assert list((tmp_path / "qkv-lab" / "03-by-hand").glob("*.png"))

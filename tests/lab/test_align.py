@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from conftest import refused
-from qkv.errors import InputError
 from qkv.models import checkpoint, load
 from qkv_lab import heads, scenes
 from qkv_lab.align.models import SENTENCE, Aligners
@@ -83,23 +83,21 @@ def test_captions_are_of_the_scenes_of_the_evaluation(aligners: Aligners) -> Non
     assert right >= 2
 
 
-@pytest.mark.parametrize(
-    ("model", "text", "message"),
-    [
-        ("qkv-translation", "the blck cat", "word 'blck' is not in the vocabulary; did you mean 'black'"),
-        ("qkv-translation", " . ", "expected at least one word"),
-        ("qkv-translation", "the " * 50, "50 words, expected at most 40"),
-        ("qkv-reversal", "a b", "2 symbols, expected 6"),
-        ("qkv-reversal", "a b c d e z", "text has the symbol 'z', expected a to n"),
-        ("../qkv-mini", "a", "model is '../qkv-mini'"),
-    ],
-)
-def test_align_rejects_unknown_words_and_models(aligners: Aligners, model: str, text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        aligners.align(model, text)
+REFUSALS = [
+    ("word", lambda aligners: aligners.align("qkv-translation", "the blck cat"), "'black'"),
+    ("text", lambda aligners: aligners.align("qkv-translation", " . "), "at least one"),
+    ("text", lambda aligners: aligners.align("qkv-translation", "the " * 50), "at most 40"),
+    ("text", lambda aligners: aligners.align("qkv-reversal", "a b"), "2 symbols"),
+    ("text", lambda aligners: aligners.align("qkv-reversal", "a b c d e z"), "'z'"),
+    ("model", lambda aligners: aligners.align("../qkv-mini", "a"), None),
+    ("scene", lambda aligners: aligners.caption(-1), None),
+    ("scene", lambda aligners: aligners.caption(256), None),
+]
 
 
-@pytest.mark.parametrize("scene", [-1, 256])
-def test_caption_rejects_scenes_out_of_range(aligners: Aligners, scene: int) -> None:
-    with refused("scene"):
-        aligners.caption(scene)
+@pytest.mark.parametrize(("argument", "call", "match"), REFUSALS)
+def test_unknown_words_models_and_scenes_are_refused(
+    aligners: Aligners, argument: str, call: Callable[[Aligners], object], match: str | None
+) -> None:
+    with refused(argument, match):
+        call(aligners)

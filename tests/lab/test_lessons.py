@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -13,15 +12,11 @@ import pytest
 import torch
 
 import pages
-from conftest import refused
-from qkv import cli
-from qkv.errors import InputError
+from conftest import Command, Ran, refused
 from qkv_lab import check
 from qkv_lab.answers import answer, child
-from qkv_lab.cli.check import check as check_command
 from qkv_lab.lessons.catalog import LESSONS, lesson
 from qkv_lab.lessons.exercises import exercise, exercises
-from qkv_lab.lessons.notebook import notebook
 from qkv_lab.lessons.page import Cell, cells
 from qkv_lab.lessons.run import Runner
 
@@ -32,10 +27,7 @@ def test_the_catalog_lists_every_page_with_the_minutes_of_the_index() -> None:
         assert files == {one.name for one in LESSONS if one.part == part}
     index = (pages.DOCS / "labs" / "index.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[.*?\]\((.+?)\.md\) \| (.+?) \| .+ \| (\d+) \|$", index, re.MULTILINE)
-    listed = {(one.name, one.about, str(one.minutes)) for one in LESSONS if one.part == "labs"}
-    assert {(name, about, minutes) for name, about, minutes in rows} == listed
-    with refused("lab", match="did you mean 'sinks'"):
-        lesson("sink")
+    assert set(rows) == {(one.name, one.about, str(one.minutes)) for one in LESSONS if one.part == "labs"}
 
 
 @pytest.mark.parametrize("name", [one.name for one in LESSONS])
@@ -59,8 +51,9 @@ def test_every_check_has_an_exercise_and_a_solution(capsys: pytest.CaptureFixtur
         assert "NameError" not in capsys.readouterr().out, name
     assert exercise("key_bias").start.startswith("import math\nimport torch\n\n\ndef with_key(")
     assert exercise("sink_token").signature == "SinkToken(d_model)"
-    with refused("exercise", match="did you mean 'entropy'"):
-        exercise("entropi")
+    for argument, look in (("exercise", lambda: exercise("entropi")), ("lab", lambda: lesson("sink"))):
+        with refused(argument, match="did you mean"):
+            look()
 
 
 def test_cells_run_as_in_a_notebook(tmp_path: Path) -> None:
@@ -81,48 +74,33 @@ def test_cells_run_as_in_a_notebook(tmp_path: Path) -> None:
     assert sys.modules["__main__"] is main
 
 
-def test_a_chapter_runs_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chapter_runs_in_the_terminal(tmp_path: Path, command: Command) -> None:
     with torch.random.fork_rng():
-        assert cli.main(["lab", "03-by-hand", "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "Every score is divided by √2".lower() in " ".join(said.lower().split())
+        said = command.succeeds("lab", "03-by-hand", "--out", tmp_path)
     assert "[-0.553 -0.805]" in said
-    assert "def attention" not in said, "the solution of the exercise is hidden"
+    assert "def attention" not in said, "the solution of the exercise is not hidden"
     assert [path.suffix for path in (tmp_path / "03-by-hand").iterdir()] == [".png"]
 
 
 def test_an_exercise_shows_its_hint_and_how_to_check_an_own_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    page = (
-        "# A lab\n\n```{code-cell}\nfrom qkv.lab import check\n```\n\n```{code-cell}\ndef entropy(weights):\n"
-        "    return -weights\n\n\ncheck.entropy(entropy);\n```\n"
-    )
-    one = type(LESSONS[0])
-    monkeypatch.setattr(one, "text", lambda self: page)
-    assert cli.main(["lab", "attention", "--out", str(tmp_path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    code = "from qkv.lab import check\n\n\ndef entropy(weights):\n    return -weights\n\n\ncheck.entropy(entropy);\n"
+    exercises()  # are read once, from the pages as they are
+    monkeypatch.setattr(type(LESSONS[0]), "text", lambda self: f"# A lab\n\n```{{code-cell}}\n{code}```\n")
+    said = command.succeeds("lab", "attention", "--out", tmp_path)
     assert "✗ a number for each row" in said
     assert "qkv check entropy FILE.py" in said
 
 
-def test_notebooks_fold_solutions(tmp_path: Path) -> None:
-    assert cli.main(["lab", "sinks", "--notebook", "--out", str(tmp_path)]) == 0
-    made = json.loads((tmp_path / "sinks.ipynb").read_text(encoding="utf-8"))
-    folded = [cell for cell in made["cells"] if cell["metadata"].get("jupyter") == {"source_hidden": True}]
-    assert len(folded) == 3
-    assert all("assert check." in cell["source"] for cell in folded)
-
-
-@pytest.mark.slow
-def test_a_notebook_runs_in_jupyter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_notebooks_are_valid_and_fold_solutions(tmp_path: Path, command: Command) -> None:
     nbformat = pytest.importorskip("nbformat", reason="notebooks run with the docs extra")
-    nbclient = pytest.importorskip("nbclient", reason="notebooks run with the docs extra")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    made = nbformat.reads(notebook(lesson("03-by-hand").text()), 4)
+    command.succeeds("lab", "sinks", "--notebook", "--out", tmp_path)
+    made = nbformat.read(tmp_path / "sinks.ipynb", 4)
     nbformat.validate(made)
-    nbclient.NotebookClient(made, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert any("qkv.reference" in out.get("text", "") for cell in made.cells for out in cell.get("outputs", []))
+    folded = [cell for cell in made.cells if cell.metadata.get("jupyter") == {"source_hidden": True}]
+    assert len(folded) == 3
+    assert all("assert check." in cell.source for cell in folded)
 
 
 Judge = Callable[[str], int]
@@ -155,51 +133,48 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
 def test_wrong_answers_are_explained_and_drawn(
     judged: Judge, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of an exception, the lines of the file alone are shown."""
     assert judged("right") == child.RIGHT
+    assert judged("raises") == child.WRONG
     assert not (tmp_path / child.DRAWN).exists()
+    said = capsys.readouterr().out
+    assert re.findall(r"line (\d+), in (\w+)", said) == [("6", "entropy"), ("2", "helper")]
+    assert "AttributeError" in said
     assert judged("mistake") == child.WRONG
     assert "✗ nats: it is negative" in capsys.readouterr().out
     assert (tmp_path / child.DRAWN).read_bytes().startswith(b"\x89PNG")
 
 
-def test_exceptions_show_the_lines_of_the_file_only(judged: Judge, capsys: pytest.CaptureFixture[str]) -> None:
-    assert judged("raises") == child.WRONG
-    said = capsys.readouterr().out
-    assert re.findall(r"line (\d+), in (\w+)", said) == [("6", "entropy"), ("2", "helper")]
-    assert "AttributeError" in said
-    assert "qkv" not in said
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("syntax", r"not valid Python(.|\n)*line 1"),
-        ("loading", r"line 2, in <module>(.|\n)*ValueError"),
-        ("exits", "SystemExit"),
-        ("missing", "does not define entropy; it defines entropyy; did you mean 'entropyy'"),
-        ("number", "entropy is int"),
-    ],
-)
+@pytest.mark.parametrize(("name", "told"), [
+    ("syntax", r"not valid Python(.|\n)*line 1"), ("loading", r"line 2, in <module>(.|\n)*ValueError"),
+    ("exits", "SystemExit"), ("missing", "did you mean 'entropyy'"), ("number", "entropy is int"),
+])  # fmt: skip
 def test_unusable_files_are_refused(judged: Judge, tmp_path: Path, name: str, told: str) -> None:
     assert judged(name) == child.UNUSABLE
     assert re.search(told, (tmp_path / child.REFUSED).read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow
-def test_check_runs_in_a_process_with_a_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_runs_in_a_process_with_a_time_limit(
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "answer.py"
-    command = ["check", "entropy", str(file), "--out", str(tmp_path / "out"), "--seconds", "1"]
-    file.write_text("def entropy(w):\n    while True:\n        pass\n", encoding="utf-8")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(command)
-    assert ended.value.code == 1
-    assert re.search(r"no answer after 1 s: answer\.py was in line [23], in entropy", capsys.readouterr().out)
-    file.write_text("def entropy(w:\n", encoding="utf-8")
-    assert cli.main(command) == 2
-    assert "not valid Python" in capsys.readouterr().err
-    file.write_text(ANSWERS["right"], encoding="utf-8")
-    assert cli.main([*command[:-1], "60"]) == 0
-    assert cli.main(["check", "entropy", str(tmp_path / "nothing.py")]) == 2
+
+    def checked(text: str, seconds: float) -> Ran:
+        file.write_text(text, encoding="utf-8")
+        try:
+            return command("check", "entropy", file, "--out", tmp_path / "out", "--seconds", seconds)
+        except SystemExit as ended:
+            return Ran(int(ended.code or 0), *capsys.readouterr())
+
+    ran = checked("def entropy(w):\n    while True:\n        pass\n", 1)
+    assert ran.code == 1
+    assert re.search(r"answer\.py was in line [23], in entropy", ran.out)
+    ran = checked("def entropy(w:\n", 60)
+    assert (ran.code, ran.err.splitlines()[0]) == (2, "qkv: answer.py is not valid Python")
+    assert checked(ANSWERS["right"], 60).code == 0
+    command.refuses("check", "entropy", tmp_path / "nothing.py")
+    command.refuses("check", "entropy", file, "--seconds", 0)
 
 
 def test_results_that_are_drawn() -> None:
@@ -213,11 +188,6 @@ def test_results_that_are_drawn() -> None:
     assert set(np.unique(weights)) <= {0.0, 1.0}
 
 
-def test_lists_are_printed_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["lab"]) == 0
-    assert cli.main(["check"]) == 0
-    said = capsys.readouterr().out
-    assert all(one.name in said for one in LESSONS)
-    assert all(name in said for name in exercises())
-    with pytest.raises(InputError, match="--seconds"):
-        check_command("entropy", Path("x.py"), seconds=0)
+def test_lessons_and_exercises_are_listed(command: Command) -> None:
+    listed = command.succeeds("lab") + command.succeeds("check")
+    assert all(name in listed for name in (*exercises(), *(one.name for one in LESSONS)))

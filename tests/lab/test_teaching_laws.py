@@ -1,0 +1,262 @@
+"""Laws that all teaching models keep: steps equal the whole, padding and the future are unseen, gradients, learning."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from conftest import check_slopes, close, refused, unchecked
+from qkv_lab import models
+from qkv_lab.models import CaptionerConfig, EncoderDecoderConfig, RNNSeq2SeqConfig
+from teaching_models import CAPTIONER, CLASSIFIER, DECODERS, RECURRENT, SOURCE, TARGET, TRANSFORMER, build, given
+
+decoders = pytest.mark.parametrize("name", DECODERS)
+
+
+@decoders
+def test_steps_equal_the_whole(name: str) -> None:
+    """Token by token, in pieces, and in a state that was reordered as beam search needs."""
+    model, (source, target) = build(DECODERS[name]), given(DECODERS[name])
+    logits = model(source, target)
+    assert logits.shape == (3, 4, model.vocabulary)
+    for cuts in ((1, 1, 1, 1), (1, 3)):
+        state, at = model.start(source), 0
+        for n in cuts:
+            got = model.step(target[:, at : at + n], state)
+            at += n
+            close(got, logits[:, at - 1], eps=2**10)
+    rows = torch.tensor([2, 0, 2, 1])
+    for seen in (0, 2):
+        state = model.start(source)
+        if seen:
+            model.step(target[:, :seen], state)
+        state.reorder(rows)
+        close(model.step(target[rows, seen : seen + 1], state), logits[rows, seen], eps=2**10)
+
+
+@decoders
+def test_the_future_is_unseen(name: str) -> None:
+    model, (source, target) = build(DECODERS[name]), given(DECODERS[name])
+    logits = model(source, target)
+    for t in range(1, 4):
+        other = torch.cat([target[:, :t], (target[:, t:] + 3) % 11], 1)
+        changed = model(source, other)
+        close(changed[:, :t], logits[:, :t], eps=1)
+        assert not torch.isclose(changed[:, t], logits[:, t]).all(-1).any()
+
+
+@decoders
+def test_padding_and_other_items_change_nothing(name: str) -> None:
+    config, model, (source, target) = DECODERS[name], build(DECODERS[name]), given(DECODERS[name])
+    logits, loss = model(source, target), model.loss(source, target)
+    close(model.loss(source, F.pad(target, (0, 2))), loss, eps=2**10)
+    for i, length in enumerate((5, 3, 1)):
+        alone = source[i : i + 1, ...] if isinstance(config, CaptionerConfig) else source[i : i + 1, :length]
+        close(model(alone, target[i : i + 1]), logits[i : i + 1], eps=2**10)
+    if isinstance(config, CaptionerConfig):
+        return
+    close(model(F.pad(source, (0, 2)), target), logits, eps=2**10)
+    each = [F.cross_entropy(logits[i, :n], target[i, 1 : n + 1], reduction="sum") for i, n in enumerate((3, 3, 2))]
+    close(loss, sum(each) / 8, eps=2**10)
+    changed = source.clone()
+    changed[0, -1] = 6
+    found = model(changed, target)
+    assert not torch.isclose(found[0], logits[0]).all(-1).any()
+    close(found[1:], logits[1:], eps=2**10)
+
+
+SLOPES: dict[str, Any] = {
+    **{name: DECODERS[name] for name in ("none", "bahdanau", "multihead, one way", "luong-concat local-p")},
+    **{name: DECODERS[name] for name in ("luong-dot global", "soft", "soft, no gate", "hard")},
+    "tied": replace(TRANSFORMER, layers=1, decoder_layers=1, activation="gelu", positions="learned", tied=True),
+    "all tied": replace(
+        DECODERS["rotary, all tied"], layers=1, decoder_layers=1, activation="swiglu", kv_heads=1, norm="rmsnorm"
+    ),
+    "classifier": replace(CLASSIFIER, layers=1),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_loss_against_finite_differences(name: str) -> None:
+    """In evaluation mode the hard loss is that of the best cells, which a small step of the scores does not change."""
+    model, (source, target) = build(SLOPES[name]), given(SLOPES[name])
+    if isinstance(model, models.Captioner):
+        source = source.abs()
+        for parameter in model.features.parameters():
+            parameter.data.abs_()  # away from the kink of the ReLU
+    check_slopes(model, lambda: model.loss(source, target), unused=("attention.",) if name == "hard" else ())
+
+
+@pytest.mark.parametrize("config", [
+    replace(RECURRENT, attention="luong-general", layers=2), TRANSFORMER, CAPTIONER, CLASSIFIER,
+], ids=lambda config: type(config).__name__)  # fmt: skip
+def test_dropout_acts_only_in_training(config: Any) -> None:
+    """In training, each place of it alone changes the loss."""
+    (source, target), model = given(config), build(replace(config, dropout=0.5))
+    close(model.loss(source, target), build(config).loss(source, target), eps=1)
+    model.train()
+    places = [(m, "p") for m in model.modules() if isinstance(m, nn.Dropout)]
+    places += [(m, "dropout") for m in model.modules() if getattr(m, "dropout", None) == 0.5]
+    assert (
+        len(places)
+        == {"RNNSeq2Seq": 3, "EncoderDecoder": 2 + 5, "Captioner": 1, "Classifier": 1 + 2}[type(model).__name__]
+    )
+    for acting in places:
+        for module, name in places:
+            setattr(module, name, 0.5 if (module, name) == acting else 0.0)
+        found = [model.loss(source, target).item() for _ in range(3)]
+        assert len(set(found)) > 1, acting
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+def reversals() -> tuple[Tensor, Tensor]:
+    """Eight sequences of up to six tokens, and the same backwards, between a start and an end."""
+    source, target = torch.randint(3, 12, (8, 6)), torch.zeros(8, 8, dtype=torch.int64)
+    source[:3, 4:] = 0
+    for row, ids in zip(target, source, strict=True):
+        real = ids[ids > 0].flip(0)
+        row[: len(real) + 2] = torch.tensor([1, *real, 2])
+    return source, target
+
+
+def scenes() -> tuple[Tensor, Tensor]:
+    """Eight images with a bright patch in a quarter, upright or lying, and captions that say so."""
+    shown, captions = torch.zeros(8, 1, 16, 16), []
+    for i in range(8):
+        row, column, lying = 8 * (i // 4), 8 * (i // 2 % 2), i % 2
+        height, width = (2, 6) if lying else (6, 2)
+        shown[i, 0, row + 1 : row + 1 + height, column + 1 : column + 1 + width] = 1
+        captions.append([1, 3 + i // 4, 5 + i // 2 % 2, 7 + lying, 2])
+    return shown, torch.tensor(captions)
+
+
+def fitted(config: Any, source: Tensor, target: Tensor, steps: int, lr: float) -> tuple[Any, float]:
+    """A trained model and its loss."""
+    model = getattr(models, type(config).__name__.removesuffix("Config"))(config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    with unchecked():  # of shapes: the other tests have them
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model.loss(source, target)
+            if loss < 0.02:
+                break
+            loss.backward()
+            optimizer.step()
+        return model.eval(), model.loss(source, target).item()
+
+
+CAPTIONS = CaptionerConfig(9, d_features=24, convolutions=2, d_embedding=16, d_hidden=32, d_attention=16, penalty=0.0)
+LEARNERS: dict[str, tuple[Any, int, float]] = {
+    "encoder-decoder": (
+        EncoderDecoderConfig(12, 12, d_model=32, heads=4, d_hidden=64, layers=1, dropout=0.0, context=10), 150, 5e-3,
+    ),
+    "recurrent": (
+        RNNSeq2SeqConfig(12, 12, d_embedding=16, d_hidden=32, attention="luong-general", cell="gru"), 150, 2e-2,
+    ),
+    "soft captioner": (CAPTIONS, 150, 1e-2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_model_learns(name: str) -> None:
+    """Greedy decoding then gives the targets back."""
+    torch.manual_seed(0)
+    config, steps, lr = LEARNERS[name]
+    source, target = scenes() if isinstance(config, CaptionerConfig) else reversals()
+    model, loss = fitted(config, source, target, steps, lr)
+    assert loss < 0.05
+    state, written = model.start(source), [target[:, :1]]
+    for _ in range(target.shape[1] - 1):
+        written.append(model.step(written[-1], state).argmax(-1, keepdim=True))
+    assert torch.equal(torch.where(target > 0, torch.cat(written, 1), 0), target)
+
+
+def test_classifier_learns() -> None:
+    torch.manual_seed(0)
+    ids, labels = torch.randint(1, 20, (16, 8)), torch.arange(16) % 4
+    ids[:5, 5:] = 0
+    config = replace(CLASSIFIER, vocab_size=20, classes=4, d_model=32, heads=4, context=10)
+    model, loss = fitted(config, ids, labels, 60, 5e-3)
+    assert loss < 0.02
+    assert torch.equal(model(ids).argmax(-1), labels)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[Any, str, dict[str, object]]] = [
+    (RECURRENT, "layers", {"layers": 0}), (RECURRENT, "attention", {"attention": "luong"}),
+    (RECURRENT, "cell", {"cell": "elman"}), (RECURRENT, "input_feeding", {"input_feeding": True}),
+    (RECURRENT, "kind", {"attention": "luong-dot", "kind": "local"}),
+    (RECURRENT, "kind", {"attention": "bahdanau", "kind": "local-m"}),
+    (RECURRENT, "d_hidden", {"attention": "multihead", "heads": 4}), (RECURRENT, "d_hidden", {"d_hidden": 9}),
+    (RECURRENT, "dropout", {"dropout": 1.0}), (RECURRENT, "end", {"end": 11}), (RECURRENT, "pad", {"pad": 9}),
+    (TRANSFORMER, "layers", {"layers": 0}), (TRANSFORMER, "decoder_layers", {"decoder_layers": 0}),
+    (TRANSFORMER, "positions", {"positions": "sinus"}), (TRANSFORMER, "dropout", {"dropout": 1.0}),
+    (TRANSFORMER, "start", {"start": 0}), (TRANSFORMER, "vocabulary", {"source_vocab": 0}),
+    (TRANSFORMER, "pad", {"pad": 11}), (CAPTIONER, "channels", {"channels": 2}),
+    (CAPTIONER, "convolutions", {"convolutions": 4}), (CAPTIONER, "attention", {"attention": "both"}),
+    (CAPTIONER, "d_attention", {"d_attention": 0}), (CAPTIONER, "penalty", {"entropy": -1.0}),
+    (CAPTIONER, "dropout", {"dropout": 1.0}), (CAPTIONER, "end", {"end": 11}),
+    (CLASSIFIER, "classes", {"classes": 0}), (CLASSIFIER, "pool", {"pool": "last"}), (CLASSIFIER, "pad", {"pad": 11}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "argument", "change"), WRONG)
+def test_configurations_reject_invalid_values(config: Any, argument: str, change: dict[str, object]) -> None:
+    assert type(config)(**asdict(config)) == config
+    with unchecked(), refused(argument):
+        replace(config, **change)
+
+
+BAD: list[tuple[Any, object, object, str, str | None]] = [  # what a model reads, and its target
+    (RECURRENT, [[0, 3, 4]], [[1, 2]], "source", "before a real"),
+    (RECURRENT, [[3, 4], [0, 0]], [[1, 2], [1, 2]], "source", "padding only"),
+    (RECURRENT, [[3, 9]], [[1, 2]], "source", r"3\.\.9"),
+    (RECURRENT, [[3, 4]], [[1, 11]], "tokens", r"1\.\.11"),
+    (RECURRENT, [[3, 4]], [[1, 2], [1, 2]], "tokens", "2 items"),
+    (RECURRENT, [[3.0, 4.0]], [[1, 2]], "source", "float32"),
+    (TRANSFORMER, [[11, 3]], [[1, 2]], "source", r"3\.\.11"),
+    (TRANSFORMER, [[3, 4]], [[1, 13]], "target", r"1\.\.13"),
+    (TRANSFORMER, [[3, 4]], [[1, 2], [1, 2]], "target", "2 items"),
+    (TRANSFORMER, [[1] * 10], [[1, 2]], "tokens", "context"),
+    (CAPTIONER, torch.zeros(1, 1, 8, 8).tolist(), [[1, 2]], "images", None),
+    (CAPTIONER, torch.zeros(1, 3, 8, 8).tolist(), [[1, 11]], "captions", r"1\.\.11"),
+    (CAPTIONER, torch.zeros(1, 3, 8, 8).tolist(), [[1, 2], [1, 2]], "captions", "2 items"),
+]
+
+
+@pytest.mark.parametrize(("config", "source", "target", "argument", "match"), BAD)
+def test_models_reject_bad_sources_and_targets(
+    config: Any, source: object, target: object, argument: str, match: str | None
+) -> None:
+    with unchecked(), refused(argument, match):
+        build(config)(torch.tensor(source), torch.tensor(target))
+
+
+def test_a_loss_needs_something_to_predict_and_a_state_has_room() -> None:
+    with unchecked():
+        for config, argument in ((RECURRENT, "target"), (TRANSFORMER, "target"), (CAPTIONER, "captions")):
+            with refused(argument):
+                build(config).loss(given(config)[0], TARGET[:, :1])
+        with refused("captions"):
+            build(CAPTIONER).loss(given(CAPTIONER)[0], torch.tensor([[1, 0]] * 3))
+        model = build(CLASSIFIER)
+        for wrong, argument in ((torch.tensor([[3, 11]]), "ids"), (torch.ones(1, 10, dtype=torch.int64), "tokens")):
+            with refused(argument):
+                model(wrong)
+        with refused("labels"):
+            model.loss(SOURCE, torch.tensor([1, 5, 0]))
+        model = build(TRANSFORMER)
+        state = model.start(SOURCE)
+        model.step(TARGET.repeat(1, 2), state)
+        with refused("tokens"):
+            model.step(TARGET, state)
+        with refused("attention"):
+            build(RECURRENT).alignments(SOURCE, TARGET)
