@@ -204,7 +204,7 @@ def test_the_search_for_a_level_takes_few_calls(n: int, monkeypatch: pytest.Monk
     ("normalizer", "bias"),
     [
         ("softmax", "cap after dense"), ("softmax", "relative"), ("softmax", "t5"),
-        ("sigmoid of heads", "dense"), ("square by sum", "dense"), ("entmax 1.3", "dense"), ("softplus, sink", "dense"),
+        ("sigmoid of heads", "dense"), ("square by sum", "dense"), ("sparsemax", "dense"), ("softplus, sink", "dense"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("as_on_a_card")
