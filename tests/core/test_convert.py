@@ -105,42 +105,26 @@ def test_sdpa_is_causal_is_top_left(nq: int, nk: int) -> None:
     assert (masks.from_sdpa(is_causal=True, n_queries=nq, n_keys=nk) == Causal()) == (nq == nk)
 
 
-@pytest.mark.parametrize("name", ["causal", "dense of heads", "padding"])
-def test_multihead_gives_the_same(name: str) -> None:
+@pytest.mark.parametrize("name", ["causal", "dense of heads", "dense of items"])
+def test_multihead_padding_and_mask_together(name: str) -> None:
     mask = every_mask(NK, NK)[name]
-    allowed, hidden = whole(mask, NK, NK), masks.to_multihead(mask, NK, NK, batch=B, heads=H)
-    assert hidden.shape == ((NK, NK) if mask.dense(NK, NK, batch=B, heads=H).shape[:2] == (1, 1) else (B * H, NK, NK))
-    multihead_equals(mask, allowed, attn_mask=hidden)
-
-
-def test_multihead_padding_and_mask_together() -> None:
-    hidden, padding = (
-        masks.to_multihead(Causal(), NK, NK, batch=B, heads=H),
-        torch.arange(NK) >= torch.tensor([[5], [9]]),
-    )
-    both = masks.from_multihead(hidden, padding, heads=H)
-    assert torch.equal(whole(both, NK, NK), whole(Causal() & Padding([5, 9]), NK, NK))
-    multihead_equals(both, whole(both, NK, NK), attn_mask=hidden, key_padding_mask=padding)
-    one = masks.from_multihead(key_padding_mask=padding[0])
-    assert torch.equal(whole(one, NK, NK), whole(Padding([5]), NK, NK))
-
-
-def multihead_equals(mask: Mask, allowed: Tensor, **theirs: Tensor) -> None:
-    torch.manual_seed(5)
-    d = 4
-    module = nn.MultiheadAttention(H * d, H, batch_first=True, dtype=torch.float64)
-    x = torch.randn(B, NK, H * d, dtype=torch.float64)
-    with torch.no_grad():
-        want, _ = module(x, x, x, need_weights=False, **theirs)
-        q, k, v = (
-            y.unflatten(2, (H, d)).transpose(1, 2)
-            for y in nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, 2)
-        )
-        out = qkv.attend(q, k, v, mask=mask, kernel="eager")
-        assert isinstance(out, Tensor)
-        some = allowed.any(-1).all(1)  # of a query with a blind head all is NaN there
-        assert some.any()
-        torch.testing.assert_close(module.out_proj(out.transpose(1, 2).flatten(2))[some], want[some])
+    hidden = masks.to_multihead(mask, NK, NK, batch=B, heads=H)
+    assert hidden.shape == ((NK, NK) if name == "causal" else (B * H, NK, NK))
+    padding = torch.arange(NK) >= torch.tensor([[5], [9]])
+    both, allowed = masks.from_multihead(hidden, padding, heads=H), whole(mask & Padding([5, 9]), NK, NK)
+    assert torch.equal(whole(both, NK, NK), allowed)
+    assert torch.equal(whole(masks.from_multihead(key_padding_mask=padding[0]), NK, NK), whole(Padding([5]), NK, NK))
+    module = nn.MultiheadAttention(H * 4, H, batch_first=True, dtype=torch.float64)
+    for seed, parameter in enumerate(module.parameters()):
+        parameter.data = rand(*parameter.shape, seed=seed)
+    x = rand(B, NK, H * 4)
+    projected = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).unflatten(2, (3 * H, 4))
+    out = qkv.attend(*projected.transpose(1, 2).chunk(3, 1), mask=both, kernel="eager")
+    assert isinstance(out, Tensor)
+    want, _ = module(x, x, x, need_weights=False, attn_mask=hidden, key_padding_mask=padding)
+    some = allowed.any(-1).all(1)  # of a query with a blind head all is NaN there
+    assert some.any()
+    torch.testing.assert_close(module.out_proj(out.transpose(1, 2).flatten(2))[some], want[some])
 
 
 @pytest.mark.parametrize("name", ["documents, causal", "padding, window", "dense of heads", "random bigbird"])

@@ -98,21 +98,24 @@ def test_dense_is_the_definition(name: str, nq: int, nk: int) -> None:
 
 @given(st.data())
 def test_compositions_are_the_definition(data: st.DataObject) -> None:
+    """And a part, and counts, are those of the whole."""
     grid, mask = drawn(data, most=8)
-    assert torch.equal(shown(mask, grid), defined(mask, grid))
-
-
-@given(st.data())
-def test_visible_of_a_region_is_a_slice_of_dense(data: st.DataObject) -> None:
-    grid, mask = drawn(data)
+    seen = shown(mask, grid)
+    assert torch.equal(seen, defined(mask, grid))
     cuts = []
     for size in (grid.batch, grid.heads, grid.n_queries, grid.n_keys):
         start = data.draw(st.integers(0, size - 1))
         cuts.append(slice(start, data.draw(st.integers(start + 1, size))))
     b, h, rows, columns = cuts
     part = mask.visible(Region(rows, columns, b, h), grid)
-    want = shown(mask, grid)[b, h, rows, columns]
-    assert torch.equal(part.expand_as(want), want)
+    assert torch.equal(part.expand_as(seen[b, h, rows, columns]), seen[b, h, rows, columns])
+    for counted in (mask.visible_keys(grid), base._count(mask, grid, data.draw(st.integers(1, 5)))):
+        assert torch.equal(counted.expand(seen.shape[:3]), seen.sum(-1))
+    if mask.band is not None:
+        of_keys = base.band_counts(mask.band, grid)[1]
+        assert torch.equal(of_keys.expand(*seen.shape[:2], grid.n_keys), seen.sum(-2))
+    sizes = {"batch": grid.batch, "heads": grid.heads}
+    assert mask.sparsity(grid.n_queries, grid.n_keys, **sizes) == pytest.approx(1 - seen.double().mean().item())
 
 
 def test_masks_match_examples_by_hand() -> None:
@@ -192,19 +195,6 @@ def test_visible_entries_grow_linearly() -> None:
         for mask, count in counts:
             assert int(mask.dense(n, n).sum()) == count
             assert mask.sparsity(n) == pytest.approx(1 - count / n**2)
-
-
-@given(st.data())
-def test_visible_keys_and_sparsity_count_visible_pairs(data: st.DataObject) -> None:
-    grid, mask = drawn(data)
-    seen = shown(mask, grid)
-    for counted in (mask.visible_keys(grid), base._count(mask, grid, data.draw(st.integers(1, 5)))):
-        assert torch.equal(counted.expand(seen.shape[:3]), seen.sum(-1))
-    if mask.band is not None:
-        of_keys = base.band_counts(mask.band, grid)[1]
-        assert torch.equal(of_keys.expand(*seen.shape[:2], grid.n_keys), seen.sum(-2))
-    sizes = {"batch": grid.batch, "heads": grid.heads}
-    assert mask.sparsity(grid.n_queries, grid.n_keys, **sizes) == pytest.approx(1 - seen.double().mean().item())
 
 
 @pytest.mark.parametrize("size", [0, 1, 6, 12, 13, 99])

@@ -145,12 +145,19 @@ def test_dtypes(dtype: torch.dtype) -> None:
         compare(got, expected_statistics(weights, lse), eps=64 if dtype == torch.float32 else 1024)
 
 
-@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (65, 65), (65, 257), (257, 65)])
-def test_default_tile_sizes(nq: int, nk: int) -> None:
+@pytest.mark.parametrize(("nq", "nk", "threads"), [(1, 1, 1), (65, 257, 1), (257, 65, 1), (300, 300, 3)])
+def test_default_tile_sizes_and_threads(nq: int, nk: int, threads: int) -> None:
+    """Blocks of rows run in parallel; the number of threads is restored afterwards."""
     q, k, v = triple(b=1, h=2, hkv=1, nq=nq, nk=nk)
-    for mask in (None, Causal(), Window(70, ahead=3)):
-        _, lse, weights = attend(q, k, v, mask=mask, kernel="eager", return_lse=True, return_weights=True)
-        compare(qkv.measure(q, k, mask=mask), expected_statistics(weights, lse), eps=256)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for mask in (None, Causal(), Window(70, ahead=3)):
+            _, lse, weights = attend(q, k, v, mask=mask, kernel="eager", return_lse=True, return_weights=True)
+            compare(qkv.measure(q, k, mask=mask), expected_statistics(weights, lse), eps=256)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_rows_longer_than_one_batch_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,24 +186,6 @@ def test_random_masks_match_dense_weights(data: st.DataObject) -> None:
         got = qkv.measure(q, k, mask=mask, normalizer=normalizer, mass={"part": part}, first=first)
     compare(got, expected_statistics(weights, lse, first))
     close(got.mass["part"], (weights * part.dense(nq, nk, batch=b, heads=heads)).sum(-1))
-
-
-@pytest.mark.parametrize("name", ["causal", "dense of heads"])
-@pytest.mark.usefixtures("tile4")
-def test_threads_give_the_same_statistics(name: str) -> None:
-    """Blocks of rows run in parallel; the number of threads is restored afterwards."""
-    q, k, v = triple(nq=29, nk=31)
-    mask = MASKS[name](29, 31, 2, 6)
-    _, lse, weights = oracle(q, k, v, mask=mask)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        got = qkv.measure(q, k, mask=mask, mass={"near": Window(2)})
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-    compare(got, expected_statistics(weights, lse))
-    close(got.mass["near"], (weights * Window(2).dense(29, 31)).sum(-1))
 
 
 def test_statistics_computed_by_hand() -> None:

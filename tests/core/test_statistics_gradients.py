@@ -159,10 +159,15 @@ def test_gradients_match_autograd_for_every_mask(
     agree(q, k, [], mask=MASKS[name](nq, nk, 2, h), first=[1, 3])
 
 
-@pytest.mark.parametrize("normalizer", [None, normalizers.Sparsemax()], ids=str)
-def test_default_tile_sizes(normalizer: SumToOne | None) -> None:
+@pytest.mark.parametrize(("normalizer", "threads"), [(None, 1), (None, 3), (normalizers.Sparsemax(), 3)])
+def test_default_tile_sizes_and_threads(normalizer: SumToOne | None, threads: int) -> None:
     q, k, _ = triple(b=1, h=2, hkv=1, nq=300, nk=300, d=8)
-    agree(q, k, [], mask=Causal(), normalizer=normalizer, eps=2**18)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        agree(q, k, [], mask=Causal(), normalizer=normalizer, eps=2**18)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("normalizer", [Softmax(sink=0.3), normalizers.Sigmoid(0.0), HeavyTail()], ids=str)
@@ -257,7 +262,7 @@ def test_gradients_with_a_bias_of_minus_infinity_and_little_mass() -> None:
     close(torch.autograd.grad(result.entropy.sum(), q)[0], want, eps=256)
 
 
-# --- dtypes, memory, threads ------------------------------------------------------------------------------------------
+# --- dtypes, memory ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -295,21 +300,6 @@ def test_linear_memory(normalizer: Any) -> None:
         (result.entropy.sum() + result.received.square().sum() + result.mass["near"].sum()).backward()
 
     assert largest_tensor(run) < 2048**2 // 4
-
-
-@pytest.mark.usefixtures("tile4")
-def test_threads_give_the_same_gradients() -> None:
-    q, k, _ = triple(grad=True)
-    grads = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            result = measure(q, k, mask=Causal(), mass=PARTS, differentiable=True)
-            grads.append(torch.autograd.grad(scalar(of(result)), (q, k)))
-    finally:
-        torch.set_num_threads(1)
-    for x, y in zip(*grads, strict=True):
-        close(x, y)
 
 
 # --- differentiable fields and rejected arguments ---------------------------------------------------------------------
