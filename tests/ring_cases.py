@@ -7,12 +7,11 @@ FOLDER/lost-RANK.txt.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -39,9 +38,8 @@ def rand(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed * 7919 + sum(shape)), dtype=torch.float64)
 
 
-def ids() -> Tensor:
-    tokens = torch.arange(N)
-    return torch.stack([tokens * 3 // N, torch.where(tokens < 9, -1, tokens * 5 // N)])
+AT = torch.arange(N)
+DOCUMENTS = masks.Document(torch.stack([AT * 3 // N, torch.where(AT < 9, -1, AT * 5 // N)]))
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ CASES = {
     "window": Case(masks.Window(5)),
     "window ahead": Case(masks.Window(4, ahead=9)),
     "prefix": Case(masks.Prefix(9) | CAUSAL),
-    "documents, causal": Case(masks.Document(ids()) & CAUSAL),
+    "documents, causal": Case(DOCUMENTS & CAUSAL),
     "left padding": Case(masks.Padding([N - 11, N - 3], "left") & CAUSAL),
     "not a number in padding": Case(masks.Padding([N - 11, N - 3]) & CAUSAL, poison=slice(N - 11, N)),
     "strided": Case((masks.Strided(3) | masks.Window(3)) & CAUSAL),
@@ -127,8 +125,7 @@ def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str,
     """All statistics with all options; the queries of a few tokens are excluded."""
     q, k, *_ = case.tensors()
     parameter = case.parameter()
-    at = torch.arange(N)
-    counted = torch.stack([at % 11 != 3, at >= 9])
+    counted = torch.stack([AT % 11 != 3, AT >= 9])
     if case.poison is not None:
         q[~counted[:, None].expand(-1, HEADS, -1)] = torch.nan
     found = qkv.measure(
@@ -240,7 +237,8 @@ def main(rank: int, size: int, folder: Path) -> None:
     )
     group = dist.group.WORLD
     assert group is not None
-    with _tiles(4 if size == 4 else 256):  # smaller than the chunks of four processes, larger than those of two
+    tile = 4 if size == 4 else 256  # smaller than the chunks of four processes, larger than those of two
+    with patch.dict(BY_DEVICE, cpu=replace(BY_DEVICE["cpu"], tile=tile, whole_mask=0)):
         found: dict[str, Any] = {name: _shared(case, group) for name, case in CASES.items()}
         found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in MEASURED}
     chunk = 24 // (2 * size)
@@ -263,7 +261,7 @@ def main(rank: int, size: int, folder: Path) -> None:
 def lost(rank: int, folder: Path) -> None:
     """One of three processes that share a sequence: that of rank 2 is killed, and the others write their error."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet-lost", rank=rank, world_size=3, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{folder}/meet-lost", rank=rank, world_size=3, timeout=timedelta(seconds=60)
     )
     q = rand(1, 2, 8, 4, seed=0)
     qkv.attend(q, q, q, mask=masks.Causal(), group=dist.group.WORLD)
@@ -273,13 +271,6 @@ def lost(rank: int, folder: Path) -> None:
         qkv.attend(q, q, q, mask=masks.Causal(), group=dist.group.WORLD)
     except RuntimeError as error:
         (folder / f"lost-{rank}.txt").write_text(str(error))
-
-
-@contextlib.contextmanager
-def _tiles(size: int) -> Iterator[None]:
-    """Tiles so small that a chunk is made of several."""
-    with patch.dict(BY_DEVICE, cpu=replace(BY_DEVICE["cpu"], tile=size, whole_mask=0)):
-        yield
 
 
 if __name__ == "__main__":

@@ -22,18 +22,6 @@ from qkv.models import loading
 pytest.importorskip("transformers", reason="profiling models needs transformers")
 
 
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random-weight GPT-2 and no tokenizer."""
-    from transformers import GPT2Config, GPT2Model
-
-    torch.manual_seed(5)
-    folder = tmp_path_factory.mktemp("tiny-gpt2")
-    config = GPT2Config(vocab_size=101, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    GPT2Model(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.slow
 def test_profile_measures_what_is_asked_and_writes_all_files(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
@@ -124,18 +112,22 @@ def test_interrupt_and_files_that_cannot_be_read_leave_nothing(
 
 
 def test_folders_without_tokenizer_or_with_damaged_or_pickled_weights_are_refused(
-    tiny_folder: Path, tmp_path: Path, command: Command
+    tmp_path: Path, command: Command
 ) -> None:
-    from safetensors.torch import load_file
+    from transformers import GPT2Config, GPT2Model
 
-    assert "no tokenizer" in command.refuses("profile", tiny_folder, "hi", "--out", tmp_path / "o")
-    (tmp_path / "config.json").write_text((tiny_folder / "config.json").read_text())
-    torch.save(load_file(tiny_folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    model = GPT2Model(GPT2Config(vocab_size=101, n_positions=64, n_embd=32, n_layer=2, n_head=2))
+    model.save_pretrained(tmp_path / "m")
+    assert "no tokenizer" in command.refuses("profile", tmp_path / "m", "hi", "--out", tmp_path / "o")
+    weights = tmp_path / "m" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    torch.save(model.state_dict(), tmp_path / "m" / "pytorch_model.bin")
     with refused("model", r"no file named model\.safetensors"):
-        loading.load_model(str(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes((tiny_folder / "model.safetensors").read_bytes()[:1000])
+        loading.load_model(str(tmp_path / "m"))
+    weights.write_bytes(whole[:1000])
     with refused("model", "cannot load"):
-        loading.load_model(str(tmp_path))
+        loading.load_model(str(tmp_path / "m"))
 
 
 def test_code_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,9 +220,8 @@ def test_what_a_terminal_would_obey_or_cannot_show_is_escaped(
 ) -> None:
     out = command.succeeds("generate", own, "a\x1b[31m\tb\n\x9b", "--tokens", 1)
     assert out.startswith("a\\x1b[31m\tb\n\\x9b")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve 🙂".encode())))
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data := io.BytesIO(), encoding="ascii"))
-    assert command("generate", own, "--file", "-", "--tokens", 3, "--seed", 1).code == 0
+    assert command("generate", own, "naïve 🙂", "--tokens", 3, "--seed", 1).code == 0
     assert data.getvalue().startswith(b"na\\xefve \\U0001f642")
 
 
@@ -233,10 +232,9 @@ def test_same_seed_gives_same_text(own: Path, command: Command) -> None:
     first, drawn = ran("--seed", 11), ran()
     assert "seed 11" in first.err
     assert ran("--seed", 11).out == first.out != ran("--seed", 12).out
-    assert ran().out != drawn.out
-    told = re.search(r"seed (\d+)", drawn.err)
-    assert told
-    assert ran("--seed", told[1]).out == drawn.out
+    told, again = (re.findall(r"seed (\d+)", one.err) for one in (drawn, ran()))
+    assert told != again
+    assert ran("--seed", *told).out == drawn.out
     assert "seed" not in ran("--greedy").err
 
 
@@ -250,9 +248,8 @@ def test_settings_reach_the_sampler_and_the_stream(gpt2: Path, own: Path, comman
     assert text(own, "--greedy --repetition-penalty 9") != greedy
     whole = streamed(load_text_model(str(gpt2)), 20)
     stop = whole[4:7]
-    assert text(gpt2, f"--greedy --stop 'never there' --stop {shlex.quote(stop)}") == PROMPT + shown(
-        whole[: whole.index(stop)]
-    )
+    stopped = text(gpt2, f"--greedy --stop 'never there' --stop {shlex.quote(stop)}")
+    assert stopped == PROMPT + shown(whole[: whole.index(stop)])
     assert text(gpt2, "--greedy --stop 'never there'") == PROMPT + shown(whole)
 
 
@@ -376,6 +373,7 @@ def test_model_from_the_hub(gpt2: Path, command: Command, monkeypatch: pytest.Mo
 
 
 def test_an_unreachable_hub_is_an_error_that_suggests_a_name(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "PATIENCE", 60.0)  # on a busy machine 3 seconds can be too few
     with socket.socket() as closed:  # bound, but not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"

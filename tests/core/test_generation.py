@@ -6,6 +6,7 @@ The oracles: transformers' logits processors and beam search, enumeration of eve
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -448,11 +449,6 @@ def exhaustive(model: Memory, prompt: list[int], longest: int, end: Sequence[int
     return sorted(grow([], 0.0), key=lambda h: -h.score)
 
 
-def same(got: list[Hypothesis], want: list[Hypothesis]) -> None:
-    assert [h.tokens for h in got] == [h.tokens for h in want]
-    assert [h.score for h in got] == pytest.approx([h.score for h in want], rel=1e-12)
-
-
 @pytest.mark.parametrize(("penalty", "end"), [(-0.5, [1]), (0.0, [0, 2]), (0.7, []), (1.0, [1]), (2.0, [0, 2])])
 def test_wide_beam_equals_exhaustive_search(penalty: float, end: list[int]) -> None:
     model = Memory(vocabulary=3)
@@ -462,7 +458,9 @@ def test_wide_beam_equals_exhaustive_search(penalty: float, end: list[int]) -> N
         beams=81, max_new_tokens=4, end=end, length_penalty=penalty, num_return=9,
     )  # fmt: skip
     for got, prompt in zip(found, prompts, strict=True):
-        same(got, exhaustive(model, prompt, 4, end, penalty)[:9])
+        want = exhaustive(model, prompt, 4, end, penalty)[:9]
+        assert [h.tokens for h in got] == [h.tokens for h in want]
+        assert [h.score for h in got] == pytest.approx([h.score for h in want], rel=1e-12)
 
 
 def test_beam_of_one_is_greedy_and_computes_in_evaluation_mode() -> None:
@@ -534,25 +532,10 @@ def test_hypotheses_of_probability_zero_are_not_returned() -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def streamed(**changed: Any) -> None:
-    """Not even asked for a first token."""
-    model, prompt = Memory(), torch.ones(2, 2, dtype=torch.long)
-    try:
-        stream(model, model.start(2), **{"prompt": prompt, "max_new_tokens": 3, **changed})
-    finally:
-        assert model.modes == []
-
-
-def searched(**changed: Any) -> None:
-    model = Memory()
-    beam_search(model, model.start(), **{"start": torch.tensor([1]), "max_new_tokens": 3, "end": None, **changed})
-
-
-def said(**changed: Any) -> None:
-    text_stream(Script([1]), None, BYTES, **{"prompt": "x", "max_new_tokens": 1, **changed})
-
-
-NO_TOKENS = torch.zeros(2, 0, dtype=torch.long)
+streamed = functools.partial(stream, Memory(), None, max_new_tokens=3)  # not even asked for a first token
+searched = functools.partial(beam_search, Memory(), None, max_new_tokens=3, end=None)
+said = functools.partial(text_stream, Script([1]), None, BYTES, max_new_tokens=1)
+ONE, NONE = torch.ones(2, 2, dtype=torch.long), torch.zeros(2, 0, dtype=torch.long)
 REFUSALS: list[tuple[str, Callable[[], object]]] = [
     ("temperature", lambda: Sampler(-1.0)), ("temperature", lambda: Sampler(math.inf)),
     ("top_k", lambda: Sampler(top_k=0)), ("top_p", lambda: Sampler(top_p=0.0)), ("top_p", lambda: Sampler(top_p=1.5)),
@@ -562,15 +545,16 @@ REFUSALS: list[tuple[str, Callable[[], object]]] = [
     ("generators", lambda: Sampler().draw(torch.full((2, 2), 0.5), [torch.Generator()])),
     ("seen", lambda: Sampler(repetition_penalty=2.0).probabilities(torch.zeros(1, 3))),
     ("prompts", lambda: pad_left([], pad=0)), ("prompts", lambda: pad_left([[1], []], pad=0)),
-    ("prompt", lambda: streamed(prompt=NO_TOKENS)), ("max_new_tokens", lambda: streamed(max_new_tokens=0)),
-    ("end", lambda: streamed(end=7)), ("end", lambda: streamed(end=[1, -1])), ("seed", lambda: streamed(seed=-1)),
-    ("padding", lambda: streamed(padding=torch.tensor([0]))),
-    ("padding", lambda: streamed(padding=torch.tensor([0, 2]))),
-    ("padding", lambda: streamed(padding=torch.tensor([-1, 1]))),
-    ("prompt", lambda: said(prompt="")), ("stop", lambda: said(stop="ab")), ("stop", lambda: said(stop=["a", ""])),
-    ("prompt", lambda: searched(start=NO_TOKENS)), ("end", lambda: searched(end=9)),
-    ("beams", lambda: searched(beams=0)), ("num_return", lambda: searched(num_return=5)),
-    ("num_return", lambda: searched(num_return=0)), ("length_penalty", lambda: searched(length_penalty=math.inf)),
+    ("prompt", lambda: streamed(NONE)), ("max_new_tokens", lambda: streamed(ONE, max_new_tokens=0)),
+    ("end", lambda: streamed(ONE, end=7)), ("end", lambda: streamed(ONE, end=[1, -1])),
+    ("seed", lambda: streamed(ONE, seed=-1)), ("padding", lambda: streamed(ONE, padding=ONE[0, :1])),
+    ("padding", lambda: streamed(ONE, padding=torch.tensor([0, 2]))),
+    ("padding", lambda: streamed(ONE, padding=torch.tensor([-1, 1]))),
+    ("prompt", lambda: said("")), ("stop", lambda: said("x", stop="ab")), ("stop", lambda: said("x", stop=["a", ""])),
+    ("prompt", lambda: searched(NONE)), ("end", lambda: searched(ONE, end=9)),
+    ("beams", lambda: searched(ONE, beams=0)), ("num_return", lambda: searched(ONE, num_return=5)),
+    ("num_return", lambda: searched(ONE, num_return=0)),
+    ("length_penalty", lambda: searched(ONE, length_penalty=math.inf)),
 ]  # fmt: skip
 
 
