@@ -273,6 +273,7 @@ def test_step_by_step_decoder_is_one_layer() -> None:
 def test_layers_of_different_shapes_are_separate_groups() -> None:
     """Swin attends in windows, of which later layers have fewer, with more heads."""
     sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4]}
+    torch.manual_seed(0)
     model = transformers.SwinModel(transformers.SwinConfig(**sizes, window_size=4)).eval()
     batch = {"pixel_values": rand(1, 3, 32, 32, dtype=torch.float32)}
     profile = qkv.profile(model, batch, progress=False, probe=False)

@@ -75,15 +75,16 @@ def test_hidden_states_of_qkv_models() -> None:
     assert sizes == {"encoder.blocks": (3, 1, 7, 24), "decoder.blocks": (4, 1, 5, 24)}
 
 
-class Other(nn.Module):
-    """A layer of a hybrid model without attention."""
+class Layer(nn.Module):
+    """A layer of a hybrid model, with or without attention."""
 
-    def __init__(self, d: int) -> None:
+    def __init__(self, d: int, attention: nn.Module | None = None) -> None:
         super().__init__()
-        self.map = nn.Linear(d, d)
+        self.map, self.attention = nn.Linear(d, d), attention
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
-        return hidden_states + self.map(hidden_states), None
+        x = hidden_states if self.attention is None else hidden_states + self.attention(hidden_states)
+        return x + self.map(x), None
 
 
 class SelfAttention(nn.Module):
@@ -95,21 +96,12 @@ class SelfAttention(nn.Module):
         return self.heads[0](x)
 
 
-class Layer(Other):
-    def __init__(self, d: int) -> None:
-        super().__init__(d)
-        self.attention = SelfAttention(d)
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
-        return super().forward(hidden_states=hidden_states + self.attention(hidden_states))
-
-
 class Hybrid(nn.Module):
     """Layers without attention, one with attention, and one with attention only; run twice on request."""
 
     def __init__(self, d: int = 5, times: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Other(d), Layer(d), Other(d)])
+        self.layers = nn.ModuleList([Layer(d), Layer(d, SelfAttention(d)), Layer(d)])
         self.pool_attention = SelfAttention(d)
         self.times = times
 

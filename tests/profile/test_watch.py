@@ -91,12 +91,9 @@ def test_generated_rows_equal_one_forward_over_the_same_tokens(name: str, llama:
     found, out = watched(llama, lambda: llama.generate(IDS, **options))
     got = found.profile()
     mask = options.get("attention_mask")
-    if mask is not None:
-        same(got, whole(llama, out[:, :-1], mask))
-        return
-    if name != "beams":  # those that were returned are some of those that were read
-        assert torch.equal(tokens(got), out[:, :-1])
-    same(got, whole(llama, tokens(got)))
+    ids = tokens(got) if name == "beams" else out[:, :-1]  # those that are returned are some of those that are read
+    assert mask is not None or torch.equal(tokens(got), ids)
+    same(got, whole(llama, ids, mask))
     assert got.attrs["sources"] == dict.fromkeys(got.data["module"].values, "interface")
     assert not got.attrs["evicted"]
 
