@@ -17,11 +17,8 @@ import profile_fixture as made
 from conftest import refused
 from drawn import all_text_is_on_the_page
 from qkv.errors import InputError
-from qkv.figures import layout
 from qkv.profiler import Profile
 from qkv.profiler.data import tables
-from qkv.profiler.data.findings import Findings
-from qkv.profiler.data.types import MIXED, ROLES
 
 
 @pytest.fixture(autouse=True)
@@ -113,17 +110,6 @@ def test_figures_show_the_numbers_of_the_table_and_titles_the_finding() -> None:
     title = " ".join(text.get_text() for text in profile.plot.received().texts)
     assert "“Once” at position 0 receives 23 % of all attention" in title
     assert profile.plot.head(0, 1).texts[0].get_text() == "Layer 0, head 1: previous 100 %"
-
-
-def test_texts_about_a_single_head_are_in_the_singular() -> None:
-    data = made.dataset_from_weights([np.eye(6)[None, None]], [["a", "b", "c", "d", "e", "f"]], causal=True)
-    profile = Profile({"self": data}, {"model": "one"})
-    found = Findings(data)
-    assert found.headline == "1 head: 1 attends to the token itself."
-    assert any("1 of 1 head has one clear type" in str(finding) for finding in found.all)
-    assert any(finding.detail.endswith("as if one key had all the weight.") for finding in found.all)
-    assert repr(profile) == "Profile('one', self: 1 layer × 1 head, 6 tokens)"
-    assert profile.plot.entropy().texts[1].get_text() == "one · 1 layer × 1 head · 6 tokens"
 
 
 def test_the_head_figure_stacks_the_destinations() -> None:
@@ -234,11 +220,6 @@ def test_overlay_is_brightest_at_the_attended_cell() -> None:
     assert [axes.get_title(loc="left") for axes in one.axes] == ["the image", "cross"]
     brightest = np.asarray(one.axes[1].images[0].get_array())[..., 0]
     assert np.unravel_index(brightest.argmax(), brightest.shape) == (10, 10), "cell (1, 1) is centred on its corner"
-
-
-def test_types_of_heads_have_colours_on_both_pages() -> None:
-    assert list(layout.KINDS) == list(layout.KINDS_DARK) == [*ROLES, MIXED]
-    assert len(set(layout.KINDS.values())) == len(set(layout.KINDS_DARK.values())) == len(layout.KINDS)
 
 
 GRID = grid_profile()[0]

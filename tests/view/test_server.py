@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import doctest
-import importlib
 import json
 import logging
 import queue
@@ -978,10 +976,3 @@ def test_server_start_prepares_the_session(session: Session) -> None:
     with serve_in_thread(starting) as url:
         until(lambda: httpx.get(f"{url}api/session").json()["sources"][0]["state"] == "ready")
         assert httpx.get(f"{url}api/sources/0/map/0/0/0/0").json()["kind"] == "stored"
-
-
-@pytest.mark.parametrize("name", ["qkv_lab.align.models", "qkv.server.guard", "qkv.server.live", "qkv.server.session"])
-def test_examples_in_docstrings(name: str) -> None:
-    found = doctest.testmod(importlib.import_module(name))
-    assert found.attempted > 0
-    assert found.failed == 0
