@@ -187,7 +187,7 @@ def test_trained_model_has_a_sink_and_is_active_at_triggers() -> None:
     task = Backcopy(length=32)
     torch.manual_seed(0)
     model, training = task.build(), replace(task.training(), steps=300, lr=1e-2, warmup=50)
-    small.fit(model, lambda step: task.loss(model, task.batch(step, training.batch, 0)), training)
+    small.fit(model, lambda step: task.loss(model, task.batch(step, 16, 0)), training)
     with torch.no_grad():
         evaluated, checked = task.evaluate(model), task.check(model)
     assert evaluated["backcopy_accuracy"] > 0.9

