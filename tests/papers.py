@@ -23,13 +23,6 @@ def softmax(scores: np.ndarray, shown: np.ndarray | None = None) -> np.ndarray:
     return exps / exps.sum() if exps.any() else exps
 
 
-def lstm(gates: np.ndarray, c: np.ndarray) -> list[np.ndarray]:
-    """h and c after one step (Hochreiter & Schmidhuber 1997, with the forget gate of Gers et al. 2000)."""
-    i, f, g, o = np.split(gates, 4)
-    c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
-    return [sigmoid(o) * np.tanh(c), c]
-
-
 def additive(p: Parameters, h: np.ndarray, keys: np.ndarray, shown: np.ndarray | None = None) -> np.ndarray:
     """Bahdanau et al. 2015, eq. 6 and app. A.1.2: the weights of the decoder state h on the keys."""
     return softmax(np.array([p["vector"] @ np.tanh(p["w_q"] @ h + p["w_k"] @ key) for key in keys]), shown)

@@ -125,15 +125,6 @@ def test_times_wait_for_the_card_and_memory_is_its_peak(monkeypatch: pytest.Monk
     assert events == ["wait", "reset", "job", "wait"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
-def test_bench_on_a_card(tmp_path: Path) -> None:
-    result = run.bench(
-        ["causal", "sink", "sigmoid"], [64, 512], seconds=0, memory=[512], device="cuda", path=tmp_path / "it.json"
-    )
-    assert result["machine"]["card"] in show.settings(result)
-    assert result["mechanisms"]["causal"]["memory"][512] >= 512 * 8 * 64 * 4
-
-
 @pytest.mark.parametrize(("options", "message"), [
     (["nothing"], "mechanism is 'nothing'"),
     (["--lengths", "0"], "are counts"),

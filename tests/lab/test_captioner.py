@@ -39,7 +39,9 @@ def by_the_paper(model: Captioner, grid: np.ndarray, caption: list[int]) -> tupl
             z = z * sigmoid(p["gate.weight"] @ h + p["gate.bias"])  # §4.2.1
         y = p["embedding.weight"][token]
         gates = p["lstm.weight_ih"] @ np.concatenate([y, z]) + p["lstm.bias_ih"]
-        h, c = papers.lstm(gates + p["lstm.weight_hh"] @ h + p["lstm.bias_hh"], c)  # eq. 1–3
+        i, f, g, o = np.split(gates + p["lstm.weight_hh"] @ h + p["lstm.bias_hh"], 4)  # eq. 1
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)  # eq. 2
+        h = sigmoid(o) * np.tanh(c)  # eq. 3
         logits.append(p["output.weight"] @ (y + p["from_hidden.weight"] @ h + p["from_seen.weight"] @ z))  # eq. 7
         weights.append(alpha)
     return np.stack(logits), np.stack(weights)

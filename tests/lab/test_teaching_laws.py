@@ -155,12 +155,12 @@ def fitted(config: Any, source: Tensor, target: Tensor, steps: int, lr: float) -
 CAPTIONS = CaptionerConfig(9, d_features=24, convolutions=2, d_embedding=16, d_hidden=32, d_attention=16, penalty=0.0)
 LEARNERS: dict[str, tuple[Any, int, float]] = {
     "encoder-decoder": (
-        EncoderDecoderConfig(12, 12, d_model=32, heads=4, d_hidden=64, layers=1, dropout=0.0, context=10), 150, 5e-3,
+        EncoderDecoderConfig(12, 12, d_model=32, heads=4, d_hidden=64, layers=1, dropout=0.0, context=10), 300, 5e-3,
     ),
     "recurrent": (
         RNNSeq2SeqConfig(12, 12, d_embedding=16, d_hidden=32, attention="luong-general", cell="gru"), 150, 2e-2,
     ),
-    "soft captioner": (CAPTIONS, 150, 1e-2),
+    "soft captioner": (CAPTIONS, 300, 1e-2),
 }  # fmt: skip
 
 
