@@ -42,6 +42,7 @@ def sbom() -> dict[str, Any]:
 def _model(name: str, purpose: str) -> dict[str, Any]:
     folder = checkpoint.folder_of(name)
     assert folder is not None
+    package = folder.parents[2]  # qkv, or qkv_lab
     return {
         "type": "machine-learning-model",
         "bom-ref": name,
@@ -52,7 +53,7 @@ def _model(name: str, purpose: str) -> dict[str, Any]:
         "components": [
             {
                 "type": "file",
-                "name": f"qkv/models/trained/{name}/{file.name}",
+                "name": file.relative_to(package.parent).as_posix(),
                 "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(file.read_bytes()).hexdigest()}],
             }
             for file in sorted(folder.iterdir())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,11 +166,6 @@ def test_every_bin_is_a_whole_number_of_pixels(program: AttentionMap) -> None:
             np.testing.assert_allclose(corners, corners.round(), atol=1e-6)
             wide, tall = (corners[1] - corners[0]).round()
             assert wide % picture.mean.shape[1] == tall % picture.mean.shape[0] == 0
-
-
-def test_examples_of_the_figure_run() -> None:
-    result = doctest.testmod(importlib.import_module("qkv.figures.map"))
-    assert result.attempted > 0 == result.failed
 
 
 def test_command_draws_and_writes_numbers(
