@@ -353,7 +353,6 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
     (biases.Dense(learned(2, 1, 1, NK)), {"sizes": SMALL}),
     (biases.Dense(torch.where(CHANCE[0], 0.3, -torch.inf)), {"sizes": SMALL}),
     (biases.ByDistance(learned(H, NQ + NK - 1)), {"sizes": SMALL}),
-    (biases.ALiBi(), {"sizes": TINY}),
     (biases.ALiBi(learned(H)), {"sizes": TILED}),
     (biases.T5Bias(learned(8, H), max_distance=20), {"sizes": SMALL}),
     (biases.RelativePosition(learned(5, D), learned(H, 5, DV)), {"sizes": SMALL}),
