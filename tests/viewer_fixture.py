@@ -181,18 +181,17 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
-FRAME = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
-GO = """async (hash) => { // the page has heard of the new address when this ends: its own listener came first
-    const before = location.href, heard = new Promise((done) => addEventListener("hashchange", done, { once: true }));
-    location.hash = hash;
-    if (location.href !== before) await heard;
-}"""
-BACK = """() => new Promise((done) => { addEventListener("hashchange", done, { once: true }); history.back(); })"""
+CHECKS = (Path(__file__).parent / "view" / "checks.js").read_text("utf-8").strip()
+
+
+def js(page: Page, name: str, argument: Any = None) -> Any:
+    """Call a function of tests/view/checks.js in a page."""
+    return page.evaluate(f"(argument) => {CHECKS}.{name}(argument)", argument)
 
 
 def rested(page: Page) -> None:
     """Wait until a page of the viewer, or a report, says that nothing is pending."""
-    page.evaluate(FRAME)  # what was done to the page has arrived there
+    js(page, "frame")
     page.wait_for_selector('html:is([data-state="ready"], [data-state="error"])', state="attached")
 
 
@@ -201,7 +200,7 @@ def eventually(page: Page, read: Callable[[], Any], expected: Any = True) -> Non
     end = time.monotonic() + PATIENCE
     while (found := read()) != expected:
         assert time.monotonic() < end, f"after {PATIENCE} s it is still {found!r}, expected {expected!r}"
-        page.evaluate(FRAME)
+        js(page, "frame")
 
 
 @dataclass
@@ -227,7 +226,7 @@ class Tab:
 
     def follow(self, url: str) -> Tab:
         if self.page.url.startswith(self.served.url):
-            self.page.evaluate(GO, f"#{urlsplit(url).fragment}")
+            self.js("go", f"#{urlsplit(url).fragment}")
         else:
             self.page.goto(url)
         return self.settled()
@@ -247,7 +246,7 @@ class Tab:
         return self
 
     def back(self) -> Tab:
-        self.page.evaluate(BACK)
+        self.js("back")
         return self.settled()
 
     @property
@@ -279,20 +278,16 @@ class Tab:
         self.eventually(lambda: (page in (None, self.at), {key: self.state.get(key) for key in wanted}), (True, wanted))
         return self.settled()
 
+    def js(self, name: str, argument: Any = None) -> Any:
+        return js(self.page, name, argument)
+
     def text(self) -> str:
         """The text of the page and of its input fields."""
-        return self.page.evaluate(
-            """() => [document.querySelector("main").innerText,
-                ...Array.from(document.querySelectorAll("main textarea, main input"), (x) => x.value)].join("\\n")"""
-        )
+        return self.js("text")
 
     def is_safe(self) -> bool:
         """Whether no token was parsed as markup, or reverses the text after it."""
-        found = self.page.evaluate(
-            """[document.documentElement.dataset.pwned ?? null,
-                document.querySelectorAll("main img, main script, main iframe").length]"""
-        )
-        return found == [None, 0] and "\u202e" not in self.text()
+        return self.js("parsed") == [None, 0] and "\u202e" not in self.text()
 
     def tiles(self, since: int = 0) -> set[str]:
         """The requested tiles, as group/text/layer/head/pool/zoom/i/j."""
@@ -452,24 +447,6 @@ def texts_of(drawing: ElementTree.Element) -> list[str]:
 def overflow(page: Page) -> int:
     """The number of pixels by which the page is wider than its window."""
     return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
-
-
-CHECKS = (Path(__file__).parent / "view" / "checks.js").read_text("utf-8")
-
-
-def nameless(page: Page) -> list[str]:
-    """Visible interactive elements without an accessible name."""
-    return page.evaluate(f"{CHECKS}.nameless()")
-
-
-def faint(page: Page) -> list[str]:
-    """Texts whose contrast with their background is less than 4.5, or 3 for large text."""
-    return page.evaluate(f"{CHECKS}.faint()")
-
-
-def spilt(page: Page) -> list[str]:
-    """Texts that overflow their box and cover other elements."""
-    return page.evaluate(f"{CHECKS}.spilt()")
 
 
 def unseen(said: str) -> list[str]:

@@ -1,4 +1,4 @@
-// Checks of a page that tests/viewer_fixture.py evaluates: each function returns what it found to be wrong.
+// Functions that tests/viewer_fixture.py evaluates in a page; the first three return what they found to be wrong.
 ({
 
 // Texts that overflow their box and cover other elements.
@@ -71,4 +71,75 @@ faint: () => {
   }
   return [...found].slice(0, 20);
 },
+
+// ---- what a page shows --------------------------------------------------------------------------------------------
+
+// The text of the page and of its input fields.
+text: () => [
+  document.querySelector("main").innerText, ...Array.from(document.querySelectorAll("main textarea, main input"), (x) => x.value),
+].join("\n"),
+
+// What was parsed as markup although it is text: the mark of a script that ran, and the number of elements.
+parsed: () => [document.documentElement.dataset.pwned ?? null, document.querySelectorAll("main img, main script, main iframe").length],
+
+// Name of the focused element, and whether the focus is visible; a radio button is represented by its label.
+focused: () => {
+  const x = document.activeElement, shown = x.matches("[type=radio]") ? x.nextElementSibling : x;
+  const { top, bottom, width } = shown.getBoundingClientRect(), style = getComputedStyle(shown);
+  const outlined = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
+  return [x === document.body ? null : x.outerHTML.slice(0, 120), outlined && width > 0 && bottom > 0 && top < innerHeight];
+},
+
+// Elements that move.
+moving: () => Array.from(document.querySelectorAll("*")).filter((x) => {
+  const { animationName, transitionDuration } = getComputedStyle(x);
+  return animationName !== "none" || transitionDuration.split(", ").some((time) => parseFloat(time) > 0);
+}).map((x) => x.outerHTML.slice(0, 100)),
+
+// The tokens of a text that are in view: [position, text].
+tokensInView: () => {
+  const frame = document.querySelector(".flow").getBoundingClientRect();
+  return Array.from(document.querySelectorAll("[data-at]")).filter((x) => {
+    const { top, bottom } = x.getBoundingClientRect();
+    return top >= frame.top && bottom <= frame.bottom;
+  }).map((x) => [Number(x.dataset.at), x.innerText.trim()]);
+},
+
+// The brightness of tokens: the sum of red, green and blue of their background.
+shades: (n) => Array.from({ length: n }, (_, at) => {
+  const [r, g, b, a = 1] = getComputedStyle(document.getElementById(`text-query-${at}`)).backgroundColor.match(/[\d.]+/g).map(Number);
+  return a ? r + g + b : 751; // the background of the page
+}),
+
+// The layout of the stage of a map, by the page's own code.
+layout: async ({ queries, keys, view }) => {
+  const { layoutOf, fitted } = await import("/static/map_scene.js");
+  const { clientWidth: width, clientHeight: height } = document.querySelector(".map-canvas").parentElement;
+  const size = { width, height, queries, keys };
+  return layoutOf({ ...size, view: view ?? fitted(size) });
+},
+
+// The brightness of the map at these places, [[x, y], …].
+brightness: (places) => {
+  const copy = document.createElement("canvas"), shown = document.querySelector(".map-canvas");
+  Object.assign(copy, { width: shown.width, height: shown.height });
+  const context = copy.getContext("2d", { willReadFrequently: true });
+  context.drawImage(shown, 0, 0);
+  const colour = ([x, y]) => Array.from(context.getImageData(x, y, 1, 1).data.slice(0, 3));
+  return places.map((place) => colour(place).reduce((a, b) => a + b));
+},
+
+// ---- moving on ----------------------------------------------------------------------------------------------------
+
+// Go to an address. The page has heard of it when this ends, because its own listener came first.
+go: async (hash) => {
+  const before = location.href, heard = new Promise((done) => addEventListener("hashchange", done, { once: true }));
+  location.hash = hash;
+  if (location.href !== before) await heard;
+},
+
+back: () => new Promise((done) => { addEventListener("hashchange", () => done(), { once: true }); history.back(); }),
+
+// What was done to the page has arrived there when this ends.
+frame: () => new Promise((done) => requestAnimationFrame(() => setTimeout(done))),
 })

@@ -880,16 +880,21 @@ def test_session_reports_the_progress_of_a_map_and_its_end_answers_the_clients(
         assert waits.result().status_code == 499
 
 
+def connected(url: str, request: str) -> socket.socket:
+    """A connection with a small buffer, on which a request was begun. HOST stands for that header."""
+    port = httpx.URL(url).port
+    sock = socket.create_connection(("127.0.0.1", port), timeout=60)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    sock.sendall(request.replace("HOST", f"Host: 127.0.0.1:{port}").replace("\n", "\r\n").encode())
+    return sock
+
+
 def test_closed_connections_cancel_their_jobs(session: Session, crowded: Sluggish) -> None:
     """Real connections that are closed: their jobs are dropped or stopped."""
     with serve_in_thread(session) as url:
-        address = ("127.0.0.1", httpx.URL(url).port)
         calls = []
         for head in range(4):
-            sock = socket.create_connection(address)
-            path = tile_path(session, head=head)
-            sock.sendall(f"GET /{path} HTTP/1.1\r\nHost: 127.0.0.1:{address[1]}\r\n\r\n".encode())
-            calls.append(sock)
+            calls.append(connected(url, f"GET /{tile_path(session, head=head)} HTTP/1.1\nHOST\n\n"))
             until(lambda: len(crowded.begun) == 1)
         for sock in calls:
             sock.close()
@@ -902,17 +907,10 @@ def test_slow_readers_and_writers_do_not_block_others(session: Session, monkeypa
     pause = Connection.pause_writing
     monkeypatch.setattr(Connection, "pause_writing", lambda self: (paused.append(1), pause(self))[-1])
     monkeypatch.setattr(session.sources[0], "page", b" " * 2**23)  # more than the socket buffers hold
+    never_read = "GET /api/sources/0/page HTTP/1.1\nHOST\n\n"
+    never_sent = "POST /api/live HTTP/1.1\nHOST\nContent-Type: application/json\nContent-Length: 100\n\n{"
     with serve_in_thread(session) as url:
-        port = httpx.URL(url).port
-        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(16)]
-        for n, sock in enumerate(slow):
-            head = f"Host: 127.0.0.1:{port}\r\n"
-            if n % 2:  # requests a large answer and never reads it
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-                sock.sendall(f"GET /api/sources/0/page HTTP/1.1\r\n{head}\r\n".encode())
-            else:  # announces a body and does not send it
-                head += "Content-Type: application/json\r\nContent-Length: 100\r\n"
-                sock.sendall(f"POST /api/live HTTP/1.1\r\n{head}\r\n{{".encode())
+        slow = [connected(url, request) for request in [never_read, never_sent] * 8]
         until(lambda: len(paused) == 8)
         assert httpx.get(f"{url}api/session", timeout=60).status_code == 200
         assert httpx.post(f"{url}api/live", json=ASKED, timeout=60).status_code == 200
@@ -933,15 +931,11 @@ def test_silent_connections_are_closed_and_slow_answers_are_not_cut_off(
         until(lambda: len(closed) == 1)  # its timer has gone off during the answer
         crowded.go.set()
         assert waits.result().status_code == 200
-        address = ("127.0.0.1", httpx.URL(url).port)
-        whole = f"GET /favicon.ico HTTP/1.1\r\nHost: 127.0.0.1:{address[1]}\r\n\r\n".encode()
-        for sent in ((), (whole[:20],), (whole, whole[:20])):
-            with socket.create_connection(address, timeout=60) as sock:
-                for part in sent:
-                    sock.sendall(part)
-                    if part is whole:
-                        assert sock.recv(4096).startswith(b"HTTP/1.1 204")
-                assert sock.recv(4096) == b""
+        whole, part = "GET /favicon.ico HTTP/1.1\nHOST\n\n", "GET /favicon.ico HTT"
+        for sent in ("", part, whole + part):
+            with connected(url, sent) as sock:
+                got = b"".join(iter(lambda sock=sock: sock.recv(4096), b""))
+            assert got[:12] == (b"HTTP/1.1 204" if sent.startswith(whole) else b"")
     monkeypatch.setattr(guard, "HEAD_SECONDS", 600)
     with serve_in_thread(session) as url, httpx.Client(base_url=url) as client:  # regular requests share a connection
         first, second = (client.get("/favicon.ico").extensions["network_stream"] for _ in range(2))

@@ -23,11 +23,8 @@ from viewer_fixture import (
     Served,
     Tab,
     check_pictures,
-    faint,
     floats,
-    nameless,
     overflow,
-    spilt,
     texts_of,
 )  # fmt: skip
 
@@ -47,19 +44,6 @@ def expect_head(tab: Tab, layer: int | str, head: int | str) -> None:
 
 # ---- every page -----------------------------------------------------------------------------------------------
 
-# Name and visibility of the focused element; a radio button is represented by its label.
-FOCUSED = """() => {
-    const x = document.activeElement, shown = x.matches("[type=radio]") ? x.nextElementSibling : x;
-    const { top, bottom, width } = shown.getBoundingClientRect(), style = getComputedStyle(shown);
-    const outlined = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
-    const visible = outlined && width > 0 && bottom > 0 && top < innerHeight;
-    return [x === document.body ? null : x.outerHTML.slice(0, 120), visible];
-}"""
-MOVING = """Array.from(document.querySelectorAll("*")).filter((x) => {
-    const { animationName, transitionDuration } = getComputedStyle(x);
-    return animationName !== "none" || transitionDuration.split(", ").some((time) => parseFloat(time) > 0);
-}).map((x) => x.outerHTML.slice(0, 100))"""
-
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_page_has_names_contrast_focus_and_no_motion_if_reduced(tab: Opens, mini: Served, page: str) -> None:
@@ -67,20 +51,20 @@ def test_every_page_has_names_contrast_focus_and_no_motion_if_reduced(tab: Opens
     expect(one.page.locator("#nav [aria-current]")).to_have_attribute("data-key", page)
     assert one.page.get_attribute("html", "data-state") == "ready"
     assert len(one.text()) > 100
-    assert nameless(one.page) == []
-    assert one.page.evaluate(MOVING) == []
+    assert one.js("nameless") == []
+    assert one.js("moving") == []
     paper = "getComputedStyle(document.documentElement).backgroundColor"
     light = one.page.evaluate(paper)
-    assert faint(one.page) == []
+    assert one.js("faint") == []
     one.page.emulate_media(color_scheme="dark")
     one.settled()
     assert one.page.evaluate(paper) != light
-    assert faint(one.page) == []
+    assert one.js("faint") == []
     one.page.focus("#main")
     seen = []
     for _ in range(60):
         one.press("Tab")
-        seen.append(one.page.evaluate(FOCUSED))
+        seen.append(one.js("focused"))
         if seen[-1][0] is None:  # past the end of the page
             break
     assert len(seen) > 3
@@ -92,7 +76,7 @@ def test_no_page_overflows_on_a_phone_or_when_it_becomes_a_desktop(tab: Opens, m
     views = [{"page": page} for page in PAGES] + [{"page": "align", "view": view} for view in ("reversal", "captions")]
     for view in views:
         one.open(**view).arrives(view["page"])
-        assert (view, overflow(one.page) <= 0, spilt(one.page)) == (view, True, [])
+        assert (view, overflow(one.page) <= 0, one.js("spilt")) == (view, True, [])
         one.page.set_viewport_size(DESKTOP)
         one.settled()
         one.eventually(lambda view=view: (view, overflow(one.page) <= 0), (view, True))
@@ -110,7 +94,7 @@ def test_hostile_tokens_are_never_parsed_as_markup(view: Opens, page: str) -> No
         expect(one.page.locator("#tip")).to_be_visible()
     assert one.is_safe()
     assert overflow(one.page) <= 0
-    assert spilt(one.page) == []
+    assert one.js("spilt") == []
     if page in ("overview", "sinks"):  # the exports of the others are tested with their numbers
         check_pictures(one)
 

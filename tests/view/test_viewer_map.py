@@ -54,19 +54,11 @@ class View:
         return inner | {f"{pool}/0/0/0", "max/0/0/0"}
 
 
-LAYOUT = """async ({ queries, keys, view }) => {
-    const { layoutOf, fitted } = await import("/static/map_scene.js");
-    const { clientWidth: width, clientHeight: height } = document.querySelector(".map-canvas").parentElement;
-    const size = { width, height, queries, keys };
-    return layoutOf({ ...size, view: view ?? fitted(size) });
-}"""
-
-
 def view_of(tab: Tab, queries: int, keys: int) -> View:
     """The view in the address, with the margins that the page computes."""
 
     def layout(view: dict[str, float] | None) -> dict:
-        return tab.page.evaluate(LAYOUT, {"queries": queries, "keys": keys, "view": view})
+        return tab.js("layout", {"queries": queries, "keys": keys, "view": view})
 
     found = layout(None)
     if "z" in tab.state:
@@ -345,18 +337,10 @@ def test_map_colours_follow_the_theme(view: Opens) -> None:
     one = view().open("map", "gpt", layer=1, head=1, scale="linear")  # each query attends to the previous token
     stage = view_of(one, 61, 61)
     places = [(2, 2), stage.place(40, 39), stage.place(40, 20)]
-    brightness = """(places) => {
-        const copy = document.createElement("canvas"), shown = document.querySelector(".map-canvas");
-        Object.assign(copy, { width: shown.width, height: shown.height });
-        const context = copy.getContext("2d", { willReadFrequently: true });
-        context.drawImage(shown, 0, 0);
-        const colour = ([x, y]) => Array.from(context.getImageData(x, y, 1, 1).data.slice(0, 3));
-        return places.map((place) => colour(place).reduce((a, b) => a + b));
-    }"""
-    paper, strong, weak = one.page.evaluate(brightness, places)
+    paper, strong, weak = one.js("brightness", places)
     assert strong + 200 < weak <= paper + 30
     one.press("t").settled()
-    paper, strong, weak = one.page.evaluate(brightness, places)
+    paper, strong, weak = one.js("brightness", places)
     assert paper < 150
     assert strong > weak + 200
 

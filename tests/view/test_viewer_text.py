@@ -103,13 +103,7 @@ def test_causal_text_lists_only_visible_tokens_and_shades_follow_the_weights(vie
     check_listed(one, "from", weights[:, 3])
     one.open("text", "two", text=1, layer=0, head=1, pins=20)
     weights = served.profile("two").data["weights"].values[1, 0, 1]
-    shades = one.page.evaluate(
-        """() => Array.from({ length: 37 }, (_, at) => {
-            const style = getComputedStyle(document.getElementById(`text-query-${at}`));
-            const [r, g, b, a = 1] = style.backgroundColor.match(/[\\d.]+/g).map(Number);
-            return a ? r + g + b : 751; // the background
-        })"""
-    )
+    shades = one.js("shades", 37)
     assert np.argmin(shades) == np.argmax(weights[20])
     assert np.corrcoef(shades, np.sqrt(weights[20]))[0, 1] < -0.95
 
@@ -202,14 +196,6 @@ def test_failed_weights_do_not_show_the_previous_head(view: Opens, served: Serve
 
 # ---- long texts -----------------------------------------------------------------------------------------------
 
-IN_VIEW = """() => {
-    const frame = document.querySelector(".flow").getBoundingClientRect();
-    return Array.from(document.querySelectorAll("[data-at]")).filter((x) => {
-        const { top, bottom } = x.getBoundingClientRect();
-        return top >= frame.top && bottom <= frame.bottom;
-    }).map((x) => [Number(x.dataset.at), x.innerText.trim()]);
-}"""
-
 
 @pytest.mark.slow
 def test_long_text_is_rendered_in_part(view: Opens, served: Served) -> None:
@@ -225,7 +211,7 @@ def test_long_text_is_rendered_in_part(view: Opens, served: Served) -> None:
     one.press("End").settled()
     expect(one.page.locator(token(19_999))).to_be_in_viewport()
     one.page.locator(".flow").evaluate("(x) => { x.scrollTop -= 12000; }")
-    seen = one.settled().page.evaluate(IN_VIEW)
+    seen = one.settled().js("tokensInView")
     expect(one.page.locator(token(19_999))).to_have_count(0)
     first = seen[0][0]
     assert 200 < len(seen) < 3000  # the whole view is filled with text
