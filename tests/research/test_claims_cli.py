@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import qkv
+import research.sinks
 from conftest import Command, refused
 from qkv.models import DecoderConfig, DecoderLM
 from research.claims import CLAIMS, Claim, Drifted, Verdict, experiment, holds
@@ -194,7 +196,8 @@ def test_a_missing_result_names_the_command_that_makes_it(
             missing()
 
 
-def test_a_model_is_judged_beside_others(tmp_path: Path, run: Run) -> None:
+def test_a_model_is_judged_beside_others(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(research.sinks, "study", functools.cache(research.sinks.study))
     qkv.models.save(DecoderLM(DecoderConfig(context=64, d_model=16, layers=1, heads=2)), str(tmp_path / "model"))
     (tmp_path / "text.txt").write_text("one two three. " * 80)
     options = ["--model", tmp_path / "model", "--text", tmp_path / "text.txt"]
