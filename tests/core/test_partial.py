@@ -50,6 +50,7 @@ def test_a_commutative_monoid(a: Partial, b: Partial, c: Partial, which: int) ->
     parts = [Partial(x.out.clone(), x.lse.clone()) for x in (a, b, c)]
     got = merge(*parts, out=parts[which] if which != 1 else Partial.zero(a.out))
     same(got, whole)
+    same(merge(a, out=Partial.zero(a.out)), a)
     sink = torch.full((5,), 0.5, dtype=torch.float64)
     same(got.with_sink(sink, in_place=True), whole.with_sink(sink))
 
