@@ -119,7 +119,7 @@ def table(names: list[str], rows: dict[str, str]) -> str:
 
 def every_row() -> dict[str, str]:
     """The lines of all tables: each model is built and examined."""
-    return {name: row(name, examine(name)) for name in ALL}
+    return {name: row(name, examine(name, padded=True)) for name in ALL}
 
 
 def page(rows: dict[str, str]) -> str:
