@@ -115,10 +115,15 @@ CASES = {
 }
 
 MEASURED = (
-    "causal", "no mask", "float32", "window ahead", "documents, causal", "not a number in padding", "random blocks",
-    "of heads and items", "more keys than queries", "sink", "learned key", "off by one, and nothing visible", "T5",
-    "additive",
+    "causal", "no mask", "documents, causal", "float32", "not a number in padding", "window ahead",
+    "of heads and items", "random blocks", "more keys than queries", "learned key", "sink",
+    "off by one, and nothing visible", "T5", "additive",
 )  # fmt: skip
+
+
+def measured_by(size: int) -> tuple[str, ...]:
+    """The cases whose statistics so many processes measure: two all of them, four every other one."""
+    return MEASURED[:: size // 2]
 
 
 def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str, Tensor]:
@@ -240,16 +245,17 @@ def main(rank: int, size: int, folder: Path) -> None:
     tile = 4 if size == 4 else 256  # smaller than the chunks of four processes, larger than those of two
     with patch.dict(BY_DEVICE, cpu=replace(BY_DEVICE["cpu"], tile=tile, whole_mask=0)):
         found: dict[str, Any] = {name: _shared(case, group) for name, case in CASES.items()}
-        found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in MEASURED}
+        found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in measured_by(size)}
     chunk = 24 // (2 * size)
     early, late = rank * chunk, (2 * size - 1 - rank) * chunk  # which balances the work of a causal mask
     mine = qkv.ring.positions(24, group).tolist()
     assert mine == [*range(early, early + chunk), *range(late, late + chunk)]
     assert mine == qkv.ring.shard(torch.arange(24), group, dim=0).tolist()
     _check_refusals(group)
-    ids, positions = (qkv.ring.shard(x, group, dim=1) for x in (IDS, torch.arange(80).expand(2, 80)))
-    profile = qkv.profile(Reader(group), {"input_ids": ids, "positions": positions}, progress=False)
-    profile.save(folder / f"profile-{size}-{rank}.qkv.zip")
+    if size == 2:
+        ids, positions = (qkv.ring.shard(x, group, dim=1) for x in (IDS, torch.arange(80).expand(2, 80)))
+        profile = qkv.profile(Reader(group), {"input_ids": ids, "positions": positions}, progress=False)
+        profile.save(folder / f"profile-{rank}.qkv.zip")
     some = dist.new_group([0, size - 1])
     if rank in (0, size - 1):
         found["two of four"] = _shared(CASES["causal"], some)

@@ -295,6 +295,7 @@ def test_linformer() -> None:
     close(layer(x), layer.out_proj(out.transpose(1, 2).flatten(2)))
     padded = nn.functional.pad(x, (0, 0, 0, 4), value=3.0)
     close(layer(padded, lengths=torch.tensor([13, 13]))[:, :13], layer(x))
+    assert layer(rand(1, 19, 24)).shape == (1, 19, 24)  # as long as can be
     assert layer_of(24, 6, cls=LinformerAttention, length=9, rank=2, shared=True).f is None
 
 

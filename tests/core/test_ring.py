@@ -43,9 +43,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     done = subprocess.run(launch, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-5000:]
     found = {size: torch.load(folder / f"found-{size}.pt") for size in SIZES}
-    for size in SIZES:
-        files = [folder / f"profile-{size}-{rank}.qkv.zip" for rank in range(size)]
-        found[size]["profiles"] = [qkv.Profile.load(file) for file in files]
+    found[2]["profiles"] = [qkv.Profile.load(folder / f"profile-{rank}.qkv.zip") for rank in range(2)]
     found[4]["lost"] = [(folder / f"lost-{rank}.txt").read_text() for rank in range(2)]
     return found
 
@@ -77,8 +75,7 @@ def test_sharded_attention_equals_one_process(name: str, size: int, found: dict[
 
 
 @pytest.mark.slow
-@sizes
-@pytest.mark.parametrize("name", ring_cases.MEASURED)
+@pytest.mark.parametrize(("name", "size"), [(x, size) for size in SIZES for x in ring_cases.measured_by(size)])
 def test_sharded_statistics_equal_one_process(name: str, size: int, found: dict[int, dict[str, Any]]) -> None:
     case = ring_cases.CASES[name]
     want, got = ring_cases.measured(case, lambda x, dim=2: x), found[size]["statistics"][name]
@@ -147,11 +144,10 @@ def test_kernels_that_cannot_serve_all_blocks_and_objects_that_are_not_groups_ar
 
 
 @pytest.mark.slow
-@sizes
-def test_every_process_gets_the_profile_of_the_whole(size: int, found: dict[int, dict[str, Any]]) -> None:
+def test_every_process_gets_the_profile_of_the_whole(found: dict[int, dict[str, Any]]) -> None:
     inputs = {"input_ids": ring_cases.IDS, "positions": torch.arange(80).expand(2, 80)}
     want = qkv.profile(ring_cases.Reader(), inputs, progress=False, map_tokens=0, map_bins=0)
-    for got in found[size]["profiles"]:
+    for got in found[2]["profiles"]:
         assert got.data["key_token"].values.tolist() == want.data["key_token"].values.tolist()
         assert got.data["module"].values.tolist() == ["layers.0", "layers.1"]
         assert set(want.data) - set(got.data) == {
