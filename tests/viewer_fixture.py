@@ -212,6 +212,7 @@ class Tab:
     served: Served
     requests: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    is_reset: bool = False
 
     def __post_init__(self) -> None:
         self.page.on("console", self._on_console)
@@ -226,19 +227,21 @@ class Tab:
 
     def follow(self, url: str) -> Tab:
         if self.page.url.startswith(self.served.url):
-            self.js("go", f"#{urlsplit(url).fragment}")
+            self.js("remount" if self.is_reset else "go", f"#{urlsplit(url).fragment}")
         else:
             self.page.goto(url)
+        self.is_reset = False
         return self.settled()
 
     def reset(self) -> Tab:
-        """As new, but for what the browser has cached: the next `open` loads the viewer again."""
+        """As new, but for what the viewer keeps in memory of profiles: the next `open` mounts its page anew."""
+        self.page.unroute_all()
         if self.page.url != "about:blank":
-            self.page.evaluate("localStorage.clear()")
-            self.page.goto("about:blank")
             self.page.mouse.move(0, 0)
-            self.page.unroute_all()
-        self.requests, self.problems = [], []
+            if not self.js("reusable"):
+                self.page.evaluate("localStorage.clear()")
+                self.page.goto("about:blank")  # the next `open` loads the viewer again
+        self.requests, self.problems, self.is_reset = [], [], True
         return self
 
     def settled(self) -> Tab:

@@ -138,6 +138,19 @@ go: async (hash) => {
   if (location.href !== before) await heard;
 },
 
+// The same, with the page of that address mounted anew.
+async remount(hash) {
+  const pageOf = (address) => address.slice(2).split("?")[0], source = new URLSearchParams(location.hash.split("?")[1]).get("source");
+  if (pageOf(location.hash) === pageOf(hash)) await this.go(`#/${pageOf(hash) === "overview" ? "wall" : "overview"}?source=${source}`);
+  await this.go(hash);
+},
+
+// Whether the next test may use the viewer as it is: nothing is pending or stored.
+reusable: () => {
+  document.activeElement?.blur();
+  return ["ready", "error"].includes(document.documentElement.dataset.state) && localStorage.length === 0;
+},
+
 back: () => new Promise((done) => { addEventListener("hashchange", () => done(), { once: true }); history.back(); }),
 
 // What was done to the page has arrived there when this ends.

@@ -235,15 +235,14 @@ def test_single_keys_navigate_until_they_are_disabled(tab: Opens, mini: Served) 
     assert not one.page.locator("#help-dialog").is_visible()
 
 
-def test_skip_link_moves_the_focus_and_an_anchor_does_not_change_the_page(view: Opens) -> None:
-    one = view().open("sinks", "gpt")
+def test_skip_link_moves_the_focus_and_an_anchor_does_not_change_the_page(tab: Opens) -> None:
+    one = tab().open("sinks", "gpt")
     one.press("Tab").until("document.activeElement.id === 'skip'")
     one.eventually(lambda: one.page.locator("#skip").bounding_box()["x"] >= 0)
     one.press("Enter").until("document.activeElement.id === 'main'")
     one.follow(f"{one.served.url}#main")
     assert one.page.locator(".page-sinks").count() == 1
-    one.reset().page.goto(f"{one.served.url}#main")
-    one.arrives("overview")
+    tab().follow(f"{one.served.url}#main").arrives("overview")
 
 
 def test_arrow_keys_move_in_the_grid_of_heads_and_enter_opens_one(view: Opens) -> None:

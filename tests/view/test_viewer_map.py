@@ -301,8 +301,8 @@ def test_pin_is_shown_in_the_text_and_removed_with_the_view_by_another_text(view
     expect(one.page.locator(".map-pinned button")).to_have_count(0)
 
 
-def test_failed_map_does_not_show_the_previous_head(view: Opens) -> None:
-    one = view()  # the route comes first, because it is not there at once in a page that is open
+def test_failed_map_does_not_show_the_previous_head(tab: Opens) -> None:
+    one = tab()  # the route comes first, because it is not there at once in a page that is open
     one.page.route("**/map/0/0/0/1", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
     one.open("map", "wide").press("n")
     expect(one.page.locator(".map-why")).to_contain_text("The disk is full.")

@@ -225,8 +225,8 @@ def check_sinks(tab: Tab, answer: dict[str, Any], when: str) -> None:
     expect(tab.page.locator(".live-cell > span")).to_have_text(sinks)
 
 
-def test_live_page_answers_while_typing_and_keeps_a_long_text(view: Opens, mini: Served, live: Live) -> None:
-    one = view(mini).open("live")
+def test_live_page_answers_while_typing_and_keeps_a_long_text(tab: Opens, mini: Served, live: Live) -> None:
+    one = tab(mini).open("live")
     check_bars(one, live.answer(asked(live.description()["example"])), edited=False)
     text = "def add(a, b):\n    return a +"
     one.page.fill("#live-text", text)

@@ -180,9 +180,9 @@ def test_search_finds_words(view: Opens) -> None:
     expect(one.page.locator(".text-found")).to_have_text("not found")
 
 
-def test_failed_weights_do_not_show_the_previous_head(view: Opens, served: Served) -> None:
+def test_failed_weights_do_not_show_the_previous_head(tab: Opens, served: Served) -> None:
     weights = served.profile("two").data["weights"].values[1, 0, 1]
-    one = view()  # the route comes first, because it is not there at once in a page that is open
+    one = tab()  # the route comes first, because it is not there at once in a page that is open
     one.page.route("**/map/0/1/0/1", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
     one.open("text", "two", text=1, layer=0, head=0, pins=4).press("n")
     expect(one.page.locator(".text-failed")).to_contain_text("The disk is full.")
