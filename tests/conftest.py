@@ -1,9 +1,4 @@
-"""What the core's tests share: seeded generators, tolerances from the dtype, small tiles, shapes checked on request.
-
-With QKV_CHECK_SHAPES=1 every call of the core checks the shapes and types of its signature (jaxtyping and beartype).
-That takes twice the time of the tests, so tests/docs/test_shapes.py does it with one case of each. The
-import hook must come before the first import of qkv.
-"""
+"""What all tests share: seeded generators, tolerances from the dtype, small tiles, refusals, commands."""
 
 from __future__ import annotations
 
@@ -14,36 +9,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
-from beartype import BeartypeConf, beartype
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CORE = (
-    "errors", "_contract", "_files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
-    "_engine", "ring", "reference", "kernels", "linear", "statistics", "choice", "_plan", "attention",
-    "cache", "nn", "models",
-)  # fmt: skip
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPU tensors; read when they are first imported
-checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
-if os.environ.get("QKV_CHECK_SHAPES") == "1":
-    names = [*(f"qkv.{name}" for name in CORE), "qkv_lab.course", "qkv_lab.models"]
-    jaxtyping.install_import_hook(names, f"{__name__}.checked")
 
-from fuzz.tiles import small  # noqa: E402
-from qkv import InputError, masks, reference  # noqa: E402
-from qkv._engine import sweep  # noqa: E402
-from qkv._engine.sizes import BY_DEVICE  # noqa: E402
-from qkv.cli import main  # noqa: E402
-from qkv.kernels import linear  # noqa: E402
-from qkv.normalizers import Normalizer  # noqa: E402
-from qkv.scores import Score  # noqa: E402
+from fuzz.tiles import small
+from qkv import InputError, masks, reference
+from qkv._engine import sweep
+from qkv._engine.sizes import BY_DEVICE
+from qkv.cli import main
+from qkv.kernels import linear
+from qkv.normalizers import Normalizer
+from qkv.scores import Score
 
 torch.set_num_threads(1)  # the tests are many small products: threads would only wait for one another
 settings.register_profile("qkv", derandomize=True, deadline=None, max_examples=30)
@@ -70,17 +54,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--one-case"):
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         items[:] = [item for item in items if item is first[item.nodeid.partition("[")[0]]]
-
-
-@contextlib.contextmanager
-def unchecked() -> Iterator[None]:
-    """Shapes in signatures are not checked: for wrong input on purpose, and for loops over every pair."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(params=[4, 8, 16])
@@ -158,7 +131,7 @@ def check_slopes(model: nn.Module, loss: Callable[[], Tensor], *, unused: tuple[
         for i in range(2):
             way = rand(*parameter.shape, seed=100 * seed + i)
             values = []
-            with torch.no_grad(), unchecked():
+            with torch.no_grad():
                 for sign in (1, -2):
                     parameter.add_(way, alpha=sign * step)
                     values.append(loss().item())
@@ -195,8 +168,7 @@ def oracle(
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """out, lse and weights by definition, in float64: nothing of `attend` but the arguments."""
     given = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-    with unchecked():
-        found = reference.attention(q, k, v, mask=mask, bias=given, score=score, normalizer=normalizer)
+    found = reference.attention(q, k, v, mask=mask, bias=given, score=score, normalizer=normalizer)
     lse = None if found.lse is None else torch.from_numpy(found.lse)
     return torch.from_numpy(found.out), lse, torch.from_numpy(found.weights)
 
@@ -325,8 +297,7 @@ def mask_trees(draw: st.DrawFn, nq: int, nk: int, batch: int, heads: int) -> mas
             st.builds(masks.Shifted, inner, offsets),
         )
 
-    with unchecked():  # beartype looks at random items of a list, which a strategy must not
-        return draw(st.recursive(st.one_of(leaves), compose, max_leaves=4))
+    return draw(st.recursive(st.one_of(leaves), compose, max_leaves=4))
 
 
 @st.composite

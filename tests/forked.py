@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,13 +61,6 @@ class Forked:
             self._process.kill()
             raise AssertionError(f"the process did not end within {seconds} seconds: {self.out}{self.errors}")
         return code
-
-
-def free_port() -> int:
-    """A port at which no server listens."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _call(

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import qkv
-from conftest import rand, refused, triple, unchecked
+from conftest import rand, refused, triple
 from qkv import InputError, attend, biases
 from qkv.masks import Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
-
-
-@pytest.fixture(autouse=True)
-def _no_shape_checks() -> Iterator[None]:
-    """Switch off the shape checks of the tests, which users do not have."""
-    with unchecked():
-        yield
-
 
 Q, K, V = triple(2, 6, 2, 11, 13, 3, 5)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import MASKS, close, oracle, rand, refused, triple, unchecked
+from conftest import MASKS, close, oracle, rand, refused, triple
 from qkv import Attention, InputError, attend, biases, kernels, masks, normalizers, scores
 from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
 from qkv.positions import DynamicNTK, Rotary, YaRN
@@ -39,13 +39,6 @@ class Exact(Rotary):
 
 
 ROTARY = Exact(4, base=100.0)
-
-
-@pytest.fixture
-def fast() -> Iterator[None]:
-    """For thousands of small calls, of which checks of shapes would be most of the work; other tests have them."""
-    with unchecked():
-        yield
 
 
 def tokens(n: int = N, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +122,6 @@ COMPOSITIONS = [
 """Every bias and position with every normalizer, and every mask several times."""
 
 
-@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize(("kind", "normalizer", "mask"), COMPOSITIONS)
 def test_full_is_uncached_at_every_step(kind: str, normalizer: str, mask: str) -> None:
     bias, rotary = KINDS[kind]
@@ -179,7 +171,6 @@ def test_full_rejects_tokens_beyond_its_capacity() -> None:
 # --- Sliding ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("window", [1, 2, 5, 19, 99])
 def test_sliding_equals_a_window_mask(window: int) -> None:
     n = 71
@@ -247,7 +238,6 @@ SLOTS: dict[str, tuple[dict[str, Any], Rotary | None]] = {
 }
 
 
-@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize(("name", "sizes"), [*zip(SLOTS, [(2, 5), (1, 1), (3, 2), (2, 50)] * 3, strict=True)])
 def test_sinks_equal_attention_over_slots(name: str, sizes: tuple[int, int]) -> None:
     (sinks, window), n = sizes, 61  # more than the buffer: rows move, and chunks pass it
@@ -463,7 +453,7 @@ SIZES: list[tuple[str, Callable[[], object]]] = [
 
 @pytest.mark.parametrize(("argument", "make"), SIZES)
 def test_sizes_that_are_no_numbers_of_keys_are_refused(argument: str, make: Callable[[], object]) -> None:
-    with unchecked(), refused(argument):
+    with refused(argument):
         make()
 
 
@@ -471,7 +461,7 @@ def rejects(cache: Cache, argument: str, attention: Attention = CAUSAL, match: s
     """Assert that the call raises for this argument and leaves the cache unchanged."""
     seen, size = cache.seen, cache.nbytes
     q, k, v = extra.pop("qkv", tokens(3))
-    with unchecked(), refused(argument, match):
+    with refused(argument, match):
         cache.attend(attention, q, k, v, **extra)
     assert (cache.seen, cache.nbytes) == (seen, size)
 
@@ -533,7 +523,7 @@ def test_a_cache_cannot_be_used_after_a_failed_call(name: str) -> None:
     cache = MAKERS[name]()
     feed(cache, CAUSAL, tokens(), [4])
     q, k, v = (x[:, :, 4:5] for x in tokens())
-    with unchecked(), pytest.raises(InputError):
+    with pytest.raises(InputError):
         cache.attend(CAUSAL, q[..., :-1], k, v)
     with refused("cache"):
         cache.attend(CAUSAL, q, k, v)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import close, enlarged, rand, refused, unchecked
+from conftest import close, enlarged, rand, refused
 from qkv import Attention, cache, masks
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock, from_torch, to_torch
@@ -149,7 +149,7 @@ REFUSALS: list[tuple[str, Callable[[], object], str | None]] = [
 
 @pytest.mark.parametrize(("argument", "call", "match"), REFUSALS)
 def test_wrong_arguments_are_refused(argument: str, call: Callable[[], object], match: str | None) -> None:
-    with unchecked(), torch.no_grad(), refused(argument, match):
+    with torch.no_grad(), refused(argument, match):
         call()
 
 

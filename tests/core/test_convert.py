@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkv
-from conftest import MASKS, fits, grids, largest_tensor, mask_trees, rand, refused, triple, unchecked
+from conftest import MASKS, fits, grids, largest_tensor, mask_trees, rand, refused, triple
 from qkv import InputError, biases, masks
 from qkv.masks import Causal, Dense, Global, Mask, Padding, RandomKeys, Shifted, Window
 
@@ -77,9 +77,8 @@ def test_every_mask_as_sdpa_and_flex_blocks(name: str) -> None:
     """The blocks are those that torch makes of the predicate; the output is that of `scaled_dot_product_attention`."""
     mask = every_mask()[name]
     visible = masks.mask_mod(mask, NQ, NK, batch=B, heads=H)
-    with unchecked():
-        assert torch.equal(torch_flex.create_mask(visible, B, H, NQ, NK, device="cpu"), whole(mask, NQ, NK))
-        theirs = torch_flex.create_block_mask(visible, B, H, NQ, NK, device="cpu", BLOCK_SIZE=4)
+    assert torch.equal(torch_flex.create_mask(visible, B, H, NQ, NK, device="cpu"), whole(mask, NQ, NK))
+    theirs = torch_flex.create_block_mask(visible, B, H, NQ, NK, device="cpu", BLOCK_SIZE=4)
     same_blocks(masks.to_flex(mask, NQ, NK, batch=B, heads=H, block_size=4), theirs)
     q, k, v = triple(B, H, H, NQ, NK)
     some = whole(mask, NQ, NK).any(-1)
@@ -131,7 +130,7 @@ def test_multihead_padding_and_mask_together(name: str) -> None:
 def test_flex_attention_gives_the_same(name: str) -> None:
     mask = every_mask()[name]
     q, k, v = triple(B, H, H, NQ, NK)
-    with unchecked(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # torch's switch: eager, no warning
         theirs = torch_flex.flex_attention(q, k, v, block_mask=masks.to_flex(mask, NQ, NK, batch=B, heads=H))
     torch.testing.assert_close(qkv.attend(q, k, v, mask=mask, kernel="eager"), theirs)
@@ -171,7 +170,7 @@ def test_from_flex_follows_the_lists_of_blocks() -> None:
 def test_converters_reject_float_masks() -> None:
     added = torch.zeros(NQ, NK)
     for convert in (masks.from_sdpa, masks.from_multihead, lambda x: masks.from_multihead(key_padding_mask=x)):
-        with unchecked(), pytest.raises(InputError, match=r"bias=qkv\.biases\.Dense\(tensor\)"):
+        with pytest.raises(InputError, match=r"bias=qkv\.biases\.Dense\(tensor\)"):
             convert(added)
     assert biases.Dense(added).tensor.shape == (1, 1, NQ, NK)  # the error message recommends this
 
@@ -198,7 +197,7 @@ REFUSALS: list[tuple[str, Callable[[], object]]] = [
 
 @pytest.mark.parametrize(("argument", "convert"), REFUSALS)
 def test_converters_reject_wrong_arguments(argument: str, convert: Callable[[], object]) -> None:
-    with unchecked(), refused(argument):
+    with refused(argument):
         convert()
 
 

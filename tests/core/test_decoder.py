@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import check_slopes, close, oracle, rand, refused, unchecked
+from conftest import check_slopes, close, oracle, rand, refused
 from qkv import Attention, biases, features, masks, normalizers, scores
 from qkv.cache import Full, HeavyHitters, Sinks, Sliding
 from qkv.models import checkpoint, pretrained
@@ -373,7 +373,7 @@ def test_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
         ({"layers": "a"}, "config.json"), ({"norm_eps": "x"}, "config.json"), ({"d_model": 32.0}, "config.json"),
     ):  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps(json.loads(before) | {"config": entries | change}))
-        with unchecked(), pytest.raises(qkv.InputError, match=message):
+        with pytest.raises(qkv.InputError, match=message):
             checkpoint.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with refused("config.json"):
@@ -496,20 +496,19 @@ TOKENS: list[tuple[str, Any]] = [
 
 def test_decoder_refuses_bad_configurations_tokens_and_states() -> None:
     model, rotary = model_of(), model_of(positions="rotary")
-    with unchecked():
-        for argument, changes in ENTRIES:
-            with refused(argument):
-                model_of(**changes)
-        for match, ids in TOKENS:
-            with refused("tokens", match):
-                model(ids)
-        for argument, match_, options in START:
-            with refused(argument, match_):
-                model.start(3, **options)
-        with refused("targets", match="shape"):
-            model.loss(ids_of(2, 5), ids_of(2, 4))
-        with refused("mask", match="the class Causal"):
-            DecoderConfig(attention=Attention(mask=masks.Causal))  # type: ignore[arg-type]
+    for argument, changes in ENTRIES:
+        with refused(argument):
+            model_of(**changes)
+    for match, ids in TOKENS:
+        with refused("tokens", match):
+            model(ids)
+    for argument, match_, options in START:
+        with refused(argument, match_):
+            model.start(3, **options)
+    with refused("targets", match="shape"):
+        model.loss(ids_of(2, 5), ids_of(2, 4))
+    with refused("mask", match="the class Causal"):
+        DecoderConfig(attention=Attention(mask=masks.Causal))  # type: ignore[arg-type]
     with refused("padding", match="fewer"):
         model.step(ids_of(2, 3), model.start(2, padding=torch.tensor([3, 0])))
     with refused("ids"):
@@ -618,5 +617,5 @@ def test_compositions_without_a_form_in_json_are_refused_at_saving(attention: At
     {"mask": {"type": "masks.__class__"}},
 ], ids=str)  # fmt: skip
 def test_other_entries_are_refused_at_loading(entries: Any) -> None:
-    with unchecked(), refused("attention"):
+    with refused("attention"):
         composition(entries)

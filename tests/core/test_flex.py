@@ -17,7 +17,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
 
 import qkv
-from conftest import MASKS, close, rand, refused, triple, unchecked
+from conftest import MASKS, close, rand, refused, triple
 from qkv import biases, masks
 from qkv._engine.call import Call
 from qkv.biases import ALiBi, Dense, RelativePosition, SoftCap, T5Bias
@@ -77,8 +77,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def traced() -> Iterator[None]:
-    with unchecked():
-        yield
+    yield
     torch.compiler.reset()
 
 
@@ -280,8 +279,7 @@ def test_flex_rejects_unsupported_devices(monkeypatch: pytest.MonkeyPatch) -> No
             def __getattr__(self, name: str) -> Any:
                 return torch.device(device) if name == "device" else getattr(call.q, name)
 
-        with unchecked():
-            return str(flex.unsupported_reason(replace(call, q=Elsewhere())))
+        return str(flex.unsupported_reason(replace(call, q=Elsewhere())))
 
     assert "on mps" in why("mps")
     monkeypatch.setattr(flex, "has_triton", lambda: False)
@@ -333,9 +331,8 @@ def test_cuda_forward(name: str, dtype: torch.dtype) -> None:
     nq, nk = 150, 300
     q, k, v = (x.to("cuda", dtype) for x in triple(nq=nq, nk=nk, d=32, dv=16))
     given = {"mask": MASKS[name](nq, nk, B, H), "bias": ALiBi(), "normalizer": Softmax(sink=0.5)}
-    with unchecked():
-        got = qkv.attend(q, k, v, kernel="flex", return_lse=True, **given)
-        want = qkv.attend(*(x.double() for x in (q, k, v)), kernel="eager", return_lse=True, **given)
+    got = qkv.attend(q, k, v, kernel="flex", return_lse=True, **given)
+    want = qkv.attend(*(x.double() for x in (q, k, v)), kernel="eager", return_lse=True, **given)
     for ours, theirs in zip(got, want, strict=True):  # products of float32 are made in TF32 there
         close(ours, theirs, eps=16, dtype=torch.bfloat16)
 
@@ -345,5 +342,4 @@ def test_cuda_forward(name: str, dtype: torch.dtype) -> None:
     ("normalizer", "bias"), [*(("softmax", name) for name in BIASES), *((name, "dense") for name in NORMALIZERS)]
 )
 def test_cuda_gradients(normalizer: str, bias: str) -> None:
-    with unchecked():
-        gradients_agree(normalizer, bias, "cuda", torch.float32, d=D if "key" in normalizer else 16, eps=2**15)
+    gradients_agree(normalizer, bias, "cuda", torch.float32, d=D if "key" in normalizer else 16, eps=2**15)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qkv
-from conftest import close, rand, refused, triple, unchecked
+from conftest import close, rand, refused, triple
 from own_objects import SoftplusSquared
 from qkv import attend, biases, masks, measure, normalizers, reference
 
@@ -28,37 +28,35 @@ def test_inputs_with_fewer_dimensions_are_one_head_and_results_keep_their_form(
     asked = {"mask": masks.Causal(), "normalizer": normalizer}
     cut = (slice(None), 0) if ndim == 3 else (1, 0)
     few = [x[cut] for x in (q, k, v)]
-    with unchecked():
-        close(attend(*few, **asked), attend(q, k, v, **asked)[cut], eps=256)
-        out, weights = attend(*few, return_weights=True, **asked)
-        assert weights.shape == (*few[0].shape[:-1], n + 2)
-        assert out.shape == (*few[0].shape[:-1], 5)
-        found, want = measure(*few[:2], bins=4, mass={"near": masks.Window(2)}, **asked), measure(q, k, bins=4, **asked)
-        close(found.entropy, want.entropy[cut])
-        assert found.received.shape == few[1].shape[:-1]
-        assert found.mass["near"].shape == few[0].shape[:-1]
-        assert found.thumbnail is not None
-        assert found.thumbnail.mean.ndim == ndim
-        assert f"keys={n + 2}" in repr(found)
-        if not isinstance(normalizer, SoftplusSquared):
-            assert attend(*few, return_lse=True, **asked)[1].shape == few[0].shape[:-1]
-        if not isinstance(normalizer, SoftplusSquared) and n == 7:
-            close(torch.from_numpy(reference.attention(*few, **asked).out), attend(*few, **asked))
+    close(attend(*few, **asked), attend(q, k, v, **asked)[cut], eps=256)
+    out, weights = attend(*few, return_weights=True, **asked)
+    assert weights.shape == (*few[0].shape[:-1], n + 2)
+    assert out.shape == (*few[0].shape[:-1], 5)
+    found, want = measure(*few[:2], bins=4, mass={"near": masks.Window(2)}, **asked), measure(q, k, bins=4, **asked)
+    close(found.entropy, want.entropy[cut])
+    assert found.received.shape == few[1].shape[:-1]
+    assert found.mass["near"].shape == few[0].shape[:-1]
+    assert found.thumbnail is not None
+    assert found.thumbnail.mean.ndim == ndim
+    assert f"keys={n + 2}" in repr(found)
+    if not isinstance(normalizer, SoftplusSquared):
+        assert attend(*few, return_lse=True, **asked)[1].shape == few[0].shape[:-1]
+    if not isinstance(normalizer, SoftplusSquared) and n == 7:
+        close(torch.from_numpy(reference.attention(*few, **asked).out), attend(*few, **asked))
     assert qkv.plan(*few, **asked).kernel == qkv.plan(*(x[:1] for x in (q, k, v)), **asked).kernel
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 4, 5, 8)])
 def test_numpy_inputs_give_numpy_results(shape: tuple[int, ...]) -> None:
     x = rand(*shape).numpy()
-    with unchecked():
-        results = attend(x, x, x, mask=np.tri(5, dtype=bool), return_lse=True, return_weights=True)
-        assert all(isinstance(one, np.ndarray) for one in (*results, measure(x, x).received))
-        close(torch.from_numpy(results[0]), attend(*[torch.from_numpy(x)] * 3, mask=masks.Causal()))
-        assert isinstance(reference.attention(x, x, x).out, np.ndarray)
-        with refused("q", "mix"):
-            attend(x, x, torch.from_numpy(x))
-        with refused("k" if x.ndim == 4 else "q", "shape"):
-            attend(x, x[0], x)
+    results = attend(x, x, x, mask=np.tri(5, dtype=bool), return_lse=True, return_weights=True)
+    assert all(isinstance(one, np.ndarray) for one in (*results, measure(x, x).received))
+    close(torch.from_numpy(results[0]), attend(*[torch.from_numpy(x)] * 3, mask=masks.Causal()))
+    assert isinstance(reference.attention(x, x, x).out, np.ndarray)
+    with refused("q", "mix"):
+        attend(x, x, torch.from_numpy(x))
+    with refused("k" if x.ndim == 4 else "q", "shape"):
+        attend(x, x[0], x)
 
 
 TRANSLATED = {  # the name of another library, and the name of ours that its error gives
@@ -131,7 +129,7 @@ def test_a_strictly_upper_triangular_mask_warns_that_true_means_may_attend() -> 
     q, k, v = triple(nq=5, nk=5)
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)
     for mask in (future, future.expand(2, 6, 5, 5), future.numpy()):
-        with unchecked(), pytest.warns(UserWarning, match="True means may attend"):
+        with pytest.warns(UserWarning, match="True means may attend"):
             attend(q, k, v, mask=mask)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import close, largest_tensor, rand, refused, triple, unchecked
+from conftest import close, largest_tensor, rand, refused, triple
 from qkv import InputError, attend, plan
 from qkv.biases import ALiBi
 from qkv.features import Favor, elu_plus_one, relu
@@ -408,7 +408,7 @@ REFUSALS: list[tuple[str, Callable[..., object]]] = [
 
 @pytest.mark.parametrize(("argument", "wrong"), REFUSALS)
 def test_linear_attention_rejects_wrong_arguments(argument: str, wrong: Callable[..., object]) -> None:
-    with unchecked(), refused(argument):
+    with refused(argument):
         wrong(*triple())
 
 

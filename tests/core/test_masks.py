@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import qkv
-from conftest import MASKS, close, fits, grids, mask_trees, refused, set_sizes, set_tile, triple, unchecked
+from conftest import MASKS, close, fits, grids, mask_trees, refused, set_sizes, set_tile, triple
 from qkv._engine.call import Call
 from qkv.biases import ALiBi
 from qkv.biases import Dense as Bias
@@ -55,9 +55,8 @@ def defined(mask: Mask | None, grid: Grid) -> Tensor:
     """The mask from the definition of each, pair by pair."""
     nq, nk = grid.n_queries, grid.n_keys
     seen = np.empty((grid.batch, grid.heads, nq, nk), dtype=bool)
-    with unchecked():
-        for b, h, i, j in np.ndindex(*seen.shape):
-            seen[b, h, i, j] = is_visible(mask, b, h, i, j, nq, nk)
+    for b, h, i, j in np.ndindex(*seen.shape):
+        seen[b, h, i, j] = is_visible(mask, b, h, i, j, nq, nk)
     return torch.from_numpy(seen)
 
 
@@ -440,7 +439,7 @@ REFUSALS += [
 
 @pytest.mark.parametrize(("argument", "make"), REFUSALS)
 def test_masks_reject_wrong_arguments(argument: str, make: Callable[[], object]) -> None:
-    with unchecked(), refused(argument):
+    with refused(argument):
         make()
 
 

@@ -26,7 +26,6 @@ from conftest import (
     set_sizes,
     set_tile,
     triple,
-    unchecked,
 )  # fmt: skip
 from qkv import attend, biases, masks, normalizers, reference
 from qkv._engine.call import Call
@@ -322,7 +321,7 @@ def test_statistics_ignore_values_and_are_detached_by_default() -> None:
     ],
 )
 def test_measure_rejects_masks_and_queries_that_do_not_fit(argument: str, options: dict[str, Any]) -> None:
-    with unchecked(), refused(argument):
+    with refused(argument):
         qkv.measure(*triple()[:2], **options)
 
 

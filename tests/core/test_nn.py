@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import close, rand, refused, unchecked
+from conftest import close, rand, refused
 from qkv import Attention, masks, normalizers, scores
 from qkv.biases import T5Bias
 from qkv.nn import (
@@ -427,7 +427,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
 def test_wrong_sizes_and_modules_without_counterpart_are_refused(
     argument: str, match: str | None, call: Callable[[], object]
 ) -> None:
-    with unchecked(), refused(argument, match):
+    with refused(argument, match):
         call()
 
 

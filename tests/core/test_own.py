@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import close, largest_tensor, rand, triple, unchecked
+from conftest import close, largest_tensor, rand, triple
 from own_objects import HEADS, Diagonals, HeavyTail, Manhattan, Ramp, Slope, SoftplusSquared, Squeeze
 from qkv import attend, biases, masks, normalizers, scores
 from qkv._contract import learned_tensors
@@ -37,12 +37,10 @@ def test_one_object_of_each_kind_is_exact_and_trains_in_linear_memory() -> None:
     asked = {"mask": Diagonals(), "score": Manhattan(), "bias": Squeeze(), "normalizer": HeavyTail(sink=0.0)}
     tensors = tuple(x.float() for x in triple(1, HEADS, 2, n, n, 4, 4))
     found: list[Tensor] = []
-    with unchecked():
-        assert qkv.plan(*tensors, **asked).kernel == "tiled"
-        most = largest_tensor(lambda: found.extend(results(tensors, asked, "auto")))
+    assert qkv.plan(*tensors, **asked).kernel == "tiled"
+    most = largest_tensor(lambda: found.extend(results(tensors, asked, "auto")))
     assert most < HEADS * n * n / 3  # all scores of all heads would be three times that
-    with unchecked():
-        want = results(tuple(x.double() for x in tensors), asked, "eager")
+    want = results(tuple(x.double() for x in tensors), asked, "eager")
     for x, y in zip(found, want, strict=True):
         close(x, y, eps=64 * max(1.0, y.abs().max().item()), dtype=torch.float32)
 
@@ -91,7 +89,7 @@ INCOMPLETE: list[tuple[str, type, str]] = [  # the argument, and what the error 
 def test_the_error_of_an_incomplete_object_names_the_missing_method(argument: str, made: type, named: str) -> None:
     tensors = triple(2, HEADS, 2, 5, 1 if named == "0.5" else 7, 6, 5)
     for kernel in ("auto", "tiled", "eager"):
-        with unchecked(), pytest.raises(qkv.InputError, match=f"Own.*{named}"):
+        with pytest.raises(qkv.InputError, match=f"Own.*{named}"):
             attend(*tensors, kernel=kernel, **{argument: made()})
 
 

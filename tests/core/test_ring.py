@@ -21,7 +21,7 @@ import torch.nn.attention.flex_attention as torch_flex
 
 import qkv
 import ring_cases
-from conftest import MASKS, close, fits, rand, refused, unchecked
+from conftest import MASKS, close, fits, rand, refused
 from qkv import masks
 from qkv.masks import EMPTY, FULL, Grid, Region
 from qkv.masks.convert import grid_mod
@@ -137,9 +137,9 @@ def test_kernels_that_cannot_serve_all_blocks_and_objects_that_are_not_groups_ar
     with refused("kernel", "no gradient for a bias"):
         qkv.attend(q, k, v, bias=qkv.biases.ALiBi(slopes), kernel="flash", group=alone)
     wrong: Any = "world"
-    with unchecked(), refused("group"):
+    with refused("group"):
         qkv.attend(q, q, q, group=wrong)
-    with unchecked(), refused("group"):
+    with refused("group"):
         qkv.ring.shard(q, wrong)
 
 

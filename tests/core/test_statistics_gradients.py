@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import MASKS, close, largest_tensor, rand, refused, set_tile, triple, unchecked
+from conftest import MASKS, close, largest_tensor, rand, refused, set_tile, triple
 from own_objects import HeavyTail, Manhattan, Ramp, Share, Slope, SoftplusSquared, Square, Squeeze
 from qkv import InputError, biases, masks, measure, normalizers
 from qkv._contract import learned_tensors
@@ -362,7 +362,7 @@ HIDDEN_SCALE = torch.ones((), dtype=torch.float64, requires_grad=True)
 )
 def test_differentiable_rejects_unsupported_arguments(arguments: dict[str, Any], argument: str, match: str) -> None:
     q, k, _ = triple(grad=True)
-    with unchecked(), refused(argument, match):
+    with refused(argument, match):
         measure(q, k, differentiable=True, **arguments)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import own_objects as own
-from conftest import rand, unchecked
+from conftest import rand
 from qkv import biases, features, masks, normalizers, scores
 from qkv.biases import Additive, Bias
 from qkv.errors import InputError
@@ -28,13 +28,6 @@ TINY = [(7, 9)]  # includes the slow kernels: flex, which is traced, and the ref
 SMALL = [(NQ, NK)]
 TURNED = [(NQ, NK), (NK, NQ)]
 TILED = [(NQ, NK), (130, 150)]  # an eager kernel, and one in tiles
-
-
-@pytest.fixture(autouse=True)
-def _no_checks_of_shapes() -> Iterator[None]:
-    """Do not check shapes in signatures, which broken objects violate before the check can report them."""
-    with unchecked():
-        yield
 
 
 def learned(*shape: int, seed: int = 0) -> nn.Parameter:

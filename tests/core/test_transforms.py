@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import qkv
-from conftest import close, rand, refused, triple, unchecked
+from conftest import close, rand, refused, triple
 from own_objects import HEADS, HeavyTail, Manhattan, Ramp, SoftplusSquared, Squeeze
 from qkv import InputError, attend, biases, masks, normalizers, scores
 from qkv.kernels.flash import decompose
@@ -53,14 +53,13 @@ def test_torch_func_and_forward_mode_equal_backward_and_finite_differences(name:
 
     (slope,) = torch.autograd.grad(run(leaf).sin().sum(), leaf)
     want = ((run(q + step * way) - run(q - step * way)) / (2 * step)).detach()
-    with unchecked():
-        close(torch.func.grad(lambda x: run(x).sin().sum())(q), slope, eps=512)
-        got = torch.func.jvp(run, (q,), (way,))[1]
+    close(torch.func.grad(lambda x: run(x).sin().sum())(q), slope, eps=512)
+    got = torch.func.jvp(run, (q,), (way,))[1]
+    torch.testing.assert_close(got.detach(), want, atol=1e-7, rtol=1e-6)
+    with forward_ad.dual_level():
+        got = forward_ad.unpack_dual(run(forward_ad.make_dual(q, way))).tangent
         torch.testing.assert_close(got.detach(), want, atol=1e-7, rtol=1e-6)
-        with forward_ad.dual_level():
-            got = forward_ad.unpack_dual(run(forward_ad.make_dual(q, way))).tangent
-            torch.testing.assert_close(got.detach(), want, atol=1e-7, rtol=1e-6)
-            assert qkv.plan(*tensors(140)).kernel == "flash"  # for a call without a forward derivative
+        assert qkv.plan(*tensors(140)).kernel == "flash"  # for a call without a forward derivative
 
 
 def test_transforms_that_are_not_served_raise() -> None:
@@ -78,7 +77,7 @@ def test_transforms_that_are_not_served_raise() -> None:
         ("vmap|torch.func", lambda: torch.func.vmap(lambda q, k: qkv.measure(q, k).entropy)(*batch[:2])),
     ]  # fmt: skip
     for reason, run in refusals:
-        with unchecked(), pytest.raises(InputError, match=reason):
+        with pytest.raises(InputError, match=reason):
             run()
 
 
@@ -88,10 +87,9 @@ def test_transforms_that_are_not_served_raise() -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_second_derivatives_of_eager_equal_finite_differences(name: str) -> None:
     q, k, v = triple(1, HEADS, 2, 3, 4, 6, 5, grad=True)
-    with unchecked():
-        assert torch.autograd.gradgradcheck(
-            lambda *x: attend(*x, kernel="eager", **EVERY[name]), (q, k, v), fast_mode=True, atol=1e-4
-        )
+    assert torch.autograd.gradgradcheck(
+        lambda *x: attend(*x, kernel="eager", **EVERY[name]), (q, k, v), fast_mode=True, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,16 +126,15 @@ def test_autocast_gives_one_dtype_to_every_composition(name: str, n: int) -> Non
     asked = EVERY[name]
     q, k, v = (x.float().requires_grad_() for x in tensors(n))
     half = [x.detach().bfloat16() for x in (q, k, v)]
-    with unchecked():
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            got = attend(q, k, v, **asked)
-            assert torch.nn.functional.scaled_dot_product_attention(q, q, q).dtype == got.dtype == torch.bfloat16
-            assert torch.is_autocast_enabled("cpu")
-            assert attend(q.double(), k.double(), v.double(), **asked).dtype == torch.float64
-            entropy = qkv.measure(q.detach(), k.detach(), v.detach(), **asked).entropy
-        close(got.detach(), attend(*half, **asked).detach(), eps=4)
-        assert entropy.dtype == torch.float32
-        close(entropy, qkv.measure(*half, **asked).entropy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = attend(q, k, v, **asked)
+        assert torch.nn.functional.scaled_dot_product_attention(q, q, q).dtype == got.dtype == torch.bfloat16
+        assert torch.is_autocast_enabled("cpu")
+        assert attend(q.double(), k.double(), v.double(), **asked).dtype == torch.float64
+        entropy = qkv.measure(q.detach(), k.detach(), v.detach(), **asked).entropy
+    close(got.detach(), attend(*half, **asked).detach(), eps=4)
+    assert entropy.dtype == torch.float32
+    close(entropy, qkv.measure(*half, **asked).entropy)
     got.float().square().sum().backward()
     assert q.grad.dtype == torch.float32
     assert q.grad.abs().max() > 0

@@ -58,7 +58,7 @@ def test_files_of_the_release_have_one_version_and_one_repository() -> None:
 def test_bill_of_materials_has_the_hash_of_every_bundled_model() -> None:
     kept = (ROOT / "sbom.cdx.json").read_text(encoding="utf-8")
     assert kept == runpy.run_path(str(ROOT / "release" / "sbom.py"))["text"](), "run `make sbom`"
-    assert all(f"qkv/models/trained/{name}/model.safetensors" in kept for name in checkpoint.NAMES)
+    assert all(f"/models/trained/{name}/model.safetensors" in kept for name in checkpoint.NAMES)
 
 
 def test_workflows_are_valid_run_targets_that_exist_and_one_job_may_publish() -> None:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 import pages
-from conftest import unchecked
 from qkv import cli
 from qkv_lab.cli import train
 
@@ -49,7 +48,7 @@ def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         monkeypatch.setenv(name, value)
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
-    with mpl.rc_context(fname=pages.DOCS / "matplotlibrc"), unchecked():
+    with mpl.rc_context(fname=pages.DOCS / "matplotlibrc"):
         mpl.use("agg")
         yield
     plt.close("all")

@@ -12,7 +12,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
 
 import papers
-from conftest import MASKS, close, enlarged, oracle, rand, refused, triple, unchecked
+from conftest import MASKS, close, enlarged, oracle, rand, refused, triple
 from qkv import attend, biases, measure
 from qkv._engine.call import Call, Result
 from qkv.kernels import KERNELS, watching
@@ -172,8 +172,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
         luong_inputs("dot", "global"),
     ):
         want = module(query, keys)
-        with unchecked():
-            out = module.to(dtype)(query.to(dtype), keys.to(dtype))
+        out = module.to(dtype)(query.to(dtype), keys.to(dtype))
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.1)
 
@@ -242,5 +241,5 @@ WRONG: list[tuple[str, Callable[[], object], str | None]] = [
 def test_alignment_modules_reject_wrong_shapes_and_sizes(
     argument: str, make: Callable[[], object], match: str | None
 ) -> None:
-    with unchecked(), refused(argument, match):
+    with refused(argument, match):
         make()

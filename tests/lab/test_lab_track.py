@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import enlarged, refused, unchecked
+from conftest import enlarged, refused
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.decoder import NORMALIZERS
 from qkv_lab import heads
@@ -131,8 +131,8 @@ def test_hand_made_sink_is_found() -> None:
 
 def test_attention_rejects_other_models_and_short_texts() -> None:
     model = model_of()
-    with unchecked(), refused("model"):
+    with refused("model"):
         heads.attention(nn.Linear(2, 2), ids_of(2, 3))
     for ids in (ids_of(2, 1), ids_of(3)):
-        with unchecked(), refused("ids"):
+        with refused("ids"):
             heads.attention(model, ids)

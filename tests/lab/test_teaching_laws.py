@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conftest import check_slopes, close, refused, unchecked
+from conftest import check_slopes, close, refused
 from qkv_lab import models
 from qkv_lab.models import CaptionerConfig, EncoderDecoderConfig, RNNSeq2SeqConfig
 from teaching_models import CAPTIONER, CLASSIFIER, DECODERS, RECURRENT, SOURCE, TARGET, TRANSFORMER, build, given
@@ -141,15 +141,14 @@ def fitted(config: Any, source: Tensor, target: Tensor, steps: int, lr: float) -
     """A trained model and its loss."""
     model = getattr(models, type(config).__name__.removesuffix("Config"))(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    with unchecked():  # of shapes: the other tests have them
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = model.loss(source, target)
-            if loss < 0.02:
-                break
-            loss.backward()
-            optimizer.step()
-        return model.eval(), model.loss(source, target).item()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model.loss(source, target)
+        if loss < 0.02:
+            break
+        loss.backward()
+        optimizer.step()
+    return model.eval(), model.loss(source, target).item()
 
 
 CAPTIONS = CaptionerConfig(9, d_features=24, convolutions=2, d_embedding=16, d_hidden=32, d_attention=16, penalty=0.0)
@@ -211,7 +210,7 @@ WRONG: list[tuple[Any, str, dict[str, object]]] = [
 @pytest.mark.parametrize(("config", "argument", "change"), WRONG)
 def test_configurations_reject_invalid_values(config: Any, argument: str, change: dict[str, object]) -> None:
     assert type(config)(**asdict(config)) == config
-    with unchecked(), refused(argument):
+    with refused(argument):
         replace(config, **change)
 
 
@@ -236,27 +235,26 @@ BAD: list[tuple[Any, object, object, str, str | None]] = [  # what a model reads
 def test_models_reject_bad_sources_and_targets(
     config: Any, source: object, target: object, argument: str, match: str | None
 ) -> None:
-    with unchecked(), refused(argument, match):
+    with refused(argument, match):
         build(config)(torch.tensor(source), torch.tensor(target))
 
 
 def test_a_loss_needs_something_to_predict_and_a_state_has_room() -> None:
-    with unchecked():
-        for config, argument in ((RECURRENT, "target"), (TRANSFORMER, "target"), (CAPTIONER, "captions")):
-            with refused(argument):
-                build(config).loss(given(config)[0], TARGET[:, :1])
-        with refused("captions"):
-            build(CAPTIONER).loss(given(CAPTIONER)[0], torch.tensor([[1, 0]] * 3))
-        model = build(CLASSIFIER)
-        for wrong, argument in ((torch.tensor([[3, 11]]), "ids"), (torch.ones(1, 10, dtype=torch.int64), "tokens")):
-            with refused(argument):
-                model(wrong)
-        with refused("labels"):
-            model.loss(SOURCE, torch.tensor([1, 5, 0]))
-        model = build(TRANSFORMER)
-        state = model.start(SOURCE)
-        model.step(TARGET.repeat(1, 2), state)
-        with refused("tokens"):
-            model.step(TARGET, state)
-        with refused("attention"):
-            build(RECURRENT).alignments(SOURCE, TARGET)
+    for config, argument in ((RECURRENT, "target"), (TRANSFORMER, "target"), (CAPTIONER, "captions")):
+        with refused(argument):
+            build(config).loss(given(config)[0], TARGET[:, :1])
+    with refused("captions"):
+        build(CAPTIONER).loss(given(CAPTIONER)[0], torch.tensor([[1, 0]] * 3))
+    model = build(CLASSIFIER)
+    for wrong, argument in ((torch.tensor([[3, 11]]), "ids"), (torch.ones(1, 10, dtype=torch.int64), "tokens")):
+        with refused(argument):
+            model(wrong)
+    with refused("labels"):
+        model.loss(SOURCE, torch.tensor([1, 5, 0]))
+    model = build(TRANSFORMER)
+    state = model.start(SOURCE)
+    model.step(TARGET.repeat(1, 2), state)
+    with refused("tokens"):
+        model.step(TARGET, state)
+    with refused("attention"):
+        build(RECURRENT).alignments(SOURCE, TARGET)

@@ -14,20 +14,7 @@ import torch
 from torch import Tensor
 
 import hf_models as hf
-from conftest import (
-    MASKS,
-    Command,
-    close,
-    enlarged,
-    fits,
-    largest_tensor,
-    oracle,
-    rand,
-    refused,
-    set_tile,
-    triple,
-    unchecked,
-)
+from conftest import MASKS, Command, close, enlarged, fits, largest_tensor, oracle, rand, refused, set_tile, triple
 from qkv import masks, normalizers
 from qkv._engine.call import Call
 from qkv.figures.analyses import flow_figure
@@ -200,7 +187,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
 
 @pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
 def test_invalid_settings_and_shapes_are_refused(argument: str, match: str | None, call: Callable[[], object]) -> None:
-    with unchecked(), refused(argument, match):
+    with refused(argument, match):
         call()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import MASKS, close, fits, largest_tensor, oracle, rand, refused, set_sizes, triple, unchecked
+from conftest import MASKS, close, fits, largest_tensor, oracle, rand, refused, set_sizes, triple
 from qkv import attend, biases, masks, normalizers
 from qkv._engine.call import Call, as_biases
 from qkv._engine.sizes import BY_DEVICE
@@ -213,5 +213,5 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_pooled_rejects_indices_out_of_range(arguments: dict[str, Any]) -> None:
     call = Call.of(*triple())
-    with unchecked(), refused(next(iter(arguments))):
+    with refused(next(iter(arguments))):
         maps.pooled(call, row_state(call), **arguments)

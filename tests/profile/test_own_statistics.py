@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hf_models as hf
 import qkv
-from conftest import refused, unchecked
+from conftest import refused
 from own_objects import Heavy, Taken
 from qkv.errors import InputError
 from qkv.figures import survey as survey_plots
@@ -128,7 +128,7 @@ def test_padding_does_not_change_user_statistics() -> None:
     for name in ("heavy", "taken", "heavy_by_head", "taken_by_head"):
         got = both[name] if name.endswith("by_head") else both[name][..., :n]
         np.testing.assert_allclose(got, alone[name], rtol=1e-5, err_msg=name)
-    with unchecked(), refused("by_head"):
+    with refused("by_head"):
         qkv.profile(model, batch, statistics=[WrongByHead()], **QUIET)
 
 
@@ -145,10 +145,10 @@ REFUSALS: list[tuple[str, list[Any]]] = [
 
 @pytest.mark.parametrize(("match", "statistics"), REFUSALS)
 def test_profiles_and_surveys_reject_names_in_use(match: str, statistics: list[Any], tmp_path: Path) -> None:
-    with unchecked(), refused("statistics", match):
+    with refused("statistics", match):
         qkv.profile(hf.build("gpt2"), hf.inputs("gpt2"), statistics=statistics, **QUIET)
     if "sink_share" not in match:  # a survey has no such column
-        with unchecked(), refused("statistics", match):
+        with refused("statistics", match):
             survey("qkv-mini", ["import os"], out=tmp_path, statistics=statistics)
 
 
