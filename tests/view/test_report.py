@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from qkv.profiler.data import tables
 from qkv.profiler.data.types import MIXED, ROLES
 from qkv.report import html as report
 from qkv.report.payload import binned, display, payload, pooled_maps
-from viewer_fixture import HOSTILE, hostile, plain, rested, share
+from viewer_fixture import HOSTILE, PATIENCE, hostile, plain, rested, share
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -224,9 +224,12 @@ def test_pooled_maps_that_are_too_large_are_pooled_further(pooled: Profile) -> N
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def page(browser: Browser) -> Page:
-    return browser.new_page()
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    page = browser.new_page()
+    page.set_default_timeout(PATIENCE * 1000)
+    yield page
+    page.close()
 
 
 def opened(page: Page, profile: Profile, folder: Path) -> str | None:
