@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ ray = pytest.importorskip("ray", reason="surveys on Ray need the extra ray")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
+@contextlib.contextmanager
 def cluster() -> Iterator[None]:
     """One CPU; its processes import the test's modules."""
     here = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -62,36 +63,45 @@ def deadly(mark: Path) -> Corpus:
     return replace(found, documents=(*before, Deadly(last.name, last.size, text=last.text, mark=mark)))
 
 
-@pytest.mark.usefixtures("cluster")
-def test_shards_of_ray_have_the_bytes_of_one_process_after_a_kill(tmp_path: Path) -> None:
-    out, seen = tmp_path / "out", list[tuple[int, int, int]]()
+def test_surveys_on_ray(tmp_path: Path, command: Command) -> None:
+    """All on one cluster, whose start takes longest."""
+    with cluster():
+        _has_the_bytes_of_one_process_after_a_kill(tmp_path)
+        _bad_input_is_one_sentence(tmp_path)
+        (tmp_path / "one.py").write_text("import os\n" * 9)
+        words = [
+            "survey",
+            "qkv-mini",
+            tmp_path / "one.py",
+            "--shards",
+            1,
+            "--engine",
+            "ray",
+            "--out",
+            tmp_path / "command",
+        ]
+        command.succeeds(*words)
+        assert (tmp_path / "out2" / "survey.qkv.zip").exists()
+    assert "--device" in command.refuses(*words, "--device", "cuda:1")
+
+
+def _has_the_bytes_of_one_process_after_a_kill(folder: Path) -> None:
+    out, seen = folder / "out", list[tuple[int, int, int]]()
     own_survey(out, shards=4, only_shards="0/4")
-    texts = deadly(tmp_path / "killed")
+    texts = deadly(folder / "killed")
     found = own_survey(out, texts, shards=4, engine="ray", on_batch=lambda *new: seen.append(new))
-    assert (tmp_path / "killed").exists()
-    assert found.packed() == own_survey(tmp_path / "whole", shards=4).packed()
+    assert (folder / "killed").exists()
+    assert found.packed() == own_survey(folder / "whole", shards=4).packed()
     assert len(seen) == 3, "a shard that was finished was computed again"
 
 
-@pytest.mark.usefixtures("cluster")
-def test_bad_input_in_a_process_of_ray_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("import os")
-    corpus = of_files([tmp_path / "one.txt"])
-    (tmp_path / "one.txt").unlink()
+def _bad_input_is_one_sentence(folder: Path) -> None:
+    (folder / "one.txt").write_text("import os")
+    corpus = of_files([folder / "one.txt"])
+    (folder / "one.txt").unlink()
     with pytest.raises(InputError, match=r"corpus .* changed") as raised:
-        own_survey(tmp_path / "a", corpus, shards=1, engine="ray")
+        own_survey(folder / "a", corpus, shards=1, engine="ray")
     assert isinstance(raised.value.__cause__, ray.exceptions.RayTaskError), "it was not raised in a process of Ray"
-
-
-@pytest.mark.usefixtures("cluster")
-def test_command_surveys_on_ray(tmp_path: Path, command: Command) -> None:
-    (tmp_path / "one.py").write_text("import os\n" * 9)
-    words = ["survey", "qkv-mini", tmp_path / "one.py", "--shards", 2, "--threads", 1, "--engine"]
-    one, other = (tmp_path / engine / "survey.qkv.zip" for engine in ("processes", "ray"))
-    for file in (one, other):
-        command.succeeds(*words, file.parent.name, "--out", file.parent)
-    assert one.read_bytes() == other.read_bytes()
-    assert "--device" in command.refuses(*words, "ray", "--device", "cuda:1", "--out", tmp_path / "gpu")
 
 
 def test_a_shard_that_ray_gives_up_is_named() -> None:
