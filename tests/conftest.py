@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -42,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_setup() -> None:
     """Before the fixtures of each test torch's generator is as at the start, whichever tests ran before."""
     torch.manual_seed(0)
+
+
+def pytest_runtest_teardown() -> None:
+    """Figures that a test leaves open would be those of the next."""
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close("all")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

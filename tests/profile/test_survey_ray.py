@@ -69,19 +69,10 @@ def test_surveys_on_ray(tmp_path: Path, command: Command) -> None:
         _has_the_bytes_of_one_process_after_a_kill(tmp_path)
         _bad_input_is_one_sentence(tmp_path)
         (tmp_path / "one.py").write_text("import os\n" * 9)
-        words = [
-            "survey",
-            "qkv-mini",
-            tmp_path / "one.py",
-            "--shards",
-            1,
-            "--engine",
-            "ray",
-            "--out",
-            tmp_path / "command",
-        ]
+        out = tmp_path / "command"
+        words = ["survey", "qkv-mini", tmp_path / "one.py", "--shards", 1, "--engine", "ray", "--out", out]
         command.succeeds(*words)
-        assert (tmp_path / "out2" / "survey.qkv.zip").exists()
+        assert (out / "survey.qkv.zip").exists()
     assert "--device" in command.refuses(*words, "--device", "cuda:1")
 
 

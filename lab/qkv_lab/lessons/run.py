@@ -58,6 +58,7 @@ class Runner:
         warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive", UserWarning)
         sys.modules["__main__"] = self._page
         plt.switch_backend("agg")
+        self._others = set(plt.get_fignums())  # figures of whoever runs the page
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -76,14 +77,14 @@ class Runner:
                 value = self._execute(cell.source)
             except ModuleNotFoundError as error:
                 raise InputError(
-                    f"lab {self.name}: it needs the package {error.name}; install qkv with its extras demo and train"
+                    f"lab {self.name}: it needs the package {error.name}; install qkv with its extra demo"
                 ) from error
             except Exception as error:
                 if "raises-exception" not in cell.tags:
                     raise
                 value = None
                 print(f"{type(error).__name__}: {error}")
-            pictures = [*_open_figures(), *_picture_of(value)]
+            pictures = [*_new_figures(self._others), *_picture_of(value)]
             if value is not None and not _picture_of(value):
                 print(value.to_string() if hasattr(value, "to_string") else repr(value))
         return Output(printed.getvalue().rstrip("\n"), [self._save(png) for png in pictures])
@@ -109,11 +110,11 @@ class Runner:
         return path
 
 
-def _open_figures() -> Iterator[bytes]:
-    """The PNGs of all figures that pyplot holds, which are closed."""
+def _new_figures(others: set[int]) -> Iterator[bytes]:
+    """The PNGs of the figures that pyplot holds beside the others. They are closed."""
     import matplotlib.pyplot as plt
 
-    for number in plt.get_fignums():
+    for number in sorted(set(plt.get_fignums()) - others):
         file = io.BytesIO()
         plt.figure(number).savefig(file, format="png")
         plt.close(number)
