@@ -37,7 +37,7 @@ ROOMS = {  # of a folder of tests, what it tests
     "profile": ("profiler", "edits", "huggingface", "tracking"),
     "view": ("figures", "plot", "page", "report", "server"),
 }  # fmt: skip
-BROAD = {"oracle", "attend", "matrix", "laws", "measure", "profile", "report"}
+BROAD = {"oracle", "laws", "measure", "profile", "report"}
 """Words in the names of files that test much."""
 SHARES = {"core": 24, "profile": 8, "view": 4}  # of 36 mutants
 COMPARE = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}

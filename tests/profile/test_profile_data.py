@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import runpy
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -320,9 +321,5 @@ def test_export_rejects_unknown_formats_and_missing_libraries(
 
 def test_page_of_quantities_is_up_to_date() -> None:
     docs = Path(__file__).parents[2] / "docs"
-    spec = importlib.util.spec_from_file_location("make_quantities", docs / "make_quantities.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.page() == (docs / "quantities.md").read_text(), "run docs/make_quantities.py"
+    page = runpy.run_path(str(docs / "make_quantities.py"))["page"]()
+    assert page == (docs / "quantities.md").read_text(), "run docs/make_quantities.py"
