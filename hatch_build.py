@@ -1,12 +1,23 @@
-"""Project URLs and the README of a package index, both from one setting of pyproject.toml: the repository's address."""
+"""What the build adds to pyproject.toml: the compiled library, project URLs and the README of a package index."""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
+import shlex
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+NATIVE = "src/qkv/native"
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Wno-psabi")
 
 ADDRESS = re.compile(r"https://github\.com/(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)")
 RELATIVE = r"\((?!https?:)([^)\s]*)\)"
@@ -50,3 +61,44 @@ class ProjectMetadata(MetadataHookInterface):
         readme = Path(self.root, "README.md").read_text(encoding="utf-8")
         metadata["urls"] = urls(repository, version)
         metadata["readme"] = {"content-type": "text/markdown", "text": published(readme, repository, version)}
+
+
+class CompiledLibrary(BuildHookInterface):
+    """Compiles src/qkv/native, once for each set of instructions. Without a compiler the package works, but slower."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name != "wheel":
+            return
+        folder = Path(self.root, NATIVE)
+        problem = compiled(folder, folder / "attention.so")
+        if problem is not None:
+            self.app.display_warning(f"qkv is built without its native library: {problem}")
+            return
+        build_data["pure_python"] = False
+        build_data["tag"] = "py3-none-" + re.sub(r"[-.]", "_", sysconfig.get_platform())
+
+
+def compiled(folder: Path, library: Path) -> str | None:
+    """Compile the C files of a folder to a shared library; returns why that failed, or None."""
+    if sys.platform != "linux":
+        return f"it is compiled on Linux, not on {sys.platform}"
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    builds = {f"v{n}": [f"-march=x86-64-v{n}"] for n in (2, 3, 4)} if x86 else {"base": []}
+    with TemporaryDirectory() as temporary:
+        parts = [f"{temporary}/{name}.o" for name in builds]
+        try:
+            for part, (name, flags) in zip(parts, builds.items(), strict=True):
+                source = [str(folder / "attention.c"), f"-DQKV_ATTEND=qkv_attend_{name}"]
+                subprocess.run([*compiler, *FLAGS, *flags, "-c", *source, "-o", part], check=True)
+            finished = Path(temporary, library.name)
+            choose = [str(folder / "choose.c"), *parts]
+            subprocess.run([*compiler, *FLAGS, "-shared", *choose, "-o", str(finished), "-lm"], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            library.unlink(missing_ok=True)  # it would be of older sources
+            return str(error)
+        new = library.with_suffix(".new")
+        new.write_bytes(finished.read_bytes())
+        new.chmod(0o755)
+        os.replace(new, library)
+    return None

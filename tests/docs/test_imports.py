@@ -21,7 +21,7 @@ ORDER = {
         "_lazy", "errors", "_contract", "_packages", "_names", "_untrusted", "_files", "_progress",
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
-        "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics",
+        "_engine", "ring", "reference", "kernels.flash", "kernels", "native", "linear", "statistics",
         "choice", "_plan", "attention",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",

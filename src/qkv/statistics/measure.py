@@ -12,7 +12,7 @@ ReLU attention have any sum, and are divided by it. A row that sums to 0 gives n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkv import native
 from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, detached
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
 from qkv.biases import Bias
@@ -35,7 +36,7 @@ from qkv.statistics import at_once, one_pass
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, add_statistics
-from qkv.statistics.sums import Statistics, Sums
+from qkv.statistics.sums import Statistics, Sums, Thumbnail, bin_size
 from qkv.statistics.triton import host as triton
 
 ARGUMENTS = (
@@ -177,8 +178,9 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     """
     call = detached(call)
     request = checked(call, call.grid, **options)
-    if _on_triton(call, request):
-        out, lse, statistics = _by_triton(call, request, output=output)
+    fused = _fused(call, request)
+    if fused is not None:
+        out, lse, statistics = fused(call, request, output=output)
         return None if out is None else Result(out, lse), RowState(lse), statistics
     sums = request.sums(call)
     if one_pass.supports(call, sums):
@@ -205,8 +207,9 @@ def sweep(
     rows = rows if isinstance(rows, RowState) else RowState(rows)
     grid = call.grid if shared is None else shared.grid
     request = checked(call, grid, shared=shared, **options)
-    if shared is None and _on_triton(call, request):  # one pass, which computes the log-sum-exp again
-        return _by_triton(call, request, output=False)[-1]
+    fused = None if shared is not None else _fused(call, request)
+    if fused is not None:  # one pass, which computes the log-sum-exp again
+        return fused(call, request, output=False)[-1]
     sums = request.sums(call)
     known = _counted(call, rows, request)
     if request.queries is not None:
@@ -218,9 +221,25 @@ def sweep(
     return finished(call, rows, request, sums)
 
 
-def _on_triton(call: Call, request: Request) -> bool:
-    """Whether the Triton kernels compute the statistics; on CPU they are only run by tests."""
-    return call.q.device.type != "cpu" and triton.unsupported_reason(call, request.mass, request.statistics) is None
+def _fused(call: Call, request: Request) -> Callable[..., tuple[Tensor | None, Tensor, Statistics]] | None:
+    """The function that computes output and statistics in compiled code, if there is one for the call.
+
+    On CPU it is the native library; the Triton kernels are only run there by tests.
+    """
+    engine, way = (native, _by_native) if call.q.device.type == "cpu" else (triton, _by_triton)
+    return None if engine.unsupported_reason(call, request.mass, request.statistics) else way
+
+
+def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
+    """The output if it is wanted, the log-sum-exp and the statistics, by the native library."""
+    n_queries, n_keys = call.q.shape[2], call.k.shape[2]
+    bins = None if request.bins is None else (bin_size(n_queries, request.bins), bin_size(n_keys, request.bins))
+    options = {name: getattr(request, name) for name in ("mass", "firsts", "queries", "prefix_keys", "value_norms")}
+    out, lse, found = native.attend_and_measure(call, output=output, bins=bins, **options)
+    if bins is not None:
+        largest, mean = found["thumbnail"]
+        found["thumbnail"] = Thumbnail(largest, mean, *bins)
+    return out, lse, Statistics(**found)
 
 
 def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:

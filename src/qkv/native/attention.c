@@ -1,0 +1,667 @@
+/* Exact softmax attention and statistics of its weights in one pass over the scores (float32, CPU).
+ *
+ * Plain C11 with vector extensions of gcc and clang, and OpenMP for threads; qkv/native/__init__.py calls it. For each
+ * block of BLOCK queries and each tile of TILE keys, strips of RS queries go through three steps while they are in the
+ * L1 cache: scores (packed q * packed K), weights (exp2 and all sums that need no normalizer), output (weights * packed
+ * V). The weights of a block stay in memory, BLOCK * keys floats for each thread, until the log-sum-exp of its rows is
+ * known. Then one more reading of them gives what does need it: the attention each key receives, the spread, the pooled
+ * map, and the weights on single keys. Scores and their maxima are in base 2. Each tile of each row has its own offset
+ * (a lazily raised running maximum: Milakov & Gimelshein 2018), so no weight in memory is ever rescaled.
+ */
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+enum { VL = 16, NV = 2, MR = 8 }; /* floats of a vector; vectors of a panel; rows of the micro-kernel */
+#elif defined(__AVX__)
+enum { VL = 8, NV = 2, MR = 4 };
+#elif defined(__aarch64__)
+enum { VL = 4, NV = 4, MR = 4 };
+#else
+enum { VL = 4, NV = 2, MR = 4 };
+#endif
+#ifndef TILE
+#define TILE 512 /* keys of a tile */
+#endif
+#ifndef BLOCK
+#define BLOCK 64 /* queries of a block */
+#endif
+enum { PW = NV * VL, RS = 8, STRIPS = BLOCK / RS, PANELS = TILE / PW };
+_Static_assert(BLOCK % RS == 0 && TILE % PW == 0, "sizes");
+#define UNROLL _Pragma("GCC unroll 16")
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(VL * 4), may_alias));
+typedef int32_t vi __attribute__((vector_size(VL * 4), may_alias));
+typedef int32_t i4 __attribute__((vector_size(16), may_alias));
+typedef float v4 __attribute__((vector_size(16), may_alias));
+typedef float vu __attribute__((vector_size(VL * 4), aligned(4), may_alias)); /* at any address */
+typedef double vd __attribute__((vector_size(VL * 8), aligned(8), may_alias));
+
+enum { ENTROPY, EFFECTIVE_KEYS, DISTANCE, SPREAD, SINK, SELF, PREVIOUS, NEXT, ROW_SUM, CONTRIBUTION, STATISTICS };
+
+typedef struct {
+    const float *q, *k, *v; /* (b, h, nq, d), (b, hkv, nk, d), (b, hkv, nk, dv); the last dimension is contiguous */
+    int64_t b, h, hkv, nq, nk, d, dv;
+    int64_t qs[3], ks[3], vs[3]; /* strides of batch, head and token, in floats */
+    float scale;
+    int32_t threads;
+    int64_t low, high;           /* keys j with low <= position of the query - j <= high are visible */
+    const uint8_t *keep;         /* (b, nk), 0 at keys of padding, or NULL */
+    const uint8_t *counted;      /* (b, nq), 0 at queries that statistics leave out, or NULL */
+    const int64_t *firsts;       /* (b), the first key of each text */
+    const float *sinks;          /* sink logits, with strides ss of batch, head and query; or NULL */
+    int64_t ss[3];
+    const float *norms;          /* norm of the value of each key, with strides ns of batch and head; or NULL */
+    int64_t ns[2];
+    const int32_t *ranges;       /* (number of ranges, 2, 1 or b, nq): first key and end; their masses are wanted */
+    int64_t n_ranges, range_batch; /* range_batch: how far the ranges of two batch items are apart, 0 or nq */
+    float *out;                  /* (b, h, nq, dv) or NULL */
+    float *lse;                  /* (b, h, nq) */
+    float *rows;                 /* (STATISTICS + n_ranges, b, h, nq), or NULL: no statistics */
+    float *received;             /* (b, h, nk) */
+    float *prefix;               /* (2, b, h, n_prefix): for each of the first keys of the text, the weights that as many
+                                  * first queries put on it, and how many of these see it */
+    float *map;                  /* (2, b, h, query bins, key bins): largest and mean weights, or NULL */
+    int64_t n_prefix, bin_q, bin_k; /* bins are powers of two */
+} Call;
+
+/* Sums over a row's weights w = 2^(score - offset): w, w (score - offset), w^2, w (key - query), w |key - query|, and
+ * w (key - center)^2; the largest score; and whether the row has seen a key. */
+typedef struct { double total, bits, squares, place, distance, spread; float offset, top; int seen; } Row;
+
+typedef struct {           /* what one thread works with */
+    float *k, *v;          /* packed: panels of K [panel][d][PW], rows of V [nk][dvp]; its own, or shared by all */
+    int32_t *kept, *padded; /* -1 at keys that are no padding [nk], and number of others by tile; or NULL */
+    float *q;              /* packed strips of q [strip][d][RS], with scale * log2 e */
+    float *p;              /* weights [tile][strip][panel][RS][PW] */
+    float *o;              /* output [strip][RS][dvp] */
+    float *offset;         /* [tile][BLOCK] offsets of the weights in p */
+    int16_t *spans;        /* [tile][strip][2] panels in p */
+    double *keys;          /* received [nkp], prefix [2 * n_prefix], map of sums and of maxima [2 * bins]: of one head */
+    Row row[BLOCK];
+    int64_t lo[BLOCK], hi[BLOCK]; /* visible keys */
+    float weight[BLOCK], center[BLOCK];
+} Space;
+
+static const float LOWEST = -1e30f; /* score of a masked pair: its weight is 0, and 0 times it is 0 */
+static const float RAISE = 8;       /* the offset is raised if a score exceeds it by more */
+
+INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t up(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
+INLINE vf choose(vi where, vf a, vf b) { return (vf)(((vi)a & where) | ((vi)b & ~where)); }
+INLINE vf maximum(vf a, vf b) { /* b if one is NaN: on x86 one instruction, which gcc does not find by itself */
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE__)
+    return (vf)_mm_max_ps((__m128)a, (__m128)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+INLINE vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
+INLINE vf load(const float *x) { return *(const vf *)x; }
+
+INLINE v4 quarter(vf x) {
+    v4 part[VL / 4], s;
+    memcpy(part, &x, sizeof x);
+    s = part[0];
+    UNROLL for (int i = 1; i < VL / 4; i++) s += part[i];
+    return s;
+}
+INLINE float sum(vf x) { v4 s = quarter(x); return (s[0] + s[2]) + (s[1] + s[3]); }
+INLINE float highest(vf x) {
+    v4 part[VL / 4], m;
+    memcpy(part, &x, sizeof x);
+    m = part[0];
+    UNROLL for (int i = 1; i < VL / 4; i++) {
+        i4 more = m > part[i];
+        m = (v4)(((i4)m & more) | ((i4)part[i] & ~more));
+    }
+    float a = m[0] > m[2] ? m[0] : m[2], b = m[1] > m[3] ? m[1] : m[3];
+    return a > b ? a : b;
+}
+INLINE vf iota(void) { vf x; UNROLL for (int i = 0; i < VL; i++) x[i] = (float)i; return x; }
+
+/* ---- Matrix products -------------------------------------------------------------------------------------------- */
+
+/* acc[r][v] += a[r * row] * b[v]: one step of a micro-kernel. */
+INLINE void step(vf acc[MR][4], int nv, const float *a, int64_t row, const float *b) {
+    vf x[4];
+    UNROLL for (int v = 0; v < nv; v++) x[v] = load(b + v * VL);
+    UNROLL for (int r = 0; r < MR; r++) UNROLL for (int v = 0; v < nv; v++) acc[r][v] += a[r * row] * x[v];
+}
+
+/* Scores of a strip and a panel of keys, and the largest of each row by lane. */
+static void scores(const float *q, const float *k, int64_t d, float *s, vf top[RS]) {
+    UNROLL for (int m = 0; m < RS; m += MR) {
+        vf acc[MR][4] = {0};
+        for (int64_t i = 0; i < d; i++) step(acc, NV, q + i * RS + m, 1, k + i * PW);
+        UNROLL for (int r = 0; r < MR; r++) {
+            vf t = top[m + r];
+            UNROLL for (int v = 0; v < NV; v++) {
+                *(vf *)(s + (m + r) * PW + v * VL) = acc[r][v];
+                t = maximum(acc[r][v], t);
+            }
+            top[m + r] = t;
+        }
+    }
+}
+
+/* Add weights * values to nv vectors of the output of a strip. */
+INLINE void output_of(int nv, const float *p, int64_t panels, const float *v, int64_t dvp, float *o) {
+    UNROLL for (int m = 0; m < RS; m += MR) {
+        vf acc[MR][4];
+        UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < nv; i++)
+            acc[r][i] = load(o + (m + r) * dvp + i * VL);
+        const float *a = p + m * PW, *b = v;
+        for (int64_t panel = 0; panel < panels; panel++, a += (RS - 1) * PW)
+            for (int j = 0; j < PW; j++, a++, b += dvp) step(acc, nv, a, PW, b);
+        UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < nv; i++)
+            *(vf *)(o + (m + r) * dvp + i * VL) = acc[r][i];
+    }
+}
+static void output_1(const float *p, int64_t n, const float *v, int64_t dvp, float *o) {
+    output_of(1, p, n, v, dvp, o);
+}
+static void output_2(const float *p, int64_t n, const float *v, int64_t dvp, float *o) {
+    output_of(2, p, n, v, dvp, o);
+}
+#if defined(__AVX512F__) || defined(__aarch64__) /* 32 registers */
+enum { WIDEST = 3 };
+static void output_3(const float *p, int64_t n, const float *v, int64_t dvp, float *o) {
+    output_of(3, p, n, v, dvp, o);
+}
+#else
+enum { WIDEST = 2 };
+#define output_3 output_2
+#endif
+static void output(const float *p, int64_t panels, const float *v, int64_t dvp, float *o) {
+    for (int64_t left = dvp / VL, c = 0; left; ) {
+        int n = left >= WIDEST && left != WIDEST + 1 ? WIDEST : left >= 2 ? 2 : 1; /* 64 is 2 + 2, not 3 + 1 */
+        (n == 3 ? output_3 : n == 2 ? output_2 : output_1)(p, panels, v + c, dvp, o + c);
+        left -= n, c += n * VL;
+    }
+}
+
+/* ---- Weights ---------------------------------------------------------------------------------------------------- */
+
+/* 2^t for t <= 127, within 1.5 ulp; 0 below -126.5; NaN for NaN. */
+INLINE vf exp2_of(vf t) {
+    const float magic = 12582912 + 127; /* 1.5 * 2^23 + 127: the sum holds round(t) + 127 in its lowest bits */
+    vf u = t + magic, f = t - (u - magic);
+    vf y = f * 0x1.5bbb52p-10f + 0x1.3ced1p-7f;
+    y = y * f + 0x1.c6b74ep-5f;
+    y = y * f + 0x1.ebf9bcp-3f;
+    y = y * f + 0x1.62e436p-1f;
+    y = y * f + 1.0f;
+    return y * (vf)((vi)u << 23);
+}
+
+/* Scores of one row to weights in place, and their sums: total, weight * score, squares, weight * place. */
+INLINE void weigh(float *p, int64_t panels, float offset, float place, int statistics, vf sums[4]) {
+    vf total = {0}, bits = {0}, squares = {0}, first = {0}, x = iota() + place, floor = (vf){0} - 127;
+    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW)
+        UNROLL for (int v = 0; v < NV; v++) {
+            vf t = maximum(floor, load(p + v * VL) - offset), w = exp2_of(t);
+            *(vf *)(p + v * VL) = w;
+            total += w;
+            if (statistics) bits += w * t, squares += w * w, first += w * x, x += (float)VL;
+        }
+    sums[0] = total, sums[1] = bits, sums[2] = squares, sums[3] = first;
+}
+static void weigh_all(float *p, int64_t n, float offset, float place, vf s[4]) { weigh(p, n, offset, place, 1, s); }
+static void weigh_only(float *p, int64_t n, float offset, vf s[4]) { weigh(p, n, offset, 0, 0, s); }
+
+/* Mask the scores of a strip; `first` is the key of the first panel. */
+static void mask(const Space *s, float *p, int64_t panels, int64_t first, int64_t strip, vf top[RS]) {
+    vi place;
+    for (int i = 0; i < VL; i++) place[i] = i;
+    const int padded = s->kept && s->padded[first / TILE];
+    for (int r = 0; r < RS; r++) {
+        const int64_t row = strip * RS + r;
+        const vi lo = (vi){0} + (int32_t)max64(s->lo[row] - first, 0);
+        const vi hi = (vi){0} + (int32_t)max64(s->hi[row] - first, 0);
+        vf t = (vf){0} + LOWEST, low = t;
+        for (int64_t panel = 0; panel < panels; panel++)
+            for (int v = 0; v < NV; v++) {
+                float *at = p + panel * RS * PW + r * PW + v * VL;
+                const int64_t j = panel * PW + v * VL;
+                vi here = place + (int32_t)j, visible = (here >= lo) & (here < hi);
+                if (padded) visible &= *(const vi *)(s->kept + first + j);
+                vf x = choose(visible, load(at), low);
+                *(vf *)at = x;
+                t = maximum(x, t);
+            }
+        top[r] = t;
+    }
+}
+
+/* ---- A block of queries ----------------------------------------------------------------------------------------- */
+
+/* One strip of queries and one tile of keys: scores, weights, sums and output. */
+static void strip_tile(const Call *c, Space *s, float *p, int64_t tile, int64_t slot, int64_t strip, int64_t query,
+                       int64_t dvp) {
+    Row *rows = s->row + strip * RS;
+    const int64_t *lo = s->lo + strip * RS, *hi = s->hi + strip * RS, start = tile * TILE;
+    int64_t from = INT64_MAX, to = 0, every_from = 0, every_to = INT64_MAX;
+    for (int r = 0; r < RS; r++) {
+        every_from = max64(every_from, lo[r]), every_to = min64(every_to, hi[r]);
+        if (lo[r] < hi[r]) from = min64(from, lo[r]), to = max64(to, hi[r]);
+    }
+    from = max64(from - start, 0) / PW, to = up(min64(max64(to - start, 0), TILE), PW) / PW;
+    int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
+    span[0] = (int16_t)from, span[1] = (int16_t)max64(from, to);
+    if (from >= to) return;
+    const int64_t panels = to - from, first = start + from * PW, last = start + to * PW;
+    vf top[RS], sums[4];
+    for (int r = 0; r < RS; r++) top[r] = (vf){0} + LOWEST;
+    p += from * RS * PW;
+    for (int64_t i = 0; i < panels; i++)
+        scores(s->q + strip * c->d * RS, s->k + (first + i * PW) * c->d, c->d, p + i * RS * PW, top);
+    if ((s->kept && s->padded[tile]) || every_from > first || every_to < last) mask(s, p, panels, first, strip, top);
+    float *o = s->o + strip * RS * dvp;
+    for (int r = 0; r < RS; r++) {
+        Row *row = rows + r;
+        float m = highest(top[r]);
+        if (row->seen ? m > row->offset + RAISE : m > LOWEST / 2) {
+            const double below = row->offset - (double)m, factor = row->seen ? exp2(below) : 0;
+            row->bits = factor * (row->bits + (row->seen ? below * row->total : 0));
+            row->total *= factor, row->squares *= factor * factor, row->place *= factor, row->distance *= factor;
+            if (c->out) for (int64_t i = 0; i < dvp; i++) o[r * dvp + i] *= (float)factor;
+            row->offset = m, row->seen = 1;
+        }
+        if (m > row->top) row->top = m;
+        s->offset[slot * BLOCK + strip * RS + r] = row->offset;
+        if (!c->rows) {
+            weigh_only(p + r * PW, panels, row->offset, sums);
+            row->total += sum(sums[0]);
+            row->seen |= row->total != row->total;
+            continue;
+        }
+        const int64_t away = first - (query + strip * RS + r + c->nk - c->nq); /* of the first key from the query */
+        weigh_all(p + r * PW, panels, row->offset, (float)away, sums);
+        v4 a = quarter(sums[0]), b = quarter(sums[1]), e = quarter(sums[2]), f = quarter(sums[3]);
+        v4 ab = (v4){a[0], b[0], a[1], b[1]} + (v4){a[2], b[2], a[3], b[3]};
+        v4 ef = (v4){e[0], f[0], e[1], f[1]} + (v4){e[2], f[2], e[3], f[3]};
+        const double total = ab[0] + ab[2], place = ef[1] + ef[3];
+        row->seen |= total != total; /* NaN scores have no maximum */
+        row->total += total, row->bits += ab[1] + ab[3], row->squares += ef[0] + ef[2], row->place += place;
+        if (min64(last, hi[r]) - first + away <= 1) row->distance -= place; /* no key after the query */
+        else {
+            vf d = {0}, x = iota() + (float)away;
+            for (int64_t i = 0; i < panels; i++) for (int v = 0; v < NV; v++, x += (float)VL)
+                d += load(p + i * RS * PW + r * PW + v * VL) * magnitude(x);
+            row->distance += sum(d);
+        }
+    }
+    if (c->out) output(p, panels, s->v + first * dvp, dvp, o);
+}
+
+/* Weights, as shares of the row, of `rows` rows from r on in one tile: columns, and second moments of the rows. */
+INLINE void columns_of(int count, const Space *s, const float *p, int64_t panels, int64_t at, const float *weight,
+                       float place, float *columns, vf second[RS]) {
+    vf acc[RS] = {0}, x = iota() + place;
+    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, columns += PW)
+        UNROLL for (int v = 0; v < NV; v++, x += (float)VL) {
+            vf sum = load(columns + v * VL);
+            UNROLL for (int r = 0; r < count; r++) {
+                vf w = load(p + r * PW + v * VL), away = x - s->center[at + r];
+                sum += w * weight[r];
+                acc[r] += w * away * away;
+            }
+            *(vf *)(columns + v * VL) = sum;
+        }
+    UNROLL for (int r = 0; r < count; r++) second[r] = acc[r];
+}
+static void columns_8(const Space *s, const float *p, int64_t n, int64_t at, const float *w, float place, float *sums,
+                      vf second[RS]) {
+    columns_of(RS, s, p, n, at, w, place, sums, second);
+}
+static void columns_1(const Space *s, const float *p, int64_t n, int64_t at, const float *w, float place, float *sums,
+                      vf second[RS]) {
+    columns_of(1, s, p, n, at, w, place, sums, second);
+}
+
+/* The largest weights of some rows in each column, as shares of the row. */
+static void highest_columns(const float *p, int64_t panels, int64_t count, const float *weight, float *columns) {
+    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, columns += PW)
+        for (int v = 0; v < NV; v++) {
+            vf most = load(columns + v * VL);
+            for (int64_t r = 0; r < count; r++) most = maximum(load(p + r * PW + v * VL) * weight[r], most);
+            *(vf *)(columns + v * VL) = most;
+        }
+}
+
+/* Add columns summed over the queries [r0, r1) of a block to what the keys received, and to the map. */
+static void add_columns(const Call *c, Space *s, const float *columns, const float *most, int64_t start, int64_t n,
+                        int64_t query) {
+    double *received = s->keys + start;
+    for (int64_t j = 0; j < n; j += VL) *(vd *)(received + j) += __builtin_convertvector(load(columns + j), vd);
+    if (!c->map) return;
+    const int64_t bins = (c->nk + c->bin_k - 1) / c->bin_k, whole = min64(n, c->nk - start);
+    const int64_t cells = (c->nq + c->bin_q - 1) / c->bin_q * bins;
+    const int shift = __builtin_ctzll((uint64_t)c->bin_k);
+    double *map = s->keys + up(c->nk, TILE) + 2 * c->n_prefix + query / c->bin_q * bins;
+    if (c->bin_k >= VL)
+        for (int64_t j = 0; j < whole; j += VL) {
+            double *at = map + ((start + j) >> shift);
+            at[0] += sum(load(columns + j));
+            at[cells] = fmax(at[cells], highest(load(most + j)));
+        }
+    else
+        for (int64_t j = 0; j < whole; j++) {
+            double *at = map + ((start + j) >> shift);
+            at[0] += columns[j];
+            at[cells] = fmax(at[cells], most[j]);
+        }
+}
+
+/* By how much the weights of a row in a tile are too small, or large, for its final offset. */
+INLINE float factor_of(const Space *s, int64_t slot, int64_t r) {
+    const float below = s->offset[slot * BLOCK + r] - s->row[r].offset;
+    return below == 0 ? 1 : exp2f(below);
+}
+
+/* The final weight of row r of a block on one key. */
+static float weight_on(const Space *s, int64_t tile0, int64_t r, int64_t key) {
+    if (key < s->lo[r] || key >= s->hi[r] || key < 0) return 0; /* padding has a weight of 0 */
+    const int64_t slot = key / TILE - tile0, strip = r / RS, panel = key % TILE / PW;
+    const float *p = s->p + ((slot * STRIPS + strip) * PANELS + panel) * RS * PW + r % RS * PW;
+    return p[key % PW] * factor_of(s, slot, r) * s->weight[r];
+}
+
+/* The sum of the final weights of row r of a block on the keys [from, to). */
+static float mass_of(const Space *s, int64_t tile0, int64_t r, int64_t from, int64_t to) {
+    vi place;
+    double mass = 0;
+    for (int i = 0; i < VL; i++) place[i] = i;
+    from = max64(from, s->lo[r]), to = min64(to, s->hi[r]);
+    for (int64_t tile = from / TILE; tile * TILE < to && from < to; tile++) {
+        const int64_t slot = tile - tile0, start = tile * TILE;
+        const int64_t first = max64(from - start, 0) / PW, end = up(min64(to - start, TILE), PW) / PW;
+        const float *p = s->p + ((slot * STRIPS + r / RS) * PANELS + first) * RS * PW + r % RS * PW;
+        const vi lo = (vi){0} + (int32_t)max64(from - start, 0), hi = (vi){0} + (int32_t)(to - start);
+        vf total = {0};
+        for (int64_t panel = first; panel < end; panel++, p += RS * PW)
+            for (int v = 0; v < NV; v++) {
+                const vi here = place + (int32_t)(panel * PW + v * VL);
+                total += choose((here >= lo) & (here < hi), load(p + v * VL), (vf){0});
+            }
+        mass += sum(total) * (double)factor_of(s, slot, r);
+    }
+    return (float)(mass * s->weight[r]);
+}
+
+/* Add the weights of row r on the first keys of its text, and how many of them it sees. */
+static void add_prefix(const Call *c, Space *s, int64_t tile0, int64_t r, int64_t batch, int64_t position) {
+    const int64_t first = c->firsts[batch];
+    double *sums = s->keys + up(c->nk, TILE);
+    if (position < first || position >= first + c->n_prefix) return;
+    for (int64_t j = max64(first, s->lo[r]); j < min64(first + c->n_prefix, s->hi[r]); j++) {
+        sums[j - first] += weight_on(s, tile0, r, j);
+        sums[c->n_prefix + j - first] += !s->kept || s->kept[j];
+    }
+}
+
+/* Weights of one row times the norms of the values; at the end of the keys there may be fewer norms than weights. */
+static double dot(const float *p, int64_t panels, const float *norms, int64_t left) {
+    vf total = {0};
+    float rest = 0;
+    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, norms += PW, left -= PW) {
+        if (left >= PW)
+            for (int v = 0; v < NV; v++) total += load(p + v * VL) * *(const vu *)(norms + v * VL);
+        else
+            for (int64_t j = 0; j < left; j++) rest += p[j] * norms[j];
+    }
+    return sum(total) + rest;
+}
+
+static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t query) {
+    const int64_t n = min64(BLOCK, c->nq - query), strips = (n + RS - 1) / RS, shift = c->nk - c->nq;
+    const int64_t dvp = up(c->dv, VL);
+    int64_t from = INT64_MAX, to = 0;
+    for (int64_t r = 0; r < strips * RS; r++) {
+        const int64_t position = query + r + shift;
+        int64_t lo = max64(position - c->high, 0), hi = r < n ? min64(position - c->low + 1, c->nk) : 0;
+        if (lo >= hi) lo = hi = 0;
+        else from = min64(from, lo), to = max64(to, hi);
+        s->lo[r] = lo, s->hi[r] = hi;
+        s->row[r] = (Row){.top = LOWEST};
+    }
+    const int64_t tile0 = from == INT64_MAX ? 0 : from / TILE, tile1 = up(to, TILE) / TILE;
+    const float *q = c->q + batch * c->qs[0] + head * c->qs[1] + query * c->qs[2];
+    for (int64_t r = 0; r < strips * RS; r++)
+        for (int64_t i = 0; i < c->d; i++)
+            s->q[(r / RS * c->d + i) * RS + r % RS] = r < n ? q[r * c->qs[2] + i] * (c->scale * (float)M_LOG2E) : 0;
+    if (c->out) memset(s->o, 0, (size_t)(strips * RS * dvp) * sizeof(float));
+    for (int64_t tile = tile0; tile < tile1; tile++)
+        for (int64_t strip = 0; strip < strips; strip++) {
+            const int64_t slot = tile - tile0, at = c->rows ? (slot * STRIPS + strip) * RS * TILE : 0;
+            strip_tile(c, s, s->p + at, tile, c->rows ? slot : 0, strip, query, dvp);
+        }
+    const int64_t base = (batch * c->h + head) * c->nq + query, all = c->b * c->h * c->nq;
+    for (int64_t r = 0; r < n; r++) {
+        Row *row = s->row + r;
+        const int empty = !row->seen;
+        double lse = empty ? -INFINITY : row->offset + log2(row->total);
+        if (c->sinks) {
+            const float *logit = c->sinks + batch * c->ss[0] + head * c->ss[1] + (query + r) * c->ss[2];
+            const double sink = *logit * M_LOG2E, most = fmax(lse, sink), least = fmin(lse, sink);
+            if (most > -INFINITY) lse = most + log2(1 + exp2(least - most));
+        }
+        c->lse[base + r] = (float)(lse * M_LN2);
+        const float w = empty ? 0 : (float)exp2(row->offset - lse);
+        if (c->counted && !c->counted[batch * c->nq + query + r]) row->seen = 0;
+        s->weight[r] = row->seen ? w : 0;
+        s->center[r] = empty ? 0 : (float)(row->place / row->total + (double)(query + r + shift));
+        if (c->out) {
+            float *out = c->out + (base + r) * c->dv, *o = s->o + r * dvp;
+            for (int64_t i = 0; i < c->dv; i++) out[i] = empty ? 0 : o[i] * w;
+        }
+    }
+    if (!c->rows) return;
+    float columns[TILE] __attribute__((aligned(64))), most[TILE] __attribute__((aligned(64)));
+    float weight[BLOCK], factor[BLOCK], center[BLOCK];
+    double contribution[BLOCK] = {0};
+    const float *norms = c->norms ? c->norms + batch * c->ns[0] + head * c->ns[1] : NULL;
+    memcpy(center, s->center, (size_t)n * sizeof(float));
+    const int64_t step = c->map ? min64(BLOCK, c->bin_q) : BLOCK;
+    for (int64_t r0 = 0; r0 < n; r0 += step) {
+        const int64_t r1 = min64(r0 + step, strips * RS);
+        for (int64_t tile = tile0; tile < tile1; tile++) {
+            const int64_t slot = tile - tile0, start = tile * TILE;
+            int64_t used = PANELS, end = 0;
+            for (int64_t strip = r0 / RS; strip * RS < r1; strip++) {
+                const int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
+                if (span[0] < span[1]) used = min64(used, span[0]), end = max64(end, span[1]);
+            }
+            if (used >= end) continue;
+            memset(columns + used * PW, 0, (size_t)(end - used) * PW * sizeof(float));
+            if (c->map) memset(most + used * PW, 0, (size_t)(end - used) * PW * sizeof(float));
+            for (int64_t r = r0; r < r1; r++) {
+                factor[r] = factor_of(s, slot, r);
+                weight[r] = r >= n ? 0 : s->weight[r] * factor[r];
+                s->center[r] = r >= n ? 0 : center[r] - (float)start;
+            }
+            for (int64_t r = r0; r < r1; ) {
+                const int64_t strip = r / RS, count = r % RS == 0 && r1 - r >= RS ? RS : 1;
+                const int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
+                const float *p = s->p + ((slot * STRIPS + strip) * PANELS + span[0]) * RS * PW + r % RS * PW;
+                vf second[RS];
+                (count == RS ? columns_8 : columns_1)(s, p, span[1] - span[0], r, weight + r, (float)(span[0] * PW),
+                                                      columns + span[0] * PW, second);
+                if (span[0] < span[1])
+                    for (int64_t i = 0; i < count; i++) {
+                        s->row[r + i].spread += (double)sum(second[i]) * factor[r + i];
+                        if (norms)
+                            contribution[r + i] += weight[r + i] * dot(p + i * PW, span[1] - span[0],
+                                                                       norms + start + span[0] * PW, c->nk - start);
+                    }
+                if (c->map) highest_columns(p, span[1] - span[0], count, weight + r, most + span[0] * PW);
+                r += count;
+            }
+            add_columns(c, s, columns + used * PW, most + used * PW, start + used * PW, (end - used) * PW, query + r0);
+        }
+    }
+    for (int64_t r = 0; r < n; r++) {
+        Row *row = s->row + r;
+        float *to_row = c->rows + base + r, weight = s->weight[r];
+        if (!row->seen) {
+            for (int64_t i = 0; i < STATISTICS + c->n_ranges; i++) to_row[i * all] = 0;
+            continue;
+        }
+        const int64_t position = query + r + shift;
+        to_row[ENTROPY * all] = (float)fmax(log(row->total) - M_LN2 * row->bits / row->total, 0);
+        to_row[EFFECTIVE_KEYS * all] = (float)(row->total * row->total / row->squares);
+        to_row[DISTANCE * all] = (float)fmax(row->distance / row->total, 0);
+        to_row[SPREAD * all] = (float)sqrt(row->spread / row->total);
+        to_row[SINK * all] = weight_on(s, tile0, r, c->firsts[batch]);
+        to_row[SELF * all] = weight_on(s, tile0, r, position);
+        to_row[PREVIOUS * all] = weight_on(s, tile0, r, position - 1);
+        to_row[NEXT * all] = weight_on(s, tile0, r, position + 1);
+        to_row[ROW_SUM * all] = (float)(row->total * weight);
+        to_row[CONTRIBUTION * all] = (float)contribution[r];
+        for (int64_t i = 0; i < c->n_ranges; i++) {
+            const int32_t *range = c->ranges + i * 2 * (c->range_batch ? c->b : 1) * c->nq + batch * c->range_batch;
+            const int64_t ends = (c->range_batch ? c->b : 1) * c->nq;
+            to_row[(STATISTICS + i) * all] = mass_of(s, tile0, r, range[query + r], range[ends + query + r]);
+        }
+        if (c->n_prefix) add_prefix(c, s, tile0, r, batch, position);
+    }
+}
+
+/* ---- A call ----------------------------------------------------------------------------------------------------- */
+
+/* Pack the keys [from, to) of a key head; padding and keys beyond the end are 0, so that NaN in them is harmless. */
+static void pack(const Call *c, const Space *s, int64_t batch, int64_t head, int64_t from, int64_t to) {
+    const int64_t dvp = up(c->dv, VL), d = c->d;
+    float *kp = s->k, *vp = s->v;
+    const float *k = c->k + batch * c->ks[0] + head * c->ks[1], *v = c->v + batch * c->vs[0] + head * c->vs[1];
+    for (int64_t j0 = from; j0 < to; j0 += PW) {
+        float *panel = kp + j0 * d;
+        for (int64_t j = j0; j < j0 + PW; j++) {
+            const int real = j < c->nk && (!c->keep || c->keep[batch * c->nk + j]);
+            if (s->kept) {
+                if (j % TILE == 0) s->padded[j / TILE] = 0;
+                s->kept[j] = -real, s->padded[j / TILE] += !real;
+            }
+            if (real) for (int64_t i = 0; i < d; i++) panel[i * PW + j - j0] = k[j * c->ks[2] + i];
+            else for (int64_t i = 0; i < d; i++) panel[i * PW + j - j0] = 0;
+            if (!c->out) continue;
+            memset(vp + j * dvp, 0, (size_t)dvp * sizeof(float));
+            if (real) memcpy(vp + j * dvp, v + j * c->vs[2], (size_t)c->dv * sizeof(float));
+        }
+    }
+}
+
+/* Write the sums over queries of one head, and set them to 0. */
+static void finish(const Call *c, double *keys, int64_t size, int64_t bh) {
+    const int64_t nkp = up(c->nk, TILE);
+    for (int64_t j = 0; j < c->nk; j++) c->received[bh * c->nk + j] = (float)keys[j];
+    for (int64_t i = 0; i < 2; i++)
+        for (int64_t j = 0; j < c->n_prefix; j++)
+            c->prefix[(i * c->b * c->h + bh) * c->n_prefix + j] = (float)keys[nkp + i * c->n_prefix + j];
+    if (c->map) {
+        const int64_t rows = (c->nq + c->bin_q - 1) / c->bin_q, cols = (c->nk + c->bin_k - 1) / c->bin_k;
+        const double *of = keys + nkp + 2 * c->n_prefix;
+        float *most = c->map + bh * rows * cols, *mean = most + c->b * c->h * rows * cols;
+        for (int64_t i = 0; i < rows; i++) for (int64_t j = 0; j < cols; j++) {
+            const int64_t pairs = min64(c->bin_q, c->nq - i * c->bin_q) * min64(c->bin_k, c->nk - j * c->bin_k);
+            mean[i * cols + j] = (float)(of[i * cols + j] / (double)pairs);
+            most[i * cols + j] = (float)of[(rows + i) * cols + j];
+        }
+    }
+    memset(keys, 0, (size_t)size * sizeof(double));
+}
+
+static void *take(char **at, int64_t bytes) { char *x = *at; *at += up(bytes, 64); return x; }
+
+/* Returns 0, or 1 if there is no memory. */
+int QKV_ATTEND(const Call *c) { /* the build gives it one name for each set of instructions */
+    const int64_t dvp = c->out ? up(c->dv, VL) : 0, nkp = up(c->nk, TILE), group = c->h / c->hkv, units = c->b * c->hkv;
+    const int64_t blocks = (c->nq + BLOCK - 1) / BLOCK, items = group * blocks;
+    const int64_t map = c->map ? ((c->nq + c->bin_q - 1) / c->bin_q) * ((c->nk + c->bin_k - 1) / c->bin_k) : 0;
+    const int64_t size = c->rows ? nkp + 2 * (c->n_prefix + map) : 0, maxima = size - map; /* sums, then maxima */
+    const int64_t span = /* keys of a block */
+        min64(nkp, up(c->high - c->low + 1 + BLOCK, TILE) + TILE);
+    const double work = (double)c->b * c->h * c->nq * c->nk * (c->d + c->dv);
+    const int threads = work < 2e6 || c->threads < 2 ? 1 : c->threads;
+    const int alone = threads == 1 || (units >= 4 * threads) || units % threads == 0; /* a thread takes whole units */
+    const int64_t kept = c->keep ? nkp + nkp / TILE : 0, packed = up(nkp * (c->d + dvp) + kept, 16) * 4 + 192;
+    const int64_t own = (alone ? packed : 0) + sizeof(Space) + BLOCK * (c->d + dvp + span / TILE) * 4 + 2048
+                      + (c->rows ? BLOCK * span : RS * TILE) * 4 + span / TILE * (STRIPS * 4 + 64) + size * 8;
+    const int64_t shared = alone ? 0 : packed + group * size * 8 + 128;
+    char *memory = aligned_alloc(4096, (size_t)up(threads * up(own, 4096) + shared, 4096));
+    if (!memory) return 1;
+    char *at = memory + threads * up(own, 4096);
+    float *shared_k = take(&at, alone ? 0 : nkp * c->d * 4), *shared_v = take(&at, alone ? 0 : nkp * dvp * 4);
+    int32_t *shared_kept = take(&at, alone ? 0 : kept * 4);
+    double *total = take(&at, 0);
+    if (!alone) memset(total, 0, (size_t)(group * size) * 8);
+    int64_t next_unit = 0, next_item = 0;
+    #pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
+        char *mine = memory + me * up(own, 4096);
+        Space *s = take(&mine, sizeof(Space));
+        s->keys = take(&mine, size * 8);
+        memset(s->keys, 0, (size_t)size * 8);
+        s->q = take(&mine, BLOCK * c->d * 4), s->o = take(&mine, BLOCK * dvp * 4);
+        s->p = take(&mine, (c->rows ? BLOCK * span : RS * TILE) * 4);
+        s->offset = take(&mine, span / TILE * BLOCK * 4), s->spans = take(&mine, span / TILE * STRIPS * 4);
+        s->k = alone ? take(&mine, nkp * c->d * 4) : shared_k;
+        s->v = alone ? take(&mine, nkp * dvp * 4) : shared_v;
+        s->kept = !c->keep ? NULL : alone ? take(&mine, kept * 4) : shared_kept;
+        s->padded = c->keep ? s->kept + nkp : NULL;
+        for (int64_t unit = 0; ; unit++) {
+            if (alone) unit = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
+            if (unit >= units) break;
+            const int64_t batch = unit / c->hkv, key_head = unit % c->hkv, used = up(c->nk, PW);
+            if (alone) pack(c, s, batch, key_head, 0, used);
+            else {
+                const int64_t tiles = nkp / TILE;
+                pack(c, s, batch, key_head, me * tiles / team * TILE, min64(used, (me + 1) * tiles / team * TILE));
+                #pragma omp single
+                next_item = 0;
+            }
+            int64_t head = -1;
+            for (int64_t item = 0; ; item++) {
+                if (!alone) item = __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED);
+                const int64_t g = item < items ? item / blocks : -1;
+                if (g != head && head >= 0 && c->rows) { /* the head is done, as far as this thread is concerned */
+                    if (alone) finish(c, s->keys, size, batch * c->h + key_head * group + head);
+                    else {
+                        #pragma omp critical
+                        for (int64_t j = 0; j < size; j++) {
+                            double *to = total + head * size + j;
+                            *to = j < maxima ? *to + s->keys[j] : fmax(*to, s->keys[j]);
+                        }
+                        memset(s->keys, 0, (size_t)size * 8);
+                    }
+                }
+                if (g < 0) break;
+                head = g;
+                block(c, s, batch, key_head * group + g, (blocks - 1 - item % blocks) * BLOCK); /* the longest first */
+            }
+            if (alone) continue;
+            #pragma omp barrier
+            if (c->rows) {
+                #pragma omp for
+                for (int64_t g = 0; g < group; g++)
+                    finish(c, total + g * size, size, batch * c->h + key_head * group + g);
+            }
+        }
+    }
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,153 @@
+"""The native library: its statistics against the tiles of tensor operations, what it refuses, and its build."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qkv
+from qkv import native
+from qkv._engine.call import Call
+from qkv.masks import Causal, Dense, Mask, Prefix, Window
+from qkv.normalizers import Softmax
+from qkv.statistics import measure
+from qkv.statistics.built_in import Local, Streaming
+from qkv.statistics.sums import Statistics
+
+ROOT = Path(__file__).parents[2]
+SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of values
+    "tiny": (1, 2, 2, 2, 5, 8, 8),
+    "grouped heads": (2, 4, 2, 70, 70, 16, 24),
+    "few queries": (1, 2, 1, 33, 130, 32, 32),
+    "more queries than keys": (2, 2, 2, 130, 33, 8, 20),
+    "several tiles": (1, 2, 2, 600, 1100, 64, 64),
+}
+MASKS: dict[str, Callable[[Tensor], Mask | None]] = {
+    "none": lambda keep: None,
+    "causal": lambda keep: Causal(),
+    "window ahead": lambda keep: Window(5, ahead=3),
+    "causal, padded": lambda keep: Causal() & Dense(keep[:, None, None]),
+}
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    if isinstance(found := native.library(), str):
+        assert shutil.which("cc") is None, found
+        pytest.skip(found)
+
+
+def inputs(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    b, h, key_heads, n_queries, n_keys, d, dv = shape
+    made = (
+        torch.randn(b, n_queries, h, d),
+        torch.randn(b, n_keys, key_heads, d) * 2,
+        torch.randn(b, n_keys, key_heads, dv),
+    )
+    q, k, v = (x.transpose(1, 2) for x in made)  # strides as in a model
+    return q, k, v
+
+
+def by_tiles(call: Call, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "library", lambda: "not compiled")
+        return measure.measured(call, output=True, **options)
+
+
+def fields(statistics: Statistics) -> dict[str, Tensor]:
+    found = {name: x for name, x in vars(statistics).items() if isinstance(x, Tensor)} | dict(statistics.mass)
+    found["spread"] = found["spread"].square()  # the tiles resolve the square of the spread to 0.002
+    if statistics.thumbnail is not None:
+        found |= {"largest": statistics.thumbnail.maximum, "mean": statistics.thumbnail.mean}
+    return found
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_output_and_statistics_differ_from_those_of_the_tiles(
+    shape: str, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
+    q, k, v = inputs(SHAPES[shape])
+    for sink, padded in ((None, False), (0.5, True)):
+        first = torch.randint(0, n_keys - 3, (b,))
+        options = {
+            "mass": {"local": Local(2).mask, "streaming": Streaming(first, n_keys).mask, "prefix": Prefix(3)},
+            "first": first,
+            "queries": torch.rand(b, n_queries) > 0.3 if padded else None,
+            "prefix_keys": min(20, n_keys),
+            "bins": 16,
+            "value_norms": torch.rand(b, h, n_keys),
+        }
+        call = Call.of(q, k, v, MASKS[mask](torch.rand(b, n_keys) > 0.3), (), None, Softmax(sink=sink))
+        assert native.unsupported_reason(call, options["mass"], ()) is None  # type: ignore[arg-type]
+        result, rows, got = measure.measured(call, output=True, **options)
+        slow, slow_rows, want = by_tiles(call, monkeypatch, **options)
+        assert result is not None
+        torch.testing.assert_close(result.out, slow.out, atol=2e-5, rtol=2e-4)
+        torch.testing.assert_close(rows.level, slow_rows.level, atol=2e-5, rtol=2e-4)
+        assert fields(got).keys() == fields(want).keys()
+        for name, x in fields(want).items():
+            limit = 2e-3 + 2e-6 * n_keys if name == "spread" else 2e-5
+            torch.testing.assert_close(fields(got)[name], x, atol=limit, rtol=2e-4, msg=name)
+
+
+def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(SHAPES["grouped heads"])
+    one, alibi, wide = q[:, :, :1], qkv.biases.ALiBi(), torch.zeros(1, 1, 4, 300)
+    bad = k.clone()
+    bad[0, 0, 3] = torch.nan
+    calls = {
+        "NaN": Call.of(q, bad, v, Causal()),
+        "overflow": Call.of(q * 1e20, k * 1e20, v),
+        "infinite values": Call.of(q, k, v * torch.inf),
+        "sink logit": Call.of(q, k, v, None, (), None, Softmax(sink=torch.full((4,), torch.nan))),
+        "one query": Call.of(one, k, v),
+        "biases": Call.of(q, k, v, None, (alibi,)),
+        "float64": Call.of(q.double(), k.double(), v.double()),
+        "more than 256": Call.of(wide, wide, wide),
+        "band": Call.of(q, k, v, Dense(torch.rand(70, 70) > 0.5)),
+        "softmax": Call.of(q, k, v, None, (), None, qkv.normalizers.Sigmoid()),
+    }
+    assert [name for name, call in calls.items() if native.unsupported_reason(call, {}, ()) is None] == []
+    part = {"scattered": Dense((torch.arange(70) % 3 == 0)[None, :])}
+    assert native.unsupported_reason(Call.of(q, k, v), part, ()) is not None
+    assert native.unsupported_reason(Call.of(q, k, v), {}, ()) is None
+    monkeypatch.setattr(native, "LIBRARY", Path("nowhere.so"))
+    native.library.cache_clear()
+    assert native.unsupported_reason(Call.of(q, k, v), {}, ()) is not None
+    native.library.cache_clear()
+
+
+def test_one_thread_gives_other_bits_the_second_time() -> None:
+    q, k, _ = inputs(SHAPES["several tiles"])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        first, second = (fields(qkv.measure(q, k, mask=Causal(), bins=8)) for _ in range(2))
+    finally:
+        torch.set_num_threads(threads)
+    assert [name for name, x in first.items() if not torch.equal(x, second[name])] == []
+
+
+def test_a_build_without_a_compiler_fails_or_leaves_an_old_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    library = tmp_path / "attention.so"
+    library.write_bytes(b"old")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "no-such-compiler" in build.compiled(ROOT / "src" / "qkv" / "native", library)
+    assert not library.exists()
