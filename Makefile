@@ -6,7 +6,7 @@ OUT    ?= qkv-demo
 ROOMS  := core profile view cli lab research docs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick coverage $(addprefix test-,$(ROOMS)) fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick coverage sanitize $(addprefix test-,$(ROOMS)) fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -61,6 +61,15 @@ fuzz: venv  ## test CASES=10000 random compositions from SEED=0 against a dense 
 
 fuzz-files: venv  ## open CASES=10000 damaged and hostile files from SEED=0; a failure prints how to replay it
 	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.files --cases $(CASES) --seed $(SEED)
+
+SANITIZED := $(VENV)/sanitized.so
+SANITIZE  := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -std=gnu11 -Wno-psabi -fPIC -shared -fopenmp
+
+sanitize: venv  ## test the native library built with AddressSanitizer and UndefinedBehaviorSanitizer, for the processor here
+	$(CC) $(SANITIZE) -march=native -DQKV_ATTEND=qkv_attend src/qkv/native/attention.c -o $(SANITIZED) -lm
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+	  $(BIN)/python -c "import pathlib, pytest, qkv.native; qkv.native.LIBRARY = pathlib.Path('$(SANITIZED)'); \
+	  raise SystemExit(pytest.main(['-q', '-p', 'no:xdist', '-p', 'no:randomly', 'tests/core/test_native.py', '-k', 'differ or bits']))"
 
 KILLS ?= 20
 

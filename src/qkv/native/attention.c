@@ -496,6 +496,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
             for (int64_t r = r0; r < r1; ) {
                 const int64_t strip = r / RS, count = r % RS == 0 && r1 - r >= RS ? RS : 1;
                 const int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
+                const int64_t first = start + span[0] * PW;
                 const float *p = s->p + ((slot * STRIPS + strip) * PANELS + span[0]) * RS * PW + r % RS * PW;
                 vf second[RS];
                 (count == RS ? columns_8 : columns_1)(s, p, span[1] - span[0], r, weight + r, (float)(span[0] * PW),
@@ -504,8 +505,8 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
                     for (int64_t i = 0; i < count; i++) {
                         s->row[r + i].spread += (double)sum(second[i]) * factor[r + i];
                         if (norms)
-                            contribution[r + i] += weight[r + i] * dot(p + i * PW, span[1] - span[0],
-                                                                       norms + start + span[0] * PW, c->nk - start);
+                            contribution[r + i] += weight[r + i] * dot(p + i * PW, span[1] - span[0], norms + first,
+                                                                       c->nk - first);
                     }
                 if (c->map) highest_columns(p, span[1] - span[0], count, weight + r, most + span[0] * PW);
                 r += count;
