@@ -16,7 +16,7 @@ from torch import Tensor
 import qkv
 from conftest import MASKS, close, fits, grids, mask_trees, refused, set_sizes, set_tile, triple
 from qkv._engine.call import Call
-from qkv.biases import ALiBi
+from qkv.biases import Additive, ALiBi
 from qkv.biases import Dense as Bias
 from qkv.kernels.flash import decompose
 from qkv.masks import (
@@ -332,6 +332,13 @@ def test_bands_describe_the_visible_pairs() -> None:
 # --- cutting a mask into calls ----------------------------------------------------------------------------------------
 
 
+class Far(Additive):
+    """Without a method `at`."""
+
+    def tile(self, region: Region) -> Tensor:
+        return -0.1 * (region.queries - region.keys).abs()
+
+
 def check_flash(mask: Mask | None, grid: Grid, bias: Any = None) -> None:
     """A pair that the calls of the flash kernel left out, or that two of them had, would change the output."""
     q, k, v = triple(grid.batch, grid.heads, grid.heads, grid.n_queries, grid.n_keys)
@@ -371,7 +378,7 @@ def test_bands_are_covered_once_mostly_by_one_call(
     for size in (1, 2, tile - 1, tile, tile + 1):
         mask = Window(size, ahead=ahead)
         for one in (mask, mask | (Prefix(2) & Causal()), mask | Global([0, 7])):
-            for bias in (None, Bias(torch.zeros(1, 1)), ALiBi()):
+            for bias in (None, Bias(torch.zeros(1, 1)), ALiBi(), Far()):
                 check_flash(one, grid, bias)
         if min(nq, nk) > 40 and tile < 16:
             assert max(getattr(block, "count", 0) for block in blocks(mask, grid)) >= 2

@@ -127,3 +127,15 @@ def test_gathered_tiles_add_bfloat16_biases_in_float32(monkeypatch: pytest.Monke
     lse = attend(q, k, v, mask=mask, bias=added, kernel="flash", return_lse=True)[1]
     want = attend(q.double(), k.double(), v.double(), mask=mask, bias=added, kernel="eager", return_lse=True)[1]
     assert (lse - want).abs().max() < 2e-3
+
+
+def test_the_search_finds_the_level_of_a_steep_weight() -> None:
+    """Its rounding error is larger than the tolerance, and all steps of the search come from the same side."""
+
+    class Steep(normalizers.SumToOne):
+        def weight(self, scores: Tensor, level: Tensor) -> Tensor:
+            return torch.exp(30 * (scores - level))
+
+    q, k = of_scores([1.0] * 700, torch.float64)
+    for kernel in ("eager", "tiled"):
+        close(attend(q, k, k, score=scores.Dot(1.0), normalizer=Steep(), kernel=kernel), q)

@@ -283,3 +283,6 @@ def test_places_of_heads_have_the_distances_of_points_in_a_plane() -> None:
     squares = ((points[:, None] - points) ** 2).sum(-1)
     places = plane(1 - squares)
     np.testing.assert_allclose(((places[:, None] - places) ** 2).sum(-1), squares, atol=1e-12)
+    axes = gpt(23).plot.similarity().axes[2]
+    places = np.concatenate([some.get_offsets() for some in axes.collections])
+    np.testing.assert_allclose(axes.viewLim.get_points().sum(0), places.max(0) + places.min(0), atol=1e-9)

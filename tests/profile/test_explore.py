@@ -29,7 +29,7 @@ from qkv.profiler.explore.pyramid import Pyramid, SingleFlightCache, new_tile_ca
 from qkv.statistics import maps
 from qkv.statistics.measure import row_state
 
-SHORT, LONG = "def f(x):", "def mean(values):\n    return sum(values) / len(values)\n"
+SHORT, LONG = "f(x):", "def mean(values):\n    return sum(values) / len(values)\n"
 
 
 @pytest.fixture

@@ -139,20 +139,21 @@ def test_tiles_equal_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "size", "pool", "panels"),
+    ("rows", "columns", "size", "pool", "panels", "sides"),
     [
-        (slice(None), slice(None), 1024, "both", 1),  # every pair a bin: both are the same
-        (slice(None), slice(None), 7, "max", 1),
-        (slice(3, 6), slice(None), 9, "both", 2),  # one above the other
-        (slice(3, 4), slice(2, 3), 9, "mean", 1),
-        (slice(0, 2), slice(5, 9), 9, "mean", 1),  # all pairs are masked
+        (slice(None), slice(None), 1024, "both", 1, "N queries × N keys"),  # every pair a bin: both are the same
+        (slice(None), slice(None), 7, "max", 1, "N queries × N keys"),
+        (slice(3, 6), slice(None), 9, "both", 2, "queries 3–5 of N × N keys"),  # one above the other
+        (slice(3, 4), slice(2, 3), 9, "mean", 1, "queries 3–3 of N × keys 2–2 of N"),
+        (slice(0, 2), slice(5, 9), 9, "mean", 1, "queries 0–1 of N × keys 5–8 of N"),  # all pairs are masked
     ],
 )
 def test_figure_has_the_right_panels(
-    program: AttentionMap, rows: slice, columns: slice, size: int, pool: str, panels: int
+    program: AttentionMap, rows: slice, columns: slice, size: int, pool: str, panels: int, sides: str
 ) -> None:
     figure = map_figure(program, program.picture(rows, columns, size), pool=pool)
     assert len(figure.axes) == 2 * panels  # each with its colour bar
+    assert sides.replace("N", f"{program.n_keys}") in figure.texts[1].get_text().replace("\n", " ")
     all_text_is_on_the_page(figure)
 
 

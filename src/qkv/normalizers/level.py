@@ -130,7 +130,8 @@ def root(
             break
         bracketed = gap.isfinite()
         move = y / (fall if number == 0 else known)  # secant step
-        # Without a bracket the steps may grow; where the secant step is invalid, they double.
+        # Without a bracket the steps may grow; where the secant step is invalid, they double. A step of 0 counts as one
+        # rounding error, else the doubling would never leave the level.
         move = torch.where(move.isfinite() & (move * y > 0), move.abs().minimum(8 * width), 2 * width)
         beyond = x + torch.where(y > 0, move, -move)
         middle = low + gap / 2
@@ -140,7 +141,7 @@ def root(
             span = gap
         new = torch.where(bracketed & ~inside, middle, beyond)
         new = torch.where(done | lost, x, new)
-        width = torch.where(done, width, (new - x).abs().clamp(min=tiny))
+        width = torch.where(done, width, (new - x).abs().maximum(eps * x.abs() + tiny))
         before, y_before, x = x, y, new
     return x, fall, near | (done & (y.abs() <= JUMP))
 

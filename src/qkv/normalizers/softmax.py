@@ -173,9 +173,7 @@ def _newton(z: Float[Tensor, "*n k"], tau: Float[Tensor, "*n"], p: float) -> Flo
     above = z - tau[..., None]
     total = _powers(above, p).sum(-1)
     slope = _powers(above, p - 1).sum(-1) if p != 1 else (above > 0).to(z).sum(-1)
-    safe = total > 0
-    total = torch.where(safe, total, 1.0)
-    return (1 - total ** (-1 / p)) * total / torch.where(safe, slope, 1.0)
+    return (1 - total ** (-1 / p)) * total / slope  # NaN for an empty row, which stays where it is
 
 
 def _powers(x: Tensor, p: float) -> Tensor:
