@@ -42,8 +42,8 @@ class Shell:
 def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder, a process group of one, and the site's figure style.
 
-    The checks of `qkv.testing` run at two sizes, and FlexAttention without torch.compile, which took most of the time of
-    these pages: tests/core runs both in full.
+    The checks of `qkv.testing` run at two sizes, and FlexAttention without torch.compile, which took most of the time
+    of these pages: tests/core runs both in full.
     """
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     for checks in (biases, normalizers, scores):
