@@ -60,13 +60,14 @@ def check_task(task: Task) -> None:
     >>> from dataclasses import dataclass
     >>> from qkv.models import DecoderConfig
     >>> from qkv_lab.tasks import Reversal
-    >>> check_task(Reversal(length=4, model=DecoderConfig(d_model=8, layers=1, heads=2)))
+    >>> small = DecoderConfig(d_model=8, layers=1, heads=2)
+    >>> check_task(Reversal(length=4, model=small))
     >>> @dataclass(frozen=True)
     ... class SumOfLosses(Reversal):
     ...     def loss(self, model, batch):
     ...         return super().loss(model, batch) * self.count(batch)
     >>> try:
-    ...     check_task(SumOfLosses())
+    ...     check_task(SumOfLosses(length=4, model=small))
     ... except AssertionError as error:
     ...     print(error)
     SumOfLosses.loss: is not the mean over count: of a batch, expected that of its parts, weighted by their counts

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from imported import statements
+
 ROOT = Path(__file__).parents[2]
 # The rooms, the lowest first: each imports only from itself and those before it.
 ROOMS = {"qkv": ROOT / "src" / "qkv", "qkv_lab": ROOT / "lab" / "qkv_lab", "research": ROOT / "research"}
@@ -44,25 +46,13 @@ FILES = {
 
 def imports(file: Path) -> Iterator[str]:
     """Modules of the rooms that a file imports, in functions too, but not for types alone."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    never = {
-        x
-        for f in ast.walk(tree)
-        if isinstance(f, ast.If) and "TYPE_CHECKING" in ast.dump(f.test)
-        for b in f.body
-        for x in ast.walk(b)
-    }
-    for node in ast.walk(tree):
-        if node in never:
-            continue
+    for node in statements(file):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative imports hide the order"
             full = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in FILES else node.module or "" for name in full]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
         else:
-            continue
+            names = [alias.name for alias in node.names]
         # `import qkv` itself, and a name in it such as `attend`, is all of the core.
         yield from ("qkv.attention" if name == "qkv" else name for name in names if name.split(".")[0] in ROOMS)
 
@@ -154,25 +144,27 @@ def test_import_loads_no_module_of_the_package() -> None:
     assert not {name.split(".")[0] for name in models} & set(ORDER["qkv"][ORDER["qkv"].index("huggingface") :])
 
 
-@pytest.mark.parametrize("command", ["--help", "profile --help", "generate --help", "--version"])
-def test_help_does_without_torch(command: str) -> None:
-    code = f"""
+def test_help_does_without_torch() -> None:
+    said = python("""
 import sys
 from qkv.cli import main
-try:
-    main({command.split()})
-except SystemExit:
-    pass
-print("loaded:", *sorted({{"torch", "numpy"}} & set(sys.modules)))
-"""
-    said = python(code)
-    assert len(said) > len("loaded:\n")
-    assert said.endswith("loaded:\n")
+for command in ("--help", "profile --help", "generate --help", "--version"):
+    try:
+        main(command.split())
+    except SystemExit:
+        pass
+    print("loaded:", *sorted({"torch", "numpy"} & set(sys.modules)))
+""")
+    shown = said.split("loaded:\n")
+    assert (len(shown), shown[-1]) == (5, "")
+    assert all(shown[:-1])
 
 
-def test_the_core_works_with_torch_numpy_and_jaxtyping_alone() -> None:
-    out = python(f"""
-import sys
+def test_the_core_is_inert_and_works_with_torch_numpy_and_jaxtyping_alone() -> None:
+    """No patches, no threads, no environment, no seeds, no settings of torch; nothing heavy is loaded or needed."""
+    *loaded, blocked = python(
+        f"""
+import os, sys, threading, warnings
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
@@ -180,25 +172,7 @@ class Blocked:
             raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
 
 sys.meta_path.insert(0, Blocked())
-import torch, qkv
-q = k = v = torch.randn(1, 4, 10, 8, requires_grad=True)
-for kernel in ("flash", "tiled", "eager"):
-    qkv.attend(q, k, v, mask=qkv.masks.Window(3), kernel=kernel).sum().backward()
-assert qkv.measure(q, k, mask=qkv.masks.Causal()).entropy.shape == (1, 4, 10)
-try:
-    qkv.profile
-except ModuleNotFoundError as error:
-    print(error)
-""")
-    assert out.split()[0] in HEAVY
-    assert "is blocked" in out
-
-
-def test_the_core_is_inert_and_loads_nothing_heavy() -> None:
-    """No patches, no threads, no environment, no seeds, no settings of torch."""
-    loaded = python(
-        """
-import os, sys, threading, warnings, torch, numpy, jaxtyping
+import torch, numpy, jaxtyping
 modules = set(sys.modules)
 def state():
     return (
@@ -208,12 +182,23 @@ def state():
         list(warnings.filters),
     )
 before = state()
+{CORE}
+assert state() == before
+print(*set(sys.modules) - modules, sep="\\n")
+q = k = v = torch.randn(1, 4, 10, 8, requires_grad=True)
+for kernel in ("flash", "tiled", "eager"):
+    qkv.attend(q, k, v, mask=qkv.masks.Window(3), kernel=kernel).sum().backward()
+assert qkv.measure(q, k, mask=qkv.masks.Causal()).entropy.shape == (1, 4, 10)
+try:
+    qkv.profile
+except ModuleNotFoundError as error:
+    print(error)
 """
-        + CORE
-        + "assert state() == before\nprint(*set(sys.modules) - modules)"
-    ).split()
+    ).splitlines()
     assert {"qkv.kernels.tiled", "qkv.models.decoder", "qkv.testing.masks"} <= set(loaded)
     assert {name.split(".")[0] for name in loaded} & HEAVY == set()
+    assert blocked.split()[0] in HEAVY
+    assert "is blocked" in blocked
 
 
 def test_names_that_do_not_exist_are_said_so() -> None:

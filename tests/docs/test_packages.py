@@ -17,6 +17,7 @@ import pytest
 import qkv
 import qkv_lab
 from conftest import Command
+from imported import statements
 from qkv import InputError, _packages, cli
 
 ROOT = Path(__file__).parents[2]
@@ -32,13 +33,9 @@ def module(requirement: str) -> str:
 
 def imported(file: Path) -> Iterator[str]:
     """The packages that a file imports, in functions too, but not for types alone."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    types = [x for x in ast.walk(tree) if isinstance(x, ast.If) and "TYPE_CHECKING" in ast.dump(x.test)]
-    skipped = {x for branch in types for statement in branch.body for x in ast.walk(statement)}
-    for node in ast.walk(tree):
-        if node not in skipped and isinstance(node, ast.Import | ast.ImportFrom):
-            names = [x.name for x in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            yield from (name.partition(".")[0] for name in names)
+    for node in statements(file):
+        names = [x.name for x in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        yield from (name.partition(".")[0] for name in names)
 
 
 def test_every_imported_package_is_a_dependency_or_in_an_extra() -> None:

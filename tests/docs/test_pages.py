@@ -17,9 +17,11 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import flex_attention
 
 import pages
 from qkv import cli
+from qkv.testing import biases, inputs, normalizers, scores
 from qkv_lab.cli import train
 
 pytest.importorskip("transformers", reason="the pages profile models")
@@ -38,7 +40,14 @@ class Shell:
 
 @pytest.fixture
 def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty folder, a process group of one, the site's figure style, and no shape checks, as outside of tests."""
+    """An empty folder, a process group of one, and the site's figure style.
+
+    The checks of `qkv.testing` run at two sizes, and FlexAttention without torch.compile, which took most of the time
+    of these pages: tests/core runs both in full.
+    """
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    for checks in (biases, normalizers, scores):
+        monkeypatch.setattr(checks, "SIZES", inputs.SIZES[:2])
     monkeypatch.chdir(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

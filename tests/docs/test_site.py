@@ -51,23 +51,23 @@ class Page(HTMLParser):
             self.loads.append(found["href"])
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `make docs` builds it, without theme and without the outputs of cells, which `test_pages.py` runs."""
-    folder = tmp_path_factory.mktemp("site")
-    command = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(folder / "doctrees"), str(pages.DOCS)]
+@pytest.mark.slow
+def test_the_site_builds_with_a_page_for_every_public_name_and_without_dead_links(tmp_path: Path) -> None:
+    """As `make docs` builds it, without theme, search and the outputs of cells, which `test_pages.py` runs."""
+    site = tmp_path / "html"
+    command = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "doctrees"), str(pages.DOCS)]
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", *command, str(folder / "html")],
+        [sys.executable, "-m", "sphinx", *command, str(site)],
         # no search index, and no menu of all pages on each
         env={**os.environ, "QKV_DOCS_EXECUTE": "off", "QKV_DOCS_SEARCH": "off", "QKV_DOCS_THEME": "basic"},
         capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return folder / "html"
+    _has_no_dead_links_and_no_files_from_other_hosts(site)
+    _has_a_page_for_every_public_name(site)
 
 
-@pytest.mark.slow
-def test_no_dead_links_and_no_files_from_other_hosts(site: Path) -> None:
+def _has_no_dead_links_and_no_files_from_other_hosts(site: Path) -> None:
     parsed = cache(Page)
     dead, foreign = [], []
     for path in sorted(site.rglob("*.html")):
@@ -86,8 +86,7 @@ def test_no_dead_links_and_no_files_from_other_hosts(site: Path) -> None:
     assert not foreign, "\n".join(foreign[:40])
 
 
-@pytest.mark.slow
-def test_every_public_name_has_a_page(site: Path) -> None:
+def _has_a_page_for_every_public_name(site: Path) -> None:
     for module in public_names.MODULES:
         for name, thing in public_names.public(module).items():
             text = (site / "reference" / f"{module}.{name}.html").read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ from qkv.profiler import Survey
 from qkv.profiler.data.variables import check_hierarchy, frame_size
 from qkv_lab.tasks import Reversal
 
-CASES = 200
+CASES = 100
 
 
 @pytest.fixture(scope="module")
