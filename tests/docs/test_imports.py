@@ -82,6 +82,7 @@ def layer(module: str) -> tuple[int, int]:
     return list(ROOMS).index(room), -1 if within is None else within
 
 
+@pytest.mark.slow
 def test_every_import_goes_to_the_same_layer_or_a_lower_one() -> None:
     upwards = [
         f"{a} -> {b}"
@@ -142,6 +143,7 @@ qkv.cache, qkv.huggingface, qkv.models, qkv.nn, qkv.ring, qkv.testing, qkv.lab
 """
 
 
+@pytest.mark.slow
 def test_import_loads_no_module_of_the_package() -> None:
     """Names load on first use: `attend` without models, `models` without the profiler."""
     ours = "*sorted(n.removeprefix('qkv.') for n in sys.modules if n[:4] == 'qkv.'), 'torch' in sys.modules"
@@ -170,6 +172,7 @@ print("loaded:", *sorted({{"torch", "numpy"}} & set(sys.modules)))
     assert said.endswith("loaded:\n")
 
 
+@pytest.mark.slow
 def test_the_core_works_with_torch_numpy_and_jaxtyping_alone() -> None:
     out = python(f"""
 import sys
@@ -194,6 +197,7 @@ except ModuleNotFoundError as error:
     assert "is blocked" in out
 
 
+@pytest.mark.slow
 def test_the_core_is_inert_and_loads_nothing_heavy() -> None:
     """No patches, no threads, no environment, no seeds, no settings of torch."""
     loaded = python(
