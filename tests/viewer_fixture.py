@@ -112,10 +112,12 @@ SOURCES: dict[str, Callable[[], Profile]] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Repeat a test whose browser did not answer in time; the summary of the run counts the repetitions."""
+    """Tests in a browser are slow. If it did not answer in time, they are repeated, which the summary counts."""
     for item in items:
-        if "browser" in getattr(item, "fixturenames", ()) and item.config.pluginmanager.hasplugin("rerunfailures"):
-            item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=["TimeoutError"]))
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+            if item.config.pluginmanager.hasplugin("rerunfailures"):
+                item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=["TimeoutError"]))
 
 
 @dataclass

@@ -412,6 +412,7 @@ def test_output_that_cannot_be_written_is_told_once(
     assert re.fullmatch(r"qkv: standard output: cannot be written \([^\n]*\)\n" if full else "", ran.err)
 
 
+@pytest.mark.slow
 def test_interrupt_exits_with_130(own: Path) -> None:
     command = [sys.executable, "-m", "qkv.cli", "generate", str(own), PROMPT, "--tokens", "100000"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}

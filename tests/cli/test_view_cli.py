@@ -74,6 +74,7 @@ def read_by(session: Any) -> list[Any]:
     return [inputs for _, inputs, _ in session._models.values()]
 
 
+@pytest.mark.slow
 def test_profiles_and_models_open_side_by_side(here: None, served: list[Any], command: Command) -> None:
     for words, sources, texts in (
         ("found", [("profile", "qkv-mini (found)")], []),

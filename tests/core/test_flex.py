@@ -199,6 +199,7 @@ def test_the_search_for_a_level_takes_few_calls(n: int, monkeypatch: pytest.Monk
 # --- gradients, as compiled -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("normalizer", "bias"),
     [

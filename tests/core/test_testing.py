@@ -326,7 +326,7 @@ def odd(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 CHANCE = rand(H, NQ, NK, seed=5) > 0.3
 ADDITIVE = learned(H, 3), learned(H, 3, D), learned(KV, 3, DK), learned(3)
 SOUND: list[tuple[Any, dict[str, Any]]] = [
-    (masks.Causal(), {}),
+    (masks.Causal(), {"sizes": TURNED}),
     (masks.Window(3, ahead=2), {"sizes": TURNED}),
     (masks.Prefix(5) | masks.Causal(), {"sizes": SMALL}),
     (masks.Padding([4, 6], "left") & masks.Causal(), {"sizes": TURNED}),
@@ -359,7 +359,6 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
     (normalizers.Softmax(1.3, sink=learned(H)), {"sizes": TINY}),
     (normalizers.Softmax(sink=learned(2, H, NQ)), {"sizes": SMALL}),
     (normalizers.Softmax(0.7, key=learned(H, D)), {"sizes": SMALL}),
-    (Sigmoid(), {"sizes": SMALL}),
     (Sigmoid(learned(H)), {"sizes": SMALL}),
     (normalizers.EluPlusOne("sum"), {"sizes": SMALL}),
     (normalizers.ReLU(), {"sizes": TILED}),
@@ -371,8 +370,8 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
     (normalizers.Hard(sample=True), {"sizes": TILED}),
     *((make(), {"sizes": SMALL}) for make in (own.Share, own.HeavyTail, own.Manhattan, own.Squeeze)),
     *((make(), {"sizes": TILED}) for make in (own.Ramp, own.Slope, own.Diagonals, Kernel)),
-    *((statistic, {"heads": 1}) for statistic in (*BUILT_IN.values(), Local(2), Streaming())),
-    *((statistic, {}) for statistic in (Mass("two", masks.Window(2)), own.Heavy(), own.Taken(), Kurtosis())),
+    *((statistic, {"heads": 1}) for statistic in (*BUILT_IN.values(), Local(2), Streaming(), Kurtosis())),
+    *((statistic, {}) for statistic in (Mass("two", masks.Window(2)), own.Heavy(), own.Taken())),
 ]
 
 

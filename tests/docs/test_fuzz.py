@@ -27,6 +27,7 @@ def failures(seed: int, numbers: range) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_kernels_agree_with_the_formula() -> None:
     found = failures(0, range(CASES))
     assert not found, "\n".join(found)

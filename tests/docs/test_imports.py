@@ -132,6 +132,7 @@ qkv.cache, qkv.huggingface, qkv.models, qkv.nn, qkv.ring, qkv.testing, qkv.lab
 """
 
 
+@pytest.mark.slow
 def test_import_loads_no_module_of_the_package() -> None:
     """Names load on first use: `attend` without models, `models` without the profiler."""
     ours = "*sorted(n.removeprefix('qkv.') for n in sys.modules if n[:4] == 'qkv.'), 'torch' in sys.modules"
@@ -160,6 +161,7 @@ for command in ("--help", "profile --help", "generate --help", "--version"):
     assert all(shown[:-1])
 
 
+@pytest.mark.slow
 def test_the_core_is_inert_and_works_with_torch_numpy_and_jaxtyping_alone() -> None:
     """No patches, no threads, no environment, no seeds, no settings of torch; nothing heavy is loaded or needed."""
     *loaded, blocked = python(

@@ -38,6 +38,7 @@ def imported(file: Path) -> Iterator[str]:
         yield from (name.partition(".")[0] for name in names)
 
 
+@pytest.mark.slow
 def test_every_imported_package_is_a_dependency_or_in_an_extra() -> None:
     lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     used, by_lab = ({x for file in (ROOT / room).rglob("*.py") for x in imported(file)} for room in ("src/qkv", "lab"))

@@ -135,6 +135,7 @@ def test_files_named_in_the_documentation_exist() -> None:
             assert (pages.ROOT / name).exists(), f"{page} names {name}, which does not exist"
 
 
+@pytest.mark.slow
 def test_error_messages_of_the_errors_page_exist() -> None:
     raised = [" ".join(text.split()) for texts in error_index.errors().values() for text in texts]
     rows = re.findall(r"^\| `(.+?)` \|", (pages.DOCS / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)

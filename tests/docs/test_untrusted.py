@@ -160,6 +160,7 @@ def model(tmp_path: Path) -> Path:
     return qkv.models.save(DecoderLM(DecoderConfig(d_model=8, layers=1, heads=2, context=8)), tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_weights_and_configurations_that_do_not_fit_are_refused(model: Path) -> None:
     text = (model / "config.json").read_text()
     for entry in ({"layers": 2**40}, {"vocab_size": 2**40}, {"context": 2**62}, {"d_model": 2**40}, {"heads": 2**70}):
@@ -178,6 +179,7 @@ def test_weights_and_configurations_that_do_not_fit_are_refused(model: Path) -> 
         qkv.models.load(model)
 
 
+@pytest.mark.slow
 def test_training_a_model_that_does_not_fit_in_memory_is_refused(tmp_path: Path) -> None:
     for config in (DecoderConfig(d_model=2**40, heads=2), DecoderConfig(layers=2**40, d_model=8, heads=2)):
         with refused("model", match="too large"):

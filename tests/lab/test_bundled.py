@@ -68,6 +68,7 @@ def test_accuracy_on_held_out_data_equals_the_result_file(name: str) -> None:
         assert task.check(model)["strongest"] == pytest.approx(said["check"]["strongest"], abs=0.01)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_mini_has_low_loss_on_python_and_has_sinks() -> None:
     loaded, text = load_text_model("qkv-mini"), default_text("qkv-mini")

@@ -17,6 +17,7 @@ from qkv import masks, normalizers, reference, scores
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.slow
 STATIC = Path(__file__).parents[2] / "docs" / "_static"
 CHAPTER = Path(__file__).parents[2] / "docs" / "tutorial" / "03-by-hand.md"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -97,6 +97,7 @@ def test_an_experiment_of_an_installed_package_runs_from_the_command_line(
     assert "## settings" not in experiments.table(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_task_of_an_installed_package_trains_from_the_command_line_and_from_its_settings(
     install: Install, tmp_path: Path, command: Command
 ) -> None:
