@@ -15,7 +15,7 @@ from torch import Tensor
 import qkv
 from qkv import native
 from qkv._engine.call import Call
-from qkv.masks import Causal, Dense, Mask, Prefix, Window
+from qkv.masks import Causal, Dense, Grid, Mask, Prefix, Window
 from qkv.normalizers import Softmax
 from qkv.statistics import measure
 from qkv.statistics.built_in import Local, Streaming
@@ -29,10 +29,22 @@ SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of v
     "more queries than keys": (2, 2, 2, 130, 33, 8, 20),
     "several tiles": (1, 2, 2, 600, 1100, 64, 64),
 }
+
+
+class Later(Mask):
+    """Together with `Causal` a band of negative width."""
+
+    band = (-float("inf"), -501.0)
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return k - q > 500
+
+
 MASKS: dict[str, Callable[[Tensor], Mask | None]] = {
     "none": lambda keep: None,
     "causal": lambda keep: Causal(),
     "window ahead": lambda keep: Window(5, ahead=3),
+    "nothing visible": lambda keep: Causal() & Later(),
     "causal, padded": lambda keep: Causal() & Dense(keep[:, None, None]),
 }
 
@@ -124,6 +136,13 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
     native.library.cache_clear()
     assert native.unsupported_reason(Call.of(q, k, v), {}, ()) is not None
     native.library.cache_clear()
+
+
+def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
+    q, k, _ = inputs(SHAPES["grouped heads"])
+    found = qkv.measure(q, k, normalizer=Softmax(sink=300.0))
+    assert found.sink_mass is not None
+    assert (float(found.entropy.max()), float(found.spread.max()), float(found.sink_mass.min())) == (0, 0, 1)
 
 
 def test_one_thread_gives_other_bits_the_second_time() -> None:

@@ -202,7 +202,11 @@ def _visible(mask: Mask | None, grid: Grid) -> tuple[tuple[int, int], Tensor | N
         else:
             return None
     far = grid.n_queries + grid.n_keys
-    return (math.ceil(min(max(low, -far), far)), math.floor(min(max(high, -far), far))), keys
+    low, high = math.ceil(min(max(low, -far), far)), math.floor(min(max(high, -far), far))
+    return (
+        low,
+        max(high, low - 1),
+    ), keys  # the library allocates memory by the width, which is 0 if nothing is visible
 
 
 def _ranges(mask: Mask, grid: Grid) -> Tensor | None:

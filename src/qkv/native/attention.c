@@ -517,7 +517,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
     for (int64_t r = 0; r < n; r++) {
         Row *row = s->row + r;
         float *to_row = c->rows + base + r, weight = s->weight[r];
-        if (!row->seen) {
+        if (!row->seen || weight == 0) { /* nothing is visible, the query is left out, or a sink takes all weight */
             for (int64_t i = 0; i < STATISTICS + c->n_ranges; i++) to_row[i * all] = 0;
             continue;
         }
