@@ -345,6 +345,21 @@ def test_watch_in_two_threads_records_each_model_alone() -> None:
         same(found[i].profile(0), whole(models[i], IDS[i : i + 1]), but=set())
 
 
+def test_contexts_that_end_in_another_order_leave_torch_compile_on() -> None:
+    graphs: list[object] = []
+    compiled = torch.compile(torch.sin, backend=lambda graph, _: graphs.append(graph) or graph)
+    first, second = (qkv.watch(causal_lm()) for _ in range(2))
+    for end in (first.__enter__, second.__enter__):
+        end()
+    for end in (first.__exit__, second.__exit__):
+        compiled(torch.zeros(2))
+        assert not graphs, "compiled code cannot be observed"
+        end(None, None, None)
+    compiled(torch.zeros(2))
+    assert graphs
+    torch.compiler.reset()
+
+
 def test_one_model_profiled_by_several_threads_gives_each_the_right_profile(llama: Any) -> None:
     texts, found = [IDS[:1], IDS[1:], IDS[:1, :5]], dict[int, qkv.Profile]()
     in_threads([lambda i=i: found.update({i: whole(llama, texts[i])}) for i in range(3)])  # type: ignore[misc]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -744,10 +744,32 @@ def _alone(observer: Observer) -> Iterator[None]:
         lock.release()
 
 
-def _uncompiled() -> AbstractContextManager[object]:
-    """Run compiled parts of the model in eager mode, because compiled code cannot be observed."""
-    has_compiler = "torch._dynamo" in sys.modules  # slow to import; if it is not loaded, nothing is compiled
-    return torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
+class _EagerMode:
+    """torch.compile's stance, which a process has once: the first context sets it, and the last that ends restores it."""
+
+    def __init__(self) -> None:
+        self.lock, self.contexts, self.previous = threading.Lock(), 0, ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Run compiled parts of the model in eager mode, because compiled code cannot be observed."""
+        if "torch._dynamo" not in sys.modules:  # slow to import; if it is not loaded, nothing is compiled
+            yield
+            return
+        with self.lock:
+            if not self.contexts:
+                self.previous.enter_context(torch.compiler.set_stance("force_eager"))
+            self.contexts += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.contexts -= 1
+                if not self.contexts:
+                    self.previous.close()
+
+
+_uncompiled = _EagerMode()
 
 
 @contextmanager
