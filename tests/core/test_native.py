@@ -51,7 +51,7 @@ MASKS: dict[str, Callable[[Tensor], Mask | None]] = {
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    if isinstance(found := native.library(), str):
+    if isinstance(found := native.binding.library(), str):
         assert shutil.which("cc") is None, found
         pytest.skip(found)
 
@@ -69,7 +69,7 @@ def inputs(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 def by_tiles(call: Call, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     with monkeypatch.context() as patched:
-        patched.setattr(native, "library", lambda: "not compiled")
+        patched.setattr(native.binding, "library", lambda: "not compiled")
         return measure.measured(call, output=True, **options)
 
 
@@ -132,10 +132,10 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
     part = {"scattered": Dense((torch.arange(70) % 3 == 0)[None, :])}
     assert native.unsupported_reason(Call.of(q, k, v), part, ()) is not None
     assert native.unsupported_reason(Call.of(q, k, v), {}, ()) is None
-    monkeypatch.setattr(native, "LIBRARY", Path("nowhere.so"))
-    native.library.cache_clear()
+    monkeypatch.setattr(native.binding, "LIBRARY", Path("nowhere.so"))
+    native.binding.library.cache_clear()
     assert native.unsupported_reason(Call.of(q, k, v), {}, ()) is not None
-    native.library.cache_clear()
+    native.binding.library.cache_clear()
 
 
 def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:

@@ -745,7 +745,7 @@ def _alone(observer: Observer) -> Iterator[None]:
 
 
 class _EagerMode:
-    """torch.compile's stance, which a process has once: the first context sets it, and the last that ends restores it."""
+    """torch.compile has one stance in a process: the first context sets it, and the last that ends restores it."""
 
     def __init__(self) -> None:
         self.lock, self.contexts, self.previous = threading.Lock(), 0, ExitStack()
