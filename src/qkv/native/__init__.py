@@ -16,7 +16,7 @@ from qkv._engine.tiles import kept
 from qkv.masks import Grid, Mask
 from qkv.masks.base import band_counts
 from qkv.native import binding
-from qkv.native.binding import library, prepared, run, visible
+from qkv.native.binding import Visibility, library, prepared, run, visibility
 
 OF_QUERIES = (
     "entropy", "effective_keys", "distance", "spread", "sink", "self_", "previous", "next_", "row_sum",
@@ -76,9 +76,15 @@ def attend_and_measure(
         made.arguments.update(n_ranges=len(ranges), range_batch=0 if ranges.shape[2] == 1 else n_queries)
     if bins is not None:
         made.arguments.update(bin_q=bins[0], bin_k=bins[1])
+    counts: tuple[Tensor | None, Tensor | None] = None, None
+    if made.seen.cells is not None:  # the library counts
+        heads = made.seen.cells.status.shape[1]
+        made.arguments["visible_heads"] = heads
+        counts = (torch.empty(b, heads, n_queries, dtype=torch.int32), torch.empty(b, heads, n_keys, dtype=torch.int32))
     arguments = made.with_tensors(
         counted=counted, firsts=first, norms=norms, ns=(0, 0) if norms is None else norms.stride()[:2], ranges=ranges,
         out=out, lse=lse, rows=rows, received=received, prefix=prefix, map=pooled, n_prefix=prefix_keys or 0,
+        visible=counts[0], visible_queries=counts[1],
     )  # fmt: skip
     run(library().qkv_attend, arguments, call)  # type: ignore[union-attr]
     values: dict[str, Any] = dict(zip(OF_QUERIES, rows, strict=False))
@@ -88,7 +94,9 @@ def attend_and_measure(
         values["first_contribution"] = _share_of_first(values, norms, first)
     sums = iter(rows[len(OF_QUERIES) :])
     masses = {name: functools.reduce(torch.add, itertools.islice(sums, len(span))) for name, span in spans_of.items()}
-    of_queries, of_keys = _counts(made.band, made.keep, counted, grid)
+    of_queries, of_keys = counts
+    if of_queries is None or of_keys is None:
+        of_queries, of_keys = _counts(made.seen, counted, grid)
     shown = lse if counted is None else lse.masked_fill(~counted[:, None], -torch.inf)
     sink_mass = None
     if call.sink is not None:
@@ -126,7 +134,9 @@ def _ranges(mask: Mask, grid: Grid) -> Tensor | None:
         for part in mask.alternatives():
             keys = part.key_mask(grid)
             if part.band is not None:
-                (low, high), _ = visible(part, grid)  # type: ignore[misc]
+                seen = visibility(part, grid)
+                assert seen is not None
+                low, high = seen.band
                 position = grid.rows(0, grid.n_queries)[None]
                 start, end = (position - high).clamp(0, grid.n_keys), (position - low + 1).clamp(0, grid.n_keys)
             elif keys is not None:
@@ -156,12 +166,12 @@ def _ranges(mask: Mask, grid: Grid) -> Tensor | None:
     return kept(mask, grid, "native ranges", ranges)
 
 
-def _counts(band: tuple[int, int], keep: Tensor | None, counted: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
+def _counts(seen: Visibility, counted: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
     """The number of visible keys of each query (1 or b, 1, nq) and of visible queries of each key (1 or b, 1, nk)."""
-    of_queries, of_keys = band_counts(band, grid)
+    keep, (low, high) = seen.keep, seen.band
+    of_queries, of_keys = band_counts(seen.band, grid)
     if keep is None and counted is None:
         return of_queries, of_keys
-    low, high = band
     position = grid.rows(0, grid.n_queries)
     start, end = (position - high).clamp(0, grid.n_keys), (position - low + 1).clamp(0, grid.n_keys)
     end = torch.maximum(start, end)
