@@ -93,9 +93,17 @@ def unsupported_reason(call: Call) -> str | None:
         return "a sink logit is NaN or infinite"
     for bias in call.biases:
         values = getattr(bias, "tensor", None)
-        if values is not None and not bool(((values.abs() < LARGEST_SCORE) | (values == -torch.inf)).all()):
+        if values is not None and not _is_finite(values):
             return f"the bias {type(bias).__name__} holds NaN, infinity, or numbers so large that scores overflow"
     return None
+
+
+def _is_finite(bias: Tensor) -> bool:
+    """Whether a bias is small enough to be added to scores, or −∞, which masks a pair."""
+    least, most = (float(x) for x in bias.detach().aminmax())
+    if least == -math.inf:
+        least = float(torch.where(bias == -torch.inf, 0, bias.detach()).amin())
+    return -LARGEST_SCORE < least and most < LARGEST_SCORE
 
 
 @dataclass(frozen=True, eq=False)
