@@ -17,10 +17,6 @@ def small(size: int) -> Sizes:
     return replace(
         BY_DEVICE["cpu"],
         tile=size,
-        row_block=2 * size,
-        joined=2,
-        kept=64 * size,
-        at_once=0,
         panel=2 * size * size,
         few_scores=0,
         whole_mask=0,

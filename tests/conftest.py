@@ -23,7 +23,6 @@ if not torch.cuda.is_available():
 
 from fuzz.tiles import small
 from qkv import InputError, masks, reference
-from qkv._engine import sweep
 from qkv._engine.sizes import BY_DEVICE
 from qkv.cli import main
 from qkv.kernels import linear
@@ -159,8 +158,7 @@ class _Largest(TorchDispatchMode):
 
 
 def largest_tensor(run: Callable[[], object]) -> int:
-    """Numbers in the largest storage that any operation in `run` returns, starting with no memory kept."""
-    sweep._FREE.clear()
+    """Numbers in the largest storage that any operation in `run` returns."""
     with _Largest() as seen:
         run()
     return seen.numel

@@ -16,7 +16,7 @@ from own_objects import HEADS, HeavyTail, Manhattan, Ramp, SoftplusSquared, Sque
 from qkv import InputError, attend, biases, masks, normalizers, scores
 from qkv.kernels.flash import decompose
 from qkv.masks import Causal, Global, RandomKeys, Window, patterns
-from qkv.statistics import at_once, sums
+from qkv.statistics import sums
 from qkv.statistics.triton import host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in its jvp
@@ -148,7 +148,6 @@ CACHED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "no keys": (host._zeros, (5, CPU)),
     "pairs of bins": (sums._pairs_of_bins, (9, 7, 4, 2, torch.float32, CPU)),
     "powers of a cell": (sums._powers, (6, torch.float32, CPU)),
-    "powers of all keys": (at_once._powers, (6, CPU)),
     "band": (decompose._band_pattern, (0, 3, 4, 7, torch.float32)),
     "chosen keys": (patterns._chosen, ((0, 2), 5)),
     "drawn keys": (patterns._draw, (2, 0, None, 9)),

@@ -12,7 +12,6 @@ A "slope" here is a gradient with respect to the weights or scores of a tile.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +57,7 @@ def backward(
     if call.values is not None:
         distance_slopes = ByQuery(scaled @ call.values.to(wide).transpose(-1, -2), call.grid.offset)
         distance_mass = ByQuery(torch.zeros_like(distance_slopes.tensor), call.grid.offset)
-    reduce_tiles(groups(call), Gradients(level, scaled, inner, totals, distance_slopes, distance_mass), grad.device)
+    reduce_tiles(groups(call), Gradients(level, scaled, inner, totals, distance_slopes, distance_mass))
     if found.chosen is not None and "v" in totals:
         _add_chosen(found.chosen, grad, totals["v"])
     if "values" in totals:
@@ -126,12 +125,12 @@ def add_sink_gradients(call: Call, level: Tensor, slope: Tensor, totals: dict[st
 
 @dataclass(eq=False)
 class Job:
-    """Partial gradients of the keys, values and learned tensors of a group, from one job's blocks of queries."""
+    """Gradients of the keys, values and learned tensors of a group."""
 
     k: Tensor
-    shared: Any
-    """The result of `prepare` for the group."""
     v: Tensor | None = None
+    shared: Any = None
+    """What a subclass of `WeightGradients` knows of the group."""
     learned: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, names: list[str], found: Sequence[Tensor | None], totals: dict[str, Tensor]) -> None:
@@ -163,11 +162,8 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         totals: gradient accumulators, by the names of the call's tensors.
     """
 
-    over_queries = True
-
     def __init__(self, level: Tensor | None, totals: dict[str, Tensor]) -> None:
         self.level, self.totals = level, totals
-        self._lock = threading.Lock()
 
     def slope_at_weights(
         self, rows: RowSlopes, tile: Tile, weights: Tensor, log2: Tensor | None, masked: Tensor | None
@@ -183,8 +179,8 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         scores, masked = tile.scores()
         return rows.weigh.weights(scores, rows.level, masked), None, masked
 
-    def start(self, group: Group, shared: Any, rows: Sequence[int]) -> Job:
-        return Job(torch.zeros_like(group.tiles.k), shared)
+    def start(self, group: Group) -> Job:
+        return Job(torch.zeros_like(group.tiles.k))
 
     def begin(self, job: Job, block: Block) -> RowSlopes:
         tiles = block.group.tiles
@@ -253,8 +249,7 @@ class WeightGradients(Reducer[Job, RowSlopes]):
             names = [name for name in known if f"bias {i} {name}" in self.totals]
             if isinstance(bias, Additive) and bias.add_gradient is not None:
                 for name in names:
-                    with self._lock:
-                        bias.add_gradient(self.totals[f"bias {i} {name}"], region, slope)
+                    bias.add_gradient(self.totals[f"bias {i} {name}"], region, slope)
                 continue
             learned = [known[name] for name in names]
             slope, *found = bias.gradients(before[i] if before else slope, region, slope, learned)  # type: ignore[assignment]
@@ -310,8 +305,8 @@ class Gradients(WeightGradients):
         super().__init__(level, totals)
         self.grad, self.inner, self.distance_slopes, self.distance_mass = grad, inner, distance_slopes, distance_mass
 
-    def start(self, group: Group, shared: Any, rows: Sequence[int]) -> Job:
-        job = super().start(group, shared, rows)
+    def start(self, group: Group) -> Job:
+        job = super().start(group)
         job.v = torch.zeros_like(group.tiles.v)
         return job
 
@@ -329,8 +324,7 @@ class Gradients(WeightGradients):
             folded = met.reshape(len(values), -1, met.shape[3])
             rows.job.v[:, cols].baddbmm_(folded.transpose(1, 2), grad)
             if self.distance_mass is not None:
-                with self._lock:
-                    self.distance_mass.add_gradient(self.distance_mass.tensor, tile.region, met)
+                self.distance_mass.add_gradient(self.distance_mass.tensor, tile.region, met)
         slope = tile.buffer("slope")
         torch.bmm(grad, values.transpose(1, 2), out=slope.view(len(values), -1, tile.shape[3]))
         if self.distance_slopes is not None:

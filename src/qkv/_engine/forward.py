@@ -44,7 +44,7 @@ class ForwardState:
 def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
     """Output and row state of a call; `training` also computes `mean`, for the backward."""
     reducer = forward_reducer(call, training=training)
-    reduce_tiles(groups(call), reducer, call.q.device)
+    reduce_tiles(groups(call), reducer)
     return finished(call, reducer)
 
 

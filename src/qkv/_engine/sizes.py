@@ -22,14 +22,6 @@ class Sizes:
     """Queries and keys per tile: a power of two, like the bins of thumbnails, so that one divides the other."""
     heads: int
     """Query heads per tile. On CPU, a tile of all these heads should fit in cache."""
-    row_block: int
-    """Queries of a block of whole rows, whose weights are kept until their normalizer is known."""
-    joined: int
-    """Neighbouring tiles of a row block that are computed as one."""
-    kept: int
-    """Most weights of a row block, over all its heads: longer sequences have blocks of fewer queries."""
-    at_once: int
-    """Scores of all heads and batch items up to which statistics are computed from all weights at once."""
     pairs: int
     """Largest intermediate of a pairwise score on one tile, in elements; tiles are made smaller to respect it."""
     most_pairs: int
@@ -51,13 +43,11 @@ class Sizes:
 # On CUDA a kernel launch costs more than a small tile, so tiles are large. (These sizes have not been tuned on a GPU.)
 BY_DEVICE = {
     "cpu": Sizes(
-        tile=256, heads=12, row_block=512, joined=4, kept=2**23, at_once=2**18,
-        pairs=2**20, most_pairs=2**22, panel=2**20, picture=(128, 1024), few_scores=2**14,
+        tile=256, heads=12, pairs=2**20, most_pairs=2**22, panel=2**20, picture=(128, 1024), few_scores=2**14,
         whole_mask=2**14, sparse_tile=64, sparse_keys=1024,
     ),
     "cuda": Sizes(
-        tile=1024, heads=16, row_block=1024, joined=4, kept=2**26, at_once=2**20,
-        pairs=2**24, most_pairs=2**26, panel=2**25, picture=(1024, 4096), few_scores=2**14,
+        tile=1024, heads=16, pairs=2**24, most_pairs=2**26, panel=2**25, picture=(1024, 4096), few_scores=2**14,
         whole_mask=2**14, sparse_tile=64, sparse_keys=1024,
     ),
 }  # fmt: skip

@@ -103,7 +103,7 @@ def _is_finite(bias: Tensor) -> bool:
     least, most = (float(x) for x in bias.detach().aminmax())
     if least == -math.inf:
         least = float(torch.where(bias == -torch.inf, 0, bias.detach()).amin())
-    return -LARGEST_SCORE < least and most < LARGEST_SCORE
+    return least > -LARGEST_SCORE and most < LARGEST_SCORE
 
 
 @dataclass(frozen=True, eq=False)

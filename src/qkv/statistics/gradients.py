@@ -114,14 +114,15 @@ class StatisticsGradients(WeightGradients):
         divisors = [x for x in (rows.total, call.divisor) if x is not None]
         self.divisor = math.prod(divisors[1:], start=divisors[0]).expand(call.q.shape[:3]) if divisors else None
 
-    def prepare(self, group: Group) -> _Heads:
-        tiles = group.tiles
-        return _Heads(
+    def start(self, group: Group) -> Job:
+        job, tiles = super().start(group), group.tiles
+        job.shared = _Heads(
             WeightTiles(tiles, self.rows),
             {name: tiles.block_status(self.places.mass[name], self.size) for name in self.slopes.mass},
             tiles.of(self.slopes.received),
             self.places.firsts[tiles.batch.start],
         )
+        return job
 
     def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if not (tile.group.tiles.call.normalizer.has_lse and rows.weigh.shortcut):
@@ -370,7 +371,7 @@ def _input_gradients(
         inner = inner if at_sink is None else inner + at_sink * values["sink_mass"]
     elif isinstance(normalizer, SumToOne):
         reducer = LevelSlopes(call, *arguments, {}, size)
-        reduce_tiles(groups(call, size), reducer, call.q.device)
+        reduce_tiles(groups(call, size), reducer)
         inner = reducer.mean(call, at_sink)
     if inner is not None:
         slopes.constant = slopes.constant - inner
@@ -383,7 +384,7 @@ def _input_gradients(
         elif "sink" in totals:
             weight = torch.exp(call.sink - level)  # the sink's own weight in each row
             totals["sink"] = (weight * at_sink).sum_to_size(call.sink.shape)
-    reduce_tiles(groups(call, size), StatisticsGradients(call, *arguments, totals, size), call.q.device)
+    reduce_tiles(groups(call, size), StatisticsGradients(call, *arguments, totals, size))
     return summed(call, totals)
 
 

@@ -25,7 +25,6 @@ from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 from qkv.masks.base import Submask
 
-SERIAL_PAIRS = 2**19  # up to this many pairs, one thread is faster than several
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,20 +145,18 @@ class HeadMap:
         maximum, mean, visible = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(3))
         edges = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
         picture = Picture(maximum, mean, visible, *edges)
-        serial = (row_edges[-1] - row_edges[0]) * (column_edges[-1] - column_edges[0]) <= SERIAL_PAIRS
         reducer = _PictureReducer(picture, self._weights, self._uncounted, down, across, on_rows)
-        reduce_tiles([self._group(down, across)], reducer, device, single_threaded=serial)
+        reduce_tiles([self._group(down, across)], reducer)
         return picture
 
     def _group(self, down: Sequence[_Strip], across: Sequence[_Strip]) -> Group:
-        """The tiles of the picture; each job is one strip of queries."""
+        """The tiles of the picture."""
         rows, columns = ([piece.span for strip in strips for piece in strip.pieces] for strips in (down, across))
         q, k = (torch.tensor([(x.start, x.stop - 1) for x in spans]).T.contiguous() for spans in (rows, columns))
         tiles = Tiles(q[0] + self.grid.offset, q[1] + self.grid.offset, k[0], k[1])
         every = block_status(self._tiles.call.mask, tiles, self.grid)
         statuses: list[list[int]] = self._tiles.region(slice(None), slice(None)).of(every)[0, 0].tolist()
-        # Under a causal mask the last strips have the most visible pairs: start with them to balance the threads.
-        return Group(self._tiles, rows, columns, statuses, [[x.index for x in strip.pieces] for strip in down[::-1]])
+        return Group(self._tiles, rows, columns, statuses)
 
 
 @dataclass(eq=False)
@@ -182,7 +179,7 @@ class _StripState:
     piece: _Piece | None = None
 
 
-class _PictureReducer(Reducer[_StripState, _StripState]):
+class _PictureReducer(Reducer[None, _StripState]):
     """Draw all bins of a picture. It starts at zero, so empty tiles are skipped."""
 
     def __init__(
@@ -199,12 +196,12 @@ class _PictureReducer(Reducer[_StripState, _StripState]):
         self.columns = [(number, piece) for number, strip in enumerate(across) for piece in strip.pieces]
         self.across = across
 
-    def start(self, group: Group, shared: None, rows: Sequence[int]) -> _StripState:
-        return _StripState(self.rows[rows[0]][0])
-
-    def begin(self, job: _StripState, block: Block) -> _StripState:
-        job.piece = self.rows[block.index][1]
-        return job
+    def begin(self, job: None, block: Block) -> _StripState:
+        strip, piece = self.rows[block.index]
+        if piece is strip.pieces[0]:
+            self.state = _StripState(strip)
+        self.state.piece = piece
+        return self.state
 
     def tile(self, state: _StripState, tile: Tile) -> None:
         number, cols = self.columns[tile.index]

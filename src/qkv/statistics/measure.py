@@ -32,7 +32,6 @@ from qkv.masks import Grid, Mask
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
-from qkv.statistics import at_once, one_pass
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, add_statistics
@@ -182,12 +181,6 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     if fused is not None:
         out, lse, statistics = fused(call, request, output=output)
         return None if out is None else Result(out, lse), RowState(lse), statistics
-    sums = request.sums(call)
-    if one_pass.supports(call, sums):
-        way = at_once if at_once.supports(call, request) else one_pass
-        out, lse = way.attend_and_add(call, request, sums, output=output)
-        result, rows = None if out is None else Result(out.to(call.v.dtype), lse), RowState(lse)
-        return result, rows, finished(call, rows, request, sums)
     result = KERNELS[pick(call, "auto")].forward(call) if output else None
     rows = row_state(call, None if result is None else result.lse)
     return result, rows, sweep(call, rows, **options)

@@ -7,7 +7,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,7 +46,7 @@ def weights_transposed_matmul(
     """
     call, w = _ready(call, "w", w, call.q.shape[2], queries)
     out = call.q.new_zeros(*call.q.shape[:2], call.k.shape[2], w.shape[3], dtype=torch.float64)
-    reduce_tiles(groups(call, batched=True), _Transposed(rows, w, queries, out), call.q.device)
+    reduce_tiles(groups(call, batched=True), _Transposed(rows, w, queries, out))
     return out.to(at_least_float32(call.q.dtype))
 
 
@@ -75,7 +75,7 @@ def weights_matmul(
     """
     call, x = _ready(call, "x", x, call.k.shape[2], queries)
     out = call.q.new_zeros(*call.q.shape[:3], x.shape[3], dtype=torch.float64)
-    reduce_tiles(groups(call, batched=True), _Product(rows, x, queries, out), call.q.device)
+    reduce_tiles(groups(call, batched=True), _Product(rows, x, queries, out))
     return out.to(at_least_float32(call.q.dtype))
 
 
@@ -97,16 +97,11 @@ def _ready(call: Call, name: str, x: Tensor, length: int, queries: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
-class _Heads:
-    """The weight tiles of a group, and its slice of the factor."""
-
-    weights: WeightTiles
-    factor: Tensor
-
-
-@dataclass(eq=False)
 class _Job:
-    heads: _Heads
+    """The weight tiles of a group, its slice of the factor, and the sums of their products."""
+
+    known: WeightTiles
+    factor: Tensor
     sums: Tensor
     """float64, so that ten thousand tiles add up without loss."""
 
@@ -117,19 +112,17 @@ class _Factor(Reducer[_Job, _Job]):
     def __init__(self, rows: RowState, factor: Tensor, queries: Tensor | None, out: Tensor) -> None:
         self.rows, self.factor, self.queries, self.out = rows, factor, queries, out
 
-    def prepare(self, group: Group) -> _Heads:
+    def _job(self, group: Group, sums: Tensor) -> _Job:
         factor = group.tiles.of(self.factor)
         assert factor is not None
-        return _Heads(WeightTiles(group.tiles, self.rows, self.queries), factor)
+        return _Job(WeightTiles(group.tiles, self.rows, self.queries), factor, sums)
 
 
 class _Transposed(_Factor):
-    over_queries = True
-
-    def start(self, group: Group, shared: _Heads, rows: Sequence[int]) -> _Job:
+    def start(self, group: Group) -> _Job:
         tiles = group.tiles
         size = (*tiles.shape, tiles.k.shape[1], self.factor.shape[3])
-        return _Job(shared, tiles.k.new_zeros(*size, dtype=torch.float64))
+        return self._job(group, tiles.k.new_zeros(*size, dtype=torch.float64))
 
     def blocks(self, block: Block) -> Iterator[Block]:
         factor = block.group.tiles.of(self.factor)
@@ -138,18 +131,18 @@ class _Transposed(_Factor):
             yield block
 
     def tile(self, job: _Job, tile: Tile) -> None:
-        weights = tile.weights(job.heads.weights)[0]
-        job.sums[:, :, tile.columns] += weights.transpose(2, 3) @ job.heads.factor[:, :, tile.rows]
+        weights = tile.weights(job.known)[0]
+        job.sums[:, :, tile.columns] += weights.transpose(2, 3) @ job.factor[:, :, tile.rows]
 
     def finish(self, group: Group, job: _Job) -> None:
         self.out[group.tiles.batch, group.tiles.heads] += job.sums
 
 
 class _Product(_Factor):
-    def start(self, group: Group, shared: _Heads, rows: Sequence[int]) -> _Job:
-        return _Job(shared, self.out[group.tiles.batch, group.tiles.heads])
+    def start(self, group: Group) -> _Job:
+        return self._job(group, self.out[group.tiles.batch, group.tiles.heads])
 
     def tile(self, job: _Job, tile: Tile) -> None:
-        values = job.heads.factor[:, :, tile.columns]
+        values = job.factor[:, :, tile.columns]
         if values.any():
-            job.sums[:, :, tile.rows] += tile.weights(job.heads.weights)[0] @ values
+            job.sums[:, :, tile.rows] += tile.weights(job.known)[0] @ values

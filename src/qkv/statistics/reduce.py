@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from qkv._engine.sizes import sizes
 from qkv._engine.sweep import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv._engine.tiles import MASKED_SCORE, WeightTiles, kept
 from qkv.errors import InputError
-from qkv.masks import EMPTY, FULL, PARTIAL, Mask
+from qkv.masks import FULL, PARTIAL, Mask
 from qkv.masks.base import band_counts
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.sums import RowSums, Sums
@@ -121,7 +120,7 @@ def add_tiles(call: Call, reducer: StatisticsReducer) -> None:
     size = sizes(call.q.device).tile  # fixed, so that the edges of tiles and of the thumbnail's bins align
     batched = len(set(reducer.request.firsts)) == 1  # a group has one first key
     reducer.count_band(call)
-    reduce_tiles(groups(call, size, batched=batched), reducer, call.q.device)
+    reduce_tiles(groups(call, size, batched=batched), reducer)
 
 
 class _Heads:
@@ -144,43 +143,14 @@ class _Heads:
 
 
 class KeySums:
-    """Partial sums over some queries of a group, for the statistics that each key has."""
+    """The sums of a group's keys, as views."""
 
-    def __init__(self, heads: _Heads, sums: Sums, *, alone: bool) -> None:
+    def __init__(self, heads: _Heads, sums: Sums) -> None:
         of = (heads.group.tiles.batch, heads.group.tiles.heads)
-        self.heads, self.alone = heads, alone  # without other jobs on these heads, it adds to the sums themselves
-
-        def part(x: Tensor, zero: float = 0.0) -> Tensor:
-            return x if alone else torch.full_like(x, zero)
-
-        self.received, self.visible_queries = part(sums.received[of]), part(sums.visible_queries[of])
-        self.prefix_sink_scores = None if sums.prefix_sink_scores is None else part(sums.prefix_sink_scores[:, *of])
-        self.pooled = None if sums.pooled is None else part(sums.pooled[:, *of])
-        self.user_statistics = {s: part(sums.of_heads(s, of), s.zero) for s in sums.user_statistics if s.over == "key"}
-
-    def inside(self, name: str, tile: Tile) -> list[tuple[slice, int]]:
-        """The columns of a tile with a block status other than EMPTY, by one of the masks whose mass is measured."""
-        statuses, columns = self.heads.mass_status[name][tile.block.index], tile.group.columns
-        found: list[tuple[slice, int]] = []
-        for status, same in itertools.groupby(tile.indices, key=lambda c: statuses[c]):
-            if status != EMPTY:
-                indices = list(same)
-                found.append((slice(columns[indices[0]].start, columns[indices[-1]].stop), status))
-        return found
-
-    def add_to(self, sums: Sums, of: tuple[slice, ...]) -> None:
-        if self.alone:
-            return
-        sums.received[of] += self.received
-        sums.visible_queries[of] += self.visible_queries
-        if sums.prefix_sink_scores is not None and self.prefix_sink_scores is not None:
-            sums.prefix_sink_scores[:, *of] += self.prefix_sink_scores
-        if sums.pooled is not None and self.pooled is not None:
-            maximum, total = sums.pooled[:, *of]
-            torch.maximum(maximum, self.pooled[0], out=maximum)
-            total += self.pooled[1]
-        for s, x in self.user_statistics.items():
-            sums.of_heads(s, of).copy_(s.merge(sums.of_heads(s, of), x))
+        self.heads, self.received, self.visible_queries = heads, sums.received[of], sums.visible_queries[of]
+        self.prefix_sink_scores = None if sums.prefix_sink_scores is None else sums.prefix_sink_scores[:, *of]
+        self.pooled = None if sums.pooled is None else sums.pooled[:, *of]
+        self.user_statistics = {s: sums.of_heads(s, of) for s in sums.user_statistics if s.over == "key"}
 
 
 @dataclass(eq=False)
@@ -200,8 +170,6 @@ class RowsState:
 class StatisticsReducer(Reducer[KeySums, RowsState]):
     """Base of the reducers to statistics: adds tiles of final weights to the sums."""
 
-    over_queries = True
-
     def __init__(self, request: Request, sums: Sums) -> None:
         self.request, self.sums = request, sums
         self.counted = False  # whether the sums have the numbers of visible pairs already
@@ -216,17 +184,14 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
             self.sums.visible_queries += of_keys
             self.counted = True
 
-    def prepare(self, group: Group) -> _Heads:
-        return _Heads(group, self.request)
-
-    def start(self, group: Group, shared: _Heads, rows: Sequence[int]) -> KeySums:
-        return KeySums(shared, self.sums, alone=len(rows) == len(group.rows))
+    def start(self, group: Group) -> KeySums:
+        return KeySums(_Heads(group, self.request), self.sums)
 
     def begin(self, job: KeySums, block: Block) -> RowsState:
         group, rows = block.group, block.rows
         if not self.counted:
             self.sums.visible[block.at] += sum(
-                group.columns[c[-1]].stop - group.columns[c[0]].start for c, status in block.wide if status == FULL
+                group.columns[c].stop - group.columns[c].start for c, status in block.status if status == FULL
             )
         uncounted, length = job.heads.uncounted, rows.stop - rows.start
         counted = None if uncounted is None else ~uncounted[..., rows, None]
@@ -252,36 +217,28 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
         self.sums.visible[tile.block.at] += of_queries
         job.visible_queries[:, :, cols] += of_keys if rows.counted is None else (~masked & rows.counted).sum(-2)
 
-    def add(self, rows: RowsState, tile: Tile, weights: Tensor, total: Tensor, factor: Tensor | None = None) -> None:
-        """Add a tile of weights to all other sums; with `factor` (b, h, rows), they are not yet multiplied by it.
-
-        `total` are the totals of the final weights.
-        """
+    def add(self, rows: RowsState, tile: Tile, weights: Tensor, total: Tensor) -> None:
+        """Add a tile of weights to all other sums; `total` are the totals of its rows."""
         job, heads, sums, at = rows.job, rows.job.heads, self.sums, tile.block.at
         cols, start, scratch = tile.columns, rows.start, tile.buffer("scores")
-        if factor is None:
-            job.received[:, :, cols] += self._pool(job, weights, tile)
-        else:
-            job.received[:, :, cols] += (factor[..., None, :] @ weights)[..., 0, :]
-        self._add_prefix(job, weights, tile.masked(), tile, factor)
+        job.received[:, :, cols] += self._pool(job, weights, tile)
+        self._add_prefix(job, weights, tile.masked(), tile)
         if self.sign(rows, tile) == 0:
             distances = self.request.patterns.distances(start, tile)
-            sums.distance[at] += _scaled(torch.mul(weights, distances, out=scratch).sum(-1), factor)
+            sums.distance[at] += torch.mul(weights, distances, out=scratch).sum(-1)
         if cols.start <= heads.first < cols.stop:
-            sums.sink[at] += _scaled(weights[..., heads.first - cols.start], factor)
+            sums.sink[at] += weights[..., heads.first - cols.start]
         if heads.value_norms is not None and sums.contributions is not None:
-            sums.contributions[at] += _scaled((weights @ heads.value_norms[:, :, cols])[..., 0], factor)
+            sums.contributions[at] += (weights @ heads.value_norms[:, :, cols])[..., 0]
         for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
-            _add_diagonal(near[at[:2]], weights, tile.rows, start + shift - cols.start, factor)
+            _add_diagonal(near[at[:2]], weights, tile.rows, start + shift - cols.start)
         for name, inner in self.request.mass.items():
-            for span, status in job.inside(name, tile):
-                if status == FULL and span == cols:
-                    sums.mass[name][at] += total
-                    continue
-                part = weights[..., span.start - cols.start : span.stop - cols.start]
-                if status == PARTIAL:
-                    part = part * self.request.patterns.inside(name, inner, tile, span)
-                sums.mass[name][at] += _scaled(part.sum(-1), factor)
+            status = heads.mass_status[name][tile.block.index][tile.index]
+            if status == FULL:
+                sums.mass[name][at] += total
+            elif status == PARTIAL:
+                inside = self.request.patterns.inside(name, inner, tile, cols)
+                sums.mass[name][at] += (weights * inside).sum(-1)
 
     def add_final(self, rows: RowsState, tile: Tile, weights: Tensor, log2: Tensor) -> None:
         """Add a tile of final weights, and their base-2 logarithms, to all sums but the numbers of visible pairs."""
@@ -293,9 +250,6 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
 
     def end(self, rows: RowsState, space: Workspace) -> None:
         rows.sums.put(self.sums, rows.block.at)
-
-    def finish(self, group: Group, job: KeySums) -> None:
-        job.add_to(self.sums, (group.tiles.batch, group.tiles.heads))
 
     @staticmethod
     def sign(rows: RowsState, tile: Tile) -> int:
@@ -340,9 +294,7 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
         total += sums.unflatten(-1, (-1, key_bin)).sum(-1)
         return sums.sum(-2)[..., before : before + weights.shape[-1]]
 
-    def _add_prefix(
-        self, job: KeySums, weights: Tensor, masked: Tensor | None, tile: Tile, factor: Tensor | None
-    ) -> None:
+    def _add_prefix(self, job: KeySums, weights: Tensor, masked: Tensor | None, tile: Tile) -> None:
         """Add a tile to the prefix sink scores, if it contains any of the text's first queries and keys."""
         heads, rows, cols = job.heads, tile.rows, tile.columns
         rs, cs = (
@@ -356,8 +308,7 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
         if heads.uncounted is not None:
             visible = visible & ~heads.uncounted[..., rs, None]
         total, count = job.prefix_sink_scores[..., cs.start - heads.first : cs.stop - heads.first]
-        part = weights[..., *inside]
-        total += (part if factor is None else part * factor[..., inside[0], None]).sum(-2)
+        total += weights[..., *inside].sum(-2)
         count += visible.sum(-2)
 
 
@@ -368,10 +319,10 @@ class _Sweep(StatisticsReducer):
         super().__init__(request, sums)
         self.known = rows
 
-    def prepare(self, group: Group) -> _Heads:
-        heads = super().prepare(group)
-        heads.weights = WeightTiles(group.tiles, self.known, self.request.queries)
-        return heads
+    def start(self, group: Group) -> KeySums:
+        job = super().start(group)
+        job.heads.weights = WeightTiles(group.tiles, self.known, self.request.queries)
+        return job
 
     def tile(self, rows: RowsState, tile: Tile) -> None:
         self.add_visible(rows, tile)
@@ -401,14 +352,9 @@ def log2_of(weights: Tensor) -> Tensor:
     return torch.where(weights > 0, torch.log2(weights), MASKED_SCORE)
 
 
-def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
-    return x if factor is None else x * factor
-
-
-def _add_diagonal(near: Tensor, weights: Tensor, rows: slice, offset: int, factor: Tensor | None) -> None:
+def _add_diagonal(near: Tensor, weights: Tensor, rows: slice, offset: int) -> None:
     """Add the diagonal column = row + offset of a tile to its queries."""
     if -weights.shape[2] < offset < weights.shape[3]:
         diagonal = torch.diagonal(weights, offset, -2, -1)
         first, length = max(0, -offset), diagonal.shape[-1]
-        here = None if factor is None else factor[..., first : first + length]
-        near[:, :, rows.start + first : rows.start + first + length] += _scaled(diagonal, here)
+        near[:, :, rows.start + first : rows.start + first + length] += diagonal

@@ -265,17 +265,6 @@ def _cells(x: Tensor) -> list[Tensor]:
     return [x[..., :whole].unflatten(-1, (-1, CELL)), x[..., None, whole:]]
 
 
-def _of_cells(by_tile: list[Tensor], cells: list[int]) -> Tensor:
-    """The factors of rows of each tile, (b, h, rows), for each of its cells: (b, h, rows, cells or 1)."""
-    if all(x is by_tile[0] for x in by_tile):
-        return by_tile[0][..., None]
-    return torch.stack(by_tile, -1).repeat_interleave(torch.tensor(cells, device=by_tile[0].device), -1)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-
 FEW_QUERIES = 8  # while decoding, the statistics of the keys take most of the memory and time
 SMALLEST = 1e-150  # a row with less mass counts as empty
 TINY = 1e-15  # below this norm, the squares may underflow float32
@@ -307,41 +296,20 @@ class RowSums:
         """
         if len(self.places) >= self.BATCH:
             self.flush()
-        total = self.store(weights, log2, scratch, start, sign)
-        norm, total_of_cells = self.norms[-1], self.moments[-1][0]
-        if bool(((norm < TINY) & (total_of_cells > 0)).any()):  # the squares underflow float32
-            cells = _cells(weights)
-            self.norms[-1] = torch.cat([torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in cells], -1)
-        return total
-
-    def store(self, weights: Tensor, log2: Tensor, scratch: Tensor, start: int, sign: int) -> Tensor:
-        """Like `add`, but nothing is added up before `normalize`."""
         moments, norms, minus_bits = [], [], []
         for w, x, out in zip(_cells(weights), _cells(log2), _cells(scratch), strict=True):
             number, size = w.shape[-2:]
-            moments.append((_powers(size, w.dtype, w.device) @ w.reshape(-1, size).T).view(-1, *self.shape, number))
+            moments.append((_powers(size, w.dtype, w.device) @ w.reshape(-1, size).T).view(-1, *self.shape, number)[:3])
             norms.append(torch.linalg.vector_norm(w, dim=-1))
+            if bool(((norms[-1] < TINY) & (moments[-1][0] > 0)).any()):  # the squares underflow float32
+                norms[-1] = torch.linalg.vector_norm(w, dim=-1, dtype=torch.float64)
             minus_bits.append(torch.mul(w, x, out=out).sum(-1))
             self.places += [(start + i * size + size // 2, sign) for i in range(number)]
             start += number * size
-        self.moments.append(_joined(moments)[:3])
-        self.norms.append(_joined(norms))
-        self.minus_bits.append(_joined(minus_bits))
-        return self.moments[-1][0].sum(-1)
-
-    def normalize(self, factors: list[Tensor], log2_factors: list[Tensor]) -> list[Tensor]:
-        """Multiply the stored weights of each tile by a factor for each row, (b, h, rows); returns their totals."""
-        cells = [x.shape[-1] for x in self.norms]
-        moments, norms, bits = (torch.cat(x, -1) for x in (self.moments, self.norms, self.minus_bits))
-        factor, log2 = (_of_cells(x, cells) for x in (factors, log2_factors))
-        moments, norms = moments * factor, norms * factor
-        bits = torch.addcmul(bits * factor, moments[0], log2)
-        zero = factor == 0
-        if bool(zero.any()):  # rows without weights, and rows that do not count, may hold NaN
-            for x in (moments, norms, bits):
-                x.masked_fill_(zero, 0)
-        self.moments, self.norms, self.minus_bits = [moments], [norms], [bits]
-        return [x.sum(-1) for x in moments[0].split(cells, -1)]
+        self.moments += moments
+        self.norms += norms
+        self.minus_bits += minus_bits
+        return torch.stack([x[0].sum(-1) for x in moments]).sum(0)
 
     def flush(self) -> None:
         """Add the stored numbers of the last tiles to the sums."""
