@@ -20,7 +20,6 @@ from qkv.nn import (
     LinearAttention,
     LinformerAttention,
     MultiHeadAttention,
-    Projection,
     SinkToken,
     TransformerBlock,
     from_torch,
@@ -429,44 +428,3 @@ def test_wrong_sizes_and_modules_without_counterpart_are_refused(
 ) -> None:
     with refused(argument, match):
         call()
-
-
-# --- Projection -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rows", "out", "bias", "threads"), [
-    (1, 128, True, 1), (1, 258, False, 3), (2, 257, True, 3), (2, 128, False, 1), (4, 257, False, 3), (4, 258, True, 1),
-    (31, 258, True, 3), (31, 128, False, 1), (33, 257, False, 1), (127, 258, False, 3), (128, 257, True, 3),
-    (130, 128, False, 1),
-])  # fmt: skip
-def test_projection_equals_linear(
-    rows: int, out: int, bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For every implementation, forward and every gradient are as exact as torch's."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    torch.manual_seed(0)
-    layer = Projection(256, out, bias=bias)
-    x = rand(1, rows, 256, dtype=torch.float32).requires_grad_()
-    slope = rand(1, rows, out, seed=1, dtype=torch.float32)
-    exact = layer.weight.double(), x.double(), slope.double()
-    y = layer(x)
-    want = exact[1] @ exact[0].T + (layer.bias.double() if bias else 0)
-    close(y, want.detach(), eps=32)
-    y.backward(slope)
-    close(x.grad, (exact[2] @ exact[0]).detach(), eps=32)
-    close(layer.weight.grad, (exact[2][0].T @ exact[1][0]).detach(), eps=256)
-    if bias:
-        close(layer.bias.grad, exact[2].sum((0, 1)).detach(), eps=64)
-
-
-def test_a_projection_takes_any_shape_and_stride() -> None:
-    layer = Projection(256, 131)
-    x = rand(256, 5, 30, dtype=torch.float32).permute(2, 1, 0)
-    close(layer(x), nn.functional.linear(x, layer.weight, layer.bias).detach(), eps=64)
-    assert layer(x).is_contiguous()
-    close(layer(x[:1, 0]), nn.functional.linear(x[:1, 0], layer.weight, layer.bias).detach(), eps=64)
-    assert layer(x[:0]).shape == (0, 5, 131)
-    half = copy.deepcopy(layer).bfloat16()
-    assert half(x.bfloat16()).dtype == torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16

@@ -19,7 +19,6 @@ from qkv.masks import Mask
 from qkv.models.config import check_dropout, check_ids, check_tokens, one_of
 from qkv.nn.block import Activation, FeedForward, TransformerBlock, make_norm
 from qkv.nn.multi_head import KeysValues, MultiHeadAttention
-from qkv.nn.projection import project
 from qkv.positions import Learned, Rotary, Sinusoidal
 
 POSITIONS = ("sinusoidal", "learned", "rotary", "none")
@@ -81,7 +80,7 @@ class Tokens(nn.Module):
 
     def logits(self, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b vocabulary"]:
         """Logits of all tokens."""
-        return project(x, self.weight)
+        return F.linear(x, self.weight)
 
     def extra_repr(self) -> str:
         return "{}, {}".format(*self.weight.shape)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qkv._engine.call import as_mask
 from qkv.attention import Attention
@@ -23,7 +24,6 @@ from qkv.models.decoder_mask import causal, depends_on_length, depends_on_start
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.block import FeedForward, TransformerBlock, make_norm
 from qkv.nn.multi_head import MultiHeadAttention
-from qkv.nn.projection import Projection, project
 from qkv.normalizers import EluPlusOne, Entmax, Normalizer, ReLU, Sigmoid, Softmax
 from qkv.positions import NTK, DynamicNTK, Learned, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
 from qkv.scores import Dot
@@ -218,7 +218,7 @@ class DecoderLM(nn.Module):
         last = config.place == "pre"
         self.norm = make_norm(config.norm, config.d_model, config.norm_eps, bias=config.bias) if last else nn.Identity()
         self.output = (
-            None if config.tied else Projection(config.d_model, config.vocab_size, bias=bool(config.output_bias))
+            None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=bool(config.output_bias))
         )
         self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
@@ -266,7 +266,7 @@ class DecoderLM(nn.Module):
         (2, torch.Size([1, 4, 3, 3]))
         """
         weights: list[Tensor] | None = [] if return_weights else None
-        logits = project(self._hidden(ids, weights), *self._output())
+        logits = F.linear(self._hidden(ids, weights), *self._output())
         return logits if weights is None else (logits, tuple(weights))
 
     if TYPE_CHECKING:
@@ -390,7 +390,7 @@ class DecoderLM(nn.Module):
         for block, cache in zip(self.blocks, state.caches, strict=True):
             x = block(x, mask=mask, positions=positions, cache=cache)
         state.seen += tokens.shape[1]
-        return project(self.norm(x[:, -1]), *self._output())
+        return F.linear(self.norm(x[:, -1]), *self._output())
 
     def _check(self, ids: Tensor, seen: int) -> None:
         check_ids("tokens", ids, self.config.vocab_size)

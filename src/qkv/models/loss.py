@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from qkv.cache import Cache
 from qkv.errors import InputError
-from qkv.nn.projection import project
 
 if TYPE_CHECKING:
     from qkv.models.decoder import DecoderLM
@@ -60,7 +60,7 @@ class _Loss(torch.autograd.Function):
             counts, index = target != -100, target.clamp(min=0)[:, None]
             part.requires_grad_(wanted)
             with torch.set_grad_enabled(wanted):
-                made = project(part, weight)
+                made = F.linear(part, weight)
             logits = made.detach().to(total.dtype)
             lse = logits.logsumexp(-1, keepdim=True)
             total += (lse - logits.gather(1, index))[:, 0][counts].sum()
@@ -132,7 +132,7 @@ def token_loss(
         for start, stop in zip([0, *stops], stops, strict=False):
             part, targets = ids[:, start:stop], ids[:, start + 1 : stop + 1]
             model.step(part, state)
-            logits = project(model.norm(outputs.pop()), weight, bias).double()
+            logits = F.linear(model.norm(outputs.pop()), weight, bias).double()
             found.append(nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
             on_chunk(part.shape[1])
     finally:

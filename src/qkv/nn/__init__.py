@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
-from qkv.nn.block import FeedForward, TransformerBlock
+from qkv.nn.block import FeedForward, SinkToken, TransformerBlock
 from qkv.nn.composition import Composition
 from qkv.nn.convert import from_torch, to_torch
 from qkv.nn.linear import LinearAttention, LinformerAttention
 from qkv.nn.multi_head import MultiHeadAttention
-from qkv.nn.projection import Projection, SinkToken
 
 __all__ = [
     "AdditiveAttention",
@@ -18,7 +17,6 @@ __all__ = [
     "LinformerAttention",
     "LuongAttention",
     "MultiHeadAttention",
-    "Projection",
     "SinkToken",
     "TransformerBlock",
     "from_torch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,7 +13,6 @@ from torch.nn import functional as F
 from qkv.errors import InputError, at_least_one, nearest
 from qkv.masks import Mask
 from qkv.nn.multi_head import KeysValues, MultiHeadAttention
-from qkv.nn.projection import Projection
 
 if TYPE_CHECKING:
     from qkv.cache import Cache
@@ -53,8 +53,8 @@ class FeedForward(nn.Module):
             d_hidden = 8 * d_model // 3 if self.gated else 4 * d_model
         at_least_one(d_model=d_model, d_hidden=d_hidden)
         self.activation = activation
-        self.up = Projection(d_model, 2 * d_hidden if self.gated else d_hidden, bias=bias)
-        self.down = Projection(d_hidden, d_model, bias=bias)
+        self.up = nn.Linear(d_model, 2 * d_hidden if self.gated else d_hidden, bias=bias)
+        self.down = nn.Linear(d_hidden, d_model, bias=bias)
         for part in (*self.up.weight.chunk(2 if self.gated else 1), self.down.weight):
             nn.init.xavier_uniform_(part)
         for layer in (self.up, self.down):
@@ -246,3 +246,31 @@ class TransformerBlock(nn.Module):
 
     def _dropped(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x, self.dropout) if self.training and self.dropout else x
+
+
+class SinkToken(nn.Module):
+    """`count` learned vectors prepended to every sequence (Xiao et al. 2024, arXiv:2309.17453, §3.3; the registers of
+    Darcet et al. 2023, arXiv:2309.16588).
+
+    Unlike a sink logit, they have values and are also queries. `strip` removes them again.
+
+    >>> import torch
+    >>> sink = SinkToken(64)
+    >>> x = torch.randn(2, 10, 64)
+    >>> sink(x).shape, torch.equal(sink.strip(sink(x)), x)
+    (torch.Size([2, 11, 64]), True)
+    """
+
+    def __init__(self, d_model: int, count: int = 1) -> None:
+        super().__init__()
+        at_least_one(d_model=d_model, count=count)
+        self.tokens = nn.Parameter(torch.empty(count, d_model))
+        nn.init.normal_(self.tokens, std=0.02)
+
+    def forward(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b longer d_model"]:
+        """The sink tokens followed by x."""
+        return torch.cat([self.tokens.to(x).expand(len(x), -1, -1), x], 1)
+
+    def strip(self, x: Float[Tensor, "b longer d"]) -> Float[Tensor, "b n d"]:
+        """The sequence without the sink tokens."""
+        return x[:, len(self.tokens) :]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qkv._engine.call import as_mask
 from qkv._names import INPUTS, SIZES, renamed
@@ -15,7 +16,6 @@ from qkv.attention import Attention
 from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask, from_sdpa
 from qkv.nn.composition import Composition
-from qkv.nn.projection import Projection, project
 from qkv.normalizers import Softmax, SumToOne
 from qkv.positions import Rotary
 
@@ -111,18 +111,18 @@ class MultiHeadAttention(nn.Module):
         self.rotary, self.fused, self.output_dropout = rotary, fused, output_dropout
         self.widths = heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim  # of queries, keys, values
         if fused:
-            self.in_proj = Projection(d_model, sum(self.widths), bias=bias)
+            self.in_proj = nn.Linear(d_model, sum(self.widths), bias=bias)
         else:
-            self.q_proj = Projection(d_model, self.widths[0], bias=bias)
-            self.k_proj = Projection(d_context, self.widths[1], bias=bias)
-            self.v_proj = Projection(d_context, self.widths[2], bias=bias)
+            self.q_proj = nn.Linear(d_model, self.widths[0], bias=bias)
+            self.k_proj = nn.Linear(d_context, self.widths[1], bias=bias)
+            self.v_proj = nn.Linear(d_context, self.widths[2], bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         gates = {None: 0, "elementwise": heads * v_head_dim, "head": heads}[gate]
-        self.gate = Projection(d_model, gates, bias=bias) if gates else None
+        self.gate = nn.Linear(d_model, gates, bias=bias) if gates else None
         attention = _with_dropout(attention or Attention(), dropout)
         self.composition = Composition(_with_sink(attention, heads, head_dim, sink, key_bias))
-        self.out_proj = Projection(heads * v_head_dim, d_model, bias=bias)
+        self.out_proj = nn.Linear(heads * v_head_dim, d_model, bias=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -292,11 +292,11 @@ class MultiHeadAttention(nn.Module):
         if self.fused and value is None:
             first = self.widths[0]
             bias = None if self.in_proj.bias is None else self.in_proj.bias[first:]
-            k, v = project(context, self.in_proj.weight[first:], bias).split(self.widths[1:], -1)
+            k, v = F.linear(context, self.in_proj.weight[first:], bias).split(self.widths[1:], -1)
         elif self.fused and value is not None:
             weights = self.in_proj.weight.split(self.widths)
             biases = (None,) * 3 if self.in_proj.bias is None else self.in_proj.bias.split(self.widths)
-            k, v = (project(y, weights[i], biases[i]) for i, y in ((1, context), (2, value)))
+            k, v = (F.linear(y, weights[i], biases[i]) for i, y in ((1, context), (2, value)))
         else:
             k, v = self.k_proj(context), self.v_proj(context if value is None else value)
         k = self._heads(k, self.kv_heads)
@@ -321,7 +321,7 @@ class MultiHeadAttention(nn.Module):
         if self.fused:
             first = self.widths[0]
             bias = None if self.in_proj.bias is None else self.in_proj.bias[:first]
-            q = project(x, self.in_proj.weight[:first], bias)
+            q = F.linear(x, self.in_proj.weight[:first], bias)
         else:
             q = self.q_proj(x)
         q = self._heads(q, self.heads)

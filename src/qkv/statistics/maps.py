@@ -26,7 +26,6 @@ from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 from qkv.masks.base import Submask
 
 
-
 @dataclass(frozen=True, eq=False)
 class Picture:
     """The weights of one head pooled over r × c bins.

@@ -1,8 +1,8 @@
 """`measure`: exact statistics of the weights in linear memory, also as shares of rows that do not sum to 1.
 
-For a softmax, one pass over blocks of rows computes the output, the log-sum-exp and every statistic
-(`qkv.statistics.one_pass`). Other normalizers and custom statistics take two: a kernel computes the row state, such as
-the log-sum-exp, of every query; then a sweep over the tiles of scores computes the final weights and reduces them.
+For a softmax, the native library on CPU (`qkv.native`) and Triton kernels on a GPU compute the output, the log-sum-exp
+and every statistic in one pass. Everything else takes two: a kernel computes the row state, such as the log-sum-exp, of
+every query; then a sweep over the tiles of scores computes the final weights and reduces them.
 (tests/core/test_measure.py checks identities that give some of the statistics by other means.)
 
 The sum of a row counts every key, and also a sink logit or a learned key, which is a key with value 0: the rows of a
