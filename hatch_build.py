@@ -89,7 +89,8 @@ def compiled(folder: Path, library: Path) -> str | None:
         parts = [f"{temporary}/{name}.o" for name in builds]
         try:
             for part, (name, flags) in zip(parts, builds.items(), strict=True):
-                source = [str(folder / "attention.c"), f"-DQKV_ATTEND=qkv_attend_{name}"]
+                names = [f"-D{x.upper()}={x}_{name}" for x in ("qkv_attend", "qkv_gradients")]
+                source = [str(folder / "gradients.c"), *names]  # it includes attention.c
                 subprocess.run([*compiler, *FLAGS, *flags, "-c", *source, "-o", part], check=True)
             finished = Path(temporary, library.name)
             choose = [str(folder / "choose.c"), *parts]

@@ -23,6 +23,7 @@ from qkv.kernels import eager, linear, loops, ring, tiled
 from qkv.kernels.flash import kernel as flash
 from qkv.kernels.flex import kernel as flex
 from qkv.kernels.fused import kernel as fused
+from qkv.native import kernel as native
 from qkv.ring import Shared
 
 __all__ = ["KERNELS", "Call", "Result"]
@@ -34,6 +35,7 @@ def __dir__() -> list[str]:
 
 KERNELS: dict[str, ModuleType] = {
     "linear": linear,
+    "native": native,
     "flash": flash,
     "fused": fused,
     "flex": flex,
@@ -45,7 +47,8 @@ KERNELS: dict[str, ModuleType] = {
 
 PREFERENCE = {  # in order of preference, with the reason that `plan` shows
     "linear": "the weights are products of features: time and memory linear in the sequence",
-    "flash": "torch's fused kernel, run on the visible blocks: linear memory, the fastest on CPU",
+    "native": "the compiled library, one pass over the visible blocks: linear memory, the fastest on CPU",
+    "flash": "torch's fused kernel, run on the visible blocks: linear memory",
     "fused": "torch's FlashAttention or memory-efficient kernel, one launch: linear memory, the fastest on CUDA",
     "flex": "FlexAttention, compiled for this composition: linear memory, almost any mask, bias and normalizer on CUDA",
     "tiled": "any composition in linear memory: tiles of plain tensor operations",
@@ -167,8 +170,8 @@ def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, we
     return made
 
 
-BLOCK_KERNELS = ("flash", "flex", "tiled")  # kernels for the blocks of a sharded call, in order of preference
-BLOCK_KERNELS_WITH_GRADIENTS = ("flash", "tiled")  # those that compute a block's gradients from the row's out and lse
+BLOCK_KERNELS = ("native", "flash", "flex", "tiled")  # kernels for the blocks of a sharded call, in order of preference
+BLOCK_KERNELS_WITH_GRADIENTS = ("native", "flash", "tiled")  # those that compute a block's gradients from the row's out and lse
 
 
 def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
@@ -190,7 +193,7 @@ def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
     """The kernel for a block of a sharded call, of which the tensors named in `wanted` need gradients."""
     names = BLOCK_KERNELS_WITH_GRADIENTS if wanted else BLOCK_KERNELS
     for name in (kernel,) if kernel in names else names:
-        fits = name != "flash" or wanted <= {"q", "k", "v"}
+        fits = name not in ("native", "flash") or wanted <= {"q", "k", "v"}
         if (
             fits
             and (kernel == name or not _only_for_tests(name, call))

@@ -1,4 +1,4 @@
-"""The compiled library of `attention.c`: loading it, and a call as the arguments that it takes.
+"""The compiled library of `attention.c` and `gradients.c`: loading it, and a call as the arguments that it takes.
 
 The package's build compiles it (hatch_build.py). Without a compiler, `unsupported_reason` says so, and the tiles of
 tensor operations serve every call. Every argument is checked here before the library gets a pointer.
@@ -48,6 +48,17 @@ class Arguments(ctypes.Structure):
     )  # fmt: skip
 
 
+class Gradients(ctypes.Structure):
+    """`Gradients` of gradients.c."""
+
+    _fields_ = (
+        ("call", Arguments), ("grad_out", P), ("gs", I64 * 3),
+        *((f"grad_{name}", P) for name in ("lse", "entropy", "effective", "distance", "received", "masses")),
+        *((name, P) for name in ("entropy", "effective", "distance", "masses", "mass")), ("cap", ctypes.c_float),
+        *((name, P) for name in ("dq", "dk", "dv", "dsinks")),
+    )  # fmt: skip
+
+
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """The compiled library, or in one sentence why there is none."""
@@ -55,7 +66,8 @@ def library() -> ctypes.CDLL | str:
         return "the native library was not compiled when qkv was installed: there was no C compiler"
     try:
         found = ctypes.CDLL(str(LIBRARY))  # torch, imported above, brings the OpenMP runtime that it uses
-        found.qkv_attend.argtypes, found.qkv_attend.restype = [ctypes.POINTER(Arguments)], ctypes.c_int
+        for function, arguments in ((found.qkv_attend, Arguments), (found.qkv_gradients, Gradients)):
+            function.argtypes, function.restype = [ctypes.POINTER(arguments)], ctypes.c_int
     except (OSError, AttributeError) as error:
         return f"the native library {LIBRARY.name} cannot be loaded: {error}"
     return found
@@ -87,9 +99,9 @@ def unsupported_reason(call: Call) -> str | None:
     if visibility(call.mask, call.grid) is None:
         return f"the bits of the mask {type(call.mask).__name__} need more than {LARGEST_MASK} bytes"
     largest = [float(x.detach().abs().amax()) for x in (call.q, call.k)]
-    if not (abs(call.scale) * call.q.shape[3] * math.prod(largest) < LARGEST_SCORE and math.isfinite(call.v.sum())):
+    if not (abs(call.scale) * call.q.shape[3] * math.prod(largest) < LARGEST_SCORE and math.isfinite(call.v.detach().sum())):
         return "q, k or v hold NaN, infinity or numbers so large that scores overflow"
-    if call.sink is not None and not bool((call.sink < LARGEST_SCORE).all()):
+    if call.sink is not None and not bool((call.sink.detach() < LARGEST_SCORE).all()):
         return "a sink logit is NaN or infinite"
     for bias in call.biases:
         values = getattr(bias, "tensor", None)

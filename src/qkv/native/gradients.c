@@ -1,0 +1,362 @@
+/* Gradients of attention and of statistics of its weights, in one pass over the recomputed scores (float32, CPU).
+ *
+ * Let a_ij be the weights as shares of the row, p_ij = mass_i a_ij (mass_i is 1 unless there is a sink), t = log2 a.
+ * Every gradient is of one form:
+ *
+ *     dscore_ij = a_ij (mass_i (grad_out_i . v_j + received_j) + constant_i + bits_i t_ij + weight_i a_ij + far_i |j - i|)
+ *
+ * plus p_ij times the gradient of each mass that contains key j. So statistics cost a few more instructions for each
+ * score, and no more products. For each block of BLOCK queries and each run of keys, strips of RS queries form their
+ * scores, then p and dscore in the epilogue of the product grad_out * V, then dq += dscore * K. After all strips of the
+ * run, dv += p^T grad_out and dk += dscore^T q over all queries of the block. A gradient of what keys received needs
+ * sum_j p_ij received_j of a whole row first; then the scores of a block are kept from a first pass.
+ */
+#include "attention.c"
+
+typedef struct {
+    Call call;             /* as in the forward call; `out` and `lse` are read, and queries that do not count have no gradient */
+    const float *grad_out; /* (b, h, nq, dv), the last dimension is contiguous; or NULL */
+    int64_t gs[3];         /* its strides of batch, head and query */
+    const float *grad_lse, *grad_entropy, *grad_effective, *grad_distance; /* (b, h, nq), or NULL */
+    const float *grad_received;                                            /* (b, h, nk), or NULL */
+    const float *grad_masses;  /* (call.n_ranges, b, h, nq), or NULL */
+    const float *entropy, *effective, *distance, *masses; /* the statistics whose gradients are given */
+    const float *mass;         /* (b, h, nq), the sum of the weights of each row; NULL if it is 1 or not needed */
+    float cap;                 /* of a soft cap that is the last step of the scores, in base 2; or 0 */
+    float *dq, *dk, *dv;       /* contiguous; dv is NULL without grad_out */
+    float *dsinks;             /* (b, h, nq): gradient of the sink by query, or NULL */
+} Gradients;
+
+typedef struct {
+    Space s;                  /* of it: q, k, p (scores, then weights), o (dq), runs, spans, lo, hi, kept, padded */
+    float *k_rows, *v;        /* packed: rows of K [nk][dp], panels of V [panel][dv][PW] */
+    float *q_rows, *out_rows; /* q * scale [BLOCK][dp] and grad_out [BLOCK][dvp] */
+    float *grad;              /* packed strips of grad_out [strip][dv][RS] */
+    float *ds;                /* dscore of a run, like p */
+    float *dk, *dv;           /* [nkp][dp], [nkp][dvp]: sums of this thread */
+    float *received;          /* gradient of what the keys received [nkp], 0 if none */
+    float per_cap;            /* 1 / cap, or 0: the derivative of a soft cap is 1 - (score / cap)^2 */
+    float lse[BLOCK], mass[BLOCK], constant[BLOCK], bits[BLOCK], weight[BLOCK], far[BLOCK];
+} GradientSpace;
+
+/* ---- Products --------------------------------------------------------------------------------------------------- */
+
+/* One panel of scores to weights p (in place) and gradients ds, by the product of grad_out and V. */
+INLINE void gradients_of(int statistics, const GradientSpace *g, int64_t row, const float *v, int64_t dv, float *p, float *ds,
+                         const float *received, float away) {
+    const float *grad = g->grad + row * dv;
+    const vf floor = (vf){0} - 127;
+    UNROLL for (int m = 0; m < RS; m += MR) {
+        vf acc[MR][4] = {0};
+        for (int64_t i = 0; i < dv; i++) step(acc, NV, grad + i * RS + m, 1, v + i * PW);
+        UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < NV; i++) {
+            const int64_t at = (m + r) * PW + i * VL, k = row + m + r;
+            const vf score = load(p + at), t = maximum(floor, score - g->lse[k]), w = exp2_of(t);
+            if (statistics) {
+                vf x = g->mass[k] * (acc[r][i] + load(received + i * VL)) + g->constant[k];
+                x += g->bits[k] * t + g->weight[k] * w;
+                x += g->far[k] * magnitude(iota() + (away + (float)(i * VL - m - r)));
+                if (g->per_cap != 0) {
+                    const vf share = maximum((vf){0} - 1, score * g->per_cap); /* a masked pair's is far below -1 */
+                    x *= maximum((vf){0}, 1 - share * share);
+                }
+                *(vf *)(p + at) = w * g->mass[k];
+                *(vf *)(ds + at) = w * x;
+            } else {
+                *(vf *)(p + at) = w;
+                *(vf *)(ds + at) = w * (acc[r][i] + g->constant[k]);
+            }
+        }
+    }
+}
+static void gradients_all(const GradientSpace *g, int64_t row, const float *v, int64_t dv, float *p, float *ds,
+                          const float *received, float away) {
+    gradients_of(1, g, row, v, dv, p, ds, received, away);
+}
+static void gradients_only(const GradientSpace *g, int64_t row, const float *v, int64_t dv, float *p, float *ds) {
+    gradients_of(0, g, row, v, dv, p, ds, NULL, 0);
+}
+
+/* Add weights^T * rows of some strips, which are `apart` floats apart, to nv vectors of MR keys. */
+INLINE void keys_of(int nv, const float *p, int64_t apart, int64_t strips, const float *rows, int64_t width, float *to) {
+    vf acc[MR][4] = {0}; /* a sum of its own for each block: a third of the rounding errors of one chain over all queries */
+    for (int64_t strip = 0; strip < strips; strip++, p += apart)
+        for (int r = 0; r < RS; r++, rows += width) step(acc, nv, p + r * PW, 1, rows);
+    UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < nv; i++) *(vf *)(to + r * width + i * VL) += acc[r][i];
+}
+typedef void AddKeys(const float *, int64_t, int64_t, const float *, int64_t, float *);
+static void keys_1(const float *p, int64_t apart, int64_t n, const float *rows, int64_t width, float *to) {
+    keys_of(1, p, apart, n, rows, width, to);
+}
+static void keys_2(const float *p, int64_t apart, int64_t n, const float *rows, int64_t width, float *to) {
+    keys_of(2, p, apart, n, rows, width, to);
+}
+static void keys_3(const float *p, int64_t apart, int64_t n, const float *rows, int64_t width, float *to) {
+    keys_of(WIDEST, p, apart, n, rows, width, to);
+}
+
+/* Add weights^T * rows of a block to the keys of a run; a strip has the panels of its span only. */
+static void add_keys(const float *p, int64_t panels, const int16_t *spans, const float *rows, int64_t width, float *to) {
+    const int64_t apart = RS * (panels + 1) * PW;
+    for (int64_t left = width / VL, c = 0; left; ) {
+        const int n = left >= WIDEST && left != WIDEST + 1 ? WIDEST : left >= 2 ? 2 : 1;
+        AddKeys *add = n == 3 ? keys_3 : n == 2 ? keys_2 : keys_1;
+        for (int panel = 0; panel < panels; panel++)
+            for (int64_t strip = 0, end; strip < STRIPS; strip = end) {
+                for (end = strip; end < STRIPS && spans[2 * end] <= panel && panel < spans[2 * end + 1]; end++);
+                if (end == strip) { end++; continue; }
+                for (int j = 0; j < PW; j += MR)
+                    add(p + strip * apart + panel * RS * PW + j, apart, end - strip, rows + strip * RS * width + c, width,
+                        to + (panel * PW + j) * width + c);
+            }
+        left -= n, c += n * VL;
+    }
+}
+
+/* ---- A block of queries ----------------------------------------------------------------------------------------- */
+
+/* sum_j a_ij received_j of one row, in one run. */
+static double received_of(const float *p, int64_t panels, float lse, const float *received) {
+    const vf floor = (vf){0} - 127;
+    vf total = {0};
+    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, received += PW)
+        UNROLL for (int v = 0; v < NV; v++)
+            total += exp2_of(maximum(floor, load(p + v * VL) - lse)) * load(received + v * VL);
+    return sum(total);
+}
+
+/* What is known of each row before its scores are; the gradient of its sink, as far as known. */
+static void row_terms(const Gradients *b, GradientSpace *g, int64_t r, int64_t at, const float *grad_out) {
+    const Call *c = &b->call;
+    const int64_t all = c->b * c->h * c->nq;
+    const double row_sum = b->mass ? b->mass[at] : 1;
+    const int vanishes = row_sum < 1e-37; /* beside the sink, the keys have no weight: only the latter has a gradient */
+    const double mass = vanishes ? 1 : row_sum, lse = c->lse[at] + log(mass);
+    g->lse[r] = c->lse[at] == -INFINITY ? -LOWEST : (float)(lse * M_LOG2E);
+    g->mass[r] = (float)mass;
+    double constant = 0;
+    for (int64_t i = 0; grad_out && i < c->dv; i++) constant -= (double)grad_out[i] * c->out[at * c->dv + i];
+    if (b->grad_lse && c->lse[at] > -INFINITY) constant += b->grad_lse[at];
+    for (int64_t i = 0; b->grad_masses && i < c->n_ranges; i++)
+        constant -= (double)b->grad_masses[i * all + at] * b->masses[i * all + at];
+    if (b->dsinks) b->dsinks[at] = (float)constant;
+    constant *= mass;
+    if (b->grad_entropy && !vanishes) {
+        constant -= (double)b->grad_entropy[at] * b->entropy[at];
+        g->bits[r] = (float)(-b->grad_entropy[at] * M_LN2);
+    }
+    if (b->grad_effective && !vanishes) {
+        const double by = 2 * (double)b->grad_effective[at] * b->effective[at];
+        constant += by;
+        g->weight[r] = (float)(-by * b->effective[at]);
+    }
+    if (b->grad_distance && !vanishes) {
+        constant -= (double)b->grad_distance[at] * b->distance[at];
+        g->far[r] = b->grad_distance[at];
+    }
+    g->constant[r] = (float)constant;
+}
+
+/* Add the gradients of masses to those of the scores of a strip in a run; its weights are p. */
+static void add_masses(const Gradients *b, const float *p, float *ds, int64_t first, int64_t last, int64_t batch,
+                       int64_t head, int64_t query, int64_t rows) {
+    const Call *c = &b->call;
+    const int64_t batches = c->range_batch ? c->b : 1;
+    for (int64_t i = 0; i < c->n_ranges; i++)
+        for (int64_t r = 0; r < rows; r++) {
+            const int32_t *range = c->ranges + i * 2 * batches * c->nq + batch * c->range_batch + query + r;
+            const float grad = b->grad_masses[((i * c->b + batch) * c->h + head) * c->nq + query + r];
+            const int64_t from = max64(range[0], first), to = min64(range[batches * c->nq], last);
+            for (int64_t j = from - first; j < to - first && grad != 0; j++) {
+                const int64_t at = j / PW * RS * PW + r * PW + j % PW;
+                ds[at] += p[at] * grad;
+            }
+        }
+}
+
+static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch, int64_t head, int64_t query) {
+    const Call *c = &b->call;
+    Space *s = &g->s;
+    const int64_t n = min64(BLOCK, c->nq - query), strips = (n + RS - 1) / RS, shift = c->nk - c->nq;
+    const int64_t d = c->d, dv = b->grad_out ? c->dv : 0, dp = up(d, VL), dvp = up(dv, VL);
+    const int64_t base = (batch * c->h + head) * c->nq + query;
+    const int statistics = b->grad_received || b->mass || b->grad_entropy || b->grad_effective || b->grad_distance || b->cap;
+    const float *q = c->q + batch * c->qs[0] + head * c->qs[1] + query * c->qs[2];
+    const float *grad = b->grad_out ? b->grad_out + batch * b->gs[0] + head * b->gs[1] + query * b->gs[2] : NULL;
+    int64_t from = INT64_MAX, to = 0;
+    for (int64_t r = 0; r < strips * RS; r++) {
+        const int64_t position = query + r + shift;
+        const int counts = r < n && (!c->counted || c->counted[batch * c->nq + query + r]);
+        int64_t lo = max64(position - c->high, 0), hi = counts ? min64(position - c->low + 1, c->nk) : 0;
+        if (lo >= hi) lo = hi = 0;
+        else from = min64(from, lo), to = max64(to, hi);
+        s->lo[r] = lo, s->hi[r] = hi;
+        g->constant[r] = g->bits[r] = g->weight[r] = g->far[r] = 0, g->mass[r] = 1, g->lse[r] = -LOWEST;
+        if (r < n) row_terms(b, g, r, base + r, grad ? grad + r * b->gs[2] : NULL);
+        float *q_strip = s->q + r / RS * d * RS + r % RS, *grad_strip = g->grad + r / RS * dv * RS + r % RS;
+        for (int64_t i = 0; i < d; i++) {
+            const float x = r < n ? q[r * c->qs[2] + i] : 0;
+            q_strip[i * RS] = x * (c->scale * (float)M_LOG2E), g->q_rows[r * dp + i] = x * c->scale;
+        }
+        for (int64_t i = 0; i < dv; i++)
+            grad_strip[i * RS] = g->out_rows[r * dvp + i] = r < n ? grad[r * b->gs[2] + i] : 0;
+    }
+    s->cells = c->cells ? c->cells + batch * c->cs[0] + head * c->cs[1] + query / BLOCK * ((c->nk + CELL - 1) / CELL) : NULL;
+    find_runs(c, s, from, to);
+    memset(s->o, 0, (size_t)(strips * RS * dp) * sizeof(float));
+    memset(s->spans, 0, (size_t)(s->n_runs * STRIPS * 2) * sizeof *s->spans);
+    double seen[BLOCK] = {0};
+    for (int pass = b->grad_received ? 0 : 1; pass < 2; pass++) {
+        for (int64_t slot = 0; slot < s->n_runs; slot++) {
+            const Run *run = s->runs + slot;
+            const int64_t start = run->start, panels = (run->end - start) / PW, apart = RS * (panels + 1) * PW;
+            float *p = s->p + (b->grad_received ? run->at + slot * BLOCK * PW : 0);
+            int16_t *spans = s->spans + slot * STRIPS * 2;
+            for (int64_t strip = 0; strip < strips; strip++) {
+                vf top[RS];
+                if (!pass || !b->grad_received)
+                    strip_scores(c, s, p + strip * apart, run, spans + 2 * strip, strip, batch, head, query, top);
+                const int64_t row = strip * RS, used = spans[2 * strip + 1] - spans[2 * strip];
+                const int64_t first = start + spans[2 * strip] * PW, last = first + used * PW;
+                float *w = p + strip * apart + spans[2 * strip] * RS * PW;
+                if (!pass) {
+                    for (int64_t r = 0; r < RS; r++)
+                        seen[row + r] += received_of(w + r * PW, used, g->lse[row + r], g->received + first);
+                    continue;
+                }
+                float *ds = g->ds + strip * apart + spans[2 * strip] * RS * PW;
+                for (int64_t i = 0; i < used; i++) {
+                    const int64_t key = first + i * PW;
+                    if (statistics)
+                        gradients_all(g, row, g->v + key * dv, dv, w + i * RS * PW, ds + i * RS * PW, g->received + key,
+                                      (float)(key - (query + row + shift)));
+                    else gradients_only(g, row, g->v + key * dv, dv, w + i * RS * PW, ds + i * RS * PW);
+                }
+                if (!used) continue;
+                if (b->grad_masses)
+                    add_masses(b, w, ds, first, min64(last, c->nk), batch, head, query + row, min64(RS, n - row));
+                output(ds, used, g->k_rows + first * dp, dp, s->o + row * dp);
+            }
+            if (!pass) continue;
+            add_keys(p, panels, spans, g->out_rows, dvp, g->dv + start * dvp);
+            add_keys(g->ds, panels, spans, g->q_rows, dp, g->dk + start * dp);
+        }
+        for (int64_t r = 0; !pass && r < n; r++) {
+            const float received = g->mass[r] * (float)seen[r];
+            g->constant[r] -= g->mass[r] * received;
+            if (b->dsinks) b->dsinks[base + r] -= received;
+        }
+    }
+    for (int64_t r = 0; r < n; r++) {
+        for (int64_t i = 0; i < d; i++) b->dq[(base + r) * d + i] = s->o[r * dp + i] * c->scale;
+        if (b->dsinks) { /* times the weight of the sink */
+            const float sink = c->sinks[batch * c->ss[0] + head * c->ss[1] + (query + r) * c->ss[2]];
+            const double weight = sink == -INFINITY ? 0 : exp((double)sink - c->lse[base + r]);
+            b->dsinks[base + r] = weight == 0 ? 0 : b->dsinks[base + r] * (float)weight;
+        }
+    }
+}
+
+/* ---- A call ----------------------------------------------------------------------------------------------------- */
+
+/* Pack the keys [from, to) of a key head; padding and keys beyond the end are 0. */
+static void pack_gradient(const Call *c, const GradientSpace *g, int64_t dv, int64_t batch, int64_t head, int64_t from,
+                          int64_t to) {
+    const Space *s = &g->s;
+    const int64_t d = c->d, dp = up(d, VL);
+    const float *k = c->k + batch * c->ks[0] + head * c->ks[1], *v = c->v + batch * c->vs[0] + head * c->vs[1];
+    for (int64_t j = from; j < to; j++) {
+        const int real = j < c->nk && (!c->keep || c->keep[batch * c->nk + j]);
+        float *k_panel = s->k + j / PW * PW * d + j % PW, *v_panel = g->v + j / PW * PW * dv + j % PW;
+        if (s->kept) {
+            if (j % CELL == 0) s->padded[j / CELL] = 0;
+            s->kept[j] = -real, s->padded[j / CELL] += !real;
+        }
+        for (int64_t i = 0; i < d; i++) k_panel[i * PW] = g->k_rows[j * dp + i] = real ? k[j * c->ks[2] + i] : 0;
+        for (int64_t i = d; i < dp; i++) g->k_rows[j * dp + i] = 0;
+        for (int64_t i = 0; i < dv; i++) v_panel[i * PW] = real ? v[j * c->vs[2] + i] : 0;
+    }
+}
+
+/* Write the gradients of the keys [from, to) of a key head: sums over `count` threads, whose sums lie `apart` bytes. */
+static void write_keys(const Gradients *b, const GradientSpace *g, int64_t unit, int64_t from, int64_t to, int64_t count,
+                       int64_t apart) {
+    const Call *c = &b->call;
+    for (int value = 0; value < (b->grad_out ? 2 : 1); value++) {
+        const int64_t width = value ? c->dv : c->d, padded = up(width, VL);
+        const char *sums = (const char *)(value ? g->dv : g->dk);
+        float *to_keys = (value ? b->dv : b->dk) + unit * c->nk * width;
+        for (int64_t j = from; j < min64(to, c->nk); j++)
+            for (int64_t i = 0; i < width; i++) {
+                float total = 0;
+                for (int64_t t = 0; t < count; t++) total += ((const float *)(sums + t * apart))[j * padded + i];
+                to_keys[j * width + i] = total;
+            }
+    }
+}
+
+/* Returns 0, or 1 if there is no memory. With the same number of threads, the same bits in each call. */
+int QKV_GRADIENTS(const Gradients *b) {
+    const Call *c = &b->call;
+    const int64_t d = c->d, dv = b->grad_out ? c->dv : 0, dp = up(d, VL), dvp = up(dv, VL), nkp = up(c->nk, TILE);
+    const int64_t group = c->h / c->hkv, units = c->b * c->hkv, blocks = (c->nq + BLOCK - 1) / BLOCK;
+    const int64_t cells = nkp / CELL, tiles = nkp / TILE;
+    const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
+    const int64_t scores = b->grad_received ? most * BLOCK * (CELL + PW) : BLOCK * (TILE + PW);
+    const double work = (double)c->b * c->h * c->nq * c->nk * (d + dv);
+    const int threads = work < 1e6 || c->threads < 2 ? 1 : c->threads;
+    const int alone = threads == 1 || units >= 4 * threads || units % threads == 0; /* a thread takes whole units */
+    const int64_t kept = c->keep ? nkp + cells : 0, packed = (nkp * (d + dp + dv) + kept) * 4 + 256;
+    const int64_t own = up((int64_t)sizeof(GradientSpace) + (BLOCK * (d + dv + 2 * dp + dvp) + nkp * (dp + dvp + 1)) * 4
+        + (scores + BLOCK * (TILE + PW)) * 4 + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4
+        + (alone ? packed : 0) + 1024, 4096);
+    char *memory = aligned_alloc(4096, (size_t)up(threads * own + (alone ? 0 : packed), 4096));
+    if (!memory) return 1;
+    int64_t next_unit = 0;
+    #pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
+        char *mine = memory + me * own, *shared = memory + threads * own;
+        GradientSpace *g = take(&mine, sizeof(GradientSpace));
+        Space *s = &g->s;
+        g->per_cap = b->cap == 0 ? 0 : 1 / b->cap;
+        g->dk = take(&mine, nkp * dp * 4), g->dv = take(&mine, nkp * dvp * 4), g->received = take(&mine, nkp * 4);
+        s->q = take(&mine, BLOCK * d * 4), g->grad = take(&mine, BLOCK * dv * 4), s->o = take(&mine, BLOCK * dp * 4);
+        g->q_rows = take(&mine, BLOCK * dp * 4), g->out_rows = take(&mine, BLOCK * dvp * 4);
+        s->p = take(&mine, scores * 4), g->ds = take(&mine, BLOCK * (TILE + PW) * 4);
+        s->spans = take(&mine, most * STRIPS * 4), s->runs = take(&mine, most * (int64_t)sizeof(Run));
+        s->run_of = take(&mine, cells * 4);
+        char **from = alone ? &mine : &shared;
+        s->k = take(from, nkp * d * 4), g->k_rows = take(from, nkp * dp * 4), g->v = take(from, nkp * dv * 4);
+        s->kept = c->keep ? take(from, kept * 4) : NULL, s->padded = c->keep ? s->kept + nkp : NULL;
+        memset(g->q_rows, 0, (size_t)(BLOCK * dp) * 4), memset(g->out_rows, 0, (size_t)(BLOCK * dvp) * 4);
+        memset(g->received, 0, (size_t)nkp * 4);
+        for (int64_t unit = 0; ; unit++) {
+            if (alone) unit = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
+            if (unit >= units) break;
+            const int64_t batch = unit / c->hkv, key_head = unit % c->hkv, used = up(c->nk, PW);
+            const int64_t part0 = alone ? 0 : me * tiles / team * TILE, part1 = alone ? nkp : (me + 1) * tiles / team * TILE;
+            memset(g->dk, 0, (size_t)(used * dp) * 4), memset(g->dv, 0, (size_t)(used * dvp) * 4);
+            pack_gradient(c, g, dv, batch, key_head, part0, min64(used, part1));
+            if (!alone) {
+                #pragma omp barrier
+            }
+            int64_t head = -1; /* the longest block first */
+            for (int64_t item = alone ? 0 : me; item < group * blocks; item += alone ? 1 : team) {
+                const int64_t at = key_head * group + item / blocks;
+                if (at != head && b->grad_received)
+                    memcpy(g->received, b->grad_received + (batch * c->h + at) * c->nk, (size_t)c->nk * 4);
+                head = at;
+                block_gradients(b, g, batch, head, (blocks - 1 - item % blocks) * BLOCK);
+            }
+            if (alone) write_keys(b, g, unit, 0, nkp, 1, 0);
+            else {
+                #pragma omp barrier
+                write_keys(b, (const GradientSpace *)memory, unit, part0, part1, team, own);
+                #pragma omp barrier
+            }
+        }
+    }
+    free(memory);
+    return 0;
+}

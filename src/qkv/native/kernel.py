@@ -1,0 +1,131 @@
+"""The native kernel: softmax attention on CPU by the compiled library, forward and backward in one pass each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv._engine.call import Call, Result, detached
+from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed
+from qkv.biases import SoftCap
+from qkv.native import binding
+from qkv.native.binding import Gradients, library, pointer, prepared, run
+from qkv.partial import Partial
+
+def unsupported_reason(call: Call) -> str | None:
+    """Why this kernel cannot serve the call, or None if it can."""
+    if transformed(call):
+        return REASON
+    if call.needs_grad:
+        if any(x.requires_grad for bias in call.biases for x in bias.tensors().values()):
+            return "the library has no gradient for a bias"
+        if any(isinstance(bias, SoftCap) for bias in call.biases[:-1]):
+            return "the library has gradients of a soft cap only if it is the last step of the scores"
+    return binding.unsupported_reason(call)
+
+
+def forward(call: Call) -> Result:
+    """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, and through the lse."""
+    if call.needs_grad:
+        return Result(*_Attention.apply(call.q, call.k, call.v, call.sink, call))
+    return Result(*attention(call))
+
+
+def attention(call: Call) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, without gradients."""
+    (b, h, n_queries, _), dv = call.q.shape, call.v.shape[3]
+    out, lse = torch.empty(b, h, n_queries, dv), torch.empty(b, h, n_queries)
+    made = prepared(call)  # holds the tensors that the arguments point to
+    run(library().qkv_attend, made.with_tensors(out=out, lse=lse), call)  # type: ignore[union-attr]
+    return out.to(call.v.dtype), lse
+
+
+def gradients_of(
+    call: Call,
+    lse: Tensor,
+    *,
+    out: Tensor | None = None,
+    grad: Tensor | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    **more: Tensor | None,
+) -> dict[str, Tensor]:
+    """Gradients of q, k, v and the sink, in float32; v's only if there is one of the output.
+
+    Args:
+        call: the attention call.
+        lse: its log-sum-exp, (b, h, nq), perhaps over more keys than those of the call.
+        out: its output, if `grad` is given.
+        grad: the gradient of the output.
+        arguments: fields of `binding.Arguments` for the queries that count and the ranges of masses.
+        **more: fields of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
+    """
+    made = prepared(call)
+    tensors = {"lse": lse.float().contiguous(), "out": None if out is None else out.float().contiguous()}
+    if grad is not None:
+        grad = grad.float()
+        grad = grad if grad.stride(3) == 1 else grad.contiguous()
+    given = {name: x.float().contiguous() for name, x in more.items() if x is not None}
+    found = {name: torch.empty(x.shape) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))}
+    if grad is None:
+        del found["v"]
+    if call.sink is not None:
+        found["sink"] = torch.empty(call.q.shape[:3])
+    scores = Gradients(
+        call=made.with_tensors(**tensors, **(arguments or {})),
+        grad_out=pointer(grad),
+        gs=(0, 0, 0) if grad is None else grad.stride()[:3],
+        cap=_cap(call),
+        **{name: pointer(x) for name, x in given.items()},
+        **{"dsinks" if name == "sink" else f"d{name}": pointer(x) for name, x in found.items()},
+    )
+    run(library().qkv_gradients, scores, call)  # type: ignore[union-attr]
+    if call.sink is not None:
+        found["sink"] = found["sink"].sum_to_size(call.sink.shape)
+    return found
+
+
+def _cap(call: Call) -> float:
+    """The soft cap of a call in base 2, or 0."""
+    last = call.biases[-1] if call.biases else None
+    return last.cap * math.log2(math.e) / call.normalizer.temperature if isinstance(last, SoftCap) else 0.0
+
+
+def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of q, k, v of a call over a subset of the keys, given `whole`, the result over all keys; float32.
+
+    `whole` may include other keys and a sink; `grad` and `grad_lse` are its gradients. `wanted` is a subset of q, k, v.
+    """
+    return gradients_of(detached(call), whole.lse, out=whole.out, grad=grad, grad_lse=grad_lse)
+
+
+class _Attention(torch.autograd.Function):
+    """out and lse, including the sink."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+        out, lse = attention(call)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.call = detached(call)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        if grad is None and grad_lse is None:
+            return (None,) * 5
+        with torch.no_grad():
+            call = replace(ctx.call, q=q, k=k, v=v, sink=sink)
+            found = gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse)
+            inputs = {"q": q, "k": k, "v": v, "sink": sink}
+            grads = tuple(
+                found[name].to(x.dtype) if x is not None and name in found else None for name, x in inputs.items()
+            )
+        return *kernel_once_differentiable(
+            "native", grads, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]
+        ), None

@@ -1,0 +1,104 @@
+"""The native kernel: output, log-sum-exp and gradients against autograd through the weights in float64."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qkv
+from qkv import native
+from qkv.biases import ALiBi, Bias, SoftCap
+from qkv.errors import InputError
+from qkv.masks import Blockwise, Causal, Dense, Mask, Prefix, Window
+from qkv.normalizers import Softmax
+
+SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of values
+    "tiny": (1, 2, 2, 2, 5, 8, 8),
+    "grouped heads": (2, 6, 2, 70, 70, 16, 24),
+    "few queries": (1, 2, 1, 33, 130, 40, 32),
+    "more queries than keys": (2, 2, 2, 130, 33, 8, 20),
+    "several tiles": (1, 3, 3, 600, 1100, 64, 80),
+}
+MASKS: dict[str, Callable[[Tensor], Mask | None]] = {
+    "none": lambda keep: None,
+    "causal, padded": lambda keep: Causal() & Dense(keep[:, None, None]),
+    "window ahead": lambda keep: Window(5, ahead=3),
+    "bits": lambda keep: Blockwise(Causal(), 64) & (Window(9) | Prefix(70)),
+}
+BIASES: dict[str, tuple[Bias, ...]] = {"none": (), "alibi": (ALiBi(),), "alibi, then cap": (ALiBi(), SoftCap(3.0))}
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    if isinstance(found := native.binding.library(), str):
+        assert shutil.which("cc") is None, found
+        pytest.skip(found)
+
+
+def inputs(shape: str) -> list[Tensor]:
+    b, h, key_heads, n_queries, n_keys, d, dv = SHAPES[shape]
+    sizes = ((n_queries, h, d), (n_keys, key_heads, d), (n_keys, key_heads, dv))
+    return [torch.randn(b, *size).transpose(1, 2) for size in sizes]  # strides as in a model
+
+
+def results(tensors: list[Tensor], sink: Tensor | None, kernel: str, **options: Any) -> list[Tensor]:
+    """Output, log-sum-exp where there is one, and the gradients of a random function of both."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*tensors, *([] if sink is None else [sink]))]
+    normalizer = Softmax(sink=None if sink is None else leaves[3], temperature=1.3)
+    out, lse = qkv.attend(*leaves[:3], normalizer=normalizer, kernel=kernel, return_lse=True, **options)
+    lse = lse.masked_fill(lse == -torch.inf, 0)
+    generator = torch.Generator().manual_seed(0)
+    grad, grad_lse = (torch.randn(x.shape, generator=generator).to(x) for x in (out, lse))
+    return [out, lse, *torch.autograd.grad([out, lse], leaves, [grad, grad_lse])]
+
+
+def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float = 2e-5) -> None:
+    for x, y in zip(got, want, strict=True):
+        assert float((x.double() - y).abs().max() / y.abs().max().clamp(min=1)) < tolerance
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_output_or_gradients_differ_from_those_through_the_weights(shape: str, mask: str) -> None:
+    made = MASKS[mask](torch.rand(SHAPES[shape][0], SHAPES[shape][4]) > 0.3)
+    sink = torch.linspace(-2, 2, SHAPES[shape][1])
+    sink[1] = -torch.inf
+    for bias, of_sink in (("none", None), ("alibi", sink), ("alibi, then cap", None)):
+        tensors, double = inputs(shape), None if of_sink is None else of_sink.double()
+        options = {"mask": made, "bias": BIASES[bias]}
+        want = results([x.double() for x in tensors], double, "eager", **options)
+        assert_close(results(tensors, of_sink, "native", **options), want)
+
+
+def test_half_precision_differs_from_the_weights_by_more_than_its_rounding() -> None:
+    tensors = [x.bfloat16() for x in inputs("several tiles")]
+    want = results([x.double() for x in tensors], None, "eager", mask=Causal())
+    assert_close(results(tensors, None, "native", mask=Causal()), want, 0.02)
+
+
+def test_threads_change_gradients_or_the_same_number_of_them_gives_other_bits() -> None:
+    tensors, threads = inputs("several tiles"), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        first, second = (results(tensors, torch.zeros(3), "native", mask=Causal()) for _ in range(2))
+        torch.set_num_threads(1)
+        alone = results(tensors, torch.zeros(3), "native", mask=Causal())
+    finally:
+        torch.set_num_threads(threads)
+    assert [i for i, x in enumerate(first) if not torch.equal(x, second[i])] == []
+    assert_close(first, [x.double() for x in alone], 1e-5)
+
+
+def test_a_gradient_that_the_library_lacks_is_left_out() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs("grouped heads"))
+    learned = qkv.biases.Dense(torch.zeros(70, 70, requires_grad=True))
+    for bias in (learned, (SoftCap(3.0), ALiBi())):
+        assert "gradient" in qkv.plan(q, k, v, bias=bias).rejected["native"]
+    grad = torch.autograd.grad(qkv.attend(q, k, v, kernel="native").sum(), q, create_graph=True)[0]
+    with pytest.raises(InputError, match="native"):
+        grad.sum().backward()
