@@ -93,16 +93,7 @@ def _serve(made: Case, kernel: str, expected: Expected, report: Report) -> None:
         report.mismatches.append(Mismatch(kernel, "error", f"{type(error).__name__}: {error}"))
         return
     report.served[kernel] += 1
-    _compare(values, expected, _served_by(made, kernel, leaves), kernel, report)
-
-
-def _served_by(made: Case, kernel: str, leaves: dict[str, Tensor]) -> str:
-    """The kernel that determines the rounding of a result."""
-    if kernel not in ("auto", "measure") or made.dtype != torch.bfloat16:
-        return kernel
-    with torch.set_grad_enabled(kernel == "auto"):
-        chosen = qkv.plan(*(leaves[x] for x in "qkv"), mask=made.mask, **made.made(leaves)).kernel
-    return chosen if kernel == "auto" else f"measure by {chosen}"
+    _compare(values, expected, kernel, report)
 
 
 def _attend(made: Case, kernel: str, expected: Expected, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -133,7 +124,6 @@ def _measure(made: Case, expected: Expected, report: Report) -> None:
     try:
         leaves = made.leaves()
         got = qkv.measure(*(leaves[x] for x in "qkv"), mask=made.mask, **made.made(leaves), **made.named)
-        by = _served_by(made, "measure", leaves)
     except Exception as error:
         report.mismatches.append(Mismatch("measure", "error", f"{type(error).__name__}: {error}"))
         return
@@ -150,13 +140,13 @@ def _measure(made: Case, expected: Expected, report: Report) -> None:
     missing = {name for name in expected.values if name.startswith("measure ")} ^ set(values)
     if missing:
         report.mismatches.append(Mismatch("measure", "statistics", f"missing or not requested: {sorted(missing)}"))
-    _compare({name: x for name, x in values.items() if name not in missing}, expected, by, "measure", report)
+    _compare({name: x for name, x in values.items() if name not in missing}, expected, "measure", report)
 
 
-def _compare(values: dict[str, Tensor], expected: Expected, rounds_as: str, kernel: str, report: Report) -> None:
+def _compare(values: dict[str, Tensor], expected: Expected, kernel: str, report: Report) -> None:
     for name, got in values.items():
         report.comparisons += 1
-        want, tolerance = expected.values[name], expected.tolerance(name, rounds_as)
+        want, tolerance = expected.values[name], expected.tolerance(name, kernel)
         if got.shape != want.shape or got.dtype != expected.dtype(name):
             text = f"got {got.dtype} {tuple(got.shape)}, expected {expected.dtype(name)} {tuple(want.shape)}"
             report.mismatches.append(Mismatch(kernel, name, text))

@@ -30,7 +30,6 @@ COARSEST = 2.0**-30
 SMALLEST_SUM = 1e-30
 """Smaller sums of weights underflow partly in float32; normalizers that avoid this work with logarithms."""
 FLOAT32 = torch.finfo(torch.float32).eps
-EXPONENTIAL = 2.0**-14
 SPREAD = 0.004
 """Float32 resolution of the square of `spread`: two squares of positions in a tile, up to 128² ± 0.001 each."""
 
@@ -54,12 +53,9 @@ def sizes(case: Case, kernel: str) -> tuple[Sizes, float]:
     if work < COARSEST:
         scale, work, stored = work / COARSEST, COARSEST, COARSEST
     tiny = 0.0 if wide == torch.float64 else torch.finfo(wide).tiny
-    # torch's fused kernel keeps weights, and slopes of scores, in the dtype of the inputs; FlexAttention without a
-    # compiler the product, too.
-    weights = stored if kernel in ("flash", "flex") else work
-    # For bfloat16 it approximates exponentials, to 2^-14, and `measure` may take its log-sum-exp.
-    level = EXPONENTIAL if case.dtype == torch.bfloat16 and kernel in ("flash", "measure by flash") else 0.0
-    return Sizes(work, stored, weights, stored if kernel == "flex" else work, level, tiny), scale
+    # FlexAttention without a compiler keeps products, weights and slopes of scores in the dtype of the inputs.
+    weights = stored if kernel == "flex" else work
+    return Sizes(work, stored, weights, stored if kernel == "flex" else work, tiny), scale
 
 
 class Expected:

@@ -77,8 +77,6 @@ class Sizes:
     """Precision of weights, and of gradients of scores."""
     product: float
     """Precision of the product of queries and keys."""
-    level: float
-    """Absolute precision of the logarithm of a sum of exponentials."""
     tiny: float
     """The smallest normal number."""
 
@@ -125,7 +123,7 @@ class Random(Rounding):
 
     def level(self, x: Tensor, solved: Tensor | None) -> Tensor:
         # A relative error of a sum is an absolute error of its logarithm.
-        size = (1 + x.detach().abs()) * self.sizes.work + self.sizes.level
+        size = (1 + x.detach().abs()) * self.sizes.work
         if solved is not None:
             size = size + 8 * self.sizes.work * solved
         # Gradients, including that of the level, use the weights at the stored level.

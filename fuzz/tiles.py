@@ -14,15 +14,7 @@ from qkv.kernels import linear
 
 def small(size: int) -> Sizes:
     """Sizes with tiles of `size`, panels of few rows, and block decomposition for masks of any size."""
-    return replace(
-        BY_DEVICE["cpu"],
-        tile=size,
-        panel=2 * size * size,
-        few_scores=0,
-        whole_mask=0,
-        sparse_tile=max(1, size // 2),
-        sparse_keys=1,
-    )
+    return replace(BY_DEVICE["cpu"], tile=size, panel=2 * size * size, few_scores=0)
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ CASES = {
     "out alone": Case(CAUSAL, lse=False),
     "float32": Case(CAUSAL, dtype=torch.float32),
     "bfloat16": Case(CAUSAL, dtype=torch.bfloat16),
-    "flash": Case(CAUSAL, kernel="flash"),
+    "native": Case(CAUSAL, dtype=torch.float32, kernel="native"),
     "tiled": Case(CAUSAL, kernel="tiled"),
     "window": Case(masks.Window(5)),
     "window ahead": Case(masks.Window(4, ahead=9)),
@@ -243,7 +243,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     group = dist.group.WORLD
     assert group is not None
     tile = 4 if size == 4 else 256  # smaller than the chunks of four processes, larger than those of two
-    with patch.dict(BY_DEVICE, cpu=replace(BY_DEVICE["cpu"], tile=tile, whole_mask=0)):
+    with patch.dict(BY_DEVICE, cpu=replace(BY_DEVICE["cpu"], tile=tile)):
         found: dict[str, Any] = {name: _shared(case, group) for name, case in CASES.items()}
         found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in measured_by(size)}
     chunk = 24 // (2 * size)

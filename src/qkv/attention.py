@@ -17,11 +17,12 @@ from torch.distributed import ProcessGroup
 
 from qkv._engine.call import Call, as_biases, as_mask
 from qkv._engine.inputs import A, Form, autocast_dtype, from_torch_names, refuse_unknown
+from qkv._engine.tiles import all_finite
+from qkv._engine.transforms import transforming
 from qkv._plan import Cost, Step, cost, drawn, steps_of
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import choose, opaque, serve, serve_shared, watched
-from qkv.kernels.flash import kernel as flash
 from qkv.masks import Mask
 from qkv.normalizers import Normalizer, SumToOne
 from qkv.ring import Shared
@@ -33,6 +34,9 @@ ARGUMENTS = (
     "mask", "bias", "score", "normalizer", "dropout_p", "dropout_seed", "kernel", "return_lse", "return_weights",
     "group", "attn_mask", "is_causal", "scale",
 )  # fmt: skip
+
+
+SHORT = 64  # with fewer keys, torch's kernel may return 0 for a query that is NaN or infinite
 
 
 @dataclass(frozen=True)
@@ -301,8 +305,8 @@ def _stock(
 ) -> Tensor | None:
     """Fast path: plain or causal softmax attention by one call of torch's SDPA; None if the call needs more.
 
-    `flash` would use the same kernel, but for one decoded token, or in a small model, building a `Call` takes longer
-    than the kernel. torch.compile can also trace through this path.
+    For one decoded token, or in a small model, building a `Call` takes longer than the attention. torch.compile can
+    also trace through this path.
     """
     causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
     if not (causal or mask is None):
@@ -321,7 +325,26 @@ def _stock(
             scale = (q.shape[-1] ** -0.5 if scale is None else scale) / normalizer.temperature
     if scale is not None and scale <= 0:
         return None
-    return flash.plain(q, k, v, causal=causal, scale=scale)
+    return _sdpa(q, k, v, causal=causal, scale=scale)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
+    """One call of torch's SDPA, or None if its result might differ; `Call.of` reports wrong arguments."""
+    if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type == "cpu" for x in (q, k, v)):
+        return None
+    (b, h, n_queries, d), (_, hkv, n_keys, _) = q.shape, k.shape
+    fits = k.shape == v.shape and k.shape[0] == b and k.shape[3] == d and h % max(hkv, 1) == 0
+    if not fits or 0 in q.shape or 0 in k.shape or not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        return None
+    if (causal and n_queries not in (1, n_keys)) or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return None
+    if not torch.compiler.is_compiling() and (transforming() or (n_keys < SHORT and not all_finite(q))):
+        return None
+    causal = causal and n_queries > 1
+    attention = torch.nn.functional.scaled_dot_product_attention
+    if n_queries == 1 and h != hkv:  # the query heads of a group become queries of one key head
+        return attention(q.reshape(b, hkv, h // hkv, d), k, v, scale=scale).reshape(b, h, 1, d)
+    return attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=h != hkv)
 
 
 def plan(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -14,11 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import qkv
-from conftest import MASKS, close, fits, grids, mask_trees, refused, set_sizes, set_tile, triple
-from qkv._engine.call import Call
-from qkv.biases import Additive, ALiBi
-from qkv.biases import Dense as Bias
-from qkv.kernels.flash import decompose
+from conftest import MASKS, fits, grids, mask_trees, refused
 from qkv.masks import (
     EMPTY,
     FULL,
@@ -48,6 +43,8 @@ from qkv.masks import (
 from qkv.reference.parts import is_visible
 
 mpl.use("Agg")
+from qkv.masks.convert import mask_bits
+
 SIZES = [(1, 1), (7, 11), (11, 7), (1, 5)]
 
 
@@ -329,66 +326,21 @@ def test_bands_describe_the_visible_pairs() -> None:
         assert mask.band is None
 
 
-# --- cutting a mask into calls ----------------------------------------------------------------------------------------
-
-
-class Far(Additive):
-    """Without a method `at`."""
-
-    def tile(self, region: Region) -> Tensor:
-        return -0.1 * (region.queries - region.keys).abs()
-
-
-def check_flash(mask: Mask | None, grid: Grid, bias: Any = None) -> None:
-    """A pair that the calls of the flash kernel left out, or that two of them had, would change the output."""
-    q, k, v = triple(grid.batch, grid.heads, grid.heads, grid.n_queries, grid.n_keys)
-    out, want = (qkv.attend(q, k, v, mask=mask, bias=bias, kernel=kernel) for kernel in ("flash", "eager"))
-    close(out, want)
+# --- a mask as bits ---------------------------------------------------------------------------------------------------
 
 
 @given(st.data())
-def test_calls_of_the_flash_kernel_cover_each_visible_pair_once(data: st.DataObject) -> None:
-    grid, mask = drawn(data, most=40)
-    with pytest.MonkeyPatch.context() as patch:
-        set_tile(patch, data.draw(st.sampled_from([4, 8])))
-        set_sizes(patch, sparse_keys=data.draw(st.sampled_from([1, 1000])))
-        patch.setattr(decompose, "SPARSE_SHARE", data.draw(st.sampled_from([0.3, 0.8])))
-        patch.setattr(decompose, "GATHERED", data.draw(st.sampled_from([1, 100])))
-        patch.setattr(decompose, "MASK_ELEMENTS", data.draw(st.sampled_from([1, 100, 2**22])))
-        check_flash(mask, grid, data.draw(st.sampled_from([None, Bias(torch.zeros(1, 1))])))
-
-
-def blocks(mask: Mask | None, grid: Grid) -> list[Any]:
-    """What the flash kernel would call the stock kernel with."""
-    q, k = (torch.zeros(grid.batch, grid.heads, n, 1) for n in (grid.n_queries, grid.n_keys))
-    cut = decompose.decompose(Call.of(q, k, k, mask), training=False)
-    return [part for cover in cut for block in cover for part in block]
-
-
-@pytest.mark.parametrize(
-    ("nq", "nk", "tile", "ahead"),
-    [(41, 41, 4, 0), (41, 41, 8, 3), (41, 53, 8, 1), (53, 41, 4, 3), (41, 53, 16, 3), (97, 29, 16, 0), (97, 29, 4, 1)],
-)
-def test_bands_are_covered_once_mostly_by_one_call(
-    nq: int, nk: int, tile: int, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_tile(monkeypatch, tile)
-    set_sizes(monkeypatch, sparse_keys=1)
-    grid = Grid.of(nq, nk, 2, 3)
-    for size in (1, 2, tile - 1, tile, tile + 1):
-        mask = Window(size, ahead=ahead)
-        for one in (mask, mask | (Prefix(2) & Causal()), mask | Global([0, 7])):
-            for bias in (None, Bias(torch.zeros(1, 1)), ALiBi(), Far()):
-                check_flash(one, grid, bias)
-        if min(nq, nk) > 40 and tile < 16:
-            assert max(getattr(block, "count", 0) for block in blocks(mask, grid)) >= 2
-
-
-def test_no_mask_and_causal_need_no_mask_tensor() -> None:
-    for mask in (None, Causal(), Window(99), Window(99, ahead=99)):
-        for nq, nk in ((9, 9), (5, 9), (9, 5), (1, 9)):
-            assert all(block.visible is None and block.pattern is None for block in blocks(mask, Grid.of(nq, nk)))
-            check_flash(mask, Grid.of(nq, nk))
+def test_bits_of_a_mask_differ_from_its_visible_pairs(data: st.DataObject) -> None:
+    grid, mask = drawn(data, most=150)
+    found = mask_bits(mask, grid, 2**20)
+    assert found is not None
+    bits = torch.cat([torch.tensor([0, -1])[:, None].expand(2, 64), found.bits])[found.status.long()]
+    pairs = (bits[..., None] >> torch.arange(64) & 1).bool()  # (b, h, rows, columns, 64, 64)
+    dense = pairs.transpose(3, 4).flatten(2, 3).flatten(3, 4)[:, :, : grid.n_queries, : grid.n_keys]
+    want = mask.visible(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
+    assert torch.equal(dense, want.expand_as(dense))
+    assert not any(bool((x == y).all(-1).any()) for x, y in ((found.bits, 0), (found.bits, -1)))
+    assert mask_bits(mask, grid, 0) is None or not len(found.bits)
 
 
 # --- wrong arguments --------------------------------------------------------------------------------------------------

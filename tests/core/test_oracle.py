@@ -342,7 +342,7 @@ def served(made: Made, kernel: str) -> tuple[Tensor, ...] | None:
     assert refusal.argument == "kernel"
     never = {"auto", "eager", "tiled"}
     if made.cell in SOFTMAX:
-        never |= {"flash"} if torch.is_grad_enabled() else {"flash", "flex"}
+        never |= set() if torch.is_grad_enabled() else {"flex"}
     if made.cell in LINEAR and made.cell.mask != "window":
         never.add("linear")
     assert kernel not in never, refusal

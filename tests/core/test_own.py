@@ -98,10 +98,9 @@ def test_plan_gives_the_reasons_against_an_object() -> None:
     for asked in ({"normalizer": SoftplusSquared()}, {"score": Manhattan()}, {"bias": Squeeze()}):
         found = qkv.plan(*tensors, **asked)
         assert found.kernel == "tiled"
-        assert type(next(iter(asked.values()))).__name__ in found.rejected["flash"]
+        assert type(next(iter(asked.values()))).__name__ in found.rejected["native"]
     with torch.no_grad():
         assert "Manhattan" in qkv.plan(*tensors, score=Manhattan()).rejected["reference"]
-        assert qkv.plan(*tensors, bias=Slope()).kernel == "flash"
 
 
 # --- subclasses -------------------------------------------------------------------------------------------------------

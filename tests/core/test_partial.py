@@ -88,7 +88,7 @@ def test_attention_over_splits_of_the_keys_is_the_whole(seed: int, cuts: set[int
     out, lse, _ = oracle(q, k, v)
     pieces = list(itertools.pairwise([0, *sorted(cuts), 13]))
     order.shuffle(pieces)
-    for kernel in ("flash", "tiled", "eager"):
+    for kernel in ("tiled", "eager"):
         parts = [Partial(*attend(q, k[:, :, a:b], v[:, :, a:b], kernel=kernel, return_lse=True)) for a, b in pieces]
         whole = merge(*parts)
         close(whole.out, out)

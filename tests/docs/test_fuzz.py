@@ -12,7 +12,9 @@ from torch import Tensor
 from fuzz.cases import case
 from fuzz.compare import check
 from qkv import masks, normalizers
-from qkv.kernels.flash import kernel as flash
+from qkv._engine.call import Call
+from qkv.native import kernel
+from qkv.native.binding import Prepared, prepared
 
 CASES = 50
 
@@ -52,15 +54,16 @@ def _sees_too_much(self: masks.Mask, b: Tensor, h: Tensor, q: Tensor, k: Tensor,
     return k <= q + 1
 
 
-def _stock_with_wrong_scale(*tensors: Tensor, scale: float, **named: Any) -> tuple[Tensor, Tensor]:
-    return STOCK(*tensors, scale=scale * 1.0001, **named)
+def _with_wrong_scale(call: Call) -> Prepared:
+    made = prepared(call)
+    made.arguments["scale"] *= 1.001
+    return made
 
 
-STOCK = flash._stock
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {  # what it replaces, what cases name, what differs
     "a slope of sigmoid": (normalizers.Sigmoid, "slope_from_weights", _wrong_slope, "Sigmoid", "tiled: gradient"),
     "causal by one": (masks.Causal, "sees", _sees_too_much, "Causal", "eager: out"),
-    "the scale of flash": (flash, "_stock", _stock_with_wrong_scale, "", "flash: out"),
+    "the scale of native": (kernel, "prepared", _with_wrong_scale, "float32", "native: out"),
 }
 
 

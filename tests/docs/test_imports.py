@@ -23,7 +23,7 @@ ORDER = {
         "_lazy", "errors", "_contract", "_packages", "_names", "_untrusted", "_files", "_progress",
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
-        "_engine", "ring", "reference", "kernels.flash", "kernels", "native", "linear", "statistics",
+        "_engine", "ring", "reference", "native", "kernels", "linear", "statistics",
         "choice", "_plan", "attention",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
@@ -188,7 +188,7 @@ before = state()
 assert state() == before
 print(*set(sys.modules) - modules, sep="\\n")
 q = k = v = torch.randn(1, 4, 10, 8, requires_grad=True)
-for kernel in ("flash", "tiled", "eager"):
+for kernel in ("native", "tiled", "eager"):
     qkv.attend(q, k, v, mask=qkv.masks.Window(3), kernel=kernel).sum().backward()
 assert qkv.measure(q, k, mask=qkv.masks.Causal()).entropy.shape == (1, 4, 10)
 try:

@@ -32,23 +32,15 @@ class Sizes:
     """Queries and keys per tile of one head, for attention maps."""
     few_scores: int
     """Scores per head up to which forming the weights (the eager kernel) is fastest."""
-    whole_mask: int
-    """Query-key pairs up to which one dense mask tensor is cheaper than a block decomposition."""
-    sparse_tile: int
-    """Queries and keys per tile of a sparse mask."""
-    sparse_keys: int
-    """Number of keys from which sparse masks use gathered tiles."""
 
 
 # On CUDA a kernel launch costs more than a small tile, so tiles are large. (These sizes have not been tuned on a GPU.)
 BY_DEVICE = {
     "cpu": Sizes(
         tile=256, heads=12, pairs=2**20, most_pairs=2**22, panel=2**20, picture=(128, 1024), few_scores=2**14,
-        whole_mask=2**14, sparse_tile=64, sparse_keys=1024,
     ),
     "cuda": Sizes(
         tile=1024, heads=16, pairs=2**24, most_pairs=2**26, panel=2**25, picture=(1024, 4096), few_scores=2**14,
-        whole_mask=2**14, sparse_tile=64, sparse_keys=1024,
     ),
 }  # fmt: skip
 

@@ -20,7 +20,6 @@ from qkv._engine.call import Call, Result
 from qkv._engine.sizes import sizes
 from qkv.errors import InputError
 from qkv.kernels import eager, linear, loops, ring, tiled
-from qkv.kernels.flash import kernel as flash
 from qkv.kernels.flex import kernel as flex
 from qkv.kernels.fused import kernel as fused
 from qkv.native import kernel as native
@@ -36,7 +35,6 @@ def __dir__() -> list[str]:
 KERNELS: dict[str, ModuleType] = {
     "linear": linear,
     "native": native,
-    "flash": flash,
     "fused": fused,
     "flex": flex,
     "tiled": tiled,
@@ -48,14 +46,12 @@ KERNELS: dict[str, ModuleType] = {
 PREFERENCE = {  # in order of preference, with the reason that `plan` shows
     "linear": "the weights are products of features: time and memory linear in the sequence",
     "native": "the compiled library, one pass over the visible blocks: linear memory, the fastest on CPU",
-    "flash": "torch's fused kernel, run on the visible blocks: linear memory",
     "fused": "torch's FlashAttention or memory-efficient kernel, one launch: linear memory, the fastest on CUDA",
     "flex": "FlexAttention, compiled for this composition: linear memory, almost any mask, bias and normalizer on CUDA",
     "tiled": "any composition in linear memory: tiles of plain tensor operations",
     "eager": "forms the weights: quadratic memory, every derivative by autograd",
 }
 FORM_WEIGHTS = ("eager", "reference")
-DECODE_REASON = "decoding: the new query and its visible keys, by torch's fused kernel without a mask"
 FEW_REASON = "so few scores that forming the weights is the fastest"
 
 
@@ -170,8 +166,8 @@ def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, we
     return made
 
 
-BLOCK_KERNELS = ("native", "flash", "flex", "tiled")  # kernels for the blocks of a sharded call, in order of preference
-BLOCK_KERNELS_WITH_GRADIENTS = ("native", "flash", "tiled")  # those that compute a block's gradients from the row's out and lse
+BLOCK_KERNELS = ("native", "flex", "tiled")  # kernels for the blocks of a sharded call, in order of preference
+BLOCK_KERNELS_WITH_GRADIENTS = ("native", "tiled")  # those that take a row's out and lse over all keys
 
 
 def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
@@ -193,7 +189,7 @@ def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
     """The kernel for a block of a sharded call, of which the tensors named in `wanted` need gradients."""
     names = BLOCK_KERNELS_WITH_GRADIENTS if wanted else BLOCK_KERNELS
     for name in (kernel,) if kernel in names else names:
-        fits = name not in ("native", "flash") or wanted <= {"q", "k", "v"}
+        fits = name != "native" or wanted <= {"q", "k", "v"}
         if (
             fits
             and (kernel == name or not _only_for_tests(name, call))
@@ -246,12 +242,5 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
     for name in KERNELS:
         if name != chosen and name not in rejected:
             rejected[name] = "slower" if name in PREFERENCE else "the specification: for tests and reading"
-    if (
-        chosen == "flash"
-        and call.q.shape[2] == 1
-        and not call.biases
-        and (call.mask is None or call.mask.band is not None)
-    ):
-        return chosen, DECODE_REASON, rejected
     few = chosen == "eager" and "tiled" in rejected and not weights and _few_scores(call)
     return chosen, FEW_REASON if few else PREFERENCE[chosen], rejected

@@ -17,6 +17,7 @@ from qkv.native import binding
 from qkv.native.binding import Gradients, library, pointer, prepared, run
 from qkv.partial import Partial
 
+
 def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     if transformed(call):
