@@ -54,7 +54,7 @@ def results(tensors: list[Tensor], sink: Tensor | None, kernel: str, **options: 
     lse = lse.masked_fill(lse == -torch.inf, 0)
     generator = torch.Generator().manual_seed(0)
     grad, grad_lse = (torch.randn(x.shape, generator=generator).to(x) for x in (out, lse))
-    return [out, lse, *torch.autograd.grad([out, lse], leaves, [grad, grad_lse])]
+    return [out.detach(), lse.detach(), *torch.autograd.grad([out, lse], leaves, [grad, grad_lse])]
 
 
 def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float = 2e-5) -> None:
