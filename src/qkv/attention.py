@@ -23,6 +23,7 @@ from qkv.errors import InputError
 from qkv.kernels import choose, opaque, serve, serve_shared, watched
 from qkv.kernels.flash import kernel as flash
 from qkv.masks import Mask
+from qkv.native import kernel as native
 from qkv.normalizers import Normalizer, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Product, Score
@@ -193,8 +194,8 @@ def attend(
             inference.
         dropout_seed: seed of dropout and of the draws of `Hard`; from torch's generator if None. The same seed drops
             the same pairs on every kernel.
-        kernel: ``"auto"``, or the name of a kernel that must serve the call: one of ``"linear"``, ``"flash"``,
-            ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
+        kernel: ``"auto"``, or the name of a kernel that must serve the call: one of ``"linear"``,
+            ``"native"``, ``"flash"``, ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
         return_lse: also return the log-sum-exp of the scores, (b, h, nq), natural, float32 or better; differentiable.
             Only `Softmax` has one.
         return_weights: also return the weights, (b, h, nq, nk). They are formed only on request.
@@ -299,10 +300,10 @@ def _shared(
 def _stock(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, score: Score | None, normalizer: Normalizer | None
 ) -> Tensor | None:
-    """Fast path: plain or causal softmax attention by one call of torch's SDPA; None if the call needs more.
+    """Fast path: plain or causal softmax attention by one call of the library or of torch's SDPA, else None.
 
-    `flash` would use the same kernel, but for one decoded token, or in a small model, building a `Call` takes longer
-    than the kernel. torch.compile can also trace through this path.
+    `native` and `flash` would use the same code, but for one decoded token, or in a small model, building a `Call`
+    takes longer than the attention. torch.compile can also trace through this path.
     """
     causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
     if not (causal or mask is None):
@@ -321,7 +322,8 @@ def _stock(
             scale = (q.shape[-1] ** -0.5 if scale is None else scale) / normalizer.temperature
     if scale is not None and scale <= 0:
         return None
-    return flash.plain(q, k, v, causal=causal, scale=scale)
+    out = native.plain(q, k, v, causal=causal, scale=scale)
+    return flash.plain(q, k, v, causal=causal, scale=scale) if out is None else out
 
 
 def plan(

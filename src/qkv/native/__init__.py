@@ -86,7 +86,7 @@ def attend_and_measure(
         out=out, lse=lse, rows=rows, received=received, prefix=prefix, map=pooled, n_prefix=prefix_keys or 0,
         visible=counts[0], visible_queries=counts[1],
     )  # fmt: skip
-    run(library().qkv_attend, arguments, call)  # type: ignore[union-attr]
+    run(library().qkv_attend, arguments, call.q, call.k)  # type: ignore[union-attr]
     values: dict[str, Any] = dict(zip(OF_QUERIES, rows, strict=False))
     if norms is None:
         del values["first_contribution"]
