@@ -45,7 +45,7 @@ class Plan:
     >>> x = torch.zeros(1, 1, 512, 16)
     >>> found = plan(x, x, x)
     >>> found.kernel, sorted(found.rejected)[:2], found.flops == 4 * 512 * 512 * 16
-    ('flash', ['eager', 'flex'], True)
+    ('native', ['eager', 'flash'], True)
     """
 
     kernel: str
@@ -376,7 +376,7 @@ class Attention:
     >>> local(q, k, v).shape
     torch.Size([1, 4, 100, 16])
     >>> local.plan(q, k, v).kernel
-    'flash'
+    'native'
     """
 
     mask: Mask | Bool[Tensor, "..."] | None = None

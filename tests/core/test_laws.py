@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkv
 from conftest import MASKS, close, largest_tensor, mask_trees, oracle, rand, set_sizes, set_tile, triple
-from qkv import attend, masks
+from qkv import attend, masks, native
 from qkv._engine import tiles
 from qkv.biases import Dense, SoftCap
 from qkv.kernels.flash import kernel as flash
@@ -381,13 +381,14 @@ def test_training_takes_linear_memory(kernel: str, mask: masks.Mask | None) -> N
 
 def test_plan_reports_the_kernel_and_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = triple(dtype=torch.float32)
-    few = qkv.plan(q, k, v, bias=SoftCap(1.0))
+    few = qkv.plan(q, k, v, normalizer=Sigmoid())
     assert (few.kernel, few.rejected["tiled"]) == ("eager", "slower")
     set_sizes(monkeypatch, few_scores=0)
     learned = Dense(torch.zeros(11, 13, requires_grad=True))
     for asked, kernel, against in (
-        ({}, "flash", {"tiled": "slower", "eager": "slower", "reference": "specification", "fused": "", "flex": ""}),
-        ({"bias": SoftCap(1.0)}, "tiled", {"flash": "not additive"}),
+        ({}, "native", {"flash": "slower", "tiled": "slower", "reference": "specification", "fused": "", "flex": ""}),
+        ({"bias": SoftCap(1.0)}, "native", {"flash": "not additive"}),
+        ({"normalizer": Sigmoid()}, "tiled", {"native": "softmax", "flash": "softmax"}),
         ({"return_weights": True}, "eager", {"flash": "never forms", "tiled": "never forms"}),
         ({"dropout_p": 0.1}, "tiled", {"flash": "dropout", "reference": "dropout", "linear": ""}),
         ({"bias": learned}, "tiled", {"flash": "gradient", "reference": "gradients"}),
@@ -403,7 +404,9 @@ def test_plan_reports_the_kernel_and_the_reasons(monkeypatch: pytest.MonkeyPatch
                 with pytest.raises(qkv.InputError, match=f"kernel='{name}' cannot serve this call: .*{reason}"):
                     attend(q, k, v, **{**asked, "kernel": name})
     with torch.no_grad():
-        assert qkv.plan(q, k, v, bias=learned).kernel == "flash"
+        assert qkv.plan(q, k, v, bias=learned).kernel == "native"
+    monkeypatch.setattr(native.binding, "library", lambda: "not compiled")
+    assert qkv.plan(q, k, v).kernel == "flash"
     monkeypatch.setattr(flash, "_stock_kernel_works", lambda: False)
     assert qkv.plan(q, k, v).kernel == "tiled"
     assert "lacks the flash kernel" in qkv.plan(q, k, v).rejected["flash"]
