@@ -24,6 +24,7 @@ from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import choose, opaque, serve, serve_shared, watched
 from qkv.masks import Mask
+from qkv.native import kernel as native
 from qkv.normalizers import Normalizer, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Product, Score
@@ -48,7 +49,7 @@ class Plan:
     >>> x = torch.zeros(1, 1, 512, 16)
     >>> found = plan(x, x, x)
     >>> found.kernel, sorted(found.rejected)[:2], found.flops == 4 * 512 * 512 * 16
-    ('flash', ['eager', 'flex'], True)
+    ('native', ['eager', 'flash'], True)
     """
 
     kernel: str
@@ -197,8 +198,8 @@ def attend(
             inference.
         dropout_seed: seed of dropout and of the draws of `Hard`; from torch's generator if None. The same seed drops
             the same pairs on every kernel.
-        kernel: ``"auto"``, or the name of a kernel that must serve the call: one of ``"linear"``, ``"flash"``,
-            ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
+        kernel: ``"auto"``, or the name of a kernel that must serve the call: one of ``"linear"``,
+            ``"native"``, ``"flash"``, ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
         return_lse: also return the log-sum-exp of the scores, (b, h, nq), natural, float32 or better; differentiable.
             Only `Softmax` has one.
         return_weights: also return the weights, (b, h, nq, nk). They are formed only on request.
@@ -303,7 +304,7 @@ def _shared(
 def _stock(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, score: Score | None, normalizer: Normalizer | None
 ) -> Tensor | None:
-    """Fast path: plain or causal softmax attention by one call of torch's SDPA; None if the call needs more.
+    """Fast path: plain or causal softmax attention by one call of the library or of torch's SDPA, else None.
 
     For one decoded token, or in a small model, building a `Call` takes longer than the attention. torch.compile can
     also trace through this path.
@@ -325,7 +326,8 @@ def _stock(
             scale = (q.shape[-1] ** -0.5 if scale is None else scale) / normalizer.temperature
     if scale is not None and scale <= 0:
         return None
-    return _sdpa(q, k, v, causal=causal, scale=scale)
+    out = native.plain(q, k, v, causal=causal, scale=scale)
+    return _sdpa(q, k, v, causal=causal, scale=scale) if out is None else out
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
@@ -397,7 +399,7 @@ class Attention:
     >>> local(q, k, v).shape
     torch.Size([1, 4, 100, 16])
     >>> local.plan(q, k, v).kernel
-    'flash'
+    'native'
     """
 
     mask: Mask | Bool[Tensor, "..."] | None = None

@@ -16,6 +16,8 @@ from qkv.biases import ALiBi, Bias, SoftCap
 from qkv.errors import InputError
 from qkv.masks import Blockwise, Causal, Dense, Mask, Prefix, Window
 from qkv.normalizers import Softmax
+from qkv.statistics.built_in import Local
+from qkv.statistics.gradients import DIFFERENTIABLE
 
 SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of values
     "tiny": (1, 2, 2, 2, 5, 8, 8),
@@ -54,7 +56,7 @@ def results(tensors: list[Tensor], sink: Tensor | None, kernel: str, **options: 
     lse = lse.masked_fill(lse == -torch.inf, 0)
     generator = torch.Generator().manual_seed(0)
     grad, grad_lse = (torch.randn(x.shape, generator=generator).to(x) for x in (out, lse))
-    return [out, lse, *torch.autograd.grad([out, lse], leaves, [grad, grad_lse])]
+    return [out.detach(), lse.detach(), *torch.autograd.grad([out, lse], leaves, [grad, grad_lse])]
 
 
 def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float = 2e-5) -> None:
@@ -73,6 +75,38 @@ def test_output_or_gradients_differ_from_those_through_the_weights(shape: str, m
         options = {"mask": made, "bias": BIASES[bias]}
         want = results([x.double() for x in tensors], double, "eager", **options)
         assert_close(results(tensors, of_sink, "native", **options), want)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_statistics_differ_from_those_of_the_tiles(shape: str, mask: str) -> None:
+    b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
+    made, sink = MASKS[mask](torch.rand(b, n_keys) > 0.3), torch.linspace(-2, 2, h)
+    options = {
+        "mask": made, "mass": {"local": Local(2).mask, "ends": Prefix(2) | Window(3)},
+        "first": torch.randint(0, n_keys, (b,)), "queries": torch.rand(b, n_queries) > 0.3,
+    }  # fmt: skip
+    tensors = inputs(shape)[:2]
+
+    def found(double: bool, bias: str, names: tuple[str, ...], of_sink: Tensor | None) -> list[Tensor]:
+        leaves = [*tensors, *([] if of_sink is None else [of_sink])]
+        leaves = [(x.double() if double else x).detach().clone().requires_grad_() for x in leaves]
+        normalizer = Softmax(sink=None if of_sink is None else leaves[2])
+        got = qkv.measure(*leaves[:2], bias=BIASES[bias], normalizer=normalizer, differentiable=True, **options)
+        fields = {name: getattr(got, name) for name in DIFFERENTIABLE} | dict(got.mass)
+        generator = torch.Generator().manual_seed(0)
+        total = torch.zeros((), dtype=leaves[0].dtype)
+        for name in names:
+            x = fields[name].masked_fill(fields[name] == -torch.inf, 0)
+            total = total + (x * torch.randn(x.shape, generator=generator) / x.detach().abs().max().clamp(min=1)).sum()
+        return list(torch.autograd.grad(total, leaves))
+
+    every = tuple(x for x in DIFFERENTIABLE if x != "sink_mass")
+    for bias, names, of_sink in (
+        ("none", (*every, "local", "ends"), None), ("alibi", (*every, "sink_mass", "ends"), sink),
+        ("alibi, then cap", ("received", "local"), None),
+    ):  # fmt: skip
+        assert_close(found(False, bias, names, of_sink), found(True, bias, names, of_sink))
 
 
 def test_half_precision_differs_from_the_weights_by_more_than_its_rounding() -> None:

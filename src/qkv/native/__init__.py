@@ -32,7 +32,7 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequenc
     if (why := binding.unsupported_reason(call)) is not None:
         return why
     for name, mask in mass.items():
-        if _ranges(mask, call.grid) is None:
+        if ranges_of(mask, call.grid) is None:
             return f"mass[{name!r}] is not a union of a band and the first keys"
     return None
 
@@ -56,7 +56,7 @@ def attend_and_measure(
     made, grid = prepared(call), call.grid
     b, h, n_queries, _ = call.q.shape
     n_keys = grid.n_keys
-    spans = {name: _ranges(mask, grid) for name, mask in mass.items()}
+    spans = {name: ranges_of(mask, grid) for name, mask in mass.items()}
     spans_of = {name: x for name, x in spans.items() if x is not None}
     ranges = None
     if spans_of:
@@ -86,7 +86,7 @@ def attend_and_measure(
         out=out, lse=lse, rows=rows, received=received, prefix=prefix, map=pooled, n_prefix=prefix_keys or 0,
         visible=counts[0], visible_queries=counts[1],
     )  # fmt: skip
-    run(library().qkv_attend, arguments, call)  # type: ignore[union-attr]
+    run(library().qkv_attend, arguments, call.q, call.k)  # type: ignore[union-attr]
     values: dict[str, Any] = dict(zip(OF_QUERIES, rows, strict=False))
     if norms is None:
         del values["first_contribution"]
@@ -126,7 +126,7 @@ def _share_of_first(values: Mapping[str, Tensor], norms: Tensor, firsts: Tensor)
     return (first / torch.where(whole > 0, whole, 1.0)).clamp(max=1).masked_fill(whole == 0, 0)  # rounding
 
 
-def _ranges(mask: Mask, grid: Grid) -> Tensor | None:
+def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:
     """The keys of each query inside a mask as ranges that do not overlap (ranges, 2, 1 or b, nq); else None."""
 
     def ranges() -> Tensor | None:

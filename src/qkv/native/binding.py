@@ -68,6 +68,7 @@ def library() -> ctypes.CDLL | str:
         found = ctypes.CDLL(str(LIBRARY))  # torch, imported above, brings the OpenMP runtime that it uses
         for function, arguments in ((found.qkv_attend, Arguments), (found.qkv_gradients, Gradients)):
             function.argtypes, function.restype = [ctypes.POINTER(arguments)], ctypes.c_int
+        found.qkv_is_finite.argtypes, found.qkv_is_finite.restype = [P, I64], ctypes.c_int
     except (OSError, AttributeError) as error:
         return f"the native library {LIBRARY.name} cannot be loaded: {error}"
     return found
@@ -200,12 +201,10 @@ def _steps(call: Call) -> tuple[Any, list[Tensor]]:
     return steps, held
 
 
-def run(function: Any, arguments: ctypes.Structure, call: Call) -> None:
+def run(function: Any, arguments: ctypes.Structure, q: Tensor, k: Tensor) -> None:
     """Call a function of the library."""
     if function(arguments):
-        raise MemoryError(
-            f"attention of {call.q.shape[2]} queries and {call.k.shape[2]} keys needs more memory than there is"
-        )
+        raise MemoryError(f"attention of {q.shape[2]} queries and {k.shape[2]} keys needs more memory than there is")
 
 
 @dataclass(frozen=True, eq=False)

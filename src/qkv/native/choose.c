@@ -1,4 +1,7 @@
-/* The functions of the library: each calls its build for the instructions that this processor has. */
+/* The functions of the library: most call its build for the instructions that this processor has. */
+#include <stdint.h>
+#include <string.h>
+
 #if defined(__x86_64__)
 int qkv_level(void) {
     __builtin_cpu_init();
@@ -22,3 +25,14 @@ int qkv_level(void) { return 0; }
 
 BUILDS(qkv_attend)
 BUILDS(qkv_gradients)
+
+/* Whether none of n numbers is NaN or infinite. */
+int qkv_is_finite(const float *x, int64_t n) {
+    int32_t lost = 0, bits[256];
+    for (int64_t at = 0; at < n && !lost; at += 256) {
+        const int64_t m = n - at < 256 ? n - at : 256;
+        memcpy(bits, x + at, (size_t)m * sizeof *x);
+        for (int64_t i = 0; i < m; i++) lost |= (bits[i] & 0x7f800000) == 0x7f800000;
+    }
+    return !lost;
+}

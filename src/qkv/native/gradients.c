@@ -158,8 +158,8 @@ static void row_terms(const Gradients *b, GradientSpace *g, int64_t r, int64_t a
 }
 
 /* Add the gradients of masses to those of the scores of a strip in a run; its weights are p. */
-static void add_masses(const Gradients *b, const float *p, float *ds, int64_t first, int64_t last, int64_t batch,
-                       int64_t head, int64_t query, int64_t rows) {
+static void add_masses(const Gradients *b, const GradientSpace *g, const float *p, float *ds, int64_t first, int64_t last,
+                       int64_t batch, int64_t head, int64_t query, int64_t rows) {
     const Call *c = &b->call;
     const int64_t batches = c->range_batch ? c->b : 1;
     for (int64_t i = 0; i < c->n_ranges; i++)
@@ -169,7 +169,13 @@ static void add_masses(const Gradients *b, const float *p, float *ds, int64_t fi
             const int64_t from = max64(range[0], first), to = min64(range[batches * c->nq], last);
             for (int64_t j = from - first; j < to - first && grad != 0; j++) {
                 const int64_t at = j / PW * RS * PW + r * PW + j % PW;
-                ds[at] += p[at] * grad;
+                float by = grad;
+                if (g->per_cap != 0 && p[at] > 0) {
+                    const int64_t row = query % BLOCK + r;
+                    const float share = (log2f(p[at] / g->mass[row]) + g->lse[row]) * g->per_cap;
+                    by *= fmaxf(1 - share * share, 0);
+                }
+                ds[at] += p[at] * by;
             }
         }
 }
@@ -234,7 +240,7 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
                 }
                 if (!used) continue;
                 if (b->grad_masses)
-                    add_masses(b, w, ds, first, min64(last, c->nk), batch, head, query + row, min64(RS, n - row));
+                    add_masses(b, g, w, ds, first, min64(last, c->nk), batch, head, query + row, min64(RS, n - row));
                 output(ds, used, g->k_rows + first * dp, dp, s->o + row * dp);
             }
             if (!pass) continue;

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from qkv._engine.call import Call, Result, detached
-from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed
+from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed, transforming
 from qkv.biases import SoftCap
 from qkv.native import binding
-from qkv.native.binding import Gradients, library, pointer, prepared, run
+from qkv.native.binding import Arguments, Gradients, library, pointer, prepared, run
 from qkv.partial import Partial
+CPU = torch.device("cpu")
+PLAIN = (Tensor, torch.nn.Parameter)
+LEAST_PAIRS = 2**15  # with fewer pairs of a query and a key, torch's kernel is faster
+
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -37,12 +41,84 @@ def forward(call: Call) -> Result:
     return Result(*attention(call))
 
 
+def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
+    """Dot-product softmax attention without a `Call`, or None if `forward` would need one, or another kernel is faster.
+
+    NaN and infinity in the inputs reach the output or the log-sum-exp of a row, and then the result is None as well.
+    """
+    if torch.compiler.is_compiling() or not all(type(x) in PLAIN and x.ndim == 4 for x in (q, k, v)):
+        return None
+    (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
+    if not q.dtype == k.dtype == v.dtype == torch.float32 or not q.device == k.device == v.device == CPU:
+        return None
+    if not (k.shape == (b, key_heads, n_keys, d) and v.shape[0] == b) or 0 in q.shape or 0 in v.shape or h % key_heads:
+        return None
+    tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if b * h * n_queries * n_keys < LEAST_PAIRS or n_queries < 2:
+        return None
+    if max(d, dv) > binding.LARGEST_HEAD or (causal and n_queries > n_keys) or isinstance(library(), str):
+        return None
+    if transforming() or torch._C._len_torch_dispatch_stack() > 0 or torch.is_autocast_enabled("cpu"):
+        return None
+    scale = d**-0.5 if scale is None else scale
+    out, lse = (_Plain.apply if tracked else _plain)(q, k, v, causal, scale)
+    found = library()
+    finite = all(found.qkv_is_finite(x.data_ptr(), x.numel()) for x in (lse, out))  # type: ignore[union-attr]
+    return out if finite else None
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, out: Tensor, lse: Tensor) -> Arguments:
+    (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
+    return Arguments(
+        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv,
+        qs=q.stride()[:3], ks=k.stride()[:3], vs=v.stride()[:3], scale=scale, threads=torch.get_num_threads(),
+        low=0 if causal else -n_queries - n_keys, high=n_queries + n_keys, bin_q=1, bin_k=1, out=out.data_ptr(),
+        lse=lse.data_ptr(),
+    )  # fmt: skip
+
+
+def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
+    return [x if x.stride(3) == 1 else x.contiguous() for x in tensors]
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = _rows_contiguous(q, k, v)
+    out, lse = torch.empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
+    run(library().qkv_attend, _arguments(q, k, v, causal, scale, out, lse), q, k)  # type: ignore[union-attr]
+    return out, lse
+
+
+class _Plain(torch.autograd.Function):
+    """`_plain` with gradients; the log-sum-exp has none."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = _plain(q, k, v, causal, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors, (out, lse) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        with torch.no_grad():
+            q, k, v, rows = _rows_contiguous(*tensors, grad)
+            grads = tuple(torch.empty(x.shape) for x in tensors)
+            scores = Gradients(
+                call=_arguments(q, k, v, ctx.causal, ctx.scale, out, lse), grad_out=rows.data_ptr(),
+                gs=rows.stride()[:3], **{f"d{name}": x.data_ptr() for name, x in zip("qkv", grads, strict=True)},
+            )  # fmt: skip
+            run(library().qkv_gradients, scores, q, k)  # type: ignore[union-attr]
+        return *kernel_once_differentiable("native", grads, (*tensors, grad)), None, None
+
+
 def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, without gradients."""
     (b, h, n_queries, _), dv = call.q.shape, call.v.shape[3]
     out, lse = torch.empty(b, h, n_queries, dv), torch.empty(b, h, n_queries)
     made = prepared(call)  # holds the tensors that the arguments point to
-    run(library().qkv_attend, made.with_tensors(out=out, lse=lse), call)  # type: ignore[union-attr]
+    run(library().qkv_attend, made.with_tensors(out=out, lse=lse), call.q, call.k)  # type: ignore[union-attr]
     return out.to(call.v.dtype), lse
 
 
@@ -84,7 +160,7 @@ def gradients_of(
         **{name: pointer(x) for name, x in given.items()},
         **{"dsinks" if name == "sink" else f"d{name}": pointer(x) for name, x in found.items()},
     )
-    run(library().qkv_gradients, scores, call)  # type: ignore[union-attr]
+    run(library().qkv_gradients, scores, call.q, call.k)  # type: ignore[union-attr]
     if call.sink is not None:
         found["sink"] = found["sink"].sum_to_size(call.sink.shape)
     return found

@@ -30,6 +30,7 @@ from qkv._engine.transforms import once_differentiable, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
 from qkv.masks import EMPTY, FULL, Dense, Mask, Prefix
+from qkv.native.statistics import statistics_gradients
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_slopes
@@ -353,12 +354,20 @@ def _input_gradients(
     wide = at_least_float32(call.q.dtype)
     empty = torch.zeros_like(mass, dtype=torch.bool) if rows.level is None else rows.level == -torch.inf
     if context.queries is not None:
-        call = replace(call, mask=_and_queries(call.mask, context.queries))
         empty = empty | ~context.queries[:, None]
-    grads = {name: x.to(wide) for name, x in grads.items()}
+    grads = {
+        name: x.to(wide).masked_fill(~visible if name == "received" else empty, 0) for name, x in grads.items()
+    }
+    if needed <= {"q", "k", "sink"} and rows.level is not None:
+        found = statistics_gradients(
+            call, values, grads, lse=rows.level, mass=mass, masks=context.places.mass, firsts=context.places.firsts,
+            queries=context.queries,
+        )  # fmt: skip
+        if found is not None:
+            return found
+    if context.queries is not None:
+        call = replace(call, mask=_and_queries(call.mask, context.queries))
     received = grads.pop("received", None)
-    grads = {name: x.masked_fill(empty, 0) for name, x in grads.items()}
-    received = None if received is None else received.masked_fill(~visible, 0)
     level, at_sink = finite(rows.level), grads.pop("sink_mass", None)
     slopes = _slopes(values, grads, mass)
     slopes.received = received
