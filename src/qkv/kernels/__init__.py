@@ -171,7 +171,7 @@ def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, we
 
 
 BLOCK_KERNELS = ("native", "flash", "flex", "tiled")  # kernels for the blocks of a sharded call, in order of preference
-BLOCK_KERNELS_WITH_GRADIENTS = ("native", "flash", "tiled")  # those that compute a block's gradients from the row's out and lse
+BLOCK_KERNELS_WITH_GRADIENTS = ("native", "flash", "tiled")  # with gradients of a block from the row's out and lse
 
 
 def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
@@ -192,7 +192,9 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
 def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
     """The kernel for a block of a sharded call, of which the tensors named in `wanted` need gradients."""
     names = BLOCK_KERNELS_WITH_GRADIENTS if wanted else BLOCK_KERNELS
-    for name in (kernel,) if kernel in names else names:
+    for name in (
+        (kernel,) if kernel in names and kernel != "native" else names
+    ):  # it refuses one query, NaN and infinity
         fits = name not in ("native", "flash") or wanted <= {"q", "k", "v"}
         if (
             fits
