@@ -382,7 +382,7 @@ def check_that_nothing_leaks(made: Made, kernel: str, got: Sequence[Tensor], eps
     one = max(0, nk - 2)
     k[:, :, one] = torch.nan if kernel in ("eager", "tiled") else 30.0  # others may add −∞, and NaN − ∞ is NaN
     v[:, :, one] = 1e3  # in one product with the values that are seen: 0 · NaN would be NaN
-    for item, keys in enumerate(~seen.any(1).any(1)):
+    for item, keys in enumerate(~seen.any(1).any(1) if kernel != "native" else ()):  # it refuses NaN and infinity
         k[item, :, keys], v[item, :, keys] = torch.nan, torch.inf
     for x, y in zip(made.run(kernel, (q, k, v)), got, strict=True):
         rows = ~seen[..., one]

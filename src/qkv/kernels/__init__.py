@@ -167,7 +167,7 @@ def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, we
 
 
 BLOCK_KERNELS = ("native", "flex", "tiled")  # kernels for the blocks of a sharded call, in order of preference
-BLOCK_KERNELS_WITH_GRADIENTS = ("native", "tiled")  # those that take a row's out and lse over all keys
+BLOCK_KERNELS_WITH_GRADIENTS = ("native", "tiled")  # with gradients of a block from the row's out and lse
 
 
 def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
@@ -188,7 +188,7 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
 def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
     """The kernel for a block of a sharded call, of which the tensors named in `wanted` need gradients."""
     names = BLOCK_KERNELS_WITH_GRADIENTS if wanted else BLOCK_KERNELS
-    for name in (kernel,) if kernel in names else names:
+    for name in (kernel,) if kernel in names and kernel != "native" else names:  # native refuses NaN and infinity
         fits = name != "native" or wanted <= {"q", "k", "v"}
         if (
             fits

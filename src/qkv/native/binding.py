@@ -100,9 +100,8 @@ def unsupported_reason(call: Call) -> str | None:
     if visibility(call.mask, call.grid) is None:
         return f"the bits of the mask {type(call.mask).__name__} need more than {LARGEST_MASK} bytes"
     largest = [float(x.detach().abs().amax()) for x in (call.q, call.k)]
-    if not (
-        abs(call.scale) * call.q.shape[3] * math.prod(largest) < LARGEST_SCORE and math.isfinite(call.v.detach().sum())
-    ):
+    finite = math.isfinite(call.v.detach().sum())
+    if not (abs(call.scale) * call.q.shape[3] * math.prod(largest) < LARGEST_SCORE and finite):
         return "q, k or v hold NaN, infinity or numbers so large that scores overflow"
     if call.sink is not None and not bool((call.sink.detach() < LARGEST_SCORE).all()):
         return "a sink logit is NaN or infinite"

@@ -16,6 +16,7 @@ from qkv.biases import SoftCap
 from qkv.native import binding
 from qkv.native.binding import Arguments, Gradients, library, pointer, prepared, run
 from qkv.partial import Partial
+
 CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
 LEAST_PAIRS = 2**15  # with fewer pairs of a query and a key, torch's kernel is faster

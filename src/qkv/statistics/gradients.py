@@ -355,9 +355,7 @@ def _input_gradients(
     empty = torch.zeros_like(mass, dtype=torch.bool) if rows.level is None else rows.level == -torch.inf
     if context.queries is not None:
         empty = empty | ~context.queries[:, None]
-    grads = {
-        name: x.to(wide).masked_fill(~visible if name == "received" else empty, 0) for name, x in grads.items()
-    }
+    grads = {name: x.to(wide).masked_fill(~visible if name == "received" else empty, 0) for name, x in grads.items()}
     if needed <= {"q", "k", "sink"} and rows.level is not None:
         found = statistics_gradients(
             call, values, grads, lse=rows.level, mass=mass, masks=context.places.mass, firsts=context.places.firsts,
