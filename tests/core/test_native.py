@@ -28,6 +28,10 @@ SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of v
     "few queries": (1, 2, 1, 33, 130, 32, 32),
     "more queries than keys": (2, 2, 2, 130, 33, 8, 20),
     "several tiles": (1, 2, 2, 600, 1100, 64, 64),
+    "one query": (2, 2, 2, 1, 1100, 20, 7),
+    "one query of a group": (1, 8, 1, 1, 1300, 64, 72),
+    "three queries of a group": (1, 4, 2, 3, 700, 40, 36),
+    "sixteen queries": (1, 3, 3, 16, 530, 4, 96),
 }
 
 
@@ -113,15 +117,9 @@ def test_output_and_statistics_differ_from_those_of_the_tiles(
 
 def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(SHAPES["grouped heads"])
-    one, alibi, wide = q[:, :, :1], qkv.biases.ALiBi(), torch.zeros(1, 1, 4, 300)
-    bad = k.clone()
-    bad[0, 0, 3] = torch.nan
+    alibi, wide = qkv.biases.ALiBi(), torch.zeros(1, 1, 4, 300)
     calls = {
-        "NaN": Call.of(q, bad, v, Causal()),
-        "overflow": Call.of(q * 1e20, k * 1e20, v),
-        "infinite values": Call.of(q, k, v * torch.inf),
         "sink logit": Call.of(q, k, v, None, (), None, Softmax(sink=torch.full((4,), torch.nan))),
-        "one query": Call.of(one, k, v),
         "biases": Call.of(q, k, v, None, (alibi,)),
         "float64": Call.of(q.double(), k.double(), v.double()),
         "more than 256": Call.of(wide, wide, wide),

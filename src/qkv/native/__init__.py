@@ -14,9 +14,8 @@ from torch import Tensor
 from qkv._engine.call import Call
 from qkv._engine.tiles import kept
 from qkv.masks import Grid, Mask
-from qkv.masks.base import band_counts
 from qkv.native import binding
-from qkv.native.binding import library, prepared, run, visible
+from qkv.native.binding import attend, prepared, visible
 
 OF_QUERIES = (
     "entropy", "effective_keys", "distance", "spread", "sink", "self_", "previous", "next_", "row_sum",
@@ -47,8 +46,10 @@ def attend_and_measure(
     prefix_keys: int | None,
     bins: tuple[int, int] | None,
     value_norms: Float[Tensor, "b h nk"] | None,
-) -> tuple[Float[Tensor, "b h nq dv"] | None, Float[Tensor, "b h nq"], dict[str, Any]]:
+) -> tuple[Float[Tensor, "b h nq dv"] | None, Float[Tensor, "b h nq"], dict[str, Any]] | None:
     """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
+
+    None if a score or an output is not finite.
 
     The statistics are the fields of `qkv.statistics.Statistics`; the thumbnail is a tensor of the largest and of the
     mean weights, (2, b, h, query bins, key bins), and `bins` is the size of a bin.
@@ -63,8 +64,8 @@ def attend_and_measure(
         batches = max(x.shape[2] for x in spans_of.values())
         ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans_of.values()])
     out = torch.empty(b, h, n_queries, call.v.shape[3]) if output else None
-    lse, received = torch.empty(b, h, n_queries), torch.empty(b, h, n_keys)
-    rows = torch.empty(len(OF_QUERIES) + (0 if ranges is None else len(ranges)), b, h, n_queries)
+    *rows, lse = all_rows = torch.empty(len(OF_QUERIES) + (0 if ranges is None else len(ranges)) + 1, b, h, n_queries)
+    received, of_queries, of_keys = torch.empty(b, h, n_keys), torch.empty(b, 1, n_queries), torch.empty(b, 1, n_keys)
     prefix = None if prefix_keys is None else torch.empty(2, b, h, prefix_keys)
     pooled = None
     if bins is not None:
@@ -78,9 +79,11 @@ def attend_and_measure(
         made.arguments.update(bin_q=bins[0], bin_k=bins[1])
     arguments = made.with_tensors(
         counted=counted, firsts=first, norms=norms, ns=(0, 0) if norms is None else norms.stride()[:2], ranges=ranges,
-        out=out, lse=lse, rows=rows, received=received, prefix=prefix, map=pooled, n_prefix=prefix_keys or 0,
+        out=out, lse=lse, rows=all_rows, received=received, prefix=prefix, map=pooled, n_prefix=prefix_keys or 0,
+        visible=of_queries, visible_queries=of_keys,
     )  # fmt: skip
-    run(library().qkv_attend, arguments, call)  # type: ignore[union-attr]
+    if not attend(call, arguments):
+        return None
     values: dict[str, Any] = dict(zip(OF_QUERIES, rows, strict=False))
     if norms is None:
         del values["first_contribution"]
@@ -88,27 +91,22 @@ def attend_and_measure(
         values["first_contribution"] = _share_of_first(values, norms, first)
     sums = iter(rows[len(OF_QUERIES) :])
     masses = {name: functools.reduce(torch.add, itertools.islice(sums, len(span))) for name, span in spans_of.items()}
-    of_queries, of_keys = _counts(made.band, made.keep, counted, grid)
     shown = lse if counted is None else lse.masked_fill(~counted[:, None], -torch.inf)
     sink_mass = None
     if call.sink is not None:
         sink = call.sink.to(lse.dtype).expand(b, h, n_queries)
         sink_mass = torch.exp(sink - shown).masked_fill_((shown == -torch.inf) | (sink == -torch.inf), 0)
-    return (
-        out,
-        lse,
-        values
-        | {
-            "lse": shown,
-            "received": received,
-            "visible": of_queries.float().expand(b, h, n_queries),
-            "visible_queries": of_keys.float().expand(b, h, n_keys),
-            "prefix_sink_scores": None if prefix is None else prefix[0] / prefix[1].clamp(min=1),
-            "thumbnail": pooled,
-            "sink_mass": sink_mass,
-            "mass": masses,
-        },
-    )
+    values |= {
+        "lse": shown,
+        "received": received,
+        "visible": of_queries.expand(b, h, n_queries),
+        "visible_queries": of_keys.expand(b, h, n_keys),
+        "prefix_sink_scores": None if prefix is None else prefix[0] / prefix[1].clamp(min=1),
+        "thumbnail": pooled,
+        "sink_mass": sink_mass,
+        "mass": masses,
+    }
+    return out, lse, values
 
 
 def _share_of_first(values: Mapping[str, Tensor], norms: Tensor, firsts: Tensor) -> Tensor:
@@ -154,24 +152,3 @@ def _ranges(mask: Mask, grid: Grid) -> Tensor | None:
         return torch.stack(each).int().contiguous()
 
     return kept(mask, grid, "native ranges", ranges)
-
-
-def _counts(band: tuple[int, int], keep: Tensor | None, counted: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The number of visible keys of each query (1 or b, 1, nq) and of visible queries of each key (1 or b, 1, nk)."""
-    of_queries, of_keys = band_counts(band, grid)
-    if keep is None and counted is None:
-        return of_queries, of_keys
-    low, high = band
-    position = grid.rows(0, grid.n_queries)
-    start, end = (position - high).clamp(0, grid.n_keys), (position - low + 1).clamp(0, grid.n_keys)
-    end = torch.maximum(start, end)
-    if keep is not None:
-        before = torch.nn.functional.pad(keep.cumsum(1), (1, 0))
-        of_queries = (before[:, end] - before[:, start])[:, None]
-    if counted is not None:
-        of_queries = of_queries * counted[:, None]
-        steps = torch.zeros(len(counted), grid.n_keys + 1, dtype=torch.long)
-        ones = counted.long()
-        steps.scatter_add_(1, start.expand_as(ones), ones).scatter_add_(1, end.expand_as(ones), -ones)
-        of_keys = steps.cumsum(1)[:, None, :-1]
-    return of_queries, of_keys if keep is None else of_keys * keep[:, None]

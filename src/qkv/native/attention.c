@@ -8,6 +8,7 @@
  * map, and the weights on single keys. Scores and their maxima are in base 2. Each tile of each row has its own offset
  * (a lazily raised running maximum: Milakov & Gimelshein 2018), so no weight in memory is ever rescaled.
  */
+#include <float.h>
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
@@ -70,6 +71,7 @@ typedef struct {
                                   * first queries put on it, and how many of these see it */
     float *map;                  /* (2, b, h, query bins, key bins): largest and mean weights, or NULL */
     int64_t n_prefix, bin_q, bin_k; /* bins are powers of two */
+    float *visible, *visible_queries; /* (b, nq): keys that each counted query sees; (b, nk): counted queries of a key */
 } Call;
 
 /* Sums over a row's weights w = 2^(score - offset): w, w (score - offset), w^2, w (key - query), w |key - query|, and
@@ -88,9 +90,11 @@ typedef struct {           /* what one thread works with */
     Row row[BLOCK];
     int64_t lo[BLOCK], hi[BLOCK]; /* visible keys */
     float weight[BLOCK], center[BLOCK];
+    int infinite;          /* whether a score, an output or a contribution was infinite or NaN */
 } Space;
 
 static const float LOWEST = -1e30f; /* score of a masked pair: its weight is 0, and 0 times it is 0 */
+static const float LARGEST = 1e28f; /* score of a pair that is visible */
 static const float RAISE = 8;       /* the offset is raised if a score exceeds it by more */
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -426,6 +430,22 @@ static double dot(const float *p, int64_t panels, const float *norms, int64_t le
     return sum(total) + rest;
 }
 
+/* The logarithm to base 2 of a row's sum, with its sink logit. */
+static double log_sum_exp(const Call *c, const Row *row, int64_t batch, int64_t head, int64_t query) {
+    const double lse = row->seen ? row->offset + log2(row->total) : -INFINITY;
+    if (!c->sinks) return lse;
+    const double sink = c->sinks[batch * c->ss[0] + head * c->ss[1] + query * c->ss[2]] * M_LOG2E;
+    const double most = fmax(lse, sink), least = fmin(lse, sink);
+    return most > -INFINITY ? most + log2(1 + exp2(least - most)) : lse;
+}
+
+/* Whether the scores of a row are numbers of a size that masked pairs do not have. */
+static int is_finite(const Row *row, const int32_t *kept, int64_t lo, int64_t hi) {
+    if (row->seen) return row->top < LARGEST && row->total == row->total;
+    while (kept && lo < hi && !kept[lo]) lo++;
+    return lo >= hi;
+}
+
 static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t query) {
     const int64_t n = min64(BLOCK, c->nq - query), strips = (n + RS - 1) / RS, shift = c->nk - c->nq;
     const int64_t dvp = up(c->dv, VL);
@@ -453,12 +473,8 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
     for (int64_t r = 0; r < n; r++) {
         Row *row = s->row + r;
         const int empty = !row->seen;
-        double lse = empty ? -INFINITY : row->offset + log2(row->total);
-        if (c->sinks) {
-            const float *logit = c->sinks + batch * c->ss[0] + head * c->ss[1] + (query + r) * c->ss[2];
-            const double sink = *logit * M_LOG2E, most = fmax(lse, sink), least = fmin(lse, sink);
-            if (most > -INFINITY) lse = most + log2(1 + exp2(least - most));
-        }
+        const double lse = log_sum_exp(c, row, batch, head, query + r);
+        s->infinite |= !is_finite(row, s->kept, s->lo[r], s->hi[r]);
         c->lse[base + r] = (float)(lse * M_LN2);
         const float w = empty ? 0 : (float)exp2(row->offset - lse);
         if (c->counted && !c->counted[batch * c->nq + query + r]) row->seen = 0;
@@ -467,6 +483,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         if (c->out) {
             float *out = c->out + (base + r) * c->dv, *o = s->o + r * dvp;
             for (int64_t i = 0; i < c->dv; i++) out[i] = empty ? 0 : o[i] * w;
+            for (int64_t i = 0; i < c->dv; i++) s->infinite |= !(fabsf(out[i]) <= FLT_MAX);
         }
     }
     if (!c->rows) return;
@@ -532,6 +549,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         to_row[NEXT * all] = weight_on(s, tile0, r, position + 1);
         to_row[ROW_SUM * all] = (float)(row->total * weight);
         to_row[CONTRIBUTION * all] = (float)contribution[r];
+        s->infinite |= contribution[r] != contribution[r];
         for (int64_t i = 0; i < c->n_ranges; i++) {
             const int32_t *range = c->ranges + i * 2 * (c->range_batch ? c->b : 1) * c->nq + batch * c->range_batch;
             const int64_t ends = (c->range_batch ? c->b : 1) * c->nq;
@@ -585,10 +603,36 @@ static void finish(const Call *c, double *keys, int64_t size, int64_t bh) {
     memset(keys, 0, (size_t)size * sizeof(double));
 }
 
+/* How many keys each query sees, and how many queries each key. The band moves by one key from query to query. */
+static void count(const Call *c) {
+    for (int64_t batch = 0; batch < c->b; batch++) {
+        const uint8_t *keep = c->keep ? c->keep + batch * c->nk : NULL;
+        float *visible = c->visible + batch * c->nq, *queries = c->visible_queries + batch * c->nk;
+        int64_t from = 0, to = 0, kept = 0, sum = 0;
+        memset(queries, 0, (size_t)c->nk * sizeof(float)); /* the differences of neighbours first */
+        for (int64_t i = 0; i < c->nq; i++) {
+            const int64_t position = i + c->nk - c->nq, lo = min64(max64(position - c->high, 0), c->nk);
+            const int64_t hi = max64(min64(position - c->low + 1, c->nk), lo);
+            for (; keep && to < hi; to++) kept += keep[to];
+            for (; keep && from < lo; from++) kept -= keep[from];
+            visible[i] = 0;
+            if (c->counted && !c->counted[batch * c->nq + i]) continue;
+            visible[i] = (float)(keep ? kept : hi - lo);
+            if (lo < hi) queries[lo]++;
+            if (lo < hi && hi < c->nk) queries[hi]--;
+        }
+        for (int64_t j = 0; j < c->nk; j++) {
+            sum += (int64_t)queries[j];
+            queries[j] = keep && !keep[j] ? 0 : (float)sum;
+        }
+    }
+}
+
 static void *take(char **at, int64_t bytes) { char *x = *at; *at += up(bytes, 64); return x; }
 
-/* Returns 0, or 1 if there is no memory. */
-int QKV_ATTEND(const Call *c) { /* the build gives it one name for each set of instructions */
+/* Returns 0; 1 if there is no memory; 2 if a score or an output is infinite or NaN, so that results are not to be used.
+ * The build gives it one name for each set of instructions. */
+int qkv_attend(const Call *c) {
     const int64_t dvp = c->out ? up(c->dv, VL) : 0, nkp = up(c->nk, TILE), group = c->h / c->hkv, units = c->b * c->hkv;
     const int64_t blocks = (c->nq + BLOCK - 1) / BLOCK, items = group * blocks;
     const int64_t map = c->map ? ((c->nq + c->bin_q - 1) / c->bin_q) * ((c->nk + c->bin_k - 1) / c->bin_k) : 0;
@@ -604,13 +648,15 @@ int QKV_ATTEND(const Call *c) { /* the build gives it one name for each set of i
     const int64_t shared = alone ? 0 : packed + group * size * 8 + 128;
     char *memory = aligned_alloc(4096, (size_t)up(threads * up(own, 4096) + shared, 4096));
     if (!memory) return 1;
+    if (c->visible) count(c);
     char *at = memory + threads * up(own, 4096);
     float *shared_k = take(&at, alone ? 0 : nkp * c->d * 4), *shared_v = take(&at, alone ? 0 : nkp * dvp * 4);
     int32_t *shared_kept = take(&at, alone ? 0 : kept * 4);
     double *total = take(&at, 0);
     if (!alone) memset(total, 0, (size_t)(group * size) * 8);
     int64_t next_unit = 0, next_item = 0;
-    #pragma omp parallel num_threads(threads) if (threads > 1)
+    int infinite = 0;
+    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|:infinite)
     {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
         char *mine = memory + me * up(own, 4096);
@@ -624,6 +670,7 @@ int QKV_ATTEND(const Call *c) { /* the build gives it one name for each set of i
         s->v = alone ? take(&mine, nkp * dvp * 4) : shared_v;
         s->kept = !c->keep ? NULL : alone ? take(&mine, kept * 4) : shared_kept;
         s->padded = c->keep ? s->kept + nkp : NULL;
+        s->infinite = 0;
         for (int64_t unit = 0; ; unit++) {
             if (alone) unit = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
             if (unit >= units) break;
@@ -662,7 +709,8 @@ int QKV_ATTEND(const Call *c) { /* the build gives it one name for each set of i
                     finish(c, total + g * size, size, batch * c->h + key_head * group + g);
             }
         }
+        infinite |= s->infinite;
     }
     free(memory);
-    return 0;
+    return infinite ? 2 : 0;
 }

@@ -23,6 +23,8 @@ from qkv.masks import Grid, Mask
 
 LIBRARY = Path(__file__).with_name("attention.so")
 LARGEST_HEAD = 256
+FEW_ROWS = 16
+"""Up to so many queries of a key head, keys and values are read in place (`decode.c`)."""
 LARGEST_SCORE = 1e28  # a masked pair has a score of −1e30
 
 P, I64 = ctypes.c_void_p, ctypes.c_int64
@@ -37,7 +39,7 @@ class Arguments(ctypes.Structure):
         ("low", I64), ("high", I64), ("keep", P), ("counted", P), ("firsts", P), ("sinks", P), ("ss", I64 * 3),
         ("norms", P), ("ns", I64 * 2), ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
         *((name, P) for name in ("out", "lse", "rows", "received", "prefix", "map")),
-        *((name, I64) for name in ("n_prefix", "bin_q", "bin_k")),
+        *((name, I64) for name in ("n_prefix", "bin_q", "bin_k")), ("visible", P), ("visible_queries", P),
     )  # fmt: skip
 
 
@@ -48,7 +50,8 @@ def library() -> ctypes.CDLL | str:
         return "the native library was not compiled when qkv was installed: there was no C compiler"
     try:
         found = ctypes.CDLL(str(LIBRARY))  # torch, imported above, brings the OpenMP runtime that it uses
-        found.qkv_attend.argtypes, found.qkv_attend.restype = [ctypes.POINTER(Arguments)], ctypes.c_int
+        for function in (found.qkv_attend, found.qkv_decode):
+            function.argtypes, function.restype = [ctypes.POINTER(Arguments)], ctypes.c_int
     except (OSError, AttributeError) as error:
         return f"the native library {LIBRARY.name} cannot be loaded: {error}"
     return found
@@ -66,8 +69,6 @@ def unsupported_reason(call: Call) -> str | None:
         return f"the score {type(call.pairwise).__name__} is not a product of query and key"
     if call.biases or call.values is not None or call.dropout_p or call.shift is not None:
         return "biases, values that depend on the distance, dropout and shifts are not a part of the native library"
-    if call.q.shape[2] == 1:
-        return "one query: it packs the keys first, which takes longer than the attention itself"
     if transformed(call) or torch._C._len_torch_dispatch_stack() > 0:
         return "it computes no derivatives, and needs tensors in memory"
     if not call.q.dtype == call.k.dtype == call.v.dtype == torch.float32:
@@ -76,9 +77,6 @@ def unsupported_reason(call: Call) -> str | None:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
     if visible(call.mask, call.grid) is None:
         return f"the mask {type(call.mask).__name__} is not a band of the diagonal and masked keys"
-    largest = [float(x.detach().abs().amax()) for x in (call.q, call.k)]
-    if not (abs(call.scale) * call.q.shape[3] * math.prod(largest) < LARGEST_SCORE and math.isfinite(call.v.sum())):
-        return "q, k or v hold NaN, infinity or numbers so large that scores overflow"
     if call.sink is not None and not bool((call.sink < LARGEST_SCORE).all()):
         return "a sink logit is NaN or infinite"
     return None
@@ -136,12 +134,20 @@ def prepared(call: Call) -> Prepared:
     return Prepared(arguments, band, keep, [x for x in held.values() if x is not None])
 
 
-def run(function: Any, arguments: ctypes.Structure, call: Call) -> None:
-    """Call a function of the library."""
-    if function(arguments):
+def attend(call: Call, arguments: Arguments) -> bool:
+    """Run the function for the number of rows that share a key head; as `run`."""
+    few = call.q.shape[2] * call.q.shape[1] <= FEW_ROWS * call.k.shape[1]
+    return run(library().qkv_decode if few else library().qkv_attend, arguments, call)  # type: ignore[union-attr]
+
+
+def run(function: Any, arguments: ctypes.Structure, call: Call) -> bool:
+    """Call a function of the library. False if a score or an output is not finite: its results are not to be used."""
+    status: int = function(arguments)
+    if status == 1:
         raise MemoryError(
             f"attention of {call.q.shape[2]} queries and {call.k.shape[2]} keys needs more memory than there is"
         )
+    return status == 0
 
 
 def visible(mask: Mask | None, grid: Grid) -> tuple[tuple[int, int], Bool[Tensor, "#b nk"] | None] | None:

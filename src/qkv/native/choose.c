@@ -1,9 +1,5 @@
-/* One function for all processors: calls the build of attention.c for the instructions that this one has. */
+/* One function for all processors: calls the build of library.c for the instructions that this one has. */
 #if defined(__x86_64__)
-int qkv_attend_v2(const void *call);
-int qkv_attend_v3(const void *call);
-int qkv_attend_v4(const void *call);
-
 int qkv_level(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw")
@@ -11,12 +7,19 @@ int qkv_level(void) {
         return 4;
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") ? 3 : 2;
 }
-int qkv_attend(const void *call) {
-    const int level = qkv_level();
-    return (level == 4 ? qkv_attend_v4 : level == 3 ? qkv_attend_v3 : qkv_attend_v2)(call);
-}
+#define CHOOSE(name) \
+    int name##_v2(const void *call); \
+    int name##_v3(const void *call); \
+    int name##_v4(const void *call); \
+    int name(const void *call) { \
+        const int level = qkv_level(); \
+        return (level == 4 ? name##_v4 : level == 3 ? name##_v3 : name##_v2)(call); \
+    }
 #else
-int qkv_attend_base(const void *call);
 int qkv_level(void) { return 0; }
-int qkv_attend(const void *call) { return qkv_attend_base(call); }
+#define CHOOSE(name) \
+    int name##_base(const void *call); \
+    int name(const void *call) { return name##_base(call); }
 #endif
+CHOOSE(qkv_attend)
+CHOOSE(qkv_decode)

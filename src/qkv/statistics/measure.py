@@ -12,7 +12,7 @@ ReLU attention have any sum, and are divided by it. A row that sums to 0 gives n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -178,9 +178,9 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     """
     call = detached(call)
     request = checked(call, call.grid, **options)
-    fused = _fused(call, request)
-    if fused is not None:
-        out, lse, statistics = fused(call, request, output=output)
+    found = _fused(call, request, output=output)
+    if found is not None:
+        out, lse, statistics = found
         return None if out is None else Result(out, lse), RowState(lse), statistics
     sums = request.sums(call)
     if one_pass.supports(call, sums):
@@ -207,9 +207,9 @@ def sweep(
     rows = rows if isinstance(rows, RowState) else RowState(rows)
     grid = call.grid if shared is None else shared.grid
     request = checked(call, grid, shared=shared, **options)
-    fused = None if shared is not None else _fused(call, request)
-    if fused is not None:  # one pass, which computes the log-sum-exp again
-        return fused(call, request, output=False)[-1]
+    found = None if shared is not None else _fused(call, request, output=False)
+    if found is not None:  # one pass, which computes the log-sum-exp again
+        return found[-1]
     sums = request.sums(call)
     known = _counted(call, rows, request)
     if request.queries is not None:
@@ -221,21 +221,26 @@ def sweep(
     return finished(call, rows, request, sums)
 
 
-def _fused(call: Call, request: Request) -> Callable[..., tuple[Tensor | None, Tensor, Statistics]] | None:
-    """The function that computes output and statistics in compiled code, if there is one for the call.
+def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
+    """Output if it is wanted, log-sum-exp and statistics by compiled code; None if there is none for the call.
 
     On CPU it is the native library; the Triton kernels are only run there by tests.
     """
     engine, way = (native, _by_native) if call.q.device.type == "cpu" else (triton, _by_triton)
-    return None if engine.unsupported_reason(call, request.mass, request.statistics) else way
+    if engine.unsupported_reason(call, request.mass, request.statistics):
+        return None
+    return way(call, request, output=output)
 
 
-def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
-    """The output if it is wanted, the log-sum-exp and the statistics, by the native library."""
+def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
+    """The same by the native library; None if a score or an output is not finite."""
     n_queries, n_keys = call.q.shape[2], call.k.shape[2]
     bins = None if request.bins is None else (bin_size(n_queries, request.bins), bin_size(n_keys, request.bins))
     options = {name: getattr(request, name) for name in ("mass", "firsts", "queries", "prefix_keys", "value_norms")}
-    out, lse, found = native.attend_and_measure(call, output=output, bins=bins, **options)
+    result = native.attend_and_measure(call, output=output, bins=bins, **options)
+    if result is None:
+        return None
+    out, lse, found = result
     if bins is not None:
         largest, mean = found["thumbnail"]
         found["thumbnail"] = Thumbnail(largest, mean, *bins)
@@ -243,7 +248,7 @@ def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | 
 
 
 def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
-    """The output if it is wanted, the log-sum-exp and the statistics, by the Triton kernels."""
+    """The same by the Triton kernels."""
     out, lse, statistics = triton.attend_and_measure(call, request, output=output)
     statistics = replace(statistics, row_sum=_softmax_row_sum(statistics))
     if request.value_norms is not None:
