@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._engine.call import Call
@@ -132,6 +132,13 @@ def prepared(call: Call) -> Prepared:
         "bin_k": 1,
     }
     return Prepared(arguments, band, keep, [x for x in held.values() if x is not None])
+
+
+def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
+    """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
+    b, h, n_queries, _ = call.q.shape
+    out, lse = torch.empty(b, h, n_queries, call.v.shape[3]), torch.empty(b, h, n_queries)
+    return (out, lse) if attend(call, prepared(call).with_tensors(out=out, lse=lse)) else None
 
 
 def attend(call: Call, arguments: Arguments) -> bool:
