@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import qkv
-from qkv import native
+from qkv import biases, native
 from qkv._engine.call import Call
-from qkv.masks import Causal, Dense, Grid, Mask, Prefix, Window
+from qkv.biases import ALiBi, Bias, RelativePosition, SoftCap, T5Bias
+from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Window
 from qkv.normalizers import Softmax
 from qkv.statistics import measure
 from qkv.statistics.built_in import Local, Streaming
@@ -50,7 +51,23 @@ MASKS: dict[str, Callable[[Tensor], Mask | None]] = {
     "window ahead": lambda keep: Window(5, ahead=3),
     "nothing visible": lambda keep: Causal() & Later(),
     "causal, padded": lambda keep: Causal() & Dense(keep[:, None, None]),
+    "empty and full cells": lambda keep: Blockwise(Causal(), 64) & (Window(9) | Prefix(70) | Shifted(Prefix(3), 80)),
+    "window or prefix, padded": lambda keep: (Window(3) | Prefix(2)) & Dense(keep[:, None, None]),
 }
+
+
+def dropped(x: Tensor) -> Tensor:
+    return x.masked_fill_(torch.rand_like(x) > 0.8, -torch.inf)
+
+
+BIASES: dict[str, Callable[[int, int, int, int], tuple[Bias, ...]]] = {
+    "alibi": lambda b, h, nq, nk: (ALiBi(),),
+    "t5": lambda b, h, nq, nk: (T5Bias(torch.randn(32, h)),),
+    "dense, masked": lambda b, h, nq, nk: (biases.Dense(dropped(torch.randn(b, h, nq, nk))),),
+    "of rows, cap, of keys": lambda b, h, nq, nk: (
+        biases.Dense(torch.randn(nq, 1)), SoftCap(3.0), biases.Dense(torch.randn(1, nk)),
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -85,51 +102,76 @@ def fields(statistics: Statistics) -> dict[str, Tensor]:
     return found
 
 
+def check(
+    shape: str, mask: str, bias: tuple[Bias, ...], monkeypatch: pytest.MonkeyPatch,
+    *, sink: float | None, padded: bool, dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    """Output, log-sum-exp and statistics are those of the tiles."""
+    b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
+    q, k, v = (x.to(dtype) for x in inputs(SHAPES[shape]))
+    first = torch.randint(0, n_keys - 3, (b,))
+    options = {
+        "mass": {"local": Local(2).mask, "streaming": Streaming(first, n_keys).mask, "prefix": Prefix(3)},
+        "first": first,
+        "queries": torch.rand(b, n_queries) > 0.3 if padded else None,
+        "prefix_keys": min(20, n_keys),
+        "bins": 16,
+        "value_norms": torch.rand(b, h, n_keys),
+    }
+    normalizer = Softmax(sink=sink, temperature=1.0 if sink is None else 1.3)
+    call = Call.of(q, k, v, MASKS[mask](torch.rand(b, n_keys) > 0.3), bias, None, normalizer)
+    assert native.unsupported_reason(call, options["mass"], ()) is None  # type: ignore[arg-type]
+    result, rows, got = measure.measured(call, output=True, **options)
+    slow, slow_rows, want = by_tiles(call, monkeypatch, **options)
+    assert result is not None
+    assert result.out.dtype == dtype
+    atol, rtol = (2e-5, 2e-4) if dtype == torch.float32 else (torch.finfo(dtype).eps,) * 2
+    torch.testing.assert_close(result.out, slow.out, atol=atol, rtol=rtol)
+    torch.testing.assert_close(rows.level, slow_rows.level, atol=2e-5, rtol=2e-4)
+    assert fields(got).keys() == fields(want).keys()
+    for name, x in fields(want).items():
+        limit = 2e-3 + 2e-6 * n_keys if name == "spread" else 2e-5
+        torch.testing.assert_close(fields(got)[name], x, atol=limit, rtol=2e-4, msg=name)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_output_and_statistics_differ_from_those_of_the_tiles(
     shape: str, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check(shape, mask, (), monkeypatch, sink=None, padded=False)
+    check(shape, mask, (), monkeypatch, sink=0.5, padded=True)
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("shape", ["tiny", "grouped heads", "more queries than keys", "several tiles", "three queries of a group"])
+def test_biases_or_half_precision_differ_from_those_of_the_tiles(
+    shape: str, bias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
-    q, k, v = inputs(SHAPES[shape])
-    for sink, padded in ((None, False), (0.5, True)):
-        first = torch.randint(0, n_keys - 3, (b,))
-        options = {
-            "mass": {"local": Local(2).mask, "streaming": Streaming(first, n_keys).mask, "prefix": Prefix(3)},
-            "first": first,
-            "queries": torch.rand(b, n_queries) > 0.3 if padded else None,
-            "prefix_keys": min(20, n_keys),
-            "bins": 16,
-            "value_norms": torch.rand(b, h, n_keys),
-        }
-        call = Call.of(q, k, v, MASKS[mask](torch.rand(b, n_keys) > 0.3), (), None, Softmax(sink=sink))
-        assert native.unsupported_reason(call, options["mass"], ()) is None  # type: ignore[arg-type]
-        result, rows, got = measure.measured(call, output=True, **options)
-        slow, slow_rows, want = by_tiles(call, monkeypatch, **options)
-        assert result is not None
-        torch.testing.assert_close(result.out, slow.out, atol=2e-5, rtol=2e-4)
-        torch.testing.assert_close(rows.level, slow_rows.level, atol=2e-5, rtol=2e-4)
-        assert fields(got).keys() == fields(want).keys()
-        for name, x in fields(want).items():
-            limit = 2e-3 + 2e-6 * n_keys if name == "spread" else 2e-5
-            torch.testing.assert_close(fields(got)[name], x, atol=limit, rtol=2e-4, msg=name)
+    made = BIASES[bias](b, h, n_queries, n_keys)
+    check(shape, "window or prefix, padded", made, monkeypatch, sink=0.5, padded=True)
+    check(shape, "causal", made, monkeypatch, sink=None, padded=False, dtype=torch.bfloat16)
 
 
 def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(SHAPES["grouped heads"])
-    alibi, wide = qkv.biases.ALiBi(), torch.zeros(1, 1, 4, 300)
+    wide = torch.zeros(1, 1, 4, 300)
     calls = {
         "sink logit": Call.of(q, k, v, None, (), None, Softmax(sink=torch.full((4,), torch.nan))),
-        "biases": Call.of(q, k, v, None, (alibi,)),
+        "NaN in a bias": Call.of(q, k, v, None, (biases.Dense(torch.full((1, 1), torch.nan)),)),
+        "a bias below all scores": Call.of(q, k, v, None, (biases.Dense(torch.full((70, 70), -3e38)),)),
+        "vectors by distance": Call.of(q, k, v, None, (RelativePosition(torch.randn(5, 16)),)),
         "float64": Call.of(q.double(), k.double(), v.double()),
         "more than 256": Call.of(wide, wide, wide),
-        "band": Call.of(q, k, v, Dense(torch.rand(70, 70) > 0.5)),
         "softmax": Call.of(q, k, v, None, (), None, qkv.normalizers.Sigmoid()),
     }
     assert [name for name, call in calls.items() if native.unsupported_reason(call, {}, ()) is None] == []
     part = {"scattered": Dense((torch.arange(70) % 3 == 0)[None, :])}
     assert native.unsupported_reason(Call.of(q, k, v), part, ()) is not None
     assert native.unsupported_reason(Call.of(q, k, v), {}, ()) is None
+    monkeypatch.setattr(native.binding, "LARGEST_MASK", 2**10)
+    assert native.unsupported_reason(Call.of(q, k, v, Dense(torch.rand(70, 70) > 0.5)), {}, ()) is not None
     monkeypatch.setattr(native.binding, "LIBRARY", Path("nowhere.so"))
     native.binding.library.cache_clear()
     assert native.unsupported_reason(Call.of(q, k, v), {}, ()) is not None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -293,6 +294,56 @@ def block_visibility(mask: Mask, grid: Grid, size: int) -> BlockVisibility:
         every = torch.nn.functional.pad(every, (0, spare), value=True).unflatten(-1, (-1, size)).all(-1)
         status[:, :, row, first:stop] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(status)
     return BlockVisibility(status, queries, keys)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskBits:
+    """A mask on a grid as cells of 64 × 64 pairs, with the bits of those that are neither empty nor full."""
+
+    CELL: ClassVar = 64
+    status: Int[Tensor, "b h rows cols"]
+    """int32: 0 for an empty cell, 1 for a full one, i + 2 for that of ``bits[i]``; b and h may be 1."""
+    bits: Int[Tensor, "cells 64"]
+    """int64 of each query of a cell: bit j is 1 if it may attend to key j."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.status.nbytes + self.bits.nbytes
+
+
+def mask_bits(mask: Mask, grid: Grid, limit: int) -> MaskBits | None:
+    """The bits of a mask, evaluated in the partial tiles of `classify` alone; None if they exceed `limit` bytes."""
+    ready, size = _ready(mask, grid), MaskBits.CELL
+    known = mask.classify(Tiles.of(grid, size, size), grid)
+    probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
+    status = known.expand(*torch.broadcast_shapes(known.shape[:2], probe.shape[:2]), -1, -1).int()
+    if int((status == PARTIAL).sum()) * size * 8 > limit:
+        return None
+    status = torch.where(status == FULL, 1, torch.where(status == PARTIAL, -1, 0)).int()
+    every, total = [torch.empty(0, size, dtype=torch.int64)], 2
+    for row in (status == -1).any(3).any(1).any(0).nonzero()[:, 0].tolist():
+        columns = (status[:, :, row] == -1).any(1).any(0).nonzero()[:, 0]
+        keys = (columns[:, None] * size + torch.arange(size)).flatten()
+        rows = slice(row * size, min((row + 1) * size, grid.n_queries))
+        b, h, q, _ = Region(rows, slice(0, 1)).indices(grid)
+        b, h = b[: len(status)], h[: status.shape[1]]  # the others are equal
+        pairs = ready.is_visible(b, h, q, keys.clamp(max=grid.n_keys - 1), grid)
+        pairs = pairs[(None,) * (4 - pairs.ndim)].expand(*status.shape[:2], len(q), len(keys))
+        real = keys < grid.n_keys
+        cells = torch.zeros(*status.shape[:2], size, len(keys), dtype=torch.bool)
+        cells[:, :, : len(q)] = pairs & real
+        of_cells = cells.unflatten(3, (-1, size)).transpose(2, 3)  # (b, h, columns, queries, keys)
+        full = (pairs | ~real).unflatten(3, (-1, size)).all(4).all(2)
+        bits = torch.from_numpy(np.packbits(of_cells.numpy(), axis=-1, bitorder="little")).view(torch.int64)[..., 0]
+        partial = (status[:, :, row, columns] == -1) & ~full & (bits != 0).any(-1)
+        numbers = torch.zeros_like(partial, dtype=torch.int32)
+        numbers[partial] = torch.arange(total, total + int(partial.sum()), dtype=torch.int32)
+        status[:, :, row, columns] = torch.where(
+            status[:, :, row, columns] == -1, torch.where(full, 1, numbers), status[:, :, row, columns]
+        ).int()
+        every.append(bits[partial])
+        total += len(every[-1])
+    return MaskBits(status.contiguous(), torch.cat(every))
 
 
 def block_mask(mask: Mask, grid: Grid, status: Int[Tensor, "b h rows cols"], size: int) -> BlockMask:

@@ -15,7 +15,7 @@ from qkv._engine.call import Call
 from qkv._engine.tiles import kept
 from qkv.masks import Grid, Mask
 from qkv.native import binding
-from qkv.native.binding import attend, prepared, visible
+from qkv.native.binding import attend, prepared, visibility
 
 OF_QUERIES = (
     "entropy", "effective_keys", "distance", "spread", "sink", "self_", "previous", "next_", "row_sum",
@@ -54,33 +54,33 @@ def attend_and_measure(
     The statistics are the fields of `qkv.statistics.Statistics`; the thumbnail is a tensor of the largest and of the
     mean weights, (2, b, h, query bins, key bins), and `bins` is the size of a bin.
     """
-    made, grid = prepared(call), call.grid
     b, h, n_queries, _ = call.q.shape
-    n_keys = grid.n_keys
-    spans = {name: _ranges(mask, grid) for name, mask in mass.items()}
-    spans_of = {name: x for name, x in spans.items() if x is not None}
+    made, n_keys = prepared(call), call.k.shape[2]
+    spans = {name: x for name, mask in mass.items() if (x := _ranges(mask, call.grid)) is not None}
     ranges = None
-    if spans_of:
-        batches = max(x.shape[2] for x in spans_of.values())
-        ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans_of.values()])
+    if spans:
+        batches = max(x.shape[2] for x in spans.values())
+        ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans.values()])
+        made.arguments.update(n_ranges=len(ranges), range_batch=0 if batches == 1 else n_queries)
     out = torch.empty(b, h, n_queries, call.v.shape[3]) if output else None
-    *rows, lse = all_rows = torch.empty(len(OF_QUERIES) + (0 if ranges is None else len(ranges)) + 1, b, h, n_queries)
-    received, of_queries, of_keys = torch.empty(b, h, n_keys), torch.empty(b, 1, n_queries), torch.empty(b, 1, n_keys)
+    all_rows = torch.empty(len(OF_QUERIES) + sum(map(len, spans.values())) + 1, b, h, n_queries)
+    *rows, lse = all_rows.unbind()
+    heads = 1 if made.seen.cells is None else made.seen.cells.status.shape[1]
+    received, of_queries = torch.empty(b, h, n_keys), torch.empty(b, heads, n_queries)
+    of_keys = torch.empty(b, heads, n_keys)
     prefix = None if prefix_keys is None else torch.empty(2, b, h, prefix_keys)
     pooled = None
     if bins is not None:
         pooled = torch.empty(2, b, h, -(-n_queries // bins[0]), -(-n_keys // bins[1]))
-    norms = None if value_norms is None else value_norms.contiguous()
-    counted = None if queries is None else queries.contiguous()
-    first = torch.tensor(firsts)
-    if ranges is not None:
-        made.arguments.update(n_ranges=len(ranges), range_batch=0 if ranges.shape[2] == 1 else n_queries)
-    if bins is not None:
         made.arguments.update(bin_q=bins[0], bin_k=bins[1])
+    norms = None if value_norms is None else value_norms.contiguous()
+    if norms is not None:
+        made.arguments["ns"] = norms.stride()[:2]
+    counted = None if queries is None else queries.contiguous()
     arguments = made.with_tensors(
-        counted=counted, firsts=first, norms=norms, ns=(0, 0) if norms is None else norms.stride()[:2], ranges=ranges,
-        out=out, lse=lse, rows=all_rows, received=received, prefix=prefix, map=pooled, n_prefix=prefix_keys or 0,
-        visible=of_queries, visible_queries=of_keys,
+        counted=counted, firsts=(binding.I64 * b)(*firsts), norms=norms, ranges=ranges, out=out, lse=lse, rows=all_rows,
+        received=received, prefix=prefix, map=pooled, n_prefix=prefix_keys or 0, visible=of_queries,
+        visible_queries=of_keys, visible_heads=heads,
     )  # fmt: skip
     if not attend(call, arguments):
         return None
@@ -88,9 +88,9 @@ def attend_and_measure(
     if norms is None:
         del values["first_contribution"]
     else:
-        values["first_contribution"] = _share_of_first(values, norms, first)
+        values["first_contribution"] = _share_of_first(values, norms, torch.tensor(firsts))
     sums = iter(rows[len(OF_QUERIES) :])
-    masses = {name: functools.reduce(torch.add, itertools.islice(sums, len(span))) for name, span in spans_of.items()}
+    masses = {name: functools.reduce(torch.add, itertools.islice(sums, len(x))) for name, x in spans.items()}
     shown = lse if counted is None else lse.masked_fill(~counted[:, None], -torch.inf)
     sink_mass = None
     if call.sink is not None:
@@ -124,7 +124,9 @@ def _ranges(mask: Mask, grid: Grid) -> Tensor | None:
         for part in mask.alternatives():
             keys = part.key_mask(grid)
             if part.band is not None:
-                (low, high), _ = visible(part, grid)  # type: ignore[misc]
+                seen = visibility(part, grid)
+                assert seen is not None
+                low, high = seen.band
                 position = grid.rows(0, grid.n_queries)[None]
                 start, end = (position - high).clamp(0, grid.n_keys), (position - low + 1).clamp(0, grid.n_keys)
             elif keys is not None:

@@ -27,14 +27,9 @@ enum { VL = 4, NV = 4, MR = 4 };
 #else
 enum { VL = 4, NV = 2, MR = 4 };
 #endif
-#ifndef TILE
-#define TILE 512 /* keys of a tile */
-#endif
-#ifndef BLOCK
-#define BLOCK 64 /* queries of a block */
-#endif
-enum { PW = NV * VL, RS = 8, STRIPS = BLOCK / RS, PANELS = TILE / PW };
-_Static_assert(BLOCK % RS == 0 && TILE % PW == 0, "sizes");
+enum { BLOCK = 64, CELL = 64, TILE = 512 }; /* queries of a block; keys of a cell of the mask; keys of the longest run */
+enum { PW = NV * VL, RS = 8, STRIPS = BLOCK / RS };
+_Static_assert(BLOCK % RS == 0 && TILE % CELL == 0 && CELL % PW == 0, "sizes");
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE static inline __attribute__((always_inline))
 
@@ -44,6 +39,15 @@ typedef int32_t i4 __attribute__((vector_size(16), may_alias));
 typedef float v4 __attribute__((vector_size(16), may_alias));
 typedef float vu __attribute__((vector_size(VL * 4), aligned(4), may_alias)); /* at any address */
 typedef double vd __attribute__((vector_size(VL * 8), aligned(8), may_alias));
+
+/* A step from the product of a query and a key to their score, in base 2. */
+enum { BY_DISTANCE, DENSE, SOFT_CAP };
+typedef struct {
+    int64_t kind;
+    const float *values; /* by distance: (b, h, nq + nk - 1 + PADDING), entry j - i + nq - 1; dense: (b, h, nq, nk) */
+    int64_t strides[4];  /* of batch, head, query and key; the last is 0 or 1 */
+    float factor;        /* of the values: log2 e, or less with a temperature; or the cap, in base 2 */
+} Bias;
 
 enum { ENTROPY, EFFECTIVE_KEYS, DISTANCE, SPREAD, SINK, SELF, PREVIOUS, NEXT, ROW_SUM, CONTRIBUTION, STATISTICS };
 
@@ -55,6 +59,15 @@ typedef struct {
     int32_t threads;
     int64_t low, high;           /* keys j with low <= position of the query - j <= high are visible */
     const uint8_t *keep;         /* (b, nk), 0 at keys of padding, or NULL */
+    const int32_t *cells;        /* other masks: (query blocks, cells of keys): 0 if no pair is visible, 1 if all are,
+                                  * i + 2 for those of bits[i]; strides cs of batch and head; or NULL */
+    int64_t cs[2], widest;       /* widest: how many cells with visible pairs a block of queries has at most */
+    const uint64_t *bits;        /* (cells, BLOCK): bit j of a query is 1 if key j of the cell is visible */
+    float *visible, *visible_queries; /* (b, visible_heads, nq or nk): numbers of visible keys of each query that
+                                       * counts, and the converse; or NULL */
+    int64_t visible_heads;
+    const Bias *biases;
+    int64_t n_biases;
     const uint8_t *counted;      /* (b, nq), 0 at queries that statistics leave out, or NULL */
     const int64_t *firsts;       /* (b), the first key of each text */
     const float *sinks;          /* sink logits, with strides ss of batch, head and query; or NULL */
@@ -71,21 +84,27 @@ typedef struct {
                                   * first queries put on it, and how many of these see it */
     float *map;                  /* (2, b, h, query bins, key bins): largest and mean weights, or NULL */
     int64_t n_prefix, bin_q, bin_k; /* bins are powers of two */
-    float *visible, *visible_queries; /* (b, nq): keys that each counted query sees; (b, nk): counted queries of a key */
 } Call;
 
 /* Sums over a row's weights w = 2^(score - offset): w, w (score - offset), w^2, w (key - query), w |key - query|, and
  * w (key - center)^2; the largest score; and whether the row has seen a key. */
 typedef struct { double total, bits, squares, place, distance, spread; float offset, top; int seen; } Row;
 
+/* Keys [start, end), whole cells, that are a tile of a block of queries; and where in p its weights are. */
+typedef struct { int64_t start, end, at; } Run;
+
 typedef struct {           /* what one thread works with */
     float *k, *v;          /* packed: panels of K [panel][d][PW], rows of V [nk][dvp]; its own, or shared by all */
-    int32_t *kept, *padded; /* -1 at keys that are no padding [nk], and number of others by tile; or NULL */
+    int32_t *kept, *padded; /* -1 at keys that are no padding [nk], and number of others by cell; or NULL */
     float *q;              /* packed strips of q [strip][d][RS], with scale * log2 e */
-    float *p;              /* weights [tile][strip][panel][RS][PW] */
+    Run *runs;             /* the tiles of a block of queries */
+    int64_t n_runs;
+    int32_t *run_of;       /* the run that each cell of keys is in, or -1 */
+    const int32_t *cells;  /* of the block of queries, or NULL */
+    float *p;              /* weights [run][strip][panel][RS][PW] */
     float *o;              /* output [strip][RS][dvp] */
-    float *offset;         /* [tile][BLOCK] offsets of the weights in p */
-    int16_t *spans;        /* [tile][strip][2] panels in p */
+    float *offset;         /* [run][BLOCK] offsets of the weights in p */
+    int16_t *spans;        /* [run][strip][2] panels in p */
     double *keys;          /* received [nkp], prefix [2 * n_prefix], map of sums and of maxima [2 * bins]: of one head */
     Row row[BLOCK];
     int64_t lo[BLOCK], hi[BLOCK]; /* visible keys */
@@ -226,53 +245,134 @@ INLINE void weigh(float *p, int64_t panels, float offset, float place, int stati
 static void weigh_all(float *p, int64_t n, float offset, float place, vf s[4]) { weigh(p, n, offset, place, 1, s); }
 static void weigh_only(float *p, int64_t n, float offset, vf s[4]) { weigh(p, n, offset, 0, 0, s); }
 
-/* Mask the scores of a strip; `first` is the key of the first panel. */
-static void mask(const Space *s, float *p, int64_t panels, int64_t first, int64_t strip, vf top[RS]) {
-    vi place;
-    for (int i = 0; i < VL; i++) place[i] = i;
-    const int padded = s->kept && s->padded[first / TILE];
+/* cap * tanh(x / cap). Near 0 it is a polynomial, as 1 - 2 / (e + 1) would lose digits. */
+INLINE vf capped(vf x, float cap) {
+    const vf z = x / cap, square = z * z, limit = (vf){0} + 15;
+    const vf e = exp2_of(maximum(-limit, -maximum(-limit, -z)) * (2 * (float)M_LOG2E));
+    vf small = square * 0x1.664f48p-6f - 0x1.ba1ba2p-5f; /* 62/2835, 17/315, 2/15, 1/3 */
+    small = ((small * square + 0x1.111112p-3f) * square - 0x1.555556p-2f) * square + 1;
+    return cap * choose(magnitude(z) < 0.3f, z * small, (e - 1) / (e + 1));
+}
+
+/* What a bias has for the keys of query i; a soft cap has nothing. */
+INLINE const float *values_of_row(const Call *c, const Bias *bias, int64_t batch, int64_t head, int64_t i) {
+    if (bias->kind == SOFT_CAP) return NULL;
+    const float *values = bias->values + batch * bias->strides[0] + head * bias->strides[1] + i * bias->strides[2];
+    return bias->kind == BY_DISTANCE ? values + c->nq - 1 - i : values;
+}
+
+/* Scores x of the keys from j on with a bias. */
+INLINE vf biased(const Call *c, const Bias *bias, const float *values, int64_t j, vf x) {
+    vf added = {0};
+    if (bias->kind == SOFT_CAP) return capped(x, bias->factor);
+    if (bias->kind == DENSE && !bias->strides[3]) added += values[0];
+    else if (bias->kind == BY_DISTANCE || j + VL <= c->nk) added = *(const vu *)(values + j);
+    else if (j < c->nk) memcpy(&added, values + j, (size_t)(c->nk - j) * sizeof(float));
+    return maximum((vf){0} + LOWEST, x + added * bias->factor); /* -infinity masks a pair; NaN stays */
+}
+
+/* Apply the biases to the scores of a strip; `first` is the key of the first panel, `query` the first of `rows` queries. */
+static void add_biases(const Call *c, float *p, int64_t panels, int64_t first, int64_t batch, int64_t head, int64_t query,
+                       int64_t rows) {
+    for (const Bias *bias = c->biases; bias < c->biases + c->n_biases; bias++)
+        for (int64_t r = 0; r < rows; r++) {
+            const float *values = values_of_row(c, bias, batch, head, query + r);
+            for (int64_t panel = 0; panel < panels; panel++)
+                for (int v = 0; v < NV; v++) {
+                    vf *at = (vf *)(p + panel * RS * PW + r * PW + v * VL);
+                    *at = biased(c, bias, values, first + panel * PW + v * VL, *at);
+                }
+        }
+}
+
+/* Bits of the keys of a cell that row r of a block sees; the band and padding are not in them. */
+INLINE uint64_t bits_of(const Call *c, const Space *s, int64_t cell, int64_t r) {
+    const int32_t status = s->cells ? s->cells[cell] : 1;
+    return status > 1 ? c->bits[(status - 2) * (int64_t)BLOCK + r] : status ? UINT64_MAX : 0;
+}
+static int is_visible(const Call *c, const Space *s, int64_t r, int64_t key) {
+    return s->lo[r] <= key && key < s->hi[r] && (!s->kept || s->kept[key]) && bits_of(c, s, key / CELL, r) >> key % CELL & 1;
+}
+
+/* Mask the scores of a strip, and find the largest of each row; `first` is the key of the first panel. */
+static void mask(const Call *c, const Space *s, float *p, int64_t panels, int64_t first, int64_t strip, vf top[RS]) {
+    vi place, one;
+    for (int i = 0; i < VL; i++) place[i] = i, one[i] = 1 << i;
     for (int r = 0; r < RS; r++) {
         const int64_t row = strip * RS + r;
         const vi lo = (vi){0} + (int32_t)max64(s->lo[row] - first, 0);
         const vi hi = (vi){0} + (int32_t)max64(s->hi[row] - first, 0);
         vf t = (vf){0} + LOWEST, low = t;
-        for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t panel = 0; panel < panels; panel++) {
+            const int64_t key = first + panel * PW;
+            const uint64_t bits = bits_of(c, s, key / CELL, row) >> key % CELL;
             for (int v = 0; v < NV; v++) {
                 float *at = p + panel * RS * PW + r * PW + v * VL;
                 const int64_t j = panel * PW + v * VL;
                 vi here = place + (int32_t)j, visible = (here >= lo) & (here < hi);
-                if (padded) visible &= *(const vi *)(s->kept + first + j);
+                visible &= (((vi){0} + (int32_t)(bits >> v * VL & UINT32_MAX)) & one) != 0;
+                if (s->kept) visible &= *(const vi *)(s->kept + first + j);
                 vf x = choose(visible, load(at), low);
                 *(vf *)at = x;
                 t = maximum(x, t);
             }
+        }
         top[r] = t;
     }
 }
 
 /* ---- A block of queries ----------------------------------------------------------------------------------------- */
 
-/* One strip of queries and one tile of keys: scores, weights, sums and output. */
-static void strip_tile(const Call *c, Space *s, float *p, int64_t tile, int64_t slot, int64_t strip, int64_t query,
-                       int64_t dvp) {
-    Row *rows = s->row + strip * RS;
-    const int64_t *lo = s->lo + strip * RS, *hi = s->hi + strip * RS, start = tile * TILE;
+/* Whether a strip sees a key of a cell. */
+static int strip_sees(const Call *c, const Space *s, int64_t strip, int64_t cell) {
+    uint64_t bits = 0;
+    for (int r = 0; r < RS; r++) bits |= bits_of(c, s, cell, strip * RS + r);
+    return bits != 0;
+}
+
+/* Scores of a strip in a run, with biases and mask, and the largest of each row; returns the panels that they are in. */
+static void strip_scores(const Call *c, const Space *s, float *p, const Run *run, int16_t span[2], int64_t strip,
+                         int64_t batch, int64_t head, int64_t query, vf top[RS]) {
+    const int64_t *lo = s->lo + strip * RS, *hi = s->hi + strip * RS;
     int64_t from = INT64_MAX, to = 0, every_from = 0, every_to = INT64_MAX;
     for (int r = 0; r < RS; r++) {
         every_from = max64(every_from, lo[r]), every_to = min64(every_to, hi[r]);
         if (lo[r] < hi[r]) from = min64(from, lo[r]), to = max64(to, hi[r]);
     }
-    from = max64(from - start, 0) / PW, to = up(min64(max64(to - start, 0), TILE), PW) / PW;
-    int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
-    span[0] = (int16_t)from, span[1] = (int16_t)max64(from, to);
+    from = max64(from, run->start), to = min64(to, run->end);
+    if (s->cells) {
+        while (from < to && !strip_sees(c, s, strip, from / CELL)) from = (from / CELL + 1) * CELL;
+        while (from < to && !strip_sees(c, s, strip, (to - 1) / CELL)) to = (to - 1) / CELL * CELL;
+    }
+    span[0] = span[1] = 0;
     if (from >= to) return;
-    const int64_t panels = to - from, first = start + from * PW, last = start + to * PW;
-    vf top[RS], sums[4];
+    span[0] = (int16_t)((from - run->start) / PW), span[1] = (int16_t)(up(to - run->start, PW) / PW);
+    const int64_t panels = span[1] - span[0], first = run->start + span[0] * PW, last = first + panels * PW;
+    int cut = every_from > first || every_to < last || c->n_biases;
+    for (int64_t cell = first / CELL; cell * CELL < last; cell++)
+        cut |= (s->kept && s->padded[cell]) || (s->cells && s->cells[cell] != 1);
     for (int r = 0; r < RS; r++) top[r] = (vf){0} + LOWEST;
-    p += from * RS * PW;
+    p += span[0] * RS * PW;
     for (int64_t i = 0; i < panels; i++)
         scores(s->q + strip * c->d * RS, s->k + (first + i * PW) * c->d, c->d, p + i * RS * PW, top);
-    if ((s->kept && s->padded[tile]) || every_from > first || every_to < last) mask(s, p, panels, first, strip, top);
+    if (c->n_biases) {
+        const int64_t i = query + strip * RS;
+        add_biases(c, p, panels, first, batch, head, i, min64(RS, c->nq - i));
+    }
+    if (cut) mask(c, s, p, panels, first, strip, top);
+}
+
+/* One strip of queries and one run of keys: scores, weights, sums and output. */
+static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t strip, int64_t batch, int64_t head,
+                       int64_t query, int64_t dvp) {
+    Row *rows = s->row + strip * RS;
+    const int64_t *hi = s->hi + strip * RS, start = s->runs[slot].start;
+    int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
+    vf top[RS], sums[4];
+    strip_scores(c, s, p, s->runs + slot, span, strip, batch, head, query, top);
+    if (span[0] >= span[1]) return;
+    const int64_t panels = span[1] - span[0], first = start + span[0] * PW, last = first + panels * PW;
+    p += span[0] * RS * PW;
     float *o = s->o + strip * RS * dvp;
     for (int r = 0; r < RS; r++) {
         Row *row = rows + r;
@@ -377,43 +477,49 @@ INLINE float factor_of(const Space *s, int64_t slot, int64_t r) {
 }
 
 /* The final weight of row r of a block on one key. */
-static float weight_on(const Space *s, int64_t tile0, int64_t r, int64_t key) {
-    if (key < s->lo[r] || key >= s->hi[r] || key < 0) return 0; /* padding has a weight of 0 */
-    const int64_t slot = key / TILE - tile0, strip = r / RS, panel = key % TILE / PW;
-    const float *p = s->p + ((slot * STRIPS + strip) * PANELS + panel) * RS * PW + r % RS * PW;
-    return p[key % PW] * factor_of(s, slot, r) * s->weight[r];
+static float weight_on(const Space *s, int64_t r, int64_t key) {
+    if (key < s->lo[r] || key >= s->hi[r] || s->run_of[key / CELL] < 0) return 0; /* masked pairs have a weight of 0 */
+    const int64_t slot = s->run_of[key / CELL], strip = r / RS;
+    const Run *run = s->runs + slot;
+    const int64_t panel = (key - run->start) / PW, panels = (run->end - run->start) / PW;
+    const int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
+    if (panel < span[0] || panel >= span[1]) return 0;
+    return s->p[run->at + (strip * panels + panel) * RS * PW + r % RS * PW + key % PW] * factor_of(s, slot, r) * s->weight[r];
 }
 
 /* The sum of the final weights of row r of a block on the keys [from, to). */
-static float mass_of(const Space *s, int64_t tile0, int64_t r, int64_t from, int64_t to) {
+static float mass_of(const Space *s, int64_t r, int64_t from, int64_t to) {
     vi place;
     double mass = 0;
     for (int i = 0; i < VL; i++) place[i] = i;
     from = max64(from, s->lo[r]), to = min64(to, s->hi[r]);
-    for (int64_t tile = from / TILE; tile * TILE < to && from < to; tile++) {
-        const int64_t slot = tile - tile0, start = tile * TILE;
-        const int64_t first = max64(from - start, 0) / PW, end = up(min64(to - start, TILE), PW) / PW;
-        const float *p = s->p + ((slot * STRIPS + r / RS) * PANELS + first) * RS * PW + r % RS * PW;
-        const vi lo = (vi){0} + (int32_t)max64(from - start, 0), hi = (vi){0} + (int32_t)(to - start);
+    for (int64_t slot = 0; slot < s->n_runs && from < to; slot++) {
+        const Run *run = s->runs + slot;
+        const int16_t *span = s->spans + (slot * STRIPS + r / RS) * 2;
+        const int64_t start = run->start, panels = (run->end - start) / PW;
+        const int64_t first = max64(max64(from - start, 0) / PW, span[0]);
+        const int64_t end = min64(up(max64(to - start, 0), PW) / PW, span[1]);
+        const float *p = s->p + run->at + (r / RS * panels + first) * RS * PW + r % RS * PW;
+        const vi lo = (vi){0} + (int32_t)max64(from - start, 0), hi = (vi){0} + (int32_t)min64(to - start, TILE);
         vf total = {0};
         for (int64_t panel = first; panel < end; panel++, p += RS * PW)
             for (int v = 0; v < NV; v++) {
                 const vi here = place + (int32_t)(panel * PW + v * VL);
                 total += choose((here >= lo) & (here < hi), load(p + v * VL), (vf){0});
             }
-        mass += sum(total) * (double)factor_of(s, slot, r);
+        if (first < end) mass += sum(total) * (double)factor_of(s, slot, r);
     }
     return (float)(mass * s->weight[r]);
 }
 
 /* Add the weights of row r on the first keys of its text, and how many of them it sees. */
-static void add_prefix(const Call *c, Space *s, int64_t tile0, int64_t r, int64_t batch, int64_t position) {
+static void add_prefix(const Call *c, Space *s, int64_t r, int64_t batch, int64_t position) {
     const int64_t first = c->firsts[batch];
     double *sums = s->keys + up(c->nk, TILE);
     if (position < first || position >= first + c->n_prefix) return;
     for (int64_t j = max64(first, s->lo[r]); j < min64(first + c->n_prefix, s->hi[r]); j++) {
-        sums[j - first] += weight_on(s, tile0, r, j);
-        sums[c->n_prefix + j - first] += !s->kept || s->kept[j];
+        sums[j - first] += weight_on(s, r, j);
+        sums[c->n_prefix + j - first] += is_visible(c, s, r, j);
     }
 }
 
@@ -430,6 +536,22 @@ static double dot(const float *p, int64_t panels, const float *norms, int64_t le
     return sum(total) + rest;
 }
 
+/* Cut the visible keys [from, to) of a block into runs of cells that follow one another. */
+static void find_runs(const Call *c, Space *s, int64_t from, int64_t to) {
+    const int64_t cells = up(c->nk, TILE) / CELL;
+    int64_t at = 0;
+    s->n_runs = 0;
+    memset(s->run_of, -1, (size_t)cells * sizeof *s->run_of);
+    for (int64_t cell = from < to ? from / CELL : cells; cell * CELL < to; cell++) {
+        if (s->cells && !s->cells[cell]) continue;
+        Run *run = s->runs + s->n_runs - 1;
+        if (s->n_runs && run->end == cell * CELL && run->end - run->start < TILE) run->end += CELL;
+        else s->runs[s->n_runs++] = (Run){cell * CELL, (cell + 1) * CELL, at};
+        s->run_of[cell] = (int32_t)s->n_runs - 1;
+        at += BLOCK * CELL;
+    }
+}
+
 /* The logarithm to base 2 of a row's sum, with its sink logit. */
 static double log_sum_exp(const Call *c, const Row *row, int64_t batch, int64_t head, int64_t query) {
     const double lse = row->seen ? row->offset + log2(row->total) : -INFINITY;
@@ -439,11 +561,9 @@ static double log_sum_exp(const Call *c, const Row *row, int64_t batch, int64_t 
     return most > -INFINITY ? most + log2(1 + exp2(least - most)) : lse;
 }
 
-/* Whether the scores of a row are numbers of a size that masked pairs do not have. */
-static int is_finite(const Row *row, const int32_t *kept, int64_t lo, int64_t hi) {
-    if (row->seen) return row->top < LARGEST && row->total == row->total;
-    while (kept && lo < hi && !kept[lo]) lo++;
-    return lo >= hi;
+/* Whether a row has a largest score that no masked pair has; a row without any visible pair needs none. */
+static int is_finite(const Row *row, int sees) {
+    return row->seen ? row->top < LARGEST && row->total == row->total : !sees;
 }
 
 static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t query) {
@@ -458,23 +578,27 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         s->lo[r] = lo, s->hi[r] = hi;
         s->row[r] = (Row){.top = LOWEST};
     }
-    const int64_t tile0 = from == INT64_MAX ? 0 : from / TILE, tile1 = up(to, TILE) / TILE;
+    s->cells = c->cells ? c->cells + batch * c->cs[0] + head * c->cs[1] + query / BLOCK * ((c->nk + CELL - 1) / CELL) : NULL;
+    find_runs(c, s, from, to);
     const float *q = c->q + batch * c->qs[0] + head * c->qs[1] + query * c->qs[2];
     for (int64_t r = 0; r < strips * RS; r++)
         for (int64_t i = 0; i < c->d; i++)
             s->q[(r / RS * c->d + i) * RS + r % RS] = r < n ? q[r * c->qs[2] + i] * (c->scale * (float)M_LOG2E) : 0;
     if (c->out) memset(s->o, 0, (size_t)(strips * RS * dvp) * sizeof(float));
-    for (int64_t tile = tile0; tile < tile1; tile++)
+    for (int64_t slot = 0; slot < s->n_runs; slot++)
         for (int64_t strip = 0; strip < strips; strip++) {
-            const int64_t slot = tile - tile0, at = c->rows ? (slot * STRIPS + strip) * RS * TILE : 0;
-            strip_tile(c, s, s->p + at, tile, c->rows ? slot : 0, strip, query, dvp);
+            const Run *run = s->runs + slot;
+            const int64_t at = c->rows ? run->at + strip * RS * (run->end - run->start) : 0;
+            strip_tile(c, s, s->p + at, slot, strip, batch, head, query, dvp);
         }
     const int64_t base = (batch * c->h + head) * c->nq + query, all = c->b * c->h * c->nq;
     for (int64_t r = 0; r < n; r++) {
         Row *row = s->row + r;
         const int empty = !row->seen;
         const double lse = log_sum_exp(c, row, batch, head, query + r);
-        s->infinite |= !is_finite(row, s->kept, s->lo[r], s->hi[r]);
+        int64_t first = s->lo[r];
+        while (empty && first < s->hi[r] && !is_visible(c, s, r, first)) first++;
+        s->infinite |= !is_finite(row, first < s->hi[r]);
         c->lse[base + r] = (float)(lse * M_LN2);
         const float w = empty ? 0 : (float)exp2(row->offset - lse);
         if (c->counted && !c->counted[batch * c->nq + query + r]) row->seen = 0;
@@ -495,9 +619,9 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
     const int64_t step = c->map ? min64(BLOCK, c->bin_q) : BLOCK;
     for (int64_t r0 = 0; r0 < n; r0 += step) {
         const int64_t r1 = min64(r0 + step, strips * RS);
-        for (int64_t tile = tile0; tile < tile1; tile++) {
-            const int64_t slot = tile - tile0, start = tile * TILE;
-            int64_t used = PANELS, end = 0;
+        for (int64_t slot = 0; slot < s->n_runs; slot++) {
+            const int64_t start = s->runs[slot].start, length = s->runs[slot].end - start;
+            int64_t used = TILE / PW, end = 0;
             for (int64_t strip = r0 / RS; strip * RS < r1; strip++) {
                 const int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
                 if (span[0] < span[1]) used = min64(used, span[0]), end = max64(end, span[1]);
@@ -514,7 +638,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
                 const int64_t strip = r / RS, count = r % RS == 0 && r1 - r >= RS ? RS : 1;
                 const int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
                 const int64_t first = start + span[0] * PW;
-                const float *p = s->p + ((slot * STRIPS + strip) * PANELS + span[0]) * RS * PW + r % RS * PW;
+                const float *p = s->p + s->runs[slot].at + strip * RS * length + span[0] * RS * PW + r % RS * PW;
                 vf second[RS];
                 (count == RS ? columns_8 : columns_1)(s, p, span[1] - span[0], r, weight + r, (float)(span[0] * PW),
                                                       columns + span[0] * PW, second);
@@ -543,19 +667,19 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         to_row[EFFECTIVE_KEYS * all] = (float)(row->total * row->total / row->squares);
         to_row[DISTANCE * all] = (float)fmax(row->distance / row->total, 0);
         to_row[SPREAD * all] = (float)sqrt(row->spread / row->total);
-        to_row[SINK * all] = weight_on(s, tile0, r, c->firsts[batch]);
-        to_row[SELF * all] = weight_on(s, tile0, r, position);
-        to_row[PREVIOUS * all] = weight_on(s, tile0, r, position - 1);
-        to_row[NEXT * all] = weight_on(s, tile0, r, position + 1);
+        to_row[SINK * all] = weight_on(s, r, c->firsts[batch]);
+        to_row[SELF * all] = weight_on(s, r, position);
+        to_row[PREVIOUS * all] = weight_on(s, r, position - 1);
+        to_row[NEXT * all] = weight_on(s, r, position + 1);
         to_row[ROW_SUM * all] = (float)(row->total * weight);
         to_row[CONTRIBUTION * all] = (float)contribution[r];
         s->infinite |= contribution[r] != contribution[r];
         for (int64_t i = 0; i < c->n_ranges; i++) {
             const int32_t *range = c->ranges + i * 2 * (c->range_batch ? c->b : 1) * c->nq + batch * c->range_batch;
             const int64_t ends = (c->range_batch ? c->b : 1) * c->nq;
-            to_row[(STATISTICS + i) * all] = mass_of(s, tile0, r, range[query + r], range[ends + query + r]);
+            to_row[(STATISTICS + i) * all] = mass_of(s, r, range[query + r], range[ends + query + r]);
         }
-        if (c->n_prefix) add_prefix(c, s, tile0, r, batch, position);
+        if (c->n_prefix) add_prefix(c, s, r, batch, position);
     }
 }
 
@@ -571,8 +695,8 @@ static void pack(const Call *c, const Space *s, int64_t batch, int64_t head, int
         for (int64_t j = j0; j < j0 + PW; j++) {
             const int real = j < c->nk && (!c->keep || c->keep[batch * c->nk + j]);
             if (s->kept) {
-                if (j % TILE == 0) s->padded[j / TILE] = 0;
-                s->kept[j] = -real, s->padded[j / TILE] += !real;
+                if (j % CELL == 0) s->padded[j / CELL] = 0;
+                s->kept[j] = -real, s->padded[j / CELL] += !real;
             }
             if (real) for (int64_t i = 0; i < d; i++) panel[i * PW + j - j0] = k[j * c->ks[2] + i];
             else for (int64_t i = 0; i < d; i++) panel[i * PW + j - j0] = 0;
@@ -603,32 +727,47 @@ static void finish(const Call *c, double *keys, int64_t size, int64_t bh) {
     memset(keys, 0, (size_t)size * sizeof(double));
 }
 
-/* How many keys each query sees, and how many queries each key. The band moves by one key from query to query. */
-static void count(const Call *c) {
-    for (int64_t batch = 0; batch < c->b; batch++) {
+static void *take(char **at, int64_t bytes) { char *x = *at; *at += up(bytes, 64); return x; }
+
+/* Count the visible pairs of each query that counts, and of each key. */
+static void count(const Call *c, int64_t heads) {
+    const int64_t cells = (c->nk + CELL - 1) / CELL, shift = c->nk - c->nq;
+    memset(c->visible_queries, 0, (size_t)(c->b * heads * c->nk) * sizeof(float));
+    for (int64_t bh = 0; bh < c->b * heads; bh++) {
+        const int64_t batch = bh / heads;
         const uint8_t *keep = c->keep ? c->keep + batch * c->nk : NULL;
-        float *visible = c->visible + batch * c->nq, *queries = c->visible_queries + batch * c->nk;
-        int64_t from = 0, to = 0, kept = 0, sum = 0;
-        memset(queries, 0, (size_t)c->nk * sizeof(float)); /* the differences of neighbours first */
+        float *of_keys = c->visible_queries + bh * c->nk;
+        int64_t from = 0, to = 0, kept = 0; /* the last query's keys, and how many of them are no padding */
         for (int64_t i = 0; i < c->nq; i++) {
-            const int64_t position = i + c->nk - c->nq, lo = min64(max64(position - c->high, 0), c->nk);
-            const int64_t hi = max64(min64(position - c->low + 1, c->nk), lo);
-            for (; keep && to < hi; to++) kept += keep[to];
-            for (; keep && from < lo; from++) kept -= keep[from];
-            visible[i] = 0;
-            if (c->counted && !c->counted[batch * c->nq + i]) continue;
-            visible[i] = (float)(keep ? kept : hi - lo);
-            if (lo < hi) queries[lo]++;
-            if (lo < hi && hi < c->nk) queries[hi]--;
+            const int64_t lo = min64(max64(i + shift - c->high, 0), c->nk);
+            const int64_t hi = max64(min64(i + shift - c->low + 1, c->nk), lo);
+            const int counts = !c->counted || c->counted[batch * c->nq + i];
+            int64_t seen = 0;
+            if (!c->cells) { /* the band moves by one key; `of_keys` has the differences of neighbours first */
+                for (; keep && to < hi; to++) kept += keep[to];
+                for (; keep && from < lo; from++) kept -= keep[from];
+                seen = counts ? keep ? kept : hi - lo : 0;
+                if (counts && lo < hi) of_keys[lo]++;
+                if (counts && lo < hi && hi < c->nk) of_keys[hi]--;
+            }
+            const int32_t *row = !c->cells ? NULL : c->cells + batch * c->cs[0] + bh % heads * c->cs[1] + i / BLOCK * cells;
+            for (int64_t cell = lo / CELL; row && counts && cell * CELL < hi; cell++) {
+                if (!row[cell]) continue;
+                const uint64_t bits = row[cell] == 1 ? UINT64_MAX : c->bits[(row[cell] - 2) * (int64_t)BLOCK + i % BLOCK];
+                for (int64_t j = max64(lo, cell * CELL); j < min64(hi, (cell + 1) * CELL); j++) {
+                    const int on = (bits >> j % CELL & 1) && (!keep || keep[j]);
+                    seen += on, of_keys[j] += (float)on;
+                }
+            }
+            c->visible[bh * c->nq + i] = (float)seen;
         }
-        for (int64_t j = 0; j < c->nk; j++) {
-            sum += (int64_t)queries[j];
-            queries[j] = keep && !keep[j] ? 0 : (float)sum;
+        int64_t sum = 0;
+        for (int64_t j = 0; j < c->nk && !c->cells; j++) {
+            sum += (int64_t)of_keys[j];
+            of_keys[j] = keep && !keep[j] ? 0 : (float)sum;
         }
     }
 }
-
-static void *take(char **at, int64_t bytes) { char *x = *at; *at += up(bytes, 64); return x; }
 
 /* Returns 0; 1 if there is no memory; 2 if a score or an output is infinite or NaN, so that results are not to be used.
  * The build gives it one name for each set of instructions. */
@@ -637,23 +776,24 @@ int qkv_attend(const Call *c) {
     const int64_t blocks = (c->nq + BLOCK - 1) / BLOCK, items = group * blocks;
     const int64_t map = c->map ? ((c->nq + c->bin_q - 1) / c->bin_q) * ((c->nk + c->bin_k - 1) / c->bin_k) : 0;
     const int64_t size = c->rows ? nkp + 2 * (c->n_prefix + map) : 0, maxima = size - map; /* sums, then maxima */
-    const int64_t span = /* keys of a block */
-        min64(nkp, up(c->high - c->low + 1 + BLOCK, TILE) + TILE);
+    const int64_t cells = nkp / CELL; /* of all keys, and the most that a block of queries sees */
+    const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
     const double work = (double)c->b * c->h * c->nq * c->nk * (c->d + c->dv);
     const int threads = work < 2e6 || c->threads < 2 ? 1 : c->threads;
     const int alone = threads == 1 || (units >= 4 * threads) || units % threads == 0; /* a thread takes whole units */
-    const int64_t kept = c->keep ? nkp + nkp / TILE : 0, packed = up(nkp * (c->d + dvp) + kept, 16) * 4 + 192;
-    const int64_t own = (alone ? packed : 0) + sizeof(Space) + BLOCK * (c->d + dvp + span / TILE) * 4 + 2048
-                      + (c->rows ? BLOCK * span : RS * TILE) * 4 + span / TILE * (STRIPS * 4 + 64) + size * 8;
+    const int64_t kept = c->keep ? nkp + cells : 0, packed = up(nkp * (c->d + dvp) + kept, 16) * 4 + 192;
+    const int64_t own = (alone ? packed : 0) + sizeof(Space) + BLOCK * (c->d + dvp + most) * 4 + 2048
+                      + (c->rows ? BLOCK * CELL * most : RS * TILE) * 4 + size * 8
+                      + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4;
     const int64_t shared = alone ? 0 : packed + group * size * 8 + 128;
     char *memory = aligned_alloc(4096, (size_t)up(threads * up(own, 4096) + shared, 4096));
     if (!memory) return 1;
-    if (c->visible) count(c);
     char *at = memory + threads * up(own, 4096);
     float *shared_k = take(&at, alone ? 0 : nkp * c->d * 4), *shared_v = take(&at, alone ? 0 : nkp * dvp * 4);
     int32_t *shared_kept = take(&at, alone ? 0 : kept * 4);
     double *total = take(&at, 0);
     if (!alone) memset(total, 0, (size_t)(group * size) * 8);
+    if (c->visible) count(c, c->visible_heads);
     int64_t next_unit = 0, next_item = 0;
     int infinite = 0;
     #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|:infinite)
@@ -664,8 +804,9 @@ int qkv_attend(const Call *c) {
         s->keys = take(&mine, size * 8);
         memset(s->keys, 0, (size_t)size * 8);
         s->q = take(&mine, BLOCK * c->d * 4), s->o = take(&mine, BLOCK * dvp * 4);
-        s->p = take(&mine, (c->rows ? BLOCK * span : RS * TILE) * 4);
-        s->offset = take(&mine, span / TILE * BLOCK * 4), s->spans = take(&mine, span / TILE * STRIPS * 4);
+        s->p = take(&mine, (c->rows ? BLOCK * CELL * most : RS * TILE) * 4);
+        s->offset = take(&mine, most * BLOCK * 4), s->spans = take(&mine, most * STRIPS * 4);
+        s->runs = take(&mine, most * (int64_t)sizeof(Run)), s->run_of = take(&mine, cells * 4);
         s->k = alone ? take(&mine, nkp * c->d * 4) : shared_k;
         s->v = alone ? take(&mine, nkp * dvp * 4) : shared_v;
         s->kept = !c->keep ? NULL : alone ? take(&mine, kept * 4) : shared_kept;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,19 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._engine.call import Call
+from qkv._engine.tiles import kept
 from qkv._engine.transforms import transformed
-from qkv.masks import Grid, Mask
+from qkv.biases import ByDistance, Dense, SoftCap
+from qkv.masks import And, Grid, Mask
+from qkv.masks.convert import MaskBits, mask_bits
 
 LIBRARY = Path(__file__).with_name("attention.so")
 LARGEST_HEAD = 256
 FEW_ROWS = 16
 """Up to so many queries of a key head, keys and values are read in place (`decode.c`)."""
 LARGEST_SCORE = 1e28  # a masked pair has a score of −1e30
+LARGEST_MASK = 2**27  # bytes, one bit a pair: 32,000 queries and keys if `Mask.classify` knows nothing of the mask
+PADDING = 64  # numbers after a table of biases that the library may read
 
 P, I64 = ctypes.c_void_p, ctypes.c_int64
 
@@ -36,10 +41,12 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *((name, P) for name in ("q", "k", "v")), *((name, I64) for name in ("b", "h", "hkv", "nq", "nk", "d", "dv")),
         *((name, I64 * 3) for name in ("qs", "ks", "vs")), ("scale", ctypes.c_float), ("threads", ctypes.c_int32),
-        ("low", I64), ("high", I64), ("keep", P), ("counted", P), ("firsts", P), ("sinks", P), ("ss", I64 * 3),
-        ("norms", P), ("ns", I64 * 2), ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
+        ("low", I64), ("high", I64), ("keep", P), ("cells", P), ("cs", I64 * 2), ("widest", I64),
+        *((name, P) for name in ("bits", "visible", "visible_queries")), ("visible_heads", I64), ("biases", P),
+        ("n_biases", I64), ("counted", P), ("firsts", P), ("sinks", P), ("ss", I64 * 3), ("norms", P), ("ns", I64 * 2),
+        ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
         *((name, P) for name in ("out", "lse", "rows", "received", "prefix", "map")),
-        *((name, I64) for name in ("n_prefix", "bin_q", "bin_k")), ("visible", P), ("visible_queries", P),
+        *((name, I64) for name in ("n_prefix", "bin_q", "bin_k")),
     )  # fmt: skip
 
 
@@ -67,19 +74,34 @@ def unsupported_reason(call: Call) -> str | None:
         return f"the weights are a softmax, not {type(call.given.normalizer).__name__}"
     if call.pairwise is not None:
         return f"the score {type(call.pairwise).__name__} is not a product of query and key"
-    if call.biases or call.values is not None or call.dropout_p or call.shift is not None:
-        return "biases, values that depend on the distance, dropout and shifts are not a part of the native library"
+    if call.values is not None or call.dropout_p or call.shift is not None:
+        return "values that depend on the distance, dropout and shifts are not a part of the native library"
+    for bias in call.biases:
+        if type(bias) not in (ByDistance, Dense, SoftCap):
+            return f"the bias {type(bias).__name__} is not one by distance, a tensor, or a soft cap"
     if transformed(call) or torch._C._len_torch_dispatch_stack() > 0:
         return "it computes no derivatives, and needs tensors in memory"
-    if not call.q.dtype == call.k.dtype == call.v.dtype == torch.float32:
-        return f"q, k and v are {call.q.dtype}, {call.k.dtype} and {call.v.dtype}, not float32"
+    if not {call.q.dtype, call.k.dtype, call.v.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
+        return f"q, k and v are {call.q.dtype}, {call.k.dtype} and {call.v.dtype}, not float32, bfloat16 or float16"
     if max(call.q.shape[3], call.v.shape[3]) > LARGEST_HEAD:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
-    if visible(call.mask, call.grid) is None:
-        return f"the mask {type(call.mask).__name__} is not a band of the diagonal and masked keys"
+    if visibility(call.mask, call.grid) is None:
+        return f"the bits of the mask {type(call.mask).__name__} need more than {LARGEST_MASK} bytes"
     if call.sink is not None and not bool((call.sink < LARGEST_SCORE).all()):
         return "a sink logit is NaN or infinite"
+    for bias in call.biases:
+        values = getattr(bias, "tensor", None)
+        if values is not None and not _is_finite(values):
+            return f"the bias {type(bias).__name__} holds NaN, infinity, or numbers so large that scores overflow"
     return None
+
+
+def _is_finite(bias: Tensor) -> bool:
+    """Whether a bias is small enough to be added to scores, or −∞, which masks a pair."""
+    least, most = (float(x) for x in bias.detach().aminmax())
+    if least == -math.inf:
+        least = float(torch.where(bias == -torch.inf, 0, bias.detach()).amin())
+    return -LARGEST_SCORE < least and most < LARGEST_SCORE
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,58 +109,87 @@ class Prepared:
     """A call as the library takes it."""
 
     arguments: dict[str, Any]
-    band: tuple[int, int]
-    """Least and largest distance of a visible key before its query."""
-    keep: Bool[Tensor, "b nk"] | None
-    """The keys that are not masked for all queries."""
-    held: list[Tensor] = field(default_factory=list)
-    """The tensors that pointers lead to."""
+    seen: Visibility
+    held: list[Any]
+    """The tensors and arrays that pointers lead to."""
 
     def with_tensors(self, **more: Any) -> Arguments:
         """The call's arguments and `more`, in which a tensor stands for a pointer to it."""
-        self.held.extend(x for x in more.values() if isinstance(x, Tensor))
+        self.held.extend(more.values())
         return Arguments(**self.arguments, **{name: pointer(x) for name, x in more.items()})
 
 
 def pointer(x: Any) -> Any:
-    """The address of a tensor's data; anything else as it is."""
-    return x.data_ptr() if isinstance(x, Tensor) else x
+    """The address of the data of a tensor or an array; anything else as it is."""
+    return x.data_ptr() if isinstance(x, Tensor) else ctypes.addressof(x) if isinstance(x, ctypes.Array) else x
 
 
 def prepared(call: Call) -> Prepared:
     """The arguments of a call for which there is no `unsupported_reason`."""
-    q, k, v = (x.detach() if x.stride(3) == 1 else x.detach().contiguous() for x in (call.q, call.k, call.v))
+    q, k, v = (
+        x if x.stride(3) == 1 else x.contiguous() for x in (y.detach().float() for y in (call.q, call.k, call.v))
+    )
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
-    found = visible(call.mask, call.grid)
-    assert found is not None
-    band, keep = found
-    keep = None if keep is None else keep.expand(b, n_keys).contiguous()
+    seen = visibility(call.mask, call.grid)
+    assert seen is not None
+    seen = replace(seen, keep=None if seen.keep is None else seen.keep.expand(b, n_keys).contiguous())
     sink = None if call.sink is None else call.sink.detach().float().expand(b, h, n_queries)
-    sizes = {"b": b, "h": h, "hkv": key_heads, "nq": n_queries, "nk": n_keys, "d": d, "dv": dv}
-    strides = {
-        "qs": q.stride()[:3],
-        "ks": k.stride()[:3],
-        "vs": v.stride()[:3],
-        "ss": (0, 0, 0) if sink is None else sink.stride(),
-    }
-    held = {"q": q, "k": k, "v": v, "keep": keep, "sinks": sink}
-    arguments = sizes | strides | {name: pointer(x) for name, x in held.items()}
-    arguments |= {
-        "scale": call.scale,
-        "threads": torch.get_num_threads(),
-        "low": band[0],
-        "high": band[1],
-        "bin_q": 1,
-        "bin_k": 1,
-    }
-    return Prepared(arguments, band, keep, [x for x in held.values() if x is not None])
+    steps, held = _steps(call)
+    arguments: dict[str, Any] = {"b": b, "h": h, "hkv": key_heads, "nq": n_queries, "nk": n_keys, "d": d, "dv": dv}
+    arguments |= {name: x.stride()[:3] for name, x in (("qs", q), ("ks", k), ("vs", v), ("ss", sink)) if x is not None}
+    tensors = {"q": q, "k": k, "v": v, "keep": seen.keep, "sinks": sink}
+    if seen.cells is not None:
+        status = seen.cells.status
+        tensors |= {"cells": status, "bits": seen.cells.bits}
+        arguments["cs"] = tuple(
+            0 if n == 1 else step for n, step in zip(status.shape[:2], status.stride(), strict=False)
+        )
+        arguments["widest"] = int((status != 0).sum(3).max())
+    if steps:
+        arguments |= {"biases": ctypes.addressof(steps), "n_biases": len(call.biases)}
+    arguments |= {name: pointer(x) for name, x in tensors.items()}
+    arguments |= {"low": seen.band[0], "high": seen.band[1], "bin_q": 1, "bin_k": 1}
+    arguments |= {"scale": call.factor / call.normalizer.temperature, "threads": torch.get_num_threads()}
+    return Prepared(arguments, seen, [steps, *held, *tensors.values()])
+
+
+class _Step(ctypes.Structure):
+    """`Bias` of attention.c."""
+
+    _fields_ = (("kind", I64), ("values", P), ("strides", I64 * 4), ("factor", ctypes.c_float))
+
+
+def _steps(call: Call) -> tuple[Any, list[Tensor]]:
+    """The biases of a call in the library's form, and their tensors."""
+    steps, held = (_Step * len(call.biases))(), list[Tensor]()
+    for step, bias in zip(steps, call.biases, strict=True):
+        step.factor = math.log2(math.e) / call.normalizer.temperature
+        if isinstance(bias, SoftCap):
+            step.kind, step.factor = 2, bias.cap * step.factor
+            continue
+        assert isinstance(bias, ByDistance | Dense)
+        x = bias.tensor.detach().float()
+        if isinstance(bias, ByDistance):
+            step.kind = 0
+            x = torch.nn.functional.pad(x.flip(1), (0, PADDING))[None, :, None]
+        else:
+            step.kind = 1
+            x = x if x.shape[3] == 1 or x.stride(3) == 1 else x.contiguous()
+        sizes = (*x.shape[:2], *((1, 2) if isinstance(bias, ByDistance) else x.shape[2:]))
+        step.values, step.strides = (
+            x.data_ptr(),
+            tuple(0 if n == 1 else y for n, y in zip(sizes, x.stride(), strict=True)),
+        )
+        held.append(x)
+    return steps, held
 
 
 def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
     """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
     b, h, n_queries, _ = call.q.shape
     out, lse = torch.empty(b, h, n_queries, call.v.shape[3]), torch.empty(b, h, n_queries)
-    return (out, lse) if attend(call, prepared(call).with_tensors(out=out, lse=lse)) else None
+    found = attend(call, prepared(call).with_tensors(out=out, lse=lse))
+    return (out.to(call.v.dtype), lse) if found else None
 
 
 def attend(call: Call, arguments: Arguments) -> bool:
@@ -157,9 +208,20 @@ def run(function: Any, arguments: ctypes.Structure, call: Call) -> bool:
     return status == 0
 
 
-def visible(mask: Mask | None, grid: Grid) -> tuple[tuple[int, int], Bool[Tensor, "#b nk"] | None] | None:
-    """A mask as a band of distances and the visible keys (1 or b, nk); None if it has another form."""
-    low, high, keys = -math.inf, math.inf, None
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """A mask as the library takes it: pairs are visible where all of these parts say so."""
+
+    band: tuple[int, int]
+    """Least and largest distance of a visible key before its query."""
+    keep: Bool[Tensor, "#b nk"] | None
+    """The keys that are not masked for all queries."""
+    cells: MaskBits | None
+
+
+def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
+    """The parts of a mask; None if its bits need too much memory."""
+    low, high, keys, others = -math.inf, math.inf, None, list[Mask]()
     for factor in () if mask is None else mask.factors():
         of_keys = factor.key_mask(grid)
         if factor.band is not None:
@@ -167,8 +229,15 @@ def visible(mask: Mask | None, grid: Grid) -> tuple[tuple[int, int], Bool[Tensor
         elif of_keys is not None:
             keys = of_keys if keys is None else keys & of_keys
         else:
-            return None
-    far = grid.n_queries + grid.n_keys
+            others.append(factor)
+    far, cells = grid.n_queries + grid.n_keys, None
     low, high = math.ceil(min(max(low, -far), far)), math.floor(min(max(high, -far), far))
+    if others:
+        other = functools.reduce(And, others)
+        cells = kept(
+            other, grid, "native bits", lambda: mask_bits(other, grid, LARGEST_MASK), lambda x: x.nbytes if x else 0
+        )
+        if cells is None:
+            return None
     # The library allocates memory by the width of the band, which is 0 if nothing is visible.
-    return (low, max(high, low - 1)), keys
+    return Visibility((low, max(high, low - 1)), keys, cells)

@@ -4,8 +4,7 @@
  * each. Scores, weights with an offset for each tile and row, sums and output come first; then the sums of all threads
  * are added in their order; then the weights in memory become final, which gives all that needs the log-sum-exp.
  */
-enum { ROWS = 4, STEP = 64 }; /* rows that share a reading of K and V; keys that stay in the L1 cache meanwhile */
-enum { MOST_THREADS = 64 };
+enum { ROWS = 4, MOST_THREADS = 64 }; /* rows that share a reading of K and V */
 #if defined(__AVX512F__) || defined(__aarch64__) /* 32 registers */
 enum { KEYS_4 = 4, VALUES_4 = 4 }; /* keys of a step, and vectors of values, for 4 rows */
 #else
@@ -18,6 +17,7 @@ typedef struct {            /* a key head */
     int64_t apart;          /* of two rows of p: all keys with statistics, else a tile */
     int64_t *lo, *hi;       /* visible keys [rows] */
     int32_t *kept;          /* -1 at keys that are no padding [nkp], or NULL */
+    const int32_t **cells;  /* of each row, or NULL [rows] */
     float *q;               /* [rows][dp], with scale * log2 e */
     float *p;               /* scores, then weights [rows][apart] */
     float *offset;          /* [rows][tiles] */
@@ -43,7 +43,7 @@ INLINE void scores_of(int n, int step, const Call *c, const float *q, const floa
             const float *at[4];
             UNROLL for (int i = 0; i < step; i++) {
                 at[i] = k + min64(j + i0 + i, left - 1) * stride; /* the last key again is masked later */
-                const float *next = k + min64(j + i0 + i + STEP, left - 1) * stride;
+                const float *next = k + min64(j + i0 + i + CELL, left - 1) * stride;
                 for (int64_t x = 0; x < c->d; x += 16) __builtin_prefetch(next + x, 0, 2);
             }
             for (int64_t x = 0; x < whole; x += VL) UNROLL for (int i = 0; i < step; i++) {
@@ -90,13 +90,21 @@ VALUES(1, 1, 1) VALUES(2, 1, 1) VALUES(4, 1, 1) VALUES(1, wide, 4) VALUES(2, wid
 
 static int rows_at_once(int64_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
+/* Whether some row sees a key of the cell of key j. */
+static int is_seen(const Keys *u, int64_t j) {
+    int seen = 0;
+    for (int64_t r = 0; r < u->rows; r++) seen |= !u->cells[r] || u->cells[r][j / CELL];
+    return seen;
+}
+static int64_t end_of_cell(int64_t j, int64_t to) { return min64((j / CELL + 1) * CELL, to); }
+
 /* The scores of all rows and the keys [from, to) of a tile. */
 static void score_tile(const Call *c, const Keys *u, int64_t from, int64_t to) {
-    for (int64_t j = from; j < to; j += STEP)
-        for (int64_t r = 0, n; r < u->rows; r += n) {
+    for (int64_t j = from; j < to; j = end_of_cell(j, to))
+        for (int64_t r = 0, n; r < u->rows && is_seen(u, j); r += n) {
             n = rows_at_once(u->rows - r);
             (n == 4 ? scores_4 : n == 2 ? scores_2 : scores_1)(
-                c, u->q + r * up(c->d, VL), u->k + j * c->ks[2], up(min64(STEP, to - j), VL), c->nk - j,
+                c, u->q + r * up(c->d, VL), u->k + j * c->ks[2], up(end_of_cell(j, to) - j, VL), c->nk - j,
                 weights_of(u, r, j), u->apart);
         }
 }
@@ -104,12 +112,13 @@ static void score_tile(const Call *c, const Keys *u, int64_t from, int64_t to) {
 /* Add the weights of all rows * the values of the keys [from, to) of a tile to the output. */
 static void add_values(const Call *c, const Keys *u, int64_t from, int64_t to, float *o) {
     const int64_t dvp = up(c->dv, VL);
-    for (int64_t j = from; j < to; j += STEP) {
-        const int64_t keys = min64(STEP, to - j);
+    for (int64_t j = from; j < to; j = end_of_cell(j, to)) {
+        if (!is_seen(u, j)) continue;
+        const int64_t keys = end_of_cell(j, to) - j;
         const float *v = u->v + j * c->vs[2];
         for (int64_t i = 0; i < keys; i++)
             for (int64_t x = 0; x < c->dv; x += 16)
-                __builtin_prefetch(u->v + min64(j + i + STEP, c->nk - 1) * c->vs[2] + x, 0, 2);
+                __builtin_prefetch(u->v + min64(j + i + CELL, c->nk - 1) * c->vs[2] + x, 0, 2);
         for (int64_t r = 0, n; r < u->rows; r += n) {
             n = rows_at_once(u->rows - r);
             for (int64_t x = 0, size; x < c->dv; x += size) {
@@ -125,24 +134,40 @@ static void add_values(const Call *c, const Keys *u, int64_t from, int64_t to, f
     }
 }
 
-/* A row in a tile: mask, offset, weights and sums. Returns by how much its output so far must be multiplied. */
-static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t from, int64_t to, float *offset, Row *row) {
-    const int64_t position = r % c->nq + c->nk - c->nq;
-    const int cut = u->kept || u->lo[r] > from || u->hi[r] < up(to, VL);
-    float *p = weights_of(u, r, from);
-    vf top = (vf){0} + LOWEST, low = top;
-    vi place;
-    for (int i = 0; i < VL; i++) place[i] = i;
-    for (int64_t j = from; j < to; j += VL) {
-        vf x = load(p + j - from);
-        if (cut) {
-            const vi key = place + (int32_t)j;
-            vi visible = (key >= (int32_t)u->lo[r]) & (key < (int32_t)u->hi[r]);
-            if (u->kept) visible &= *(const vi *)(u->kept + j);
-            *(vf *)(p + j - from) = x = choose(visible, x, low);
-        }
-        top = maximum(x, top);
+/* Bits of the keys of a cell that a row sees; the band and padding are not in them. */
+INLINE uint64_t bits_of_row(const Call *c, const Keys *u, int64_t r, int64_t cell) {
+    const int32_t status = u->cells[r] ? u->cells[r][cell] : 1;
+    return status > 1 ? c->bits[(status - 2) * (int64_t)BLOCK + r % c->nq % BLOCK] : status ? UINT64_MAX : 0;
+}
+static int row_sees(const Call *c, const Keys *u, int64_t r, int64_t key) {
+    return u->lo[r] <= key && key < u->hi[r] && (!u->kept || u->kept[key]) && bits_of_row(c, u, r, key / CELL) >> key % CELL & 1;
+}
+
+/* Mask the scores of a row in a tile. */
+static void mask_row(const Call *c, const Keys *u, int64_t r, float *p, int64_t from, int64_t to) {
+    vi place, one;
+    for (int i = 0; i < VL; i++) place[i] = i, one[i] = 1 << i;
+    for (int64_t j = from; j < to; j += VL, p += VL) {
+        const uint32_t bits = (uint32_t)(bits_of_row(c, u, r, j / CELL) >> j % CELL);
+        const vi key = place + (int32_t)j;
+        vi visible = (key >= (int32_t)u->lo[r]) & (key < (int32_t)u->hi[r]) & ((((vi){0} + (int32_t)bits) & one) != 0);
+        if (u->kept) visible &= *(const vi *)(u->kept + j);
+        *(vf *)p = choose(visible, load(p), (vf){0} + LOWEST);
     }
+}
+
+/* A row in a tile: biases, mask, offset, weights and sums. Returns by how much its output so far must be multiplied. */
+static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, int64_t head, int64_t from, int64_t to,
+                        float *offset, Row *row) {
+    const int64_t i = r % c->nq, position = i + c->nk - c->nq;
+    float *p = weights_of(u, r, from);
+    for (const Bias *bias = c->biases; bias < c->biases + c->n_biases; bias++) {
+        const float *values = values_of_row(c, bias, batch, head + r / c->nq, i);
+        for (int64_t j = from; j < to; j += VL) *(vf *)(p + j - from) = biased(c, bias, values, j, load(p + j - from));
+    }
+    if (u->kept || u->cells[r] || c->n_biases || u->lo[r] > from || u->hi[r] < up(to, VL)) mask_row(c, u, r, p, from, to);
+    vf top = (vf){0} + LOWEST;
+    for (int64_t j = from; j < to; j += VL) top = maximum(load(p + j - from), top);
     const float m = highest(top);
     float factor = 1;
     if (row->seen ? m > row->offset + RAISE : m > LOWEST / 2) {
@@ -166,7 +191,8 @@ static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t from, i
 }
 
 /* Scores, weights, sums and output of some tiles. */
-static void attend_tiles(const Call *c, const Keys *u, Row *rows, float *o, int64_t tile0, int64_t tile1) {
+static void attend_tiles(const Call *c, const Keys *u, int64_t batch, int64_t head, Row *rows, float *o, int64_t tile0,
+                         int64_t tile1) {
     const int64_t dvp = up(c->dv, VL), tiles = up(c->nk, TILE) / TILE;
     for (int64_t r = 0; r < u->rows; r++) rows[r] = (Row){.top = LOWEST};
     if (c->out) memset(o, 0, (size_t)(u->rows * dvp) * sizeof(float));
@@ -175,7 +201,8 @@ static void attend_tiles(const Call *c, const Keys *u, Row *rows, float *o, int6
         if (from >= to) continue;
         score_tile(c, u, from, to);
         for (int64_t r = 0; r < u->rows; r++) {
-            const float by = weigh_tile(c, u, r, from, to, u->offset + r * tiles + tile, rows + r);
+            float *offset = u->offset + r * tiles + tile;
+            const float by = weigh_tile(c, u, r, batch, head, from, to, offset, rows + r);
             if (c->out && by != 1) for (int64_t x = 0; x < dvp; x++) o[r * dvp + x] *= by;
         }
         if (c->out) add_values(c, u, max64(from, u->first), to, o);
@@ -200,7 +227,9 @@ static int combine(const Call *c, const Keys *u, int64_t batch, int64_t head, Ro
             all.squares += by * by * one->squares, all.place += by * one->place, all.distance += by * one->distance;
             all.top = fmaxf(all.top, one->top);
         }
-        finite &= is_finite(&all, u->kept, u->lo[r], u->hi[r]);
+        int64_t first = u->lo[r];
+        while (!all.seen && first < u->hi[r] && !row_sees(c, u, r, first)) first++;
+        finite &= is_finite(&all, first < u->hi[r]);
         const double lse = log_sum_exp(c, &all, batch, head + r / c->nq, r % c->nq);
         c->lse[base + r] = (float)(lse * M_LN2);
         const float weight = all.seen ? (float)exp2(all.offset - lse) : 0;
@@ -304,7 +333,7 @@ static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head
         if (position < first || position >= first + c->n_prefix) continue;
         for (int64_t j = max64(first, lo); j < min64(first + c->n_prefix, hi); j++) {
             prefix[j - first] += *weights_of(u, r, j);
-            seen[j - first] += (float)(!u->kept || u->kept[j]);
+            seen[j - first] += (float)row_sees(c, u, r, j);
         }
     }
     if (!c->map) return finite;
@@ -325,7 +354,7 @@ static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head
 }
 
 static void prepare(const Call *c, Keys *u, int64_t batch, int64_t key_head) {
-    const int64_t dp = up(c->d, VL), head = key_head * (c->h / c->hkv);
+    const int64_t dp = up(c->d, VL), head = key_head * (c->h / c->hkv), cells = (c->nk + CELL - 1) / CELL;
     u->k = c->k + batch * c->ks[0] + key_head * c->ks[1], u->v = c->v + batch * c->vs[0] + key_head * c->vs[1];
     u->first = INT64_MAX, u->to = 0;
     for (int64_t r = 0; r < u->rows; r++) {
@@ -333,7 +362,8 @@ static void prepare(const Call *c, Keys *u, int64_t batch, int64_t key_head) {
         int64_t lo = max64(position - c->high, 0), hi = min64(position - c->low + 1, c->nk);
         if (lo >= hi) lo = hi = 0;
         else u->first = min64(u->first, lo), u->to = max64(u->to, hi);
-        u->lo[r] = lo, u->hi[r] = hi;
+        u->lo[r] = lo, u->hi[r] = hi, u->cells[r] = NULL;
+        if (c->cells) u->cells[r] = c->cells + batch * c->cs[0] + (head + r / c->nq) * c->cs[1] + i / BLOCK * cells;
         const float *q = c->q + batch * c->qs[0] + (head + r / c->nq) * c->qs[1] + i * c->qs[2];
         for (int64_t x = 0; x < dp; x++) u->q[r * dp + x] = x < c->d ? q[x] * (c->scale * (float)M_LOG2E) : 0;
     }
@@ -358,11 +388,11 @@ int qkv_decode(const Call *c) {
     const int threads = (int)min64(work < 1e6 || c->threads < 2 ? 1 : c->threads, MOST_THREADS);
     const int alone = threads == 1 || units >= 4 * threads || units % threads == 0; /* a thread takes whole key heads */
     const int64_t own = up(rows * ((int64_t)sizeof(Row) + dvp * 4) + 128, 4096);
-    const int64_t size = up((int64_t)sizeof(Keys) + rows * (24 + (int64_t)sizeof(Row) + (dp + apart + tiles) * 4)
+    const int64_t size = up((int64_t)sizeof(Keys) + rows * (32 + (int64_t)sizeof(Row) + (dp + apart + tiles) * 4)
                             + (c->keep ? nkp * 4 : 0) + 1024, 4096);
     char *memory = aligned_alloc(4096, (size_t)(threads * own + (alone ? threads : 1) * size));
     if (!memory) return 1;
-    if (c->visible) count(c);
+    if (c->visible) count(c, c->visible_heads);
     Row *sums[MOST_THREADS];
     float *outputs[MOST_THREADS];
     for (int t = 0; t < threads; t++) {
@@ -381,7 +411,7 @@ int qkv_decode(const Call *c) {
             *u = (Keys){.rows = rows, .apart = apart};
             u->lo = take(&at, rows * 8), u->hi = take(&at, rows * 8), u->row = take(&at, rows * (int64_t)sizeof(Row));
             u->q = take(&at, rows * dp * 4), u->p = take(&at, rows * apart * 4);
-            u->offset = take(&at, rows * tiles * 4);
+            u->offset = take(&at, rows * tiles * 4), u->cells = take(&at, rows * 8);
             u->weight = take(&at, rows * 4), u->center = take(&at, rows * 4);
             u->kept = c->keep ? take(&at, nkp * 4) : NULL;
         }
@@ -392,7 +422,8 @@ int qkv_decode(const Call *c) {
             if (part == 0) prepare(c, u, batch, unit % c->hkv);
             meet(alone);
             const int64_t tile = u->from / TILE, used = up(u->to, TILE) / TILE - tile;
-            attend_tiles(c, u, sums[me], outputs[me], tile + part * used / team, tile + (part + 1) * used / team);
+            attend_tiles(c, u, batch, head, sums[me], outputs[me], tile + part * used / team,
+                         tile + (part + 1) * used / team);
             meet(alone);
             if (part == 0) infinite |= !combine(c, u, batch, head, of_all, outputs + (alone ? me : 0), team);
             meet(alone);

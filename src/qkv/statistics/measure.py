@@ -244,7 +244,7 @@ def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | 
     if bins is not None:
         largest, mean = found["thumbnail"]
         found["thumbnail"] = Thumbnail(largest, mean, *bins)
-    return out, lse, Statistics(**found)
+    return None if out is None else out.to(call.v.dtype), lse, Statistics(**found)
 
 
 def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
