@@ -61,7 +61,7 @@ def attend_and_measure(
     if spans:
         batches = max(x.shape[2] for x in spans.values())
         ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans.values()])
-        made.arguments.update(n_ranges=len(ranges), range_batch=0 if batches == 1 else n_queries)
+        made.with_tensors(ranges=ranges, n_ranges=len(ranges), range_batch=0 if batches == 1 else n_queries)
     out = torch.empty(b, h, n_queries, call.v.shape[3]) if output else None
     all_rows = torch.empty(len(OF_QUERIES) + sum(map(len, spans.values())) + 1, b, h, n_queries)
     *rows, lse = all_rows.unbind()
@@ -72,15 +72,14 @@ def attend_and_measure(
     pooled = None
     if bins is not None:
         pooled = torch.empty(2, b, h, -(-n_queries // bins[0]), -(-n_keys // bins[1]))
-        made.arguments.update(bin_q=bins[0], bin_k=bins[1])
+        made.with_tensors(map=pooled, bin_q=bins[0], bin_k=bins[1])
     norms = None if value_norms is None else value_norms.contiguous()
     if norms is not None:
-        made.arguments["ns"] = norms.stride()[:2]
+        made.with_tensors(norms=norms, ns=norms.stride()[:2])
     counted = None if queries is None else queries.contiguous()
     arguments = made.with_tensors(
-        counted=counted, firsts=(binding.I64 * b)(*firsts), norms=norms, ranges=ranges, out=out, lse=lse, rows=all_rows,
-        received=received, prefix=prefix, map=pooled, n_prefix=prefix_keys or 0, visible=of_queries,
-        visible_queries=of_keys, visible_heads=heads,
+        counted=counted, firsts=(binding.I64 * b)(*firsts), out=out, lse=lse, rows=all_rows, received=received,
+        prefix=prefix, n_prefix=prefix_keys, visible=of_queries, visible_queries=of_keys, visible_heads=heads,
     )  # fmt: skip
     if not attend(call, arguments):
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Arguments(ctypes.Structure):
         *((name, I64 * 3) for name in ("qs", "ks", "vs")), ("scale", ctypes.c_float), ("threads", ctypes.c_int32),
         ("low", I64), ("high", I64), ("keep", P), ("cells", P), ("cs", I64 * 2), ("widest", I64),
         *((name, P) for name in ("bits", "visible", "visible_queries")), ("visible_heads", I64), ("biases", P),
-        ("n_biases", I64), ("counted", P), ("firsts", P), ("sinks", P), ("ss", I64 * 3), ("norms", P), ("ns", I64 * 2),
+        ("n_biases", I64), ("counted", P), ("firsts", ctypes.POINTER(I64)), ("sinks", P), ("ss", I64 * 3), ("norms", P), ("ns", I64 * 2),
         ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
         *((name, P) for name in ("out", "lse", "rows", "received", "prefix", "map")),
         *((name, I64) for name in ("n_prefix", "bin_q", "bin_k")),
@@ -85,7 +85,7 @@ def unsupported_reason(call: Call) -> str | None:
         return f"q, k and v are {call.q.dtype}, {call.k.dtype} and {call.v.dtype}, not float32, bfloat16 or float16"
     if max(call.q.shape[3], call.v.shape[3]) > LARGEST_HEAD:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
-    if visibility(call.mask, call.grid) is None:
+    if call.mask is not None and visibility(call.mask, call.grid) is None:
         return f"the bits of the mask {type(call.mask).__name__} need more than {LARGEST_MASK} bytes"
     if call.sink is not None and not bool((call.sink < LARGEST_SCORE).all()):
         return "a sink logit is NaN or infinite"
@@ -108,49 +108,52 @@ def _is_finite(bias: Tensor) -> bool:
 class Prepared:
     """A call as the library takes it."""
 
-    arguments: dict[str, Any]
+    arguments: Arguments
     seen: Visibility
     held: list[Any]
     """The tensors and arrays that pointers lead to."""
 
     def with_tensors(self, **more: Any) -> Arguments:
-        """The call's arguments and `more`, in which a tensor stands for a pointer to it."""
-        self.held.extend(more.values())
-        return Arguments(**self.arguments, **{name: pointer(x) for name, x in more.items()})
+        """The call's arguments and `more`: a tensor stands for a pointer to it, and None for none."""
+        for name, x in more.items():
+            if x is not None:
+                setattr(self.arguments, name, x.data_ptr() if isinstance(x, Tensor) else x)
+        self.held.append(more)
+        return self.arguments
 
 
-def pointer(x: Any) -> Any:
-    """The address of the data of a tensor or an array; anything else as it is."""
-    return x.data_ptr() if isinstance(x, Tensor) else ctypes.addressof(x) if isinstance(x, ctypes.Array) else x
+def _in_memory(x: Tensor) -> Tensor:
+    """A tensor in float32 whose last dimension is contiguous."""
+    x = x if x.dtype == torch.float32 else x.detach().float()
+    return x if x.stride(3) == 1 else x.detach().contiguous()
 
 
 def prepared(call: Call) -> Prepared:
     """The arguments of a call for which there is no `unsupported_reason`."""
-    q, k, v = (
-        x if x.stride(3) == 1 else x.contiguous() for x in (y.detach().float() for y in (call.q, call.k, call.v))
-    )
+    q, k, v = _in_memory(call.q), _in_memory(call.k), _in_memory(call.v)
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
     seen = visibility(call.mask, call.grid)
     assert seen is not None
-    seen = replace(seen, keep=None if seen.keep is None else seen.keep.expand(b, n_keys).contiguous())
-    sink = None if call.sink is None else call.sink.detach().float().expand(b, h, n_queries)
-    steps, held = _steps(call)
-    arguments: dict[str, Any] = {"b": b, "h": h, "hkv": key_heads, "nq": n_queries, "nk": n_keys, "d": d, "dv": dv}
-    arguments |= {name: x.stride()[:3] for name, x in (("qs", q), ("ks", k), ("vs", v), ("ss", sink)) if x is not None}
-    tensors = {"q": q, "k": k, "v": v, "keep": seen.keep, "sinks": sink}
+    arguments = Arguments(
+        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv,
+        qs=q.stride()[:3], ks=k.stride()[:3], vs=v.stride()[:3], scale=call.factor / call.normalizer.temperature,
+        threads=torch.get_num_threads(), low=seen.band[0], high=seen.band[1], bin_q=1, bin_k=1,
+    )  # fmt: skip
+    made = Prepared(arguments, seen, [q, k, v])
+    if seen.keep is not None:
+        made.with_tensors(keep=seen.keep)
+    if call.sink is not None:
+        sink = call.sink.detach().float().expand(b, h, n_queries)
+        made.with_tensors(sinks=sink, ss=sink.stride())
     if seen.cells is not None:
         status = seen.cells.status
-        tensors |= {"cells": status, "bits": seen.cells.bits}
-        arguments["cs"] = tuple(
-            0 if n == 1 else step for n, step in zip(status.shape[:2], status.stride(), strict=False)
-        )
-        arguments["widest"] = int((status != 0).sum(3).max())
-    if steps:
-        arguments |= {"biases": ctypes.addressof(steps), "n_biases": len(call.biases)}
-    arguments |= {name: pointer(x) for name, x in tensors.items()}
-    arguments |= {"low": seen.band[0], "high": seen.band[1], "bin_q": 1, "bin_k": 1}
-    arguments |= {"scale": call.factor / call.normalizer.temperature, "threads": torch.get_num_threads()}
-    return Prepared(arguments, seen, [steps, *held, *tensors.values()])
+        strides = tuple(0 if n == 1 else step for n, step in zip(status.shape[:2], status.stride(), strict=False))
+        made.with_tensors(cells=status, bits=seen.cells.bits, cs=strides, widest=int((status != 0).sum(3).max()))
+    if call.biases:
+        steps, held = _steps(call)
+        made.held.extend((steps, *held))
+        made.with_tensors(biases=ctypes.addressof(steps), n_biases=len(call.biases))
+    return made
 
 
 class _Step(ctypes.Structure):
@@ -214,7 +217,7 @@ class Visibility:
 
     band: tuple[int, int]
     """Least and largest distance of a visible key before its query."""
-    keep: Bool[Tensor, "#b nk"] | None
+    keep: Bool[Tensor, "b nk"] | None
     """The keys that are not masked for all queries."""
     cells: MaskBits | None
 
@@ -239,5 +242,7 @@ def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
         )
         if cells is None:
             return None
+    if keys is not None:
+        keys = keys.expand(grid.batch, grid.n_keys).contiguous()
     # The library allocates memory by the width of the band, which is 0 if nothing is visible.
     return Visibility((low, max(high, low - 1)), keys, cells)
