@@ -31,7 +31,7 @@ SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of v
     "several tiles": (1, 2, 2, 600, 1100, 64, 64),
     "one query": (2, 2, 2, 1, 1100, 20, 7),
     "one query of a group": (1, 8, 1, 1, 1300, 64, 72),
-    "three queries of a group": (1, 4, 2, 3, 700, 40, 36),
+    "three queries of a group": (1, 4, 2, 3, 1700, 40, 36),
     "sixteen queries": (1, 3, 3, 16, 530, 4, 96),
 }
 
@@ -139,12 +139,15 @@ def check(
 def test_output_and_statistics_differ_from_those_of_the_tiles(
     shape: str, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(shape, mask, (), monkeypatch, sink=None, padded=False)
-    check(shape, mask, (), monkeypatch, sink=0.5, padded=True)
+    for threads, sink in ((1, None), (2, 0.5)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        check(shape, mask, (), monkeypatch, sink=sink, padded=sink is not None)
 
 
 @pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("shape", ["tiny", "grouped heads", "more queries than keys", "several tiles", "three queries of a group"])
+@pytest.mark.parametrize(
+    "shape", ["tiny", "grouped heads", "more queries than keys", "several tiles", "three queries of a group"]
+)
 def test_biases_or_half_precision_differ_from_those_of_the_tiles(
     shape: str, bias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +155,40 @@ def test_biases_or_half_precision_differ_from_those_of_the_tiles(
     made = BIASES[bias](b, h, n_queries, n_keys)
     check(shape, "window or prefix, padded", made, monkeypatch, sink=0.5, padded=True)
     check(shape, "causal", made, monkeypatch, sink=None, padded=False, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", ["few queries", "three queries of a group", "one query of a group"])
+def test_nan_leaks_or_an_overflow_gives_numbers(shape: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(SHAPES[shape])
+    keep = (torch.arange(k.shape[2]) != 3)[None]
+    hole = torch.where(keep, 1.0, torch.nan)[0, :, None]
+    last = torch.where(torch.arange(k.shape[2]) == k.shape[2] - 1, torch.inf, 1.0)[:, None]
+    no_key = biases.Dense(torch.full((q.shape[2], 1), -torch.inf))
+    calls = {
+        "masked": Call.of(q, k * hole, v * hole, Dense(keep)),
+        "outside of a window": Call.of(q, k * hole, v * hole, Window(k.shape[2] - 3 - q.shape[2])),
+        "visible to some": Call.of(q, k, v * last, Causal()),
+        "key": Call.of(q, k * hole, v),
+        "query": Call.of(q * torch.nan, k, v),
+        "value": Call.of(q, k, v * hole, Causal()),
+        "overflow": Call.of(q * 1e20, k * 1e20, v),
+        "bias": Call.of(q, k, v, None, (no_key,)),
+    }
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for name, call in calls.items():
+        norms = torch.ones(*call.q.shape[:2], k.shape[2])
+        result, _, got = measure.measured(call, output=True, value_norms=norms)
+        slow, _, want = by_tiles(call, monkeypatch, value_norms=norms)
+        assert result is not None
+        torch.testing.assert_close(result.out, slow.out, atol=2e-5, rtol=2e-4, equal_nan=True, msg=name)
+        for field, x in fields(want).items():
+            limit = 2e-3 + 2e-6 * k.shape[2] if field == "spread" else 2e-5
+            torch.testing.assert_close(
+                fields(got)[field], x, atol=limit, rtol=2e-4, equal_nan=True, msg=f"{name}: {field}"
+            )
+    assert native.binding.forward(calls["masked"]) is not None
+    assert native.binding.forward(calls["value"]) is None
 
 
 def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,8 @@ class Arguments(ctypes.Structure):
         *((name, I64 * 3) for name in ("qs", "ks", "vs")), ("scale", ctypes.c_float), ("threads", ctypes.c_int32),
         ("low", I64), ("high", I64), ("keep", P), ("cells", P), ("cs", I64 * 2), ("widest", I64),
         *((name, P) for name in ("bits", "visible", "visible_queries")), ("visible_heads", I64), ("biases", P),
-        ("n_biases", I64), ("counted", P), ("firsts", ctypes.POINTER(I64)), ("sinks", P), ("ss", I64 * 3), ("norms", P), ("ns", I64 * 2),
-        ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
+        ("n_biases", I64), ("counted", P), ("firsts", ctypes.POINTER(I64)), ("sinks", P), ("ss", I64 * 3),
+        ("norms", P), ("ns", I64 * 2), ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
         *((name, P) for name in ("out", "lse", "rows", "received", "prefix", "map")),
         *((name, I64) for name in ("n_prefix", "bin_q", "bin_k")),
     )  # fmt: skip
@@ -101,7 +101,7 @@ def _is_finite(bias: Tensor) -> bool:
     least, most = (float(x) for x in bias.detach().aminmax())
     if least == -math.inf:
         least = float(torch.where(bias == -torch.inf, 0, bias.detach()).amin())
-    return -LARGEST_SCORE < least and most < LARGEST_SCORE
+    return least > -LARGEST_SCORE and most < LARGEST_SCORE
 
 
 @dataclass(frozen=True, eq=False)
