@@ -363,6 +363,8 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
 def _shift_and_divisor(
     normalizer: Normalizer, mask: Mask | None, grid: Grid, q: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
+    if not isinstance(normalizer, Pointwise):
+        return None, None
     wide = at_least_float32(q.dtype)
 
     def visible() -> Tensor:
@@ -370,8 +372,6 @@ def _shift_and_divisor(
             return torch.full((1, 1, grid.n_queries), grid.n_keys, dtype=wide, device=q.device)
         return mask.visible_keys(grid).clamp(min=1).to(wide)
 
-    if not isinstance(normalizer, Pointwise):
-        return None, None
     shift = normalizer.shift(visible, q.new_empty(0, dtype=wide))
     return shift, visible() if normalizer.divide == "keys" else None
 
