@@ -17,6 +17,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 NATIVE = "src/qkv/native"
+FUNCTIONS = ("qkv_attend", "qkv_decode", "qkv_gradients")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Wno-psabi")
 
 ADDRESS = re.compile(r"https://github\.com/(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)")
@@ -89,9 +90,9 @@ def compiled(folder: Path, library: Path) -> str | None:
         parts = [f"{temporary}/{name}.o" for name in builds]
         try:
             for part, (name, flags) in zip(parts, builds.items(), strict=True):
-                names = [f"-D{x.upper()}={x}_{name}" for x in ("qkv_attend", "qkv_gradients")]
-                source = [str(folder / "gradients.c"), *names]  # it includes attention.c
-                subprocess.run([*compiler, *FLAGS, *flags, "-c", *source, "-o", part], check=True)
+                names = [f"-D{function}={function}_{name}" for function in FUNCTIONS]
+                source = ["-c", str(folder / "library.c"), *names]
+                subprocess.run([*compiler, *FLAGS, *flags, *source, "-o", part], check=True)
             finished = Path(temporary, library.name)
             choose = [str(folder / "choose.c"), *parts]
             subprocess.run([*compiler, *FLAGS, "-shared", *choose, "-o", str(finished), "-lm"], check=True)

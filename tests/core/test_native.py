@@ -29,6 +29,10 @@ SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of v
     "few queries": (1, 2, 1, 33, 130, 32, 32),
     "more queries than keys": (2, 2, 2, 130, 33, 8, 20),
     "several tiles": (1, 2, 2, 600, 1100, 64, 64),
+    "one query": (2, 2, 2, 1, 1100, 20, 7),
+    "one query of a group": (1, 8, 1, 1, 1300, 64, 72),
+    "three queries of a group": (1, 4, 2, 3, 1700, 40, 36),
+    "sixteen queries": (1, 3, 3, 16, 530, 4, 96),
 }
 
 
@@ -135,12 +139,15 @@ def check(
 def test_output_and_statistics_differ_from_those_of_the_tiles(
     shape: str, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(shape, mask, (), monkeypatch, sink=None, padded=False)
-    check(shape, mask, (), monkeypatch, sink=0.5, padded=True)
+    for threads, sink in ((1, None), (2, 0.5)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        check(shape, mask, (), monkeypatch, sink=sink, padded=sink is not None)
 
 
 @pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("shape", ["tiny", "grouped heads", "more queries than keys", "several tiles"])
+@pytest.mark.parametrize(
+    "shape", ["tiny", "grouped heads", "more queries than keys", "several tiles", "three queries of a group"]
+)
 def test_biases_or_half_precision_differ_from_those_of_the_tiles(
     shape: str, bias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,18 +157,46 @@ def test_biases_or_half_precision_differ_from_those_of_the_tiles(
     check(shape, "causal", made, monkeypatch, sink=None, padded=False, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", ["few queries", "three queries of a group", "one query of a group"])
+def test_nan_leaks_or_an_overflow_gives_numbers(shape: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(SHAPES[shape])
+    keep = (torch.arange(k.shape[2]) != 3)[None]
+    hole = torch.where(keep, 1.0, torch.nan)[0, :, None]
+    last = torch.where(torch.arange(k.shape[2]) == k.shape[2] - 1, torch.inf, 1.0)[:, None]
+    no_key = biases.Dense(torch.full((q.shape[2], 1), -torch.inf))
+    calls = {
+        "masked": Call.of(q, k * hole, v * hole, Dense(keep)),
+        "outside of a window": Call.of(q, k * hole, v * hole, Window(k.shape[2] - 3 - q.shape[2])),
+        "visible to some": Call.of(q, k, v * last, Causal()),
+        "key": Call.of(q, k * hole, v),
+        "query": Call.of(q * torch.nan, k, v),
+        "value": Call.of(q, k, v * hole, Causal()),
+        "overflow": Call.of(q * 1e20, k * 1e20, v),
+        "bias": Call.of(q, k, v, None, (no_key,)),
+    }
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for name, call in calls.items():
+        norms = torch.ones(*call.q.shape[:2], k.shape[2])
+        result, _, got = measure.measured(call, output=True, value_norms=norms)
+        slow, _, want = by_tiles(call, monkeypatch, value_norms=norms)
+        assert result is not None
+        torch.testing.assert_close(result.out, slow.out, atol=2e-5, rtol=2e-4, equal_nan=True, msg=name)
+        for field, x in fields(want).items():
+            limit = 2e-3 + 2e-6 * k.shape[2] if field == "spread" else 2e-5
+            torch.testing.assert_close(
+                fields(got)[field], x, atol=limit, rtol=2e-4, equal_nan=True, msg=f"{name}: {field}"
+            )
+    assert native.binding.forward(calls["masked"]) is not None
+    assert native.binding.forward(calls["value"]) is None
+
+
 def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(SHAPES["grouped heads"])
-    one, wide = q[:, :, :1], torch.zeros(1, 1, 4, 300)
-    bad = k.clone()
-    bad[0, 0, 3] = torch.nan
+    wide = torch.zeros(1, 1, 4, 300)
     calls = {
-        "NaN": Call.of(q, bad, v, Causal()),
-        "overflow": Call.of(q * 1e20, k * 1e20, v),
-        "infinite values": Call.of(q, k, v * torch.inf),
         "sink logit": Call.of(q, k, v, None, (), None, Softmax(sink=torch.full((4,), torch.nan))),
-        "one query": Call.of(one, k, v),
-        "NaN in a bias": Call.of(q, k, v, None, (biases.Dense(bad[:1, :1, :1, :1] * torch.nan),)),
+        "NaN in a bias": Call.of(q, k, v, None, (biases.Dense(torch.full((1, 1), torch.nan)),)),
         "a bias below all scores": Call.of(q, k, v, None, (biases.Dense(torch.full((70, 70), -3e38)),)),
         "vectors by distance": Call.of(q, k, v, None, (RelativePosition(torch.randn(5, 16)),)),
         "float64": Call.of(q.double(), k.double(), v.double()),

@@ -130,7 +130,7 @@ class Call:
             learned,
         )
 
-    @property
+    @cached_property
     def grid(self) -> Grid:
         batch, heads, n_queries, _ = self.q.shape
         n_keys = self.k.shape[2]
@@ -215,6 +215,8 @@ PLAIN = ("q", "k", "v", "sink", "shift", "values")
 
 def detached(call: Call, *, learned: bool = False) -> Call:
     """The same call with detached tensors; `learned` keeps the learned tensors of user-defined objects attached."""
+    if not call.learned and not any(x.requires_grad for x in call.tensors().values()):
+        return call
     made = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
     return made if learned else replace(made, learned={})
 
@@ -302,13 +304,14 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
         if 0 in x.shape:
             raise InputError(f"{name} has shape {tuple(x.shape)}, expected at least 1 in every dimension")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not (q.shape[0] == k.shape[0] == v.shape[0]):
-        raise InputError(f"q, k and v differ in batch size: {shapes}")
-    if k.shape[1:3] != v.shape[1:3]:
-        raise InputError(f"k and v differ in heads or length: {shapes}")
-    if q.shape[1] % k.shape[1]:
-        raise InputError(f"q has {q.shape[1]} heads, expected a multiple of the {k.shape[1]} heads of k: {shapes}")
+    (b, h, _, _), (k_batch, k_heads, *_) = q.shape, k.shape
+    if not (b == k_batch == v.shape[0] and k.shape[:3] == v.shape[:3] and h % k_heads == 0):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if not (b == k_batch == v.shape[0]):
+            raise InputError(f"q, k and v differ in batch size: {shapes}")
+        if k.shape[1:3] != v.shape[1:3]:
+            raise InputError(f"k and v differ in heads or length: {shapes}")
+        raise InputError(f"q has {h} heads, expected a multiple of the {k_heads} heads of k: {shapes}")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         dtypes = ", ".join(f"{n} {x.dtype} on {x.device}" for n, x in (("q", q), ("k", k), ("v", v)))
         raise InputError(f"q, k and v differ in dtype or device: {dtypes}")
@@ -335,6 +338,8 @@ def _check_kinds(given: Given, dropout_p: float) -> None:
 def _sink(given: Given, projected: Tensor) -> Tensor | None:
     if not isinstance(given.normalizer, SumToOne):
         return None
+    if given.normalizer.sink is None and given.normalizer.key is None:
+        return None
     heads, wide = projected.shape[1], at_least_float32(projected.dtype)
     if given.normalizer.key is None:
         return given.normalizer.sink_of(projected.new_empty(projected.shape[:3], dtype=wide))
@@ -358,6 +363,8 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
 def _shift_and_divisor(
     normalizer: Normalizer, mask: Mask | None, grid: Grid, q: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
+    if not isinstance(normalizer, Pointwise):
+        return None, None
     wide = at_least_float32(q.dtype)
 
     def visible() -> Tensor:
@@ -365,8 +372,6 @@ def _shift_and_divisor(
             return torch.full((1, 1, grid.n_queries), grid.n_keys, dtype=wide, device=q.device)
         return mask.visible_keys(grid).clamp(min=1).to(wide)
 
-    if not isinstance(normalizer, Pointwise):
-        return None, None
     shift = normalizer.shift(visible, q.new_empty(0, dtype=wide))
     return shift, visible() if normalizer.divide == "keys" else None
 

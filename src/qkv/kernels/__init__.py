@@ -23,6 +23,7 @@ from qkv.kernels import eager, linear, loops, ring, tiled
 from qkv.kernels.flex import kernel as flex
 from qkv.kernels.fused import kernel as fused
 from qkv.native import kernel as native
+from qkv.native.binding import is_finite
 from qkv.ring import Shared
 
 __all__ = ["KERNELS", "Call", "Result"]
@@ -149,10 +150,20 @@ def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
             return _serve_edited(editor(call, weights), kernel, server, weights=weights)
 
     def compute() -> Result:
-        result: Result = KERNELS[pick(call, kernel, weights=weights)].forward(call)
-        return result
+        return attention(call, kernel, weights=weights)
 
     return compute() if server is None else server(call, compute, kernel == "auto" and not weights)
+
+
+def attention(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
+    """The result of a call on the chosen kernel; of scores or outputs that are not finite, on one that takes them."""
+    result: Result | None = KERNELS[pick(call, kernel, weights=weights)].forward(call)
+    if result is None and kernel != "auto":
+        raise InputError(
+            f"kernel={kernel!r} cannot serve this call: q, k or v hold NaN, infinity or numbers so large that scores "
+            "overflow; expected finite numbers, or kernel='tiled'"
+        )
+    return tiled.forward(call) if result is None else result
 
 
 def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, weights: bool) -> Result:
@@ -193,6 +204,7 @@ def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
         if (
             fits
             and (kernel == name or not _only_for_tests(name, call))
+            and (name != "native" or is_finite(call))
             and _unsupported_reason(name, call, weights=False) is None
         ):
             return KERNELS[name]

@@ -14,9 +14,8 @@ from torch import Tensor
 from qkv._engine.call import Call
 from qkv._engine.tiles import kept
 from qkv.masks import Grid, Mask
-from qkv.masks.base import band_counts
 from qkv.native import binding
-from qkv.native.binding import Visibility, library, prepared, run, visibility
+from qkv.native.binding import attend, prepared, visibility
 
 OF_QUERIES = (
     "entropy", "effective_keys", "distance", "spread", "sink", "self_", "previous", "next_", "row_sum",
@@ -47,76 +46,66 @@ def attend_and_measure(
     prefix_keys: int | None,
     bins: tuple[int, int] | None,
     value_norms: Float[Tensor, "b h nk"] | None,
-) -> tuple[Float[Tensor, "b h nq dv"] | None, Float[Tensor, "b h nq"], dict[str, Any]]:
+) -> tuple[Float[Tensor, "b h nq dv"] | None, Float[Tensor, "b h nq"], dict[str, Any]] | None:
     """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
+
+    None if a score or an output is not finite.
 
     The statistics are the fields of `qkv.statistics.Statistics`; the thumbnail is a tensor of the largest and of the
     mean weights, (2, b, h, query bins, key bins), and `bins` is the size of a bin.
     """
-    made, grid = prepared(call), call.grid
     b, h, n_queries, _ = call.q.shape
-    n_keys = grid.n_keys
-    spans = {name: ranges_of(mask, grid) for name, mask in mass.items()}
-    spans_of = {name: x for name, x in spans.items() if x is not None}
+    made, n_keys = prepared(call), call.k.shape[2]
+    spans = {name: x for name, mask in mass.items() if (x := ranges_of(mask, call.grid)) is not None}
     ranges = None
-    if spans_of:
-        batches = max(x.shape[2] for x in spans_of.values())
-        ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans_of.values()])
+    if spans:
+        batches = max(x.shape[2] for x in spans.values())
+        ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans.values()])
+        made.with_tensors(ranges=ranges, n_ranges=len(ranges), range_batch=0 if batches == 1 else n_queries)
     out = torch.empty(b, h, n_queries, call.v.shape[3]) if output else None
-    lse, received = torch.empty(b, h, n_queries), torch.empty(b, h, n_keys)
-    rows = torch.empty(len(OF_QUERIES) + (0 if ranges is None else len(ranges)), b, h, n_queries)
+    all_rows = torch.empty(len(OF_QUERIES) + sum(map(len, spans.values())) + 1, b, h, n_queries)
+    *rows, lse = all_rows.unbind()
+    heads = 1 if made.seen.cells is None else made.seen.cells.status.shape[1]
+    received, of_queries = torch.empty(b, h, n_keys), torch.empty(b, heads, n_queries)
+    of_keys = torch.empty(b, heads, n_keys)
     prefix = None if prefix_keys is None else torch.empty(2, b, h, prefix_keys)
     pooled = None
     if bins is not None:
         pooled = torch.empty(2, b, h, -(-n_queries // bins[0]), -(-n_keys // bins[1]))
+        made.with_tensors(map=pooled, bin_q=bins[0], bin_k=bins[1])
     norms = None if value_norms is None else value_norms.contiguous()
+    if norms is not None:
+        made.with_tensors(norms=norms, ns=norms.stride()[:2])
     counted = None if queries is None else queries.contiguous()
-    first = torch.tensor(firsts)
-    if ranges is not None:
-        made.arguments.update(n_ranges=len(ranges), range_batch=0 if ranges.shape[2] == 1 else n_queries)
-    if bins is not None:
-        made.arguments.update(bin_q=bins[0], bin_k=bins[1])
-    counts: tuple[Tensor | None, Tensor | None] = None, None
-    if made.seen.cells is not None:  # the library counts
-        heads = made.seen.cells.status.shape[1]
-        made.arguments["visible_heads"] = heads
-        counts = (torch.empty(b, heads, n_queries, dtype=torch.int32), torch.empty(b, heads, n_keys, dtype=torch.int32))
     arguments = made.with_tensors(
-        counted=counted, firsts=first, norms=norms, ns=(0, 0) if norms is None else norms.stride()[:2], ranges=ranges,
-        out=out, lse=lse, rows=rows, received=received, prefix=prefix, map=pooled, n_prefix=prefix_keys or 0,
-        visible=counts[0], visible_queries=counts[1],
+        counted=counted, firsts=(binding.I64 * b)(*firsts), out=out, lse=lse, rows=all_rows, received=received,
+        prefix=prefix, n_prefix=prefix_keys, visible=of_queries, visible_queries=of_keys, visible_heads=heads,
     )  # fmt: skip
-    run(library().qkv_attend, arguments, call.q, call.k)  # type: ignore[union-attr]
+    if not attend(call, arguments):
+        return None
     values: dict[str, Any] = dict(zip(OF_QUERIES, rows, strict=False))
     if norms is None:
         del values["first_contribution"]
     else:
-        values["first_contribution"] = _share_of_first(values, norms, first)
+        values["first_contribution"] = _share_of_first(values, norms, torch.tensor(firsts))
     sums = iter(rows[len(OF_QUERIES) :])
-    masses = {name: functools.reduce(torch.add, itertools.islice(sums, len(span))) for name, span in spans_of.items()}
-    of_queries, of_keys = counts
-    if of_queries is None or of_keys is None:
-        of_queries, of_keys = _counts(made.seen, counted, grid)
+    masses = {name: functools.reduce(torch.add, itertools.islice(sums, len(x))) for name, x in spans.items()}
     shown = lse if counted is None else lse.masked_fill(~counted[:, None], -torch.inf)
     sink_mass = None
     if call.sink is not None:
         sink = call.sink.to(lse.dtype).expand(b, h, n_queries)
         sink_mass = torch.exp(sink - shown).masked_fill_((shown == -torch.inf) | (sink == -torch.inf), 0)
-    return (
-        out,
-        lse,
-        values
-        | {
-            "lse": shown,
-            "received": received,
-            "visible": of_queries.float().expand(b, h, n_queries),
-            "visible_queries": of_keys.float().expand(b, h, n_keys),
-            "prefix_sink_scores": None if prefix is None else prefix[0] / prefix[1].clamp(min=1),
-            "thumbnail": pooled,
-            "sink_mass": sink_mass,
-            "mass": masses,
-        },
-    )
+    values |= {
+        "lse": shown,
+        "received": received,
+        "visible": of_queries.expand(b, h, n_queries),
+        "visible_queries": of_keys.expand(b, h, n_keys),
+        "prefix_sink_scores": None if prefix is None else prefix[0] / prefix[1].clamp(min=1),
+        "thumbnail": pooled,
+        "sink_mass": sink_mass,
+        "mass": masses,
+    }
+    return out, lse, values
 
 
 def _share_of_first(values: Mapping[str, Tensor], norms: Tensor, firsts: Tensor) -> Tensor:
@@ -164,24 +153,3 @@ def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:
         return torch.stack(each).int().contiguous()
 
     return kept(mask, grid, "native ranges", ranges)
-
-
-def _counts(seen: Visibility, counted: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The number of visible keys of each query (1 or b, 1, nq) and of visible queries of each key (1 or b, 1, nk)."""
-    keep, (low, high) = seen.keep, seen.band
-    of_queries, of_keys = band_counts(seen.band, grid)
-    if keep is None and counted is None:
-        return of_queries, of_keys
-    position = grid.rows(0, grid.n_queries)
-    start, end = (position - high).clamp(0, grid.n_keys), (position - low + 1).clamp(0, grid.n_keys)
-    end = torch.maximum(start, end)
-    if keep is not None:
-        before = torch.nn.functional.pad(keep.cumsum(1), (1, 0))
-        of_queries = (before[:, end] - before[:, start])[:, None]
-    if counted is not None:
-        of_queries = of_queries * counted[:, None]
-        steps = torch.zeros(len(counted), grid.n_keys + 1, dtype=torch.long)
-        ones = counted.long()
-        steps.scatter_add_(1, start.expand_as(ones), ones).scatter_add_(1, end.expand_as(ones), -ones)
-        of_keys = steps.cumsum(1)[:, None, :-1]
-    return of_queries, of_keys if keep is None else of_keys * keep[:, None]

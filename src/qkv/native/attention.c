@@ -8,6 +8,7 @@
  * map, and the weights on single keys. Scores and their maxima are in base 2. Each tile of each row has its own offset
  * (a lazily raised running maximum: Milakov & Gimelshein 2018), so no weight in memory is ever rescaled.
  */
+#include <float.h>
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
@@ -62,8 +63,8 @@ typedef struct {
                                   * i + 2 for those of bits[i]; strides cs of batch and head; or NULL */
     int64_t cs[2], widest;       /* widest: how many cells with visible pairs a block of queries has at most */
     const uint64_t *bits;        /* (cells, BLOCK): bit j of a query is 1 if key j of the cell is visible */
-    int32_t *visible, *visible_queries; /* (b, visible_heads, nq or nk): numbers of visible keys of each query that
-                                         * counts, and the converse; or NULL */
+    float *visible, *visible_queries; /* (b, visible_heads, nq or nk): numbers of visible keys of each query that
+                                       * counts, and the converse; or NULL */
     int64_t visible_heads;
     const Bias *biases;
     int64_t n_biases;
@@ -108,9 +109,11 @@ typedef struct {           /* what one thread works with */
     Row row[BLOCK];
     int64_t lo[BLOCK], hi[BLOCK]; /* visible keys */
     float weight[BLOCK], center[BLOCK];
+    int infinite;          /* whether a score, an output or a contribution was infinite or NaN */
 } Space;
 
 static const float LOWEST = -1e30f; /* score of a masked pair: its weight is 0, and 0 times it is 0 */
+static const float LARGEST = 1e28f; /* score of a pair that is visible */
 static const float RAISE = 8;       /* the offset is raised if a score exceeds it by more */
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -251,24 +254,33 @@ INLINE vf capped(vf x, float cap) {
     return cap * choose(magnitude(z) < 0.3f, z * small, (e - 1) / (e + 1));
 }
 
+/* What a bias has for the keys of query i; a soft cap has nothing. */
+INLINE const float *values_of_row(const Call *c, const Bias *bias, int64_t batch, int64_t head, int64_t i) {
+    if (bias->kind == SOFT_CAP) return NULL;
+    const float *values = bias->values + batch * bias->strides[0] + head * bias->strides[1] + i * bias->strides[2];
+    return bias->kind == BY_DISTANCE ? values + c->nq - 1 - i : values;
+}
+
+/* Scores x of the keys from j on with a bias. */
+INLINE vf biased(const Call *c, const Bias *bias, const float *values, int64_t j, vf x) {
+    vf added = {0};
+    if (bias->kind == SOFT_CAP) return capped(x, bias->factor);
+    if (bias->kind == DENSE && !bias->strides[3]) added += values[0];
+    else if (bias->kind == BY_DISTANCE || j + VL <= c->nk) added = *(const vu *)(values + j);
+    else if (j < c->nk) memcpy(&added, values + j, (size_t)(c->nk - j) * sizeof(float));
+    return maximum((vf){0} + LOWEST, x + added * bias->factor); /* -infinity masks a pair; NaN stays */
+}
+
 /* Apply the biases to the scores of a strip; `first` is the key of the first panel, `query` the first of `rows` queries. */
 static void add_biases(const Call *c, float *p, int64_t panels, int64_t first, int64_t batch, int64_t head, int64_t query,
                        int64_t rows) {
     for (const Bias *bias = c->biases; bias < c->biases + c->n_biases; bias++)
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t *strides = bias->strides, i = query + r;
-            const float *values = bias->values;
-            if (bias->kind != SOFT_CAP) values += batch * strides[0] + head * strides[1] + i * strides[2];
-            if (bias->kind == BY_DISTANCE) values += c->nq - 1 - i;
+            const float *values = values_of_row(c, bias, batch, head, query + r);
             for (int64_t panel = 0; panel < panels; panel++)
                 for (int v = 0; v < NV; v++) {
-                    const int64_t j = first + panel * PW + v * VL;
-                    vf *at = (vf *)(p + panel * RS * PW + r * PW + v * VL), added = {0};
-                    if (bias->kind == SOFT_CAP) { *at = capped(*at, bias->factor); continue; }
-                    if (bias->kind == DENSE && !strides[3]) added += values[0];
-                    else if (bias->kind == BY_DISTANCE || j + VL <= c->nk) added = *(const vu *)(values + j);
-                    else if (j < c->nk) memcpy(&added, values + j, (size_t)(c->nk - j) * sizeof(float));
-                    *at = maximum(*at + added * bias->factor, (vf){0} + LOWEST); /* -infinity masks a pair */
+                    vf *at = (vf *)(p + panel * RS * PW + r * PW + v * VL);
+                    *at = biased(c, bias, values, first + panel * PW + v * VL, *at);
                 }
         }
 }
@@ -540,6 +552,20 @@ static void find_runs(const Call *c, Space *s, int64_t from, int64_t to) {
     }
 }
 
+/* The logarithm to base 2 of a row's sum, with its sink logit. */
+static double log_sum_exp(const Call *c, const Row *row, int64_t batch, int64_t head, int64_t query) {
+    const double lse = row->seen ? row->offset + log2(row->total) : -INFINITY;
+    if (!c->sinks) return lse;
+    const double sink = c->sinks[batch * c->ss[0] + head * c->ss[1] + query * c->ss[2]] * M_LOG2E;
+    const double most = fmax(lse, sink), least = fmin(lse, sink);
+    return most > -INFINITY ? most + log2(1 + exp2(least - most)) : lse;
+}
+
+/* Whether a row has a largest score that no masked pair has; a row without any visible pair needs none. */
+static int is_finite(const Row *row, int sees) {
+    return row->seen ? row->top < LARGEST && row->total == row->total : !sees;
+}
+
 static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t query) {
     const int64_t n = min64(BLOCK, c->nq - query), strips = (n + RS - 1) / RS, shift = c->nk - c->nq;
     const int64_t dvp = up(c->dv, VL);
@@ -569,12 +595,10 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
     for (int64_t r = 0; r < n; r++) {
         Row *row = s->row + r;
         const int empty = !row->seen;
-        double lse = empty ? -INFINITY : row->offset + log2(row->total);
-        if (c->sinks) {
-            const float *logit = c->sinks + batch * c->ss[0] + head * c->ss[1] + (query + r) * c->ss[2];
-            const double sink = *logit * M_LOG2E, most = fmax(lse, sink), least = fmin(lse, sink);
-            if (most > -INFINITY) lse = most + log2(1 + exp2(least - most));
-        }
+        const double lse = log_sum_exp(c, row, batch, head, query + r);
+        int64_t first = s->lo[r];
+        while (empty && first < s->hi[r] && !is_visible(c, s, r, first)) first++;
+        s->infinite |= !is_finite(row, first < s->hi[r]);
         c->lse[base + r] = (float)(lse * M_LN2);
         const float w = empty ? 0 : (float)exp2(row->offset - lse);
         if (c->counted && !c->counted[batch * c->nq + query + r]) row->seen = 0;
@@ -583,6 +607,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         if (c->out) {
             float *out = c->out + (base + r) * c->dv, *o = s->o + r * dvp;
             for (int64_t i = 0; i < c->dv; i++) out[i] = empty ? 0 : o[i] * w;
+            for (int64_t i = 0; i < c->dv; i++) s->infinite |= !(fabsf(out[i]) <= FLT_MAX);
         }
     }
     if (!c->rows) return;
@@ -648,6 +673,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         to_row[NEXT * all] = weight_on(s, r, position + 1);
         to_row[ROW_SUM * all] = (float)(row->total * weight);
         to_row[CONTRIBUTION * all] = (float)contribution[r];
+        s->infinite |= contribution[r] != contribution[r];
         for (int64_t i = 0; i < c->n_ranges; i++) {
             const int32_t *range = c->ranges + i * 2 * (c->range_batch ? c->b : 1) * c->nq + batch * c->range_batch;
             const int64_t ends = (c->range_batch ? c->b : 1) * c->nq;
@@ -703,31 +729,49 @@ static void finish(const Call *c, double *keys, int64_t size, int64_t bh) {
 
 static void *take(char **at, int64_t bytes) { char *x = *at; *at += up(bytes, 64); return x; }
 
-/* Count the pairs of a mask of cells. */
+/* Count the visible pairs of each query that counts, and of each key. */
 static void count(const Call *c, int64_t heads) {
     const int64_t cells = (c->nk + CELL - 1) / CELL, shift = c->nk - c->nq;
-    memset(c->visible_queries, 0, (size_t)(c->b * heads * c->nk) * sizeof(int32_t));
-    for (int64_t bh = 0; bh < c->b * heads; bh++)
+    memset(c->visible_queries, 0, (size_t)(c->b * heads * c->nk) * sizeof(float));
+    for (int64_t bh = 0; bh < c->b * heads; bh++) {
+        const int64_t batch = bh / heads;
+        const uint8_t *keep = c->keep ? c->keep + batch * c->nk : NULL;
+        float *of_keys = c->visible_queries + bh * c->nk;
+        int64_t from = 0, to = 0, kept = 0; /* the last query's keys, and how many of them are no padding */
         for (int64_t i = 0; i < c->nq; i++) {
-            const int64_t batch = bh / heads, lo = max64(i + shift - c->high, 0), hi = min64(i + shift - c->low + 1, c->nk);
-            const int32_t *row = c->cells + batch * c->cs[0] + bh % heads * c->cs[1] + i / BLOCK * cells;
-            const uint8_t *keep = c->keep ? c->keep + batch * c->nk : NULL;
-            int32_t *of_keys = c->visible_queries + bh * c->nk, seen = 0;
+            const int64_t lo = min64(max64(i + shift - c->high, 0), c->nk);
+            const int64_t hi = max64(min64(i + shift - c->low + 1, c->nk), lo);
             const int counts = !c->counted || c->counted[batch * c->nq + i];
-            for (int64_t cell = lo / CELL; counts && cell * CELL < hi; cell++) {
+            int64_t seen = 0;
+            if (!c->cells) { /* the band moves by one key; `of_keys` has the differences of neighbours first */
+                for (; keep && to < hi; to++) kept += keep[to];
+                for (; keep && from < lo; from++) kept -= keep[from];
+                seen = counts ? keep ? kept : hi - lo : 0;
+                if (counts && lo < hi) of_keys[lo]++;
+                if (counts && lo < hi && hi < c->nk) of_keys[hi]--;
+            }
+            const int32_t *row = !c->cells ? NULL : c->cells + batch * c->cs[0] + bh % heads * c->cs[1] + i / BLOCK * cells;
+            for (int64_t cell = lo / CELL; row && counts && cell * CELL < hi; cell++) {
                 if (!row[cell]) continue;
                 const uint64_t bits = row[cell] == 1 ? UINT64_MAX : c->bits[(row[cell] - 2) * (int64_t)BLOCK + i % BLOCK];
                 for (int64_t j = max64(lo, cell * CELL); j < min64(hi, (cell + 1) * CELL); j++) {
-                    const int32_t on = (int32_t)(bits >> j % CELL & 1) & (!keep || keep[j]);
-                    seen += on, of_keys[j] += on;
+                    const int on = (bits >> j % CELL & 1) && (!keep || keep[j]);
+                    seen += on, of_keys[j] += (float)on;
                 }
             }
-            c->visible[bh * c->nq + i] = seen;
+            c->visible[bh * c->nq + i] = (float)seen;
         }
+        int64_t sum = 0;
+        for (int64_t j = 0; j < c->nk && !c->cells; j++) {
+            sum += (int64_t)of_keys[j];
+            of_keys[j] = keep && !keep[j] ? 0 : (float)sum;
+        }
+    }
 }
 
-/* Returns 0, or 1 if there is no memory. */
-int QKV_ATTEND(const Call *c) { /* the build gives it one name for each set of instructions */
+/* Returns 0; 1 if there is no memory; 2 if a score or an output is infinite or NaN, so that results are not to be used.
+ * The build gives it one name for each set of instructions. */
+int qkv_attend(const Call *c) {
     const int64_t dvp = c->out ? up(c->dv, VL) : 0, nkp = up(c->nk, TILE), group = c->h / c->hkv, units = c->b * c->hkv;
     const int64_t blocks = (c->nq + BLOCK - 1) / BLOCK, items = group * blocks;
     const int64_t map = c->map ? ((c->nq + c->bin_q - 1) / c->bin_q) * ((c->nk + c->bin_k - 1) / c->bin_k) : 0;
@@ -751,7 +795,8 @@ int QKV_ATTEND(const Call *c) { /* the build gives it one name for each set of i
     if (!alone) memset(total, 0, (size_t)(group * size) * 8);
     if (c->visible) count(c, c->visible_heads);
     int64_t next_unit = 0, next_item = 0;
-    #pragma omp parallel num_threads(threads) if (threads > 1)
+    int infinite = 0;
+    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|:infinite)
     {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
         char *mine = memory + me * up(own, 4096);
@@ -766,6 +811,7 @@ int QKV_ATTEND(const Call *c) { /* the build gives it one name for each set of i
         s->v = alone ? take(&mine, nkp * dvp * 4) : shared_v;
         s->kept = !c->keep ? NULL : alone ? take(&mine, kept * 4) : shared_kept;
         s->padded = c->keep ? s->kept + nkp : NULL;
+        s->infinite = 0;
         for (int64_t unit = 0; ; unit++) {
             if (alone) unit = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
             if (unit >= units) break;
@@ -804,7 +850,8 @@ int QKV_ATTEND(const Call *c) { /* the build gives it one name for each set of i
                     finish(c, total + g * size, size, batch * c->h + key_head * group + g);
             }
         }
+        infinite |= s->infinite;
     }
     free(memory);
-    return 0;
+    return infinite ? 2 : 0;
 }

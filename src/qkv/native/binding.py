@@ -1,4 +1,4 @@
-"""The compiled library of `attention.c` and `gradients.c`: loading it, and a call as the arguments that it takes.
+"""The compiled library of `attention.c`: loading it, and a call as the arguments that it takes.
 
 The package's build compiles it (hatch_build.py). Without a compiler, `unsupported_reason` says so, and the tiles of
 tensor operations serve every call. Every argument is checked here before the library gets a pointer.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._engine.call import Call
@@ -26,6 +26,8 @@ from qkv.masks.convert import MaskBits, mask_bits
 
 LIBRARY = Path(__file__).with_name("attention.so")
 LARGEST_HEAD = 256
+FEW_ROWS = 16
+"""Up to so many queries of a key head, keys and values are read in place (`decode.c`)."""
 LARGEST_SCORE = 1e28  # a masked pair has a score of −1e30
 LARGEST_MASK = 2**27  # bytes, one bit a pair: 32,000 queries and keys if `Mask.classify` knows nothing of the mask
 PADDING = 64  # numbers after a table of biases that the library may read
@@ -41,8 +43,8 @@ class Arguments(ctypes.Structure):
         *((name, I64 * 3) for name in ("qs", "ks", "vs")), ("scale", ctypes.c_float), ("threads", ctypes.c_int32),
         ("low", I64), ("high", I64), ("keep", P), ("cells", P), ("cs", I64 * 2), ("widest", I64),
         *((name, P) for name in ("bits", "visible", "visible_queries")), ("visible_heads", I64), ("biases", P),
-        ("n_biases", I64), ("counted", P), ("firsts", P), ("sinks", P), ("ss", I64 * 3), ("norms", P), ("ns", I64 * 2),
-        ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
+        ("n_biases", I64), ("counted", P), ("firsts", ctypes.POINTER(I64)), ("sinks", P), ("ss", I64 * 3),
+        ("norms", P), ("ns", I64 * 2), ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
         *((name, P) for name in ("out", "lse", "rows", "received", "prefix", "map")),
         *((name, I64) for name in ("n_prefix", "bin_q", "bin_k")),
     )  # fmt: skip
@@ -66,9 +68,9 @@ def library() -> ctypes.CDLL | str:
         return "the native library was not compiled when qkv was installed: there was no C compiler"
     try:
         found = ctypes.CDLL(str(LIBRARY))  # torch, imported above, brings the OpenMP runtime that it uses
-        for function, arguments in ((found.qkv_attend, Arguments), (found.qkv_gradients, Gradients)):
+        functions = (found.qkv_attend, Arguments), (found.qkv_decode, Arguments), (found.qkv_gradients, Gradients)
+        for function, arguments in functions:
             function.argtypes, function.restype = [ctypes.POINTER(arguments)], ctypes.c_int
-        found.qkv_is_finite.argtypes, found.qkv_is_finite.restype = [P, I64], ctypes.c_int
     except (OSError, AttributeError) as error:
         return f"the native library {LIBRARY.name} cannot be loaded: {error}"
     return found
@@ -89,20 +91,14 @@ def unsupported_reason(call: Call) -> str | None:
     for bias in call.biases:
         if type(bias) not in (ByDistance, Dense, SoftCap):
             return f"the bias {type(bias).__name__} is not one by distance, a tensor, or a soft cap"
-    if call.q.shape[2] == 1:
-        return "one query: it packs the keys first, which takes longer than the attention itself"
     if transformed(call) or torch._C._len_torch_dispatch_stack() > 0:
         return "it computes no derivatives, and needs tensors in memory"
     if not {call.q.dtype, call.k.dtype, call.v.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
         return f"q, k and v are {call.q.dtype}, {call.k.dtype} and {call.v.dtype}, not float32, bfloat16 or float16"
     if max(call.q.shape[3], call.v.shape[3]) > LARGEST_HEAD:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
-    if visibility(call.mask, call.grid) is None:
+    if call.mask is not None and visibility(call.mask, call.grid) is None:
         return f"the bits of the mask {type(call.mask).__name__} need more than {LARGEST_MASK} bytes"
-    largest = [float(x.detach().abs().amax()) for x in (call.q, call.k)]
-    finite = math.isfinite(call.v.detach().sum())
-    if not (abs(call.scale) * call.q.shape[3] * math.prod(largest) < LARGEST_SCORE and finite):
-        return "q, k or v hold NaN, infinity or numbers so large that scores overflow"
     if call.sink is not None and not bool((call.sink.detach() < LARGEST_SCORE).all()):
         return "a sink logit is NaN or infinite"
     for bias in call.biases:
@@ -120,53 +116,63 @@ def _is_finite(bias: Tensor) -> bool:
     return least > -LARGEST_SCORE and most < LARGEST_SCORE
 
 
+def is_finite(call: Call) -> bool:
+    """Whether queries, keys and values are finite and so small that no score overflows, also where they are masked."""
+    q, k, v = (x.detach() for x in (call.q, call.k, call.v))
+    largest = abs(call.scale) * q.shape[3] * float(q.abs().amax()) * float(k.abs().amax())
+    return largest < LARGEST_SCORE and math.isfinite(v.sum())
+
+
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A call as the library takes it."""
 
-    arguments: dict[str, Any]
+    arguments: Arguments
     seen: Visibility
     held: list[Any]
     """The tensors and arrays that pointers lead to."""
 
     def with_tensors(self, **more: Any) -> Arguments:
-        """The call's arguments and `more`, in which a tensor stands for a pointer to it."""
-        self.held.extend(x for x in more.values() if isinstance(x, Tensor))
-        return Arguments(**self.arguments, **{name: pointer(x) for name, x in more.items()})
+        """The call's arguments and `more`: a tensor stands for a pointer to it, and None for none."""
+        for name, x in more.items():
+            if x is not None:
+                setattr(self.arguments, name, x.data_ptr() if isinstance(x, Tensor) else x)
+        self.held.append(more)
+        return self.arguments
 
 
-def pointer(x: Any) -> Any:
-    """The address of a tensor's data; anything else as it is."""
-    return x.data_ptr() if isinstance(x, Tensor) else x
+def _in_memory(x: Tensor) -> Tensor:
+    """A tensor in float32 whose last dimension is contiguous."""
+    x = x if x.dtype == torch.float32 else x.detach().float()
+    return x if x.stride(3) == 1 else x.detach().contiguous()
 
 
 def prepared(call: Call) -> Prepared:
     """The arguments of a call for which there is no `unsupported_reason`."""
-    q, k, v = (
-        x if x.stride(3) == 1 else x.contiguous() for x in (y.detach().float() for y in (call.q, call.k, call.v))
-    )
+    q, k, v = _in_memory(call.q), _in_memory(call.k), _in_memory(call.v)
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
     seen = visibility(call.mask, call.grid)
     assert seen is not None
-    seen = replace(seen, keep=None if seen.keep is None else seen.keep.expand(b, n_keys).contiguous())
-    sink = None if call.sink is None else call.sink.detach().float().expand(b, h, n_queries)
-    steps, held = _steps(call)
-    arguments: dict[str, Any] = {"b": b, "h": h, "hkv": key_heads, "nq": n_queries, "nk": n_keys, "d": d, "dv": dv}
-    arguments |= {name: x.stride()[:3] for name, x in (("qs", q), ("ks", k), ("vs", v), ("ss", sink)) if x is not None}
-    tensors = {"q": q, "k": k, "v": v, "keep": seen.keep, "sinks": sink}
+    arguments = Arguments(
+        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv,
+        qs=q.stride()[:3], ks=k.stride()[:3], vs=v.stride()[:3], scale=call.factor / call.normalizer.temperature,
+        threads=torch.get_num_threads(), low=seen.band[0], high=seen.band[1], bin_q=1, bin_k=1,
+    )  # fmt: skip
+    made = Prepared(arguments, seen, [q, k, v])
+    if seen.keep is not None:
+        made.with_tensors(keep=seen.keep)
+    if call.sink is not None:
+        sink = call.sink.detach().float().expand(b, h, n_queries)
+        made.with_tensors(sinks=sink, ss=sink.stride())
     if seen.cells is not None:
         status = seen.cells.status
-        tensors |= {"cells": status, "bits": seen.cells.bits}
-        arguments["cs"] = tuple(
-            0 if n == 1 else step for n, step in zip(status.shape[:2], status.stride(), strict=False)
-        )
-        arguments["widest"] = int((status != 0).sum(3).max())
-    if steps:
-        arguments |= {"biases": ctypes.addressof(steps), "n_biases": len(call.biases)}
-    arguments |= {name: pointer(x) for name, x in tensors.items()}
-    arguments |= {"low": seen.band[0], "high": seen.band[1], "bin_q": 1, "bin_k": 1}
-    arguments |= {"scale": call.factor / call.normalizer.temperature, "threads": torch.get_num_threads()}
-    return Prepared(arguments, seen, [steps, *held, *tensors.values()])
+        strides = tuple(0 if n == 1 else step for n, step in zip(status.shape[:2], status.stride(), strict=False))
+        made.with_tensors(cells=status, bits=seen.cells.bits, cs=strides, widest=int((status != 0).sum(3).max()))
+    if call.biases:
+        steps, held = _steps(call)
+        made.held.extend((steps, *held))
+        made.with_tensors(biases=ctypes.addressof(steps), n_biases=len(call.biases))
+    return made
 
 
 class _Step(ctypes.Structure):
@@ -200,10 +206,26 @@ def _steps(call: Call) -> tuple[Any, list[Tensor]]:
     return steps, held
 
 
-def run(function: Any, arguments: ctypes.Structure, q: Tensor, k: Tensor) -> None:
-    """Call a function of the library."""
-    if function(arguments):
+def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
+    """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
+    b, h, n_queries, _ = call.q.shape
+    out, lse = torch.empty(b, h, n_queries, call.v.shape[3]), torch.empty(b, h, n_queries)
+    found = attend(call, prepared(call).with_tensors(out=out, lse=lse))
+    return (out.to(call.v.dtype), lse) if found else None
+
+
+def attend(call: Call, arguments: Arguments) -> bool:
+    """Run the function for the number of rows that share a key head; as `run`."""
+    few = call.q.shape[2] * call.q.shape[1] <= FEW_ROWS * call.k.shape[1]
+    return run(library().qkv_decode if few else library().qkv_attend, arguments, call.q, call.k)  # type: ignore[union-attr]
+
+
+def run(function: Any, arguments: ctypes.Structure, q: Tensor, k: Tensor) -> bool:
+    """Call a function of the library. False if a score or an output is not finite: its results are not to be used."""
+    status: int = function(arguments)
+    if status == 1:
         raise MemoryError(f"attention of {q.shape[2]} queries and {k.shape[2]} keys needs more memory than there is")
+    return status == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +234,7 @@ class Visibility:
 
     band: tuple[int, int]
     """Least and largest distance of a visible key before its query."""
-    keep: Bool[Tensor, "#b nk"] | None
+    keep: Bool[Tensor, "b nk"] | None
     """The keys that are not masked for all queries."""
     cells: MaskBits | None
 
@@ -237,5 +259,7 @@ def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
         )
         if cells is None:
             return None
+    if keys is not None:
+        keys = keys.expand(grid.batch, grid.n_keys).contiguous()
     # The library allocates memory by the width of the band, which is 0 if nothing is visible.
     return Visibility((low, max(high, low - 1)), keys, cells)

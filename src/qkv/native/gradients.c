@@ -11,7 +11,6 @@
  * run, dv += p^T grad_out and dk += dscore^T q over all queries of the block. A gradient of what keys received needs
  * sum_j p_ij received_j of a whole row first; then the scores of a block are kept from a first pass.
  */
-#include "attention.c"
 
 typedef struct {
     Call call;             /* as in the forward call; `out` and `lse` are read, and queries that do not count have no gradient */
@@ -302,7 +301,7 @@ static void write_keys(const Gradients *b, const GradientSpace *g, int64_t unit,
 }
 
 /* Returns 0, or 1 if there is no memory. With the same number of threads, the same bits in each call. */
-int QKV_GRADIENTS(const Gradients *b) {
+int qkv_gradients(const Gradients *b) {
     const Call *c = &b->call;
     const int64_t d = c->d, dv = b->grad_out ? c->dv : 0, dp = up(d, VL), dvp = up(dv, VL), nkp = up(c->nk, TILE);
     const int64_t group = c->h / c->hkv, units = c->b * c->hkv, blocks = (c->nq + BLOCK - 1) / BLOCK;

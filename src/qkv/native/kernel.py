@@ -14,7 +14,7 @@ from qkv._engine.call import Call, Result, detached
 from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed, transforming
 from qkv.biases import SoftCap
 from qkv.native import binding
-from qkv.native.binding import Arguments, Gradients, library, pointer, prepared, run
+from qkv.native.binding import Arguments, Gradients, library, prepared, run
 from qkv.partial import Partial
 
 CPU = torch.device("cpu")
@@ -22,24 +22,31 @@ PLAIN = (Tensor, torch.nn.Parameter)
 LEAST_PAIRS = 2**15  # with fewer pairs of a query and a key, torch's kernel is faster
 
 
-
 def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     if transformed(call):
         return REASON
+    if (why := binding.unsupported_reason(call)) is not None:
+        return why
     if call.needs_grad:
         if any(x.requires_grad for bias in call.biases for x in bias.tensors().values()):
             return "the library has no gradient for a bias"
         if any(isinstance(bias, SoftCap) for bias in call.biases[:-1]):
             return "the library has gradients of a soft cap only if it is the last step of the scores"
-    return binding.unsupported_reason(call)
+    return call.untracked
 
 
-def forward(call: Call) -> Result:
-    """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, and through the lse."""
-    if call.needs_grad:
-        return Result(*_Attention.apply(call.q, call.k, call.v, call.sink, call))
-    return Result(*attention(call))
+def forward(call: Call) -> Result | None:
+    """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, and through the lse.
+
+    None if a score or an output is not finite.
+    """
+    with torch.no_grad():
+        found = binding.forward(call)
+    if found is None or not call.needs_grad:
+        return None if found is None else Result(*found)
+    out, lse = _Attention.apply(call.q, call.k, call.v, call.sink, call, found)  # type: ignore[no-untyped-call]
+    return Result(out, lse)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
@@ -62,10 +69,11 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
     if transforming() or torch._C._len_torch_dispatch_stack() > 0 or torch.is_autocast_enabled("cpu"):
         return None
     scale = d**-0.5 if scale is None else scale
-    out, lse = (_Plain.apply if tracked else _plain)(q, k, v, causal, scale)
-    found = library()
-    finite = all(found.qkv_is_finite(x.data_ptr(), x.numel()) for x in (lse, out))  # type: ignore[union-attr]
-    return out if finite else None
+    found = _plain(q, k, v, causal, scale)
+    if found is None or not tracked:
+        return None if found is None else found[0]
+    out: Tensor = _Plain.apply(q, k, v, causal, scale, found)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, out: Tensor, lse: Tensor) -> Arguments:
@@ -82,26 +90,27 @@ def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(3) == 1 else x.contiguous() for x in tensors]
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
     q, k, v = _rows_contiguous(q, k, v)
     out, lse = torch.empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
-    run(library().qkv_attend, _arguments(q, k, v, causal, scale, out, lse), q, k)  # type: ignore[union-attr]
-    return out, lse
+    finite = run(library().qkv_attend, _arguments(q, k, v, causal, scale, out, lse), q, k)  # type: ignore[union-attr]
+    return (out, lse) if finite else None
 
 
 class _Plain(torch.autograd.Function):
-    """`_plain` with gradients; the log-sum-exp has none."""
+    """The output that `_plain` found, with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = _plain(q, k, v, causal, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, found: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, *found)
         ctx.causal, ctx.scale = causal, scale
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        return found[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, (out, lse) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         with torch.no_grad():
             q, k, v, rows = _rows_contiguous(*tensors, grad)
@@ -111,16 +120,7 @@ class _Plain(torch.autograd.Function):
                 gs=rows.stride()[:3], **{f"d{name}": x.data_ptr() for name, x in zip("qkv", grads, strict=True)},
             )  # fmt: skip
             run(library().qkv_gradients, scores, q, k)  # type: ignore[union-attr]
-        return *kernel_once_differentiable("native", grads, (*tensors, grad)), None, None
-
-
-def attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, without gradients."""
-    (b, h, n_queries, _), dv = call.q.shape, call.v.shape[3]
-    out, lse = torch.empty(b, h, n_queries, dv), torch.empty(b, h, n_queries)
-    made = prepared(call)  # holds the tensors that the arguments point to
-    run(library().qkv_attend, made.with_tensors(out=out, lse=lse), call.q, call.k)  # type: ignore[union-attr]
-    return out.to(call.v.dtype), lse
+        return *kernel_once_differentiable("native", grads, (*tensors, grad)), None, None, None
 
 
 def gradients_of(
@@ -155,11 +155,11 @@ def gradients_of(
         found["sink"] = torch.empty(call.q.shape[:3])
     scores = Gradients(
         call=made.with_tensors(**tensors, **(arguments or {})),
-        grad_out=pointer(grad),
+        grad_out=None if grad is None else grad.data_ptr(),
         gs=(0, 0, 0) if grad is None else grad.stride()[:3],
         cap=_cap(call),
-        **{name: pointer(x) for name, x in given.items()},
-        **{"dsinks" if name == "sink" else f"d{name}": pointer(x) for name, x in found.items()},
+        **{name: x.data_ptr() for name, x in given.items()},
+        **{"dsinks" if name == "sink" else f"d{name}": x.data_ptr() for name, x in found.items()},
     )
     run(library().qkv_gradients, scores, call.q, call.k)  # type: ignore[union-attr]
     if call.sink is not None:
@@ -182,28 +182,29 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
 
 
 class _Attention(torch.autograd.Function):
-    """out and lse, including the sink."""
+    """The output and log-sum-exp that `forward` found, with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
-        out, lse = attention(call)
-        ctx.save_for_backward(q, k, v, sink, out, lse)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, found: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, sink, *found)
         ctx.call = detached(call)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         if grad is None and grad_lse is None:
-            return (None,) * 5
+            return (None,) * 6
         with torch.no_grad():
             call = replace(ctx.call, q=q, k=k, v=v, sink=sink)
-            found = gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse)
+            found = {"v": torch.zeros_like(v)} | gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse)
             inputs = {"q": q, "k": k, "v": v, "sink": sink}
-            grads = tuple(
-                found[name].to(x.dtype) if x is not None and name in found else None for name, x in inputs.items()
-            )
-        return *kernel_once_differentiable(
-            "native", grads, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]
-        ), None
+            grads = tuple(None if x is None else found[name].to(x.dtype) for name, x in inputs.items())
+        return (
+            *kernel_once_differentiable("native", grads, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]),
+            None,
+            None,
+        )

@@ -42,6 +42,8 @@ def statistics_gradients(
     """
     if any(isinstance(bias, SoftCap) for bias in call.biases[:-1]) or binding.unsupported_reason(call) is not None:
         return None
+    if not binding.is_finite(call):
+        return None
     parts, grad_masses, masses = list[Tensor](), list[Tensor](), list[Tensor]()
     position = call.grid.rows(0, call.grid.n_queries)
     keys = {name: (position + offset)[None] for name, offset in NEAR.items()}

@@ -12,7 +12,7 @@ ReLU attention have any sum, and are divided by it. A row that sums to 0 gives n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, detache
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
 from qkv.biases import Bias
 from qkv.errors import InputError
-from qkv.kernels import KERNELS, pick, ring, serve_shared, tiled, watching
+from qkv.kernels import attention, ring, serve_shared, tiled, watching
 from qkv.masks import Grid, Mask
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
@@ -166,7 +166,7 @@ def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowStat
         return RowState()  # each weight depends on its own score only
     if not call.normalizer.has_lse:
         return tiled.row_state(call)
-    return RowState(KERNELS[pick(call, "auto")].forward(call).lse if lse is None else lse)
+    return RowState(attention(call).lse if lse is None else lse)
 
 
 @torch.no_grad()
@@ -177,11 +177,11 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     """
     call = detached(call)
     request = checked(call, call.grid, **options)
-    fused = _fused(call, request)
-    if fused is not None:
-        out, lse, statistics = fused(call, request, output=output)
+    found = _fused(call, request, output=output)
+    if found is not None:
+        out, lse, statistics = found
         return None if out is None else Result(out, lse), RowState(lse), statistics
-    result = KERNELS[pick(call, "auto")].forward(call) if output else None
+    result = attention(call) if output else None
     rows = row_state(call, None if result is None else result.lse)
     return result, rows, sweep(call, rows, **options)
 
@@ -200,9 +200,9 @@ def sweep(
     rows = rows if isinstance(rows, RowState) else RowState(rows)
     grid = call.grid if shared is None else shared.grid
     request = checked(call, grid, shared=shared, **options)
-    fused = None if shared is not None else _fused(call, request)
-    if fused is not None:  # one pass, which computes the log-sum-exp again
-        return fused(call, request, output=False)[-1]
+    found = None if shared is not None else _fused(call, request, output=False)
+    if found is not None:  # one pass, which computes the log-sum-exp again
+        return found[-1]
     sums = request.sums(call)
     known = _counted(call, rows, request)
     if request.queries is not None:
@@ -214,21 +214,26 @@ def sweep(
     return finished(call, rows, request, sums)
 
 
-def _fused(call: Call, request: Request) -> Callable[..., tuple[Tensor | None, Tensor, Statistics]] | None:
-    """The function that computes output and statistics in compiled code, if there is one for the call.
+def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
+    """Output if it is wanted, log-sum-exp and statistics by compiled code; None if there is none for the call.
 
     On CPU it is the native library; the Triton kernels are only run there by tests.
     """
     engine, way = (native, _by_native) if call.q.device.type == "cpu" else (triton, _by_triton)
-    return None if engine.unsupported_reason(call, request.mass, request.statistics) else way
+    if engine.unsupported_reason(call, request.mass, request.statistics):
+        return None
+    return way(call, request, output=output)
 
 
-def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
-    """The output if it is wanted, the log-sum-exp and the statistics, by the native library."""
+def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
+    """The same by the native library; None if a score or an output is not finite."""
     n_queries, n_keys = call.q.shape[2], call.k.shape[2]
     bins = None if request.bins is None else (bin_size(n_queries, request.bins), bin_size(n_keys, request.bins))
     options = {name: getattr(request, name) for name in ("mass", "firsts", "queries", "prefix_keys", "value_norms")}
-    out, lse, found = native.attend_and_measure(call, output=output, bins=bins, **options)
+    result = native.attend_and_measure(call, output=output, bins=bins, **options)
+    if result is None:
+        return None
+    out, lse, found = result
     if bins is not None:
         largest, mean = found["thumbnail"]
         found["thumbnail"] = Thumbnail(largest, mean, *bins)
@@ -236,7 +241,7 @@ def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | 
 
 
 def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
-    """The output if it is wanted, the log-sum-exp and the statistics, by the Triton kernels."""
+    """The same by the Triton kernels."""
     out, lse, statistics = triton.attend_and_measure(call, request, output=output)
     statistics = replace(statistics, row_sum=_softmax_row_sum(statistics))
     if request.value_norms is not None:
@@ -286,7 +291,7 @@ def _contributions(call: Call, value_norms: Tensor) -> Tensor:
     """Σ_j A_ij ‖v_j‖ from a forward of the call whose values have the norms as their first column."""
     values = torch.zeros_like(call.v)
     values[..., 0] = value_norms[:, :: call.q.shape[1] // call.v.shape[1]]
-    return KERNELS[pick(call, "auto")].forward(replace(call, v=values)).out[..., 0].to(value_norms.dtype)
+    return attention(replace(call, v=values)).out[..., 0].to(value_norms.dtype)
 
 
 def checked(
