@@ -100,7 +100,8 @@ class Observer:
     map_bins: int = 64
     statistics: Sequence[Statistic] = ()  # custom statistics
     on_call: Callable[[str], None] = lambda module: None
-    collect: Callable[[ObservedCall], None] | None = None  # receives the calls instead of measuring them
+    collect: Callable[[ObservedCall], Result | None] | None = None  # receives the calls instead of measuring them
+    computes: bool = False  # `collect` returns the result of a call, which is used where the statistics may be fused
     # True at real tokens, by length: for queries in cross-attention, and for keys without a padding mask in the call.
     query_masks: dict[int, Tensor] = field(default_factory=dict)
     key_masks: dict[int, Tensor] = field(default_factory=dict)
@@ -453,15 +454,18 @@ class Observer:
         if not kept:
             return edit(compute())[0]
         if self.collect is not None:
-            result, changed = edit(compute())
+            observed = ObservedCall(
+                name, group, layer, detached(call), None, queries, keys, first, causal, self.sources[name]
+            )
+            together = self.collect(observed) if self.computes and fused else None
+            result, changed = edit(compute() if together is None else together)
             if changed and not self.for_edits:
                 raise InputError(
                     f"edits changes the weights of single heads in {name}, which only qkv.profile records; expected "
                     "edits of outputs, such as 'zero', or no edits here"
                 )
-            lse = None if result.lse is None else result.lse.detach()
-            source = self.sources[name]
-            self.collect(ObservedCall(name, group, layer, detached(call), lse, queries, keys, first, causal, source))
+            if together is None:
+                self.collect(replace(observed, lse=None if result.lse is None else result.lse.detach()))
             return result
         with unwatched():
             known = None if fused else compute()
