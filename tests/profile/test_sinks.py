@@ -285,6 +285,7 @@ def test_a_model_is_probed_once_and_again_after_any_change() -> None:
     model, ids = small(), torch.arange(40)[None]
     norm = model.norm
     model.norm = nn.Sequential(norm, Counted())
+    model.norm[1].stated = [*2 * ["two words"], {8, 0}]
 
     def forwards() -> list[int]:
         """Of two profiles: one for the text, and two for the probes of a model that was not probed before."""
@@ -295,6 +296,11 @@ def test_a_model_is_probed_once_and_again_after_any_change() -> None:
             found.append(len(CALLS))
         return found
 
+    assert forwards() == [3, 1]
+    model.norm[1].stated = ["two words", " ".join(["two", "words"]), {0, 8}]  # equal, of other objects in another order
+    model.config = copy.deepcopy(model.config)
+    assert forwards() == [1, 1]
+    model.norm[1].stated[2].add(9)
     assert forwards() == [3, 1]
     model.blocks[0].attention_norm.weight.data[3:5] *= 2  # a change that torch's version counters miss
     assert forwards() == [3, 1]

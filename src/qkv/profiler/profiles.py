@@ -384,26 +384,28 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
     where = f"groups[{name!r}]"
     if not isinstance(data, xr.Dataset):
         raise InputError(f"{where}: got {type(data).__name__}; expected an xarray.Dataset")
+    variables = data.variables  # indexing the data set itself builds a data array, which takes long
     for variable, about in VARIABLES.items():
         expected = about.dims
-        if variable in data and data[variable].dims != expected:
-            raise InputError(f"{where}: {variable!r} has dims {data[variable].dims}; expected {expected}")
-        if about.always and variable not in data:
+        if variable in variables and variables[variable].dims != expected:
+            raise InputError(f"{where}: {variable!r} has dims {variables[variable].dims}; expected {expected}")
+        if about.always and variable not in variables:
             raise InputError(f"{where}: the variable {variable!r} is missing; expected it over {expected}")
     for coordinate, dims in COORDINATES.items():
         if coordinate not in data.coords:
             raise InputError(f"{where}: the coordinate {coordinate!r} is missing; expected it over {dims}")
-        if data[coordinate].dims != dims:
-            raise InputError(f"{where}: {coordinate!r} has dims {data[coordinate].dims}; expected {dims}")
+        if variables[coordinate].dims != dims:
+            raise InputError(f"{where}: {coordinate!r} has dims {variables[coordinate].dims}; expected {dims}")
     for attribute in ATTRIBUTES:
         if attribute not in data.attrs:
             raise InputError(f"{where}: the attribute {attribute!r} is missing; expected {ATTRIBUTES}")
     _check_json(f"{where}.attrs", data.attrs)
     for length, dim in (("n_queries", "query"), ("n_keys", "key")):
-        if int(data[length].min()) < 1 or int(data[length].max()) > data.sizes[dim]:
+        lengths = variables[length].values
+        if int(lengths.min()) < 1 or int(lengths.max()) > data.sizes[dim]:
             raise InputError(f"{where}: {length!r} must lie between 1 and the {data.sizes[dim]} of {dim!r}")
     return data.assign_coords(
-        {name: (COORDINATES[name], _strings(data[name].values)) for name in ("module", "query_token", "key_token")}
+        {name: (COORDINATES[name], _strings(variables[name].values)) for name in ("module", "query_token", "key_token")}
     )
 
 

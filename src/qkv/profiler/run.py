@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import platform
 import sys
 import time
@@ -235,10 +236,13 @@ def _checked(observer: Observer, partial: bool) -> Observer:
     return observer
 
 
+_version = functools.cache(version)  # it reads a file
+
+
 def versions() -> dict[str, str]:
     found = {"qkv": qkv.__version__, "torch": torch.__version__, "python": platform.python_version()}
     with suppress(PackageNotFoundError):
-        found["transformers"] = version("transformers")
+        found["transformers"] = _version("transformers")
     return found
 
 

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from qkv import ring
 from qkv._engine.call import Call, Result, RowState, at_least_float32, detached
+from qkv._engine.tiles import ScoreTiles
 from qkv.edits.base import ACTIVE, applied, with_head
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
@@ -99,7 +100,8 @@ class Observer:
     map_bins: int = 64
     statistics: Sequence[Statistic] = ()  # custom statistics
     on_call: Callable[[str], None] = lambda module: None
-    collect: Callable[[ObservedCall], None] | None = None  # receives the calls instead of measuring them
+    collect: Callable[[ObservedCall], Result | None] | None = None  # receives the calls instead of measuring them
+    computes: bool = False  # `collect` returns the result of a call, which is used where the statistics may be fused
     # True at real tokens, by length: for queries in cross-attention, and for keys without a padding mask in the call.
     query_masks: dict[int, Tensor] = field(default_factory=dict)
     key_masks: dict[int, Tensor] = field(default_factory=dict)
@@ -452,15 +454,18 @@ class Observer:
         if not kept:
             return edit(compute())[0]
         if self.collect is not None:
-            result, changed = edit(compute())
+            observed = ObservedCall(
+                name, group, layer, detached(call), None, queries, keys, first, causal, self.sources[name]
+            )
+            together = self.collect(observed) if self.computes and fused else None
+            result, changed = edit(compute() if together is None else together)
             if changed and not self.for_edits:
                 raise InputError(
                     f"edits changes the weights of single heads in {name}, which only qkv.profile records; expected "
                     "edits of outputs, such as 'zero', or no edits here"
                 )
-            lse = None if result.lse is None else result.lse.detach()
-            source = self.sources[name]
-            self.collect(ObservedCall(name, group, layer, detached(call), lse, queries, keys, first, causal, source))
+            if together is None:
+                self.collect(replace(observed, lse=None if result.lse is None else result.lse.detach()))
             return result
         with unwatched():
             known = None if fused else compute()
@@ -512,7 +517,7 @@ class Observer:
             "value_norms": norms,
         }
         if result is None:
-            result, _, statistics = measured(call, output=True, **options, **further)
+            result, rows, statistics = measured(call, output=True, **options, **further)
             assert result is not None
         else:
             rows = row_state(call, None if result.lse is None else result.lse.detach())
@@ -524,7 +529,7 @@ class Observer:
             what = "scores" if result.lse is not None and result.lse.isnan().any() else "weights"
             raise InputError(f"model computes {what} that are NaN in {name}: its parameters or its inputs contain NaN")
         short = max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens
-        return result, statistics, weights_of(call) if short else None
+        return result, statistics, weights_of(call, rows.level) if short else None
 
 
 def _refuse_split_heads(model: nn.Module) -> None:
@@ -812,12 +817,17 @@ def unobserved(observer: Observer) -> list[str]:
     return sorted(silent | set(observer.unreadable))
 
 
-def weights_of(call: Call) -> Tensor:
-    """The weights of a short call, in float32 or a wider dtype."""
-    q, k, v = (x.to(at_least_float32(x.dtype)) for x in (call.q, call.k, call.v))
-    weights = eager.forward(replace(call, q=q, k=k, v=v)).weights
-    assert weights is not None
-    return weights
+def weights_of(call: Call, level: Tensor | None = None) -> Tensor:
+    """The weights of a short call, in float32 or a wider dtype; `level` is the log-sum-exp of its rows, if known."""
+    if level is None or level.dtype != call.q.dtype or not call.normalizer.has_lse or call.shift is not None:
+        q, k, v = (x.to(at_least_float32(x.dtype)) for x in (call.q, call.k, call.v))
+        weights = eager.forward(replace(call, q=q, k=k, v=v)).weights
+        assert weights is not None
+        return weights
+    tiles, rows, columns = ScoreTiles(call), slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
+    weights = level.new_empty(*level.shape, call.k.shape[2])
+    weights = tiles.log2_weights(rows, columns, level, weights).exp2_()
+    return weights if call.mask is None else weights.masked_fill_(tiles.masked(rows, columns), 0)
 
 
 def _is_causal(mask: Mask | None) -> bool:

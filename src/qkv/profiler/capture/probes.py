@@ -37,8 +37,9 @@ def fingerprint(model: nn.Module) -> Hashable | None:
     It covers the class of every module, all their attributes (so also the configuration and the training mode), the
     bytes of all parameters and buffers, and autocast. Version counters of tensors would not be enough, as a change
     through ``parameter.data`` does not count. A model with forward hooks, with a replaced ``forward``, or with an
-    attribute that cannot be pickled gives None. It does not see a function that was replaced in a Python module, nor
-    a new entry in a registry that the model reads.
+    attribute that cannot be pickled, such as a cycle of objects, gives None. It does not see a function that was
+    replaced in a Python module, nor a new entry in a registry that the model reads. Equal attributes have equal keys,
+    whether they are one object or several.
 
     >>> layer = nn.Linear(2, 2)
     >>> before = fingerprint(layer)
@@ -51,15 +52,14 @@ def fingerprint(model: nn.Module) -> Hashable | None:
     modules = list(model.modules())
     if any(map(_hooked, modules)) or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
-    state = io.BytesIO()
     try:
-        _StatePickler(state, modules).dump([_attributes(m) for m in modules])
+        state = _StatePickler.pickled([_attributes(m) for m in modules], {id(m): i for i, m in enumerate(modules)})
     except Exception:  # pickling runs code of the attributes, which can raise anything
         return None
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     )
-    return tuple((type(m), type(m).forward) for m in modules), autocast, xxhash.xxh3_128_digest(state.getvalue())
+    return tuple((type(m), type(m).forward) for m in modules), autocast, xxhash.xxh3_128_digest(state)
 
 
 BOOKKEEPING = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}  # such as empty hooks
@@ -74,15 +74,26 @@ def _hooked(module: nn.Module) -> bool:
 
 
 class _StatePickler(pickle.Pickler):
-    """Pickles attributes of modules, with a module as its place in the model and a tensor as a hash of its bytes."""
+    """Pickles attributes by their values, with a module as its place in the model and a tensor as a hash of its bytes.
 
-    def __init__(self, file: io.BytesIO, modules: list[nn.Module]) -> None:
-        super().__init__(file)
-        self._places = {id(m): i for i, m in enumerate(modules)}
+    Without a memo, an object that occurs again is pickled again. A set is pickled in the order of its elements' bytes.
+    """
+
+    places: dict[int, int]
+
+    @classmethod
+    def pickled(cls, value: object, places: dict[int, int]) -> bytes:
+        file = io.BytesIO()
+        pickler = cls(file)
+        pickler.fast, pickler.places = True, places
+        pickler.dump(value)
+        return file.getvalue()
 
     def persistent_id(self, obj: Any) -> Hashable | None:
-        if id(obj) in self._places:
-            return self._places[id(obj)]
+        if id(obj) in self.places:
+            return self.places[id(obj)]
+        if isinstance(obj, set | frozenset):
+            return type(obj), tuple(sorted(self.pickled(x, self.places) for x in obj))
         return _hashed(obj) if isinstance(obj, Tensor) else None
 
 

@@ -304,9 +304,9 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
         coords={"depth": np.arange(depths), "n_tokens": ("text", [len(text[0].norm) for text in texts])},
         attrs={"stack": stack, "massive_above": MASSIVE, "massive_times_median": TIMES_MEDIAN},
     )
-    data["depth"].attrs["definition"] = "0: input of the first layer; i: output of the i-th layer"
+    data.variables["depth"].attrs["definition"] = "0: input of the first layer; i: output of the i-th layer"
     for name, (units, definition) in MEANING.items():
-        data[name].attrs |= {"units": units, "definition": definition}
+        data.variables[name].attrs.update(units=units, definition=definition)
     return data
 
 
@@ -454,7 +454,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _of_query_heads(x: Tensor, group: int) -> Tensor:
-    return x.repeat_interleave(group, 1)
+    return x if group == 1 else x.repeat_interleave(group, 1)
 
 
 def _angle(a: Float[Tensor, "b h d"], b: Float[Tensor, "b h d"]) -> Float[Tensor, "b h"]:
@@ -468,6 +468,8 @@ def _directions(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n"]) -> Flo
     centred = k - _mean(k, real.to(k.dtype))[:, :, None]
     if not real.all():
         centred = centred * real[..., None]
-    spread = torch.linalg.eigvalsh(centred.transpose(2, 3) @ centred).flip(-1).clamp(min=0)
+    few = k.shape[2] < k.shape[3]  # then the smaller matrix of products of keys has the same eigenvalues
+    products = centred @ centred.mT if few else centred.mT @ centred
+    spread = torch.linalg.eigvalsh(products).flip(-1).clamp(min=0)
     share = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(k.dtype).tiny)
     return torch.nn.functional.pad(share[..., :DIRECTIONS], (0, max(0, DIRECTIONS - share.shape[-1])))

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from qkv._engine.call import Result
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Special, batches, sequences_of, special_ids, token_text, tokens_of
 from qkv.profiler.capture.observe import ObservedCall, Observer, observe, unobserved
@@ -21,7 +22,7 @@ from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, Quantities, 
 from qkv.profiler.surveys.corpus import Document
 from qkv.profiler.surveys.data import EXAMPLES, Survey
 from qkv.statistics import Local, Statistic
-from qkv.statistics.measure import in_shares, row_state, sweep
+from qkv.statistics.measure import in_shares, measured
 from qkv.statistics.sums import Statistics
 
 
@@ -201,7 +202,7 @@ class Surveyor:
         (prepared,) = batches(self.model, arguments, None, None)
         real = {batch.ids.shape[1]: batch.real} if padded else {}
 
-        def collect(observed: ObservedCall) -> None:
+        def collect(observed: ObservedCall) -> Result:
             if observed.call.q.shape[2] != batch.ids.shape[1]:
                 raise InputError(
                     f"model does not attend from all tokens of a text at once in {observed.module}, so texts cannot be "
@@ -209,11 +210,12 @@ class Surveyor:
                 )
             group = groups.setdefault(observed.group, Group(self.definition["vocabulary"]))
             with torch._C.DisableTorchFunction():  # so that the observer does not intercept these operations: faster
-                self._add_call(group, observed, batch)
+                return self._add_call(group, observed, batch)
 
         observer = Observer(
-            self.model, query_masks=real, key_masks=real, sequences=sequences_of(self.model, prepared), collect=collect
-        )
+            self.model, query_masks=real, key_masks=real, sequences=sequences_of(self.model, prepared),
+            collect=collect, computes=True,
+        )  # fmt: skip
         with observe(observer):
             self.model(**prepared)
         missing = unobserved(observer)
@@ -222,15 +224,10 @@ class Surveyor:
             raise InputError(f"model {type(self.model).__name__} has attention that qkv cannot observe: {names}")
         return dict(observer.sources)
 
-    def _add_call(self, group: Group, observed: ObservedCall, batch: Batch) -> None:
-        """Measure one call on its device (a model may be on several) and add it to its layer."""
+    def _add_call(self, group: Group, observed: ObservedCall, batch: Batch) -> Result:
+        """Compute and measure one call on its device (a model may be on several) and add it to its layer."""
         call = observed.call
         batch, kinds = batch.to(call.q.device), self.kinds.to(call.q.device)
-        rows = row_state(call, observed.lse)
-        if rows.level is not None and rows.level.isnan().any():
-            raise InputError(
-                f"model computes scores that are NaN in {observed.module}: its parameters or its inputs contain NaN"
-            )
         counts = None if bool(batch.counted.all()) else batch.counted
         local = Local(self.definition["local_window"])
         options: dict[str, Any] = {
@@ -240,7 +237,13 @@ class Surveyor:
             "prefix_keys": PREFIX,
         }
         further = (*(s for s in UNFUSED if s.name in self.quantities), *self.statistics)
-        statistics = in_shares(call, sweep(call, rows, statistics=further, **options), **options)
+        result, rows, statistics = measured(call, output=True, statistics=further, **options)
+        assert result is not None
+        if rows.level is not None and rows.level.isnan().any():
+            raise InputError(
+                f"model computes scores that are NaN in {observed.module}: its parameters or its inputs contain NaN"
+            )
+        statistics = in_shares(call, statistics, **options)
         layer = group.layers.get(observed.layer)
         if layer is None:
             layer = group.layers[observed.layer] = Layer(observed.module, call.q.shape[1], self.quantities)
@@ -250,6 +253,7 @@ class Surveyor:
         layer.add_prefix(statistics.prefix_sink_scores, long & batch.begins)
         layer.add_keys(statistics.received, kinds[:, batch.ids] & batch.real, int(batch.counted.sum()))
         group.add_tokens(batch.ids, statistics.received, batch.real)
+        return result
 
     def _names(self, groups: Mapping[str, Group]) -> dict[str, str]:
         """Names of the tokens that received the most weight."""
