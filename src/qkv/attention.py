@@ -27,7 +27,7 @@ from qkv.masks import Mask
 from qkv.normalizers import Normalizer, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Product, Score
-from qkv.statistics.measure import measure, measured, sweep
+from qkv.statistics.measure import engine, measure, measured, sweep
 from qkv.statistics.sums import Statistics
 
 ARGUMENTS = (
@@ -57,6 +57,8 @@ class Plan:
     """Fraction of all query-key pairs that are computed."""
     steps: tuple[Step, ...]
     """The tensors of the call from queries to output, with their shapes, and the operations between them."""
+    statistics: str
+    """What computes the statistics of the weights, if they are requested."""
 
     @property
     def flops(self) -> int:
@@ -105,6 +107,7 @@ class Plan:
             f"{'':<{width}}  work    {_amount(self.flops, 'FLOP', 1000)} over {self.share:.0%} of the pairs",
             f"{'':<{width}}  memory  {_amount(self.peak, 'B', 1024)} beside the inputs (estimate), "
             f"{_amount(self.bytes, 'B', 1024)} read and written",
+            f"{'':<{width}}  statistics, if requested: {self.statistics}",
             *(f"{name:<{width}}  not: {why}" for name, why in self.rejected.items()),
         ]
         return "\n".join(lines)
@@ -405,7 +408,7 @@ def plan(
     found = cost(name, call)
     b, h, n_queries, _ = call.q.shape
     share = found.pairs / (b * h * n_queries * call.k.shape[2])
-    return Plan(name, reason, rejected, found, share, steps_of(call, name))
+    return Plan(name, reason, rejected, found, share, steps_of(call, name), engine(call))
 
 
 def _call(

@@ -10,18 +10,17 @@ import ctypes
 import functools
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from qkv._compiled import LIBRARY, MISSING, described
 from qkv._engine.call import Call
 from qkv._engine.transforms import transformed
 from qkv.masks import Grid, Mask
 
-LIBRARY = Path(__file__).with_name("attention.so")
 LARGEST_HEAD = 256
 LARGEST_SCORE = 1e28  # a masked pair has a score of −1e30
 
@@ -45,13 +44,19 @@ class Arguments(ctypes.Structure):
 def library() -> ctypes.CDLL | str:
     """The compiled library, or in one sentence why there is none."""
     if not LIBRARY.exists():
-        return "the native library was not compiled when qkv was installed: there was no C compiler"
+        return MISSING
     try:
         found = ctypes.CDLL(str(LIBRARY))  # torch, imported above, brings the OpenMP runtime that it uses
         found.qkv_attend.argtypes, found.qkv_attend.restype = [ctypes.POINTER(Arguments)], ctypes.c_int
     except (OSError, AttributeError) as error:
         return f"the native library {LIBRARY.name} cannot be loaded: {error}"
     return found
+
+
+def description() -> str:
+    """What computes attention with its statistics on CPU, in one sentence."""
+    found = library()
+    return described(reason=found) if isinstance(found, str) else described(found.qkv_level())
 
 
 def unsupported_reason(call: Call) -> str | None:

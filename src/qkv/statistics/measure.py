@@ -230,6 +230,19 @@ def _fused(call: Call, request: Request) -> Callable[..., tuple[Tensor | None, T
     return None if engine.unsupported_reason(call, request.mass, request.statistics) else way
 
 
+def engine(call: Call) -> str:
+    """What computes the statistics of a call, in one sentence."""
+    call = replace(detached(call), dropout_p=0.0)
+    request = checked(call, call.grid)
+    if call.q.device.type != "cpu":
+        why = triton.unsupported_reason(call, request.mass, request.statistics)
+        return f"tiles of tensor operations: {why}" if why else "Triton, in the pass that computes the output"
+    if isinstance(native.binding.library(), str):
+        return native.binding.description()
+    why = native.unsupported_reason(call, request.mass, request.statistics)
+    return f"tiles of tensor operations: {why}" if why else native.binding.description()
+
+
 def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
     """The output if it is wanted, the log-sum-exp and the statistics, by the native library."""
     n_queries, n_keys = call.q.shape[2], call.k.shape[2]
