@@ -20,10 +20,10 @@ def described(level: int | None = None, reason: str | None = None) -> str:
 
     >>> described(4)
     'the native library (AVX-512) computes attention with its statistics on CPU'
-    >>> described(reason=MISSING)  # doctest: +ELLIPSIS
-    'the native library was not compiled when qkv was installed: there was no C compiler; tiles of tensor operations ...'
+    >>> described(reason="there is no library")
+    'there is no library; tiles of tensor operations serve'
     """
-    if reason is None and not LIBRARY.exists():
+    if reason is None and level is None and not LIBRARY.exists():
         reason = MISSING
     if reason is not None:
         return f"{reason}; tiles of tensor operations serve"

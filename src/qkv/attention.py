@@ -329,6 +329,19 @@ def _with_statistics(
     return result, measured(replace(served, dropout_p=0.0), queries=queries)[-1]
 
 
+def attend_counting(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, queries: Bool[Tensor, "b nq"] | None, *,
+    training: bool, return_weights: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What a composition returns with statistics of the `queries` that count, as in `measure`; of all if None."""
+    dropout_p = attention.dropout_p if training else 0.0
+    found: tuple[Any, ...] = _general(
+        q, k, v, attention.mask, attention.bias, attention.score, attention.normalizer, dropout_p, None, "auto", False,
+        return_weights, True, queries,
+    )  # fmt: skip
+    return found
+
+
 @opaque
 def _shared(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
