@@ -29,6 +29,7 @@ from conftest import (
 )  # fmt: skip
 from qkv import attend, biases, masks, normalizers, reference
 from qkv._engine.call import Call
+from qkv.kernels import editing, watching
 from qkv.masks import Causal, Mask, Padding, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Additive, Dot
@@ -137,6 +138,18 @@ def test_statistics_that_attend_returns_differ_from_those_of_measure(name: str, 
     weights, found = attend(*tensors, **{**asked, "kernel": "auto"}, return_weights=True, return_statistics=True)[1:]
     if name != "dropout":
         close(found.received, weights.sum(-2), eps=1024)
+
+
+def test_returned_statistics_are_not_those_of_the_edited_call() -> None:
+    q, k, v = triple(nq=11, nk=13)
+    seen: list[Any] = []
+    edit = editing(lambda call, weights: dataclasses.replace(call, mask=Window(3)))
+    with edit, watching(lambda call, result: seen.append(call)):
+        out, found = attend(q, k, v, mask=Causal(), return_statistics=True)
+    want, expected = attend(q, k, v, mask=Window(3), return_statistics=True)
+    close(out, want)
+    close(found.received, expected.received)
+    assert [type(call.mask) for call in seen] == [Window]
 
 
 ROWS = ["none", "causal", "window", "padding", "nothing", "dense of heads"]
