@@ -70,13 +70,14 @@ class Case:
         """out, lse and gradients; `move` takes a tensor of the whole to the part that is here."""
         q, k, v, slope, slope_lse = (move(x) for x in self.tensors())
         parameter, inputs = self.parameter(), [x.requires_grad_() for x in (q, k, v)]
-        out, lse = qkv.attend(
-            *inputs, mask=self.mask, kernel=self.kernel, return_lse=True, **self.composed(parameter), **group
-        )
+        out, lse, statistics = qkv.attend(
+            *inputs, mask=self.mask, kernel=self.kernel, return_lse=True, return_statistics=True,
+            **self.composed(parameter), **group,
+        )  # fmt: skip
         loss = (out * slope).sum()
         if self.lse:
             loss = loss + torch.where(lse.isfinite(), lse * slope_lse, 0).sum()
-        found = {"out": out.detach(), "lse": lse.detach()}
+        found = {"out": out.detach(), "lse": lse.detach(), "received": statistics.received}
         inputs += [] if parameter is None else [parameter]
         return found | dict(zip(("dq", "dk", "dv", "parameter"), torch.autograd.grad(loss, inputs), strict=False))
 

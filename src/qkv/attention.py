@@ -7,33 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from qkv._engine.call import Call, as_biases, as_mask
+from qkv._engine.call import Call, Result, RowState, as_biases, as_mask
 from qkv._engine.inputs import A, Form, autocast_dtype, from_torch_names, refuse_unknown
 from qkv._engine.tiles import all_finite
-from qkv._engine.transforms import transforming
+from qkv._engine.transforms import transformed, transforming
 from qkv._plan import Cost, Step, cost, drawn, steps_of
 from qkv.biases import Bias
 from qkv.errors import InputError
-from qkv.kernels import choose, opaque, serve, serve_shared, watched
+from qkv.kernels import choose, opaque, serve, serve_shared, serve_with_call, watched
 from qkv.masks import Mask
 from qkv.native import kernel as native
 from qkv.normalizers import Normalizer, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Product, Score
-from qkv.statistics.measure import measure
+from qkv.statistics.measure import engine, measure, measured, sweep
 from qkv.statistics.sums import Statistics
 
 ARGUMENTS = (
     "mask", "bias", "score", "normalizer", "dropout_p", "dropout_seed", "kernel", "return_lse", "return_weights",
-    "group", "attn_mask", "is_causal", "scale",
+    "return_statistics", "group", "attn_mask", "is_causal", "scale",
 )  # fmt: skip
 
 
@@ -61,6 +61,8 @@ class Plan:
     """Fraction of all query-key pairs that are computed."""
     steps: tuple[Step, ...]
     """The tensors of the call from queries to output, with their shapes, and the operations between them."""
+    statistics: str
+    """What computes the statistics of the weights, if they are requested."""
 
     @property
     def flops(self) -> int:
@@ -109,6 +111,7 @@ class Plan:
             f"{'':<{width}}  work    {_amount(self.flops, 'FLOP', 1000)} over {self.share:.0%} of the pairs",
             f"{'':<{width}}  memory  {_amount(self.peak, 'B', 1024)} beside the inputs (estimate), "
             f"{_amount(self.bytes, 'B', 1024)} read and written",
+            f"{'':<{width}}  statistics, if requested: {self.statistics}",
             *(f"{name:<{width}}  not: {why}" for name, why in self.rejected.items()),
         ]
         return "\n".join(lines)
@@ -122,46 +125,72 @@ def _amount(value: float, unit: str, step: int) -> str:
     return f"{value:.3g} {prefixes[power]}{unit}"
 
 
+class _Options(TypedDict, total=False):
+    """The arguments of `attend` on which the type of its result does not depend."""
+
+    mask: Mask | Bool[Tensor, "..."] | None
+    bias: Bias | Sequence[Bias] | None
+    score: Score | None
+    normalizer: Normalizer | None
+    dropout_p: float
+    dropout_seed: int | None
+    kernel: str
+    group: ProcessGroup | None
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+
+
 @overload
 def attend(
-    q: A, k: A, v: A, *, mask: Mask | Bool[Tensor, "..."] | None = None, bias: Bias | Sequence[Bias] | None = None,
-    score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
-    dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[False] = False,
-    return_weights: Literal[False] = False, group: ProcessGroup | None = None,
-    attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
+    return_statistics: Literal[False] = False, **options: Unpack[_Options],
 ) -> A: ...  # fmt: skip
 @overload
 def attend(
-    q: A, k: A, v: A, *, mask: Mask | Bool[Tensor, "..."] | None = None, bias: Bias | Sequence[Bias] | None = None,
-    score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
-    dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[True],
-    return_weights: Literal[False] = False, group: ProcessGroup | None = None,
-    attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
+    return_statistics: Literal[False] = False, **options: Unpack[_Options],
 ) -> tuple[A, A]: ...  # fmt: skip
 @overload
 def attend(
-    q: A, k: A, v: A, *, mask: Mask | Bool[Tensor, "..."] | None = None, bias: Bias | Sequence[Bias] | None = None,
-    score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
-    dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[False] = False,
-    return_weights: Literal[True], group: ProcessGroup | None = None,
-    attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
+    return_statistics: Literal[False] = False, **options: Unpack[_Options],
 ) -> tuple[A, A]: ...  # fmt: skip
 @overload
 def attend(
-    q: A, k: A, v: A, *, mask: Mask | Bool[Tensor, "..."] | None = None, bias: Bias | Sequence[Bias] | None = None,
-    score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
-    dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[True],
-    return_weights: Literal[True], group: ProcessGroup | None = None,
-    attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[True],
+    return_statistics: Literal[False] = False, **options: Unpack[_Options],
 ) -> tuple[A, A, A]: ...  # fmt: skip
 @overload
 def attend(
-    q: A, k: A, v: A, *, mask: Mask | Bool[Tensor, "..."] | None = None, bias: Bias | Sequence[Bias] | None = None,
-    score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
-    dropout_seed: int | None = None, kernel: str = "auto", return_lse: bool = False, return_weights: bool = False,
-    group: ProcessGroup | None = None,
-    attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
+    return_statistics: Literal[True], **options: Unpack[_Options],
+) -> tuple[A, Statistics]: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
+    return_statistics: Literal[True], **options: Unpack[_Options],
+) -> tuple[A, A, Statistics]: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
+    return_statistics: Literal[True], **options: Unpack[_Options],
+) -> tuple[A, A, Statistics]: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[True],
+    return_statistics: Literal[True], **options: Unpack[_Options],
+) -> tuple[A, A, A, Statistics]: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
+    return_statistics: Literal[False] = False, **options: Unpack[_Options],
 ) -> A | tuple[A, ...]: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
+    return_statistics: bool = False, **options: Unpack[_Options],
+) -> A | tuple[Any, ...]: ...  # fmt: skip
 def attend(
     q: Any,
     k: Any,
@@ -176,6 +205,7 @@ def attend(
     kernel: str = "auto",
     return_lse: bool = False,
     return_weights: bool = False,
+    return_statistics: bool = False,
     group: ProcessGroup | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -203,6 +233,9 @@ def attend(
         return_lse: also return the log-sum-exp of the scores, (b, h, nq), natural, float32 or better; differentiable.
             Only `Softmax` has one.
         return_weights: also return the weights, (b, h, nq, nk). They are formed only on request.
+        return_statistics: also return the statistics of the weights that `measure` returns, from the same pass. They
+            are those before dropout, and detached. If a gradient or the weights are wanted, or a kernel is requested by
+            name, they take another pass. `measure` has the options: masses, padded queries, thumbnails, own statistics.
         group: process group over which the sequence is sharded: q, k, v, ``out`` and ``lse`` are the shard of this
             process in the order of `qkv.ring.shard`; `mask` and `bias` describe the whole sequence. Every process of
             the group must make the call, forward and backward. `Softmax` only, without dropout and without
@@ -214,7 +247,8 @@ def attend(
         **unknown: rejected with an error, which translates the argument names of other libraries.
 
     Returns:
-        ``out`` (b, h, nq, dv), or ``(out, lse)``, ``(out, weights)``, ``(out, lse, weights)``.
+        ``out`` (b, h, nq, dv), or a tuple of ``out`` and all that is requested of ``lse``, ``weights`` and
+        ``statistics``, in this order.
 
     Raises:
         InputError: for arguments that do not fit together, a kernel that cannot serve them, or a user-defined object
@@ -237,19 +271,27 @@ def attend(
         lengths = q.shape[-2], k.shape[-2]
         mask, bias, score = from_torch_names(lengths, mask, bias, score, attn_mask, is_causal, scale)
     if group is not None:
-        return _shared(q, k, v, mask, bias, score, normalizer, dropout_p, kernel, return_lse, return_weights, group)
-    if kernel == "auto" and bias is None and not (dropout_p or return_lse or return_weights or watched()):
+        return _shared(
+            q, k, v, mask, bias, score, normalizer, dropout_p, kernel, return_lse, return_weights, return_statistics,
+            group,
+        )  # fmt: skip
+    more = return_lse or return_weights or return_statistics
+    if kernel == "auto" and bias is None and not (dropout_p or more or watched()):
         out = _stock(q, k, v, mask, score, normalizer)
         if out is not None:
             return out
-    return _general(q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed, kernel, return_lse, return_weights)
+    return _general(
+        q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed, kernel, return_lse, return_weights,
+        return_statistics,
+    )  # fmt: skip
 
 
 @opaque
 def _general(
     q: Any, k: Any, v: Any, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
     score: Score | None, normalizer: Normalizer | None, dropout_p: float, dropout_seed: int | None,
-    kernel: str, return_lse: bool, return_weights: bool,
+    kernel: str, return_lse: bool, return_weights: bool, return_statistics: bool,
+    queries: Bool[Tensor, "b nq"] | None = None,
 ) -> Any:  # fmt: skip
     form = None
     if not (isinstance(q, Tensor) and q.ndim == 4):
@@ -258,35 +300,58 @@ def _general(
         with torch.autocast(q.device.type, enabled=False):
             found = _general(
                 q.to(dtype), k.to(dtype), v.to(dtype), mask, bias, score, normalizer, dropout_p, dropout_seed, kernel,
-                return_lse, return_weights,
+                return_lse, return_weights, return_statistics, queries,
             )  # fmt: skip
-        return (
-            found if form is None else form.back(found) if isinstance(found, Tensor) else tuple(map(form.back, found))
-        )
+        if form is None:
+            return found
+        return tuple(map(form.returned, found)) if isinstance(found, tuple) else form.returned(found)
     call = _call(q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed)
     if return_lse and not call.given.normalizer.has_lse:
         raise InputError(
             f"return_lse is True, but {type(call.given.normalizer).__name__} has no log-sum-exp; only Softmax has one"
         )
-    result = serve(call, kernel, weights=return_weights)
-    if not (return_lse or return_weights):
-        return result.out if form is None else form.back(result.out)
-    wanted = [result.out]
-    if return_lse:
-        assert result.lse is not None
-        wanted.append(result.lse)
-    if return_weights:
-        assert result.weights is not None
-        wanted.append(result.weights)
-    return tuple(wanted if form is None else map(form.back, wanted))
+    statistics = None
+    if return_statistics:
+        result, statistics = _with_statistics(call, kernel, return_weights, queries)
+    else:
+        result = serve(call, kernel, weights=return_weights)
+    asked = zip((return_lse, return_weights, return_statistics), (result.lse, result.weights, statistics), strict=True)
+    wanted = [result.out, *(x for yes, x in asked if yes)]
+    found = wanted if form is None else [form.returned(x) for x in wanted]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _with_statistics(
+    call: Call, kernel: str, weights: bool, queries: Bool[Tensor, "b nq"] | None
+) -> tuple[Result, Statistics]:
+    """The result of a call and the statistics of its weights, in one pass if only the output and lse are wanted."""
+    if kernel == "auto" and not (weights or call.dropout_p or call.needs_grad or transformed(call) or watched()):
+        result, _, statistics = measured(call, output=True, queries=queries)
+        assert result is not None
+        return result, statistics
+    result, served = serve_with_call(call, kernel, weights=weights)
+    return result, measured(replace(served, dropout_p=0.0), queries=queries)[-1]
+
+
+def attend_counting(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, queries: Bool[Tensor, "b nq"] | None, *,
+    training: bool, return_weights: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What a composition returns with statistics of the `queries` that count, as in `measure`; of all if None."""
+    dropout_p = attention.dropout_p if training else 0.0
+    found: tuple[Any, ...] = _general(
+        q, k, v, attention.mask, attention.bias, attention.score, attention.normalizer, dropout_p, None, "auto", False,
+        return_weights, True, queries,
+    )  # fmt: skip
+    return found
 
 
 @opaque
 def _shared(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
     score: Score | None, normalizer: Normalizer | None, dropout_p: float, kernel: str,
-    return_lse: bool, return_weights: bool, group: ProcessGroup,
-) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    return_lse: bool, return_weights: bool, return_statistics: bool, group: ProcessGroup,
+) -> Any:  # fmt: skip
     if dropout_p:
         raise InputError(f"dropout_p is {dropout_p} with a group, expected 0: sharded attention has no dropout")
     if return_weights:
@@ -295,10 +360,13 @@ def _shared(
         )
     shared = Shared.of(group, q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
     result = serve_shared(shared, kernel)
-    if not return_lse:
+    if not (return_lse or return_statistics):
         return result.out
     assert result.lse is not None
-    return result.out, result.lse
+    lse = (result.lse,) if return_lse else ()
+    if not return_statistics:
+        return result.out, *lse
+    return result.out, *lse, sweep(shared.call, RowState(result.lse.detach()), shared=shared)
 
 
 def _stock(
@@ -377,7 +445,7 @@ def plan(
     found = cost(name, call)
     b, h, n_queries, _ = call.q.shape
     share = found.pairs / (b * h * n_queries * call.k.shape[2])
-    return Plan(name, reason, rejected, found, share, steps_of(call, name))
+    return Plan(name, reason, rejected, found, share, steps_of(call, name), engine(call))
 
 
 def _call(
@@ -385,6 +453,15 @@ def _call(
     score: Score | None, normalizer: Normalizer | None, dropout_p: float, seed: int | None = None,
 ) -> Call:  # fmt: skip
     return Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer, dropout_p, seed)
+
+
+class _CallOptions(TypedDict, total=False):
+    """The arguments of an `Attention` on which the type of its result does not depend."""
+
+    training: bool
+    dropout_seed: int | None
+    kernel: str
+    group: ProcessGroup | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -413,29 +490,54 @@ class Attention:
 
     @overload
     def __call__(
-        self, q: A, k: A, v: A, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
-        return_lse: Literal[False] = False, return_weights: Literal[False] = False, group: ProcessGroup | None = None,
+        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
+        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
     ) -> A: ...  # fmt: skip
     @overload
     def __call__(
-        self, q: A, k: A, v: A, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
-        return_lse: Literal[True], return_weights: Literal[False] = False, group: ProcessGroup | None = None,
+        self, q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
+        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
     ) -> tuple[A, A]: ...  # fmt: skip
     @overload
     def __call__(
-        self, q: A, k: A, v: A, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
-        return_lse: Literal[False] = False, return_weights: Literal[True], group: ProcessGroup | None = None,
+        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
+        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
     ) -> tuple[A, A]: ...  # fmt: skip
     @overload
     def __call__(
-        self, q: A, k: A, v: A, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
-        return_lse: Literal[True], return_weights: Literal[True], group: ProcessGroup | None = None,
+        self, q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[True],
+        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
     ) -> tuple[A, A, A]: ...  # fmt: skip
     @overload
     def __call__(
-        self, q: A, k: A, v: A, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
-        return_lse: bool = False, return_weights: bool = False, group: ProcessGroup | None = None,
+        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
+        return_statistics: Literal[True], **options: Unpack[_CallOptions],
+    ) -> tuple[A, Statistics]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
+        return_statistics: Literal[True], **options: Unpack[_CallOptions],
+    ) -> tuple[A, A, Statistics]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
+        return_statistics: Literal[True], **options: Unpack[_CallOptions],
+    ) -> tuple[A, A, Statistics]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[True],
+        return_statistics: Literal[True], **options: Unpack[_CallOptions],
+    ) -> tuple[A, A, A, Statistics]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
+        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
     ) -> A | tuple[A, ...]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
+        return_statistics: bool = False, **options: Unpack[_CallOptions],
+    ) -> A | tuple[Any, ...]: ...  # fmt: skip
     def __call__(
         self,
         q: Any,
@@ -447,11 +549,13 @@ class Attention:
         kernel: str = "auto",
         return_lse: bool = False,
         return_weights: bool = False,
+        return_statistics: bool = False,
         group: ProcessGroup | None = None,
         **unknown: Any,
     ) -> Any:
         """`attend` with this composition; without dropout unless `training`. Torch's names of `attend` work, too."""
         options: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
+        options["return_statistics"] = return_statistics
         dropout: dict[str, Any] = {"dropout_p": self.dropout_p if training else 0.0, "dropout_seed": dropout_seed}
         return attend(q, k, v, **dropout, **self._parts(), **options, group=group, **unknown)
 

@@ -16,6 +16,7 @@ import torch
 
 import qkv
 from conftest import Command, refused
+from qkv._compiled import described
 from qkv.cli.shared import folder
 from qkv.models import loading
 
@@ -48,7 +49,7 @@ def test_profile_measures_what_is_asked_and_writes_all_files(
 
 
 def test_no_arguments_print_the_menu(command: Command) -> None:
-    assert command.succeeds("--version") == f"qkv {qkv.__version__}\n"
+    assert command.succeeds("--version") == f"qkv {qkv.__version__}\n{described()}\n"
     assert "qkv profile" in command.succeeds() == command.succeeds("--help")
 
 

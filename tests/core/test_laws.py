@@ -312,6 +312,7 @@ def test_returned_values_and_their_order() -> None:
     close(weights @ v.repeat_interleave(3, 1), out)
     for got, want in (
         (composed(q, k, v, return_lse=True), (out, lse)), (composed(q, k, v, return_weights=True), (out, weights)),
+        (composed(q, k, v, return_lse=True, return_weights=True, return_statistics=True)[:3], (out, lse, weights)),
     ):  # fmt: skip
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     for kernel in ("tiled", "auto"):
@@ -397,6 +398,7 @@ def test_plan_reports_the_kernel_and_the_reasons(monkeypatch: pytest.MonkeyPatch
     ):
         plan = qkv.plan(q, k, v, **asked)
         assert plan.kernel == kernel
+        assert plan.statistics in str(plan)
         for name, reason in against.items():
             assert reason in plan.rejected[name]
             assert name in str(plan)

@@ -29,6 +29,7 @@ from conftest import (
 )  # fmt: skip
 from qkv import attend, biases, masks, normalizers, reference
 from qkv._engine.call import Call
+from qkv.kernels import editing, watching
 from qkv.masks import Causal, Mask, Padding, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Additive, Dot
@@ -100,6 +101,55 @@ def test_statistics_match_dense_weights_for_every_mask(
         got = qkv.measure(q, k, mask=mask)
         compare(got, expected_statistics(weights, lse))
         assert torch.equal(got.visible, visible.sum(-1).to(got.visible).expand_as(got.visible))
+
+
+RETURNED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": Causal()},
+    "padding and a sink": {"mask": Padding([9, 11]), "normalizer": Softmax(1.5, sink=0.7)},
+    "bias and score": {"bias": biases.SoftCap(0.8), "score": Dot(0.3)},
+    "sigmoid": {"mask": Window(5), "normalizer": normalizers.Sigmoid()},
+    "sparsemax": {"mask": Causal(), "normalizer": normalizers.Sparsemax()},
+    "draws": {"normalizer": normalizers.Hard(sample=True), "dropout_seed": 3},
+    "dropout": {"dropout_p": 0.5, "dropout_seed": 3},
+    "eager": {"mask": Causal(), "kernel": "eager"},
+    "tiled": {"mask": Causal(), "kernel": "tiled"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", RETURNED)
+def test_statistics_that_attend_returns_differ_from_those_of_measure(name: str, dtype: torch.dtype) -> None:
+    """With and without gradients of the output, whose values do not depend on the statistics."""
+    asked = RETURNED[name]
+    composed = {key: x for key, x in asked.items() if key not in ("kernel", "dropout_p", "dropout_seed")}
+    tensors = triple(nq=11, nk=13, dtype=dtype)
+    want = attend(*tensors, **asked)
+    for grad in (False, True):
+        q, k, v = (x.clone().requires_grad_(grad) for x in tensors)
+        out, found = attend(q, k, v, **asked, return_statistics=True)
+        close(out, want)
+        assert out.requires_grad == grad
+        expected = qkv.measure(q, k, **composed) if name != "draws" else found  # of other draws
+        for field, x in tensors_of(expected).items():
+            if x is not None:
+                close(getattr(found, field), x.detach(), eps=1024)
+                assert not getattr(found, field).requires_grad
+    weights, found = attend(*tensors, **{**asked, "kernel": "auto"}, return_weights=True, return_statistics=True)[1:]
+    if name != "dropout":
+        close(found.received, weights.sum(-2), eps=1024)
+
+
+def test_returned_statistics_are_not_those_of_the_edited_call() -> None:
+    q, k, v = triple(nq=11, nk=13)
+    seen: list[Any] = []
+    edit = editing(lambda call, weights: dataclasses.replace(call, mask=Window(3)))
+    with edit, watching(lambda call, result: seen.append(call)):
+        out, found = attend(q, k, v, mask=Causal(), return_statistics=True)
+    want, expected = attend(q, k, v, mask=Window(3), return_statistics=True)
+    close(out, want)
+    close(found.received, expected.received)
+    assert [type(call.mask) for call in seen] == [Window]
 
 
 ROWS = ["none", "causal", "window", "padding", "nothing", "dense of heads"]

@@ -382,6 +382,24 @@ def heads_of(d_model: int = 24, heads: int = 6, **options: Any) -> MultiHeadAtte
     return MultiHeadAttention(d_model, heads, **options)
 
 
+@pytest.mark.parametrize(
+    "padding", [masks.Padding([5, 7]), torch.arange(7) < torch.tensor([5, 7])[:, None, None, None]]
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_padded_tokens_count_as_queries_in_the_statistics_of_a_layer(padding: Any, inside: bool) -> None:
+    x, context = rand(2, 7, 24), rand(2, 11, 24, seed=1)
+    mask = qkv.masks.Causal() & padding if isinstance(padding, masks.Padding) else padding
+    layer = heads_of(attention=Attention(mask=mask) if inside else Attention()).double()
+    asked = {} if inside else {"mask": mask}
+    out, weights, statistics = layer(x, **asked, return_weights=True, return_statistics=True)
+    close(out, layer(x, **asked), eps=256)
+    counted = torch.arange(7) < torch.tensor([[5], [7]])
+    close(statistics.received, (weights * counted[:, None, :, None]).sum(2), eps=256)
+    if not inside:  # a context has padding of its own
+        cross = layer(x, context, return_statistics=True)[1]
+        close(cross.received.sum(-1), torch.full((2, 6), 7.0), eps=256)
+
+
 def block_of(*, norm_bias: bool = True, activation: str = "gelu", **options: Any) -> TransformerBlock:
     return TransformerBlock(heads_of(), FeedForward(24, activation=activation), norm_bias=norm_bias, **options)
 
@@ -394,7 +412,9 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("fused", None, lambda: heads_of(d_context=17)), ("attention", None, lambda: heads_of(attention=masks.Causal())),
     ("x", None, lambda: heads_of()(X[0])), ("context", "d_context", lambda: heads_of()(X, X[..., 1:])),
     ("context", "self-attention only", lambda: heads_of(rotary=Rotary(4))(X, X.clone())),
-    ("return_weights", None, lambda: heads_of()(X, cache=qkv.cache.Full(4), return_weights=True)),
+    *((name, None, lambda name=name: heads_of()(X, cache=qkv.cache.Full(4), **{name: True}))
+      for name in ("return_weights", "return_statistics")),
+    ("need_weights", "return_statistics", lambda: heads_of()(X, need_weights=True, return_statistics=True)),
     ("d_hidden", None, lambda: FeedForward(24, 0)), ("count", None, lambda: SinkToken(24, 0)),
     ("length", None, lambda: LinformerAttention(24, 6, length=0, rank=2)),
     ("x", "at most length", lambda: LinformerAttention(24, 6, length=1, rank=1)(X)),

@@ -17,7 +17,7 @@ PAGES = [page for page in pages.pages() if page == "README.md" or page.startswit
 PAGES = [page for page in PAGES if pages.python(page)]
 
 RETURNS = """
-from typing import assert_type
+from typing import Any, assert_type
 
 import numpy as np
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import qkv
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.nn import AdditiveAttention, LuongAttention, MultiHeadAttention, TransformerBlock
+from qkv.statistics import Statistics
 from qkv_lab import course
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig, EncoderDecoderWeights
 
@@ -35,12 +36,17 @@ def returns(x: Tensor, array: np.ndarray, flag: bool, name: str) -> None:
     assert_type(qkv.attend(x, x, x, return_lse=True), tuple[Tensor, Tensor])
     assert_type(qkv.attend(x, x, x, return_lse=True, return_weights=True), tuple[Tensor, Tensor, Tensor])
     assert_type(qkv.attend(x, x, x, return_lse=flag), Tensor | tuple[Tensor, ...])
+    assert_type(qkv.attend(x, x, x, return_statistics=True), tuple[Tensor, Statistics])
+    assert_type(qkv.attend(array, array, array, return_statistics=True), tuple[np.ndarray, Statistics])
+    assert_type(qkv.attend(x, x, x, return_lse=flag, return_statistics=True), Tensor | tuple[Any, ...])
     attention = qkv.Attention()
     assert_type(attention(x, x, x), Tensor)
     assert_type(attention(x, x, x, return_lse=True, return_weights=True), tuple[Tensor, Tensor, Tensor])
+    assert_type(attention(x, x, x, return_lse=True, return_statistics=True), tuple[Tensor, Tensor, Statistics])
     assert_type(qkv.linear_attend(x, x, x, return_state=True), tuple[Tensor, qkv.LinearState])
     heads = MultiHeadAttention(8, 2)
     assert_type(heads(x, x, return_weights=True), tuple[Tensor, Tensor])
+    assert_type(heads(x, return_weights=True, return_statistics=True), tuple[Tensor, Tensor, Statistics])
     assert_type(heads(x, need_weights=True), tuple[Tensor, Tensor])
     assert_type(heads(x, need_weights=False), tuple[Tensor, None])
     assert_type(heads(x, need_weights=flag), tuple[Tensor, Tensor | None])

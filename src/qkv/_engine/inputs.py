@@ -63,6 +63,10 @@ class Form:
         x = x[0, 0] if self.ndim == 2 else x[:, 0] if self.ndim == 3 else x
         return x.detach().numpy() if self.array else x
 
+    def returned(self, x: Any) -> Any:
+        """A tensor or a dataclass of tensors in the form of the inputs."""
+        return self.back(x) if isinstance(x, Tensor) else self.all_back(x)
+
     def all_back(self, found: T) -> T:
         """A dataclass with all tensors in it, including nested ones, in the form of the inputs."""
         if self.ndim == 4 and not self.array:

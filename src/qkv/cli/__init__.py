@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 import tyro
 
 import qkv
+from qkv._compiled import described
 from qkv._packages import explain, lab_is_missing
 from qkv.cli import ablate, evict, flow, generate, maps, profile, survey, view
 from qkv.cli.shared import discard_output, show_menu
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         atexit.register(_freeze)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments == ["--version"]:
-        print(f"qkv {qkv.__version__}")
+        print(f"qkv {qkv.__version__}\n{described()}")
         return 0
     if arguments in ([], ["-h"], ["--help"]):
         show_menu()

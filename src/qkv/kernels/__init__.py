@@ -177,6 +177,22 @@ def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, we
     return made
 
 
+def serve_with_call(call: Call, kernel: str, *, weights: bool) -> tuple[Result, Call]:
+    """The result of `serve`, and the call that was computed, which edits may have changed."""
+    served: list[Call] = []
+    server = _SERVER.get()
+
+    def recording(call: Call | Shared, compute: Callable[[], Result], fused: bool) -> Result:
+        assert isinstance(call, Call)
+        served.append(call)
+        with serving(server):
+            return compute() if server is None else server(call, compute, fused)
+
+    with serving(recording):
+        result = serve(call, kernel, weights=weights)
+    return result, served[-1]
+
+
 BLOCK_KERNELS = ("native", "flex", "tiled")  # kernels for the blocks of a sharded call, in order of preference
 BLOCK_KERNELS_WITH_GRADIENTS = ("native", "tiled")  # with gradients of a block from the row's out and lse
 

@@ -10,13 +10,13 @@ import ctypes
 import functools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from qkv._compiled import LIBRARY, MISSING, described
 from qkv._engine.call import Call
 from qkv._engine.tiles import kept
 from qkv._engine.transforms import transformed
@@ -24,7 +24,6 @@ from qkv.biases import ByDistance, Dense, SoftCap
 from qkv.masks import And, Grid, Mask
 from qkv.masks.convert import MaskBits, mask_bits
 
-LIBRARY = Path(__file__).with_name("attention.so")
 LARGEST_HEAD = 256
 FEW_ROWS = 16
 """Up to so many queries of a key head, keys and values are read in place (`decode.c`)."""
@@ -65,7 +64,7 @@ class Gradients(ctypes.Structure):
 def library() -> ctypes.CDLL | str:
     """The compiled library, or in one sentence why there is none."""
     if not LIBRARY.exists():
-        return "the native library was not compiled when qkv was installed: there was no C compiler"
+        return MISSING
     try:
         found = ctypes.CDLL(str(LIBRARY))  # torch, imported above, brings the OpenMP runtime that it uses
         functions = (found.qkv_attend, Arguments), (found.qkv_decode, Arguments), (found.qkv_gradients, Gradients)
@@ -74,6 +73,12 @@ def library() -> ctypes.CDLL | str:
     except (OSError, AttributeError) as error:
         return f"the native library {LIBRARY.name} cannot be loaded: {error}"
     return found
+
+
+def description() -> str:
+    """What computes attention with its statistics on CPU, in one sentence."""
+    found = library()
+    return described(reason=found) if isinstance(found, str) else described(found.qkv_level())
 
 
 def unsupported_reason(call: Call) -> str | None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from qkv._contract import Definition
 from qkv._engine.call import as_mask
-from qkv.attention import Attention
+from qkv.attention import Attention, attend_counting
 from qkv.errors import InputError
 from qkv.masks import Mask
+from qkv.statistics.sums import Statistics
 
 Path = tuple[str | int, ...]
 
@@ -56,18 +57,39 @@ class Composition(nn.Module):
     @overload
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
-        return_weights: Literal[False] = False,
+        return_weights: Literal[False] = False, return_statistics: Literal[False] = False,
+        queries: Bool[Tensor, "b nq"] | None = None,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
-        return_weights: Literal[True],
+        return_weights: Literal[True], return_statistics: Literal[False] = False,
+        queries: Bool[Tensor, "b nq"] | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
-        return_weights: bool = False,
+        return_weights: Literal[False] = False, return_statistics: Literal[True],
+        queries: Bool[Tensor, "b nq"] | None = None,
+    ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: Literal[True], return_statistics: Literal[True],
+        queries: Bool[Tensor, "b nq"] | None = None,
+    ) -> tuple[Tensor, Tensor, Statistics]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: bool = False, return_statistics: Literal[False] = False,
+        queries: Bool[Tensor, "b nq"] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: bool = False, return_statistics: bool = False,
+        queries: Bool[Tensor, "b nq"] | None = None,
+    ) -> Tensor | tuple[Any, ...]: ...  # fmt: skip
     def forward(
         self,
         q: Float[Tensor, "b h nq dq"],
@@ -76,9 +98,17 @@ class Composition(nn.Module):
         *,
         mask: Mask | Bool[Tensor, "..."] | None = None,
         return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """`attend` with this composition and an optional additional mask; dropout acts in training mode."""
+        return_statistics: bool = False,
+        queries: Bool[Tensor, "b nq"] | None = None,
+    ) -> Tensor | tuple[Any, ...]:
+        """`attend` with this composition and an optional additional mask; dropout acts in training mode.
+
+        `queries` are those that count in the statistics, as in `qkv.measure`.
+        """
         attention = self.attention if mask is None else masked(self.attention, mask)
+        if return_statistics:
+            options: dict[str, Any] = {"training": self.training, "return_weights": return_weights}
+            return attend_counting(attention, q, k, v, queries, **options)
         if return_weights:
             return attention(q, k, v, training=self.training, return_weights=True)
         return attention(q, k, v, training=self.training)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,15 +14,29 @@ from qkv._engine.call import as_mask
 from qkv._names import INPUTS, SIZES, renamed
 from qkv.attention import Attention
 from qkv.errors import InputError, at_least_one
-from qkv.masks import Mask, from_sdpa
+from qkv.masks import Dense, Grid, Mask, Padding, from_sdpa
 from qkv.nn.composition import Composition
 from qkv.normalizers import Softmax, SumToOne
 from qkv.positions import Rotary
+from qkv.statistics.sums import Statistics
 
 if TYPE_CHECKING:
     from qkv.cache import Cache
 
 KeysValues = tuple[Float[Tensor, "b hkv m d"], Float[Tensor, "b hkv m dv"]]
+
+
+class _Options(TypedDict, total=False):
+    """The arguments of a layer on which the type of its result does not depend."""
+
+    query: Tensor
+    key: Tensor
+    keys_values: KeysValues | None
+    mask: Mask | Bool[Tensor, "..."] | None
+    is_causal: bool
+    positions: Int[Tensor, "..."] | None
+    cache: Cache | None
+    average_attn_weights: bool
 
 
 class MultiHeadAttention(nn.Module):
@@ -138,51 +152,57 @@ class MultiHeadAttention(nn.Module):
     @overload
     def forward(
         self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
-        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
-        return_weights: Literal[False] = False, need_weights: None = None, average_attn_weights: bool = True,
-        **other_names: Tensor,
+        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: None = None,
+        **options: Unpack[_Options],
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
-        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
-        return_weights: Literal[True], need_weights: None = None, average_attn_weights: bool = True,
-        **other_names: Tensor,
+        return_weights: Literal[True], return_statistics: Literal[False] = False, need_weights: None = None,
+        **options: Unpack[_Options],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
-        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
-        return_weights: Literal[False] = False, need_weights: Literal[True], average_attn_weights: bool = True,
-        **other_names: Tensor,
+        return_weights: Literal[False] = False, return_statistics: Literal[True], need_weights: None = None,
+        **options: Unpack[_Options],
+    ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        return_weights: Literal[True], return_statistics: Literal[True], need_weights: None = None,
+        **options: Unpack[_Options],
+    ) -> tuple[Tensor, Tensor, Statistics]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: Literal[True],
+        **options: Unpack[_Options],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
-        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
-        return_weights: Literal[False] = False, need_weights: Literal[False], average_attn_weights: bool = True,
-        **other_names: Tensor,
+        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: Literal[False],
+        **options: Unpack[_Options],
     ) -> tuple[Tensor, None]: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
-        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
-        return_weights: bool = False, need_weights: None = None, average_attn_weights: bool = True,
-        **other_names: Tensor,
+        return_weights: bool = False, return_statistics: Literal[False] = False, need_weights: None = None,
+        **options: Unpack[_Options],
     ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
-        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
-        return_weights: Literal[False] = False, need_weights: bool, average_attn_weights: bool = True,
-        **other_names: Tensor,
+        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: bool,
+        **options: Unpack[_Options],
     ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        return_weights: bool = False, return_statistics: bool = False, need_weights: None = None,
+        **options: Unpack[_Options],
+    ) -> Tensor | tuple[Any, ...]: ...  # fmt: skip
     def forward(
         self,
         x: Float[Tensor, "b n d_model"] | None = None,
@@ -195,10 +215,11 @@ class MultiHeadAttention(nn.Module):
         positions: Int[Tensor, "..."] | None = None,
         cache: Cache | None = None,
         return_weights: bool = False,
+        return_statistics: bool = False,
         need_weights: bool | None = None,
         average_attn_weights: bool = True,
         **other_names: Any,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Any, ...]:
         """Self-attention over x, or cross-attention from x to a context.
 
         Torch's call works, too: ``layer(query, key, value)``, by position or by name. Passing x itself as key and
@@ -216,12 +237,15 @@ class MultiHeadAttention(nn.Module):
             cache: keys and values of earlier tokens (see `qkv.cache`), to which the new ones are added.
             return_weights: also return the weights of every head; only then are they materialised, and memory is
                 quadratic in the length. They are differentiable, and include dropout in training.
+            return_statistics: also return the statistics of the weights, as `qkv.attend` does. Tokens of x that `mask`
+                or the composition pads (`Padding`, or a tensor of keys) do not count as queries in self-attention.
             need_weights: torch's argument: always return a pair, of the output and the weights, or None if False.
             average_attn_weights: whether the weights of `need_weights` are the mean over heads, as in torch.
             **other_names: `query` and `key`; every other name raises an error that says what to pass.
 
         Returns:
-            ``out`` (b, n, d_model), or ``(out, weights)`` with weights (b, h, n, m), or (b, n, m) if averaged.
+            ``out`` (b, n, d_model), or ``(out, weights)`` with weights (b, h, n, m), or (b, n, m) if averaged;
+            ``(out, statistics)`` or ``(out, weights, statistics)`` with statistics.
 
         Raises:
             InputError: for shapes that do not fit, for arguments that exclude one another, for unknown names.
@@ -240,6 +264,8 @@ class MultiHeadAttention(nn.Module):
             raise InputError(f"x {got}, expected (batch, length, d_model = {self.d_model})")
         if need_weights is not None and return_weights:
             raise InputError("need_weights and return_weights are both passed, expected one of them")
+        if need_weights is not None and return_statistics:
+            raise InputError("need_weights is passed with return_statistics, expected return_weights")
         if need_weights is None and not average_attn_weights:
             raise InputError("average_attn_weights is False without need_weights, expected need_weights=True")
         if context is x and (value is None or value is x):
@@ -257,14 +283,23 @@ class MultiHeadAttention(nn.Module):
             mask = causal if own is None else causal & own
         weights = None
         if cache is not None:
-            if return_weights or need_weights:
-                asked = "return_weights" if return_weights else "need_weights"
-                raise InputError(f"{asked} is True with a cache, which returns no weights; expected one of them")
+            options = {"return_weights": return_weights, "need_weights": need_weights}
+            options |= {"return_statistics": return_statistics}
+            for asked in (name for name, yes in options.items() if yes):
+                returned = asked.partition("_")[2]
+                raise InputError(f"{asked} is True with a cache, which returns no {returned}; expected one of them")
             attention, extra_mask = self.composition.attention, as_mask(mask)
             out = cache.attend(attention, q, k, v, rotary=self.rotary, positions=positions, mask=extra_mask)
         else:
             if self.rotary is not None:
                 q, k = (self._rotated(one, positions) for one in (q, k))
+            if return_statistics:
+                mask = as_mask(mask)
+                queries = None if cross else self._counted(mask, q)
+                out, *more = self.composition(
+                    q, k, v, mask=mask, return_weights=return_weights, return_statistics=True, queries=queries
+                )
+                return self._merged(out, x), *more
             result = self.composition(q, k, v, mask=mask, return_weights=return_weights or bool(need_weights))
             out, weights = result if isinstance(result, tuple) else (result, None)
         out = self._merged(out, x)
@@ -274,6 +309,19 @@ class MultiHeadAttention(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`
+
+    def _counted(self, mask: Mask | None, q: Tensor) -> Bool[Tensor, "b n"] | None:
+        """The tokens that no mask of keys pads; None for all."""
+        b, h, n, _ = q.shape
+        grid, counted = Grid(b, h, n, n, 0, q.device), None
+        for whole in (as_mask(self.composition.attention.mask), mask):
+            if whole is not None:
+                whole.check(grid)
+            for part in () if whole is None else whole.factors():
+                keys = part.key_mask(grid) if isinstance(part, Padding | Dense) else None
+                if keys is not None:
+                    counted = keys if counted is None else counted & keys
+        return None if counted is None else counted.expand(b, n)
 
     def keys_values(
         self, context: Float[Tensor, "b m d_context"], value: Float[Tensor, "b m d_context"] | None = None

@@ -61,7 +61,7 @@ function header() {
   $("foot").replaceChildren(
     ...[
       attrs.command && h("p", {}, h("code", {}, attrs.command)),
-      h("p", {}, Object.entries(attrs.versions || {}).map(([name, version]) => `${name} ${version}`).join(" · ")),
+      h("p", {}, [...Object.entries(attrs.versions || {}).map(([name, version]) => `${name} ${version}`), attrs.native_library].filter(Boolean).join(" · ")),
       attrs.unobserved && attrs.unobserved.length ? h("p", {}, `Not observed: ${attrs.unobserved.map(String).join(", ")}.`) : "",
     ].filter(Boolean),
   );

@@ -20,6 +20,7 @@ import qkv
 from qkv._progress import bar
 from qkv.errors import InputError
 from qkv.models.loading import load_if_named
+from qkv.native.binding import description
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.datasets import datasets
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids
@@ -156,6 +157,7 @@ def profile(
         "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
         "parameters": sum(p.numel() for p in model.parameters()),
         "versions": versions(),
+        "native_library": description(),
         "command": command,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - started, 3),

@@ -219,10 +219,23 @@ def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None
 
     On CPU it is the native library; the Triton kernels are only run there by tests.
     """
-    engine, way = (native, _by_native) if call.q.device.type == "cpu" else (triton, _by_triton)
-    if engine.unsupported_reason(call, request.mass, request.statistics):
+    by, way = (native, _by_native) if call.q.device.type == "cpu" else (triton, _by_triton)
+    if by.unsupported_reason(call, request.mass, request.statistics):
         return None
     return way(call, request, output=output)
+
+
+def engine(call: Call) -> str:
+    """What computes the statistics of a call, in one sentence."""
+    call = replace(detached(call), dropout_p=0.0)
+    request = checked(call, call.grid)
+    if call.q.device.type != "cpu":
+        why = triton.unsupported_reason(call, request.mass, request.statistics)
+        return f"tiles of tensor operations: {why}" if why else "Triton, in the pass that computes the output"
+    if isinstance(native.binding.library(), str):
+        return native.binding.description()
+    why = native.unsupported_reason(call, request.mass, request.statistics)
+    return f"tiles of tensor operations: {why}" if why else native.binding.description()
 
 
 def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from qkv.cache.base import attending
 from qkv.errors import InputError
 from qkv.models.loading import name_of_model
+from qkv.native.binding import description
 from qkv.profiler.capture.datasets import datasets
 from qkv.profiler.capture.inputs import Sequences, arguments_of, real_tokens, sequences_of
 from qkv.profiler.capture.observe import ObservedCall, Observer, observe
@@ -144,6 +145,7 @@ class Watched:
             "dtype": str(next((p.dtype for p in self.model.parameters()), "unknown")).removeprefix("torch."),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "versions": versions(),
+            "native_library": description(),
             "command": "",
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(self.seconds, 3),
