@@ -82,7 +82,8 @@ INLINE void values_of(int n, int nv, const float *p, int64_t apart, int64_t keys
     }
     UNROLL for (int r = 0; r < n; r++) UNROLL for (int i = 0; i < nv; i++) *(vf *)(o + r * dvp + i * VL) = acc[r][i];
 }
-typedef void Values(const float *, int64_t, int64_t, const float *, int64_t, int64_t, const int32_t *, float *, int64_t);
+typedef void Values(const float *, int64_t, int64_t, const float *, int64_t, int64_t, const int32_t *, float *,
+                    int64_t);
 #define VALUES(n, name, nv) static void values_##n##_##name(const float *p, int64_t apart, int64_t keys, \
         const float *v, int64_t stride, int64_t used, const int32_t *kept, float *o, int64_t dvp) { \
     values_of(n, nv, p, apart, keys, v, stride, used, kept, o, dvp); }
@@ -140,7 +141,8 @@ INLINE uint64_t bits_of_row(const Call *c, const Keys *u, int64_t r, int64_t cel
     return status > 1 ? c->bits[(status - 2) * (int64_t)BLOCK + r % c->nq % BLOCK] : status ? UINT64_MAX : 0;
 }
 static int row_sees(const Call *c, const Keys *u, int64_t r, int64_t key) {
-    return u->lo[r] <= key && key < u->hi[r] && (!u->kept || u->kept[key]) && bits_of_row(c, u, r, key / CELL) >> key % CELL & 1;
+    if (key < u->lo[r] || key >= u->hi[r] || (u->kept && !u->kept[key])) return 0;
+    return bits_of_row(c, u, r, key / CELL) >> key % CELL & 1;
 }
 
 /* Mask the scores of a row in a tile. */
@@ -165,7 +167,8 @@ static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, 
         const float *values = values_of_row(c, bias, batch, head + r / c->nq, i);
         for (int64_t j = from; j < to; j += VL) *(vf *)(p + j - from) = biased(c, bias, values, j, load(p + j - from));
     }
-    if (u->kept || u->cells[r] || c->n_biases || u->lo[r] > from || u->hi[r] < up(to, VL)) mask_row(c, u, r, p, from, to);
+    if (u->kept || u->cells[r] || c->n_biases || u->lo[r] > from || u->hi[r] < up(to, VL))
+        mask_row(c, u, r, p, from, to);
     vf top = (vf){0} + LOWEST;
     for (int64_t j = from; j < to; j += VL) top = maximum(load(p + j - from), top);
     const float m = highest(top);
