@@ -14,7 +14,7 @@ enum { KEYS_4 = 2, VALUES_4 = 2 };
 typedef struct {            /* a key head */
     const float *k, *v;
     int64_t rows, first, from, to; /* the first key that some row sees; the same, a multiple of VL; the end */
-    int64_t apart;          /* of two rows of p: all keys with statistics, else a tile */
+    int64_t apart;          /* of two rows of p: a tile if nobody else needs its weights, now or later; else all keys */
     int64_t *lo, *hi;       /* visible keys [rows] */
     int32_t *kept;          /* -1 at keys that are no padding [nkp], or NULL */
     const int32_t **cells;  /* of each row, or NULL [rows] */
@@ -386,10 +386,11 @@ static void meet(int alone) {
 /* Like qkv_attend, for few queries. */
 int qkv_decode(const Call *c) {
     const int64_t dp = up(c->d, VL), dvp = c->out ? up(c->dv, VL) : 0, nkp = up(c->nk, TILE), tiles = nkp / TILE;
-    const int64_t group = c->h / c->hkv, units = c->b * c->hkv, rows = group * c->nq, apart = c->rows ? nkp : TILE;
+    const int64_t group = c->h / c->hkv, units = c->b * c->hkv, rows = group * c->nq;
     const double work = (double)c->b * c->h * c->nq * c->nk * (c->d + c->dv);
     const int threads = (int)min64(work < 1e6 || c->threads < 2 ? 1 : c->threads, MOST_THREADS);
     const int alone = threads == 1 || units >= 4 * threads || units % threads == 0; /* a thread takes whole key heads */
+    const int64_t apart = c->rows || !alone ? nkp : TILE;
     const int64_t own = up(rows * ((int64_t)sizeof(Row) + dvp * 4) + 128, 4096);
     const int64_t size = up((int64_t)sizeof(Keys) + rows * (32 + (int64_t)sizeof(Row) + (dp + apart + tiles) * 4)
                             + (c->keep ? nkp * 4 : 0) + 1024, 4096);
