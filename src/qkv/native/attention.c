@@ -607,7 +607,9 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         if (c->out) {
             float *out = c->out + (base + r) * c->dv, *o = s->o + r * dvp;
             for (int64_t i = 0; i < c->dv; i++) out[i] = empty ? 0 : o[i] * w;
-            for (int64_t i = 0; i < c->dv; i++) s->infinite |= !(fabsf(out[i]) <= FLT_MAX);
+            int infinite = 0; /* a local variable, so that the loop becomes vector instructions */
+            for (int64_t i = 0; i < c->dv; i++) infinite |= !(fabsf(out[i]) <= FLT_MAX);
+            s->infinite |= infinite;
         }
     }
     if (!c->rows) return;

@@ -14,7 +14,7 @@ enum { KEYS_4 = 2, VALUES_4 = 2 };
 typedef struct {            /* a key head */
     const float *k, *v;
     int64_t rows, first, from, to; /* the first key that some row sees; the same, a multiple of VL; the end */
-    int64_t apart;          /* of two rows of p: all keys with statistics, else a tile */
+    int64_t apart;          /* of two rows of p: a tile if nobody else needs its weights, now or later; else all keys */
     int64_t *lo, *hi;       /* visible keys [rows] */
     int32_t *kept;          /* -1 at keys that are no padding [nkp], or NULL */
     const int32_t **cells;  /* of each row, or NULL [rows] */
@@ -82,7 +82,8 @@ INLINE void values_of(int n, int nv, const float *p, int64_t apart, int64_t keys
     }
     UNROLL for (int r = 0; r < n; r++) UNROLL for (int i = 0; i < nv; i++) *(vf *)(o + r * dvp + i * VL) = acc[r][i];
 }
-typedef void Values(const float *, int64_t, int64_t, const float *, int64_t, int64_t, const int32_t *, float *, int64_t);
+typedef void Values(const float *, int64_t, int64_t, const float *, int64_t, int64_t, const int32_t *, float *,
+                    int64_t);
 #define VALUES(n, name, nv) static void values_##n##_##name(const float *p, int64_t apart, int64_t keys, \
         const float *v, int64_t stride, int64_t used, const int32_t *kept, float *o, int64_t dvp) { \
     values_of(n, nv, p, apart, keys, v, stride, used, kept, o, dvp); }
@@ -140,7 +141,8 @@ INLINE uint64_t bits_of_row(const Call *c, const Keys *u, int64_t r, int64_t cel
     return status > 1 ? c->bits[(status - 2) * (int64_t)BLOCK + r % c->nq % BLOCK] : status ? UINT64_MAX : 0;
 }
 static int row_sees(const Call *c, const Keys *u, int64_t r, int64_t key) {
-    return u->lo[r] <= key && key < u->hi[r] && (!u->kept || u->kept[key]) && bits_of_row(c, u, r, key / CELL) >> key % CELL & 1;
+    if (key < u->lo[r] || key >= u->hi[r] || (u->kept && !u->kept[key])) return 0;
+    return bits_of_row(c, u, r, key / CELL) >> key % CELL & 1;
 }
 
 /* Mask the scores of a row in a tile. */
@@ -165,7 +167,8 @@ static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, 
         const float *values = values_of_row(c, bias, batch, head + r / c->nq, i);
         for (int64_t j = from; j < to; j += VL) *(vf *)(p + j - from) = biased(c, bias, values, j, load(p + j - from));
     }
-    if (u->kept || u->cells[r] || c->n_biases || u->lo[r] > from || u->hi[r] < up(to, VL)) mask_row(c, u, r, p, from, to);
+    if (u->kept || u->cells[r] || c->n_biases || u->lo[r] > from || u->hi[r] < up(to, VL))
+        mask_row(c, u, r, p, from, to);
     vf top = (vf){0} + LOWEST;
     for (int64_t j = from; j < to; j += VL) top = maximum(load(p + j - from), top);
     const float m = highest(top);
@@ -383,10 +386,11 @@ static void meet(int alone) {
 /* Like qkv_attend, for few queries. */
 int qkv_decode(const Call *c) {
     const int64_t dp = up(c->d, VL), dvp = c->out ? up(c->dv, VL) : 0, nkp = up(c->nk, TILE), tiles = nkp / TILE;
-    const int64_t group = c->h / c->hkv, units = c->b * c->hkv, rows = group * c->nq, apart = c->rows ? nkp : TILE;
+    const int64_t group = c->h / c->hkv, units = c->b * c->hkv, rows = group * c->nq;
     const double work = (double)c->b * c->h * c->nq * c->nk * (c->d + c->dv);
     const int threads = (int)min64(work < 1e6 || c->threads < 2 ? 1 : c->threads, MOST_THREADS);
     const int alone = threads == 1 || units >= 4 * threads || units % threads == 0; /* a thread takes whole key heads */
+    const int64_t apart = c->rows || !alone ? nkp : TILE;
     const int64_t own = up(rows * ((int64_t)sizeof(Row) + dvp * 4) + 128, 4096);
     const int64_t size = up((int64_t)sizeof(Keys) + rows * (32 + (int64_t)sizeof(Row) + (dp + apart + tiles) * 4)
                             + (c->keep ? nkp * 4 : 0) + 1024, 4096);
