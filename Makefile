@@ -69,7 +69,7 @@ sanitize: venv  ## test the native library built with AddressSanitizer and Undef
 	$(CC) $(SANITIZE) -march=native src/qkv/native/library.c -o $(SANITIZED) -lm
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 	  $(BIN)/python -c "import pathlib, pytest, qkv.native.binding; qkv.native.binding.LIBRARY = pathlib.Path('$(SANITIZED)'); \
-	  raise SystemExit(pytest.main(['-q', '-W', 'ignore::pytest.PytestAssertRewriteWarning', '-p', 'no:xdist', '-p', 'no:randomly', 'tests/core/test_native.py', '-k', 'differ or bits or nan']))"
+	  raise SystemExit(pytest.main(['-q', '-W', 'ignore::pytest.PytestAssertRewriteWarning', '-p', 'no:xdist', '-p', 'no:randomly', 'tests/core/test_native.py', 'tests/core/test_native_gradients.py', '-k', 'differ or bits or nan']))"
 
 KILLS ?= 20
 

@@ -19,7 +19,7 @@ from qkv.partial import Partial
 
 CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
-LEAST_PAIRS = 2**15  # with fewer pairs of a query and a key, torch's kernel is faster
+LEAST_PAIRS = 2**16  # with fewer pairs of a query and a key, torch's kernel is faster
 
 
 def unsupported_reason(call: Call) -> str | None:
