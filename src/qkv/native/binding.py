@@ -191,7 +191,8 @@ def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h 
     """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
     b, h, n_queries, _ = call.q.shape
     out, lse = torch.empty(b, h, n_queries, call.v.shape[3]), torch.empty(b, h, n_queries)
-    found = attend(call, prepared(call).with_tensors(out=out, lse=lse))
+    made = prepared(call)  # it holds the tensors that pointers lead to
+    found = attend(call, made.with_tensors(out=out, lse=lse))
     return (out.to(call.v.dtype), lse) if found else None
 
 
