@@ -32,7 +32,7 @@ def statistics_gradients(repeats: int = 9) -> dict[str, Any]:
         return torch.stack([(getattr(found, n) * x).sum() for n, x in zip(names, weights, strict=False)]).sum()
 
     ways: dict[str, Callable[[], Tensor]] = {
-        "attend, flash": lambda: attention("flash"),
+        "attend": lambda: attention("auto"),
         "attend, tiled": lambda: attention("tiled"),
         "entropy": lambda: statistics("entropy"),
         "entropy + received + sink": lambda: statistics("entropy", "received", "sink"),
@@ -51,7 +51,7 @@ def statistics_gradients(repeats: int = 9) -> dict[str, Any]:
     together = alternating({name: lambda name=name: both(name) for name in ways}, repeats)  # type: ignore[misc]
     result: dict[str, Any] = {"seconds": {"backward": alone, "both": together}}
     for name in ("entropy", "entropy + received + sink"):
-        for base in ("attend, flash", "attend, tiled"):
+        for base in ("attend", "attend, tiled"):
             bound = " (≤ 2)" if "sink" in name else ""
             result[f"time: {name} / {base}, backward{bound}"] = median_ratio(alone, name, base)
             result[f"time: {name} / {base}, forward and backward"] = median_ratio(together, name, base)

@@ -62,12 +62,11 @@ def cost(kernel: str, call: Call) -> Cost:
         peak = result + 8 * b * h * n_queries * n_keys
     elif kernel == "tiled":
         table = sizes(call.q.device)
-        peak = (
-            result
-            + wide * (inputs + 2 * out)
-            + torch.get_num_threads() * 3 * wide * min(table.heads, h) * table.tile**2
-        )
-    else:  # flash, flex
+        peak = result + wide * (inputs + 2 * out) + 3 * wide * min(table.heads, h) * table.tile**2
+    elif kernel == "native":
+        packed = 4 * (n_keys + 64) * (d + dv)  # the keys and values of a head, and a block of queries
+        peak = result + torch.get_num_threads() * packed + (4 * (inputs + out) if own < 4 else 0)
+    else:  # flex
         padded = b * h * n_queries * max(d, dv) + b * call.k.shape[1] * n_keys * 2 * max(d, dv) if d != dv else 0
         peak = result + own * padded + torch.get_num_threads() * wide * 2 * 256 * (512 + dv)
     moved += own * b * h * n_queries * n_keys if kernel in FORM_WEIGHTS else 0

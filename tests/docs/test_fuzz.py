@@ -56,7 +56,7 @@ def _sees_too_much(self: masks.Mask, b: Tensor, h: Tensor, q: Tensor, k: Tensor,
 
 def _with_wrong_scale(call: Call) -> Prepared:
     made = prepared(call)
-    made.arguments["scale"] *= 1.001
+    made.arguments.scale *= 1.001
     return made
 
 

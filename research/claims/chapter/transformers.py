@@ -249,19 +249,19 @@ def estimated(n: int, heads: int, kernel: str) -> tuple[int, int]:
 
 @claim("C055", "chapter", "7.1", "The space of attention is O(n²), for the attention matrix.")
 def c055() -> Verdict:
-    eager, flash = [estimated(2048, 8, kernel)[1] / estimated(1024, 8, kernel)[1] for kernel in ("eager", "flash")]
+    eager, tiled = [estimated(2048, 8, kernel)[1] / estimated(1024, 8, kernel)[1] for kernel in ("eager", "tiled")]
     by_heads = estimated(1024, 8, "eager")[1] / estimated(1024, 1, "eager")[1]
     return only_when(
-        3.5 < eager < 4.1 and flash < 2.1 and 7 < by_heads < 8.1,
+        3.5 < eager < 4.1 and tiled < 2.1 and 7 < by_heads < 8.1,
         f"If the matrix is formed, and then one for each head: with twice the tokens the estimate of `qkv.plan` is "
         f"{eager:.1f} times as much. A kernel that works through it in tiles, such as FlashAttention, never holds it: "
-        f"{flash:.1f} times.",
+        f"{tiled:.1f} times.",
     )
 
 
 @claim("C056", "chapter", "7.1", "FlashAttention is one of the efficient answers to the quadratic cost.")
 def c056() -> Verdict:
-    small, large = [[estimated(n, 1, kernel) for kernel in ("eager", "flash")] for n in (1024, 4096)]
+    small, large = [[estimated(n, 1, kernel) for kernel in ("eager", "tiled")] for n in (1024, 4096)]
     work, memory = [[many[i] / few[i] for few, many in zip(small, large, strict=True)] for i in (0, 1)]
     return only_when(
         work == [16, 16] and memory[0] > 15 and memory[1] < 4.1,

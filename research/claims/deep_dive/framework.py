@@ -133,7 +133,7 @@ def c244() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 6, 4, dtype=torch.float64)
     additive = qkv.scores.Additive(torch.randn(4, dtype=torch.float64))
-    no_product = qkv.plan(q, k, v, score=additive).rejected["flash"]
+    no_product = qkv.plan(q, k, v, score=additive).rejected["flex"]
     _, sigmoid = qkv.attend(q, k, v, normalizer=qkv.normalizers.Sigmoid(), return_weights=True)
     off = (sigmoid.sum(-1) - 1).abs().max().item()
     return only_when(

@@ -45,7 +45,7 @@ def forward(call: Call) -> Result | None:
         found = binding.forward(call)
     if found is None or not call.needs_grad:
         return None if found is None else Result(*found)
-    out, lse = _Attention.apply(call.q, call.k, call.v, call.sink, call, found)  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(call.q, call.k, call.v, call.sink, call, found)
     return Result(out, lse)
 
 
@@ -72,7 +72,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
     found = _plain(q, k, v, causal, scale)
     if found is None or not tracked:
         return None if found is None else found[0]
-    out: Tensor = _Plain.apply(q, k, v, causal, scale, found)  # type: ignore[no-untyped-call]
+    out: Tensor = _Plain.apply(q, k, v, causal, scale, found)
     return out
 
 
