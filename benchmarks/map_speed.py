@@ -1,4 +1,4 @@
-"""The cost of one head's attention map, compared with a forward pass, and of a part of the map, compared with the whole.
+"""The cost of one head's attention map against a forward pass, and of a part of the map against the whole.
 
 python -m benchmarks.map_speed [TOKENS]               100,000 unless given; writes results/map.json
 python -m benchmarks.map_speed attention|picture TOKENS   once, in this process alone; prints JSON: seconds, peak, base
