@@ -785,26 +785,24 @@ int qkv_attend(const Call *c) {
     const int alone = threads == 1 || (units >= 4 * threads) || units % threads == 0; /* a thread takes whole units */
     const int64_t kept = c->keep ? nkp + cells : 0, packed = up(nkp * (c->d + dvp) + kept, 16) * 4 + 192;
     const int64_t own = (alone ? packed : 0) + sizeof(Space) + BLOCK * (c->d + dvp + most) * 4 + 2048
-                      + (c->rows ? BLOCK * CELL * most : RS * TILE) * 4 + size * 8
+                      + (c->rows ? BLOCK * CELL * most : RS * TILE) * 4
                       + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4;
-    const int64_t shared = alone ? 0 : packed + group * size * 8 + 128;
+    const int64_t sums = alone ? size : group * size, shared = (alone ? 0 : packed) + threads * sums * 8 + 256;
     char *memory = aligned_alloc(4096, (size_t)up(threads * up(own, 4096) + shared, 4096));
     if (!memory) return 1;
     char *at = memory + threads * up(own, 4096);
     float *shared_k = take(&at, alone ? 0 : nkp * c->d * 4), *shared_v = take(&at, alone ? 0 : nkp * dvp * 4);
     int32_t *shared_kept = take(&at, alone ? 0 : kept * 4);
-    double *total = take(&at, 0);
-    if (!alone) memset(total, 0, (size_t)(group * size) * 8);
+    double *keys = take(&at, threads * sums * 8); /* sums over queries of each thread: of one head, or of a group */
+    memset(keys, 0, (size_t)(threads * sums) * 8);
     if (c->visible) count(c, c->visible_heads);
-    int64_t next_unit = 0, next_item = 0;
+    int64_t next_unit = 0;
     int infinite = 0;
     #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|:infinite)
     {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
         char *mine = memory + me * up(own, 4096);
         Space *s = take(&mine, sizeof(Space));
-        s->keys = take(&mine, size * 8);
-        memset(s->keys, 0, (size_t)size * 8);
         s->q = take(&mine, BLOCK * c->d * 4), s->o = take(&mine, BLOCK * dvp * 4);
         s->p = take(&mine, (c->rows ? BLOCK * CELL * most : RS * TILE) * 4);
         s->offset = take(&mine, most * BLOCK * 4), s->spans = take(&mine, most * STRIPS * 4);
@@ -822,34 +820,27 @@ int qkv_attend(const Call *c) {
             else {
                 const int64_t tiles = nkp / TILE;
                 pack(c, s, batch, key_head, me * tiles / team * TILE, min64(used, (me + 1) * tiles / team * TILE));
-                #pragma omp single
-                next_item = 0;
+                #pragma omp barrier
             }
-            int64_t head = -1;
-            for (int64_t item = 0; ; item++) {
-                if (!alone) item = __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED);
-                const int64_t g = item < items ? item / blocks : -1;
-                if (g != head && head >= 0 && c->rows) { /* the head is done, as far as this thread is concerned */
-                    if (alone) finish(c, s->keys, size, batch * c->h + key_head * group + head);
-                    else {
-                        #pragma omp critical
-                        for (int64_t j = 0; j < size; j++) {
-                            double *to = total + head * size + j;
-                            *to = j < maxima ? *to + s->keys[j] : fmax(*to, s->keys[j]);
-                        }
-                        memset(s->keys, 0, (size_t)size * 8);
-                    }
-                }
-                if (g < 0) break;
-                head = g;
-                block(c, s, batch, key_head * group + g, (blocks - 1 - item % blocks) * BLOCK); /* the longest first */
+            for (int64_t item = alone ? 0 : me; item < items; item += alone ? 1 : team) { /* the longest block first */
+                const int64_t g = item / blocks;
+                s->keys = keys + me * sums + (alone ? 0 : g * size);
+                block(c, s, batch, key_head * group + g, (blocks - 1 - item % blocks) * BLOCK);
+                if (alone && c->rows && item % blocks == blocks - 1) finish(c, s->keys, size, batch * c->h + key_head * group + g);
             }
             if (alone) continue;
             #pragma omp barrier
-            if (c->rows) {
+            if (c->rows) { /* the sums of all threads, always in the same order */
                 #pragma omp for
-                for (int64_t g = 0; g < group; g++)
-                    finish(c, total + g * size, size, batch * c->h + key_head * group + g);
+                for (int64_t g = 0; g < group; g++) {
+                    double *total = keys + g * size;
+                    for (int64_t t = 1; t < team; t++) {
+                        double *more = total + t * sums;
+                        for (int64_t j = 0; j < size; j++) total[j] = j < maxima ? total[j] + more[j] : fmax(total[j], more[j]);
+                        memset(more, 0, (size_t)size * 8);
+                    }
+                    finish(c, total, size, batch * c->h + key_head * group + g);
+                }
             }
         }
         infinite |= s->infinite;
