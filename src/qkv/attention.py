@@ -49,7 +49,7 @@ class Plan:
     >>> x = torch.zeros(1, 1, 512, 16)
     >>> found = plan(x, x, x)
     >>> found.kernel, sorted(found.rejected)[:2], found.flops == 4 * 512 * 512 * 16
-    ('native', ['eager', 'flash'], True)
+    ('native', ['eager', 'flex'], True)
     """
 
     kernel: str

@@ -13,7 +13,7 @@ from fuzz.cases import case
 from fuzz.compare import check
 from qkv import masks, normalizers
 from qkv._engine.call import Call
-from qkv.native import kernel
+from qkv.native import binding
 from qkv.native.binding import Prepared, prepared
 
 CASES = 50
@@ -63,7 +63,7 @@ def _with_wrong_scale(call: Call) -> Prepared:
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {  # what it replaces, what cases name, what differs
     "a slope of sigmoid": (normalizers.Sigmoid, "slope_from_weights", _wrong_slope, "Sigmoid", "tiled: gradient"),
     "causal by one": (masks.Causal, "sees", _sees_too_much, "Causal", "eager: out"),
-    "the scale of native": (kernel, "prepared", _with_wrong_scale, "float32", "native: out"),
+    "the scale of native": (binding, "prepared", _with_wrong_scale, "float32", "native: out"),
 }
 
 

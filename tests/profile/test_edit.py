@@ -189,7 +189,7 @@ def test_padding_does_not_count_in_means(llama: Any) -> None:
 def test_gradients_flow_through_edits(llama: Any) -> None:
     def loss(factor: Any) -> Tensor:
         with qkv.edit(llama, {(0, HEAD): edits.Scale(factor), (1, 1): edits.Temperature(1.5)}):
-            return main_output(llama(**hf.inputs("llama"))).square().sum()
+            return main_output(llama(**hf.inputs("llama"))).double().square().sum()
 
     factor, step = torch.ones((), requires_grad=True), 1e-2
     loss(factor).backward()

@@ -177,7 +177,9 @@ class Intercept(TorchFunctionMode):
     def _module(self) -> nn.Module | None:
         """The innermost running module of the model; None inside qkv's kernels and in modules that are `expected`."""
         frame = sys._getframe(2)
-        while frame is not None and not frame.f_globals.get("__name__", "").startswith("qkv.kernels"):
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith(
+            ("qkv.attention", "qkv.kernels")
+        ):
             module = frame.f_locals.get("self")
             known = isinstance(module, nn.Module) and id(module) in self.names
             if known and not _SOFTMAX.search(type(module).__name__):  # a softmax module counts as its owner

@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup
 
 from qkv import ring
 from qkv._engine.call import Call, Result, RowState, at_least_float32, detached
-from qkv._engine.tiles import ScoreTiles
 from qkv.edits.base import ACTIVE, applied, with_head
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
@@ -529,7 +528,7 @@ class Observer:
             what = "scores" if result.lse is not None and result.lse.isnan().any() else "weights"
             raise InputError(f"model computes {what} that are NaN in {name}: its parameters or its inputs contain NaN")
         short = max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens
-        return result, statistics, weights_of(call, rows.level) if short else None
+        return result, statistics, weights_of(call) if short else None
 
 
 def _refuse_split_heads(model: nn.Module) -> None:
@@ -817,17 +816,12 @@ def unobserved(observer: Observer) -> list[str]:
     return sorted(silent | set(observer.unreadable))
 
 
-def weights_of(call: Call, level: Tensor | None = None) -> Tensor:
-    """The weights of a short call, in float32 or a wider dtype; `level` is the log-sum-exp of its rows, if known."""
-    if level is None or level.dtype != call.q.dtype or not call.normalizer.has_lse or call.shift is not None:
-        q, k, v = (x.to(at_least_float32(x.dtype)) for x in (call.q, call.k, call.v))
-        weights = eager.forward(replace(call, q=q, k=k, v=v)).weights
-        assert weights is not None
-        return weights
-    tiles, rows, columns = ScoreTiles(call), slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
-    weights = level.new_empty(*level.shape, call.k.shape[2])
-    weights = tiles.log2_weights(rows, columns, level, weights).exp2_()
-    return weights if call.mask is None else weights.masked_fill_(tiles.masked(rows, columns), 0)
+def weights_of(call: Call) -> Tensor:
+    """The weights of a short call, in float32 or a wider dtype."""
+    q, k, v = (x.to(at_least_float32(x.dtype)) for x in (call.q, call.k, call.v))
+    weights = eager.forward(replace(call, q=q, k=k, v=v)).weights
+    assert weights is not None
+    return weights
 
 
 def _is_causal(mask: Mask | None) -> bool:
