@@ -51,7 +51,7 @@ def inputs(shape: str) -> list[Tensor]:
 
 
 def results(
-    tensors: list[Tensor], sink: Tensor | None, kernel: str, learned: Sequence[Tensor] = (), **options: Any
+    tensors: list[Tensor], sink: Tensor | None, kernel: str, *, learned: Sequence[Tensor] = (), **options: Any
 ) -> list[Tensor]:
     """Output, log-sum-exp where there is one, and the gradients of a random function of both."""
     leaves = [x.detach().clone().requires_grad_() for x in (*tensors, *([] if sink is None else [sink]))]
@@ -90,21 +90,26 @@ def test_gradients_of_statistics_differ_from_those_of_the_tiles(shape: str, mask
         "mask": made, "mass": {"local": Local(2).mask, "ends": Prefix(2) | Window(3)},
         "first": torch.randint(0, n_keys, (b,)), "queries": torch.rand(b, n_queries) > 0.3,
     }  # fmt: skip
-    tensors, slopes = inputs(shape)[:2], torch.rand(h)
+    tensors, table = inputs(shape)[:2], torch.randn(1, n_queries + n_keys - 1) / 4
 
     def found(double: bool, bias: str, names: tuple[str, ...], of_sink: Tensor | None) -> list[Tensor]:
-        leaves = [*tensors, slopes, *([] if of_sink is None else [of_sink])]
+        leaves = [*tensors, table, *([] if of_sink is None else [of_sink])]
         leaves = [(x.double() if double else x).detach().clone().requires_grad_() for x in leaves]
         normalizer = Softmax(sink=None if of_sink is None else leaves[3])
-        biases = tuple(ALiBi(leaves[2]) if isinstance(x, ALiBi) else x for x in BIASES[bias])
-        got = qkv.measure(*leaves[:2], bias=biases, normalizer=normalizer, differentiable=True, **options)
+        got = qkv.measure(
+            *leaves[:2],
+            bias=(ByDistance(leaves[2]), *BIASES[bias]),
+            normalizer=normalizer,
+            differentiable=True,
+            **options,
+        )
         fields = {name: getattr(got, name) for name in DIFFERENTIABLE} | dict(got.mass)
         generator = torch.Generator().manual_seed(0)
         total = torch.zeros((), dtype=leaves[0].dtype)
         for name in names:
             x = fields[name].masked_fill(fields[name] == -torch.inf, 0)
             total = total + (x * torch.randn(x.shape, generator=generator) / x.detach().abs().max().clamp(min=1)).sum()
-        return list(torch.autograd.grad(total, leaves, materialize_grads=True))
+        return list(torch.autograd.grad(total, leaves))
 
     every = tuple(x for x in DIFFERENTIABLE if x != "sink_mass")
     for bias, names, of_sink in (
@@ -156,8 +161,9 @@ def test_gradients_of_biases_differ_or_are_not_the_same_bits_again(shape: str, m
 
     def found(kernel: str, dtype: torch.dtype) -> list[Tensor]:
         mine = [x.to(dtype).requires_grad_() for x in parameters]
-        options = {"bias": bias(*mine), "mask": made}
-        return results([x.to(dtype) for x in tensors], torch.zeros(h).to(dtype), kernel, mine, **options)
+        return results(
+            [x.to(dtype) for x in tensors], torch.zeros(h).to(dtype), kernel, learned=mine, bias=bias(*mine), mask=made
+        )
 
     threads = torch.get_num_threads()
     try:

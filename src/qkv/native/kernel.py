@@ -129,7 +129,7 @@ def gradients_of(
     wanted: Collection[str] = (),
     **more: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Gradients of q, k, v, the sink and the biases in `wanted`, at least in float32; v's only if there is the output's.
+    """Gradients of q, k, v, the sink and the biases in `wanted`, at least float32; v's only if there is the output's.
 
     Args:
         call: the attention call.
@@ -152,7 +152,9 @@ def gradients_of(
     if call.sink is not None:
         found["sink"] = torch.empty(call.q.shape[:3])
     sums = {i: BiasSums(bias, call) for i, bias in enumerate(call.biases) if f"bias {i} tensor" in wanted}
-    biases = (BiasGradient * len(call.biases))(*(sums[i].argument if i in sums else () for i in range(len(call.biases))))
+    biases = (BiasGradient * len(call.biases))()
+    for i, x in sums.items():
+        biases[i] = x.argument
     scores = Gradients(
         call=made.with_tensors(**tensors, **(arguments or {})),
         grad_out=None if grad is None else grad.data_ptr(),
@@ -188,7 +190,7 @@ class BiasSums:
             self.in_order = self.shape[:2] != (b, h)
             of_batch, of_head, of_query, _ = self.sums.stride()
             strides = (of_batch if self.shape[0] == b else 0, of_head if self.shape[1] == h else 0, of_query)
-        self.argument = (kind, self.sums.data_ptr(), strides)
+        self.argument = BiasGradient(kind, self.sums.data_ptr(), strides)
 
     def gradient(self, temperature: float) -> Tensor:
         """The gradient of the bias, of its shape; scores are divided by the temperature after their biases."""
@@ -199,7 +201,8 @@ class BiasSums:
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of a call over a subset of the keys, given `whole`, the result over all keys; at least float32.
 
-    `whole` may include other keys and a sink; `grad` and `grad_lse` are its gradients. `wanted` names q, k, v and biases.
+    `whole` may include other keys and a sink; `grad` and `grad_lse` are its gradients. `wanted` names tensors of the
+    call.
     """
     return gradients_of(detached(call), whole.lse, out=whole.out, grad=grad, grad_lse=grad_lse, wanted=wanted)
 
