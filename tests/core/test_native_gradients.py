@@ -76,7 +76,7 @@ def test_output_or_gradients_differ_from_those_through_the_weights(shape: str, m
     sink[1] = -torch.inf
     for bias, of_sink in (("none", None), ("alibi", sink), ("alibi, then cap", None)):
         tensors, double = inputs(shape), None if of_sink is None else of_sink.double()
-        options = {"mask": made, "bias": BIASES[bias]}
+        options: dict[str, Any] = {"mask": made, "bias": BIASES[bias]}
         want = results([x.double() for x in tensors], double, "eager", **options)
         assert_close(results(tensors, of_sink, "native", **options), want)
 
