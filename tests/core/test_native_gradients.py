@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 
 import qkv
 from qkv import native
-from qkv.biases import ALiBi, Bias, SoftCap
+from qkv.biases import ALiBi, Bias, ByDistance, SoftCap, T5Bias
+from qkv.biases import Dense as Pairs
 from qkv.errors import InputError
 from qkv.masks import Blockwise, Causal, Dense, Mask, Prefix, Window
 from qkv.normalizers import Softmax
@@ -48,7 +50,9 @@ def inputs(shape: str) -> list[Tensor]:
     return [torch.randn(b, *size).transpose(1, 2) for size in sizes]  # strides as in a model
 
 
-def results(tensors: list[Tensor], sink: Tensor | None, kernel: str, **options: Any) -> list[Tensor]:
+def results(
+    tensors: list[Tensor], sink: Tensor | None, kernel: str, *, learned: Sequence[Tensor] = (), **options: Any
+) -> list[Tensor]:
     """Output, log-sum-exp where there is one, and the gradients of a random function of both."""
     leaves = [x.detach().clone().requires_grad_() for x in (*tensors, *([] if sink is None else [sink]))]
     normalizer = Softmax(sink=None if sink is None else leaves[3], temperature=1.3)
@@ -56,7 +60,7 @@ def results(tensors: list[Tensor], sink: Tensor | None, kernel: str, **options: 
     lse = lse.masked_fill(lse == -torch.inf, 0)
     generator = torch.Generator().manual_seed(0)
     grad, grad_lse = (torch.randn(x.shape, generator=generator).to(x) for x in (out, lse))
-    return [out.detach(), lse.detach(), *torch.autograd.grad([out, lse], leaves, [grad, grad_lse])]
+    return [out.detach(), lse.detach(), *torch.autograd.grad([out, lse], [*leaves, *learned], [grad, grad_lse])]
 
 
 def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float = 2e-5) -> None:
@@ -72,7 +76,7 @@ def test_output_or_gradients_differ_from_those_through_the_weights(shape: str, m
     sink[1] = -torch.inf
     for bias, of_sink in (("none", None), ("alibi", sink), ("alibi, then cap", None)):
         tensors, double = inputs(shape), None if of_sink is None else of_sink.double()
-        options = {"mask": made, "bias": BIASES[bias]}
+        options: dict[str, Any] = {"mask": made, "bias": BIASES[bias]}
         want = results([x.double() for x in tensors], double, "eager", **options)
         assert_close(results(tensors, of_sink, "native", **options), want)
 
@@ -86,13 +90,19 @@ def test_gradients_of_statistics_differ_from_those_of_the_tiles(shape: str, mask
         "mask": made, "mass": {"local": Local(2).mask, "ends": Prefix(2) | Window(3)},
         "first": torch.randint(0, n_keys, (b,)), "queries": torch.rand(b, n_queries) > 0.3,
     }  # fmt: skip
-    tensors = inputs(shape)[:2]
+    tensors, table = inputs(shape)[:2], torch.randn(1, n_queries + n_keys - 1) / 4
 
     def found(double: bool, bias: str, names: tuple[str, ...], of_sink: Tensor | None) -> list[Tensor]:
-        leaves = [*tensors, *([] if of_sink is None else [of_sink])]
+        leaves = [*tensors, table, *([] if of_sink is None else [of_sink])]
         leaves = [(x.double() if double else x).detach().clone().requires_grad_() for x in leaves]
-        normalizer = Softmax(sink=None if of_sink is None else leaves[2])
-        got = qkv.measure(*leaves[:2], bias=BIASES[bias], normalizer=normalizer, differentiable=True, **options)
+        normalizer = Softmax(sink=None if of_sink is None else leaves[3])
+        got = qkv.measure(
+            *leaves[:2],
+            bias=(ByDistance(leaves[2]), *BIASES[bias]),
+            normalizer=normalizer,
+            differentiable=True,
+            **options,
+        )
         fields = {name: getattr(got, name) for name in DIFFERENTIABLE} | dict(got.mass)
         generator = torch.Generator().manual_seed(0)
         total = torch.zeros((), dtype=leaves[0].dtype)
@@ -128,11 +138,45 @@ def test_threads_change_gradients_or_the_same_number_of_them_gives_other_bits() 
     assert_close(first, [x.double() for x in alone], 1e-5)
 
 
-def test_a_gradient_that_the_library_lacks_is_left_out() -> None:
+LEARNED: dict[str, tuple[Callable[..., tuple[Bias, ...]], Callable[..., list[tuple[int, ...]]]]] = {
+    "slopes": (lambda slopes: (ALiBi(slopes),), lambda b, h, n_queries, n_keys: [(h,)]),
+    "caps between biases": (
+        lambda table, pairs, shared: (T5Bias(table), SoftCap(3.0), Pairs(pairs), ByDistance(shared), SoftCap(2.0)),
+        lambda b, h, n_queries, n_keys: [(8, h), (n_queries, n_keys), (1, n_queries + n_keys - 1)],
+    ),
+    "pairs, by shape": (
+        lambda *tensors: tuple(map(Pairs, tensors)),
+        lambda *sizes: list(itertools.product(*((1, size) for size in sizes))),
+    ),
+}
+
+
+@pytest.mark.parametrize("learned", LEARNED)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_biases_differ_or_are_not_the_same_bits_again(shape: str, mask: str, learned: str) -> None:
+    b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
+    made, (bias, sizes) = MASKS[mask](torch.rand(b, n_keys) > 0.3), LEARNED[learned]
+    tensors, parameters = inputs(shape), [torch.randn(size) / 4 for size in sizes(b, h, n_queries, n_keys)]
+
+    def found(kernel: str, dtype: torch.dtype) -> list[Tensor]:
+        mine = [x.to(dtype).requires_grad_() for x in parameters]
+        return results(
+            [x.to(dtype) for x in tensors], torch.zeros(h).to(dtype), kernel, learned=mine, bias=bias(*mine), mask=made
+        )
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        first, second = (found("native", torch.float32) for _ in range(2))
+    finally:
+        torch.set_num_threads(threads)
+    assert [i for i, x in enumerate(first) if not torch.equal(x, second[i])] == []
+    assert_close(first, found("eager", torch.float64))
+
+
+def test_a_second_derivative_is_not_refused() -> None:
     q, k, v = (x.requires_grad_() for x in inputs("grouped heads"))
-    learned = qkv.biases.Dense(torch.zeros(70, 70, requires_grad=True))
-    for bias in (learned, (SoftCap(3.0), ALiBi())):
-        assert "gradient" in qkv.plan(q, k, v, bias=bias).rejected["native"]
     grad = torch.autograd.grad(qkv.attend(q, k, v, kernel="native").sum(), q, create_graph=True)[0]
     with pytest.raises(InputError, match="native"):
         grad.sum().backward()

@@ -216,7 +216,7 @@ def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
     """The kernel for a block of a sharded call, of which the tensors named in `wanted` need gradients."""
     names = BLOCK_KERNELS_WITH_GRADIENTS if wanted else BLOCK_KERNELS
     for name in (kernel,) if kernel in names and kernel != "native" else names:  # native refuses NaN and infinity
-        fits = name != "native" or wanted <= {"q", "k", "v"}
+        fits = name != "native" or wanted.isdisjoint(call.learned)
         if (
             fits
             and (kernel == name or not _only_for_tests(name, call))

@@ -103,6 +103,8 @@ typedef struct {           /* what one thread works with */
     const int32_t *cells;  /* of the block of queries, or NULL */
     float *p;              /* weights [run][strip][panel][RS][PW] */
     float *o;              /* output [strip][RS][dvp] */
+    float *slopes;         /* derivatives of the soft caps [cap], each like p and `cap_size` floats long; NULL: not wanted */
+    int64_t cap_size;
     float *offset;         /* [run][BLOCK] offsets of the weights in p */
     int16_t *spans;        /* [run][strip][2] panels in p */
     double *keys;          /* received [nkp], prefix [2 * n_prefix], map of sums and of maxima [2 * bins]: of one head */
@@ -272,17 +274,26 @@ INLINE vf biased(const Call *c, const Bias *bias, const float *values, int64_t j
 }
 
 /* Apply the biases to the scores of a strip; `first` is the key of the first panel, `query` the first of `rows` queries. */
-static void add_biases(const Call *c, float *p, int64_t panels, int64_t first, int64_t batch, int64_t head, int64_t query,
-                       int64_t rows) {
-    for (const Bias *bias = c->biases; bias < c->biases + c->n_biases; bias++)
+static void add_biases(const Call *c, const Space *s, float *p, int64_t panels, int64_t first, int64_t batch, int64_t head,
+                       int64_t query, int64_t rows) {
+    float *slopes = s->slopes ? s->slopes + (p - s->p) : NULL;
+    for (const Bias *bias = c->biases; bias < c->biases + c->n_biases; bias++) {
+        const int capped = slopes && bias->kind == SOFT_CAP;
         for (int64_t r = 0; r < rows; r++) {
             const float *values = values_of_row(c, bias, batch, head, query + r);
             for (int64_t panel = 0; panel < panels; panel++)
                 for (int v = 0; v < NV; v++) {
-                    vf *at = (vf *)(p + panel * RS * PW + r * PW + v * VL);
-                    *at = biased(c, bias, values, first + panel * PW + v * VL, *at);
+                    const int64_t at = panel * RS * PW + r * PW + v * VL;
+                    const vf x = biased(c, bias, values, first + panel * PW + v * VL, load(p + at));
+                    if (capped) {
+                        const vf share = x / bias->factor;
+                        *(vf *)(slopes + at) = maximum((vf){0}, 1 - share * share);
+                    }
+                    *(vf *)(p + at) = x;
                 }
         }
+        if (capped) slopes += s->cap_size;
+    }
 }
 
 /* Bits of the keys of a cell that row r of a block sees; the band and padding are not in them. */
@@ -357,7 +368,7 @@ static void strip_scores(const Call *c, const Space *s, float *p, const Run *run
         scores(s->q + strip * c->d * RS, s->k + (first + i * PW) * c->d, c->d, p + i * RS * PW, top);
     if (c->n_biases) {
         const int64_t i = query + strip * RS;
-        add_biases(c, p, panels, first, batch, head, i, min64(RS, c->nq - i));
+        add_biases(c, s, p, panels, first, batch, head, i, min64(RS, c->nq - i));
     }
     if (cut) mask(c, s, p, panels, first, strip, top);
 }
@@ -811,7 +822,7 @@ int qkv_attend(const Call *c) {
         s->v = alone ? take(&mine, nkp * dvp * 4) : shared_v;
         s->kept = !c->keep ? NULL : alone ? take(&mine, kept * 4) : shared_kept;
         s->padded = c->keep ? s->kept + nkp : NULL;
-        s->infinite = 0;
+        s->infinite = 0, s->slopes = NULL;
         for (int64_t unit = 0; ; unit++) {
             if (alone) unit = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
             if (unit >= units) break;

@@ -49,14 +49,20 @@ class Arguments(ctypes.Structure):
     )  # fmt: skip
 
 
+class BiasGradient(ctypes.Structure):
+    """`BiasGradient` of gradients.c."""
+
+    _fields_ = (("kind", I64), ("sums", P), ("strides", I64 * 3))
+
+
 class Gradients(ctypes.Structure):
     """`Gradients` of gradients.c."""
 
     _fields_ = (
         ("call", Arguments), ("grad_out", P), ("gs", I64 * 3),
         *((f"grad_{name}", P) for name in ("lse", "entropy", "effective", "distance", "received", "masses")),
-        *((name, P) for name in ("entropy", "effective", "distance", "masses", "mass")), ("cap", ctypes.c_float),
-        *((name, P) for name in ("dq", "dk", "dv", "dsinks")),
+        *((name, P) for name in ("entropy", "effective", "distance", "masses", "mass")), ("biases", P),
+        ("in_order", I64), *((name, P) for name in ("dq", "dk", "dv", "dsinks")),
     )  # fmt: skip
 
 

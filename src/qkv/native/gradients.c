@@ -10,7 +10,20 @@
  * scores, then p and dscore in the epilogue of the product grad_out * V, then dq += dscore * K. After all strips of the
  * run, dv += p^T grad_out and dk += dscore^T q over all queries of the block. A gradient of what keys received needs
  * sum_j p_ij received_j of a whole row first; then the scores of a block are kept from a first pass.
+ *
+ * A bias has the gradient dscore times the derivatives of the soft caps after it. It is summed over the rows of a strip by
+ * distance or by key, added to the table of a thread and head in double precision, and at the end of a key head the tables
+ * of all threads are added in their order. A bias of each pair is summed in the gradient itself.
  */
+
+/* How the gradient of a bias is summed. */
+enum { BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR };
+typedef struct {
+    int64_t kind;
+    void *sums;         /* zeros, or NULL if it is not wanted; by row, by key and along diagonals double (b, h, nq), (b, h, nk)
+                         * and (b, h, nq + nk - 1), entry j - i + nq - 1; by pair float */
+    int64_t strides[3]; /* by pair: of batch, head and query; the keys are contiguous */
+} BiasGradient;
 
 typedef struct {
     Call call;             /* as in the forward call; `out` and `lse` are read, and queries that do not count have no gradient */
@@ -21,7 +34,9 @@ typedef struct {
     const float *grad_masses;  /* (call.n_ranges, b, h, nq), or NULL */
     const float *entropy, *effective, *distance, *masses; /* the statistics whose gradients are given */
     const float *mass;         /* (b, h, nq), the sum of the weights of each row; NULL if it is 1 or not needed */
-    float cap;                 /* of a soft cap that is the last step of the scores, in base 2; or 0 */
+    const BiasGradient *biases; /* one for each bias of the call; or NULL */
+    int64_t in_order;          /* whether all threads share each key head, and each takes the same queries of all heads, since
+                                * batch items or heads add to the same sums by pair */
     float *dq, *dk, *dv;       /* contiguous; dv is NULL without grad_out */
     float *dsinks;             /* (b, h, nq): gradient of the sink by query, or NULL */
 } Gradients;
@@ -34,7 +49,7 @@ typedef struct {
     float *ds;                /* dscore of a run, like p */
     float *dk, *dv;           /* [nkp][dp], [nkp][dvp]: sums of this thread */
     float *received;          /* gradient of what the keys received [nkp], 0 if none */
-    float per_cap;            /* 1 / cap, or 0: the derivative of a soft cap is 1 - (score / cap)^2 */
+    double *tables;           /* sums of this thread for biases [bias][head of the group][nq + nk - 1] */
     float lse[BLOCK], mass[BLOCK], constant[BLOCK], bits[BLOCK], weight[BLOCK], far[BLOCK];
 } GradientSpace;
 
@@ -50,15 +65,11 @@ INLINE void gradients_of(int statistics, const GradientSpace *g, int64_t row, co
         for (int64_t i = 0; i < dv; i++) step(acc, NV, grad + i * RS + m, 1, v + i * PW);
         UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < NV; i++) {
             const int64_t at = (m + r) * PW + i * VL, k = row + m + r;
-            const vf score = load(p + at), t = maximum(floor, score - g->lse[k]), w = exp2_of(t);
+            const vf t = maximum(floor, load(p + at) - g->lse[k]), w = exp2_of(t);
             if (statistics) {
                 vf x = g->mass[k] * (acc[r][i] + load(received + i * VL)) + g->constant[k];
                 x += g->bits[k] * t + g->weight[k] * w;
                 x += g->far[k] * magnitude(iota() + (away + (float)(i * VL - m - r)));
-                if (g->per_cap != 0) {
-                    const vf share = maximum((vf){0} - 1, score * g->per_cap); /* a masked pair's is far below -1 */
-                    x *= maximum((vf){0}, 1 - share * share);
-                }
                 *(vf *)(p + at) = w * g->mass[k];
                 *(vf *)(ds + at) = w * x;
             } else {
@@ -157,8 +168,8 @@ static void row_terms(const Gradients *b, GradientSpace *g, int64_t r, int64_t a
 }
 
 /* Add the gradients of masses to those of the scores of a strip in a run; its weights are p. */
-static void add_masses(const Gradients *b, const GradientSpace *g, const float *p, float *ds, int64_t first, int64_t last,
-                       int64_t batch, int64_t head, int64_t query, int64_t rows) {
+static void add_masses(const Gradients *b, const float *p, float *ds, int64_t first, int64_t last, int64_t batch,
+                       int64_t head, int64_t query, int64_t rows) {
     const Call *c = &b->call;
     const int64_t batches = c->range_batch ? c->b : 1;
     for (int64_t i = 0; i < c->n_ranges; i++)
@@ -168,15 +179,62 @@ static void add_masses(const Gradients *b, const GradientSpace *g, const float *
             const int64_t from = max64(range[0], first), to = min64(range[batches * c->nq], last);
             for (int64_t j = from - first; j < to - first && grad != 0; j++) {
                 const int64_t at = j / PW * RS * PW + r * PW + j % PW;
-                float by = grad;
-                if (g->per_cap != 0 && p[at] > 0) {
-                    const int64_t row = query % BLOCK + r;
-                    const float share = (log2f(p[at] / g->mass[row]) + g->lse[row]) * g->per_cap;
-                    by *= fmaxf(1 - share * share, 0);
-                }
-                ds[at] += p[at] * by;
+                ds[at] += p[at] * grad;
             }
         }
+}
+
+/* Sum over `rows` rows of a strip, the next of which is `shift` places to the left; `sums` starts with the last. */
+static void sum_rows(const float *ds, int64_t panels, int64_t rows, int64_t shift, float *sums) {
+    memset(sums, 0, (size_t)(panels * PW + RS) * sizeof(float));
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t panel = 0; panel < panels; panel++)
+            UNROLL for (int v = 0; v < NV; v++) {
+                vu *to = (vu *)(sums + (rows - 1 - r) * shift + panel * PW + v * VL);
+                *to += load(ds + panel * RS * PW + r * PW + v * VL);
+            }
+}
+
+/* From the gradients ds of the final scores of a strip, those of its biases, and in place those of the products. */
+static void bias_gradients(const Gradients *b, const GradientSpace *g, float *ds, int64_t panels, const float *slopes,
+                           int64_t first, int64_t batch, int64_t head, int64_t query, int64_t rows) {
+    const Call *c = &b->call;
+    const int64_t distances = c->nq + c->nk - 1, group = c->h / c->hkv, last = min64(first + panels * PW, c->nk);
+    for (const Bias *bias = c->biases; slopes && bias < c->biases + c->n_biases; bias++)
+        if (bias->kind == SOFT_CAP) slopes += g->s.cap_size;
+    for (int64_t i = c->n_biases - 1; i >= 0; i--) {
+        if (c->biases[i].kind == SOFT_CAP) {
+            slopes -= g->s.cap_size;
+            for (int64_t panel = 0; panel < panels; panel++)
+                for (int64_t at = panel * RS * PW; at < panel * RS * PW + rows * PW; at += VL)
+                    *(vf *)(ds + at) = load(ds + at) * load(slopes + at);
+            continue;
+        }
+        const BiasGradient *to = b->biases ? b->biases + i : NULL;
+        if (!to || !to->sums) continue;
+        if (to->kind == BY_KEY || to->kind == ALONG_DIAGONALS) {
+            const int64_t shift = to->kind == ALONG_DIAGONALS, at = first + shift * (c->nq - query - rows);
+            double *table = g->tables + (i * group + head % group) * distances + at;
+            float sums[TILE + RS];
+            sum_rows(ds, panels, rows, shift, sums);
+            for (int64_t j = 0; j < last - first + shift * (rows - 1); j++) table[j] += sums[j];
+        }
+        for (int64_t r = 0; r < rows && to->kind == BY_ROW; r++) {
+            vf total = {0};
+            for (int64_t panel = 0; panel < panels; panel++)
+                for (int v = 0; v < NV; v++) total += load(ds + panel * RS * PW + r * PW + v * VL);
+            ((double *)to->sums)[(batch * c->h + head) * c->nq + query + r] += sum(total);
+        }
+        for (int64_t r = 0; r < rows && to->kind == BY_PAIR; r++) {
+            float *row = (float *)to->sums + batch * to->strides[0] + head * to->strides[1] + (query + r) * to->strides[2];
+            for (int64_t j = first; j < last; j += VL) {
+                const int64_t panel = (j - first) / PW;
+                const float *from = ds + panel * RS * PW + r * PW + (j - first) % PW;
+                if (j + VL <= last) *(vu *)(row + j) += load(from);
+                else for (int64_t k = j; k < last; k++) row[k] += from[k - j];
+            }
+        }
+    }
 }
 
 static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch, int64_t head, int64_t query) {
@@ -185,7 +243,7 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
     const int64_t n = min64(BLOCK, c->nq - query), strips = (n + RS - 1) / RS, shift = c->nk - c->nq;
     const int64_t d = c->d, dv = b->grad_out ? c->dv : 0, dp = up(d, VL), dvp = up(dv, VL);
     const int64_t base = (batch * c->h + head) * c->nq + query;
-    const int statistics = b->grad_received || b->mass || b->grad_entropy || b->grad_effective || b->grad_distance || b->cap;
+    const int statistics = b->grad_received || b->mass || b->grad_entropy || b->grad_effective || b->grad_distance;
     const float *q = c->q + batch * c->qs[0] + head * c->qs[1] + query * c->qs[2];
     const float *grad = b->grad_out ? b->grad_out + batch * b->gs[0] + head * b->gs[1] + query * b->gs[2] : NULL;
     int64_t from = INT64_MAX, to = 0;
@@ -239,7 +297,10 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
                 }
                 if (!used) continue;
                 if (b->grad_masses)
-                    add_masses(b, g, w, ds, first, min64(last, c->nk), batch, head, query + row, min64(RS, n - row));
+                    add_masses(b, w, ds, first, min64(last, c->nk), batch, head, query + row, min64(RS, n - row));
+                if (c->n_biases)
+                    bias_gradients(b, g, ds, used, s->slopes ? s->slopes + (w - s->p) : NULL, first, batch, head, query + row,
+                                   min64(RS, n - row));
                 output(ds, used, g->k_rows + first * dp, dp, s->o + row * dp);
             }
             if (!pass) continue;
@@ -300,6 +361,27 @@ static void write_keys(const Gradients *b, const GradientSpace *g, int64_t unit,
     }
 }
 
+/* Write the sums [from, to) of the tables of the biases for the heads of a key head, over threads as in `write_keys`. */
+static void write_tables(const Gradients *b, const GradientSpace *g, int64_t unit, int64_t from, int64_t to, int64_t count,
+                         int64_t apart) {
+    const Call *c = &b->call;
+    const int64_t distances = c->nq + c->nk - 1, group = c->h / c->hkv;
+    for (int64_t i = 0; i < c->n_biases; i++) {
+        const BiasGradient *bias = b->biases + i;
+        if (!bias->sums || (bias->kind != BY_KEY && bias->kind != ALONG_DIAGONALS)) continue;
+        const int64_t size = bias->kind == BY_KEY ? c->nk : distances;
+        for (int64_t head = 0; head < group; head++)
+            for (int64_t j = from; j < min64(to, size); j++) {
+                double total = 0;
+                for (int64_t t = 0; t < count; t++) {
+                    const double *tables = (const double *)((const char *)g->tables + t * apart);
+                    total += tables[(i * group + head) * distances + j];
+                }
+                ((double *)bias->sums)[(unit * group + head) * size + j] = total;
+            }
+    }
+}
+
 /* Returns 0, or 1 if there is no memory. With the same number of threads, the same bits in each call. */
 int qkv_gradients(const Gradients *b) {
     const Call *c = &b->call;
@@ -310,10 +392,14 @@ int qkv_gradients(const Gradients *b) {
     const int64_t scores = b->grad_received ? most * BLOCK * (CELL + PW) : BLOCK * (TILE + PW);
     const double work = (double)c->b * c->h * c->nq * c->nk * (d + dv);
     const int threads = work < 1e6 || c->threads < 2 ? 1 : c->threads;
-    const int alone = threads == 1 || units >= 4 * threads || units % threads == 0; /* a thread takes whole units */
+    const int whole = units >= 4 * threads || units % threads == 0;
+    const int alone = threads == 1 || (whole && !b->in_order); /* a thread takes whole units */
+    const int64_t distances = c->nq + c->nk - 1, tables = b->biases ? c->n_biases * group * distances : 0;
+    int64_t caps = 0;
+    for (int64_t i = 0; i < c->n_biases; i++) caps += c->biases[i].kind == SOFT_CAP;
     const int64_t kept = c->keep ? nkp + cells : 0, packed = (nkp * (d + dp + dv) + kept) * 4 + 256;
     const int64_t own = up((int64_t)sizeof(GradientSpace) + (BLOCK * (d + dv + 2 * dp + dvp) + nkp * (dp + dvp + 1)) * 4
-        + (scores + BLOCK * (TILE + PW)) * 4 + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4
+        + ((1 + caps) * scores + BLOCK * (TILE + PW)) * 4 + tables * 8 + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4
         + (alone ? packed : 0) + 1024, 4096);
     char *memory = aligned_alloc(4096, (size_t)up(threads * own + (alone ? 0 : packed), 4096));
     if (!memory) return 1;
@@ -321,16 +407,18 @@ int qkv_gradients(const Gradients *b) {
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
+        const int64_t each = b->in_order ? up(blocks, team) : blocks; /* a thread has the same blocks of all heads */
         char *mine = memory + me * own, *shared = memory + threads * own;
         GradientSpace *g = take(&mine, sizeof(GradientSpace));
         Space *s = &g->s;
-        g->per_cap = b->cap == 0 ? 0 : 1 / b->cap;
         g->dk = take(&mine, nkp * dp * 4), g->dv = take(&mine, nkp * dvp * 4), g->received = take(&mine, nkp * 4);
         s->q = take(&mine, BLOCK * d * 4), g->grad = take(&mine, BLOCK * dv * 4), s->o = take(&mine, BLOCK * dp * 4);
         g->q_rows = take(&mine, BLOCK * dp * 4), g->out_rows = take(&mine, BLOCK * dvp * 4);
         s->p = take(&mine, scores * 4), g->ds = take(&mine, BLOCK * (TILE + PW) * 4);
         s->spans = take(&mine, most * STRIPS * 4), s->runs = take(&mine, most * (int64_t)sizeof(Run));
         s->run_of = take(&mine, cells * 4);
+        s->slopes = caps ? take(&mine, caps * scores * 4) : NULL, s->cap_size = scores;
+        g->tables = take(&mine, tables * 8);
         char **from = alone ? &mine : &shared;
         s->k = take(from, nkp * d * 4), g->k_rows = take(from, nkp * dp * 4), g->v = take(from, nkp * dv * 4);
         s->kept = c->keep ? take(from, kept * 4) : NULL, s->padded = c->keep ? s->kept + nkp : NULL;
@@ -342,22 +430,29 @@ int qkv_gradients(const Gradients *b) {
             const int64_t batch = unit / c->hkv, key_head = unit % c->hkv, used = up(c->nk, PW);
             const int64_t part0 = alone ? 0 : me * tiles / team * TILE, part1 = alone ? nkp : (me + 1) * tiles / team * TILE;
             memset(g->dk, 0, (size_t)(used * dp) * 4), memset(g->dv, 0, (size_t)(used * dvp) * 4);
+            memset(g->tables, 0, (size_t)tables * 8);
             pack_gradient(c, g, dv, batch, key_head, part0, min64(used, part1));
             if (!alone) {
                 #pragma omp barrier
             }
             int64_t head = -1; /* the longest block first */
-            for (int64_t item = alone ? 0 : me; item < group * blocks; item += alone ? 1 : team) {
-                const int64_t at = key_head * group + item / blocks;
+            for (int64_t item = alone ? 0 : me; item < group * each; item += alone ? 1 : team) {
+                if (item % each >= blocks) continue;
+                const int64_t at = key_head * group + item / each;
                 if (at != head && b->grad_received)
                     memcpy(g->received, b->grad_received + (batch * c->h + at) * c->nk, (size_t)c->nk * 4);
                 head = at;
-                block_gradients(b, g, batch, head, (blocks - 1 - item % blocks) * BLOCK);
+                block_gradients(b, g, batch, head, (blocks - 1 - item % each) * BLOCK);
             }
-            if (alone) write_keys(b, g, unit, 0, nkp, 1, 0);
-            else {
+            if (alone) {
+                write_keys(b, g, unit, 0, nkp, 1, 0);
+                if (tables) write_tables(b, g, unit, 0, distances, 1, 0);
+            } else {
                 #pragma omp barrier
                 write_keys(b, (const GradientSpace *)memory, unit, part0, part1, team, own);
+                if (tables)
+                    write_tables(b, (const GradientSpace *)memory, unit, me * distances / team, (me + 1) * distances / team,
+                                 team, own);
                 #pragma omp barrier
             }
         }

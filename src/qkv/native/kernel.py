@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import replace
+import ctypes
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,13 +11,14 @@ from torch import Tensor
 
 from qkv._engine.call import Call, Result, detached
 from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed, transforming
-from qkv.biases import SoftCap
+from qkv.biases import Bias, ByDistance, Dense
 from qkv.native import binding
-from qkv.native.binding import Arguments, Gradients, library, prepared, run
+from qkv.native.binding import Arguments, BiasGradient, Gradients, library, prepared, run
 from qkv.partial import Partial
 
 CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
+BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR = range(4)  # as in gradients.c
 LEAST_PAIRS = 2**16  # with fewer pairs of a query and a key, torch's kernel is faster
 
 
@@ -28,16 +28,11 @@ def unsupported_reason(call: Call) -> str | None:
         return REASON
     if (why := binding.unsupported_reason(call)) is not None:
         return why
-    if call.needs_grad:
-        if any(x.requires_grad for bias in call.biases for x in bias.tensors().values()):
-            return "the library has no gradient for a bias"
-        if any(isinstance(bias, SoftCap) for bias in call.biases[:-1]):
-            return "the library has gradients of a soft cap only if it is the last step of the scores"
     return call.untracked
 
 
 def forward(call: Call) -> Result | None:
-    """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, and through the lse.
+    """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, the biases, and through the lse.
 
     None if a score or an output is not finite.
     """
@@ -45,7 +40,8 @@ def forward(call: Call) -> Result | None:
         found = binding.forward(call)
     if found is None or not call.needs_grad:
         return None if found is None else Result(*found)
-    out, lse = _Attention.apply(call.q, call.k, call.v, call.sink, call, found)
+    tensors = {name: x for name, x in call.tensors().items() if name not in call.learned}  # softmax uses none of these
+    out, lse = _Attention.apply(call, found, list(tensors), *tensors.values())
     return Result(out, lse)
 
 
@@ -130,9 +126,10 @@ def gradients_of(
     out: Tensor | None = None,
     grad: Tensor | None = None,
     arguments: Mapping[str, Any] | None = None,
+    wanted: Collection[str] = (),
     **more: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Gradients of q, k, v and the sink, in float32; v's only if there is one of the output.
+    """Gradients of q, k, v, the sink and the biases in `wanted`, at least float32; v's only if there is the output's.
 
     Args:
         call: the attention call.
@@ -140,6 +137,7 @@ def gradients_of(
         out: its output, if `grad` is given.
         grad: the gradient of the output.
         arguments: fields of `binding.Arguments` for the queries that count and the ranges of masses.
+        wanted: names of tensors of the call.
         **more: fields of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
     """
     made = prepared(call)
@@ -153,32 +151,60 @@ def gradients_of(
         del found["v"]
     if call.sink is not None:
         found["sink"] = torch.empty(call.q.shape[:3])
+    sums = {i: BiasSums(bias, call) for i, bias in enumerate(call.biases) if f"bias {i} tensor" in wanted}
+    biases = (BiasGradient * len(call.biases))()
+    for i, x in sums.items():
+        biases[i] = x.argument
     scores = Gradients(
         call=made.with_tensors(**tensors, **(arguments or {})),
         grad_out=None if grad is None else grad.data_ptr(),
         gs=(0, 0, 0) if grad is None else grad.stride()[:3],
-        cap=_cap(call),
+        biases=ctypes.addressof(biases) if sums else None,
+        in_order=any(x.in_order for x in sums.values()),
         **{name: x.data_ptr() for name, x in given.items()},
         **{"dsinks" if name == "sink" else f"d{name}": x.data_ptr() for name, x in found.items()},
     )
     run(library().qkv_gradients, scores, call.q, call.k)  # type: ignore[union-attr]
     if call.sink is not None:
         found["sink"] = found["sink"].sum_to_size(call.sink.shape)
-    return found
+    return found | {f"bias {i} tensor": x.gradient(call.normalizer.temperature) for i, x in sums.items()}
 
 
-def _cap(call: Call) -> float:
-    """The soft cap of a call in base 2, or 0."""
-    last = call.biases[-1] if call.biases else None
-    return last.cap * math.log2(math.e) / call.normalizer.temperature if isinstance(last, SoftCap) else 0.0
+class BiasSums:
+    """The sums over batch items, heads and pairs that are the gradient of a bias."""
+
+    def __init__(self, bias: Bias, call: Call) -> None:
+        assert isinstance(bias, ByDistance | Dense)
+        (b, h, n_queries, _), n_keys = call.q.shape, call.k.shape[2]
+        self.shape, strides = bias.tensor.shape, (0, 0, 0)
+        self.by_distance = isinstance(bias, ByDistance)
+        self.in_order = False
+        if isinstance(bias, ByDistance):
+            kind, self.sums = ALONG_DIAGONALS, torch.zeros(b, h, self.shape[1], dtype=torch.float64)
+        elif self.shape[3] < n_keys or n_keys == 1:
+            kind, self.sums = BY_ROW, torch.zeros(b, h, n_queries, 1, dtype=torch.float64)
+        elif self.shape[2] < n_queries or n_queries == 1:
+            kind, self.sums = BY_KEY, torch.zeros(b, h, 1, n_keys, dtype=torch.float64)
+        else:
+            kind, self.sums = BY_PAIR, torch.zeros(self.shape, dtype=torch.float32)
+            self.in_order = self.shape[:2] != (b, h)
+            of_batch, of_head, of_query, _ = self.sums.stride()
+            strides = (of_batch if self.shape[0] == b else 0, of_head if self.shape[1] == h else 0, of_query)
+        self.argument = BiasGradient(kind, self.sums.data_ptr(), strides)
+
+    def gradient(self, temperature: float) -> Tensor:
+        """The gradient of the bias, of its shape; scores are divided by the temperature after their biases."""
+        sums = self.sums.sum(0).flip(-1) if self.by_distance else self.sums
+        return sums.sum_to_size(self.shape) / temperature
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradients of q, k, v of a call over a subset of the keys, given `whole`, the result over all keys; float32.
+    """Gradients of a call over a subset of the keys, given `whole`, the result over all keys; at least float32.
 
-    `whole` may include other keys and a sink; `grad` and `grad_lse` are its gradients. `wanted` is a subset of q, k, v.
+    `whole` may include other keys and a sink; `grad` and `grad_lse` are its gradients. `wanted` names tensors of the
+    call.
     """
-    return gradients_of(detached(call), whole.lse, out=whole.out, grad=grad, grad_lse=grad_lse)
+    return gradients_of(detached(call), whole.lse, out=whole.out, grad=grad, grad_lse=grad_lse, wanted=wanted)
 
 
 class _Attention(torch.autograd.Function):
@@ -186,25 +212,25 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, found: tuple[Tensor, Tensor]
+        ctx: Any, call: Call, found: tuple[Tensor, Tensor], names: list[str], *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, sink, *found)
-        ctx.call = detached(call)
+        ctx.save_for_backward(*tensors, *found)
+        ctx.call, ctx.names = detached(call), names
         ctx.set_materialize_grads(False)
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        *tensors, out, lse = ctx.saved_tensors
         if grad is None and grad_lse is None:
-            return (None,) * 6
+            return (None,) * (3 + len(tensors))
         with torch.no_grad():
-            call = replace(ctx.call, q=q, k=k, v=v, sink=sink)
-            found = {"v": torch.zeros_like(v)} | gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse)
-            inputs = {"q": q, "k": k, "v": v, "sink": sink}
-            grads = tuple(None if x is None else found[name].to(x.dtype) for name, x in inputs.items())
-        return (
-            *kernel_once_differentiable("native", grads, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]),
-            None,
-            None,
-        )
+            call = ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True)))
+            wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if need}
+            found = gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse, wanted=wanted)
+            found = {"v": torch.zeros_like(call.v)} | found
+            grads = tuple(
+                found[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
+            )
+        inputs = [x for x in (*tensors, grad, grad_lse) if x is not None]
+        return None, None, None, *kernel_once_differentiable("native", grads, inputs)

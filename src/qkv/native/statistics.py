@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from qkv._engine.call import Call
-from qkv.biases import SoftCap
 from qkv.masks import Mask
 from qkv.native import binding, ranges_of
 from qkv.native.kernel import gradients_of
@@ -27,8 +26,9 @@ def statistics_gradients(
     masks: Mapping[str, Mask],
     firsts: Sequence[int],
     queries: Tensor | None,
+    wanted: Collection[str],
 ) -> dict[str, Tensor] | None:
-    """Gradients of q, k and the sink, or None if the library cannot compute them.
+    """Gradients of q, k, the sink and the biases in `wanted`, or None if the library cannot compute them.
 
     Args:
         call: the attention call, without tensors that require gradients.
@@ -39,10 +39,9 @@ def statistics_gradients(
         masks: the masks of the statistics `mass …`, by name.
         firsts: the first key of the text of each batch item.
         queries: the queries that count.
+        wanted: the names of the tensors whose gradients are needed.
     """
-    if any(isinstance(bias, SoftCap) for bias in call.biases[:-1]) or binding.unsupported_reason(call) is not None:
-        return None
-    if not binding.is_finite(call):
+    if binding.unsupported_reason(call) is not None or not binding.is_finite(call):
         return None
     parts, grad_masses, masses = list[Tensor](), list[Tensor](), list[Tensor]()
     position = call.grid.rows(0, call.grid.n_queries)
@@ -76,7 +75,7 @@ def statistics_gradients(
         arguments["range_batch"] = 0 if batches == 1 else call.grid.n_queries
         more |= {"grad_masses": torch.stack(grad_masses), "masses": torch.stack(masses)}
     back = gradients_of(
-        call, lse, arguments=arguments, grad_lse=grad_lse, grad_received=grads.get("received"),
+        call, lse, arguments=arguments, wanted=wanted, grad_lse=grad_lse, grad_received=grads.get("received"),
         mass=mass if rows and call.sink is not None else None, **more,
     )  # fmt: skip
     if at_sink is not None and call.sink is not None:

@@ -356,10 +356,10 @@ def _input_gradients(
     if context.queries is not None:
         empty = empty | ~context.queries[:, None]
     grads = {name: x.to(wide).masked_fill(~visible if name == "received" else empty, 0) for name, x in grads.items()}
-    if needed <= {"q", "k", "sink"} and rows.level is not None:
+    if rows.level is not None and needed.isdisjoint(call.learned):
         found = statistics_gradients(
             call, values, grads, lse=rows.level, mass=mass, masks=context.places.mass, firsts=context.places.firsts,
-            queries=context.queries,
+            queries=context.queries, wanted=needed,
         )  # fmt: skip
         if found is not None:
             return found
