@@ -102,7 +102,7 @@ def unsupported_reason(call: Call) -> str | None:
         return f"q, k and v are {call.q.dtype}, {call.k.dtype} and {call.v.dtype}, not float32, bfloat16 or float16"
     if max(call.q.shape[3], call.v.shape[3]) > LARGEST_HEAD:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
-    if call.mask is not None and visibility(call.mask, call.grid) is None:
+    if call.mask is not None and _visibility(call) is None:
         return f"the bits of the mask {type(call.mask).__name__} need more than {LARGEST_MASK} bytes"
     if call.sink is not None and not bool((call.sink.detach() < LARGEST_SCORE).all()):
         return "a sink logit is NaN or infinite"
@@ -156,7 +156,7 @@ def prepared(call: Call) -> Prepared:
     """The arguments of a call for which there is no `unsupported_reason`."""
     q, k, v = _in_memory(call.q), _in_memory(call.k), _in_memory(call.v)
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
-    seen = visibility(call.mask, call.grid)
+    seen = _visibility(call)
     assert seen is not None
     arguments = Arguments(
         q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv,
@@ -243,6 +243,15 @@ class Visibility:
     keep: Bool[Tensor, "b nk"] | None
     """The keys that are not masked for all queries."""
     cells: MaskBits | None
+
+
+def _visibility(call: Call) -> Visibility | None:
+    """`visibility` of a call's mask, found once."""
+    known = vars(call)
+    if "native visibility" not in known:
+        known["native visibility"] = visibility(call.mask, call.grid)
+    found: Visibility | None = known["native visibility"]
+    return found
 
 
 def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
