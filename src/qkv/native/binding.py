@@ -197,16 +197,13 @@ def _steps(call: Call) -> tuple[Any, list[Tensor]]:
         assert isinstance(bias, ByDistance | Dense)
         x = bias.tensor.detach().float()
         if isinstance(bias, ByDistance):
-            step.kind = 0
-            x = torch.nn.functional.pad(x.flip(1), (0, PADDING))[None, :, None]
+            x = torch.nn.functional.pad(x.flip(1), (0, PADDING))
+            step.kind, step.strides = 0, (0, 0 if len(x) == 1 else x.stride(0), 0, 1)
         else:
-            step.kind = 1
             x = x if x.shape[3] == 1 or x.stride(3) == 1 else x.contiguous()
-        sizes = (*x.shape[:2], *((1, 2) if isinstance(bias, ByDistance) else x.shape[2:]))
-        step.values, step.strides = (
-            x.data_ptr(),
-            tuple(0 if n == 1 else y for n, y in zip(sizes, x.stride(), strict=True)),
-        )
+            step.kind = 1
+            step.strides = tuple(0 if n == 1 else y for n, y in zip(x.shape, x.stride(), strict=True))
+        step.values = x.data_ptr()
         held.append(x)
     return steps, held
 
