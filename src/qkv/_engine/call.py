@@ -65,7 +65,7 @@ class Call:
     seed: int
     """Seed of dropout and of the draws of `Hard`."""
     given: Given
-    learned: Mapping[str, Tensor] = field(default_factory=dict)
+    learned: dict[str, Tensor] = field(default_factory=dict)
     """Learned tensors inside the score and normalizer objects, by name."""
 
     @staticmethod
@@ -81,7 +81,7 @@ class Call:
         seed: int | None = None,
     ) -> Call:
         """Check the arguments, project queries and keys, and bind the biases."""
-        score, normalizer = Dot() if score is None else score, Softmax() if normalizer is None else normalizer
+        score, normalizer = DOT if score is None else score, SOFTMAX if normalizer is None else normalizer
         given = Given(q, k, v, mask, tuple(biases), score, normalizer)
         _check_tensors(q, k, v)
         _check_kinds(given, dropout_p)
@@ -111,7 +111,7 @@ class Call:
         learned = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
         if isinstance(score, Pairwise):
             learned |= {f"score {name}": x for name, x in score.tensors().items()}
-        return Call(
+        made = Call(
             projected,
             keys,
             v,
@@ -129,6 +129,8 @@ class Call:
             given,
             learned,
         )
+        vars(made)["grid"] = grid
+        return made
 
     @cached_property
     def grid(self) -> Grid:
@@ -154,10 +156,10 @@ class Call:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that may require gradients, by name."""
-        named = {name: getattr(self, name) for name in PLAIN}
+        named: dict[str, Tensor] = {name: x for name in PLAIN if (x := getattr(self, name)) is not None}
         for i, bias in enumerate(self.biases):
             named |= {f"bias {i} {name}": x for name, x in bias.tensors().items()}
-        return {name: x for name, x in (named | dict(self.learned)).items() if isinstance(x, Tensor)}
+        return named | self.learned if self.learned else named
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Call:
         """The same call with other tensors; tensors inside user-defined objects are not replaced."""
@@ -209,6 +211,7 @@ class Result:
     """Attention weights, if the kernel forms them."""
 
 
+DOT, SOFTMAX = Dot(), Softmax()
 PLAIN = ("q", "k", "v", "sink", "shift", "values")
 """Fields of a call that are tensors and may want a gradient."""
 
@@ -320,12 +323,14 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_kinds(given: Given, dropout_p: float) -> None:
     if not isinstance(given.score, Score):
         raise InputError(f"score is {given.score!r}, expected an instance from qkv.scores such as Dot()")
-    given.score.check()
+    if given.score is not DOT:
+        given.score.check()
     if not isinstance(given.normalizer, Normalizer):
         raise InputError(
             f"normalizer is {given.normalizer!r}, expected an instance from qkv.normalizers such as Softmax()"
         )
-    given.normalizer.check(given.q.shape[1])
+    if given.normalizer is not SOFTMAX:
+        given.normalizer.check(given.q.shape[1])
     if not 0 <= dropout_p < 1:
         raise InputError(f"dropout_p is {dropout_p}, expected a probability in [0, 1)")
     if dropout_p and isinstance(given.normalizer, SumToOne) and given.normalizer.one_key:

@@ -46,6 +46,8 @@ class Form:
     @staticmethod
     def of(*given: Any) -> tuple[Form, list[Tensor]]:
         """The common form of the inputs, and the inputs as tensors (batch, heads, length, head_dim)."""
+        if all(isinstance(x, Tensor) and x.ndim == 4 for x in given):
+            return TENSORS, list(given)
         arrays = [isinstance(x, np.ndarray) for x in given]
         if any(arrays) and not all(arrays):
             raise InputError("q, k and v mix tensors and NumPy arrays, expected all of one type")
@@ -82,6 +84,9 @@ class Form:
                 value = self.all_back(value)
             object.__setattr__(made, one.name, value)
         return made
+
+
+TENSORS = Form(4, array=False)
 
 
 def autocast_dtype(q: Any) -> torch.dtype | None:

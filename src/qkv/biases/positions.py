@@ -62,7 +62,7 @@ class ALiBi(Bias):
     def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
         wide = torch.promote_types(q.dtype, torch.float32)
         slopes = alibi_slopes(grid.heads, wide) if self.slopes is None else self.slopes
-        return ByDistance(-slopes.to(q.device, wide)[:, None] * distances(grid).abs(), grid.n_keys)
+        return ByDistance(slopes.to(q.device, wide)[:, None] * -distances(grid).abs_(), grid.n_keys)
 
 
 def t5_bucket(back: Int[Tensor, "*n"], buckets: int, max_distance: int, *, bidirectional: bool) -> Int[Tensor, "*n"]:

@@ -149,7 +149,8 @@ def distances(grid: Grid) -> Int[Tensor, " distances"]:
     >>> distances(Grid.of(2, 3)).tolist()
     [-1, 0, 1, 2]
     """
-    return torch.arange(grid.n_queries + grid.n_keys - 1, device=grid.device) - (grid.n_keys - 1) + grid.offset
+    first = grid.offset - grid.n_keys + 1
+    return torch.arange(first, first + grid.n_queries + grid.n_keys - 1, device=grid.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,10 +30,17 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequenc
         return f"{', '.join(type(s).__name__ for s in statistics)} is computed from tiles of weights"
     if (why := binding.unsupported_reason(call)) is not None:
         return why
-    for name, mask in mass.items():
-        if ranges_of(mask, call.grid) is None:
-            return f"mass[{name!r}] is not a union of a band and the first keys"
-    return None
+    missing = (name for name, ranges in _ranges(call, mass).items() if ranges is None)
+    return next((f"mass[{name!r}] is not a union of a band and the first keys" for name in missing), None)
+
+
+def _ranges(call: Call, mass: Mapping[str, Mask]) -> dict[str, Tensor | None]:
+    """`ranges_of` each mask, found once for a call."""
+    known = vars(call).setdefault("native ranges", {})
+    for mask in mass.values():
+        if id(mask) not in known:
+            known[id(mask)] = mask, ranges_of(mask, call.grid)
+    return {name: known[id(mask)][1] for name, mask in mass.items()}
 
 
 def attend_and_measure(
@@ -56,7 +63,7 @@ def attend_and_measure(
     """
     b, h, n_queries, _ = call.q.shape
     made, n_keys = prepared(call), call.k.shape[2]
-    spans = {name: x for name, mask in mass.items() if (x := ranges_of(mask, call.grid)) is not None}
+    spans = {name: x for name, x in _ranges(call, mass).items() if x is not None}
     ranges = None
     if spans:
         batches = max(x.shape[2] for x in spans.values())

@@ -108,7 +108,7 @@ def unsupported_reason(call: Call) -> str | None:
         return f"q, k and v are {call.q.dtype}, {call.k.dtype} and {call.v.dtype}, not float32, bfloat16 or float16"
     if max(call.q.shape[3], call.v.shape[3]) > LARGEST_HEAD:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
-    if call.mask is not None and visibility(call.mask, call.grid) is None:
+    if call.mask is not None and _visibility(call) is None:
         return f"the bits of the mask {type(call.mask).__name__} need more than {LARGEST_MASK} bytes"
     if call.sink is not None and not bool((call.sink.detach() < LARGEST_SCORE).all()):
         return "a sink logit is NaN or infinite"
@@ -162,7 +162,7 @@ def prepared(call: Call) -> Prepared:
     """The arguments of a call for which there is no `unsupported_reason`."""
     q, k, v = _in_memory(call.q), _in_memory(call.k), _in_memory(call.v)
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
-    seen = visibility(call.mask, call.grid)
+    seen = _visibility(call)
     assert seen is not None
     arguments = Arguments(
         q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv,
@@ -203,16 +203,13 @@ def _steps(call: Call) -> tuple[Any, list[Tensor]]:
         assert isinstance(bias, ByDistance | Dense)
         x = bias.tensor.detach().float()
         if isinstance(bias, ByDistance):
-            step.kind = 0
-            x = torch.nn.functional.pad(x.flip(1), (0, PADDING))[None, :, None]
+            x = torch.nn.functional.pad(x.flip(1), (0, PADDING))
+            step.kind, step.strides = 0, (0, 0 if len(x) == 1 else x.stride(0), 0, 1)
         else:
-            step.kind = 1
             x = x if x.shape[3] == 1 or x.stride(3) == 1 else x.contiguous()
-        sizes = (*x.shape[:2], *((1, 2) if isinstance(bias, ByDistance) else x.shape[2:]))
-        step.values, step.strides = (
-            x.data_ptr(),
-            tuple(0 if n == 1 else y for n, y in zip(sizes, x.stride(), strict=True)),
-        )
+            step.kind = 1
+            step.strides = tuple(0 if n == 1 else y for n, y in zip(x.shape, x.stride(), strict=True))
+        step.values = x.data_ptr()
         held.append(x)
     return steps, held
 
@@ -249,6 +246,15 @@ class Visibility:
     keep: Bool[Tensor, "b nk"] | None
     """The keys that are not masked for all queries."""
     cells: MaskBits | None
+
+
+def _visibility(call: Call) -> Visibility | None:
+    """`visibility` of a call's mask, found once."""
+    known = vars(call)
+    if "native visibility" not in known:
+        known["native visibility"] = visibility(call.mask, call.grid)
+    found: Visibility | None = known["native visibility"]
+    return found
 
 
 def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:

@@ -206,7 +206,7 @@ def _check_settings(local_window: int, map_tokens: int, map_bins: int, layers: C
 
 
 def _checked_heads(model: nn.Module, heads: Mapping[str, int]) -> Mapping[str, int]:
-    modules = {name or type(model).__name__ for name, _ in model.named_modules()}
+    modules = {name or type(model).__name__ for name, _ in model.named_modules()} if heads else ()
     for name, number in heads.items():
         if name not in modules:
             raise InputError(f"heads names {name!r}, expected a module of the model, as in model.named_modules()")

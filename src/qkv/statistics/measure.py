@@ -242,8 +242,10 @@ def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | 
     """The same by the native library; None if a score or an output is not finite."""
     n_queries, n_keys = call.q.shape[2], call.k.shape[2]
     bins = None if request.bins is None else (bin_size(n_queries, request.bins), bin_size(n_keys, request.bins))
-    options = {name: getattr(request, name) for name in ("mass", "firsts", "queries", "prefix_keys", "value_norms")}
-    result = native.attend_and_measure(call, output=output, bins=bins, **options)
+    result = native.attend_and_measure(
+        call, output=output, bins=bins, mass=request.mass, firsts=request.firsts, queries=request.queries,
+        prefix_keys=request.prefix_keys, value_norms=request.value_norms,
+    )  # fmt: skip
     if result is None:
         return None
     out, lse, found = result
@@ -321,7 +323,7 @@ def checked(
     shared: Shared | None = None,
 ) -> Request:
     """The options of `measure`, checked."""
-    mass = dict(mass or {})
+    mass = dict(mass) if mass else {}
     b = len(call.q)
     for name, part in mass.items():
         if not isinstance(part, Mask):

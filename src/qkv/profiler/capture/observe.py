@@ -122,8 +122,9 @@ class Observer:
         _refuse_split_heads(self.model)
         root = type(self.model).__name__
         self.names = {id(module): name or root for name, module in self.model.named_modules()}
-        self.expected = [self.names[id(module)] for module in self.model.modules() if routes(module)]
-        self._functions = {id(module): function_of(module) for module in self.model.modules() if routes(module)}
+        routed = [module for module in self.model.modules() if routes(module)]
+        self.expected = [self.names[id(module)] for module in routed]
+        self._functions = {id(module): function_of(module) for module in routed}
         self._two_sided = inputs.is_two_sided(self.model)
         self._calls: dict[str, int] = {}
         self._paused = False
