@@ -15,6 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from qkv import _operator as operator
 from qkv._engine.call import Call, Result, RowState, as_biases, as_mask
 from qkv._engine.inputs import A, Form, autocast_dtype, from_torch_names, refuse_unknown
 from qkv._engine.tiles import all_finite
@@ -374,28 +375,33 @@ def _stock(
 ) -> Tensor | None:
     """Fast path: plain or causal softmax attention by one call of the library or of torch's SDPA, else None.
 
-    For one decoded token, or in a small model, building a `Call` takes longer than the attention. torch.compile can
-    also trace through this path.
+    For one decoded token, or in a small model, building a `Call` takes longer than the attention. In compiled code, an
+    operator also serves windows, padding and sinks.
     """
+    traced = torch.compiler.is_compiling() or (isinstance(q, Tensor) and (q.is_meta or hasattr(q, "fake_mode")))
     causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
-    if not (causal or mask is None):
+    if not (causal or mask is None or traced):
         return None
-    scale = None
+    scale = sink = None
     if score is not None:
         if not isinstance(score, Product) or score.projects:
             return None
         scale = score.factor(q.shape[-1])
     if normalizer is not None:
-        if not isinstance(normalizer, SumToOne) or not normalizer.has_lse:
+        if not isinstance(normalizer, SumToOne) or not normalizer.has_lse or normalizer.key is not None:
             return None
-        if normalizer.sink is not None or normalizer.key is not None:
-            return None
+        sink = normalizer.sink
         if normalizer.temperature != 1:
             scale = (q.shape[-1] ** -0.5 if scale is None else scale) / normalizer.temperature
     if scale is not None and scale <= 0:
         return None
-    out = native.plain(q, k, v, causal=causal, scale=scale)
-    return _sdpa(q, k, v, causal=causal, scale=scale) if out is None else out
+    if traced:
+        out = operator.traced(q, k, v, mask, sink, scale)
+        if out is None and (mask is not None and not causal):
+            return None
+    else:
+        out = native.plain(q, k, v, causal=causal, scale=scale) if sink is None else None
+    return _sdpa(q, k, v, causal=causal, scale=scale) if out is None and sink is None else out
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
