@@ -117,10 +117,19 @@ def _backward(ctx: object, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | Non
 attention_operator.register_autograd(_backward, setup_context=_save)
 
 
+def is_faster(q: object, k: object) -> bool:
+    """Whether compiled code computes a plain or causal call faster by the operator than by torch's SDPA."""
+    if not (COMPILED and isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4):
+        return False
+    if torch.compiler.is_exporting() or q.dtype != torch.float32 or autocast_dtype(q) is not None:
+        return False
+    return q.shape[2] > 1 and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= native.LEAST_PAIRS
+
+
 def traced(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, sink: Tensor | float | None, scale: float | None,
 ) -> Tensor | None:  # fmt: skip
-    """The output of the operator in compiled code; None if the arguments do not fit, or torch's SDPA is faster."""
+    """The output of the operator, or None if its arguments cannot describe the call."""
     if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type in ("cpu", "meta") for x in (q, k, v)):
         return None
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
@@ -146,10 +155,6 @@ def traced(
             return None
     if low > 0 or high < 0:
         return None
-    if torch.compiler.is_compiling() and sink is None and keep is None and high == math.inf and low in (0, -math.inf):
-        small = torch.compiler.is_exporting() or b * h * n_queries * n_keys < native.LEAST_PAIRS
-        if small or not COMPILED or q.dtype != torch.float32:
-            return None
     if sink is not None and not isinstance(sink, Tensor):
         sink = q.new_full((h,), float(sink), dtype=torch.float32)
     before, after = (None if math.isinf(x) else math.floor(x) for x in (high, -low))

@@ -395,13 +395,16 @@ def _stock(
             scale = (q.shape[-1] ** -0.5 if scale is None else scale) / normalizer.temperature
     if scale is not None and scale <= 0:
         return None
-    if traced:
-        out = operator.traced(q, k, v, mask, sink, scale)
-        if out is None and (mask is not None and not causal):
+    if not traced:
+        if sink is not None:
             return None
-    else:
-        out = native.plain(q, k, v, causal=causal, scale=scale) if sink is None else None
-    return _sdpa(q, k, v, causal=causal, scale=scale) if out is None and sink is None else out
+        out = native.plain(q, k, v, causal=causal, scale=scale)
+        return _sdpa(q, k, v, causal=causal, scale=scale) if out is None else out
+    if torch.compiler.is_compiling() and sink is None and (causal or mask is None) and not operator.is_faster(q, k):
+        out = _sdpa(q, k, v, causal=causal, scale=scale)
+        if out is not None:
+            return out
+    return operator.traced(q, k, v, mask, sink, scale)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
@@ -416,8 +419,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
         return None
     if not torch.compiler.is_compiling() and (transforming() or (n_keys < SHORT and not all_finite(q))):
         return None
-    causal = causal and n_queries > 1
     attention = torch.nn.functional.scaled_dot_product_attention
+    if n_queries == 1:  # with symbolic sizes, `causal and n_queries > 1` is no bool
+        causal = False
     if n_queries == 1 and h != hkv:  # the query heads of a group become queries of one key head
         return attention(q.reshape(b, hkv, h // hkv, d), k, v, scale=scale).reshape(b, h, 1, d)
     return attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=h != hkv)
