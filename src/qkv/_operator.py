@@ -7,6 +7,7 @@ gradient, so torch.compile and torch.export keep it in one graph.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from qkv.partial import Partial
 from qkv.scores import Dot
 
 COMPILED = LIBRARY.exists()
+LEAST_PAIRS = 2**21  # with fewer pairs of a query and a key, the operator costs more than the library gains on torch
 
 
 def _call(
@@ -103,13 +105,13 @@ def _(
     return dq, dk, dv, q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
 
-def _save(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, keep, sink, *ctx.options = inputs  # type: ignore[attr-defined]
-    ctx.save_for_backward(*output, q, k, v, keep, sink)  # type: ignore[attr-defined]
+def _save(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, keep, sink, *ctx.options = inputs
+    ctx.save_for_backward(*output, q, k, v, keep, sink)
 
 
-def _backward(ctx: object, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    saved, options = ctx.saved_tensors, ctx.options  # type: ignore[attr-defined]
+def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    saved, options = ctx.saved_tensors, ctx.options
     dq, dk, dv, dsink = torch.ops.qkv.attention_gradients(grad, grad_lse, *saved, *options)
     return dq, dk, dv, None, None if saved[-1] is None else dsink, None, None, None
 
@@ -123,7 +125,7 @@ def is_faster(q: object, k: object) -> bool:
         return False
     if torch.compiler.is_exporting() or q.dtype != torch.float32 or autocast_dtype(q) is not None:
         return False
-    return q.shape[2] > 1 and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= native.LEAST_PAIRS
+    return q.shape[2] > 1 and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= LEAST_PAIRS
 
 
 def traced(
@@ -132,7 +134,7 @@ def traced(
     """The output of the operator, or None if its arguments cannot describe the call."""
     if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type in ("cpu", "meta") for x in (q, k, v)):
         return None
-    (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
+    (b, h, n_queries, d), (_, key_heads, n_keys, _) = q.shape, v.shape
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point() or h % max(key_heads, 1):
         return None
     if k.shape != (b, key_heads, n_keys, d) or v.shape[0] != b or 0 in q.shape or 0 in v.shape:
