@@ -15,6 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from qkv import _operator as operator
 from qkv._engine.call import Call, Result, RowState, as_biases, as_mask
 from qkv._engine.inputs import A, Form, autocast_dtype, from_torch_names, refuse_unknown
 from qkv._engine.tiles import all_finite
@@ -374,28 +375,36 @@ def _stock(
 ) -> Tensor | None:
     """Fast path: plain or causal softmax attention by one call of the library or of torch's SDPA, else None.
 
-    For one decoded token, or in a small model, building a `Call` takes longer than the attention. torch.compile can
-    also trace through this path.
+    For one decoded token, or in a small model, building a `Call` takes longer than the attention. In compiled code, an
+    operator also serves windows, padding and sinks.
     """
+    traced = torch.compiler.is_compiling() or (isinstance(q, Tensor) and (q.is_meta or hasattr(q, "fake_mode")))
     causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
-    if not (causal or mask is None):
+    if not (causal or mask is None or traced):
         return None
-    scale = None
+    scale = sink = None
     if score is not None:
         if not isinstance(score, Product) or score.projects:
             return None
         scale = score.factor(q.shape[-1])
     if normalizer is not None:
-        if not isinstance(normalizer, SumToOne) or not normalizer.has_lse:
+        if not isinstance(normalizer, SumToOne) or not normalizer.has_lse or normalizer.key is not None:
             return None
-        if normalizer.sink is not None or normalizer.key is not None:
-            return None
+        sink = normalizer.sink
         if normalizer.temperature != 1:
             scale = (q.shape[-1] ** -0.5 if scale is None else scale) / normalizer.temperature
     if scale is not None and scale <= 0:
         return None
-    out = native.plain(q, k, v, causal=causal, scale=scale)
-    return _sdpa(q, k, v, causal=causal, scale=scale) if out is None else out
+    if not traced:
+        if sink is not None:
+            return None
+        out = native.plain(q, k, v, causal=causal, scale=scale)
+        return _sdpa(q, k, v, causal=causal, scale=scale) if out is None else out
+    if torch.compiler.is_compiling() and sink is None and (causal or mask is None) and not operator.is_faster(q, k):
+        out = _sdpa(q, k, v, causal=causal, scale=scale)
+        if out is not None:
+            return out
+    return operator.traced(q, k, v, mask, sink, scale)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
@@ -410,8 +419,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
         return None
     if not torch.compiler.is_compiling() and (transforming() or (n_keys < SHORT and not all_finite(q))):
         return None
-    causal = causal and n_queries > 1
     attention = torch.nn.functional.scaled_dot_product_attention
+    if n_queries == 1:  # with symbolic sizes, `causal and n_queries > 1` is no bool
+        causal = False
     if n_queries == 1 and h != hkv:  # the query heads of a group become queries of one key head
         return attention(q.reshape(b, hkv, h // hkv, d), k, v, scale=scale).reshape(b, h, 1, d)
     return attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=h != hkv)

@@ -89,6 +89,63 @@ for model, *batch in (
     given = [p for p in model.parameters() if p.grad is not None]
     assert all(p.grad.isfinite().all() and p.grad.dtype == p.dtype for p in given)
 """,
+    "one graph": """
+import qkv
+from qkv.masks import Causal, Dense, Window
+from qkv.normalizers import Softmax
+q, k, v = (torch.randn(2, n, h, 16).transpose(1, 2).requires_grad_() for n, h in ((90, 4), (100, 2), (100, 2)))
+sink, keep = torch.randn(4, requires_grad=True), torch.rand(2, 100) > 0.3
+large = [torch.randn(1, 4, 800, 8, requires_grad=True) for _ in range(3)]
+small = (q, k, v, sink)
+for name, inputs, attend in (
+    ("window", small, lambda q, k, v, sink: qkv.attend(q, k, v, mask=Window(5, ahead=2), scale=0.3)),
+    ("sink", small, lambda q, k, v, sink: qkv.attend(q, k, v, normalizer=Softmax(sink=sink, temperature=1.3))),
+    ("padding", small, lambda q, k, v, sink: qkv.attend(q, k, v, mask=Causal() & Dense(keep[:, None, None]))),
+    ("tensor", small, lambda q, k, v, sink: qkv.attend(q, k, v, attn_mask=keep[:, None, None])),
+    ("causal, fewer queries", small, lambda q, k, v, sink: qkv.attend(q, k, v, mask=Causal())),
+    ("large", large, lambda q, k, v: qkv.attend(q, k, v)),
+):
+    results = []
+    for run in (attend, compiled_anew(attend, fullgraph=True, backend="aot_eager")):
+        out = run(*inputs)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs, allow_unused=True)))
+    for got, want in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")
+with torch.autocast("cpu", torch.bfloat16):
+    compiled = compiled_anew(lambda q, k, v: qkv.attend(q, k, v, mask=Window(5)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), qkv.attend(q, k, v, mask=Window(5)))
+""",
+    "export": """
+import qkv
+for mask in (qkv.masks.Window(5), qkv.masks.Causal()):
+    layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(mask=mask)).eval()
+    module = torch.nn.Sequential(layer)
+    length = torch.export.Dim("n", min=2, max=4000)
+    exported = torch.export.export(module, (torch.randn(2, 40, 32),), dynamic_shapes=({1: length},))
+    x = torch.randn(2, 333, 32)
+    torch.testing.assert_close(exported.module()(x), module(x))
+""",
+    "operator": """
+import qkv
+from torch._subclasses import FakeTensorMode
+qkv.attend
+operator = torch.ops.qkv.attention
+for dtype in (torch.float32, torch.float64):  # by the library, and by tiles
+    q, k, v = (torch.randn(2, h, 70, d, dtype=dtype, requires_grad=True) for h, d in ((4, 8), (2, 8), (2, 12)))
+    for sink, keep in ((None, None), (torch.randn(4, requires_grad=True), torch.rand(2, 70) > 0.3)):
+        torch.library.opcheck(operator, (q, k, v, keep, sink, 4, 0, 0.25))
+k = torch.where(keep[:, None, :, None], k.detach(), torch.nan).requires_grad_()
+out, lse = operator(q, k, v, keep, None, None, 0, 0.25)
+want = qkv.attend(q, k, v, mask=qkv.masks.Causal() & qkv.masks.Dense(keep[:, None, None]), scale=0.25)
+for got, right in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, want)), strict=True):
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, right)
+for device in ("cpu", "meta"):
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, h, n, d, device=device) for h, n, d in ((4, 7, 8), (2, 9, 8), (2, 9, 12)))
+        for mask in (None, qkv.masks.Causal(), qkv.masks.Window(3)):
+            assert qkv.attend(q, k, v, mask=mask).shape == (2, 4, 7, 12)
+""",
 }
 RUN = """
 import json, sys, traceback

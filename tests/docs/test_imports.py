@@ -24,7 +24,7 @@ ORDER = {
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
         "_engine", "ring", "reference", "native", "kernels", "linear", "statistics",
-        "choice", "_plan", "attention",
+        "choice", "_plan", "_operator", "attention",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
         "profiler", "profiler.watch", "tracking",

@@ -93,9 +93,9 @@ class Call:
             bias.check(grid)
         if mask is not None and torch.is_grad_enabled():
             if isinstance(score, Pairwise) or overrides(score, Score, "project"):
-                q, k = _zero_masked_nonfinite(q, k, mask, grid, normalizer)
+                q, k = zero_masked_nonfinite(q, k, mask, grid, normalizer)
             elif mask.band is None and (q.requires_grad or k.requires_grad):
-                q, _ = _zero_masked_nonfinite(q, k[:, :, :0], mask, grid, normalizer)
+                q, _ = zero_masked_nonfinite(q, k[:, :, :0], mask, grid, normalizer)
         projected, keys = score.project(q, k)
         if seed is None:
             random = dropout_p > 0 or _draws(normalizer)
@@ -281,7 +281,7 @@ def _draws(normalizer: Normalizer) -> bool:
     return isinstance(normalizer, SumToOne) and normalizer.one_key and normalizer.sample
 
 
-def _zero_masked_nonfinite(
+def zero_masked_nonfinite(
     q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer
 ) -> tuple[Tensor, Tensor]:
     """Zero NaN or ∞ in keys that are masked for all queries, and in fully masked queries: 0 · NaN in the backward."""
