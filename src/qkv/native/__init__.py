@@ -88,7 +88,7 @@ def attend_and_measure(
         counted=counted, firsts=(binding.I64 * b)(*firsts), out=out, lse=lse, rows=all_rows, received=received,
         prefix=prefix, n_prefix=prefix_keys, visible=of_queries, visible_queries=of_keys, visible_heads=heads,
     )  # fmt: skip
-    if not attend(call, arguments):
+    if not attend(arguments, call.q, call.k):
         return None
     values: dict[str, Any] = dict(zip(OF_QUERIES, rows, strict=False))
     if norms is None:

@@ -219,14 +219,14 @@ def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h 
     b, h, n_queries, _ = call.q.shape
     out, lse = torch.empty(b, h, n_queries, call.v.shape[3]), torch.empty(b, h, n_queries)
     made = prepared(call)  # holds the tensors that the arguments point to
-    found = attend(call, made.with_tensors(out=out, lse=lse))
+    found = attend(made.with_tensors(out=out, lse=lse), call.q, call.k)
     return (out.to(call.v.dtype), lse) if found else None
 
 
-def attend(call: Call, arguments: Arguments) -> bool:
+def attend(arguments: Arguments, q: Tensor, k: Tensor) -> bool:
     """Run the function for the number of rows that share a key head; as `run`."""
-    few = call.q.shape[2] * call.q.shape[1] <= FEW_ROWS * call.k.shape[1]
-    return run(library().qkv_decode if few else library().qkv_attend, arguments, call.q, call.k)  # type: ignore[union-attr]
+    few = q.shape[2] * q.shape[1] <= FEW_ROWS * k.shape[1]
+    return run(library().qkv_decode if few else library().qkv_attend, arguments, q, k)  # type: ignore[union-attr]
 
 
 def run(function: Any, arguments: ctypes.Structure, q: Tensor, k: Tensor) -> bool:

@@ -19,7 +19,6 @@ from qkv.partial import Partial
 CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
 BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR = range(4)  # as in gradients.c
-LEAST_PAIRS = 2**16  # with fewer pairs of a query and a key, torch's kernel is faster
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -46,20 +45,23 @@ def forward(call: Call) -> Result | None:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
-    """Dot-product softmax attention without a `Call`, or None if `forward` would need one, or another kernel is faster.
+    """Dot-product softmax attention without a `Call`, or None if `forward` would need one: bit by bit its result.
 
     NaN and infinity in the inputs reach the output or the log-sum-exp of a row, and then the result is None as well.
     """
     if torch.compiler.is_compiling() or not all(type(x) in PLAIN and x.ndim == 4 for x in (q, k, v)):
         return None
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
-    if not q.dtype == k.dtype == v.dtype == torch.float32 or not q.device == k.device == v.device == CPU:
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device == CPU:
+        return None
+    if q.dtype in (torch.bfloat16, torch.float16):
+        wide = plain(q.float(), k.float(), v.float(), causal=causal, scale=scale)
+        return None if wide is None else wide.to(q.dtype)
+    if q.dtype != torch.float32:
         return None
     if not (k.shape == (b, key_heads, n_keys, d) and v.shape[0] == b) or 0 in q.shape or 0 in v.shape or h % key_heads:
         return None
     tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if b * h * n_queries * n_keys < LEAST_PAIRS or n_queries < 2:
-        return None
     if max(d, dv) > binding.LARGEST_HEAD or (causal and n_queries > n_keys) or isinstance(library(), str):
         return None
     if transforming() or torch._C._len_torch_dispatch_stack() > 0 or torch.is_autocast_enabled("cpu"):
@@ -90,8 +92,7 @@ def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
 def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
     q, k, v = _rows_contiguous(q, k, v)
     out, lse = torch.empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
-    finite = run(library().qkv_attend, _arguments(q, k, v, causal, scale, out, lse), q, k)  # type: ignore[union-attr]
-    return (out, lse) if finite else None
+    return (out, lse) if binding.attend(_arguments(q, k, v, causal, scale, out, lse), q, k) else None
 
 
 class _Plain(torch.autograd.Function):
