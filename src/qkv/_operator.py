@@ -1,7 +1,7 @@
 """Softmax attention as an operator of torch, `torch.ops.qkv.attention`, so that compilers need not trace the kernels.
 
 The native library serves it, and other kernels where the library cannot. It has shapes for fake and meta tensors, and a
-gradient, so torch.compile and torch.export keep it in one graph.
+gradient, so torch.compile and torch.export keep it in one graph. The first use of `qkv.attend` registers it.
 """
 
 from __future__ import annotations
