@@ -292,7 +292,7 @@ def test_a_model_is_probed_once_and_again_after_any_change() -> None:
         found = []
         for _ in range(2):
             CALLS.clear()
-            qkv.profile(model, ids, progress=False)
+            assert qkv.profile(model, ids, progress=False).attrs["probes"] == "run"
             found.append(len(CALLS))
         return found
 
