@@ -392,7 +392,7 @@ def test_plan_reports_the_kernel_and_the_reasons(monkeypatch: pytest.MonkeyPatch
         ({"bias": RelativePosition(torch.zeros(3, 3))}, "tiled", {"native": "not one by distance"}),
         ({"return_weights": True}, "eager", {"native": "never forms", "tiled": "never forms"}),
         ({"dropout_p": 0.1}, "tiled", {"native": "dropout", "reference": "dropout", "linear": ""}),
-        ({"bias": learned}, "tiled", {"native": "gradient", "reference": "gradients"}),
+        ({"bias": learned}, "native", {"reference": "gradients"}),
         ({"normalizer": Hard(sample=True)}, "tiled", {"reference": "sample"}),
         ({"kernel": "eager"}, "eager", {}),
     ):

@@ -226,6 +226,20 @@ def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
     assert (float(found.entropy.max()), float(found.spread.max()), float(found.sink_mass.min())) == (0, 0, 1)
 
 
+def test_another_default_dtype_changes_results() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(SHAPES["grouped heads"]))
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            outs = qkv.attend(q, k, v), qkv.attend(q, k, v, mask=Causal(), return_lse=True)[0]
+            grads = [x for out in outs for x in torch.autograd.grad(out.sum(), (q, k, v))]
+            found.append([*outs, *grads, *fields(qkv.measure(q, k, mask=Window(9), bins=8)).values()])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_second_run_gives_other_bits(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, _ = inputs(SHAPES["several tiles"])

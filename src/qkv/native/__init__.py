@@ -15,7 +15,7 @@ from qkv._engine.call import Call
 from qkv._engine.tiles import kept
 from qkv.masks import Grid, Mask
 from qkv.native import binding
-from qkv.native.binding import attend, prepared, visibility
+from qkv.native.binding import attend, empty, prepared, visibility
 
 OF_QUERIES = (
     "entropy", "effective_keys", "distance", "spread", "sink", "self_", "previous", "next_", "row_sum",
@@ -69,16 +69,16 @@ def attend_and_measure(
         batches = max(x.shape[2] for x in spans.values())
         ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans.values()])
         made.with_tensors(ranges=ranges, n_ranges=len(ranges), range_batch=0 if batches == 1 else n_queries)
-    out = torch.empty(b, h, n_queries, call.v.shape[3]) if output else None
-    all_rows = torch.empty(len(OF_QUERIES) + sum(map(len, spans.values())) + 1, b, h, n_queries)
+    out = empty(b, h, n_queries, call.v.shape[3]) if output else None
+    all_rows = empty(len(OF_QUERIES) + sum(map(len, spans.values())) + 1, b, h, n_queries)
     *rows, lse = all_rows.unbind()
     heads = 1 if made.seen.cells is None else made.seen.cells.status.shape[1]
-    received, of_queries = torch.empty(b, h, n_keys), torch.empty(b, heads, n_queries)
-    of_keys = torch.empty(b, heads, n_keys)
-    prefix = None if prefix_keys is None else torch.empty(2, b, h, prefix_keys)
+    received, of_queries = (empty(b, h, n_keys), empty(b, heads, n_queries))
+    of_keys = empty(b, heads, n_keys)
+    prefix = None if prefix_keys is None else empty(2, b, h, prefix_keys)
     pooled = None
     if bins is not None:
-        pooled = torch.empty(2, b, h, -(-n_queries // bins[0]), -(-n_keys // bins[1]))
+        pooled = empty(2, b, h, -(-n_queries // bins[0]), -(-n_keys // bins[1]))
         made.with_tensors(map=pooled, bin_q=bins[0], bin_k=bins[1])
     norms = None if value_norms is None else value_norms.contiguous()
     if norms is not None:

@@ -152,6 +152,11 @@ class Prepared:
         return self.arguments
 
 
+def empty(*shape: int) -> Tensor:
+    """A tensor that the library writes to, whatever torch's default dtype is."""
+    return torch.empty(shape, dtype=torch.float32)
+
+
 def _in_memory(x: Tensor) -> Tensor:
     """A tensor in float32 whose last dimension is contiguous."""
     x = x if x.dtype == torch.float32 else x.detach().float()
@@ -217,7 +222,7 @@ def _steps(call: Call) -> tuple[Any, list[Tensor]]:
 def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
     """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
     b, h, n_queries, _ = call.q.shape
-    out, lse = torch.empty(b, h, n_queries, call.v.shape[3]), torch.empty(b, h, n_queries)
+    out, lse = (empty(b, h, n_queries, call.v.shape[3]), empty(b, h, n_queries))
     made = prepared(call)  # holds the tensors that the arguments point to
     found = attend(made.with_tensors(out=out, lse=lse), call.q, call.k)
     return (out.to(call.v.dtype), lse) if found else None

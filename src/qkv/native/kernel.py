@@ -13,7 +13,7 @@ from qkv._engine.call import Call, Result, detached
 from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed, transforming
 from qkv.biases import Bias, ByDistance, Dense
 from qkv.native import binding
-from qkv.native.binding import Arguments, BiasGradient, Gradients, library, prepared, run
+from qkv.native.binding import Arguments, BiasGradient, Gradients, empty, library, prepared, run
 from qkv.partial import Partial
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
     q, k, v = _rows_contiguous(q, k, v)
-    out, lse = torch.empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
+    out, lse = empty(*q.shape[:3], v.shape[3]), empty(*q.shape[:3])
     return (out, lse) if binding.attend(_arguments(q, k, v, causal, scale, out, lse), q, k) else None
 
 
@@ -111,7 +111,7 @@ class _Plain(torch.autograd.Function):
         tensors, (out, lse) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         with torch.no_grad():
             q, k, v, rows = _rows_contiguous(*tensors, grad)
-            grads = tuple(torch.empty(x.shape) for x in tensors)
+            grads = tuple(empty(*x.shape) for x in tensors)
             scores = Gradients(
                 call=_arguments(q, k, v, ctx.causal, ctx.scale, out, lse), grad_out=rows.data_ptr(),
                 gs=rows.stride()[:3], **{f"d{name}": x.data_ptr() for name, x in zip("qkv", grads, strict=True)},
@@ -147,11 +147,11 @@ def gradients_of(
         grad = grad.float()
         grad = grad if grad.stride(3) == 1 else grad.contiguous()
     given = {name: x.float().contiguous() for name, x in more.items() if x is not None}
-    found = {name: torch.empty(x.shape) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))}
+    found = {name: empty(*x.shape) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))}
     if grad is None:
         del found["v"]
     if call.sink is not None:
-        found["sink"] = torch.empty(call.q.shape[:3])
+        found["sink"] = empty(*call.q.shape[:3])
     sums = {i: BiasSums(bias, call) for i, bias in enumerate(call.biases) if f"bias {i} tensor" in wanted}
     biases = (BiasGradient * len(call.biases))()
     for i, x in sums.items():
