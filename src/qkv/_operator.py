@@ -24,6 +24,7 @@ from qkv.partial import Partial
 from qkv.scores import Dot
 
 COMPILED = LIBRARY.exists()
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? sink, SymInt? before, SymInt? after, float scale"
 LEAST_PAIRS = 2**21  # with fewer pairs of a query and a key, the operator costs more than the library gains on torch
 
 
@@ -41,7 +42,9 @@ def _call(
     return Call.of(q, k, v, mask, (), Dot(scale), Softmax(sink=sink))
 
 
-@torch.library.custom_op("qkv::attention", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "qkv::attention", mutates_args=(), device_types="cpu", schema=f"({INPUTS}) -> (Tensor, Tensor)"
+)
 def attention_operator(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, sink: Tensor | None, before: int | None, after: int | None,
     scale: float,
@@ -73,7 +76,10 @@ def _(
     return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=at_least_float32(q.dtype))
 
 
-@torch.library.custom_op("qkv::attention_gradients", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "qkv::attention_gradients", mutates_args=(), device_types="cpu",
+    schema=f"(Tensor grad, Tensor grad_lse, Tensor out, Tensor lse, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
 def attention_gradients(
     grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
     sink: Tensor | None, before: int | None, after: int | None, scale: float,
