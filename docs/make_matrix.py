@@ -88,8 +88,8 @@ outputs and gradients. `qkv.plan(...)` gives the same reasons for your call.
 
 Written by `docs/make_matrix.py`, which asks the kernels on a CPU, with torch {version}. A kernel supports a
 composition if all of its rows say yes; a number refers to the reason below the table. On CUDA `flex` also trains, and
-`native` supports nothing, because it is compiled for CPUs; in float64 `tiled` takes its place. `fused` is for CUDA only:
-its column says what it supports there in float32; in bfloat16 and float16 it also supports windows."""
+`native` supports nothing, because it is compiled for CPUs; in float64 `tiled` takes its place. `fused` is for CUDA
+only: its column says what it supports there in float32; in bfloat16 and float16 it also supports windows."""
 WITH = {
     "Scores": 'Under softmax; for the kernel `linear` with `Identity("sum")`, the only weights it supports.',
     "Masks": 'Under softmax; for the kernel `linear` with `Features(map)` and `Identity("sum")`.',
