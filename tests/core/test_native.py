@@ -219,8 +219,23 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
     native.binding.library.cache_clear()
 
 
+def test_nan_in_keys_masked_for_all_queries_reaches_gradients() -> None:
+    q, k, v = inputs(SHAPES["few queries"])
+    k[:, :, 0] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found = torch.autograd.grad(qkv.attend(*leaves, mask=Window(3)).sum(), leaves)
+    assert all(bool(x.isfinite().all()) for x in found)
+
+
 def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
     q, k, _ = inputs(SHAPES["grouped heads"])
+    for few in (q, q[:, :, -2:]):
+        low = biases.Dense(torch.linspace(0, -200, few.shape[2])[:, None])  # of the last query
+        sums = qkv.measure(few, k, mask=Causal(), bias=low, normalizer=Softmax(sink=0.5), prefix_keys=k.shape[2])
+        assert sums.prefix_sink_scores is not None
+        mean = sums.received / sums.visible_queries
+        torch.testing.assert_close(sums.prefix_sink_scores[..., -1], mean[..., -1])
+        torch.testing.assert_close(sums.prefix_sink_scores, mean, atol=1e-6, rtol=1e-5)
     found = qkv.measure(q, k, normalizer=Softmax(sink=300.0))
     assert found.sink_mass is not None
     assert (float(found.entropy.max()), float(found.spread.max()), float(found.sink_mass.min())) == (0, 0, 1)

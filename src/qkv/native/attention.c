@@ -671,11 +671,12 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
     for (int64_t r = 0; r < n; r++) {
         Row *row = s->row + r;
         float *to_row = c->rows + base + r, weight = s->weight[r];
+        const int64_t position = query + r + shift;
+        if (c->n_prefix && (!c->counted || c->counted[batch * c->nq + query + r])) add_prefix(c, s, r, batch, position);
         if (!row->seen || weight == 0) { /* nothing is visible, the query is left out, or a sink takes all weight */
             for (int64_t i = 0; i < STATISTICS + c->n_ranges; i++) to_row[i * all] = 0;
             continue;
         }
-        const int64_t position = query + r + shift;
         to_row[ENTROPY * all] = (float)fmax(log(row->total) - M_LN2 * row->bits / row->total, 0);
         to_row[EFFECTIVE_KEYS * all] = (float)(row->total * row->total / row->squares);
         to_row[DISTANCE * all] = (float)fmax(row->distance / row->total, 0);
@@ -692,7 +693,6 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
             const int64_t ends = (c->range_batch ? c->b : 1) * c->nq;
             to_row[(STATISTICS + i) * all] = mass_of(s, r, range[query + r], range[ends + query + r]);
         }
-        if (c->n_prefix) add_prefix(c, s, r, batch, position);
     }
 }
 

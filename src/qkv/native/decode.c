@@ -310,7 +310,13 @@ static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head
         const int64_t r = g * c->nq + i, position = i + c->nk - c->nq, lo = u->lo[r], hi = u->hi[r];
         const Row *row = u->row + r;
         float *to_row = c->rows + bh * c->nq + i, weight = u->weight[r];
-        if (!row->seen || weight == 0) { /* nothing is visible, the query is left out, or a sink takes all weight */
+        const int none = !row->seen || weight == 0, counts = !c->counted || c->counted[batch * c->nq + i];
+        if (counts && position >= first && position < first + c->n_prefix)
+            for (int64_t j = max64(first, lo); j < min64(first + c->n_prefix, hi); j++) {
+                if (!none) prefix[j - first] += *weights_of(u, r, j);
+                seen[j - first] += (float)row_sees(c, u, r, j);
+            }
+        if (none) { /* nothing is visible, the query is left out, or a sink takes all weight */
             for (int64_t x = 0; x < STATISTICS + c->n_ranges; x++) to_row[x * all] = 0;
             continue;
         }
@@ -332,11 +338,6 @@ static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head
             const int32_t *range = c->ranges + x * 2 * ends + batch * c->range_batch + i;
             const int64_t from = max64(range[0], lo), to = min64(range[ends], hi);
             to_row[(STATISTICS + x) * all] = from < to ? (float)total_of(weights_of(u, r, from), NULL, to - from) : 0;
-        }
-        if (position < first || position >= first + c->n_prefix) continue;
-        for (int64_t j = max64(first, lo); j < min64(first + c->n_prefix, hi); j++) {
-            prefix[j - first] += *weights_of(u, r, j);
-            seen[j - first] += (float)row_sees(c, u, r, j);
         }
     }
     if (!c->map) return finite;

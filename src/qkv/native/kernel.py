@@ -35,6 +35,8 @@ def forward(call: Call) -> Result | None:
 
     None if a score or an output is not finite.
     """
+    if call.needs_grad and not binding.is_finite(call):  # also where it is masked: 0 · NaN in the backward
+        return None
     with torch.no_grad():
         found = binding.forward(call)
     if found is None or not call.needs_grad:
