@@ -276,8 +276,6 @@ def finished(call: Call, rows: RowState, request: Request, sums: Sums) -> Statis
     """The statistics from the sums of all tiles, with zeros for queries that do not count."""
     if request.queries is not None:
         sums.visible.masked_fill_(~request.queries[:, None], 0)
-        if sums.sink_mass is not None:
-            sums.sink_mass.masked_fill_(~request.queries[:, None], 0)
     statistics = sums.statistics(call, _counted(call, rows, request))
     if sums.contributions is None or request.value_norms is None:
         return statistics

@@ -157,7 +157,6 @@ class Sums:
         zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.float64)
         self._name(zeros.new_zeros(len(self.OF_SHAPE) + len(self.OF_QUERIES), *zeros.shape))
         self.mass = {name: torch.zeros_like(zeros) for name in mass}
-        self.sink_mass: Tensor | None = None  # if it is known: otherwise it follows from the row state
         self.contributions: Tensor | None = None  # Σ_j A_ij ‖v_j‖, if the norms of the values were passed
         # With so few queries, the sum of each key is one term, and float32 loses nothing.
         of_keys = at_least_float32(call.q.dtype) if n_queries <= FEW_QUERIES else torch.float64
@@ -204,9 +203,7 @@ class Sums:
         nonempty = ~(self.total.abs() <= SMALLEST)  # the squares of smaller weights underflow; NaN passes
         total = torch.where(nonempty, self.total, 1.0)
         mean = self.offset / total
-        sink_mass = self.sink_mass
-        if call.sink is not None and sink_mass is None:
-            sink_mass = _sink_mass(call, rows)
+        sink_mass = None if call.sink is None else _sink_mass(call, rows)
         entropy = torch.where(nonempty, torch.log(total) + math.log(2) * self.bits / total, 0.0).clamp(min=0)
         squares = torch.where(nonempty, self.squares, 1.0)
         prefix = self.prefix_sink_scores
