@@ -32,6 +32,7 @@ class Size:
     layers: int = 16
     hidden: int = 2048
     repeats: int = 20
+    seconds: float = 10.0  # of one comparison: it stops after this time once it has three rounds
 
 
 TINY = Size((32,), (32,), (32,), heads=4, key_heads=2, head_size=16, layers=2, hidden=64, repeats=1)
@@ -49,12 +50,12 @@ def main() -> None:
         sys.exit("this machine has no CUDA card; expected one, or --check to run tiny shapes on the CPU")
     bench = Bench(TINY if check else Size(), "cpu" if check else "cuda")
     result: dict[str, Any] = {"machine": bench.machine()}
-    for name, part in (("attend", bench.attend), ("measure", bench.measure), ("profile", bench.profile)):
+    for name, part in (("measure", bench.measure), ("profile", bench.profile), ("attend", bench.attend)):
         result[name] = part()
         print(name, json.dumps(result[name], indent=1), flush=True)
-    if not check:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        if not check:  # after each part, so that an interrupted run keeps what it measured
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 class Bench:
@@ -74,7 +75,10 @@ class Bench:
         import torch
 
         times: dict[str, list[float]] = {name: [] for name in jobs}
-        for _ in range(self.size.repeats + 1):
+        begun = time.perf_counter()
+        for done in range(self.size.repeats + 1):
+            if done > 3 and time.perf_counter() - begun > self.size.seconds:
+                break
             for name, job in jobs.items():
                 if self.device == "cuda":
                     torch.cuda.synchronize()
