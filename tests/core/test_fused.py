@@ -188,6 +188,7 @@ def test_attention_with_a_sink_takes_two_launches(
     operators["flash"] = operators["efficient"] = attention
     monkeypatch.setattr(fused, "_wrong", lambda *_: None)
     monkeypatch.setattr(fused, "_sink_kernel", Kernel)
+    monkeypatch.setattr(fused, "INTERPRETED", True)  # CPU tensors stand for those on a card
     x = torch.zeros(2, 4, 32, 16, dtype=dtype, requires_grad=train)
     sink = normalizers.Softmax(sink=torch.zeros(4, requires_grad=train))
     with Launches() as of_torch:

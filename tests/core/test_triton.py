@@ -300,7 +300,7 @@ flags = dict(HAS_BAND=True, HAS_KEYS=True, HAS_IDS=True, HAS_DENSE=True, HAS_SIN
              OUTPUT=True, MASSES=2, MASS_COLUMNS=2, MASS_KEYS=True, HAS_PREFIX=True, POOLED=True, WIDEN=False,
              POOL_M=tile["BM"], POOL_N=tile["BN"] // 4, D=128, DV=128, **tile)
 floats = ("scale", "unit", "cap")
-small = dict(BM=16, BN=16, D=16, DV=16)
+small = dict(D=16, DV=16)
 # With every option on, which takes the most shared memory; then in small tiles with numbers that are 1, and no bias.
 for kernel, cap, ones in ((kernels.by_query, 2, {}), (kernels.by_key, 1, {}), (kernels.by_query, 0, small)):
     names = [p.name for p in kernel.params]

@@ -33,6 +33,7 @@ from qkv.partial import Partial
 
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
 SMALLEST_HEAD = 16  # smallest head dimension of Triton's matrix product
+DECODED = 64  # rows, of all query heads of a key head, up to which torch 2.11 finds a tile in its kernel for decoding
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -112,6 +113,7 @@ def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
             block_mask=None if blocked is None else blocked.blocks,
             scale=call.scale,
             enable_gqa=q.shape[1] != k.shape[1],
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": q.shape[2] * q.shape[1] > DECODED * k.shape[1]},
             return_aux=AuxRequest(lse=True),
         )
     out, lse = out[..., :dv], aux.lse.to(at_least_float32(call.q.dtype))
@@ -208,6 +210,10 @@ def _ready(bias: Bias, call: Call) -> Bias:
     narrow = torch.promote_types(tensor.dtype, wide) == wide and not tensor.requires_grad
     made = bias.with_tensors({"tensor": tensor.to(call.q.device, tensor.dtype if narrow else wide)})
     tensor = made.tensors()["tensor"]
+    if isinstance(made, Dense) and tensor.requires_grad and tensor.shape[2:] == (1, 1):
+        # torch 2.11 compiles no gradient for an element that depends on neither query nor key.
+        made = Dense(tensor.expand(-1, -1, call.q.shape[2], 1).contiguous())
+        tensor = made.tensor
     if tensor.requires_grad and tensor._is_view():
         # torch.compile gives no gradient, and no error, to a view that a score_mod captures (torch 2.13).
         object.__setattr__(made, "tensor", tensor.clone())  # the constructor would make a view again

@@ -72,10 +72,19 @@ def _not_elementwise(call: Call) -> str | None:
 
 @contextlib.contextmanager
 def recompiling() -> Iterator[None]:
-    """Raise torch's limit of 8 compiled variants, which is meant for one function, not for a library."""
+    """Raise torch's limit of 8 compiled variants, which is meant for one function, not for a library.
+
+    Numbers, such as the width of a window or the scale, are constants of a variant: torch 2.11 cannot compile a mask or
+    a scale that it was given as variables.
+    """
     import torch._dynamo
 
-    with torch._dynamo.config.patch(recompile_limit=COMPOSITIONS, accumulated_recompile_limit=4 * COMPOSITIONS):
+    with torch._dynamo.config.patch(
+        recompile_limit=COMPOSITIONS,
+        accumulated_recompile_limit=4 * COMPOSITIONS,
+        specialize_int=True,
+        specialize_float=True,
+    ):
         yield
 
 

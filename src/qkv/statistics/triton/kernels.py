@@ -86,6 +86,21 @@ def _visible(
 
 
 @triton.jit
+def _sees_all(
+    first_row, first_column, n_queries, n_keys, offset, low, high, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BAND: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Whether every pair of a tile exists and passes the band, so that no pair needs to be masked."""
+    if OTHERS:
+        return False
+    full = (first_row + BM <= n_queries) & (first_column + BN <= n_keys)
+    if HAS_BAND:
+        back = first_row + offset - first_column  # of the first pair; of the others from −(BN − 1) to BM − 1 more
+        full = full & (back - (BN - 1) >= low) & (back + (BM - 1) <= high)
+    return full
+
+
+@triton.jit
 def by_query(
     q, k, v, out, lse, state, found, mass, sink, firsts, bands, band_keys, counted,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -149,11 +164,19 @@ def by_query(
             _dot(queries, tl.trans(here), WIDEN), rows, columns, h, n_queries, n_keys, scale, unit, cap, distances,
             stride_distance, CAP, HAS_DISTANCE,
         )  # fmt: skip
-        seen = _visible(
-            rows, columns, batch, h, n_queries, n_keys, offset, low, high, keys, ids, dense,
-            stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,
+        full = _sees_all(
+            first_row, start, n_queries, n_keys, offset, low, high, BM, BN, HAS_BAND, HAS_KEYS or HAS_IDS or HAS_DENSE
         )  # fmt: skip
-        scores = tl.where(seen, scores, float("-inf"))
+        if full:
+            number += BN
+        else:
+            seen = _visible(
+                rows, columns, batch, h, n_queries, n_keys, offset, low, high, keys, ids, dense,
+                stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
+                HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,
+            )  # fmt: skip
+            scores = tl.where(seen, scores, float("-inf"))
+            number += tl.sum(seen.to(tl.int32), 1)
         new = tl.maximum(maximum, tl.max(scores, 1))
         p = tl.exp2(scores - new[:, None])
         above = tl.where(p > 0.0, scores - new[:, None], 0.0)  # a bias may be −∞
@@ -171,15 +194,18 @@ def by_query(
         offset1 = shrink64 * offset1 + one + away * of_tile
         offset2 = shrink64 * offset2 + two + away * (2 * one + away * of_tile)
         back = positions[:, None] - columns[None, :]
-        distance = shrink64 * distance + tl.sum(p * tl.abs(back).to(tl.float32), 1).to(tl.float64)
-        number += tl.sum(seen.to(tl.int32), 1)
+        if (start + BN - 1 <= first_row + offset) | (start >= first_row + BM - 1 + offset):  # all on one side
+            distance = shrink64 * distance + tl.abs(one + away * of_tile)
+        else:
+            distance = shrink64 * distance + tl.sum(p * tl.abs(back).to(tl.float32), 1).to(tl.float64)
         if (start <= first_row + BM + offset) & (start + BN >= first_row + offset):
             at_self = tl.maximum(at_self, tl.max(tl.where(back == 0, scores, float("-inf")), 1))
             at_previous = tl.maximum(at_previous, tl.max(tl.where(back == 1, scores, float("-inf")), 1))
             at_next = tl.maximum(at_next, tl.max(tl.where(back == -1, scores, float("-inf")), 1))
         if (start <= first) & (first < start + BN):
             at_first = tl.max(tl.where((columns == first)[None, :], scores, float("-inf")), 1)
-        masses *= shrink64[:, None]
+        if MASSES > 0:
+            masses *= shrink64[:, None]
         for m in tl.static_range(MASSES):
             of_band = (back >= tl.load(bands + 2 * m)) & (back <= tl.load(bands + 2 * m + 1))
             if MASS_KEYS:
@@ -195,8 +221,9 @@ def by_query(
                 at_v + columns[:, None].to(tl.int64) * stride_vn + of_dv[None, :],
                 mask=(columns[:, None] < n_keys) & (of_dv[None, :] < dv), other=0.0,
             )  # fmt: skip
-            some = tl.max(seen.to(tl.int32), 0) != 0  # values that no query of the tile may see can be NaN
-            values = tl.where(some[:, None], values, 0.0)
+            if not full:  # values that no query of the tile sees can be NaN
+                some = tl.max((scores != float("-inf")).to(tl.int32), 0)
+                values = tl.where(some[:, None] != 0, values, 0.0)
             acc = acc * shrink[:, None] + _dot(p.to(values.dtype), values, WIDEN)
         maximum = new
 
@@ -294,6 +321,7 @@ def by_key(
     of_head, size = head.to(tl.int64) * n_queries, tl.num_programs(1).to(tl.int64) * n_queries
 
     total = tl.zeros((BN,), tl.float64)
+    partial = tl.zeros((BM, BN), tl.float32)  # sums over at most 32 tiles, before they are added up in float64
     number = tl.zeros((BN,), tl.int32)
     early = tl.zeros((BN,), tl.float32)
     early_number = tl.zeros((BN,), tl.int32)
@@ -317,21 +345,37 @@ def by_key(
             _dot(queries, tl.trans(here), WIDEN), rows, columns, h, n_queries, n_keys, scale, unit, cap, distances,
             stride_distance, CAP, HAS_DISTANCE,
         )  # fmt: skip
-        seen = _visible(
-            rows, columns, batch, h, n_queries, n_keys, offset, low, high, keys, ids, dense,
-            stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,
-        )  # fmt: skip
-        if HAS_COUNTED:
-            counts = tl.load(counted + batch.to(tl.int64) * n_queries + rows, mask=rows < n_queries, other=0)
-            seen = seen & (counts[:, None] != 0)
-        p = tl.exp2(tl.where(seen, scores - maximum[:, None], float("-inf"))) * factor[:, None]
-        total += tl.sum(p, 0).to(tl.float64)
-        number += tl.sum(seen.to(tl.int32), 0)
-        if HAS_PREFIX:
-            row_of_text = rows + offset - first
-            among = ((row_of_text >= 0) & (row_of_text < prefix_keys))[:, None]
+        scores -= maximum[:, None]
+        row_of_text = rows + offset - first
+        among = ((row_of_text >= 0) & (row_of_text < prefix_keys))[:, None]
+        is_early = HAS_PREFIX and (start + BM + offset > first) & (start + offset - first < prefix_keys)
+        if _sees_all(
+            start, first_column, n_queries, n_keys, offset, low, high, BM, BN,
+            HAS_BAND, HAS_KEYS or HAS_IDS or HAS_DENSE or HAS_COUNTED,
+        ):  # fmt: skip
+            number += BM
+            if is_early:
+                early_number += tl.sum(tl.where(among, 1, 0), 0)
+        else:
+            seen = _visible(
+                rows, columns, batch, h, n_queries, n_keys, offset, low, high, keys, ids, dense,
+                stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
+                HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,
+            )  # fmt: skip
+            if HAS_COUNTED:
+                counts = tl.load(counted + batch.to(tl.int64) * n_queries + rows, mask=rows < n_queries, other=0)
+                seen = seen & (counts[:, None] != 0)
+            scores = tl.where(seen, scores, float("-inf"))
+            number += tl.sum(seen.to(tl.int32), 0)
+            if is_early:
+                early_number += tl.sum((seen & among).to(tl.int32), 0)
+        p = tl.exp2(scores) * factor[:, None]
+        partial += p
+        if (start + BM) % (32 * BM) == 0:
+            total += tl.sum(partial, 0).to(tl.float64)
+            partial = tl.zeros((BM, BN), tl.float32)
+        if is_early:
             early += tl.sum(tl.where(among, p, 0.0), 0)
-            early_number += tl.sum((seen & among).to(tl.int32), 0)
         if POOLED:
             tiles = tl.reshape(p, (BM // POOL_M, POOL_M, BN // POOL_N, POOL_N))
             maxima, sums = tl.max(tl.max(tiles, 3), 1), tl.sum(tl.sum(tiles, 3), 1)
@@ -346,6 +390,7 @@ def by_key(
             both = tl.num_programs(1).to(tl.int64) * pooled_rows * pooled_columns
             tl.store(pooled + both + at, pool, mask=fits)
 
+    total += tl.sum(partial, 0).to(tl.float64)
     write = head.to(tl.int64) * n_keys + columns
     tl.store(received + write, total.to(tl.float32), mask=inside)
     tl.store(audience + write, number.to(tl.float32), mask=inside)
