@@ -196,11 +196,11 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if share == 1 else (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))
 
 
-_OPERATORS = {
-    "flash": torch.ops.aten._flash_attention_forward,
-    "flash backward": torch.ops.aten._flash_attention_backward,
-    "efficient": torch.ops.aten._efficient_attention_forward,
-    "efficient backward": torch.ops.aten._efficient_attention_backward,
+_OPERATORS: dict[str, Any] = {  # None for one that this torch lacks: then the comparison below refuses the kernel
+    "flash": getattr(torch.ops.aten, "_flash_attention_forward", None),
+    "flash backward": getattr(torch.ops.aten, "_flash_attention_backward", None),
+    "efficient": getattr(torch.ops.aten, "_efficient_attention_forward", None),
+    "efficient backward": getattr(torch.ops.aten, "_efficient_attention_backward", None),
 }
 
 
