@@ -6,7 +6,7 @@ OUT    ?= qkv-demo
 ROOMS  := core profile view cli lab research docs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick coverage sanitize $(addprefix test-,$(ROOMS)) fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -70,6 +70,10 @@ sanitize: venv  ## test the native library built with AddressSanitizer and Undef
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 	  $(BIN)/python -c "import pathlib, pytest, qkv.native.binding; qkv.native.binding.LIBRARY = pathlib.Path('$(SANITIZED)'); \
 	  raise SystemExit(pytest.main(['-q', '-W', 'ignore::pytest.PytestAssertRewriteWarning', '-p', 'no:xdist', '-p', 'no:randomly', 'tests/core/test_native.py', 'tests/core/test_native_gradients.py', '-k', 'differ or bits or nan']))"
+
+aarch64: venv  ## test the native library compiled for aarch64, under qemu (gcc-aarch64-linux-gnu and qemu-user)
+	PYTHONPATH=tests/core $(BIN)/python -m pytest -p emulated -p no:xdist -p no:randomly -W ignore::pytest.PytestAssertRewriteWarning \
+	  tests/core/test_native.py tests/core/test_native_gradients.py -k 'differ or bits or nan'
 
 KILLS ?= 20
 
