@@ -166,7 +166,7 @@ def _are_few(q: Tensor, k: Tensor) -> bool:
 
 
 def products(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
-    """The dtype of a call in the library: bfloat16 if q, k and v have it and the processor multiplies it, else float32."""
+    """The dtype of a call in the library: bfloat16 if that is q's, k's and v's and the processor multiplies it."""
     given = {q.dtype, k.dtype, v.dtype} == {torch.bfloat16} and not _are_few(q, k)
     return torch.bfloat16 if given and library().qkv_level() == BFLOAT16_PRODUCTS else torch.float32  # type: ignore[union-attr]
 
