@@ -19,6 +19,9 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 NATIVE = "src/qkv/native"
 FUNCTIONS = ("qkv_attend", "qkv_decode", "qkv_gradients")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Wno-psabi")
+X86 = {f"v{n}": [f"-march=x86-64-v{n}"] for n in (2, 3, 4)}
+X86["bfloat16"] = [*X86["v4"], "-mavx512bf16", "-DBFLOAT16"]
+"""The builds for x86-64, by the end of the names of their functions."""
 
 ADDRESS = re.compile(r"https://github\.com/(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)")
 RELATIVE = r"\((?!https?:)([^)\s]*)\)"
@@ -85,7 +88,7 @@ def compiled(folder: Path, library: Path) -> str | None:
         return f"it is compiled on Linux, not on {sys.platform}"
     compiler = shlex.split(os.environ.get("CC", "cc"))
     x86 = platform.machine() in ("x86_64", "AMD64")
-    builds = {f"v{n}": [f"-march=x86-64-v{n}"] for n in (2, 3, 4)} if x86 else {"base": []}
+    builds = X86 if x86 else {"base": []}
     with TemporaryDirectory() as temporary:
         parts = [f"{temporary}/{name}.o" for name in builds]
         try:

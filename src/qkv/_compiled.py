@@ -7,19 +7,19 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parent / "native" / "attention.so"
 MISSING = "the native library was not compiled when qkv was installed: there was no C compiler"
-INSTRUCTIONS = {2: "SSE4.2", 3: "AVX2", 4: "AVX-512"}
-"""By level of x86-64, the instructions that a build of the library uses."""
+INSTRUCTIONS = {2: "SSE4.2", 3: "AVX2", 4: "AVX-512", 5: "AVX-512, bfloat16 products"}
+"""By level of x86-64, the instructions that a build of the library uses; 5 is level 4 with AVX512_BF16."""
 
 
 def described(level: int | None = None, reason: str | None = None) -> str:
     """What computes attention with its statistics on CPU.
 
     Args:
-        level: the level of x86-64 that the library uses here, 0 on other processors; None if it is not known.
+        level: the level of `INSTRUCTIONS` that the library uses here, 0 on other processors; None if it is not known.
         reason: why the library cannot be used; None if it can, or if it is not known.
 
-    >>> described(4)
-    'the native library (AVX-512) computes attention with its statistics on CPU'
+    >>> described(5)
+    'the native library (AVX-512, bfloat16 products) computes attention with its statistics on CPU'
     >>> described(reason="there is no library")
     'there is no library; tiles of tensor operations serve'
     """

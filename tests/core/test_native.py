@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +36,7 @@ SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of v
     "one query of a group": (1, 8, 1, 1, 1300, 64, 72),
     "three queries of a group": (1, 4, 2, 3, 1700, 40, 36),
     "sixteen queries": (1, 3, 3, 16, 530, 4, 96),
+    "odd sizes": (2, 4, 2, 67, 131, 33, 5),
 }
 
 
@@ -77,6 +81,29 @@ def compiled() -> None:
         pytest.skip(found)
 
 
+@pytest.fixture(scope="session")
+def bfloat16_library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The library with products of bfloat16: those of the processor, or where it has none, their emulation."""
+    found: Any = native.binding.library()
+    if found.qkv_level() == native.binding.BFLOAT16_PRODUCTS:
+        return found
+    path = tmp_path_factory.mktemp("native") / "bfloat16.so"
+    source = str(ROOT / "src" / "qkv" / "native" / "library.c")
+    flags = ["-O1", "-std=gnu11", "-fPIC", "-fopenmp", "-shared", "-Wno-psabi", "-DBFLOAT16"]
+    subprocess.run(["cc", *flags, source, "-o", str(path), "-lm"], check=True)
+    emulation = ctypes.CDLL(str(path)).qkv_attend
+    emulation.argtypes = [ctypes.POINTER(native.binding.Arguments)]
+    others = {name: getattr(found, name) for name in ("qkv_attend", "qkv_decode", "qkv_gradients")}
+    level = native.binding.BFLOAT16_PRODUCTS
+    return SimpleNamespace(**others, qkv_attend_bfloat16=emulation, qkv_level=lambda: level)
+
+
+@pytest.fixture
+def bfloat16_products(bfloat16_library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (native.binding, native.kernel):
+        monkeypatch.setattr(module, "library", lambda: bfloat16_library)
+
+
 def inputs(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     b, h, key_heads, n_queries, n_keys, d, dv = shape
     made = (
@@ -104,9 +131,9 @@ def fields(statistics: Statistics) -> dict[str, Tensor]:
 
 def check(
     shape: str, mask: str, bias: tuple[Bias, ...], monkeypatch: pytest.MonkeyPatch,
-    *, sink: float | None, padded: bool, dtype: torch.dtype = torch.float32,
+    *, sink: float | None, padded: bool, dtype: torch.dtype = torch.float32, exact: bool = False,
 ) -> None:  # fmt: skip
-    """Output, log-sum-exp and statistics are those of the tiles."""
+    """Output, log-sum-exp and statistics are those of the tiles, or of the tiles in float64 if these are `exact`."""
     b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
     q, k, v = (x.to(dtype) for x in inputs(SHAPES[shape]))
     first = torch.randint(0, n_keys - 3, (b,))
@@ -119,23 +146,27 @@ def check(
         "value_norms": torch.rand(b, h, n_keys),
     }
     normalizer = Softmax(sink=sink, temperature=1.0 if sink is None else 1.3)
-    call = Call.of(q, k, v, MASKS[mask](torch.rand(b, n_keys) > 0.3), bias, None, normalizer)
+    seen = MASKS[mask](torch.rand(b, n_keys) > 0.3)
+    call = Call.of(q, k, v, seen, bias, None, normalizer)
+    oracle = Call.of(q.double(), k.double(), v.double(), seen, bias, None, normalizer) if exact else call
     assert native.unsupported_reason(call, options["mass"], ()) is None  # type: ignore[arg-type]
     result, rows, got = measure.measured(call, output=True, **options)
-    slow, slow_rows, want = by_tiles(call, monkeypatch, **options)
+    slow, slow_rows, want = by_tiles(oracle, monkeypatch, **options)
     assert result is not None
     assert result.out.dtype == dtype
     atol, rtol = (2e-5, 2e-4) if dtype == torch.float32 else (torch.finfo(dtype).eps,) * 2
-    torch.testing.assert_close(result.out, slow.out, atol=atol, rtol=rtol)
+    torch.testing.assert_close(result.out, slow.out.to(dtype), atol=atol, rtol=rtol)
     plain = native.binding.forward(call)
     assert plain is not None or bias  # a bias may mask a row
     if plain is not None:
-        torch.testing.assert_close(plain, (slow.out, slow_rows.level), atol=atol, rtol=rtol)
-    torch.testing.assert_close(rows.level, slow_rows.level, atol=2e-5, rtol=2e-4)
+        assert torch.equal(plain[0], result.out)
+        torch.testing.assert_close(plain[1], slow_rows.level.float(), atol=atol, rtol=rtol)
+    atol, rtol = (1e-5, 1e-5) if exact else (2e-5, 2e-4)
+    torch.testing.assert_close(rows.level, slow_rows.level.float(), atol=atol, rtol=rtol)
     assert fields(got).keys() == fields(want).keys()
     for name, x in fields(want).items():
-        limit = 2e-3 + 2e-6 * n_keys if name == "spread" else 2e-5
-        torch.testing.assert_close(fields(got)[name], x, atol=limit, rtol=2e-4, msg=name)
+        limit = 2e-3 + 2e-6 * n_keys if name == "spread" else atol
+        torch.testing.assert_close(fields(got)[name], x.float(), atol=limit, rtol=rtol, msg=name)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -161,13 +192,47 @@ def test_biases_or_half_precision_differ_from_those_of_the_tiles(
     check(shape, "causal", made, monkeypatch, sink=None, padded=False, dtype=torch.bfloat16)
 
 
+@pytest.mark.usefixtures("bfloat16_products")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "shape", ["grouped heads", "few queries", "more queries than keys", "several tiles", "odd sizes"]
+)
+def test_products_of_bfloat16_differ_from_float64(shape: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
+    q, k, v = (x.bfloat16() for x in inputs(SHAPES[shape]))
+    assert native.binding.products(q, k, v) == torch.bfloat16
+    for threads, sink, name in ((1, None, None), (2, 0.5, None), *((2, None, name) for name in BIASES)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        bias = () if name is None else BIASES[name](b, h, n_queries, n_keys)
+        check(shape, mask, bias, monkeypatch, sink=sink, padded=sink is not None, dtype=torch.bfloat16, exact=True)
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+def test_bfloat16_without_statistics_or_its_gradients_differ_from_the_call_with_all() -> None:
+    for shape in ("few queries", "odd sizes", "three queries of a group"):
+        q, k, v = (x.bfloat16().requires_grad_() for x in inputs(SHAPES[shape]))
+        out, whole = qkv.attend(q, k, v, mask=Causal()), qkv.attend(q, k, v, mask=Causal(), return_lse=True)[0]
+        exact = qkv.attend(q.double(), k.double(), v.double(), mask=Causal())
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, whole)
+        slope = torch.randn_like(exact)
+        wanted = torch.autograd.grad((exact * slope).sum(), (q, k, v))
+        for found in (out, whole):
+            for x, y in zip(torch.autograd.grad((found * slope).sum(), (q, k, v)), wanted, strict=True):
+                torch.testing.assert_close(x, y, atol=0.02 * float(y.abs().max()), rtol=0.02)
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", ["few queries", "three queries of a group", "one query of a group"])
-def test_nan_leaks_or_an_overflow_gives_numbers(shape: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = inputs(SHAPES[shape])
+def test_nan_leaks_or_an_overflow_gives_numbers(
+    shape: str, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (x.to(dtype) for x in inputs(SHAPES[shape]))
     keep = (torch.arange(k.shape[2]) != 3)[None]
-    hole = torch.where(keep, 1.0, torch.nan)[0, :, None]
-    last = torch.where(torch.arange(k.shape[2]) == k.shape[2] - 1, torch.inf, 1.0)[:, None]
+    hole = torch.where(keep, 1.0, torch.nan)[0, :, None].to(dtype)
+    last = torch.where(torch.arange(k.shape[2]) == k.shape[2] - 1, torch.inf, 1.0)[:, None].to(dtype)
     no_key = biases.Dense(torch.full((q.shape[2], 1), -torch.inf))
     calls = {
         "masked": Call.of(q, k * hole, v * hole, Dense(keep)),
@@ -185,7 +250,8 @@ def test_nan_leaks_or_an_overflow_gives_numbers(shape: str, threads: int, monkey
         result, _, got = measure.measured(call, output=True, value_norms=norms)
         slow, _, want = by_tiles(call, monkeypatch, value_norms=norms)
         assert result is not None
-        torch.testing.assert_close(result.out, slow.out, atol=2e-5, rtol=2e-4, equal_nan=True, msg=name)
+        atol, rtol = (2e-5, 2e-4) if dtype == torch.float32 else (torch.finfo(dtype).eps,) * 2
+        torch.testing.assert_close(result.out, slow.out, atol=atol, rtol=rtol, equal_nan=True, msg=name)
         for field, x in fields(want).items():
             limit = 2e-3 + 2e-6 * k.shape[2] if field == "spread" else 2e-5
             torch.testing.assert_close(

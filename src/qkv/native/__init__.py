@@ -15,7 +15,7 @@ from qkv._engine.call import Call
 from qkv._engine.tiles import kept
 from qkv.masks import Grid, Mask
 from qkv.native import binding
-from qkv.native.binding import attend, empty, prepared, visibility
+from qkv.native.binding import attend, empty, prepared, products, visibility
 
 OF_QUERIES = (
     "entropy", "effective_keys", "distance", "spread", "sink", "self_", "previous", "next_", "row_sum",
@@ -62,14 +62,15 @@ def attend_and_measure(
     mean weights, (2, b, h, query bins, key bins), and `bins` is the size of a bin.
     """
     b, h, n_queries, _ = call.q.shape
-    made, n_keys = prepared(call), call.k.shape[2]
+    dtype = products(call.q, call.k, call.v)
+    made, n_keys = prepared(call, dtype), call.k.shape[2]
     spans = {name: x for name, x in _ranges(call, mass).items() if x is not None}
     ranges = None
     if spans:
         batches = max(x.shape[2] for x in spans.values())
         ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans.values()])
         made.with_tensors(ranges=ranges, n_ranges=len(ranges), range_batch=0 if batches == 1 else n_queries)
-    out = empty(b, h, n_queries, call.v.shape[3]) if output else None
+    out = empty(b, h, n_queries, call.v.shape[3], dtype=dtype) if output else None
     all_rows = empty(len(OF_QUERIES) + sum(map(len, spans.values())) + 1, b, h, n_queries)
     *rows, lse = all_rows.unbind()
     heads = 1 if made.seen.cells is None else made.seen.cells.status.shape[1]
@@ -88,7 +89,7 @@ def attend_and_measure(
         counted=counted, firsts=(binding.I64 * b)(*firsts), out=out, lse=lse, rows=all_rows, received=received,
         prefix=prefix, n_prefix=prefix_keys, visible=of_queries, visible_queries=of_keys, visible_heads=heads,
     )  # fmt: skip
-    if not attend(arguments, call.q, call.k):
+    if not attend(arguments, call.q, call.k, dtype):
         return None
     values: dict[str, Any] = dict(zip(OF_QUERIES, rows, strict=False))
     if norms is None:

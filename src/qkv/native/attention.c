@@ -1,4 +1,5 @@
-/* Exact softmax attention and statistics of its weights in one pass over the scores (float32, CPU).
+/* Exact softmax attention and statistics of its weights in one pass over the scores (CPU), in float32, or with BFLOAT16:
+ * both products by the processor's dot products of pairs of bfloat16, which it sums in float32; all else is float32.
  *
  * Plain C11 with vector extensions of gcc and clang, and OpenMP for threads; qkv/native/__init__.py calls it. For each
  * block of BLOCK queries and each tile of TILE keys, strips of RS queries go through three steps while they are in the
@@ -40,6 +41,15 @@ typedef float v4 __attribute__((vector_size(16), may_alias));
 typedef float vu __attribute__((vector_size(VL * 4), aligned(4), may_alias)); /* at any address */
 typedef double vd __attribute__((vector_size(VL * 8), aligned(8), may_alias));
 
+#if defined(BFLOAT16)
+typedef uint16_t Number; /* of q, k, v and the output */
+typedef uint32_t Packed; /* the factors of one step of a product: 2 numbers, the first in the lower half */
+#else
+typedef float Number, Packed;
+#endif
+enum { EACH = sizeof(Packed) / sizeof(Number) };
+typedef Packed vp __attribute__((vector_size(VL * 4), may_alias));
+
 /* A step from the product of a query and a key to their score, in base 2. */
 enum { BY_DISTANCE, DENSE, SOFT_CAP };
 typedef struct {
@@ -52,9 +62,9 @@ typedef struct {
 enum { ENTROPY, EFFECTIVE_KEYS, DISTANCE, SPREAD, SINK, SELF, PREVIOUS, NEXT, ROW_SUM, CONTRIBUTION, STATISTICS };
 
 typedef struct {
-    const float *q, *k, *v; /* (b, h, nq, d), (b, hkv, nk, d), (b, hkv, nk, dv); the last dimension is contiguous */
+    const Number *q, *k, *v; /* (b, h, nq, d), (b, hkv, nk, d), (b, hkv, nk, dv); the last dimension is contiguous */
     int64_t b, h, hkv, nq, nk, d, dv;
-    int64_t qs[3], ks[3], vs[3]; /* strides of batch, head and token, in floats */
+    int64_t qs[3], ks[3], vs[3]; /* strides of batch, head and token, in numbers */
     float scale;
     int32_t threads;
     int64_t low, high;           /* keys j with low <= position of the query - j <= high are visible */
@@ -76,7 +86,7 @@ typedef struct {
     int64_t ns[2];
     const int32_t *ranges;       /* (number of ranges, 2, 1 or b, nq): first key and end; their masses are wanted */
     int64_t n_ranges, range_batch; /* range_batch: how far the ranges of two batch items are apart, 0 or nq */
-    float *out;                  /* (b, h, nq, dv) or NULL */
+    Number *out;                 /* (b, h, nq, dv) or NULL */
     float *lse;                  /* (b, h, nq) */
     float *rows;                 /* (STATISTICS + n_ranges, b, h, nq), or NULL: no statistics */
     float *received;             /* (b, h, nk) */
@@ -94,9 +104,9 @@ typedef struct { double total, bits, squares, place, distance, spread; float off
 typedef struct { int64_t start, end, at; } Run;
 
 typedef struct {           /* what one thread works with */
-    float *k, *v;          /* packed: panels of K [panel][d][PW], rows of V [nk][dvp]; its own, or shared by all */
+    Packed *k, *v;         /* panels of K [panel][steps][PW], rows of V [nk / EACH][dvp]; its own, or shared by all */
     int32_t *kept, *padded; /* -1 at keys that are no padding [nk], and number of others by cell; or NULL */
-    float *q;              /* packed strips of q [strip][d][RS], with scale * log2 e */
+    Packed *q;             /* strips of q [strip][steps][RS], with scale * log2 e unless the scores get it */
     Run *runs;             /* the tiles of a block of queries */
     int64_t n_runs;
     int32_t *run_of;       /* the run that each cell of keys is in, or -1 */
@@ -159,23 +169,73 @@ INLINE vf iota(void) { vf x; UNROLL for (int i = 0; i < VL; i++) x[i] = (float)i
 
 /* ---- Matrix products -------------------------------------------------------------------------------------------- */
 
+#if defined(BFLOAT16)
+INLINE vf product(vf sum, Packed a, vp b) { /* sum + the upper factors + the lower factors */
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#else
+    const vp x = (vp){0} + a, upper = (vp){0} + 0xffff0000;
+    return sum + (vf)(x & upper) * (vf)(b & upper) + (vf)(x << 16) * (vf)(b << 16);
+#endif
+}
+INLINE float widened(Number x) { const uint32_t bits = (uint32_t)x << 16; float y; memcpy(&y, &bits, 4); return y; }
+INLINE Number rounded(float x) { /* to nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (Number)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+/* A number as the first of two factors, or beside the first one. */
+INLINE Packed placed(Packed others, Number x, int64_t place) { return place ? others | (Packed)x << 16 : x; }
+INLINE Packed scaled_query(Packed q, float scale) { (void)scale; return q; } /* it would be rounded */
+INLINE vf scaled_score(vf score, float scale) { return score * scale; }
+/* The weights of some panels as factors, in `memory`. */
+INLINE const Packed *factors(const float *p, int64_t panels, Packed *memory) {
+    for (int64_t i = 0; i < panels * RS; i++, p += PW)
+#if defined(__AVX512BF16__)
+        *(__m512i *)(memory + i * VL) = (__m512i)_mm512_cvtne2ps_pbh((__m512)load(p + VL), (__m512)load(p));
+#else
+        for (int j = 0; j < PW; j += 2)
+            memory[(i * PW + j) / 2] = rounded(p[j]) | (Packed)rounded(p[j + 1]) << 16;
+#endif
+    return memory;
+}
+#else
+INLINE vf product(vf sum, Packed a, vp b) { return sum + a * b; }
+INLINE float widened(Number x) { return x; }
+INLINE Number rounded(float x) { return x; }
+INLINE Packed placed(Packed others, Number x, int64_t place) { (void)others, (void)place; return x; }
+INLINE Packed scaled_query(Packed q, float scale) { return q * scale; }
+INLINE vf scaled_score(vf score, float scale) { (void)scale; return score; }
+INLINE const Packed *factors(const float *p, int64_t panels, Packed *memory) { (void)panels, (void)memory; return p; }
+#endif
+
+/* The next numbers, as the factors of a step; `left` numbers exist, and the others are 0. */
+INLINE Packed packed(const Number *x, int64_t left) {
+    Packed y = 0;
+    if (left < EACH) memcpy(&y, x, sizeof *x);
+    else memcpy(&y, x, sizeof y);
+    return y;
+}
+
 /* acc[r][v] += a[r * row] * b[v]: one step of a micro-kernel. */
-INLINE void step(vf acc[MR][4], int nv, const float *a, int64_t row, const float *b) {
-    vf x[4];
-    UNROLL for (int v = 0; v < nv; v++) x[v] = load(b + v * VL);
-    UNROLL for (int r = 0; r < MR; r++) UNROLL for (int v = 0; v < nv; v++) acc[r][v] += a[r * row] * x[v];
+INLINE void step(vf acc[MR][4], int nv, const Packed *a, int64_t row, const Packed *b) {
+    vp x[4];
+    UNROLL for (int v = 0; v < nv; v++) x[v] = *(const vp *)(b + v * VL);
+    UNROLL for (int r = 0; r < MR; r++) UNROLL for (int v = 0; v < nv; v++)
+        acc[r][v] = product(acc[r][v], a[r * row], x[v]);
 }
 
 /* Scores of a strip and a panel of keys, and the largest of each row by lane. */
-static void scores(const float *q, const float *k, int64_t d, float *s, vf top[RS]) {
+static void scores(const Packed *q, const Packed *k, int64_t steps, float scale, float *s, vf top[RS]) {
     UNROLL for (int m = 0; m < RS; m += MR) {
         vf acc[MR][4] = {0};
-        for (int64_t i = 0; i < d; i++) step(acc, NV, q + i * RS + m, 1, k + i * PW);
+        for (int64_t i = 0; i < steps; i++) step(acc, NV, q + i * RS + m, 1, k + i * PW);
         UNROLL for (int r = 0; r < MR; r++) {
             vf t = top[m + r];
             UNROLL for (int v = 0; v < NV; v++) {
-                *(vf *)(s + (m + r) * PW + v * VL) = acc[r][v];
-                t = maximum(acc[r][v], t);
+                const vf x = scaled_score(acc[r][v], scale);
+                *(vf *)(s + (m + r) * PW + v * VL) = x;
+                t = maximum(x, t);
             }
             top[m + r] = t;
         }
@@ -183,34 +243,35 @@ static void scores(const float *q, const float *k, int64_t d, float *s, vf top[R
 }
 
 /* Add weights * values to nv vectors of the output of a strip. */
-INLINE void output_of(int nv, const float *p, int64_t panels, const float *v, int64_t dvp, float *o) {
+INLINE void output_of(int nv, const Packed *p, int64_t panels, const Packed *v, int64_t dvp, float *o) {
+    enum { STEPS = PW / EACH };
     UNROLL for (int m = 0; m < RS; m += MR) {
         vf acc[MR][4];
         UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < nv; i++)
             acc[r][i] = load(o + (m + r) * dvp + i * VL);
-        const float *a = p + m * PW, *b = v;
-        for (int64_t panel = 0; panel < panels; panel++, a += (RS - 1) * PW)
-            for (int j = 0; j < PW; j++, a++, b += dvp) step(acc, nv, a, PW, b);
+        const Packed *a = p + m * STEPS, *b = v;
+        for (int64_t panel = 0; panel < panels; panel++, a += (RS - 1) * STEPS)
+            for (int j = 0; j < STEPS; j++, a++, b += dvp) step(acc, nv, a, STEPS, b);
         UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < nv; i++)
             *(vf *)(o + (m + r) * dvp + i * VL) = acc[r][i];
     }
 }
-static void output_1(const float *p, int64_t n, const float *v, int64_t dvp, float *o) {
+static void output_1(const Packed *p, int64_t n, const Packed *v, int64_t dvp, float *o) {
     output_of(1, p, n, v, dvp, o);
 }
-static void output_2(const float *p, int64_t n, const float *v, int64_t dvp, float *o) {
+static void output_2(const Packed *p, int64_t n, const Packed *v, int64_t dvp, float *o) {
     output_of(2, p, n, v, dvp, o);
 }
 #if defined(__AVX512F__) || defined(__aarch64__) /* 32 registers */
 enum { WIDEST = 3 };
-static void output_3(const float *p, int64_t n, const float *v, int64_t dvp, float *o) {
+static void output_3(const Packed *p, int64_t n, const Packed *v, int64_t dvp, float *o) {
     output_of(3, p, n, v, dvp, o);
 }
 #else
 enum { WIDEST = 2 };
 #define output_3 output_2
 #endif
-static void output(const float *p, int64_t panels, const float *v, int64_t dvp, float *o) {
+static void output(const Packed *p, int64_t panels, const Packed *v, int64_t dvp, float *o) {
     for (int64_t left = dvp / VL, c = 0; left; ) {
         int n = left >= WIDEST && left != WIDEST + 1 ? WIDEST : left >= 2 ? 2 : 1; /* 64 is 2 + 2, not 3 + 1 */
         (n == 3 ? output_3 : n == 2 ? output_2 : output_1)(p, panels, v + c, dvp, o + c);
@@ -359,13 +420,15 @@ static void strip_scores(const Call *c, const Space *s, float *p, const Run *run
     if (from >= to) return;
     span[0] = (int16_t)((from - run->start) / PW), span[1] = (int16_t)(up(to - run->start, PW) / PW);
     const int64_t panels = span[1] - span[0], first = run->start + span[0] * PW, last = first + panels * PW;
+    const int64_t steps = up(c->d, EACH) / EACH;
     int cut = every_from > first || every_to < last || c->n_biases;
     for (int64_t cell = first / CELL; cell * CELL < last; cell++)
         cut |= (s->kept && s->padded[cell]) || (s->cells && s->cells[cell] != 1);
     for (int r = 0; r < RS; r++) top[r] = (vf){0} + LOWEST;
     p += span[0] * RS * PW;
     for (int64_t i = 0; i < panels; i++)
-        scores(s->q + strip * c->d * RS, s->k + (first + i * PW) * c->d, c->d, p + i * RS * PW, top);
+        scores(s->q + strip * steps * RS, s->k + (first + i * PW) * steps, steps, c->scale * (float)M_LOG2E, p + i * RS * PW,
+               top);
     if (c->n_biases) {
         const int64_t i = query + strip * RS;
         add_biases(c, s, p, panels, first, batch, head, i, min64(RS, c->nq - i));
@@ -419,7 +482,9 @@ static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t 
             row->distance += sum(d);
         }
     }
-    if (c->out) output(p, panels, s->v + first * dvp, dvp, o);
+    if (!c->out) return;
+    Packed memory[RS * TILE / EACH] __attribute__((aligned(64)));
+    output(factors(p, panels, memory), panels, s->v + first / EACH * dvp, dvp, o);
 }
 
 /* Weights, as shares of the row, of `rows` rows from r on in one tile: columns, and second moments of the rows. */
@@ -591,10 +656,13 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
     }
     s->cells = c->cells ? c->cells + batch * c->cs[0] + head * c->cs[1] + query / BLOCK * ((c->nk + CELL - 1) / CELL) : NULL;
     find_runs(c, s, from, to);
-    const float *q = c->q + batch * c->qs[0] + head * c->qs[1] + query * c->qs[2];
+    const Number *q = c->q + batch * c->qs[0] + head * c->qs[1] + query * c->qs[2];
+    const int64_t steps = up(c->d, EACH) / EACH;
     for (int64_t r = 0; r < strips * RS; r++)
-        for (int64_t i = 0; i < c->d; i++)
-            s->q[(r / RS * c->d + i) * RS + r % RS] = r < n ? q[r * c->qs[2] + i] * (c->scale * (float)M_LOG2E) : 0;
+        for (int64_t i = 0; i < steps; i++) {
+            const Packed x = r < n ? packed(q + r * c->qs[2] + i * EACH, c->d - i * EACH) : 0;
+            s->q[(r / RS * steps + i) * RS + r % RS] = scaled_query(x, c->scale * (float)M_LOG2E);
+        }
     if (c->out) memset(s->o, 0, (size_t)(strips * RS * dvp) * sizeof(float));
     for (int64_t slot = 0; slot < s->n_runs; slot++)
         for (int64_t strip = 0; strip < strips; strip++) {
@@ -616,10 +684,11 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         s->weight[r] = row->seen ? w : 0;
         s->center[r] = empty ? 0 : (float)(row->place / row->total + (double)(query + r + shift));
         if (c->out) {
-            float *out = c->out + (base + r) * c->dv, *o = s->o + r * dvp;
-            for (int64_t i = 0; i < c->dv; i++) out[i] = empty ? 0 : o[i] * w;
+            Number *out = c->out + (base + r) * c->dv;
+            const float *o = s->o + r * dvp;
+            for (int64_t i = 0; i < c->dv; i++) out[i] = empty ? 0 : rounded(o[i] * w);
             int infinite = 0; /* a local variable, so that the loop becomes vector instructions */
-            for (int64_t i = 0; i < c->dv; i++) infinite |= !(fabsf(out[i]) <= FLT_MAX);
+            for (int64_t i = 0; i < c->dv; i++) infinite |= !(fabsf(widened(out[i])) <= FLT_MAX);
             s->infinite |= infinite;
         }
     }
@@ -700,22 +769,23 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
 
 /* Pack the keys [from, to) of a key head; padding and keys beyond the end are 0, so that NaN in them is harmless. */
 static void pack(const Call *c, const Space *s, int64_t batch, int64_t head, int64_t from, int64_t to) {
-    const int64_t dvp = up(c->dv, VL), d = c->d;
-    float *kp = s->k, *vp = s->v;
-    const float *k = c->k + batch * c->ks[0] + head * c->ks[1], *v = c->v + batch * c->vs[0] + head * c->vs[1];
+    const int64_t dvp = up(c->dv, VL), steps = up(c->d, EACH) / EACH;
+    const Number *k = c->k + batch * c->ks[0] + head * c->ks[1], *v = c->v + batch * c->vs[0] + head * c->vs[1];
     for (int64_t j0 = from; j0 < to; j0 += PW) {
-        float *panel = kp + j0 * d;
+        Packed *panel = s->k + j0 * steps;
         for (int64_t j = j0; j < j0 + PW; j++) {
             const int real = j < c->nk && (!c->keep || c->keep[batch * c->nk + j]);
             if (s->kept) {
                 if (j % CELL == 0) s->padded[j / CELL] = 0;
                 s->kept[j] = -real, s->padded[j / CELL] += !real;
             }
-            if (real) for (int64_t i = 0; i < d; i++) panel[i * PW + j - j0] = k[j * c->ks[2] + i];
-            else for (int64_t i = 0; i < d; i++) panel[i * PW + j - j0] = 0;
+            for (int64_t i = 0; i < steps; i++)
+                panel[i * PW + j - j0] = real ? packed(k + j * c->ks[2] + i * EACH, c->d - i * EACH) : 0;
             if (!c->out) continue;
-            memset(vp + j * dvp, 0, (size_t)dvp * sizeof(float));
-            if (real) memcpy(vp + j * dvp, v + j * c->vs[2], (size_t)c->dv * sizeof(float));
+            Packed *row = s->v + j / EACH * dvp;
+            const int64_t width = real ? c->dv : 0;
+            for (int64_t i = 0; i < width; i++) row[i] = placed(row[i], v[j * c->vs[2] + i], j % EACH);
+            for (int64_t i = width; i < dvp; i++) row[i] = placed(row[i], 0, j % EACH);
         }
     }
 }
@@ -789,20 +859,21 @@ int qkv_attend(const Call *c) {
     const int64_t blocks = (c->nq + BLOCK - 1) / BLOCK, items = group * blocks;
     const int64_t map = c->map ? ((c->nq + c->bin_q - 1) / c->bin_q) * ((c->nk + c->bin_k - 1) / c->bin_k) : 0;
     const int64_t size = c->rows ? nkp + 2 * (c->n_prefix + map) : 0, maxima = size - map; /* sums, then maxima */
+    const int64_t steps = up(c->d, EACH) / EACH, k_size = nkp * steps * 4, v_size = nkp / EACH * dvp * 4;
     const int64_t cells = nkp / CELL; /* of all keys, and the most that a block of queries sees */
     const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
     const double work = (double)c->b * c->h * c->nq * c->nk * (c->d + c->dv);
     const int threads = work < 2e6 || c->threads < 2 ? 1 : c->threads;
     const int alone = threads == 1 || (units >= 4 * threads) || units % threads == 0; /* a thread takes whole units */
-    const int64_t kept = c->keep ? nkp + cells : 0, packed = up(nkp * (c->d + dvp) + kept, 16) * 4 + 192;
-    const int64_t own = (alone ? packed : 0) + sizeof(Space) + BLOCK * (c->d + dvp + most) * 4 + 2048
+    const int64_t kept = c->keep ? nkp + cells : 0, packed = up(k_size + v_size + kept * 4, 64) + 192;
+    const int64_t own = (alone ? packed : 0) + sizeof(Space) + BLOCK * (steps + dvp + most) * 4 + 2048
                       + (c->rows ? BLOCK * CELL * most : RS * TILE) * 4
                       + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4;
     const int64_t sums = alone ? size : group * size, shared = (alone ? 0 : packed) + threads * sums * 8 + 256;
     char *memory = aligned_alloc(4096, (size_t)up(threads * up(own, 4096) + shared, 4096));
     if (!memory) return 1;
     char *at = memory + threads * up(own, 4096);
-    float *shared_k = take(&at, alone ? 0 : nkp * c->d * 4), *shared_v = take(&at, alone ? 0 : nkp * dvp * 4);
+    Packed *shared_k = take(&at, alone ? 0 : k_size), *shared_v = take(&at, alone ? 0 : v_size);
     int32_t *shared_kept = take(&at, alone ? 0 : kept * 4);
     double *keys = take(&at, threads * sums * 8); /* sums over queries of each thread: of one head, or of a group */
     memset(keys, 0, (size_t)(threads * sums) * 8);
@@ -814,12 +885,12 @@ int qkv_attend(const Call *c) {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
         char *mine = memory + me * up(own, 4096);
         Space *s = take(&mine, sizeof(Space));
-        s->q = take(&mine, BLOCK * c->d * 4), s->o = take(&mine, BLOCK * dvp * 4);
+        s->q = take(&mine, BLOCK * steps * 4), s->o = take(&mine, BLOCK * dvp * 4);
         s->p = take(&mine, (c->rows ? BLOCK * CELL * most : RS * TILE) * 4);
         s->offset = take(&mine, most * BLOCK * 4), s->spans = take(&mine, most * STRIPS * 4);
         s->runs = take(&mine, most * (int64_t)sizeof(Run)), s->run_of = take(&mine, cells * 4);
-        s->k = alone ? take(&mine, nkp * c->d * 4) : shared_k;
-        s->v = alone ? take(&mine, nkp * dvp * 4) : shared_v;
+        s->k = alone ? take(&mine, k_size) : shared_k;
+        s->v = alone ? take(&mine, v_size) : shared_v;
         s->kept = !c->keep ? NULL : alone ? take(&mine, kept * 4) : shared_kept;
         s->padded = c->keep ? s->kept + nkp : NULL;
         s->infinite = 0, s->slopes = NULL;

@@ -27,6 +27,7 @@ from qkv.masks.convert import MaskBits, mask_bits
 LARGEST_HEAD = 256
 FEW_ROWS = 16
 """Up to so many queries of a key head, keys and values are read in place (`decode.c`)."""
+BFLOAT16_PRODUCTS = 5  # the level of a processor that multiplies bfloat16
 LARGEST_SCORE = 1e28  # a masked pair has a score of −1e30
 LARGEST_MASK = 2**27  # bytes, one bit a pair: 32,000 queries and keys if `Mask.classify` knows nothing of the mask
 PADDING = 64  # numbers after a table of biases that the library may read
@@ -76,6 +77,8 @@ def library() -> ctypes.CDLL | str:
         functions = (found.qkv_attend, Arguments), (found.qkv_decode, Arguments), (found.qkv_gradients, Gradients)
         for function, arguments in functions:
             function.argtypes, function.restype = [ctypes.POINTER(arguments)], ctypes.c_int
+        if found.qkv_level() == BFLOAT16_PRODUCTS:
+            found.qkv_attend_bfloat16.argtypes = [ctypes.POINTER(Arguments)]
     except (OSError, AttributeError) as error:
         return f"the native library {LIBRARY.name} cannot be loaded: {error}"
     return found
@@ -152,20 +155,31 @@ class Prepared:
         return self.arguments
 
 
-def empty(*shape: int) -> Tensor:
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor that the library writes to, whatever torch's default dtype is."""
-    return torch.empty(shape, dtype=torch.float32)
+    return torch.empty(shape, dtype=dtype)
 
 
-def _in_memory(x: Tensor) -> Tensor:
-    """A tensor in float32 whose last dimension is contiguous."""
-    x = x if x.dtype == torch.float32 else x.detach().float()
+def _are_few(q: Tensor, k: Tensor) -> bool:
+    """Whether so few queries share a key head that keys and values are read in place."""
+    return q.shape[2] * q.shape[1] <= FEW_ROWS * k.shape[1]
+
+
+def products(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """The dtype of a call in the library: bfloat16 if that is q's, k's and v's and the processor multiplies it."""
+    given = {q.dtype, k.dtype, v.dtype} == {torch.bfloat16} and not _are_few(q, k)
+    return torch.bfloat16 if given and library().qkv_level() == BFLOAT16_PRODUCTS else torch.float32  # type: ignore[union-attr]
+
+
+def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in a dtype whose last dimension is contiguous."""
+    x = x if x.dtype == dtype else x.detach().to(dtype)
     return x if x.stride(3) == 1 else x.detach().contiguous()
 
 
-def prepared(call: Call) -> Prepared:
-    """The arguments of a call for which there is no `unsupported_reason`."""
-    q, k, v = _in_memory(call.q), _in_memory(call.k), _in_memory(call.v)
+def prepared(call: Call, dtype: torch.dtype = torch.float32) -> Prepared:
+    """The arguments of a call for which there is no `unsupported_reason`, with products in a dtype."""
+    q, k, v = (_in_memory(x, dtype) for x in (call.q, call.k, call.v))
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
     seen = _visibility(call)
     assert seen is not None
@@ -222,16 +236,19 @@ def _steps(call: Call) -> tuple[Any, list[Tensor]]:
 def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
     """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
     b, h, n_queries, _ = call.q.shape
-    out, lse = (empty(b, h, n_queries, call.v.shape[3]), empty(b, h, n_queries))
-    made = prepared(call)  # holds the tensors that the arguments point to
-    found = attend(made.with_tensors(out=out, lse=lse), call.q, call.k)
+    dtype = products(call.q, call.k, call.v)
+    out, lse = empty(b, h, n_queries, call.v.shape[3], dtype=dtype), empty(b, h, n_queries)
+    made = prepared(call, dtype)  # holds the tensors that the arguments point to
+    found = attend(made.with_tensors(out=out, lse=lse), call.q, call.k, dtype)
     return (out.to(call.v.dtype), lse) if found else None
 
 
-def attend(arguments: Arguments, q: Tensor, k: Tensor) -> bool:
-    """Run the function for the number of rows that share a key head; as `run`."""
-    few = q.shape[2] * q.shape[1] <= FEW_ROWS * k.shape[1]
-    return run(library().qkv_decode if few else library().qkv_attend, arguments, q, k)  # type: ignore[union-attr]
+def attend(arguments: Arguments, q: Tensor, k: Tensor, dtype: torch.dtype) -> bool:
+    """Run the function for the dtype of the products and the number of rows that share a key head; as `run`."""
+    found: Any = library()
+    if dtype == torch.bfloat16:
+        return run(found.qkv_attend_bfloat16, arguments, q, k)
+    return run(found.qkv_decode if _are_few(q, k) else found.qkv_attend, arguments, q, k)
 
 
 def run(function: Any, arguments: ctypes.Structure, q: Tensor, k: Tensor) -> bool:

@@ -1,10 +1,11 @@
 /* One function for all processors: calls the build of library.c for the instructions that this one has. */
 #if defined(__x86_64__)
+/* The level of x86-64; 5 if there are products of bfloat16, too, so that qkv_attend_bfloat16 can be called. */
 int qkv_level(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw")
         && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
-        return 4;
+        return __builtin_cpu_supports("avx512bf16") ? 5 : 4;
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") ? 3 : 2;
 }
 #define CHOOSE(name) \
@@ -13,7 +14,7 @@ int qkv_level(void) {
     int name##_v4(const void *call); \
     int name(const void *call) { \
         const int level = qkv_level(); \
-        return (level == 4 ? name##_v4 : level == 3 ? name##_v3 : name##_v2)(call); \
+        return (level >= 4 ? name##_v4 : level == 3 ? name##_v3 : name##_v2)(call); \
     }
 #else
 int qkv_level(void) { return 0; }

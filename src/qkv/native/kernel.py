@@ -56,15 +56,15 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device == CPU:
         return None
-    if q.dtype in (torch.bfloat16, torch.float16):
-        wide = plain(q.float(), k.float(), v.float(), causal=causal, scale=scale)
-        return None if wide is None else wide.to(q.dtype)
-    if q.dtype != torch.float32:
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or isinstance(library(), str):
         return None
+    if (dtype := binding.products(q, k, v)) != q.dtype:
+        wide = plain(q.to(dtype), k.to(dtype), v.to(dtype), causal=causal, scale=scale)
+        return None if wide is None else wide.to(q.dtype)
     if not (k.shape == (b, key_heads, n_keys, d) and v.shape[0] == b) or 0 in q.shape or 0 in v.shape or h % key_heads:
         return None
     tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if max(d, dv) > binding.LARGEST_HEAD or (causal and n_queries > n_keys) or isinstance(library(), str):
+    if max(d, dv) > binding.LARGEST_HEAD or (causal and n_queries > n_keys):
         return None
     if transforming() or torch._C._len_torch_dispatch_stack() > 0 or torch.is_autocast_enabled("cpu"):
         return None
@@ -93,8 +93,8 @@ def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
     q, k, v = _rows_contiguous(q, k, v)
-    out, lse = empty(*q.shape[:3], v.shape[3]), empty(*q.shape[:3])
-    return (out, lse) if binding.attend(_arguments(q, k, v, causal, scale, out, lse), q, k) else None
+    out, lse = empty(*q.shape[:3], v.shape[3], dtype=q.dtype), empty(*q.shape[:3])
+    return (out, lse) if binding.attend(_arguments(q, k, v, causal, scale, out, lse), q, k, q.dtype) else None
 
 
 class _Plain(torch.autograd.Function):
@@ -112,13 +112,14 @@ class _Plain(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, (out, lse) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         with torch.no_grad():
-            q, k, v, rows = _rows_contiguous(*tensors, grad)
+            q, k, v, rows, out = _rows_contiguous(*(x.float() for x in (*tensors, grad, out)))
             grads = tuple(empty(*x.shape) for x in tensors)
             scores = Gradients(
                 call=_arguments(q, k, v, ctx.causal, ctx.scale, out, lse), grad_out=rows.data_ptr(),
                 gs=rows.stride()[:3], **{f"d{name}": x.data_ptr() for name, x in zip("qkv", grads, strict=True)},
             )  # fmt: skip
             run(library().qkv_gradients, scores, q, k)  # type: ignore[union-attr]
+            grads = tuple(x.to(grad.dtype) for x in grads)
         return *kernel_once_differentiable("native", grads, (*tensors, grad)), None, None, None
 
 
