@@ -25,7 +25,7 @@ class Size:
 
     attend: tuple[int, ...] = (2048, 16384)
     measure: tuple[int, ...] = (8192, 32768, 131072)
-    profile: tuple[int, ...] = (4096, 32768, 131072)
+    profile: tuple[int, ...] = (4096, 32768)
     heads: int = 32
     key_heads: int = 8
     head_size: int = 128

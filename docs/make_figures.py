@@ -331,5 +331,6 @@ if __name__ == "__main__":
     (DOCS / "trained.md").write_text(trained_models.page("howto/sinks-of-a-model.md"))
     benchmarks()
     make_launches.fill(DOCS / "gpu.md", "launches", make_launches.page_on_gpus())
+    make_launches.fill(DOCS / "gpu.md", "card", make_launches.page_on_a_card())
     scale()
     viewer()

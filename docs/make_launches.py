@@ -1,6 +1,7 @@
 """Counts kernel launches and memory traffic for docs/gpu.md and docs/scale.md, without a card.
 
-PYTHONPATH=. .venv/bin/python docs/make_launches.py   writes both tables, in about 20 seconds
+PYTHONPATH=. .venv/bin/python docs/make_launches.py   writes both tables, in about 20 seconds, and the times that
+`make bench-gpu` has measured on a card
 
 Operations of torch are counted while they run on the CPU, with the tile sizes of CUDA. The Triton kernels are recorded,
 not run: their traffic is that of their arguments, each read or written once.
@@ -8,6 +9,7 @@ not run: their traffic is that of their arguments, each read or written once.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -110,6 +112,26 @@ def page_on_gpus() -> list[str]:
     return lines
 
 
+def page_on_a_card() -> list[str]:
+    """The table of docs/gpu.md with the times of benchmarks/results/gpu.json."""
+    found = json.loads((Path(__file__).parents[1] / "benchmarks/results/gpu.json").read_text())
+    machine = found["machine"]
+    lines = [
+        f"| {machine['card']}, torch {machine['torch']}, bfloat16, causal | tokens | ms | beside | ratio |",
+        "|---|---:|---:|---|---:|",
+    ]
+    for length, row in found["measure"].items():
+        tokens, times = f"{int(length.split()[0]):,}", row["milliseconds"]
+        for name, label in (("statistics", "output and statistics"), ("with map and masses", "with map and masses")):
+            beside = f"SDPA, {times['SDPA']:.1f} ms"
+            lines.append(f"| {label} | {tokens} | {times[name]:.1f} | {beside} | {row['to SDPA'][name]:.1f} |")
+    for length, row in found["profile"].items():
+        tokens, times = f"{int(length.split()[0]):,}", row["milliseconds"]
+        beside, ratio = f"its forward, {times['forward']:.0f} ms", row["to the forward"]
+        lines.append(f"| profile of a Llama | {tokens} | {times['profile']:,.0f} | {beside} | {ratio:.1f} |")
+    return lines
+
+
 def of_a_survey() -> dict[str, Cost]:
     """Costs of the statistics of a survey, given the log-sum-exp."""
     n = LENGTHS[-1]
@@ -151,4 +173,5 @@ def fill(page: Path, name: str, lines: list[str]) -> None:
 if __name__ == "__main__":
     docs = Path(__file__).parent
     fill(docs / "gpu.md", "launches", page_on_gpus())
+    fill(docs / "gpu.md", "card", page_on_a_card())
     fill(docs / "scale.md", "traffic", page_on_surveys(of_a_survey()))
