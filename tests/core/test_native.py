@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import shutil
 from collections.abc import Callable
@@ -95,7 +96,8 @@ def by_tiles(call: Call, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any
 
 
 def fields(statistics: Statistics) -> dict[str, Tensor]:
-    found = {name: x for name, x in vars(statistics).items() if isinstance(x, Tensor)} | dict(statistics.mass)
+    named = {field.name: getattr(statistics, field.name) for field in dataclasses.fields(statistics)}
+    found = {name: x for name, x in named.items() if isinstance(x, Tensor)} | dict(statistics.mass)
     found["spread"] = found["spread"].square()  # the tiles resolve the square of the spread to 0.002
     if statistics.thumbnail is not None:
         found |= {"largest": statistics.thumbnail.maximum, "mean": statistics.thumbnail.mean}

@@ -20,7 +20,7 @@ from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.convert import block_visibility
 from qkv.normalizers import Normalizer, Pointwise, Softmax, SumToOne
-from qkv.scores import Dot, Pairwise, Score
+from qkv.scores import Dot, Pairwise, Product, Score
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,6 +392,27 @@ def _values(given: Given) -> Tensor | None:
             table = bias.value_table.to(given.v.device, at_least_float32(given.v.dtype))
             return table if table.ndim == 3 else table[None]
     return None
+
+
+def dot_softmax(
+    score: Score | None, normalizer: Normalizer | None, q: Tensor, bias: object
+) -> tuple[float | None, Tensor | float | None] | None:
+    """Factor of the dot products (None: 1/√d) and sink of a softmax of them, else None; a bias allows no temperature."""
+    scale = sink = None
+    if score is not None:
+        if not isinstance(score, Product) or score.projects:
+            return None
+        score.check()
+        scale = score.factor(q.shape[-1])
+    if normalizer is not None:
+        if not isinstance(normalizer, SumToOne) or not normalizer.has_lse or normalizer.key is not None:
+            return None
+        sink = normalizer.sink
+        if normalizer.temperature != 1:
+            if bias is not None or not isinstance(normalizer.temperature, float | int) or not normalizer.temperature > 0:
+                return None
+            scale = (q.shape[-1] ** -0.5 if scale is None else scale) / normalizer.temperature
+    return (scale, sink) if scale is None or scale > 0 else None
 
 
 def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:

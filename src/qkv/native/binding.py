@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from qkv._compiled import LIBRARY, MISSING, described
 from qkv._engine.call import Call
 from qkv._engine.tiles import kept
 from qkv._engine.transforms import transformed
-from qkv.biases import ByDistance, Dense, SoftCap
+from qkv.biases import Bias, ByDistance, Dense, SoftCap
 from qkv.masks import And, Grid, Mask
 from qkv.masks.convert import MaskBits, mask_bits
 
@@ -113,17 +114,19 @@ def unsupported_reason(call: Call) -> str | None:
     if call.sink is not None and not bool((call.sink.detach() < LARGEST_SCORE).all()):
         return "a sink logit is NaN or infinite"
     for bias in call.biases:
-        values = getattr(bias, "tensor", None)
-        if values is not None and not _is_finite(values):
+        if not bias_is_finite(bias):
             return f"the bias {type(bias).__name__} holds NaN, infinity, or numbers so large that scores overflow"
     return None
 
 
-def _is_finite(bias: Tensor) -> bool:
-    """Whether a bias is small enough to be added to scores, or −∞, which masks a pair."""
-    least, most = (float(x) for x in bias.detach().aminmax())
+def bias_is_finite(bias: Bias) -> bool:
+    """Whether the numbers of a bias are small enough to be added to scores, or −∞, which masks a pair."""
+    values: Tensor | None = getattr(bias, "tensor", None)
+    if values is None or (isinstance(bias, ByDistance) and bias._constant):
+        return True
+    least, most = (float(x) for x in values.detach().aminmax())
     if least == -math.inf:
-        least = float(torch.where(bias == -torch.inf, 0, bias.detach()).amin())
+        least = float(torch.where(values == -torch.inf, 0, values.detach()).amin())
     return least > -LARGEST_SCORE and most < LARGEST_SCORE
 
 
@@ -134,14 +137,15 @@ def is_finite(call: Call) -> bool:
     return largest < LARGEST_SCORE and math.isfinite(v.sum())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Prepared:
     """A call as the library takes it."""
 
     arguments: Arguments
-    seen: Visibility
     held: list[Any]
     """The tensors and arrays that pointers lead to."""
+    heads: int = 1
+    """How many heads the mask tells apart."""
 
     def with_tensors(self, **more: Any) -> Arguments:
         """The call's arguments and `more`: a tensor stands for a pointer to it, and None for none."""
@@ -150,6 +154,12 @@ class Prepared:
                 setattr(self.arguments, name, x.data_ptr() if isinstance(x, Tensor) else x)
         self.held.append(more)
         return self.arguments
+
+    def with_biases(self, biases: Sequence[Bias], temperature: float = 1.0) -> None:
+        """Add bound biases, before scores are divided by the temperature."""
+        steps, held = _steps(biases, temperature)
+        self.held.extend((steps, *held))
+        self.arguments.biases, self.arguments.n_biases = ctypes.addressof(steps), len(biases)
 
 
 def empty(*shape: int) -> Tensor:
@@ -163,31 +173,56 @@ def _in_memory(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.detach().contiguous()
 
 
+@functools.lru_cache(maxsize=256)
+def _layout(q: Sequence[int], k: Sequence[int], v: Sequence[int], *strides: Sequence[int]) -> Arguments | None:
+    """The arguments for tensors of these shapes without pointers, or None if they do not fit together or are too wide."""
+    (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q, v
+    if k != (b, key_heads, n_keys, d) or v[0] != b or 0 in q or 0 in v or h % key_heads or max(d, dv) > LARGEST_HEAD:
+        return None
+    qs, ks, vs = (x[:3] for x in strides)
+    return Arguments(
+        b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv, qs=qs, ks=ks, vs=vs, bin_q=1, bin_k=1
+    )
+
+
+def of_tensors(q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[float, float]) -> Prepared | None:
+    """Dot products times `scale` of tensors (b, h, n, d), and the pairs in a band; None if the library cannot take them."""
+    q, k, v = _in_memory(q), _in_memory(k), _in_memory(v)
+    layout = _layout(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    if layout is None:
+        return None
+    made = Arguments.from_buffer_copy(layout)
+    made.q, made.k, made.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    made.low, made.high = in_reach(band, layout.nq + layout.nk)
+    made.scale, made.threads = scale, torch.get_num_threads()
+    return Prepared(made, [q, k, v])
+
+
+def in_reach(band: tuple[float, float], far: int) -> tuple[int, int]:
+    """A band between distances that no pair has. The library allocates memory by its width, 0 if nothing is visible."""
+    low, high = (min(max(x, -far), far) for x in band)
+    low, high = math.ceil(low), math.floor(high)
+    return low, max(high, low - 1)
+
+
 def prepared(call: Call) -> Prepared:
     """The arguments of a call for which there is no `unsupported_reason`."""
-    q, k, v = _in_memory(call.q), _in_memory(call.k), _in_memory(call.v)
-    (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
     seen = _visibility(call)
     assert seen is not None
-    arguments = Arguments(
-        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv,
-        qs=q.stride()[:3], ks=k.stride()[:3], vs=v.stride()[:3], scale=call.factor / call.normalizer.temperature,
-        threads=torch.get_num_threads(), low=seen.band[0], high=seen.band[1], bin_q=1, bin_k=1,
-    )  # fmt: skip
-    made = Prepared(arguments, seen, [q, k, v])
+    made = of_tensors(call.q, call.k, call.v, call.factor / call.normalizer.temperature, seen.band)
+    assert made is not None
     if seen.keep is not None:
         made.with_tensors(keep=seen.keep)
     if call.sink is not None:
-        sink = call.sink.detach().float().expand(b, h, n_queries)
+        sink = call.sink.detach().float().expand(call.q.shape[:3])
         made.with_tensors(sinks=sink, ss=sink.stride())
     if seen.cells is not None:
         status = seen.cells.status
         strides = tuple(0 if n == 1 else step for n, step in zip(status.shape[:2], status.stride(), strict=False))
+        made.heads = status.shape[1]
         made.with_tensors(cells=status, bits=seen.cells.bits, cs=strides, widest=int((status != 0).sum(3).max()))
     if call.biases:
-        steps, held = _steps(call)
-        made.held.extend((steps, *held))
-        made.with_tensors(biases=ctypes.addressof(steps), n_biases=len(call.biases))
+        made.with_biases(call.biases, call.normalizer.temperature)
     return made
 
 
@@ -197,20 +232,20 @@ class _Step(ctypes.Structure):
     _fields_ = (("kind", I64), ("values", P), ("strides", I64 * 4), ("factor", ctypes.c_float))
 
 
-def _steps(call: Call) -> tuple[Any, list[Tensor]]:
-    """The biases of a call in the library's form, and their tensors."""
-    steps, held = (_Step * len(call.biases))(), list[Tensor]()
-    for step, bias in zip(steps, call.biases, strict=True):
-        step.factor = math.log2(math.e) / call.normalizer.temperature
+def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor]]:
+    """Bound biases in the library's form, and their tensors."""
+    steps, held = (_Step * len(biases))(), list[Tensor]()
+    for step, bias in zip(steps, biases, strict=True):
+        step.factor = math.log2(math.e) / temperature
         if isinstance(bias, SoftCap):
             step.kind, step.factor = 2, bias.cap * step.factor
             continue
         assert isinstance(bias, ByDistance | Dense)
-        x = bias.tensor.detach().float()
         if isinstance(bias, ByDistance):
-            x = torch.nn.functional.pad(x.flip(1), (0, PADDING))
+            x = _table(bias)
             step.kind, step.strides = 0, (0, 0 if len(x) == 1 else x.stride(0), 0, 1)
         else:
+            x = bias.tensor.detach().float()
             x = x if x.shape[3] == 1 or x.stride(3) == 1 else x.contiguous()
             step.kind = 1
             step.strides = tuple(0 if n == 1 else y for n, y in zip(x.shape, x.stride(), strict=True))
@@ -219,26 +254,36 @@ def _steps(call: Call) -> tuple[Any, list[Tensor]]:
     return steps, held
 
 
+def _table(bias: ByDistance) -> Tensor:
+    """The entries of a bias by distance from the last to the first, and padding; found once if they never change."""
+    known: Tensor | None = vars(bias).get("native table")
+    if known is None:
+        known = torch.nn.functional.pad(bias.tensor.detach().float().flip(1), (0, PADDING))
+        if bias._constant:
+            vars(bias)["native table"] = known
+    return known
+
+
 def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
     """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
     b, h, n_queries, _ = call.q.shape
     out, lse = (empty(b, h, n_queries, call.v.shape[3]), empty(b, h, n_queries))
     made = prepared(call)  # holds the tensors that the arguments point to
-    found = attend(made.with_tensors(out=out, lse=lse), call.q, call.k)
-    return (out.to(call.v.dtype), lse) if found else None
+    return (out.to(call.v.dtype), lse) if attend(made.with_tensors(out=out, lse=lse)) else None
 
 
-def attend(arguments: Arguments, q: Tensor, k: Tensor) -> bool:
+def attend(arguments: Arguments) -> bool:
     """Run the function for the number of rows that share a key head; as `run`."""
-    few = q.shape[2] * q.shape[1] <= FEW_ROWS * k.shape[1]
-    return run(library().qkv_decode if few else library().qkv_attend, arguments, q, k)  # type: ignore[union-attr]
+    few = arguments.nq * arguments.h <= FEW_ROWS * arguments.hkv
+    return run(library().qkv_decode if few else library().qkv_attend, arguments)  # type: ignore[union-attr]
 
 
-def run(function: Any, arguments: ctypes.Structure, q: Tensor, k: Tensor) -> bool:
+def run(function: Any, arguments: Arguments | Gradients) -> bool:
     """Call a function of the library. False if a score or an output is not finite: its results are not to be used."""
     status: int = function(arguments)
     if status == 1:
-        raise MemoryError(f"attention of {q.shape[2]} queries and {k.shape[2]} keys needs more memory than there is")
+        sizes = arguments.call if isinstance(arguments, Gradients) else arguments
+        raise MemoryError(f"attention of {sizes.nq} queries and {sizes.nk} keys needs more memory than there is")
     return status == 0
 
 
@@ -273,8 +318,7 @@ def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
             keys = of_keys if keys is None else keys & of_keys
         else:
             others.append(factor)
-    far, cells = grid.n_queries + grid.n_keys, None
-    low, high = math.ceil(min(max(low, -far), far)), math.floor(min(max(high, -far), far))
+    cells = None
     if others:
         other = functools.reduce(And, others)
         cells = kept(
@@ -284,5 +328,4 @@ def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
             return None
     if keys is not None:
         keys = keys.expand(grid.batch, grid.n_keys).contiguous()
-    # The library allocates memory by the width of the band, which is 0 if nothing is visible.
-    return Visibility((low, max(high, low - 1)), keys, cells)
+    return Visibility(in_reach((low, high), grid.n_queries + grid.n_keys), keys, cells)

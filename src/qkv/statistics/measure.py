@@ -23,19 +23,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv import native
-from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, detached
+from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, detached, dot_softmax
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import attention, ring, serve_shared, tiled, watching
 from qkv.masks import Grid, Mask
+from qkv.native import kernel as native_kernel
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, add_statistics
-from qkv.statistics.sums import Statistics, Sums, Thumbnail, bin_size
+from qkv.statistics.sums import Statistics, Sums, bin_size
 from qkv.statistics.triton import host as triton
 
 ARGUMENTS = (
@@ -132,6 +133,12 @@ def measure(
             with watching(None):
                 level = serve_shared(shared).lse
             return sweep(shared.call, RowState(level), shared=shared, **detached_options, **options)
+        if not (differentiable or mass or prefix_keys is not None or bins is not None or statistics) and (
+            queries is None and type(first) is int and first == 0
+        ):
+            found = directly(q, k, k if v is None else v, mask, bias, score, normalizer, output=False)
+            if found is not None:
+                return found[1]
         form, (q, k, v) = Form.of(q, k, k if v is None else v)
         if differentiable and form.array:
             raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
@@ -146,6 +153,20 @@ def measure(
             if differentiable:
                 return form.all_back(with_gradients(call, _measure_call, **options))
             return form.all_back(measured(call, **detached_options, **options)[-1])
+
+
+def directly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
+    score: Score | None, normalizer: Normalizer | None, *, output: bool = True,
+) -> tuple[Tensor | None, Statistics] | None:  # fmt: skip
+    """The output, if it is wanted, and the statistics of a call that needs no `Call`, else None."""
+    if not isinstance(q, Tensor) or (plain := dot_softmax(score, normalizer, q, bias)) is None or plain[1] is not None:
+        return None
+    made = native_kernel.directly(q, k, v, mask, bias, plain[0])
+    if made is None or native_kernel.tracked(q, k, v):
+        return None
+    found = native.measured(made, output=output, firsts=[0] * len(q))
+    return found if found is None or found[0] is None else (found[0].to(v.dtype), found[1])
 
 
 def _measure_call(call: Call, **options: Any) -> tuple[RowState, Statistics]:
@@ -249,10 +270,7 @@ def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | 
     if result is None:
         return None
     out, lse, found = result
-    if bins is not None:
-        largest, mean = found["thumbnail"]
-        found["thumbnail"] = Thumbnail(largest, mean, *bins)
-    return None if out is None else out.to(call.v.dtype), lse, Statistics(**found)
+    return None if out is None else out.to(call.v.dtype), lse, found
 
 
 def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -53,6 +54,9 @@ def _pairs_of_bins(
         for n, size in ((n_queries, query_bin), (n_keys, key_bin))
     )
     return (queries[:, None] * keys).to(device, dtype)
+
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int]  # the sizes, the strides and the start of a field in numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +118,26 @@ class Statistics:
     first_contribution: Float[Tensor, "b h nq"] | None = None
     """‖A_i1 v_1‖ / Σ_j ‖A_ij v_j‖, the first key's part of what the values add; a profile measures it, `measure` does
     not."""
+
+    @classmethod
+    def _of(cls, numbers: Tensor, places: Mapping[Any, Place]) -> Statistics:
+        """The statistics in one tensor of numbers; a field becomes a tensor when it is first read."""
+        made = cls.__new__(cls)
+        vars(made).update(_numbers=numbers, _places=places, mass={}, own={})
+        vars(made)["row_sum"] = made._view("row_sum")  # `__getattr__` is not asked for fields with a default
+        return made
+
+    def _view(self, name: str | int) -> Tensor:
+        found: Tensor = vars(self)["_numbers"].as_strided(*vars(self)["_places"][name])
+        return found
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name not in vars(self).get("_places", ()):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            found = vars(self)[name] = self._view(name)
+            return found
 
     def named(self, name: str) -> Float[Tensor, "b h n"] | None:
         """A statistic or a mass by its name; None if it was not measured."""
