@@ -536,20 +536,10 @@ class Attention:
         return_statistics: bool = False, **options: Unpack[_CallOptions],
     ) -> A | tuple[Any, ...]: ...  # fmt: skip
     def __call__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        training: bool = False,
-        dropout_seed: int | None = None,
-        kernel: str = "auto",
-        return_lse: bool = False,
-        return_weights: bool = False,
-        return_statistics: bool = False,
-        group: ProcessGroup | None = None,
-        **unknown: Any,
-    ) -> Any:
+        self, q: Any, k: Any, v: Any, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
+        return_lse: bool = False, return_weights: bool = False, return_statistics: bool = False,
+        group: ProcessGroup | None = None, **unknown: Any,
+    ) -> Any:  # fmt: skip
         """`attend` with this composition; without dropout unless `training`. Torch's names of `attend` work, too."""
         options: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
         options["return_statistics"] = return_statistics

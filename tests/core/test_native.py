@@ -243,18 +243,47 @@ def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
     assert (float(found.entropy.max()), float(found.spread.max()), float(found.sink_mass.min())) == (0, 0, 1)
 
 
-def test_another_default_dtype_changes_results() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["tiny", "grouped heads", "few queries", "one query", "more queries than keys"])
+def test_the_way_without_a_call_gives_other_bits(shape: str, dtype: torch.dtype) -> None:
+    (_, h, _, n_queries, n_keys, *_), (q, k, v) = SHAPES[shape], (x.to(dtype) for x in inputs(SHAPES[shape]))
+    by_distance = biases.ByDistance(dropped(torch.randn(h, n_queries + n_keys - 1)))
+    for mask in (None, Causal(), Window(3), Window(2, ahead=4)):
+        for bias in ((), (ALiBi(),), (ALiBi(torch.rand(h)),), (T5Bias(torch.randn(32, h)),), (by_distance,)):
+            result, _, want = measure.measured(Call.of(q, k, v, mask, bias), output=True)
+            one: dict[str, Any] = {"mask": mask, "bias": bias[0] if bias else None}
+            for _ in range(2):  # the second time, with what is kept
+                out, got = qkv.attend(q, k, v, **one, return_statistics=True)
+                assert result is not None
+                assert torch.equal(out, result.out)
+                assert torch.equal(qkv.attend(q, k, v, **one), result.out)
+                for found in (got, qkv.measure(q, k, **one)):
+                    assert [n for n, x in fields(want).items() if not torch.equal(fields(found)[n], x)] == []
+
+
+def test_a_window_without_a_call_gives_other_gradients_or_nan_from_keys_that_no_query_sees() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(SHAPES["few queries"]))
+    for mask in (Window(4), Window(k.shape[2]), Window(3, ahead=2)):
+        outs = (qkv.attend(q, k, v, mask=mask, kernel=kernel).square().sum() for kernel in ("auto", "native"))
+        assert all(map(torch.equal, *(torch.autograd.grad(out, (q, k, v)) for out in outs)))
+    hole = torch.where(torch.arange(k.shape[2]) == 0, torch.nan, 1.0)[:, None]
+    out = qkv.attend(q, k * hole, v, mask=Window(4))
+    assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.sum(), (q, v))))
+
+
+def test_another_default_dtype_or_device_changes_results() -> None:
     q, k, v = (x.requires_grad_() for x in inputs(SHAPES["grouped heads"]))
-    found = []
-    for dtype in (torch.float32, torch.float64):
+    bias, found = biases.Dense(torch.randn(1, 70, requires_grad=True)), []
+    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
         torch.set_default_dtype(dtype)
         try:
-            outs = qkv.attend(q, k, v), qkv.attend(q, k, v, mask=Causal(), return_lse=True)[0]
-            grads = [x for out in outs for x in torch.autograd.grad(out.sum(), (q, k, v))]
-            found.append([*outs, *grads, *fields(qkv.measure(q, k, mask=Window(9), bins=8)).values()])
+            with torch.device(device):
+                outs = qkv.attend(q, k, v), qkv.attend(q, k, v, mask=Causal(), bias=bias, return_lse=True)[0]
+                grads = torch.autograd.grad(sum(x.square().sum() for x in outs), (q, k, v, bias.tensor))
+                found.append([*outs, *grads, *fields(qkv.measure(q, k, mask=Window(9), bins=8)).values()])
         finally:
             torch.set_default_dtype(torch.float32)
-    assert all(map(torch.equal, *found))
+    assert all(torch.equal(a, x) for others in found[1:] for a, x in zip(found[0], others, strict=True))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

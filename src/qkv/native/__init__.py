@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from qkv._engine.call import Call
@@ -16,7 +16,10 @@ from qkv._engine.tiles import kept
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native.binding import Prepared, attend, empty, prepared, visibility
-from qkv.statistics.sums import Place, Statistics, Thumbnail
+from qkv.statistics.sums import Place, Statistics, Thumbnail, bin_size, share_of_first
+
+if TYPE_CHECKING:
+    from qkv.statistics.reduce import Request
 
 OF_QUERIES = (
     "entropy", "effective_keys", "distance", "spread", "sink", "self_", "previous", "next_", "row_sum",
@@ -45,23 +48,15 @@ def _ranges(call: Call, mass: Mapping[str, Mask]) -> dict[str, Tensor | None]:
 
 
 def attend_and_measure(
-    call: Call,
-    *,
-    output: bool,
-    mass: Mapping[str, Mask],
-    firsts: Sequence[int],
-    queries: Bool[Tensor, "b nq"] | None,
-    prefix_keys: int | None,
-    bins: tuple[int, int] | None,
-    value_norms: Float[Tensor, "b h nk"] | None,
+    call: Call, request: Request, *, output: bool
 ) -> tuple[Float[Tensor, "b h nq dv"] | None, Float[Tensor, "b h nq"], Statistics] | None:
     """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
 
-    None if a score or an output is not finite. `bins` is the size of a bin of the thumbnail.
+    None if a score or an output is not finite.
     """
     b, h, n_queries, _ = call.q.shape
-    made, n_keys = prepared(call), call.k.shape[2]
-    spans = {name: x for name, x in _ranges(call, mass).items() if x is not None}
+    made, n_keys, prefix_keys, queries = prepared(call), call.k.shape[2], request.prefix_keys, request.queries
+    spans = {name: x for name, x in _ranges(call, request.mass).items() if x is not None}
     if spans:
         batches = max(x.shape[2] for x in spans.values())
         ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans.values()])
@@ -69,22 +64,24 @@ def attend_and_measure(
     if prefix_keys is not None:
         prefix = empty(2, b, h, prefix_keys)
         made.with_tensors(prefix=prefix, n_prefix=prefix_keys)
-    if bins is not None:
+    if request.bins is not None:
+        bins = bin_size(n_queries, request.bins), bin_size(n_keys, request.bins)
         pooled = empty(2, b, h, -(-n_queries // bins[0]), -(-n_keys // bins[1]))
         made.with_tensors(map=pooled, bin_q=bins[0], bin_k=bins[1])
-    if value_norms is not None:
-        norms = value_norms.contiguous()
+    if request.value_norms is not None:
+        norms = request.value_norms.contiguous()
         made.with_tensors(norms=norms, ns=norms.stride()[:2])
     if queries is not None:
         made.with_tensors(counted=queries.contiguous())
-    found = measured(made, output=output, firsts=firsts)
+    found = measured(made, output=output, firsts=request.firsts)
     if found is None:
         return None
     out, statistics = found
     more, lse = dict[str, Any](), statistics.lse
     assert lse is not None
-    if value_norms is not None:
-        more["first_contribution"] = _share_of_first(statistics, norms, torch.tensor(firsts))
+    if request.value_norms is not None:
+        whole = statistics._view("first_contribution")
+        more["first_contribution"] = share_of_first(statistics.sink, whole, norms, request.firsts)
     if spans:
         sums = (statistics._view(i) for i in range(len(ranges)))
         more["mass"] = {name: functools.reduce(torch.add, itertools.islice(sums, len(x))) for name, x in spans.items()}
@@ -95,23 +92,21 @@ def attend_and_measure(
         more["sink_mass"] = torch.exp(sink - shown).masked_fill_((shown == -torch.inf) | (sink == -torch.inf), 0)
     if prefix_keys is not None:
         more["prefix_sink_scores"] = prefix[0] / prefix[1].clamp(min=1)
-    if bins is not None:
-        more["thumbnail"] = Thumbnail(*pooled, *bins)
+    if request.bins is not None:
+        more["thumbnail"] = Thumbnail(pooled[0], pooled[1], *bins)
     vars(statistics).update(more)
-    return out, lse, statistics
+    return None if out is None else out.to(call.v.dtype), lse, statistics
 
 
 def measured(made: Prepared, *, output: bool, firsts: Sequence[int]) -> tuple[Tensor | None, Statistics] | None:
-    """The output if it is wanted, and the statistics that every call has; None if a score or an output is not finite."""
+    """The output if it is wanted, and the statistics of every call; None if a score or an output is not finite."""
     c = made.arguments
     size, places = _places(c.b, c.h, made.heads, c.nq, c.nk, c.n_ranges)
-    numbers, out = empty(size), empty(c.b, c.h, c.nq, c.dv) if output else None
+    numbers, out = empty(size), made.output() if output else None
     start = numbers.data_ptr()
     c.rows, c.visible_heads, c.firsts = start, made.heads, (binding.I64 * c.b)(*firsts)
     c.lse, c.received = start + 4 * places["lse"][2], start + 4 * places["received"][2]
     c.visible, c.visible_queries = start + 4 * places["visible"][2], start + 4 * places["visible_queries"][2]
-    if out is not None:
-        c.out = out.data_ptr()
     return (out, Statistics._of(numbers, places)) if attend(c) else None
 
 
@@ -127,13 +122,6 @@ def _places(
         places[name] = (b, h, n), (own * n, n if own == h else 0, 1), size
         size += b * own * n
     return size, places
-
-
-def _share_of_first(statistics: Statistics, norms: Tensor, firsts: Tensor) -> Tensor:
-    """The first key's part of Σ_j A_ij ‖v_j‖."""
-    whole = statistics._view("first_contribution")
-    first = statistics.sink * norms.gather(2, firsts[:, None, None].expand(*norms.shape[:2], 1))
-    return (first / torch.where(whole > 0, whole, 1.0)).clamp(max=1).masked_fill(whole == 0, 0)  # rounding
 
 
 def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:

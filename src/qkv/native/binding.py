@@ -32,6 +32,7 @@ LARGEST_SCORE = 1e28  # a masked pair has a score of −1e30
 LARGEST_MASK = 2**27  # bytes, one bit a pair: 32,000 queries and keys if `Mask.classify` knows nothing of the mask
 PADDING = 64  # numbers after a table of biases that the library may read
 
+CPU = torch.device("cpu")
 P, I64 = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -119,10 +120,15 @@ def unsupported_reason(call: Call) -> str | None:
     return None
 
 
+def _constant(bias: Bias) -> bool:
+    """Whether the bias is finite and never changes, so that its form for the library is found once."""
+    return isinstance(bias, ByDistance) and bias._constant
+
+
 def bias_is_finite(bias: Bias) -> bool:
     """Whether the numbers of a bias are small enough to be added to scores, or −∞, which masks a pair."""
     values: Tensor | None = getattr(bias, "tensor", None)
-    if values is None or (isinstance(bias, ByDistance) and bias._constant):
+    if values is None or _constant(bias):
         return True
     least, most = (float(x) for x in values.detach().aminmax())
     if least == -math.inf:
@@ -155,16 +161,26 @@ class Prepared:
         self.held.append(more)
         return self.arguments
 
+    def output(self) -> Tensor:
+        """The tensor to which the output will be written."""
+        c, (q, *_) = self.arguments, self.held
+        out = torch.empty_like(q) if c.d == c.dv and q.is_contiguous() else q.new_empty((c.b, c.h, c.nq, c.dv))
+        c.out = out.data_ptr()
+        return out
+
     def with_biases(self, biases: Sequence[Bias], temperature: float = 1.0) -> None:
         """Add bound biases, before scores are divided by the temperature."""
-        steps, held = _steps(biases, temperature)
+        known = vars(biases[0]).setdefault("native steps", {}) if len(biases) == 1 and _constant(biases[0]) else {}
+        if temperature not in known:
+            known[temperature] = _steps(biases, temperature)
+        steps, held = known[temperature]
         self.held.extend((steps, *held))
         self.arguments.biases, self.arguments.n_biases = ctypes.addressof(steps), len(biases)
 
 
 def empty(*shape: int) -> Tensor:
-    """A tensor that the library writes to, whatever torch's default dtype is."""
-    return torch.empty(shape, dtype=torch.float32)
+    """A tensor that the library writes to, whatever the default dtype and device of torch are."""
+    return torch.empty(shape, dtype=torch.float32, device=CPU)
 
 
 def _in_memory(x: Tensor) -> Tensor:
@@ -174,34 +190,35 @@ def _in_memory(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(q: Sequence[int], k: Sequence[int], v: Sequence[int], *strides: Sequence[int]) -> Arguments | None:
-    """The arguments for tensors of these shapes without pointers, or None if they do not fit together or are too wide."""
+def _layout(
+    band: tuple[float, float], q: Sequence[int], k: Sequence[int], v: Sequence[int], *strides: Sequence[int]
+) -> Arguments | None:
+    """The arguments for such tensors without pointers, or None if they do not fit together or are too wide."""
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q, v
     if k != (b, key_heads, n_keys, d) or v[0] != b or 0 in q or 0 in v or h % key_heads or max(d, dv) > LARGEST_HEAD:
         return None
-    qs, ks, vs = (x[:3] for x in strides)
+    (low, high), (qs, ks, vs) = in_reach(band, n_queries + n_keys), (x[:3] for x in strides)
     return Arguments(
-        b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv, qs=qs, ks=ks, vs=vs, bin_q=1, bin_k=1
-    )
+        b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv, qs=qs, ks=ks, vs=vs, low=low, high=high, bin_q=1,
+        bin_k=1,
+    )  # fmt: skip
 
 
 def of_tensors(q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[float, float]) -> Prepared | None:
-    """Dot products times `scale` of tensors (b, h, n, d), and the pairs in a band; None if the library cannot take them."""
+    """Dot products of tensors (b, h, n, d), times `scale`, in a band; None if the library cannot take them."""
     q, k, v = _in_memory(q), _in_memory(k), _in_memory(v)
-    layout = _layout(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    layout = _layout(band, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
     if layout is None:
         return None
     made = Arguments.from_buffer_copy(layout)
     made.q, made.k, made.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    made.low, made.high = in_reach(band, layout.nq + layout.nk)
     made.scale, made.threads = scale, torch.get_num_threads()
     return Prepared(made, [q, k, v])
 
 
 def in_reach(band: tuple[float, float], far: int) -> tuple[int, int]:
     """A band between distances that no pair has. The library allocates memory by its width, 0 if nothing is visible."""
-    low, high = (min(max(x, -far), far) for x in band)
-    low, high = math.ceil(low), math.floor(high)
+    low, high = math.ceil(min(max(band[0], -far), far)), math.floor(min(max(band[1], -far), far))
     return low, max(high, low - 1)
 
 
@@ -242,7 +259,7 @@ def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor
             continue
         assert isinstance(bias, ByDistance | Dense)
         if isinstance(bias, ByDistance):
-            x = _table(bias)
+            x = torch.nn.functional.pad(bias.tensor.detach().float().flip(1), (0, PADDING))
             step.kind, step.strides = 0, (0, 0 if len(x) == 1 else x.stride(0), 0, 1)
         else:
             x = bias.tensor.detach().float()
@@ -254,22 +271,11 @@ def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor
     return steps, held
 
 
-def _table(bias: ByDistance) -> Tensor:
-    """The entries of a bias by distance from the last to the first, and padding; found once if they never change."""
-    known: Tensor | None = vars(bias).get("native table")
-    if known is None:
-        known = torch.nn.functional.pad(bias.tensor.detach().float().flip(1), (0, PADDING))
-        if bias._constant:
-            vars(bias)["native table"] = known
-    return known
-
-
 def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
     """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
-    b, h, n_queries, _ = call.q.shape
-    out, lse = (empty(b, h, n_queries, call.v.shape[3]), empty(b, h, n_queries))
-    made = prepared(call)  # holds the tensors that the arguments point to
-    return (out.to(call.v.dtype), lse) if attend(made.with_tensors(out=out, lse=lse)) else None
+    made = prepared(call)
+    out, lse = made.output(), empty(*call.q.shape[:3])
+    return (out.to(call.v.dtype), lse) if attend(made.with_tensors(lse=lse)) else None
 
 
 def attend(arguments: Arguments) -> bool:

@@ -16,10 +16,9 @@ from qkv._engine.transforms import REASON, kernel_once_differentiable, transform
 from qkv.biases import Bias, ByDistance, Dense
 from qkv.masks import Grid, Mask
 from qkv.native import binding
-from qkv.native.binding import BiasGradient, Gradients, Prepared, empty, library, of_tensors, prepared, run
+from qkv.native.binding import CPU, BiasGradient, Gradients, Prepared, empty, library, of_tensors, prepared, run
 from qkv.partial import Partial
 
-CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR = range(4)  # as in gradients.c
@@ -51,11 +50,13 @@ def forward(call: Call) -> Result | None:
 
 
 def directly(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: object, scale: float | None
-) -> Prepared | None:
-    """Dot-product softmax attention without a `Call`: its arguments, or None if the library takes those of a `Call`.
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: object, scale: float | None, *,
+    no_grad: bool = False,
+) -> Prepared | None:  # fmt: skip
+    """Dot-product softmax attention without a `Call`: its arguments, or None if a `Call` must describe it.
 
-    The mask is a band in which each query sees its own position. A bias is one by distance.
+    The mask is a band in which each query sees its own position. A bias is one by distance, if no gradients are wanted,
+    as with `no_grad`.
     """
     if torch.compiler.is_compiling() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return None
@@ -73,17 +74,17 @@ def directly(
     (n_queries, d), n_keys = q.shape[2:], k.shape[2]
     if low > 0 or high < 0 or (mask is not None and n_queries > n_keys):
         return None
-    made = of_tensors(q, k, v, d**-0.5 if scale is None else scale, (low, high))
-    if made is None or (bias is None and not tracked(q, k, v)):
-        return made
-    if bias is None:  # NaN in a key that no query sees must not reach gradients
-        return made if n_keys - n_queries <= high else None
-    if not isinstance(bias, Bias) or bias.by_query or tracked(q, k, v):
+    scale = d**-0.5 if scale is None else scale
+    made = of_tensors(q, k, v, scale, (low, high))
+    grad = not no_grad and tracked(q, k, v)
+    if made is None or bias is None:  # NaN in a key that no query sees must not reach gradients
+        return None if grad and n_keys - n_queries > high else made
+    if not isinstance(bias, Bias) or bias.by_query or bias.value_table is not None or grad:
         return None
-    grid = Grid(*q.shape[:3], n_keys, n_keys - n_queries, CPU)
+    grid = Grid(q.shape[0], q.shape[1], n_queries, n_keys, n_keys - n_queries, CPU)
     bias.check(grid)
-    bound = bias.bound(q, grid, made.arguments.scale)
-    if type(bound) is not ByDistance or tracked(bound.tensor) or not binding.bias_is_finite(bound):
+    bound = bias.bound(q, grid, scale)
+    if type(bound) is not ByDistance or (tracked(bound.tensor) and not no_grad) or not binding.bias_is_finite(bound):
         return None
     made.with_biases((bound,))
     return made
@@ -91,7 +92,7 @@ def directly(
 
 def tracked(*tensors: Tensor) -> bool:
     """Whether autograd records what is computed from the tensors."""
-    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def plain(
@@ -105,14 +106,15 @@ def plain(
     if made is None:
         return None
     if not tracked(q, k, v):
-        out = empty(*q.shape[:3], v.shape[3])
-        made.arguments.out = out.data_ptr()
-        return out.to(q.dtype) if binding.attend(made.arguments) else None
+        out = made.output()
+        if not binding.attend(made.arguments):
+            return None
+        return out if q.dtype == torch.float32 else out.to(q.dtype)
     if q.dtype != torch.float32:
         wide = plain(q.float(), k.float(), v.float(), mask, bias, scale)
         return None if wide is None else wide.to(q.dtype)
-    out, lse = empty(*q.shape[:3], v.shape[3]), empty(*q.shape[:3])
-    if not binding.attend(made.with_tensors(out=out, lse=lse)):
+    out, lse = made.output(), empty(*q.shape[:3])
+    if not binding.attend(made.with_tensors(lse=lse)):
         return None
     given = made.arguments.scale, (made.arguments.low, made.arguments.high)
     found: Tensor = _Plain.apply(q, k, v, out, lse, given)
@@ -207,13 +209,13 @@ class BiasSums:
         self.by_distance = isinstance(bias, ByDistance)
         self.in_order = False
         if isinstance(bias, ByDistance):
-            kind, self.sums = ALONG_DIAGONALS, torch.zeros(b, h, self.shape[1], dtype=torch.float64)
+            kind, self.sums = ALONG_DIAGONALS, torch.zeros(b, h, self.shape[1], dtype=torch.float64, device=CPU)
         elif self.shape[3] < n_keys or n_keys == 1:
-            kind, self.sums = BY_ROW, torch.zeros(b, h, n_queries, 1, dtype=torch.float64)
+            kind, self.sums = BY_ROW, torch.zeros(b, h, n_queries, 1, dtype=torch.float64, device=CPU)
         elif self.shape[2] < n_queries or n_queries == 1:
-            kind, self.sums = BY_KEY, torch.zeros(b, h, 1, n_keys, dtype=torch.float64)
+            kind, self.sums = BY_KEY, torch.zeros(b, h, 1, n_keys, dtype=torch.float64, device=CPU)
         else:
-            kind, self.sums = BY_PAIR, torch.zeros(self.shape, dtype=torch.float32)
+            kind, self.sums = BY_PAIR, torch.zeros(self.shape, dtype=torch.float32, device=CPU)
             self.in_order = self.shape[:2] != (b, h)
             of_batch, of_head, of_query, _ = self.sums.stride()
             strides = (of_batch if self.shape[0] == b else 0, of_head if self.shape[1] == h else 0, of_query)

@@ -36,7 +36,7 @@ from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, add_statistics
-from qkv.statistics.sums import Statistics, Sums, bin_size
+from qkv.statistics.sums import Statistics, Sums, share_of_first
 from qkv.statistics.triton import host as triton
 
 ARGUMENTS = (
@@ -115,15 +115,16 @@ def measure(
     """
     if unknown:
         refuse_unknown("measure", unknown, ARGUMENTS)
+    if not (differentiable or mass or statistics or (type(first), first) != (int, 0)) and (
+        queries is None and prefix_keys is None and bins is None and group is None
+    ):
+        found = directly(q, k, k if v is None else v, mask, bias, score, normalizer, output=False)
+        if found is not None:
+            return found[1]
     options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
     detached_options: dict[str, Any] = {"prefix_keys": prefix_keys, "bins": bins, "statistics": statistics}
     if differentiable:
-        for name, value in (
-            ("prefix_keys", prefix_keys),
-            ("bins", bins),
-            ("statistics", statistics or None),
-            ("group", group),
-        ):
+        for name, value in (detached_options | {"statistics": statistics or None, "group": group}).items():
             if value is not None:
                 raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
@@ -133,12 +134,6 @@ def measure(
             with watching(None):
                 level = serve_shared(shared).lse
             return sweep(shared.call, RowState(level), shared=shared, **detached_options, **options)
-        if not (differentiable or mass or prefix_keys is not None or bins is not None or statistics) and (
-            queries is None and type(first) is int and first == 0
-        ):
-            found = directly(q, k, k if v is None else v, mask, bias, score, normalizer, output=False)
-            if found is not None:
-                return found[1]
         form, (q, k, v) = Form.of(q, k, k if v is None else v)
         if differentiable and form.array:
             raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
@@ -159,11 +154,11 @@ def directly(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
     score: Score | None, normalizer: Normalizer | None, *, output: bool = True,
 ) -> tuple[Tensor | None, Statistics] | None:  # fmt: skip
-    """The output, if it is wanted, and the statistics of a call that needs no `Call`, else None."""
+    """The output, if it is wanted, and the statistics of a call that needs no `Call` and no gradients, else None."""
     if not isinstance(q, Tensor) or (plain := dot_softmax(score, normalizer, q, bias)) is None or plain[1] is not None:
         return None
-    made = native_kernel.directly(q, k, v, mask, bias, plain[0])
-    if made is None or native_kernel.tracked(q, k, v):
+    made = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
+    if made is None or (output and native_kernel.tracked(q, k, v)):
         return None
     found = native.measured(made, output=output, firsts=[0] * len(q))
     return found if found is None or found[0] is None else (found[0].to(v.dtype), found[1])
@@ -240,7 +235,7 @@ def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None
 
     On CPU it is the native library; the Triton kernels are only run there by tests.
     """
-    by, way = (native, _by_native) if call.q.device.type == "cpu" else (triton, _by_triton)
+    by, way = (native, native.attend_and_measure) if call.q.device.type == "cpu" else (triton, _by_triton)
     if by.unsupported_reason(call, request.mass, request.statistics):
         return None
     return way(call, request, output=output)
@@ -257,20 +252,6 @@ def engine(call: Call) -> str:
         return native.binding.description()
     why = native.unsupported_reason(call, request.mass, request.statistics)
     return f"tiles of tensor operations: {why}" if why else native.binding.description()
-
-
-def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
-    """The same by the native library; None if a score or an output is not finite."""
-    n_queries, n_keys = call.q.shape[2], call.k.shape[2]
-    bins = None if request.bins is None else (bin_size(n_queries, request.bins), bin_size(n_keys, request.bins))
-    result = native.attend_and_measure(
-        call, output=output, bins=bins, mass=request.mass, firsts=request.firsts, queries=request.queries,
-        prefix_keys=request.prefix_keys, value_norms=request.value_norms,
-    )  # fmt: skip
-    if result is None:
-        return None
-    out, lse, found = result
-    return None if out is None else out.to(call.v.dtype), lse, found
 
 
 def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
@@ -304,11 +285,7 @@ def _with_contribution(
     statistics: Statistics, contributions: Tensor, value_norms: Tensor, firsts: Sequence[int]
 ) -> Statistics:
     """Add the first key's part of `contributions`, which are Σ_j A_ij ‖v_j‖; 0 in rows without any."""
-    at = torch.tensor(firsts, device=value_norms.device)[:, None, None]
-    first = value_norms.gather(2, at.expand(*value_norms.shape[:2], 1))
-    found = statistics.sink * first.to(statistics.sink)
-    share = (found / torch.where(contributions > 0, contributions, 1.0)).clamp(max=1)  # rounding
-    return replace(statistics, first_contribution=share.masked_fill(contributions == 0, 0).to(found.dtype))
+    return replace(statistics, first_contribution=share_of_first(statistics.sink, contributions, value_norms, firsts))
 
 
 def _softmax_row_sum(statistics: Statistics) -> Tensor:
@@ -326,18 +303,11 @@ def _contributions(call: Call, value_norms: Tensor) -> Tensor:
 
 
 def checked(
-    call: Call,
-    grid: Grid,
-    *,
-    mass: Mapping[str, Mask] | None = None,
-    first: int | Int[Tensor, " b"] = 0,
-    queries: Bool[Tensor, "b nq"] | None = None,
-    prefix_keys: int | None = None,
-    bins: int | None = None,
-    statistics: Sequence[Statistic] = (),
-    value_norms: Float[Tensor, "b h nk"] | None = None,
+    call: Call, grid: Grid, *, mass: Mapping[str, Mask] | None = None, first: int | Int[Tensor, " b"] = 0,
+    queries: Bool[Tensor, "b nq"] | None = None, prefix_keys: int | None = None, bins: int | None = None,
+    statistics: Sequence[Statistic] = (), value_norms: Float[Tensor, "b h nk"] | None = None,
     shared: Shared | None = None,
-) -> Request:
+) -> Request:  # fmt: skip
     """The options of `measure`, checked."""
     mass = dict(mass) if mass else {}
     b = len(call.q)
