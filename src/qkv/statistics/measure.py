@@ -160,8 +160,8 @@ def directly(
     made = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
     if made is None or (output and native_kernel.tracked(q, k, v)):
         return None
-    found = native.measured(made, output=output, firsts=[0] * len(q))
-    return found if found is None or found[0] is None else (found[0].to(v.dtype), found[1])
+    found = native.measured(made, output=output, firsts=[0] * q.shape[0])
+    return found if found is None or found[0] is None or v.dtype == torch.float32 else (found[0].to(v.dtype), found[1])
 
 
 def _measure_call(call: Call, **options: Any) -> tuple[RowState, Statistics]:
