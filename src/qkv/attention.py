@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from qkv import _operator as operator
-from qkv._engine.call import Call, Result, RowState, as_biases, as_mask
+from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, dot_softmax
 from qkv._engine.inputs import A, Form, autocast_dtype, from_torch_names, refuse_unknown
 from qkv._engine.tiles import all_finite
 from qkv._engine.transforms import transformed, transforming
@@ -26,10 +26,10 @@ from qkv.errors import InputError
 from qkv.kernels import choose, opaque, serve, serve_shared, serve_with_call, watched
 from qkv.masks import Mask
 from qkv.native import kernel as native
-from qkv.normalizers import Normalizer, SumToOne
+from qkv.normalizers import Normalizer
 from qkv.ring import Shared
-from qkv.scores import Product, Score
-from qkv.statistics.measure import engine, measure, measured, sweep
+from qkv.scores import Score
+from qkv.statistics.measure import directly, engine, measure, measured, sweep
 from qkv.statistics.sums import Statistics
 
 ARGUMENTS = (
@@ -276,11 +276,10 @@ def attend(
             q, k, v, mask, bias, score, normalizer, dropout_p, kernel, return_lse, return_weights, return_statistics,
             group,
         )  # fmt: skip
-    more = return_lse or return_weights or return_statistics
-    if kernel == "auto" and bias is None and not (dropout_p or more or watched()):
-        out = _stock(q, k, v, mask, score, normalizer)
-        if out is not None:
-            return out
+    if kernel == "auto" and not (dropout_p or return_lse or return_weights or watched()):
+        found = (directly if return_statistics else _stock)(q, k, v, mask, bias, score, normalizer)
+        if found is not None:
+            return found
     return _general(
         q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed, kernel, return_lse, return_weights,
         return_statistics,
@@ -371,36 +370,24 @@ def _shared(
 
 
 def _stock(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, score: Score | None, normalizer: Normalizer | None
-) -> Tensor | None:
-    """Fast path: plain or causal softmax attention by one call of the library or of torch's SDPA, else None.
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
+    score: Score | None, normalizer: Normalizer | None,
+) -> Tensor | None:  # fmt: skip
+    """Fast path: softmax attention in a band by one call of the library or of torch's SDPA, else None.
 
     For one decoded token, or in a small model, building a `Call` takes longer than the attention. In compiled code, an
-    operator also serves windows, padding and sinks.
+    operator also serves padding and sinks.
     """
     traced = torch.compiler.is_compiling() or (isinstance(q, Tensor) and (q.is_meta or hasattr(q, "fake_mode")))
+    if (traced and bias is not None) or (found := dot_softmax(score, normalizer, q, bias)) is None:
+        return None
+    scale, sink = found
     causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
-    if not (causal or mask is None or traced):
-        return None
-    scale = sink = None
-    if score is not None:
-        if not isinstance(score, Product) or score.projects:
-            return None
-        scale = score.factor(q.shape[-1])
-    if normalizer is not None:
-        if not isinstance(normalizer, SumToOne) or not normalizer.has_lse or normalizer.key is not None:
-            return None
-        sink = normalizer.sink
-        if normalizer.temperature != 1:
-            scale = (q.shape[-1] ** -0.5 if scale is None else scale) / normalizer.temperature
-    if scale is not None and scale <= 0:
-        return None
+    plain = bias is None and sink is None and (causal or mask is None)
     if not traced:
-        if sink is not None:
-            return None
-        out = native.plain(q, k, v, causal=causal, scale=scale)
-        return _sdpa(q, k, v, causal=causal, scale=scale) if out is None else out
-    if torch.compiler.is_compiling() and sink is None and (causal or mask is None) and not operator.is_faster(q, k):
+        out = native.plain(q, k, v, mask, bias, scale) if sink is None else None
+        return _sdpa(q, k, v, causal=causal, scale=scale) if out is None and plain else out
+    if torch.compiler.is_compiling() and plain and not operator.is_faster(q, k):
         out = _sdpa(q, k, v, causal=causal, scale=scale)
         if out is not None:
             return out
@@ -549,20 +536,10 @@ class Attention:
         return_statistics: bool = False, **options: Unpack[_CallOptions],
     ) -> A | tuple[Any, ...]: ...  # fmt: skip
     def __call__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        training: bool = False,
-        dropout_seed: int | None = None,
-        kernel: str = "auto",
-        return_lse: bool = False,
-        return_weights: bool = False,
-        return_statistics: bool = False,
-        group: ProcessGroup | None = None,
-        **unknown: Any,
-    ) -> Any:
+        self, q: Any, k: Any, v: Any, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
+        return_lse: bool = False, return_weights: bool = False, return_statistics: bool = False,
+        group: ProcessGroup | None = None, **unknown: Any,
+    ) -> Any:  # fmt: skip
         """`attend` with this composition; without dropout unless `training`. Torch's names of `attend` work, too."""
         options: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
         options["return_statistics"] = return_statistics

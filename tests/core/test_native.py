@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.util
 import shutil
 import subprocess
@@ -122,7 +123,8 @@ def by_tiles(call: Call, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any
 
 
 def fields(statistics: Statistics) -> dict[str, Tensor]:
-    found = {name: x for name, x in vars(statistics).items() if isinstance(x, Tensor)} | dict(statistics.mass)
+    every = vars(dataclasses.replace(statistics)) | dict(statistics.mass)  # also those that were not read yet
+    found = {name: x for name, x in every.items() if isinstance(x, Tensor)}
     found["spread"] = found["spread"].square()  # the tiles resolve the square of the spread to 0.002
     if statistics.thumbnail is not None:
         found |= {"largest": statistics.thumbnail.maximum, "mean": statistics.thumbnail.mean}
@@ -287,10 +289,8 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_nan_in_keys_masked_for_all_queries_reaches_gradients() -> None:
     q, k, v = inputs(SHAPES["few queries"])
-    k[:, :, 0] = torch.nan
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    found = torch.autograd.grad(qkv.attend(*leaves, mask=Window(3)).sum(), leaves)
-    assert all(bool(x.isfinite().all()) for x in found)
+    leaves = [x.requires_grad_() for x in (q, k.index_fill(2, torch.tensor([0]), torch.nan), v)]
+    assert all(x.isfinite().all() for x in torch.autograd.grad(qkv.attend(*leaves, mask=Window(3)).sum(), leaves))
 
 
 def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
@@ -307,18 +307,41 @@ def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
     assert (float(found.entropy.max()), float(found.spread.max()), float(found.sink_mass.min())) == (0, 0, 1)
 
 
-def test_another_default_dtype_changes_results() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["tiny", "grouped heads", "few queries", "one query", "more queries than keys"])
+def test_the_way_without_a_call_gives_other_bits(shape: str, dtype: torch.dtype) -> None:
+    (_, h, _, n_queries, n_keys, *_), (q, k, v) = SHAPES[shape], (x.to(dtype) for x in inputs(SHAPES[shape]))
+    by_distance = biases.ByDistance(dropped(torch.randn(h, n_queries + n_keys - 1)))
+    for mask in (None, Causal(), Window(3), Window(2, ahead=4)):
+        for bias in ((), (ALiBi(),), (ALiBi(torch.rand(h)),), (T5Bias(torch.randn(32, h)),), (by_distance,)):
+            want: Any = measure.measured(Call.of(q, k, v, mask, bias), output=True)
+            one: dict[str, Any] = {"mask": mask, "bias": bias[0] if bias else None}
+            out, got = qkv.attend(q, k, v, return_statistics=True, **one)
+            assert all(torch.equal(x, want[0].out) for x in (out, qkv.attend(q, k, v, **one)))
+            for found in (got, qkv.measure(q, k, **one)):
+                assert [n for n, x in fields(want[2]).items() if not torch.equal(fields(found)[n], x)] == []
+
+
+def test_a_window_without_a_call_gives_other_gradients() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(SHAPES["few queries"]))
+    for mask in (Window(4), Window(k.shape[2]), Window(3, ahead=2)):
+        outs = (qkv.attend(q, k, v, mask=mask, kernel=kernel).square().sum() for kernel in ("auto", "native"))
+        assert all(map(torch.equal, *(torch.autograd.grad(out, (q, k, v)) for out in outs)))
+
+
+def test_another_default_dtype_or_device_changes_results() -> None:
     q, k, v = (x.requires_grad_() for x in inputs(SHAPES["grouped heads"]))
-    found = []
-    for dtype in (torch.float32, torch.float64):
+    bias, found = biases.Dense(torch.randn(1, 70, requires_grad=True)), []
+    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
         torch.set_default_dtype(dtype)
         try:
-            outs = qkv.attend(q, k, v), qkv.attend(q, k, v, mask=Causal(), return_lse=True)[0]
-            grads = [x for out in outs for x in torch.autograd.grad(out.sum(), (q, k, v))]
-            found.append([*outs, *grads, *fields(qkv.measure(q, k, mask=Window(9), bins=8)).values()])
+            with torch.device(device):
+                outs = qkv.attend(q, k, v), qkv.attend(q, k, v, mask=Causal(), bias=bias, return_lse=True)[0]
+                grads = torch.autograd.grad(sum(x.square().sum() for x in outs), (q, k, v, bias.tensor))
+                found.append([*outs, *grads, *fields(qkv.measure(q, k, mask=Window(9), bins=8)).values()])
         finally:
             torch.set_default_dtype(torch.float32)
-    assert all(map(torch.equal, *found))
+    assert all(torch.equal(a, x) for others in found[1:] for a, x in zip(found[0], others, strict=True))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -20,7 +20,7 @@ from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.convert import block_visibility
 from qkv.normalizers import Normalizer, Pointwise, Softmax, SumToOne
-from qkv.scores import Dot, Pairwise, Score
+from qkv.scores import Dot, Pairwise, Product, Score
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,16 +70,10 @@ class Call:
 
     @staticmethod
     def of(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | None = None,
-        biases: Sequence[Bias] = (),
-        score: Score | None = None,
-        normalizer: Normalizer | None = None,
-        dropout_p: float = 0.0,
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, biases: Sequence[Bias] = (),
+        score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
         seed: int | None = None,
-    ) -> Call:
+    ) -> Call:  # fmt: skip
         """Check the arguments, project queries and keys, and bind the biases."""
         score, normalizer = DOT if score is None else score, SOFTMAX if normalizer is None else normalizer
         given = Given(q, k, v, mask, tuple(biases), score, normalizer)
@@ -111,24 +105,11 @@ class Call:
         learned = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
         if isinstance(score, Pairwise):
             learned |= {f"score {name}": x for name, x in score.tensors().items()}
+        pairwise = score if isinstance(score, Pairwise) else None
         made = Call(
-            projected,
-            keys,
-            v,
-            mask,
-            biases,
-            factor,
-            score if isinstance(score, Pairwise) else None,
-            normalizer,
-            _sink(given, projected),
-            shift,
-            divisor,
-            _values(given),
-            dropout_p,
-            seed,
-            given,
-            learned,
-        )
+            projected, keys, v, mask, biases, factor, pairwise, normalizer, _sink(given, projected), shift, divisor,
+            _values(given), dropout_p, seed, given, learned,
+        )  # fmt: skip
         vars(made)["grid"] = grid
         return made
 
@@ -394,6 +375,28 @@ def _values(given: Given) -> Tensor | None:
     return None
 
 
+def dot_softmax(
+    score: Score | None, normalizer: Normalizer | None, q: Tensor, bias: object
+) -> tuple[float | None, Tensor | float | None] | None:
+    """Factor of dot products (None: 1/√d) and sink of a softmax of them, else None; a bias allows no temperature."""
+    scale = sink = None
+    if score is not None:
+        if not isinstance(score, Product) or score.projects:
+            return None
+        score.check()
+        scale = score.factor(q.shape[-1])
+    if normalizer is not None:
+        if not isinstance(normalizer, SumToOne) or not normalizer.has_lse or normalizer.key is not None:
+            return None
+        sink = normalizer.sink
+        temperature = normalizer.temperature
+        if temperature != 1:
+            if bias is not None or not isinstance(temperature, float | int) or not temperature > 0:
+                return None
+            scale = (q.shape[-1] ** -0.5 if scale is None else scale) / temperature
+    return (scale, sink) if scale is None or scale > 0 else None
+
+
 def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
     """The argument `bias` as a tuple of biases."""
     if bias is None:
@@ -409,17 +412,20 @@ def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
     return tuple(biases)
 
 
+METHODS = dict.fromkeys(("visible", "check", "classify", "band")).keys()  # of masks, in the order of their mention
+
+
 def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
     """The argument `mask` as a mask object."""
     if mask is None:
         return None
     if isinstance(mask, Mask):
-        for name in ("visible", "check", "classify", "band"):
-            if name in vars(mask):
-                raise InputError(
-                    f"mask is {type(mask).__name__} with an attribute {name}, which hides the method {name}; expected "
-                    "another name"
-                )
+        if not METHODS.isdisjoint(vars(mask)):
+            name = next(name for name in METHODS if name in vars(mask))
+            raise InputError(
+                f"mask is {type(mask).__name__} with an attribute {name}, which hides the method {name}; expected "
+                "another name"
+            )
         return mask
     if isinstance(mask, type) and issubclass(mask, Mask):
         raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -61,8 +62,27 @@ class ALiBi(Bias):
 
     def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
         wide = torch.promote_types(q.dtype, torch.float32)
-        slopes = alibi_slopes(grid.heads, wide) if self.slopes is None else self.slopes
-        return ByDistance(slopes.to(q.device, wide)[:, None] * -distances(grid).abs_(), grid.n_keys)
+        if self.slopes is not None:
+            return _alibi(self.slopes.to(q.device, wide), grid)
+        other = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+        short = grid.n_queries > 1 and grid.heads * (grid.n_queries + grid.n_keys) <= KEPT
+        return _of_paper(grid, wide) if short and not other else _of_paper.__wrapped__(grid, wide)
+
+
+KEPT = 2**16  # most numbers of a table that is kept for other calls; longer ones take less time than attention
+
+
+def _alibi(slopes: Tensor, grid: Grid) -> ByDistance:
+    return ByDistance(slopes[:, None] * -distances(grid).abs_(), grid.n_keys)
+
+
+@functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # cached tensors must serve training too
+def _of_paper(grid: Grid, dtype: torch.dtype) -> ByDistance:
+    """ALiBi with the slopes of the paper; nobody may change its tensor."""
+    made = _alibi(alibi_slopes(grid.heads, dtype).to(grid.device), grid)
+    object.__setattr__(made, "_constant", True)
+    return made
 
 
 def t5_bucket(back: Int[Tensor, "*n"], buckets: int, max_distance: int, *, bidirectional: bool) -> Int[Tensor, "*n"]:

@@ -83,6 +83,7 @@ class ByDistance(TensorBias):
     tensor: Float[Tensor, "h distances"]
     n_keys: int | None = None  # set by `bound`
     by_query = False
+    _constant = False  # whether the tensor is finite and never changes, so that what follows from it may be kept
 
     @property
     def by_distance(self) -> Tensor:  # type: ignore[override]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from qkv._engine.call import Call
 from qkv._engine.tiles import kept
 from qkv.masks import Grid, Mask
 from qkv.native import binding
-from qkv.native.binding import attend, empty, prepared, products, visibility
+from qkv.native.binding import Prepared, attend, empty, prepared, visibility
+from qkv.statistics.sums import Place, Statistics, Thumbnail, bin_size, share_of_first
+
+if TYPE_CHECKING:
+    from qkv.statistics.reduce import Request
 
 OF_QUERIES = (
     "entropy", "effective_keys", "distance", "spread", "sink", "self_", "previous", "next_", "row_sum",
@@ -44,83 +48,80 @@ def _ranges(call: Call, mass: Mapping[str, Mask]) -> dict[str, Tensor | None]:
 
 
 def attend_and_measure(
-    call: Call,
-    *,
-    output: bool,
-    mass: Mapping[str, Mask],
-    firsts: Sequence[int],
-    queries: Bool[Tensor, "b nq"] | None,
-    prefix_keys: int | None,
-    bins: tuple[int, int] | None,
-    value_norms: Float[Tensor, "b h nk"] | None,
-) -> tuple[Float[Tensor, "b h nq dv"] | None, Float[Tensor, "b h nq"], dict[str, Any]] | None:
+    call: Call, request: Request, *, output: bool
+) -> tuple[Float[Tensor, "b h nq dv"] | None, Float[Tensor, "b h nq"], Statistics] | None:
     """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
 
     None if a score or an output is not finite.
-
-    The statistics are the fields of `qkv.statistics.Statistics`; the thumbnail is a tensor of the largest and of the
-    mean weights, (2, b, h, query bins, key bins), and `bins` is the size of a bin.
     """
     b, h, n_queries, _ = call.q.shape
-    dtype = products(call.q, call.k, call.v)
-    made, n_keys = prepared(call, dtype), call.k.shape[2]
-    spans = {name: x for name, x in _ranges(call, mass).items() if x is not None}
-    ranges = None
+    made, n_keys, prefix_keys, queries = prepared(call), call.k.shape[2], request.prefix_keys, request.queries
+    spans = {name: x for name, x in _ranges(call, request.mass).items() if x is not None}
     if spans:
         batches = max(x.shape[2] for x in spans.values())
         ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans.values()])
         made.with_tensors(ranges=ranges, n_ranges=len(ranges), range_batch=0 if batches == 1 else n_queries)
-    out = empty(b, h, n_queries, call.v.shape[3], dtype=dtype) if output else None
-    all_rows = empty(len(OF_QUERIES) + sum(map(len, spans.values())) + 1, b, h, n_queries)
-    *rows, lse = all_rows.unbind()
-    heads = 1 if made.seen.cells is None else made.seen.cells.status.shape[1]
-    received, of_queries = (empty(b, h, n_keys), empty(b, heads, n_queries))
-    of_keys = empty(b, heads, n_keys)
-    prefix = None if prefix_keys is None else empty(2, b, h, prefix_keys)
-    pooled = None
-    if bins is not None:
+    if prefix_keys is not None:
+        prefix = empty(2, b, h, prefix_keys)
+        made.with_tensors(prefix=prefix, n_prefix=prefix_keys)
+    if request.bins is not None:
+        bins = bin_size(n_queries, request.bins), bin_size(n_keys, request.bins)
         pooled = empty(2, b, h, -(-n_queries // bins[0]), -(-n_keys // bins[1]))
         made.with_tensors(map=pooled, bin_q=bins[0], bin_k=bins[1])
-    norms = None if value_norms is None else value_norms.contiguous()
-    if norms is not None:
+    if request.value_norms is not None:
+        norms = request.value_norms.contiguous()
         made.with_tensors(norms=norms, ns=norms.stride()[:2])
-    counted = None if queries is None else queries.contiguous()
-    arguments = made.with_tensors(
-        counted=counted, firsts=(binding.I64 * b)(*firsts), out=out, lse=lse, rows=all_rows, received=received,
-        prefix=prefix, n_prefix=prefix_keys, visible=of_queries, visible_queries=of_keys, visible_heads=heads,
-    )  # fmt: skip
-    if not attend(arguments, call.q, call.k, dtype):
+    if queries is not None:
+        made.with_tensors(counted=queries.contiguous())
+    found = measured(made, output=output, firsts=request.firsts)
+    if found is None:
         return None
-    values: dict[str, Any] = dict(zip(OF_QUERIES, rows, strict=False))
-    if norms is None:
-        del values["first_contribution"]
-    else:
-        values["first_contribution"] = _share_of_first(values, norms, torch.tensor(firsts))
-    sums = iter(rows[len(OF_QUERIES) :])
-    masses = {name: functools.reduce(torch.add, itertools.islice(sums, len(x))) for name, x in spans.items()}
-    shown = lse if counted is None else lse.masked_fill(~counted[:, None], -torch.inf)
-    sink_mass = None
+    out, statistics = found
+    more, lse = dict[str, Any](), statistics.lse
+    assert lse is not None
+    if request.value_norms is not None:
+        whole = statistics._view("first_contribution")
+        more["first_contribution"] = share_of_first(statistics.sink, whole, norms, request.firsts)
+    if spans:
+        sums = (statistics._view(i) for i in range(len(ranges)))
+        more["mass"] = {name: functools.reduce(torch.add, itertools.islice(sums, len(x))) for name, x in spans.items()}
+    if queries is not None:
+        more["lse"] = lse.masked_fill(~queries[:, None], -torch.inf)
     if call.sink is not None:
-        sink = call.sink.to(lse.dtype).expand(b, h, n_queries)
-        sink_mass = torch.exp(sink - shown).masked_fill_((shown == -torch.inf) | (sink == -torch.inf), 0)
-    values |= {
-        "lse": shown,
-        "received": received,
-        "visible": of_queries.expand(b, h, n_queries),
-        "visible_queries": of_keys.expand(b, h, n_keys),
-        "prefix_sink_scores": None if prefix is None else prefix[0] / prefix[1].clamp(min=1),
-        "thumbnail": pooled,
-        "sink_mass": sink_mass,
-        "mass": masses,
-    }
-    return out, lse, values
+        shown, sink = more.get("lse", lse), call.sink.to(lse.dtype).expand(b, h, n_queries)
+        more["sink_mass"] = torch.exp(sink - shown).masked_fill_((shown == -torch.inf) | (sink == -torch.inf), 0)
+    if prefix_keys is not None:
+        more["prefix_sink_scores"] = prefix[0] / prefix[1].clamp(min=1)
+    if request.bins is not None:
+        more["thumbnail"] = Thumbnail(pooled[0], pooled[1], *bins)
+    vars(statistics).update(more)
+    return None if out is None else out.to(call.v.dtype), lse, statistics
 
 
-def _share_of_first(values: Mapping[str, Tensor], norms: Tensor, firsts: Tensor) -> Tensor:
-    """The first key's part of Σ_j A_ij ‖v_j‖."""
-    whole = values["first_contribution"]
-    first = values["sink"] * norms.gather(2, firsts[:, None, None].expand(*norms.shape[:2], 1))
-    return (first / torch.where(whole > 0, whole, 1.0)).clamp(max=1).masked_fill(whole == 0, 0)  # rounding
+def measured(made: Prepared, *, output: bool, firsts: Sequence[int]) -> tuple[Tensor | None, Statistics] | None:
+    """The output if it is wanted, and the statistics of every call; None if a score or an output is not finite."""
+    c = made.arguments
+    size, places = _places(c.b, c.h, made.heads, c.nq, c.nk, c.n_ranges)
+    numbers, out = empty(size), made.output() if output else None
+    start = numbers.data_ptr()
+    c.rows, c.visible_heads, c.firsts = start, made.heads, (binding.I64 * c.b)(*firsts)
+    c.lse, c.received = start + 4 * places["lse"][2], start + 4 * places["received"][2]
+    c.visible, c.visible_queries = start + 4 * places["visible"][2], start + 4 * places["visible_queries"][2]
+    return (out, Statistics._of(numbers, places)) if attend(made) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _places(
+    b: int, h: int, heads: int, n_queries: int, n_keys: int, n_ranges: int
+) -> tuple[int, dict[str | int, Place]]:
+    """How many numbers the library writes, and the sizes, strides and start of the fields of `Statistics` in them."""
+    size, places = 0, dict[str | int, Place]()
+    for name in (*OF_QUERIES, *range(n_ranges), "lse", "received", "visible", "visible_queries"):
+        n = n_keys if name in ("received", "visible_queries") else n_queries
+        own = heads if name in ("visible", "visible_queries") else h
+        places[name] = (b, h, n), (own * n, n if own == h else 0, 1), size
+        size += b * own * n
+    return size, places
 
 
 def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:

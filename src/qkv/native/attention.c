@@ -678,7 +678,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         int64_t first = s->lo[r];
         while (empty && first < s->hi[r] && !is_visible(c, s, r, first)) first++;
         s->infinite |= !is_finite(row, first < s->hi[r]);
-        c->lse[base + r] = (float)(lse * M_LN2);
+        if (c->lse) c->lse[base + r] = (float)(lse * M_LN2);
         const float w = empty ? 0 : (float)exp2(row->offset - lse);
         if (c->counted && !c->counted[batch * c->nq + query + r]) row->seen = 0;
         s->weight[r] = row->seen ? w : 0;

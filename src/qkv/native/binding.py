@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +21,19 @@ from qkv._compiled import LIBRARY, MISSING, described
 from qkv._engine.call import Call
 from qkv._engine.tiles import kept
 from qkv._engine.transforms import transformed
-from qkv.biases import ByDistance, Dense, SoftCap
+from qkv.biases import Bias, ByDistance, Dense, SoftCap
 from qkv.masks import And, Grid, Mask
 from qkv.masks.convert import MaskBits, mask_bits
 
 LARGEST_HEAD = 256
+BFLOAT16_PRODUCTS = 5  # the level of a processor that multiplies bfloat16
 FEW_ROWS = 16
 """Up to so many queries of a key head, keys and values are read in place (`decode.c`)."""
-BFLOAT16_PRODUCTS = 5  # the level of a processor that multiplies bfloat16
 LARGEST_SCORE = 1e28  # a masked pair has a score of −1e30
 LARGEST_MASK = 2**27  # bytes, one bit a pair: 32,000 queries and keys if `Mask.classify` knows nothing of the mask
 PADDING = 64  # numbers after a table of biases that the library may read
 
+CPU = torch.device("cpu")
 P, I64 = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -116,17 +118,24 @@ def unsupported_reason(call: Call) -> str | None:
     if call.sink is not None and not bool((call.sink.detach() < LARGEST_SCORE).all()):
         return "a sink logit is NaN or infinite"
     for bias in call.biases:
-        values = getattr(bias, "tensor", None)
-        if values is not None and not _is_finite(values):
+        if not bias_is_finite(bias):
             return f"the bias {type(bias).__name__} holds NaN, infinity, or numbers so large that scores overflow"
     return None
 
 
-def _is_finite(bias: Tensor) -> bool:
-    """Whether a bias is small enough to be added to scores, or −∞, which masks a pair."""
-    least, most = (float(x) for x in bias.detach().aminmax())
+def _constant(bias: Bias) -> bool:
+    """Whether the bias is finite and never changes, so that its form for the library is found once."""
+    return isinstance(bias, ByDistance) and bias._constant
+
+
+def bias_is_finite(bias: Bias) -> bool:
+    """Whether the numbers of a bias are small enough to be added to scores, or −∞, which masks a pair."""
+    values: Tensor | None = getattr(bias, "tensor", None)
+    if values is None or _constant(bias):
+        return True
+    least, most = (float(x) for x in values.detach().aminmax())
     if least == -math.inf:
-        least = float(torch.where(bias == -torch.inf, 0, bias.detach()).amin())
+        least = float(torch.where(values == -torch.inf, 0, values.detach()).amin())
     return least > -LARGEST_SCORE and most < LARGEST_SCORE
 
 
@@ -137,14 +146,15 @@ def is_finite(call: Call) -> bool:
     return largest < LARGEST_SCORE and math.isfinite(v.sum())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Prepared:
     """A call as the library takes it."""
 
     arguments: Arguments
-    seen: Visibility
     held: list[Any]
     """The tensors and arrays that pointers lead to."""
+    heads: int = 1
+    """How many heads the mask tells apart."""
 
     def with_tensors(self, **more: Any) -> Arguments:
         """The call's arguments and `more`: a tensor stands for a pointer to it, and None for none."""
@@ -154,21 +164,34 @@ class Prepared:
         self.held.append(more)
         return self.arguments
 
+    def output(self) -> Tensor:
+        """The tensor to which the output will be written."""
+        c, (q, *_) = self.arguments, self.held
+        out = torch.empty_like(q) if c.d == c.dv and q.is_contiguous() else q.new_empty((c.b, c.h, c.nq, c.dv))
+        c.out = out.data_ptr()
+        return out
 
-def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor that the library writes to, whatever torch's default dtype is."""
-    return torch.empty(shape, dtype=dtype)
+    def with_biases(self, biases: Sequence[Bias], temperature: float = 1.0) -> None:
+        """Add bound biases, before scores are divided by the temperature."""
+        known = vars(biases[0]).setdefault("native steps", {}) if len(biases) == 1 and _constant(biases[0]) else {}
+        if temperature not in known:
+            known[temperature] = _steps(biases, temperature)
+        steps, held = known[temperature]
+        self.held.extend((steps, *held))
+        self.arguments.biases, self.arguments.n_biases = ctypes.addressof(steps), len(biases)
 
 
-def _are_few(q: Tensor, k: Tensor) -> bool:
-    """Whether so few queries share a key head that keys and values are read in place."""
-    return q.shape[2] * q.shape[1] <= FEW_ROWS * k.shape[1]
+def empty(*shape: int) -> Tensor:
+    """A tensor that the library writes to, whatever the default dtype and device of torch are."""
+    return torch.empty(shape, dtype=torch.float32, device=CPU)
 
 
 def products(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     """The dtype of a call in the library: bfloat16 if that is q's, k's and v's and the processor multiplies it."""
-    given = {q.dtype, k.dtype, v.dtype} == {torch.bfloat16} and not _are_few(q, k)
-    return torch.bfloat16 if given and library().qkv_level() == BFLOAT16_PRODUCTS else torch.float32  # type: ignore[union-attr]
+    if q.dtype != torch.bfloat16 or k.dtype != q.dtype or v.dtype != q.dtype:
+        return torch.float32
+    many = q.shape[2] * q.shape[1] > FEW_ROWS * k.shape[1]
+    return q.dtype if many and library().qkv_level() == BFLOAT16_PRODUCTS else torch.float32  # type: ignore[union-attr]
 
 
 def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,31 +200,63 @@ def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.stride(3) == 1 else x.detach().contiguous()
 
 
-def prepared(call: Call, dtype: torch.dtype = torch.float32) -> Prepared:
-    """The arguments of a call for which there is no `unsupported_reason`, with products in a dtype."""
-    q, k, v = (_in_memory(x, dtype) for x in (call.q, call.k, call.v))
-    (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
+@functools.lru_cache(maxsize=256)
+def _layout(
+    band: tuple[float, float], q: Sequence[int], k: Sequence[int], v: Sequence[int], *strides: Sequence[int]
+) -> Arguments | None:
+    """The arguments for such tensors without pointers, or None if they do not fit together or are too wide."""
+    (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q, v
+    if k != (b, key_heads, n_keys, d) or v[0] != b or 0 in q or 0 in v or h % key_heads or max(d, dv) > LARGEST_HEAD:
+        return None
+    (low, high), (qs, ks, vs) = in_reach(band, n_queries + n_keys), (x[:3] for x in strides)
+    return Arguments(
+        b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv, qs=qs, ks=ks, vs=vs, low=low, high=high, bin_q=1,
+        bin_k=1,
+    )  # fmt: skip
+
+
+def of_tensors(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[float, float], dtype: torch.dtype | None = None
+) -> Prepared | None:
+    """Dot products of tensors (b, h, n, d), times `scale`, in a band; None if the library cannot take them.
+
+    They are made in `dtype`, or as `products` says.
+    """
+    dtype = products(q, k, v) if dtype is None else dtype
+    q, k, v = _in_memory(q, dtype), _in_memory(k, dtype), _in_memory(v, dtype)
+    layout = _layout(band, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    if layout is None:
+        return None
+    made = Arguments.from_buffer_copy(layout)
+    made.q, made.k, made.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    made.scale, made.threads = scale, torch.get_num_threads()
+    return Prepared(made, [q, k, v])
+
+
+def in_reach(band: tuple[float, float], far: int) -> tuple[int, int]:
+    """A band between distances that no pair has. The library allocates memory by its width, 0 if nothing is visible."""
+    low, high = math.ceil(min(max(band[0], -far), far)), math.floor(min(max(band[1], -far), far))
+    return low, max(high, low - 1)
+
+
+def prepared(call: Call, dtype: torch.dtype | None = None) -> Prepared:
+    """The arguments of a call for which there is no `unsupported_reason`; `dtype` as of `of_tensors`."""
     seen = _visibility(call)
     assert seen is not None
-    arguments = Arguments(
-        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv,
-        qs=q.stride()[:3], ks=k.stride()[:3], vs=v.stride()[:3], scale=call.factor / call.normalizer.temperature,
-        threads=torch.get_num_threads(), low=seen.band[0], high=seen.band[1], bin_q=1, bin_k=1,
-    )  # fmt: skip
-    made = Prepared(arguments, seen, [q, k, v])
+    made = of_tensors(call.q, call.k, call.v, call.factor / call.normalizer.temperature, seen.band, dtype)
+    assert made is not None
     if seen.keep is not None:
         made.with_tensors(keep=seen.keep)
     if call.sink is not None:
-        sink = call.sink.detach().float().expand(b, h, n_queries)
+        sink = call.sink.detach().float().expand(call.q.shape[:3])
         made.with_tensors(sinks=sink, ss=sink.stride())
     if seen.cells is not None:
         status = seen.cells.status
         strides = tuple(0 if n == 1 else step for n, step in zip(status.shape[:2], status.stride(), strict=False))
+        made.heads = status.shape[1]
         made.with_tensors(cells=status, bits=seen.cells.bits, cs=strides, widest=int((status != 0).sum(3).max()))
     if call.biases:
-        steps, held = _steps(call)
-        made.held.extend((steps, *held))
-        made.with_tensors(biases=ctypes.addressof(steps), n_biases=len(call.biases))
+        made.with_biases(call.biases, call.normalizer.temperature)
     return made
 
 
@@ -211,20 +266,20 @@ class _Step(ctypes.Structure):
     _fields_ = (("kind", I64), ("values", P), ("strides", I64 * 4), ("factor", ctypes.c_float))
 
 
-def _steps(call: Call) -> tuple[Any, list[Tensor]]:
-    """The biases of a call in the library's form, and their tensors."""
-    steps, held = (_Step * len(call.biases))(), list[Tensor]()
-    for step, bias in zip(steps, call.biases, strict=True):
-        step.factor = math.log2(math.e) / call.normalizer.temperature
+def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor]]:
+    """Bound biases in the library's form, and their tensors."""
+    steps, held = (_Step * len(biases))(), list[Tensor]()
+    for step, bias in zip(steps, biases, strict=True):
+        step.factor = math.log2(math.e) / temperature
         if isinstance(bias, SoftCap):
             step.kind, step.factor = 2, bias.cap * step.factor
             continue
         assert isinstance(bias, ByDistance | Dense)
-        x = bias.tensor.detach().float()
         if isinstance(bias, ByDistance):
-            x = torch.nn.functional.pad(x.flip(1), (0, PADDING))
+            x = torch.nn.functional.pad(bias.tensor.detach().float().flip(1), (0, PADDING))
             step.kind, step.strides = 0, (0, 0 if len(x) == 1 else x.stride(0), 0, 1)
         else:
+            x = bias.tensor.detach().float()
             x = x if x.shape[3] == 1 or x.stride(3) == 1 else x.contiguous()
             step.kind = 1
             step.strides = tuple(0 if n == 1 else y for n, y in zip(x.shape, x.stride(), strict=True))
@@ -235,27 +290,27 @@ def _steps(call: Call) -> tuple[Any, list[Tensor]]:
 
 def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
     """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
-    b, h, n_queries, _ = call.q.shape
-    dtype = products(call.q, call.k, call.v)
-    out, lse = empty(b, h, n_queries, call.v.shape[3], dtype=dtype), empty(b, h, n_queries)
-    made = prepared(call, dtype)  # holds the tensors that the arguments point to
-    found = attend(made.with_tensors(out=out, lse=lse), call.q, call.k, dtype)
-    return (out.to(call.v.dtype), lse) if found else None
+    made = prepared(call)
+    out, lse = made.output(), empty(*call.q.shape[:3])
+    made.with_tensors(lse=lse)
+    return (out.to(call.v.dtype), lse) if attend(made) else None
 
 
-def attend(arguments: Arguments, q: Tensor, k: Tensor, dtype: torch.dtype) -> bool:
+def attend(made: Prepared) -> bool:
     """Run the function for the dtype of the products and the number of rows that share a key head; as `run`."""
-    found: Any = library()
-    if dtype == torch.bfloat16:
-        return run(found.qkv_attend_bfloat16, arguments, q, k)
-    return run(found.qkv_decode if _are_few(q, k) else found.qkv_attend, arguments, q, k)
+    c, found = made.arguments, library()
+    assert not isinstance(found, str)
+    if made.held[0].dtype == torch.bfloat16:
+        return run(found.qkv_attend_bfloat16, c)
+    return run(found.qkv_decode if c.nq * c.h <= FEW_ROWS * c.hkv else found.qkv_attend, c)
 
 
-def run(function: Any, arguments: ctypes.Structure, q: Tensor, k: Tensor) -> bool:
+def run(function: Any, arguments: Arguments | Gradients) -> bool:
     """Call a function of the library. False if a score or an output is not finite: its results are not to be used."""
     status: int = function(arguments)
     if status == 1:
-        raise MemoryError(f"attention of {q.shape[2]} queries and {k.shape[2]} keys needs more memory than there is")
+        sizes = arguments.call if isinstance(arguments, Gradients) else arguments
+        raise MemoryError(f"attention of {sizes.nq} queries and {sizes.nk} keys needs more memory than there is")
     return status == 0
 
 
@@ -290,8 +345,7 @@ def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
             keys = of_keys if keys is None else keys & of_keys
         else:
             others.append(factor)
-    far, cells = grid.n_queries + grid.n_keys, None
-    low, high = math.ceil(min(max(low, -far), far)), math.floor(min(max(high, -far), far))
+    cells = None
     if others:
         other = functools.reduce(And, others)
         cells = kept(
@@ -301,5 +355,4 @@ def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
             return None
     if keys is not None:
         keys = keys.expand(grid.batch, grid.n_keys).contiguous()
-    # The library allocates memory by the width of the band, which is 0 if nothing is visible.
-    return Visibility((low, max(high, low - 1)), keys, cells)
+    return Visibility(in_reach((low, high), grid.n_queries + grid.n_keys), keys, cells)

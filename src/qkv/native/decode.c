@@ -234,7 +234,7 @@ static int combine(const Call *c, const Keys *u, int64_t batch, int64_t head, Ro
         while (!all.seen && first < u->hi[r] && !row_sees(c, u, r, first)) first++;
         finite &= is_finite(&all, first < u->hi[r]);
         const double lse = log_sum_exp(c, &all, batch, head + r / c->nq, r % c->nq);
-        c->lse[base + r] = (float)(lse * M_LN2);
+        if (c->lse) c->lse[base + r] = (float)(lse * M_LN2);
         const float weight = all.seen ? (float)exp2(all.offset - lse) : 0;
         u->center[r] = all.seen ? (float)(all.place / all.total + (double)(r % c->nq + c->nk - c->nq)) : 0;
         if (c->out) for (int64_t i = 0; i < c->dv; i++) {

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Call, Result, detached
+from qkv._contract import overrides
+from qkv._engine.call import Call, Result, as_mask, detached
 from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed, transforming
 from qkv.biases import Bias, ByDistance, Dense
+from qkv.masks import Grid, Mask
 from qkv.native import binding
-from qkv.native.binding import Arguments, BiasGradient, Gradients, empty, library, prepared, run
+from qkv.native.binding import CPU, BiasGradient, Gradients, Prepared, empty, library, of_tensors, prepared, run
 from qkv.partial import Partial
 
-CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR = range(4)  # as in gradients.c
 
 
@@ -46,81 +49,107 @@ def forward(call: Call) -> Result | None:
     return Result(out, lse)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
-    """Dot-product softmax attention without a `Call`, or None if `forward` would need one: bit by bit its result.
+def directly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: object, scale: float | None, *,
+    no_grad: bool = False,
+) -> Prepared | None:  # fmt: skip
+    """Dot-product softmax attention without a `Call`: its arguments, or None if a `Call` must describe it.
 
-    NaN and infinity in the inputs reach the output or the log-sum-exp of a row, and then the result is None as well.
+    The mask is a band in which each query sees its own position. A bias is one by distance, if no gradients are wanted,
+    as with `no_grad`.
     """
-    if torch.compiler.is_compiling() or not all(type(x) in PLAIN and x.ndim == 4 for x in (q, k, v)):
+    if torch.compiler.is_compiling() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return None
-    (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device == CPU:
+    if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         return None
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or isinstance(library(), str):
-        return None
-    if (dtype := binding.products(q, k, v)) != q.dtype:
-        wide = plain(q.to(dtype), k.to(dtype), v.to(dtype), causal=causal, scale=scale)
-        return None if wide is None else wide.to(q.dtype)
-    if not (k.shape == (b, key_heads, n_keys, d) and v.shape[0] == b) or 0 in q.shape or 0 in v.shape or h % key_heads:
-        return None
-    tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if max(d, dv) > binding.LARGEST_HEAD or (causal and n_queries > n_keys):
+    if not (q.is_cpu and k.is_cpu and v.is_cpu) or isinstance(library(), str):
         return None
     if transforming() or torch._C._len_torch_dispatch_stack() > 0 or torch.is_autocast_enabled("cpu"):
         return None
+    low, high = -math.inf, math.inf
+    if mask is not None:
+        if not isinstance(mask, Mask) or mask.band is None or overrides(mask, Mask, "check") or as_mask(mask) is None:
+            return None
+        low, high = mask.band
+    (n_queries, d), n_keys = q.shape[2:], k.shape[2]
+    if low > 0 or high < 0 or (mask is not None and n_queries > n_keys):
+        return None
     scale = d**-0.5 if scale is None else scale
-    found = _plain(q, k, v, causal, scale)
-    if found is None or not tracked:
-        return None if found is None else found[0]
-    out: Tensor = _Plain.apply(q, k, v, causal, scale, found)
-    return out
+    made = of_tensors(q, k, v, scale, (low, high))
+    grad = not no_grad and tracked(q, k, v)
+    if made is None or bias is None:  # NaN in a key that no query sees must not reach gradients
+        return None if grad and n_keys - n_queries > high else made
+    if not isinstance(bias, Bias) or bias.by_query or bias.value_table is not None or grad:
+        return None
+    grid = Grid(q.shape[0], q.shape[1], n_queries, n_keys, n_keys - n_queries, CPU)
+    bias.check(grid)
+    bound = bias.bound(q, grid, scale)
+    if type(bound) is not ByDistance or (tracked(bound.tensor) and not no_grad) or not binding.bias_is_finite(bound):
+        return None
+    made.with_biases((bound,))
+    return made
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, out: Tensor, lse: Tensor) -> Arguments:
-    (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q.shape, v.shape
-    return Arguments(
-        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv,
-        qs=q.stride()[:3], ks=k.stride()[:3], vs=v.stride()[:3], scale=scale, threads=torch.get_num_threads(),
-        low=0 if causal else -n_queries - n_keys, high=n_queries + n_keys, bin_q=1, bin_k=1, out=out.data_ptr(),
-        lse=lse.data_ptr(),
-    )  # fmt: skip
+def tracked(*tensors: Tensor) -> bool:
+    """Whether autograd records what is computed from the tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
-    return [x if x.stride(3) == 1 else x.contiguous() for x in tensors]
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: object, scale: float | None
+) -> Tensor | None:
+    """The output of a call that `directly` describes, else None: bit by bit that of `forward`.
 
-
-@torch.no_grad()
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
-    q, k, v = _rows_contiguous(q, k, v)
-    out, lse = empty(*q.shape[:3], v.shape[3], dtype=q.dtype), empty(*q.shape[:3])
-    return (out, lse) if binding.attend(_arguments(q, k, v, causal, scale, out, lse), q, k, q.dtype) else None
+    NaN and infinity in the inputs reach the output or the log-sum-exp of a row, and then the result is None as well.
+    """
+    made = directly(q, k, v, mask, bias, scale)
+    if made is None:
+        return None
+    if not tracked(q, k, v):
+        out = made.output()
+        if not binding.attend(made):
+            return None
+        return out if q.dtype == torch.float32 else out.to(q.dtype)
+    if made.held[0].dtype != q.dtype:
+        wide = plain(q.float(), k.float(), v.float(), mask, bias, scale)
+        return None if wide is None else wide.to(q.dtype)
+    out, lse = made.output(), empty(*q.shape[:3])
+    made.with_tensors(lse=lse)
+    if not binding.attend(made):
+        return None
+    given = made.arguments.scale, (made.arguments.low, made.arguments.high)
+    found: Tensor = _Plain.apply(q, k, v, out, lse, given)
+    return found
 
 
 class _Plain(torch.autograd.Function):
-    """The output that `_plain` found, with gradients."""
+    """The output that `plain` found, with gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, found: tuple[Tensor, Tensor]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, given: tuple[float, tuple[int, int]]
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, *found)
-        ctx.causal, ctx.scale = causal, scale
-        return found[0]
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.given = given
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, (out, lse) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        q, k, v, out, lse = ctx.saved_tensors
         with torch.no_grad():
-            q, k, v, rows, out = _rows_contiguous(*(x.float() for x in (*tensors, grad, out)))
-            grads = tuple(empty(*x.shape) for x in tensors)
+            scale, band = ctx.given
+            made = of_tensors(q, k, v, scale, band, torch.float32)
+            assert made is not None
+            rows, out = grad.float(), out.float()
+            rows = rows if rows.stride(3) == 1 else rows.contiguous()
+            grads = tuple(empty(*x.shape) for x in (q, k, v))
             scores = Gradients(
-                call=_arguments(q, k, v, ctx.causal, ctx.scale, out, lse), grad_out=rows.data_ptr(),
-                gs=rows.stride()[:3], **{f"d{name}": x.data_ptr() for name, x in zip("qkv", grads, strict=True)},
+                call=made.with_tensors(out=out, lse=lse), grad_out=rows.data_ptr(), gs=rows.stride()[:3],
+                **{f"d{name}": x.data_ptr() for name, x in zip("qkv", grads, strict=True)},
             )  # fmt: skip
-            run(library().qkv_gradients, scores, q, k)  # type: ignore[union-attr]
-            grads = tuple(x.to(grad.dtype) for x in grads)
-        return *kernel_once_differentiable("native", grads, (*tensors, grad)), None, None, None
+            run(library().qkv_gradients, scores)  # type: ignore[union-attr]
+        grads = tuple(x.to(q.dtype) for x in grads)
+        return *kernel_once_differentiable("native", grads, (q, k, v, grad)), None, None, None
 
 
 def gradients_of(
@@ -144,7 +173,7 @@ def gradients_of(
         wanted: names of tensors of the call.
         **more: fields of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
     """
-    made = prepared(call)
+    made = prepared(call, torch.float32)
     tensors = {"lse": lse.float().contiguous(), "out": None if out is None else out.float().contiguous()}
     if grad is not None:
         grad = grad.float()
@@ -168,7 +197,7 @@ def gradients_of(
         **{name: x.data_ptr() for name, x in given.items()},
         **{"dsinks" if name == "sink" else f"d{name}": x.data_ptr() for name, x in found.items()},
     )
-    run(library().qkv_gradients, scores, call.q, call.k)  # type: ignore[union-attr]
+    run(library().qkv_gradients, scores)  # type: ignore[union-attr]
     if call.sink is not None:
         found["sink"] = found["sink"].sum_to_size(call.sink.shape)
     return found | {f"bias {i} tensor": x.gradient(call.normalizer.temperature) for i, x in sums.items()}
@@ -184,13 +213,13 @@ class BiasSums:
         self.by_distance = isinstance(bias, ByDistance)
         self.in_order = False
         if isinstance(bias, ByDistance):
-            kind, self.sums = ALONG_DIAGONALS, torch.zeros(b, h, self.shape[1], dtype=torch.float64)
+            kind, self.sums = ALONG_DIAGONALS, torch.zeros(b, h, self.shape[1], dtype=torch.float64, device=CPU)
         elif self.shape[3] < n_keys or n_keys == 1:
-            kind, self.sums = BY_ROW, torch.zeros(b, h, n_queries, 1, dtype=torch.float64)
+            kind, self.sums = BY_ROW, torch.zeros(b, h, n_queries, 1, dtype=torch.float64, device=CPU)
         elif self.shape[2] < n_queries or n_queries == 1:
-            kind, self.sums = BY_KEY, torch.zeros(b, h, 1, n_keys, dtype=torch.float64)
+            kind, self.sums = BY_KEY, torch.zeros(b, h, 1, n_keys, dtype=torch.float64, device=CPU)
         else:
-            kind, self.sums = BY_PAIR, torch.zeros(self.shape, dtype=torch.float32)
+            kind, self.sums = BY_PAIR, torch.zeros(self.shape, dtype=torch.float32, device=CPU)
             self.in_order = self.shape[:2] != (b, h)
             of_batch, of_head, of_query, _ = self.sums.stride()
             strides = (of_batch if self.shape[0] == b else 0, of_head if self.shape[1] == h else 0, of_query)

@@ -17,17 +17,9 @@ ROWS = {"entropy": "entropy", "effective_keys": "effective", "distance": "distan
 
 
 def statistics_gradients(
-    call: Call,
-    values: Mapping[str, Tensor],
-    grads: Mapping[str, Tensor],
-    *,
-    lse: Tensor,
-    mass: Tensor,
-    masks: Mapping[str, Mask],
-    firsts: Sequence[int],
-    queries: Tensor | None,
-    wanted: Collection[str],
-) -> dict[str, Tensor] | None:
+    call: Call, values: Mapping[str, Tensor], grads: Mapping[str, Tensor], *, lse: Tensor, mass: Tensor,
+    masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, wanted: Collection[str],
+) -> dict[str, Tensor] | None:  # fmt: skip
     """Gradients of q, k, the sink and the biases in `wanted`, or None if the library cannot compute them.
 
     Args:
@@ -46,7 +38,7 @@ def statistics_gradients(
     parts, grad_masses, masses = list[Tensor](), list[Tensor](), list[Tensor]()
     position = call.grid.rows(0, call.grid.n_queries)
     keys = {name: (position + offset)[None] for name, offset in NEAR.items()}
-    keys["sink"] = torch.tensor(firsts)[:, None].expand(-1, call.grid.n_queries)
+    keys["sink"] = torch.tensor(firsts, device=binding.CPU)[:, None].expand(-1, call.grid.n_queries)
     for name, grad in grads.items():
         if name in keys:
             found: Tensor | None = torch.stack((keys[name], keys[name] + 1))[None]

@@ -23,19 +23,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv import native
-from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, detached
+from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, detached, dot_softmax
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import attention, ring, serve_shared, tiled, watching
 from qkv.masks import Grid, Mask
+from qkv.native import kernel as native_kernel
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, add_statistics
-from qkv.statistics.sums import Statistics, Sums, Thumbnail, bin_size
+from qkv.statistics.sums import Statistics, Sums, share_of_first
 from qkv.statistics.triton import host as triton
 
 ARGUMENTS = (
@@ -114,15 +115,16 @@ def measure(
     """
     if unknown:
         refuse_unknown("measure", unknown, ARGUMENTS)
+    if not (differentiable or mass or statistics or (type(first), first) != (int, 0)) and (
+        queries is None and prefix_keys is None and bins is None and group is None
+    ):
+        found = directly(q, k, k if v is None else v, mask, bias, score, normalizer, output=False)
+        if found is not None:
+            return found[1]
     options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
     detached_options: dict[str, Any] = {"prefix_keys": prefix_keys, "bins": bins, "statistics": statistics}
     if differentiable:
-        for name, value in (
-            ("prefix_keys", prefix_keys),
-            ("bins", bins),
-            ("statistics", statistics or None),
-            ("group", group),
-        ):
+        for name, value in (detached_options | {"statistics": statistics or None, "group": group}).items():
             if value is not None:
                 raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
@@ -146,6 +148,20 @@ def measure(
             if differentiable:
                 return form.all_back(with_gradients(call, _measure_call, **options))
             return form.all_back(measured(call, **detached_options, **options)[-1])
+
+
+def directly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
+    score: Score | None, normalizer: Normalizer | None, *, output: bool = True,
+) -> tuple[Tensor | None, Statistics] | None:  # fmt: skip
+    """The output, if it is wanted, and the statistics of a call that needs no `Call` and no gradients, else None."""
+    if not isinstance(q, Tensor) or (plain := dot_softmax(score, normalizer, q, bias)) is None or plain[1] is not None:
+        return None
+    made = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
+    if made is None or (output and native_kernel.tracked(q, k, v)):
+        return None
+    found = native.measured(made, output=output, firsts=[0] * q.shape[0])
+    return found if found is None or found[0] is None or v.dtype == torch.float32 else (found[0].to(v.dtype), found[1])
 
 
 def _measure_call(call: Call, **options: Any) -> tuple[RowState, Statistics]:
@@ -219,7 +235,7 @@ def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None
 
     On CPU it is the native library; the Triton kernels are only run there by tests.
     """
-    by, way = (native, _by_native) if call.q.device.type == "cpu" else (triton, _by_triton)
+    by, way = (native, native.attend_and_measure) if call.q.device.type == "cpu" else (triton, _by_triton)
     if by.unsupported_reason(call, request.mass, request.statistics):
         return None
     return way(call, request, output=output)
@@ -236,23 +252,6 @@ def engine(call: Call) -> str:
         return native.binding.description()
     why = native.unsupported_reason(call, request.mass, request.statistics)
     return f"tiles of tensor operations: {why}" if why else native.binding.description()
-
-
-def _by_native(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
-    """The same by the native library; None if a score or an output is not finite."""
-    n_queries, n_keys = call.q.shape[2], call.k.shape[2]
-    bins = None if request.bins is None else (bin_size(n_queries, request.bins), bin_size(n_keys, request.bins))
-    result = native.attend_and_measure(
-        call, output=output, bins=bins, mass=request.mass, firsts=request.firsts, queries=request.queries,
-        prefix_keys=request.prefix_keys, value_norms=request.value_norms,
-    )  # fmt: skip
-    if result is None:
-        return None
-    out, lse, found = result
-    if bins is not None:
-        largest, mean = found["thumbnail"]
-        found["thumbnail"] = Thumbnail(largest, mean, *bins)
-    return None if out is None else out.to(call.v.dtype), lse, Statistics(**found)
 
 
 def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
@@ -286,11 +285,7 @@ def _with_contribution(
     statistics: Statistics, contributions: Tensor, value_norms: Tensor, firsts: Sequence[int]
 ) -> Statistics:
     """Add the first key's part of `contributions`, which are Σ_j A_ij ‖v_j‖; 0 in rows without any."""
-    at = torch.tensor(firsts, device=value_norms.device)[:, None, None]
-    first = value_norms.gather(2, at.expand(*value_norms.shape[:2], 1))
-    found = statistics.sink * first.to(statistics.sink)
-    share = (found / torch.where(contributions > 0, contributions, 1.0)).clamp(max=1)  # rounding
-    return replace(statistics, first_contribution=share.masked_fill(contributions == 0, 0).to(found.dtype))
+    return replace(statistics, first_contribution=share_of_first(statistics.sink, contributions, value_norms, firsts))
 
 
 def _softmax_row_sum(statistics: Statistics) -> Tensor:
@@ -308,18 +303,11 @@ def _contributions(call: Call, value_norms: Tensor) -> Tensor:
 
 
 def checked(
-    call: Call,
-    grid: Grid,
-    *,
-    mass: Mapping[str, Mask] | None = None,
-    first: int | Int[Tensor, " b"] = 0,
-    queries: Bool[Tensor, "b nq"] | None = None,
-    prefix_keys: int | None = None,
-    bins: int | None = None,
-    statistics: Sequence[Statistic] = (),
-    value_norms: Float[Tensor, "b h nk"] | None = None,
+    call: Call, grid: Grid, *, mass: Mapping[str, Mask] | None = None, first: int | Int[Tensor, " b"] = 0,
+    queries: Bool[Tensor, "b nq"] | None = None, prefix_keys: int | None = None, bins: int | None = None,
+    statistics: Sequence[Statistic] = (), value_norms: Float[Tensor, "b h nk"] | None = None,
     shared: Shared | None = None,
-) -> Request:
+) -> Request:  # fmt: skip
     """The options of `measure`, checked."""
     mass = dict(mass) if mass else {}
     b = len(call.q)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -53,6 +54,9 @@ def _pairs_of_bins(
         for n, size in ((n_queries, query_bin), (n_keys, key_bin))
     )
     return (queries[:, None] * keys).to(device, dtype)
+
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int]  # the sizes, the strides and the start of a field in numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +119,26 @@ class Statistics:
     """‖A_i1 v_1‖ / Σ_j ‖A_ij v_j‖, the first key's part of what the values add; a profile measures it, `measure` does
     not."""
 
+    @classmethod
+    def _of(cls, numbers: Tensor, places: Mapping[Any, Place]) -> Statistics:
+        """The statistics in one tensor of numbers; a field becomes a tensor when it is first read."""
+        made = cls.__new__(cls)
+        vars(made).update(_numbers=numbers, _places=places, mass={}, own={})
+        vars(made)["row_sum"] = made._view("row_sum")  # `__getattr__` is not asked for fields with a default
+        return made
+
+    def _view(self, name: str | int) -> Tensor:
+        found: Tensor = vars(self)["_numbers"].as_strided(*vars(self)["_places"][name])
+        return found
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name not in vars(self).get("_places", ()):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            found = vars(self)[name] = self._view(name)
+            return found
+
     def named(self, name: str) -> Float[Tensor, "b h n"] | None:
         """A statistic or a mass by its name; None if it was not measured."""
         for values in (self.own, self.mass):
@@ -145,13 +169,9 @@ class Sums:
     OF_QUERIES = ("sink", "self_", "previous", "next_", "visible")
 
     def __init__(
-        self,
-        call: Call,
-        mass: Mapping[str, Mask],
-        prefix_keys: int | None,
-        bins: int | None,
+        self, call: Call, mass: Mapping[str, Mask], prefix_keys: int | None, bins: int | None,
         statistics: Sequence[Statistic] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         b, h, n_queries, _ = call.q.shape
         n_keys = call.k.shape[2]
         zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.float64)
@@ -211,26 +231,14 @@ class Sums:
             prefix = (prefix[0] / prefix[1].clamp(min=1)).to(at_least_float32(call.q.dtype))
         dtype = at_least_float32(call.q.dtype)
         sink, self_, previous, next_, visible = self.by_query[len(self.OF_SHAPE) :].to(dtype).unbind()
+        spread = (self.offset2 / total - mean * mean).clamp(min=0).sqrt()
         return Statistics(
-            lse=lse,
-            entropy=entropy.to(dtype),
-            sink=sink,
-            self_=self_,
-            previous=previous,
-            next_=next_,
-            distance=(self.distance / total).clamp(min=0).to(dtype),
-            spread=(self.offset2 / total - mean * mean).clamp(min=0).sqrt().to(dtype),
-            effective_keys=torch.where(nonempty, total * total / squares, 0.0).to(dtype),
-            received=self.received.to(dtype),
-            visible=visible,
-            visible_queries=self.visible_queries.to(dtype),
-            prefix_sink_scores=prefix,
-            thumbnail=self.thumbnail(call.q.shape[2], call.k.shape[2]),
-            sink_mass=sink_mass,
-            mass={name: value.to(dtype) for name, value in self.mass.items()},
-            own={s.name: s.finish(x, self.total).to(dtype) for s, x in self.user_statistics.items()},
-            row_sum=self.total.to(dtype),
-        )
+            lse, entropy.to(dtype), sink, self_, previous, next_, (self.distance / total).clamp(min=0).to(dtype),
+            spread.to(dtype), torch.where(nonempty, total * total / squares, 0.0).to(dtype), self.received.to(dtype),
+            visible, self.visible_queries.to(dtype), prefix, self.thumbnail(call.q.shape[2], call.k.shape[2]),
+            sink_mass, {name: value.to(dtype) for name, value in self.mass.items()},
+            {s.name: s.finish(x, self.total).to(dtype) for s, x in self.user_statistics.items()}, self.total.to(dtype),
+        )  # fmt: skip
 
 
 def _sink_mass(call: Call, rows: RowState) -> Tensor:
@@ -338,6 +346,13 @@ class RowSums:
                 signed_offset - row * signed,
             )
         )
+
+
+def share_of_first(sink: Tensor, contributions: Tensor, norms: Tensor, firsts: Sequence[int]) -> Tensor:
+    """The first key's part of `contributions`, which are Σ_j A_ij ‖v_j‖; 0 in rows without any."""
+    at = torch.tensor(firsts, device=norms.device)[:, None, None].expand(*norms.shape[:2], 1)
+    share = sink * norms.gather(2, at).to(sink) / torch.where(contributions > 0, contributions, 1.0)
+    return share.clamp(max=1).masked_fill(contributions == 0, 0).to(sink.dtype)  # rounding
 
 
 def bin_size(length: int, bins: int) -> int:
