@@ -239,6 +239,17 @@ def _certain(exact: Run, samples: list[Run]) -> Tensor:
         # The best score must exceed the next by more than the rounding error.
         best, after = final.topk(2, -1).values.unbind(-1)
         certain &= (after == -torch.inf) | (best - after > CLEAR * _error(exact, samples))
+    if exact.found.level is not None:
+        # Rounding may change weights by a factor of e or more; then few samples do not show the largest change.
+        highest = final.argmax(-1, keepdim=True)
+
+        def below(run: Run) -> Tensor:
+            found = run.found.final.detach()
+            return torch.nan_to_num(found.gather(-1, highest) - found, nan=torch.inf)
+
+        want = below(exact)
+        off = torch.stack([torch.where(want.isfinite(), below(run) - want, 0.0).abs() for run in samples]).amax(0)
+        certain &= ~((off > 1) & (want < CLEAR * off)).any(-1)
     if total is not None:
         # A sum of terms of both signs, or of few small weights, may be mostly rounding error; a tiny one may underflow.
         certain &= total.detach().abs() > SMALLEST_SUM
