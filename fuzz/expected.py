@@ -194,6 +194,9 @@ class Expected:
         if name == "measure entropy":
             # Logarithms of weights are differences of scores and the level, which cancel.
             tolerance = tolerance + 8 * eps * (1 + self._largest_logarithm()) + MARGIN * scale * self._error
+        if name == "measure effective_keys":
+            # The error of a sum of equal numbers grows with their number, and drawn errors of equal weights cancel.
+            tolerance = tolerance + want * eps * self.case.shape.nk
         if name == "measure distance":
             # Moments about the centre of a tile cancel.
             tolerance = tolerance + 8 * eps * (self.case.shape.nq + self.case.shape.nk)
