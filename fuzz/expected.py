@@ -197,6 +197,9 @@ class Expected:
         if name == "measure entropy":
             # Logarithms of weights are differences of scores and the level, which cancel.
             tolerance = tolerance + 8 * eps * (1 + self._largest_logarithm()) + MARGIN * scale * self._error
+        if name == "measure effective_keys":
+            # The error of a sum of equal numbers grows with their number, and drawn errors of equal weights cancel.
+            tolerance = tolerance + want * eps * self.case.shape.nk
         if name == "measure distance":
             # Moments about the centre of a tile cancel.
             tolerance = tolerance + 8 * eps * (self.case.shape.nq + self.case.shape.nk)
@@ -251,6 +254,17 @@ def _certain(exact: Run, samples: list[Run]) -> Tensor:
         # The best score must exceed the next by more than the rounding error.
         best, after = final.topk(2, -1).values.unbind(-1)
         certain &= (after == -torch.inf) | (best - after > CLEAR * _error(exact, samples))
+    if exact.found.level is not None:
+        # Rounding may change weights by a factor of e or more; then few samples do not show the largest change.
+        highest = final.argmax(-1, keepdim=True)
+
+        def below(run: Run) -> Tensor:
+            found = run.found.final.detach()
+            return torch.nan_to_num(found.gather(-1, highest) - found, nan=torch.inf)
+
+        want = below(exact)
+        off = torch.stack([torch.where(want.isfinite(), below(run) - want, 0.0).abs() for run in samples]).amax(0)
+        certain &= ~((off > 1) & (want < CLEAR * off)).any(-1)
     if total is not None:
         # A sum of terms of both signs, or of few small weights, may be mostly rounding error; a tiny one may underflow.
         certain &= total.detach().abs() > SMALLEST_SUM

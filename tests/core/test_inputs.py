@@ -59,6 +59,14 @@ def test_numpy_inputs_give_numpy_results(shape: tuple[int, ...]) -> None:
         attend(x, x[0], x)
 
 
+def test_numpy_inputs_under_autocast_give_the_numbers_of_tensors() -> None:
+    x = rand(1, 2, 5, 4).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, want = attend(*[x.numpy()] * 3), attend(x, x, x)
+    assert want.dtype == torch.bfloat16  # NumPy has no such dtype, so the numbers come in float32
+    assert np.allclose(found, want.float().numpy(), rtol=2**-6, atol=2**-9)
+
+
 TRANSLATED = {  # the name of another library, and the name of ours that its error gives
     "is_causal": "mask=qkv.masks.Causal()", "scale": "qkv.scores.Dot(scale)", "attn_mask": "mask=",
     "dropout": "dropout_p=", "enable_gqa": "grouped-query",

@@ -14,6 +14,7 @@ import qkv
 from conftest import close, rand, triple
 from own_objects import HEADS, Manhattan, Square
 from qkv import attend, biases, features, measure, normalizers, scores
+from qkv._contract import learned_tensors
 from qkv.masks import Causal, Dense, Document, Padding, Window
 
 
@@ -22,19 +23,60 @@ def of_scores(values: list[float], dtype: torch.dtype = torch.float32) -> tuple[
     return torch.ones(1, 1, 1, 1, dtype=dtype), torch.tensor(values, dtype=dtype)[None, None, :, None]
 
 
+class Exponential(normalizers.Pointwise):
+    """e^(rate · s), with a learned rate for each head, and its logarithm."""
+
+    divide = "sum"
+
+    def __init__(self, rate: Tensor) -> None:
+        self.rate = rate
+
+    def weight(self, scores: Tensor) -> Tensor:
+        return torch.exp(self.rate * scores)
+
+    def log_weight(self, scores: Tensor) -> Tensor:
+        return self.rate * scores
+
+
+BY_THEIR_SUM = {
+    "elu": normalizers.EluPlusOne("sum"),
+    "sigmoid": normalizers.Sigmoid(divide="sum"),
+    "learned sigmoid at another temperature": normalizers.Sigmoid(
+        torch.tensor([-0.25], requires_grad=True), divide="sum"
+    ).with_temperature(0.5),
+    "own": Exponential(torch.ones(1, 1, 1, requires_grad=True)),
+}
+
+
+@pytest.mark.parametrize("normalizer", BY_THEIR_SUM.values(), ids=BY_THEIR_SUM)
 @pytest.mark.parametrize("low", [-17.0, -60.0, -100.0, -200.0])
-def test_elu_plus_one_divided_by_its_sum_neither_cancels_nor_underflows(low: float) -> None:
-    q, k = (x.requires_grad_() for x in of_scores([low, low - 1]))
+def test_weights_divided_by_their_sum_neither_cancel_nor_underflow(
+    low: float, normalizer: normalizers.Pointwise
+) -> None:
+    temperature = normalizer.temperature
+    q, k = (x.requires_grad_() for x in of_scores([low * temperature, (low - 1) * temperature]))
     v, share = torch.tensor([1.0, 0.0])[None, None, :, None], 1 / (1 + math.exp(-1))
-    asked: dict[str, Any] = {"score": scores.Dot(1.0), "normalizer": normalizers.EluPlusOne("sum")}
+    asked: dict[str, Any] = {"score": scores.Dot(1.0), "normalizer": normalizer}
+    learned = list(learned_tensors(normalizer).values())
     for kernel in ("eager", "tiled"):
         out = attend(q, k, v, kernel=kernel, **asked)
         assert out.item() == pytest.approx(share, rel=2e-5)
-        (slope,) = torch.autograd.grad(out, k)
-        assert slope.flatten().tolist() == pytest.approx([share * (1 - share), -share * (1 - share)], rel=2e-5)
+        slope, *of_learned = torch.autograd.grad(out, [k, *learned])
+        want = share * (1 - share)
+        assert (temperature * slope).flatten().tolist() == pytest.approx([want, -want], rel=2e-5)
+        if isinstance(normalizer, Exponential):
+            assert of_learned[0].item() == pytest.approx(want, rel=1e-3)
     found = measure(q, k, **asked)
     assert found.effective_keys.item() == pytest.approx(1 / (share**2 + (1 - share) ** 2), rel=1e-5)
     assert found.lse is None
+
+
+def test_fully_masked_rows_of_weights_divided_by_their_sum_are_0() -> None:
+    q, k = of_scores([-200.0, -201.0])
+    asked: dict[str, Any] = {"mask": Dense(torch.zeros(1, 2, dtype=torch.bool)), "score": scores.Dot(1.0)}
+    for kernel in ("eager", "tiled"):
+        for normalizer in BY_THEIR_SUM.values():
+            assert attend(q, k, k, kernel=kernel, normalizer=normalizer, **asked).item() == 0
 
 
 def test_elu_plus_one_keeps_the_digits_of_small_weights() -> None:

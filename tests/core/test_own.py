@@ -141,6 +141,12 @@ def test_an_overriding_subclass_loses_inherited_shortcuts(argument: str, made: A
             close(x, y, eps=512)
 
 
+def test_an_overriding_bias_is_not_computed_by_its_inherited_form() -> None:
+    changed = [made for argument, made, _ in OVERRIDING if argument == "bias"]
+    assert [bias.form for bias in changed] == [None, None]
+    assert [bias.form for bias in (biases.Dense(TABLE), biases.SoftCap(2.0))] == ["tensor", "cap"]
+
+
 # --- learned tensors --------------------------------------------------------------------------------------------------
 
 
@@ -152,9 +158,16 @@ def test_a_learned_tensor_in_a_closure_selects_the_eager_kernel() -> None:
         def weight(self, scores: Tensor) -> Tensor:
             return torch.sigmoid(scores * hidden)
 
-    found = qkv.plan(q, k, v, normalizer=Closure())
-    assert found.kernel == "eager"
-    assert "not among its attributes" in found.rejected["tiled"]
+    class Logarithm(Closure):
+        divide = "sum"
+
+        def log_weight(self, scores: Tensor) -> Tensor:
+            return nn.functional.logsigmoid(scores * hidden)
+
+    for normalizer in (Closure(), Logarithm()):
+        found = qkv.plan(q, k, v, normalizer=normalizer)
+        assert found.kernel == "eager"
+        assert f"{type(normalizer).__name__} uses a tensor" in found.rejected["tiled"]
     (got,) = torch.autograd.grad(attend(q, k, v, normalizer=Closure()).sum(), hidden)
     weights = torch.sigmoid(hidden * (q @ k.repeat_interleave(2, 1).mT / 6**0.5))
     (want,) = torch.autograd.grad((weights @ v.repeat_interleave(2, 1)).sum(), hidden)

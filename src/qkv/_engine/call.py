@@ -16,6 +16,7 @@ from torch import Tensor
 from qkv._contract import overrides, unlisted_tensor
 from qkv._packages import user_frame
 from qkv.biases import Additive, Bias
+from qkv.biases import Dense as DenseBias
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.convert import block_visibility
@@ -99,9 +100,13 @@ class Call:
         for bias in biases:
             bias.require()
         shift, divisor = _shift_and_divisor(normalizer, mask, grid, q)
-        if _by_logarithms(normalizer):
+        if getattr(normalizer, "divide", None) == "sum" and overrides(normalizer, Pointwise, "log_weight"):
             assert isinstance(normalizer, Pointwise)
-            biases, normalizer = (*biases, LogWeight(normalizer)), Softmax()
+            # Weights divided by their sum are the softmax of their logarithms, which do not underflow.
+            if shift is not None:
+                biases = (*biases, DenseBias(shift[..., None] * normalizer.temperature))
+            kind = LogWeight if normalizer.by_head else LogWeightOfScore
+            biases, normalizer, shift = (*biases, kind(normalizer)), Softmax(), None
         learned = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
         if isinstance(score, Pairwise):
             learned |= {f"score {name}": x for name, x in score.tensors().items()}
@@ -216,44 +221,49 @@ class LogWeight(Bias):
 
     normalizer: Pointwise
     by_score = True
-    by_head = False
 
-    def apply(self, scores: Tensor, region: Region) -> Tensor:
-        return self.normalizer.log_weight(scores / self.normalizer.temperature)
+    def apply(self, scores: Tensor, region: Region | None) -> Tensor:
+        masked = scores == -torch.inf
+        logs = self.normalizer.log_weight(scores.masked_fill(masked, 0) / self.normalizer.temperature)
+        return logs.masked_fill(masked, -torch.inf)
 
     def gradients(
         self, before: Tensor, region: Region, slope: Tensor, learned: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
+        if learned or not overrides(self.normalizer, Pointwise, "slope_of_log"):
+            return super().gradients(before, region, slope, learned)
         temperature = self.normalizer.temperature
         return (slope * self.normalizer.slope_of_log(before / temperature) / temperature,)
 
-    def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return self.normalizer.log_weight(score / self.normalizer.temperature)
-
     def tensors(self) -> dict[str, Tensor]:
-        return {}
+        return self.normalizer.tensors()
 
 
-def _by_logarithms(normalizer: Normalizer) -> bool:
-    """Whether weights divided by their sum can be computed as the softmax of their logarithms, without underflow."""
-    return (
-        isinstance(normalizer, Pointwise)
-        and normalizer.divide == "sum"
-        and all(overrides(normalizer, Pointwise, name) for name in ("log_weight", "slope_of_log"))
-        and not (overrides(normalizer, Pointwise, "shift") or normalizer.tensors())
-    )
+class LogWeightOfScore(LogWeight):
+    """ln w(s) of a normalizer without parameters by head, which can thus be called for a single score."""
+
+    by_head = False
+
+    def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.apply(score, None)
 
 
 def user_defined(thing: object) -> bool:
     """Whether an object's class is defined outside this package: its methods may use tensors that it does not list."""
+    thing = _definer(thing)
     return thing is not None and not type(thing).__module__.startswith("qkv.")
+
+
+def _definer(thing: object) -> object:
+    """The object whose methods compute a thing: the normalizer of its logarithms, else the thing itself."""
+    return thing.normalizer if isinstance(thing, LogWeight) else thing
 
 
 def _closed_over(thing: object, result: Tensor, listed: Mapping[str, Tensor]) -> str | None:
     if not unlisted_tensor(result, listed):
         return None
     return (
-        f"{type(thing).__name__} uses a tensor that requires a gradient and is not among its attributes; "
+        f"{type(_definer(thing)).__name__} uses a tensor that requires a gradient and is not among its attributes; "
         "only autograd through all scores (kernel='eager') differentiates it"
     )
 

@@ -63,7 +63,9 @@ class Form:
     def back(self, x: Tensor) -> Any:
         """A result (batch, heads, …) in the form of the inputs."""
         x = x[0, 0] if self.ndim == 2 else x[:, 0] if self.ndim == 3 else x
-        return x.detach().numpy() if self.array else x
+        if not self.array:
+            return x
+        return (x.float() if x.dtype == torch.bfloat16 else x).detach().numpy()  # NumPy has no bfloat16
 
     def returned(self, x: Any) -> Any:
         """A tensor or a dataclass of tensors in the form of the inputs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,8 @@ from torch import Tensor
 from qkv._contract import Definition, gradients_of, learned_tensors, overrides, require
 from qkv.errors import InputError
 from qkv.masks import Grid, Region
+
+Form = Literal["distance", "tensor", "cap"]
 
 
 class Bias(Definition):
@@ -33,13 +35,16 @@ class Bias(Definition):
     (2.0, 1.0)
     """
 
-    definitions: ClassVar = {"apply": ("apply_", "at", "gradients", "by_score", "by_head", "part")}
+    definitions: ClassVar = {"apply": ("apply_", "at", "gradients", "by_score", "by_head", "part", "form")}
     by_score = False
     """Whether the bias depends on the score alone, not on the positions of its query and key."""
     by_head = True
     """Whether the bias may have per-head parameters. `apply` then always gets all query heads."""
     by_distance: Tensor | None = None
     """The bias by distance, (heads or 1, nq + nk − 1), if the bound bias depends on nothing else: see `ByDistance`."""
+    form: Form | None = None
+    """What compiled kernels compute without calling a method: the tensor of a bound `ByDistance` or `Dense`, or the cap
+    of a `SoftCap`; None for every other bias."""
     value_table: Tensor | None = None
     """Vectors added to the values by clipped distance, (heads, 2 reach + 1, dv): see `RelativePosition`."""
 
@@ -119,10 +124,13 @@ class Additive(Bias):
     """
 
     definitions: ClassVar = {
-        "tile": ("at", "gradients", "by_distance", "by_head", "part", "tensors", "with_tensors", "add_gradient")
-    }
+        "tile": (
+            "at", "gradients", "by_distance", "by_head", "part", "form", "tensors", "with_tensors", "add_gradient",
+        )
+    }  # fmt: skip
     by_head = True
     by_distance = None
+    form: Form | None = None
     add_gradient: Callable[[Tensor, Region, Tensor], None] | None = None
     """``add_gradient(total, region, slope)`` adds the gradient of the bias's only tensor to `total`, of its shape."""
 

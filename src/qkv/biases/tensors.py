@@ -28,6 +28,7 @@ class Dense(TensorBias):
     3.0
     """
 
+    form = "tensor"
     tensor: Float[Tensor, "..."]
     ndim: int = field(init=False, repr=False)  # number of dimensions of the tensor as passed
 
@@ -80,6 +81,7 @@ class ByDistance(TensorBias):
     [[1.0, 0.0], [2.0, 1.0]]
     """
 
+    form = "distance"
     tensor: Float[Tensor, "h distances"]
     n_keys: int | None = None  # set by `bound`
     by_query = False
@@ -199,6 +201,7 @@ class SoftCap(Bias):
     2.0
     """
 
+    form = "cap"
     cap: float
     by_score = True
     by_head = False

@@ -120,7 +120,12 @@ def editing(editor: Editor | None) -> Iterator[None]:
 
 def watched() -> bool:
     """Whether a watcher or an editor is active. Inside compiled code, calls are neither watched nor edited."""
-    return not torch.compiler.is_compiling() and (_SERVER.get() is not None or _EDITOR.get() is not None)
+    return not torch.compiler.is_compiling() and (_SERVER.get() is not None or edited())
+
+
+def edited() -> bool:
+    """Whether an editor is active, which may change the result of every call."""
+    return _EDITOR.get() is not None
 
 
 def opaque(function: F) -> F:

@@ -6,6 +6,7 @@ libraries count queries from row 0; qkv counts positions among the keys. The tab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -256,6 +257,23 @@ def _drawn(keys: Tensor) -> Visible:
         return drawn_pairs
 
     return visible
+
+
+def parts(mask: Mask | None, grid: Grid) -> tuple[tuple[float, float], Bool[Tensor, "#b nk"] | None, tuple[Mask, ...]]:
+    """The band, the visible keys (None for all) and the other masks, of which a mask is the intersection.
+
+    Compiled kernels compute the band and the keys by themselves.
+    """
+    low, high, keys, others = -math.inf, math.inf, None, []
+    for factor in () if mask is None else mask.factors():
+        of_keys = factor.key_mask(grid)
+        if factor.band is not None:
+            low, high = max(low, factor.band[0]), min(high, factor.band[1])
+        elif of_keys is not None:
+            keys = of_keys if keys is None else keys & of_keys
+        else:
+            others.append(factor)
+    return (low, high), keys, tuple(others)
 
 
 @dataclass(frozen=True, eq=False)

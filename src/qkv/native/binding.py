@@ -21,9 +21,10 @@ from qkv._compiled import LIBRARY, MISSING, described
 from qkv._engine.call import Call
 from qkv._engine.tiles import kept
 from qkv._engine.transforms import transformed
-from qkv.biases import Bias, ByDistance, Dense, SoftCap
+from qkv.biases import Bias, ByDistance, SoftCap
+from qkv.biases.base import TensorBias
 from qkv.masks import And, Grid, Mask
-from qkv.masks.convert import MaskBits, mask_bits
+from qkv.masks.convert import MaskBits, mask_bits, parts
 
 LARGEST_HEAD = 256
 BFLOAT16_PRODUCTS = 5  # the level of a processor that multiplies bfloat16
@@ -105,7 +106,7 @@ def unsupported_reason(call: Call) -> str | None:
     if call.values is not None or call.dropout_p or call.shift is not None:
         return "values that depend on the distance, dropout and shifts are not a part of the native library"
     for bias in call.biases:
-        if type(bias) not in (ByDistance, Dense, SoftCap):
+        if bias.form is None:
             return f"the bias {type(bias).__name__} is not one by distance, a tensor, or a soft cap"
     if transformed(call) or torch._C._len_torch_dispatch_stack() > 0:
         return "it computes no derivatives, and needs tensors in memory"
@@ -274,8 +275,8 @@ def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor
         if isinstance(bias, SoftCap):
             step.kind, step.factor = 2, bias.cap * step.factor
             continue
-        assert isinstance(bias, ByDistance | Dense)
-        if isinstance(bias, ByDistance):
+        assert isinstance(bias, TensorBias)
+        if bias.form == "distance":
             x = torch.nn.functional.pad(bias.tensor.detach().float().flip(1), (0, PADDING))
             step.kind, step.strides = 0, (0, 0 if len(x) == 1 else x.stride(0), 0, 1)
         else:
@@ -336,15 +337,7 @@ def _visibility(call: Call) -> Visibility | None:
 
 def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
     """The parts of a mask; None if its bits need too much memory."""
-    low, high, keys, others = -math.inf, math.inf, None, list[Mask]()
-    for factor in () if mask is None else mask.factors():
-        of_keys = factor.key_mask(grid)
-        if factor.band is not None:
-            low, high = max(low, factor.band[0]), min(high, factor.band[1])
-        elif of_keys is not None:
-            keys = of_keys if keys is None else keys & of_keys
-        else:
-            others.append(factor)
+    (low, high), keys, others = parts(mask, grid)
     cells = None
     if others:
         other = functools.reduce(And, others)

@@ -13,7 +13,8 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv._engine.call import Call, Result, as_mask, detached
 from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed, transforming
-from qkv.biases import Bias, ByDistance, Dense
+from qkv.biases import Bias, ByDistance
+from qkv.biases.base import TensorBias
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native.binding import CPU, BiasGradient, Gradients, Prepared, empty, library, of_tensors, prepared, run
@@ -207,12 +208,12 @@ class BiasSums:
     """The sums over batch items, heads and pairs that are the gradient of a bias."""
 
     def __init__(self, bias: Bias, call: Call) -> None:
-        assert isinstance(bias, ByDistance | Dense)
+        assert isinstance(bias, TensorBias)
         (b, h, n_queries, _), n_keys = call.q.shape, call.k.shape[2]
         self.shape, strides = bias.tensor.shape, (0, 0, 0)
-        self.by_distance = isinstance(bias, ByDistance)
+        self.by_distance = bias.form == "distance"
         self.in_order = False
-        if isinstance(bias, ByDistance):
+        if self.by_distance:
             kind, self.sums = ALONG_DIAGONALS, torch.zeros(b, h, self.shape[1], dtype=torch.float64, device=CPU)
         elif self.shape[3] < n_keys or n_keys == 1:
             kind, self.sums = BY_ROW, torch.zeros(b, h, n_queries, 1, dtype=torch.float64, device=CPU)

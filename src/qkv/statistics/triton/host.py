@@ -18,6 +18,7 @@ from qkv._engine.tiles import LOG2_E, kept
 from qkv._engine.transforms import transformed
 from qkv.biases import ByDistance, SoftCap
 from qkv.masks import Dense, Document, Grid, Mask
+from qkv.masks.convert import parts
 from qkv.statistics.reduce import Request
 from qkv.statistics.sums import Statistics, Thumbnail, bin_size
 
@@ -46,7 +47,7 @@ def _capability(index: int | None) -> tuple[int, int]:
 class Visibility:
     """A mask as arguments of the kernels: a band, masked keys, document ids and a tensor; a pair must pass them all."""
 
-    band: tuple[float, float] | None
+    band: tuple[float, float]
     keys: Tensor | None
     """True for visible keys (1 or b, nk)."""
     ids: Tensor | None
@@ -57,18 +58,13 @@ class Visibility:
     @staticmethod
     def of(mask: Mask | None, grid: Grid) -> Visibility | None:
         """The parts of a mask; None if the kernels have no form for it."""
-        band, keys, ids, dense = None, None, None, None
-        for factor in () if mask is None else mask.factors():
-            of_keys = factor.key_mask(grid)
-            if factor.band is not None:
-                low, high = (-math.inf, math.inf) if band is None else band
-                band = max(low, factor.band[0]), min(high, factor.band[1])
-            elif of_keys is not None:
-                keys = of_keys if keys is None else keys & of_keys
-            elif type(factor) is Document and ids is None:
-                ids = torch.as_tensor(factor.ids)
-            elif type(factor) is Dense and dense is None:
-                dense = factor.tensor
+        band, keys, others = parts(mask, grid)
+        ids, dense = None, None
+        for other in others:
+            if type(other) is Document and ids is None:
+                ids = torch.as_tensor(other.ids)
+            elif type(other) is Dense and dense is None:
+                dense = other.tensor
             else:
                 return None
         return Visibility(band, keys, ids, dense)
@@ -94,12 +90,10 @@ def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] 
 
 def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | None:
     """The bias by distance and the soft cap of a call, and whether the cap comes first; None if there are others."""
-    kinds = [type(bias) for bias in call.biases]
-    if len(set(kinds)) < len(kinds) or not set(kinds) <= {ByDistance, SoftCap}:
+    found: dict[str | None, Any] = {bias.form: bias for bias in call.biases}
+    if len(found) < len(call.biases) or not found.keys() <= {"distance", "cap"}:
         return None
-    distance = next((bias for bias in call.biases if isinstance(bias, ByDistance)), None)
-    cap = next((bias for bias in call.biases if isinstance(bias, SoftCap)), None)
-    return distance, cap, kinds[:1] == [SoftCap]
+    return found.get("distance"), found.get("cap"), next(iter(found), None) == "cap"
 
 
 def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequence[object]) -> str | None:
@@ -277,12 +271,11 @@ def _mask_arguments(visible: Visibility, nothing: Tensor) -> tuple[tuple[Any, ..
         if dense is None
         else [0 if n == 1 else s for n, s in zip(dense.shape, dense.stride(), strict=True)]
     )
-    low, high = (0, 0) if visible.band is None else _bounds(visible.band)
+    low, high = _bounds(visible.band)
     tensors = [nothing if x is None else x.contiguous() if x.ndim == 2 else x for x in (keys, ids, dense)]
     of_batch = [0 if x is None or len(x) == 1 else x.shape[1] for x in (keys, ids)]
-    flags = {
-        f"HAS_{name}": x is not None
-        for name, x in (("BAND", visible.band), ("KEYS", keys), ("IDS", ids), ("DENSE", dense))
+    flags = {f"HAS_{name}": x is not None for name, x in (("KEYS", keys), ("IDS", ids), ("DENSE", dense))} | {
+        "HAS_BAND": visible.band != (-math.inf, math.inf)
     }
     return (low, high, *tensors, *of_batch, *strides), flags
 
