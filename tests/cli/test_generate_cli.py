@@ -22,7 +22,7 @@ from qkv import cache
 from qkv.models import checkpoint, tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.models.generation import generate, text_stream
-from qkv.models.loading import TextModel, load_text_model
+from qkv.models.loading import load_text_model
 from qkv.models.sampling import Sampler
 from qkv_lab.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 
@@ -114,13 +114,6 @@ def copied(source: Path, folder: Path, *, without: tuple[str, ...] = (), **chang
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
     return folder
-
-
-def streamed(loaded: TextModel, tokens: int) -> str:
-    """The most likely continuation, with a cache for all tokens."""
-    state = loaded.model.start(cache=lambda: cache.Full(1000))
-    tokenizer = loaded.tokenizer
-    return "".join(text_stream(loaded.model, state, tokenizer, PROMPT, max_new_tokens=tokens, sampling=GREEDY))
 
 
 def shown(text: str) -> str:

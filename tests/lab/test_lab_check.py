@@ -35,28 +35,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
     return weights @ v, weights
 
 
-def one_head(change: Answer = lambda out, weights: (out, weights), masked: bool = True, **mistake: Any) -> Answer:
-    return lambda q, k, v, mask=None: change(*attend(q, k, v, mask if masked else None, **mistake))
+def one_head(change: Answer = lambda out, weights: (out, weights), **mistake: Any) -> Answer:
+    return lambda q, k, v, mask=None: change(*attend(q, k, v, mask, **mistake))
 
 
-def by_hand(subtract: bool = True) -> Answer:
+def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
     """The largest score of a row, powers, their sum."""
-
-    def answer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
-        visible = torch.ones(1) if mask is None else mask
-        scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(visible == 0, -1e30)
-        scores = scores - scores.amax(-1, keepdim=True) if subtract else scores
-        parts = scores.exp() * visible
-        weights = parts / parts.sum(-1, keepdim=True).clamp(min=1e-30)
-        return weights @ v, weights
-
-    return answer
-
-
-def added(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
-    """−inf is added, and NaN weights are replaced after the softmax."""
-    hidden = torch.zeros(()) if mask is None else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
-    weights = (q @ k.mT / q.shape[-1] ** 0.5 + hidden).softmax(-1).nan_to_num(0)
+    visible = torch.ones(1) if mask is None else mask
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(visible == 0, -1e30)
+    parts = (scores - scores.amax(-1, keepdim=True)).exp() * visible
+    weights = parts / parts.sum(-1, keepdim=True).clamp(min=1e-30)
     return weights @ v, weights
 
 
@@ -81,14 +69,11 @@ def merge(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def multi(
-    merged: Answer = merge, flip: bool = False, last: bool = True, whole: bool = False, mean: bool = False
-) -> Answer:
+def multi(merged: Answer = merge, last: bool = True, whole: bool = False) -> Answer:
     def answer(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, heads: int, mask: Tensor | None = None) -> Any:
         scale = (x.shape[-1] if whole else x.shape[-1] // heads) ** -0.5
-        mask = ~mask if flip and mask is not None else mask
         out, weights = attend(*(split(x @ w, heads) for w in (q, k, v)), mask, scale)
-        return merged(out) @ o if last else merged(out), weights.mean(1) if mean else weights
+        return merged(out) @ o if last else merged(out), weights
 
     return answer
 
@@ -115,17 +100,15 @@ def dropped(drop: Callable[[Tensor, float, bool], Tensor]) -> Answer:
     return answer
 
 
-def coins(w: Tensor, p: float, *shape: int) -> Tensor:
-    return torch.rand(shape or w.shape) >= p
+def coins(w: Tensor, p: float) -> Tensor:
+    return torch.rand(w.shape) >= p
 
 
-def keyed(value: Answer = torch.zeros_like, shown: bool = True, masked: bool = True, detached: bool = False) -> Answer:
+def keyed(value: Answer = torch.zeros_like, masked: bool = True) -> Answer:
     def answer(q: Tensor, k: Tensor, v: Tensor, key: Tensor, mask: Tensor | None = None) -> Any:
-        key = key.detach() if detached else key
         scores, extra = q @ k.mT / q.shape[-1] ** 0.5, (q @ key)[..., None] / q.shape[-1] ** 0.5
         if mask is not None and masked:
             scores = scores.masked_fill(~mask, -torch.inf)
-            extra = extra if shown else torch.full_like(extra, -torch.inf)
         whole = torch.cat([scores, extra], -1).softmax(-1)
         return whole[..., :-1] @ v + whole[..., -1:] * value(key), whole[..., :-1]
 
@@ -148,13 +131,13 @@ def counted(vocab: int, d: int, layers: int, d_ff: int, n: int, tied: bool = Tru
     return vocab * d * (1 if tied else 2) + n * d + layers * block + 2 * d
 
 
-def before(make: Callable[[int], Tensor] = torch.ones, forward: Answer | None = None, learnt: bool = True) -> Answer:
+def before(make: Callable[[int], Tensor] = torch.ones, forward: Answer | None = None) -> Answer:
     """A module that puts `make(d_model)` before every text."""
 
     class Module(nn.Module):
         def __init__(self, d_model: int) -> None:
             super().__init__()
-            self.token = nn.Parameter(make(d_model)) if learnt else make(d_model)
+            self.token = nn.Parameter(make(d_model))
 
         def forward(self, x: Tensor) -> Tensor:
             return joined(self.token, x) if forward is None else forward(self.token, x)
@@ -171,15 +154,13 @@ def softmax(x: Any, axis: int = -1) -> Any:
     return parts / parts.sum(axis, keepdims=True)
 
 
-def online(
-    out: bool = True, lse: Answer = lambda top, s: top + np.log(s), skip: bool = True, follow: bool = True
-) -> Answer:
+def online(out: bool = True, lse: Answer = lambda top, s: top + np.log(s), skip: bool = True) -> Answer:
     """An online softmax; arguments that are False leave out a step."""
 
     def answer(blocks: Any) -> Any:
         top, total, sums = -np.inf, 0.0, 0.0
         for scores, values in blocks:
-            new = max(top, scores.max()) if follow or top == -np.inf else top
+            new = max(top, scores.max())
             if skip and new == -np.inf:
                 continue
             parts, kept = np.exp(scores - new), np.exp(top - new)
@@ -218,7 +199,7 @@ def mirrored(weights: Any, length: int, late: int = 0) -> Any:
 # --- right and wrong --------------------------------------------------------------------------------------------------
 
 RIGHT: dict[str, Answer] = {
-    "attention": by_hand(),
+    "attention": by_hand,
     "entropy": lambda w: -(w * w.clamp(min=1e-30).log()).sum(-1),
     "temperature": tempered(lambda d, t: d**-0.5 / t),
     "causal_mask": lambda n: torch.arange(n)[:, None] >= torch.arange(n),

@@ -66,10 +66,6 @@ def catches_an_error_and_ignores_it() -> Verdict:
     return holds(said is not None, said)
 
 
-def fails() -> Verdict:
-    return holds(squares(3.0) == 8, "Eight.")
-
-
 CAN_FAIL = (compares, computes_in_a_function, refuses)
 TAUTOLOGIES = (
     says_so, subtracts_a_number_from_itself, compares_a_call_with_itself, compares_nothing_but_would_break,
