@@ -140,8 +140,9 @@ sinks: venv  ## study the attention sinks of the bundled models, about two minut
 
 SITE := docs/_build/html
 
-docs: venv  ## build the documentation: executes every page, warnings are errors; writes docs/_build/html
+docs: venv  ## build the documentation: executes every page, warnings and dead links are errors; writes docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -j 2 -b html -d docs/_build/doctrees docs $(SITE)
+	$(BIN)/python docs/check_site.py $(SITE)
 	@echo "Open $(SITE)/index.html, or: make docs-serve"
 
 docs-serve: docs  ## build the documentation and serve it on http://127.0.0.1:8000

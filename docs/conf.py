@@ -10,8 +10,6 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS / "_ext")]
 
-from sphinx.application import Sphinx  # noqa: E402
-
 import qkv  # noqa: E402
 
 gc.set_threshold(200_000, 50, 100)  # a build makes millions of nodes, which the collector would visit again and again
@@ -64,13 +62,12 @@ add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 
-html_theme = os.environ.get("QKV_DOCS_THEME", "furo")  # the test for dead links uses a theme without a menu
-search = os.environ.get("QKV_DOCS_SEARCH", "on") == "on"  # that test needs no search index
+html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
-LOOK = {
+html_theme_options = {
     "light_css_variables": {
         "color-brand-primary": "#174a6c",
         "color-brand-content": "#1f6f8b",
@@ -78,13 +75,5 @@ LOOK = {
     },
     "dark_css_variables": {"color-brand-primary": "#6fb5b5", "color-brand-content": "#6fb5b5"},
 }
-html_theme_options = LOOK if html_theme == "furo" else {}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
-
-
-def setup(app: Sphinx) -> None:
-    def without_search(app: Sphinx) -> None:
-        app.builder.search = search
-
-    app.connect("builder-inited", without_search)

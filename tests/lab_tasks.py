@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -130,14 +129,6 @@ def weights(folder: Any) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model" / "model.safetensors")
-
-
-def prepared_length(corpus: str, cache: str) -> int:
-    """The number of training tokens of a corpus, which this process prepares unless another has."""
-    from qkv_lab.tokens import prepare
-
-    os.environ["QKV_CACHE"] = cache
-    return len(prepare(corpus, "bpe", 280).train)
 
 
 def train_until(folder: Path, at: int) -> None:

@@ -122,6 +122,11 @@ MEASURED = (
 )  # fmt: skip
 
 
+def run_by(size: int) -> tuple[str, ...]:
+    """The cases that so many processes run: two all of them, four every other one."""
+    return tuple(CASES)[:: size // 2]
+
+
 def measured_by(size: int) -> tuple[str, ...]:
     """The cases whose statistics so many processes measure: two all of them, four every other one."""
     return MEASURED[:: size // 2]
@@ -245,7 +250,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     assert group is not None
     tile = 4 if size == 4 else 256  # smaller than the chunks of four processes, larger than those of two
     with patch.dict(BY_DEVICE, cpu=replace(BY_DEVICE["cpu"], tile=tile)):
-        found: dict[str, Any] = {name: _shared(case, group) for name, case in CASES.items()}
+        found: dict[str, Any] = {name: _shared(CASES[name], group) for name in run_by(size)}
         found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in measured_by(size)}
     chunk = 24 // (2 * size)
     early, late = rank * chunk, (2 * size - 1 - rank) * chunk  # which balances the work of a causal mask

@@ -16,7 +16,6 @@ import torch
 
 import qkv
 from conftest import Command, refused
-from qkv._compiled import described
 from qkv.cli.shared import folder
 from qkv.models import loading
 
@@ -46,11 +45,6 @@ def test_profile_measures_what_is_asked_and_writes_all_files(
     assert set(result.attrs["versions"]) == {"qkv", "torch", "transformers", "python"}
     assert "weights" not in result.data  # longer than --map-tokens
     np.testing.assert_allclose(result.data["received"].sum("key"), 300, rtol=1e-4)
-
-
-def test_no_arguments_print_the_menu(command: Command) -> None:
-    assert command.succeeds("--version") == f"qkv {qkv.__version__}\n{described()}\n"
-    assert "qkv profile" in command.succeeds() == command.succeeds("--help")
 
 
 REFUSALS = [
@@ -84,15 +78,6 @@ def test_full_disk_is_one_sentence_and_leaves_only_files_to_continue_from(tmp_pa
         (tmp_path / "first.png").write_text("whole")
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "second.png"))
     assert sorted(x.name for x in tmp_path.iterdir()) == ["first.png"] * resumes + ["old.txt"]
-
-
-def test_lost_output_folder_is_one_sentence(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with refused("--out"), folder(out):
-        out.rmdir()
-        out.write_text("not a folder")
-        (out / "x").write_text("")
-    assert out.read_text() == "not a folder"
 
 
 @pytest.mark.parametrize(("error", "code", "fragment"), [

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from qkv import cache
 from qkv.models import checkpoint, tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.models.generation import generate, text_stream
-from qkv.models.loading import TextModel, load_text_model
+from qkv.models.loading import load_text_model
 from qkv.models.sampling import Sampler
 from qkv_lab.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 
@@ -115,13 +114,6 @@ def copied(source: Path, folder: Path, *, without: tuple[str, ...] = (), **chang
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
     return folder
-
-
-def streamed(loaded: TextModel, tokens: int) -> str:
-    """The most likely continuation, with a cache for all tokens."""
-    state = loaded.model.start(cache=lambda: cache.Full(1000))
-    tokenizer = loaded.tokenizer
-    return "".join(text_stream(loaded.model, state, tokenizer, PROMPT, max_new_tokens=tokens, sampling=GREEDY))
 
 
 def shown(text: str) -> str:
@@ -225,34 +217,6 @@ def test_what_a_terminal_would_obey_or_cannot_show_is_escaped(
     assert data.getvalue().startswith(b"na\\xefve \\U0001f642")
 
 
-def test_same_seed_gives_same_text(own: Path, command: Command) -> None:
-    def ran(*more: object) -> Any:
-        return command("generate", own, PROMPT, "--tokens", 30, *more)
-
-    first, drawn = ran("--seed", 11), ran()
-    assert "seed 11" in first.err
-    assert ran("--seed", 11).out == first.out != ran("--seed", 12).out
-    told, again = (re.findall(r"seed (\d+)", one.err) for one in (drawn, ran()))
-    assert told != again
-    assert ran("--seed", *told).out == drawn.out
-    assert "seed" not in ran("--greedy").err
-
-
-def test_settings_reach_the_sampler_and_the_stream(gpt2: Path, own: Path, command: Command) -> None:
-    def text(folder: Path, words: str) -> str:
-        return command.succeeds("generate", folder, PROMPT, "--tokens", 20, *shlex.split(words)).removesuffix("\n")
-
-    greedy = text(own, "--greedy")
-    for sure in ("--top-k 1", "--top-p 0.000001", "--min-p 1"):
-        assert text(own, f"--temperature 2 {sure}") == greedy
-    assert text(own, "--greedy --repetition-penalty 9") != greedy
-    whole = streamed(load_text_model(str(gpt2)), 20)
-    stop = whole[4:7]
-    stopped = text(gpt2, f"--greedy --stop 'never there' --stop {shlex.quote(stop)}")
-    assert stopped == PROMPT + shown(whole[: whole.index(stop)])
-    assert text(gpt2, "--greedy --stop 'never there'") == PROMPT + shown(whole)
-
-
 @pytest.mark.parametrize(("kind", "option", "make"), [
     ("own", "sliding:16", lambda: cache.Sliding(16)),
     ("endless", "sinks:4,12", lambda: cache.Sinks(4, 12)),
@@ -273,17 +237,6 @@ def test_evicting_caches_generate_beyond_their_window(
     assert ran.out == PROMPT + shown(text) + "\n"
     size = f"{sizes.pop():,}"
     assert re.match(rf"90 tokens · [\d.,]+ tokens/s · [\d.]+ ms per token · cache {size} bytes", ran.err)
-
-
-def test_the_full_cache_has_room_for_all_tokens_that_positions_allow(gpt2: Path, own: Path, command: Command) -> None:
-    """Rotary ones go beyond the context: 2 layers × 2 key heads × 8 × 2 of float32 for each token."""
-    ran = command("generate", own, PROMPT, "--tokens", 100)
-    assert f"cache {(len(PROMPT) + 100) * 2 * 2 * 8 * 2 * 4:,} bytes" in ran.err
-    most = 65 - len(load_text_model(str(gpt2)).encode(PROMPT))
-    err = command("generate", gpt2, PROMPT, "--tokens", 500, "--seed", 1).err
-    assert err.startswith(f"{most} tokens")
-    assert err.endswith("last position, after 64 tokens\n")
-    assert "stopped" not in command("generate", gpt2, PROMPT, "--tokens", most, "--seed", 1).err
 
 
 # --- prompts and models that are refused ------------------------------------------------------------------------------
@@ -370,26 +323,6 @@ def test_model_from_the_hub(gpt2: Path, command: Command, monkeypatch: pytest.Mo
     monkeypatch.setattr(checkpoint, "read_config", lambda _: config | {"model_type": "bert"})
     assert "model_type is 'bert'" in command.refuses("generate", "someone/bert", "hi")
     assert len(asked) == 1, "weights were downloaded in vain"
-
-
-def test_an_unreachable_hub_is_an_error_that_suggests_a_name(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "PATIENCE", 60.0)  # on a busy machine 3 seconds can be too few
-    with socket.socket() as closed:  # bound, but not listening: connections are refused
-        closed.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        assert not tensors.reachable(address)
-        closed.listen()
-        tensors.reachable.cache_clear()
-        assert tensors.reachable(address)
-    monkeypatch.setattr(tensors, "reachable", lambda _: False)
-    assert "did you mean 'qkv-mini'?" in command.refuses("generate", "qkv-mni", "hi")
-
-    def unreachable(*args: Any, **kwargs: Any) -> str:
-        raise Exception("reset.\nmore")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
-    monkeypatch.setattr(tensors, "reachable", lambda _: True)
-    assert "'no-such-model' (reset); " in command.refuses("generate", "no-such-model", "hi")
 
 
 # --- ends from outside ------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from qkv._progress import bar, say, spinner
-from qkv.cli.shared import Stopwatch, print_line
 
 
 class Terminal(io.StringIO):
@@ -60,18 +59,3 @@ def test_bars_and_spinners_show_counts_notes_and_names_that_are_not_markup(monke
         step(0, note="causal, 512 tokens")
     assert "causal, 512 tokens" in terminal.getvalue()
     assert " of " not in terminal.getvalue()
-
-
-def test_stopwatch_adds_up_laps_and_paths_are_not_wrapped(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watch, clock = Stopwatch(), iter([1.0, 3.0, 7.0])
-    watch._last = 0.0
-    monkeypatch.setattr("qkv.cli.shared.time.perf_counter", lambda: next(clock))
-    for part in ("loading", "measuring", "loading"):
-        watch.lap(part)
-    assert watch.seconds == {"loading": 5.0, "measuring": 2.0}
-    assert str(watch) == "7.0 s: loading 5.0, measuring 2.0"
-    monkeypatch.setenv("COLUMNS", "20")
-    print_line("Data", "a/long/path/[to]/a/file.qkv.zip")
-    assert capsys.readouterr().out == "Data     a/long/path/[to]/a/file.qkv.zip\n"

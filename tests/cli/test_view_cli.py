@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import os
 import shlex
 import signal
@@ -18,7 +16,6 @@ import pytest
 
 import qkv
 from conftest import Command
-from qkv.profiler.corpora import default_text
 
 pytest.importorskip("transformers", reason="loading models needs transformers")
 TEXT = "def one():\n    return 1\n"
@@ -90,14 +87,6 @@ def test_profiles_and_models_open_side_by_side(here: None, served: list[Any], co
         assert (options["host"], options["port"]) == ("127.0.0.1", 0)
 
 
-def test_two_models_read_the_same_text(served: list[Any], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
-    command.succeeds("view", "qkv-mini", "--file", "-", "--against", "random-gpt2")
-    assert read_by(served.pop()[0]) == [TEXT, TEXT]
-    command.succeeds("view", "random-gpt2", "--against", "qkv-mini")
-    assert read_by(served.pop()[0]) == [default_text("random-gpt2")] * 2
-
-
 def test_the_address_is_printed_whole_and_opened_in_a_browser_unless_told_not_to(
     here: None, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,11 +120,3 @@ REFUSALS = [
 @pytest.mark.parametrize(("words", "fragment"), REFUSALS, ids=range(len(REFUSALS)))
 def test_bad_input_is_one_sentence_and_code_2(words: str, fragment: str, here: None, command: Command) -> None:
     assert fragment in command.refuses("view", *shlex.split(words), "--no-browser")
-
-
-def test_missing_fastapi_names_the_extra(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "fastapi" else find(name, *more)
-    )
-    assert "qkv[view]" in command.refuses("view")

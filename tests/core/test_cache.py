@@ -361,12 +361,6 @@ def test_heavy_hitters_equal_plain_loops(name: str, heavy: int, recent: int) -> 
             close(torch.stack([found[p] for p in received]), np.array(list(received.values())), eps=4096)
 
 
-def test_heavy_hitters_without_eviction_equal_full_attention() -> None:
-    attention = Attention(mask=masks.Causal(), normalizer=normalizers.Softmax(key=KEY))
-    got = feed(HeavyHitters(11, 12), attention, tokens(), [3, *[1] * 9, 11], rotary=ROTARY)
-    close(got, uncached(attention, tokens(), ROTARY, masks.Causal()))
-
-
 # --- all --------------------------------------------------------------------------------------------------------------
 
 MAKERS: dict[str, Callable[[], Cache]] = {
@@ -418,29 +412,6 @@ def test_reorder_accepts_an_empty_cache_and_rejects_wrong_rows() -> None:
     for rows in ([2], [-1], []):
         with refused("rows"):
             cache.reorder(torch.tensor(rows, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_dtypes_are_kept(name: str, dtype: torch.dtype) -> None:
-    qkv = tokens(37, dtype=dtype)
-    exact = tuple(x.double() for x in qkv)
-    sizes = [9, *[1] * 19, 9]
-    cache = MAKERS[name]()
-    got = feed(cache, CAUSAL, qkv, sizes, rotary=Rotary(6))
-    assert got.dtype == dtype
-    assert {x.dtype for n, x in cache._buffers.items() if "keys" in n or "values" in n} == {dtype}
-    if name != "HeavyHitters":  # where rounding may decide which key is evicted
-        close(got, feed(MAKERS[name](), CAUSAL, exact, sizes, rotary=Rotary(6)), eps=32)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_dropout_never_acts(name: str) -> None:
-    drops = Attention(mask=masks.Causal(), dropout_p=0.5)
-    assert torch.equal(
-        feed(MAKERS[name](), drops, tokens(), [4, *[1] * 9, 10]),
-        feed(MAKERS[name](), CAUSAL, tokens(), [4, *[1] * 9, 10]),
-    )
 
 
 SIZES: list[tuple[str, Callable[[], object]]] = [
@@ -527,18 +498,6 @@ def test_a_cache_cannot_be_used_after_a_failed_call(name: str) -> None:
         cache.attend(CAUSAL, q[..., :-1], k, v)
     with refused("cache"):
         cache.attend(CAUSAL, q, k, v)
-
-
-@pytest.mark.parametrize("sizes", [ONES, [7, 1, 1, 9, 5]], ids=["steps", "chunks"])
-def test_a_policy_that_evicts_the_oldest_key_holds_the_last_ones(sizes: list[int]) -> None:
-    q, k, v = tokens()
-    policy, window = Oldest(6, recent=2), Sliding(6)
-    for cache in (policy, window):
-        feed(cache, CAUSAL, (q, k, v), sizes)
-    held = policy._buffers["positions"][:, :, :6].sort(-1).values
-    assert held.tolist() == torch.arange(17, 23).expand_as(held).tolist()
-    last = tuple(x[:, :, -1:] for x in (q, k, v))
-    close(policy.attend(CAUSAL, *last), window.attend(CAUSAL, *last))
 
 
 @pytest.mark.parametrize(("match", "wrong"), [

@@ -104,13 +104,6 @@ def test_need_weights_and_is_causal_are_torchs() -> None:
     close(ours(x, context, is_causal=True, mask=seen), want)
 
 
-def test_sizes_have_torchs_names_too() -> None:
-    for sizes in ({"embed_dim": 24, "num_heads": 6}, {"d_model": 24, "n_heads": 6}):
-        layer = MultiHeadAttention(**sizes)
-        layer.load_state_dict(LAYER.state_dict())
-        assert torch.equal(layer(X), LAYER(X))
-
-
 def made(**options: Any) -> Callable[[], object]:
     return lambda: MultiHeadAttention(24, 6, **options)
 
@@ -282,19 +275,3 @@ def test_dropout_of_weights_is_torchs() -> None:
     close(weights, torch.where(dropped, 0, kept / 0.75))
     assert abs(dropped.double().mean().item() - 0.25) < 5 * (0.25 * 0.75 / dropped.numel()) ** 0.5
     close(layer.eval()(x), formula(layer, x, x, x)[0])
-
-
-def test_dropout_of_the_output_acts_in_training_only() -> None:
-    layer, _ = pair_of_layers()
-    dropping = MultiHeadAttention(24, 6, output_dropout=0.25).double()
-    dropping.load_state_dict(layer.state_dict())
-    x = rand(64, 9, 24)
-    close(dropping.eval()(x), layer(x))
-    torch.manual_seed(3)
-    got = dropping.train()(x)
-    torch.manual_seed(3)
-    close(got, nn.functional.dropout(layer(x), 0.25))
-    dropped = got == 0
-    assert abs(dropped.double().mean().item() - 0.25) < 5 * (0.25 * 0.75 / dropped.numel()) ** 0.5
-    with refused("module", "dropout of its"):
-        to_torch(dropping)

@@ -18,7 +18,7 @@ from conftest import check_slopes, close, oracle, rand, refused
 from qkv import Attention, biases, features, masks, normalizers, scores
 from qkv.cache import Full, HeavyHitters, Sinks, Sliding
 from qkv.models import checkpoint, pretrained
-from qkv.models.config import composition, described, from_dict, to_dict
+from qkv.models.config import composition, to_dict
 from qkv.models.decoder import NORMALIZERS, POSITIONS, DecoderConfig, DecoderLM
 from qkv.models.loss import linear_cross_entropy
 
@@ -135,17 +135,6 @@ def test_reorder_selects_the_padding() -> None:
 # --- a prefix, a scale ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_only_prefix_tokens_attend_to_later_tokens(positions: str) -> None:
-    model, ids = model_of(prefix=4, positions=positions), ids_of(2, 11)
-    before = model.hidden(ids)
-    for changed, untouched in ((3, 0), (4, 4), (7, 7)):
-        other = ids.clone()
-        other[:, changed] = (other[:, changed] + 1) % 23
-        moved = (model.hidden(other) - before).abs().amax((0, 2)) > 1e-9
-        assert moved.tolist() == [at >= untouched for at in range(11)]
-
-
 @pytest.mark.parametrize("prefix", [1, 4, 20])
 def test_prefix_equals_a_dense_mask(prefix: int) -> None:
     model, causal, ids = model_of(prefix=prefix), model_of(), ids_of(2, 11)
@@ -175,24 +164,6 @@ def test_steps_after_a_whole_prefix_equal_forward_and_less_is_refused() -> None:
     for make in EVICTING:
         with refused("mask", match="the distance"):
             model.step(ids, model.start(3, cache=make))
-
-
-def test_score_scale_equals_scaling_the_queries() -> None:
-    """Scaling products by s is scaling the queries by s · √head_dim; heads have 2 dimensions."""
-    scaled, plain, ids = model_of(score_scale=0.7), model_of(), ids_of(2, 9)
-    with torch.no_grad():
-        for block in plain.blocks:
-            for x in (block.attention.in_proj.weight, block.attention.in_proj.bias):
-                x[:12] *= 0.7 * math.sqrt(2)
-    close(scaled(ids), plain(ids).detach())
-
-
-def test_plain_causal_models_call_torchs_kernel() -> None:
-    """What needs no description of a call goes to torch's kernel at once: a plain causal mask, scaled or not."""
-    for changes in ({}, {"prefix": 0}, {"score_scale": 0.7}):
-        attention = model_of(**changes).blocks[0].attention.composition.attention
-        assert type(attention.mask) is qkv.masks.Causal
-        assert (attention.score is None) == ("score_scale" not in changes)
 
 
 def test_sliding_cache_equals_a_window_mask() -> None:
@@ -445,19 +416,6 @@ def test_autocast_runs_and_trains(name: str) -> None:
 # --- counts and errors -----------------------------------------------------------------------------------------------
 
 
-def test_number_of_parameters_equals_the_formulas() -> None:
-    d, h, layers, vocab, context = 12, 17, 2, 23, 29
-    count = sum(p.numel() for p in model_of(kv_heads=None).parameters())
-    block = 4 * d * d + 4 * d + 2 * d * h + d + h + 2 * 2 * d
-    assert count == vocab * d + context * d + layers * block + 2 * d
-    sizes = {"vocab_size": 1000, "context": 512, "d_model": 256, "layers": 4, "heads": 4, "d_hidden": 1024}
-    minimal = DecoderLM(DecoderConfig(**sizes, attention_bias=False))
-    assert sum(p.numel() for p in minimal.parameters()) == 3_542_528
-    count = sum(p.numel() for p in model_of(**FLAVOURS["llama"]).parameters())
-    block = 2 * d * d + 2 * d * (d // 3) + 3 * d * h + 2 * d  # two of six heads have keys and values
-    assert count == 2 * vocab * d + layers * block + d
-
-
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_order_of_earlier_tokens_matters_unless_positions_are_none(positions: str) -> None:
     """Swapping two earlier tokens: a causal layer without positions still sees the same set of keys."""
@@ -570,22 +528,6 @@ def test_every_layer_and_every_model_has_learned_tensors_of_its_own() -> None:
     mapped = Attention(score=scores.Features(learned), normalizer=normalizers.Identity(divide="sum"))
     for block in DecoderLM(DecoderConfig(d_model=12, layers=2, heads=3, attention=mapped)).blocks:
         assert torch.equal(block.attention.composition.score_map[0].weight, learned[0].weight)
-
-
-def test_dropout_of_the_composition_goes_before_that_of_the_configuration() -> None:
-    for own, want in ((0.0, 0.2), (0.3, 0.3)):
-        config = DecoderConfig(d_model=12, layers=1, heads=3, dropout=0.2, attention=Attention(dropout_p=own))
-        assert DecoderLM(config).blocks[0].attention.composition.attention.dropout_p == want
-
-
-def test_a_configuration_is_described_with_its_fixed_parameters_and_without_a_composition_as_before() -> None:
-    config = DecoderConfig(window=5)
-    assert "attention" not in to_dict(config)
-    assert from_dict(DecoderConfig, to_dict(config)) == config
-    fixed = nn.Parameter(torch.ones(7, 4), requires_grad=False)
-    again = composition(json.loads(json.dumps(described(Attention(bias=biases.RelativePosition(fixed))))))
-    assert isinstance(again.bias, biases.RelativePosition)
-    assert not again.bias.keys.requires_grad
 
 
 class OwnMask(masks.Mask):

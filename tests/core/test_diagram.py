@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import qkv
-from conftest import refused
 from qkv import biases, masks, normalizers, scores
 
 Q, K, V = torch.randn(2, 6, 5, 7), torch.randn(2, 3, 11, 4), torch.randn(2, 3, 11, 8)
@@ -44,15 +43,3 @@ def test_steps_have_the_shapes_of_the_call_and_diagrams_connect_every_tensor(nam
     arrows = re.findall(r"^    (\w+) --> (\w+)$", chart, re.MULTILINE)
     assert {end for arrow in arrows for end in arrow} == {*boxes}
     assert [boxes[box] for box in boxes if box not in {start for start, _ in arrows}] == ["output<br/>2 × 6 × 5 × 8"]
-
-
-def test_diagram_says_that_fused_kernels_never_form_the_weights() -> None:
-    x = torch.zeros(1, 1, 300, 16)
-    fused, formed = (qkv.plan(x, x, x, kernel=kernel).steps[-2] for kernel in ("native", "eager"))
-    assert fused.name == formed.name == "weights"
-    assert ("never" in fused.note, "never" in formed.note) == (True, False)
-
-
-def test_diagram_refuses_other_forms() -> None:
-    with refused("form"):
-        qkv.plan(Q, Q, Q).diagram("svg")  # type: ignore[arg-type]

@@ -140,14 +140,6 @@ def test_each_filter_equals_that_of_transformers(logits: list[float], setting: s
     same_as_transformers(x, Sampler(**{setting: k if setting == "top_k" else p}))  # type: ignore[arg-type]
 
 
-@given(DISTINCT | TIED, st.lists(st.integers(0, 1), min_size=1, max_size=4), st.floats(0.25, 4), st.floats(0.25, 4))
-def test_penalty_and_temperature_equal_transformers(
-    logits: list[float], seen: list[int], penalty: float, temperature: float
-) -> None:
-    x = torch.tensor([logits], dtype=torch.float64)
-    same_as_transformers(x, Sampler(temperature, repetition_penalty=penalty), torch.tensor([seen]))
-
-
 def test_all_settings_apply_in_the_order_of_transformers() -> None:
     for seed in range(9):
         seen = torch.randint(23, (5, 11), generator=torch.Generator().manual_seed(seed))
@@ -171,13 +163,6 @@ def test_penalty_ignores_ids_outside_the_vocabulary() -> None:
     want = x.clone()
     want[0, 3] *= 2 if want[0, 3] < 0 else 0.5
     close(got, want.softmax(-1))
-
-
-def test_temperature_towards_zero_is_greedy() -> None:
-    for dtype, temperature in ((torch.float32, 1e-4), (torch.bfloat16, 1e-30), (torch.float64, 5e-324)):
-        x = torch.tensor([[-90.0, 3.0, 2.5, 3.0], [80.0, -80.0, 0.0, 79.0]], dtype=dtype)
-        assert GREEDY.probabilities(x).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
-        assert Sampler(temperature).probabilities(x).tolist() == [[0, 0.5, 0, 0.5], [1, 0, 0, 0]]
 
 
 def test_token_of_probability_zero_is_never_drawn() -> None:
@@ -392,14 +377,6 @@ def test_only_incomplete_characters_and_beginnings_of_stop_strings_are_held_back
     assert say(range(2), Pieces(["one", "\n"]), stop=["\n\n"]) == ["one", "\n"]  # it never came: flushed at the end
 
 
-@pytest.mark.parametrize(("data", "ended"), [(b"ab.cd", {"end": 46}), (b"ab..cd", {"stop": [".."]})])
-def test_no_steps_after_the_end_token_or_a_stop_string(data: bytes, ended: dict[str, Any]) -> None:
-    model = Script(data)
-    got = text_stream(model, None, BYTES, "x", max_new_tokens=6, sampling=GREEDY, **ended)
-    assert "".join(got) == "ab"
-    assert bytes(model.left) == b"cd"
-
-
 def test_text_and_id_prompts_give_the_same_text() -> None:
     model = Memory(vocabulary=256)
     kwargs: dict[str, Any] = {"max_new_tokens": 20, "sampling": Sampler(9.0), "seed": 1}
@@ -461,16 +438,6 @@ def test_wide_beam_equals_exhaustive_search(penalty: float, end: list[int]) -> N
         want = exhaustive(model, prompt, 4, end, penalty)[:9]
         assert [h.tokens for h in got] == [h.tokens for h in want]
         assert [h.score for h in got] == pytest.approx([h.score for h in want], rel=1e-12)
-
-
-def test_beam_of_one_is_greedy_and_computes_in_evaluation_mode() -> None:
-    model, searched = Memory(), Memory()
-    end = chain(model, PROMPTS[0], 12)[3]
-    found = beam_search(searched, searched.start(3), torch.tensor(PROMPTS), beams=1, max_new_tokens=12, end=end)
-    assert [[h.tokens for h in some] for some in found] == [[chain(model, p, 12, [end])] for p in PROMPTS]
-    assert min(len(some[0].tokens) for some in found) < 12
-    assert set(searched.modes) == {(False, True)}
-    assert modes(searched) == [True, False]
 
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5])

@@ -256,18 +256,6 @@ def test_a_plot_shows_the_dense_mask(mask: Mask, nq: int, monkeypatch: pytest.Mo
         assert share == pytest.approx(seen[r * 4 : (r + 1) * 4, c * 4 : (c + 1) * 4].mean().item())
 
 
-def test_a_plot_of_tiles_shows_their_block_status() -> None:
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots()
-    assert Causal().plot(5, tile=2, ax=axes) is axes
-    kinds, _ = axes.get_images()
-    tiles = [[2 * (c < r) + (c == r) for c in range(3)] for r in range(3)]
-    want = np.repeat(np.repeat(tiles, 2, 0), 2, 1)[:5, :5]
-    want[4, 4] = FULL  # a tile of one pair
-    assert np.array_equal(np.asarray(kinds.get_array()), want)
-
-
 # --- classes of tiles -------------------------------------------------------------------------------------------------
 
 
@@ -308,22 +296,6 @@ def test_block_status_of_random_keys_is_exact(nq: int, nk: int, size: int) -> No
     for mask in (RandomKeys(3), RandomKeys(nk - 1, seed=2), RandomKeys(99), RandomKeys(2, besides=Window(3))):
         for one in (mask, ~mask, Blockwise(mask, 2)):
             assert torch.equal(one.classify(tiles, grid), truth(one, tiles, grid))
-
-
-def test_tiles_cover_the_matrix_once() -> None:
-    tiles = Tiles.of(Grid.of(11, 7), 4, 3, start=2, stop=9)
-    assert tiles.q_first.tolist() == [-2, 2]  # query i has position i − 4
-    assert tiles.q_last.tolist() == [1, 4]
-    assert tiles.k_first.tolist() == [0, 3, 6]
-    assert tiles.k_last.tolist() == [2, 5, 6]
-
-
-def test_bands_describe_the_visible_pairs() -> None:
-    assert Causal().band == (0, float("inf"))
-    assert Window(3, ahead=2).band == (-2, 2)
-    assert (Causal() & Window(3, ahead=2)).band == (0, 2)
-    for mask in (Prefix(3), Causal() & Prefix(3), Causal() | Window(2), ~Causal(), Shifted(Causal(), 1)):
-        assert mask.band is None
 
 
 # --- a mask as bits ---------------------------------------------------------------------------------------------------

@@ -9,31 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import qkv
-from conftest import (
-    MASKS,
-    close,
-    fits,
-    largest_tensor,
-    mask_trees,
-    oracle,
-    rand,
-    refused,
-    set_sizes,
-    set_tile,
-    triple,
-)  # fmt: skip
+from conftest import MASKS, close, fits, largest_tensor, oracle, rand, refused, set_sizes, set_tile, triple  # fmt: skip
 from qkv import attend, biases, masks, normalizers, reference
-from qkv._engine.call import Call
 from qkv.kernels import editing, watching
 from qkv.masks import Causal, Mask, Padding, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Additive, Dot
-from qkv.statistics.measure import Statistics, sweep
+from qkv.statistics.measure import Statistics
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
 TESTED_SEPARATELY = {
@@ -152,35 +137,6 @@ def test_returned_statistics_are_not_those_of_the_edited_call() -> None:
     assert [type(call.mask) for call in seen] == [Window]
 
 
-ROWS = ["none", "causal", "window", "padding", "nothing", "dense of heads"]
-SINKS = [None, 0.7, "each head", 1e4]
-BIASES: list[Any] = [
-    None,
-    biases.SoftCap(0.8),
-    biases.Dense(rand(6, 11, 13, seed=8)),
-    biases.Dense(torch.where(rand(11, 13, seed=8) > 0, -torch.inf, 0.0)),
-    (biases.Dense(rand(1, 13, seed=8)), biases.SoftCap(0.8)),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "sink", "bias"),
-    [(name, SINKS[(i + j) % 4], bias) for i, name in enumerate(ROWS) for j, bias in enumerate(BIASES)],
-)
-@pytest.mark.usefixtures("tile4")
-def test_statistics_match_dense_weights_with_biases_sinks_and_temperatures(name: str, sink: Any, bias: Any) -> None:
-    q, k, v = triple()
-    sink = rand(6, seed=3) if sink == "each head" else sink
-    arguments = {"mask": MASKS[name](11, 13, 2, 6), "bias": bias, "score": Dot(0.9), "normalizer": Softmax(0.7, sink)}
-    _, lse, weights = oracle(q, k, v, **arguments)
-    got = qkv.measure(q, k, **arguments)
-    compare(got, expected_statistics(weights, lse))
-    if sink is None:
-        assert got.sink_mass is None
-    else:
-        close(got.sink_mass, torch.where(lse == -torch.inf, 0.0, 1 - weights.sum(-1)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("tile4")
 def test_dtypes(dtype: torch.dtype) -> None:
@@ -217,24 +173,6 @@ def test_rows_longer_than_one_batch_of_tiles(monkeypatch: pytest.MonkeyPatch) ->
     got = qkv.measure(q, k, mass={"all": Window(999, ahead=999)})
     compare(got, expected_statistics(weights, lse), eps=256)
     close(got.mass["all"], torch.ones(1, 1, 5))
-
-
-@given(st.data())
-def test_random_masks_match_dense_weights(data: st.DataObject) -> None:
-    b, hkv, group, nq, nk = (data.draw(st.integers(1, n)) for n in (2, 2, 3, 9, 9))
-    heads = hkv * group
-    q, k, v = triple(b, heads, hkv, nq, nk, seed=data.draw(st.integers(0, 99)))
-    tree = mask_trees(nq, nk, b, heads)
-    mask, part = data.draw(tree), data.draw(tree)
-    normalizer = Softmax(sink=data.draw(st.sampled_from([None, 0.3])))
-    _, lse, weights = oracle(q, k, v, mask=mask, normalizer=normalizer)
-    first = data.draw(st.integers(0, nk - 1))
-    with pytest.MonkeyPatch.context() as patch:
-        set_tile(patch, data.draw(st.sampled_from([2, 4])))
-        set_sizes(patch, heads=data.draw(st.sampled_from([1, 4])))
-        got = qkv.measure(q, k, mask=mask, normalizer=normalizer, mass={"part": part}, first=first)
-    compare(got, expected_statistics(weights, lse, first))
-    close(got.mass["part"], (weights * part.dense(nq, nk, batch=b, heads=heads)).sum(-1))
 
 
 def test_statistics_computed_by_hand() -> None:
@@ -340,14 +278,6 @@ def test_nan_is_ignored_in_uncounted_queries_and_kept_in_counted_ones() -> None:
     for name in ("entropy", "effective_keys", "distance", "spread", "sink", "lse"):
         assert getattr(spoilt, name)[0, :, 7:].isnan().all(), name
         assert not getattr(spoilt, name)[0, :, :7].isnan().any(), name
-
-
-def test_sweep_accepts_a_known_lse() -> None:
-    q, k, v = triple()
-    lse = attend(q, k, v, mask=Causal(), return_lse=True)[1]
-    got = qkv.measure(q, k, mask=Causal())
-    compare(sweep(Call.of(q, k, v, Causal()), lse), tensors_of(got))
-    assert got.prefix_sink_scores is got.thumbnail is None
 
 
 def test_statistics_ignore_values_and_are_detached_by_default() -> None:

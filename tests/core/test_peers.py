@@ -27,7 +27,7 @@ from qkv import attend, biases, masks
 from qkv.biases import ALiBi, SoftCap, T5Bias
 from qkv.masks import Blockwise, Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Entmax, Hard, Sigmoid, Softmax
-from qkv.scores import Cosine, Dot
+from qkv.scores import Dot
 
 pytestmark = [pytest.mark.usefixtures("tile4"), pytest.mark.slow]
 
@@ -300,13 +300,6 @@ def test_layers_with_a_window(name: str, window: int) -> None:
 # --- transformers: ALiBi of bloom -------------------------------------------------------------------------------------
 
 
-def test_slopes_of_bloom() -> None:
-    bloom = of_transformers("bloom")
-    for heads in (1, 2, 3, 4, 6, 8, 11, 12, 16, 20, 112):
-        theirs = bloom.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
-        close(biases.alibi_slopes(heads), theirs, eps=4)
-
-
 @pytest.mark.parametrize(("heads", "padded"), [(3, 0), (4, 3), (7, 3)])
 def test_bloom_layer(heads: int, padded: int) -> None:
     """Theirs adds slope · (key position), ours −slope · distance: softmax ignores the constant difference."""
@@ -520,27 +513,6 @@ def test_x_transformers_groups_heads_the_other_way_round() -> None:
     assert (attend(q, k, v) - theirs).abs().max() > 0.1
     order = torch.arange(6).reshape(2, 3).T.flatten()  # heads that share a key head, side by side
     close(attend(q[:, order], k, v), theirs[:, order])
-
-
-def _x_layer(**settings: Any) -> Any:
-    with quiet():
-        return made(x_transformers().Attention(13, dim_head=5, heads=3, **settings), torch.float64)
-
-
-def _like_x_layer(layer: Any, x: Tensor, **asked: Any) -> Tensor:
-    q, k, v = (heads_of(p(x), 3) for p in (layer.to_q, layer.to_k, layer.to_v))
-    return layer.to_out(merged(attend(q, k, v, **asked)))
-
-
-def test_x_transformers_window_counts_the_keys_before() -> None:
-    """`max_attend_past` leaves the query's own key out of the count: w there is `Window(w + 1)` here."""
-    layer, ours = _x_layer(causal=True, max_attend_past=4), functools.partial(_like_x_layer, mask=Window(5))
-    layers(layer, rand(2, 11, 13), ours, lambda layer, x: layer(x), wide=torch.float32)
-
-
-def test_x_transformers_cosine() -> None:
-    layer, ours = _x_layer(qk_norm=True, qk_norm_scale=4.0), functools.partial(_like_x_layer, score=Cosine(4.0))
-    layers(layer, rand(2, 11, 13), ours, lambda layer, x: layer(x))
 
 
 # --- entmax -----------------------------------------------------------------------------------------------------------

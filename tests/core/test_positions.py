@@ -7,9 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 from conftest import close, rand, refused
 from qkv.positions import NTK, DynamicNTK, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
@@ -76,26 +73,6 @@ def test_ntk_is_dynamic_ntk_of_a_fixed_length() -> None:
     close(found, DynamicNTK(4.0, 100).frequencies(16, 1e4, 175))
     assert found[0].item() == 1.0
     assert found[-1].item() == pytest.approx(1e4 ** (-14 / 16) / 4)
-
-
-@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 3000), st.booleans())
-def test_products_depend_on_the_distance_alone(p: int, j: int, shift: int, interleaved: bool) -> None:
-    q, k = rand(1, 1, 1, 12, seed=1), rand(1, 1, 1, 12, seed=2)
-    rotary = Rotary(8, interleaved=interleaved)
-
-    def product(a: int, b: int) -> Tensor:
-        return (rotary(q, torch.tensor([a])) * rotary(k, torch.tensor([b]))).sum()
-
-    close(product(p, j), product(p + shift, j + shift), dtype=torch.float32)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_rotation_keeps_norms_and_other_dimensions(interleaved: bool) -> None:
-    x = rand(2, 3, 7, 11)
-    turned = Rotary(8, interleaved=interleaved)(x, torch.arange(7) * 100)
-    close(turned.norm(dim=-1), x.norm(dim=-1), dtype=torch.float32)
-    assert torch.equal(turned[..., 8:], x[..., 8:])
-    assert not torch.equal(turned[..., :8], x[..., :8])
 
 
 def test_positions_of_each_item() -> None:

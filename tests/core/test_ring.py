@@ -30,7 +30,6 @@ from qkv.ring import Piece
 from qkv.statistics import Mass
 
 SIZES = (2, 4)
-sizes = pytest.mark.parametrize("size", SIZES)
 HERE = Path(__file__).parents[1]
 EPS = {torch.float64: 256, torch.float32: 256, torch.bfloat16: 8}
 
@@ -59,8 +58,7 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.mark.slow
-@sizes
-@pytest.mark.parametrize("name", ring_cases.CASES)
+@pytest.mark.parametrize(("name", "size"), [(x, size) for size in SIZES for x in ring_cases.run_by(size)])
 def test_sharded_attention_equals_one_process(name: str, size: int, found: dict[int, dict[str, Any]]) -> None:
     case = ring_cases.CASES[name]
     want, got = case.run(lambda x: x), found[size][name]

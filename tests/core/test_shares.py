@@ -11,8 +11,7 @@ import qkv
 from qkv import Profile
 from qkv.masks import Causal, Mask
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.normalizers import EluPlusOne, Normalizer, ReLU, Sigmoid, Softmax
-from qkv.statistics.measure import rows_in_shares, sums_to_one
+from qkv.normalizers import Normalizer, ReLU, Sigmoid, Softmax
 
 CAUSAL = Causal()
 KINDS: dict[str, dict[str, object]] = {
@@ -197,14 +196,6 @@ def test_probes_measure_shares(kind: str) -> None:
     if kind != "relu":  # half of its weights are 0
         for name, x in table["softmax"].items():
             np.testing.assert_allclose(table[kind][name], x, rtol=0.02, err_msg=str(name))
-
-
-def test_shares_of_a_matrix() -> None:
-    weights = torch.tensor([[0.0, 0.0], [3.0, 1.0]])
-    assert rows_in_shares(weights, EluPlusOne()).tolist() == [[0, 0], [0.75, 0.25]]
-    assert rows_in_shares(weights, Softmax()) is weights
-    assert sums_to_one(EluPlusOne(divide="sum"))
-    assert not sums_to_one(ReLU())
 
 
 def test_sink_and_previous_have_one_definition_for_causal_and_bidirectional_models() -> None:

@@ -12,7 +12,7 @@ import qkv
 from conftest import close, rand, refused, triple
 from qkv import InputError
 from qkv.masks import Causal, Dense, Mask, Window
-from qkv.statistics import BUILT_IN, Local, Mass, Previous, Sink, Streaming
+from qkv.statistics import BUILT_IN, Local, Mass, Sink, Streaming
 from qkv.statistics.sums import field_of
 
 CASES = {
@@ -75,16 +75,6 @@ def test_a_statistic_added_to_built_in_appears_everywhere() -> None:
     assert done.stdout == "everywhere\n", done.stderr
 
 
-def test_a_mass_may_have_any_name() -> None:
-    """Tiles cache distances and the insides of bands: names of masks must not collide with other cache keys."""
-    q, k, _ = triple(nq=600, nk=600)
-    names = ("near", "steps", "distance", "distances")
-    near, *others = (qkv.measure(q, k, mass={name: Window(9)}) for name in names)
-    for name, result in zip(names[1:], others, strict=True):
-        assert torch.equal(result.mass[name], near.mass["near"])
-        assert torch.equal(result.distance, near.distance)
-
-
 def test_a_tile_holds_the_first_key_of_its_text() -> None:
     q, k, _ = triple()
     result = qkv.measure(q, k, first=torch.tensor([3, 0]), statistics=[Sink()])
@@ -100,12 +90,3 @@ def test_statistics_reject_masks_that_do_not_fit() -> None:
         Mass("tensor", larger)  # type: ignore[arg-type]
     with refused("statistics", "one Sink object"):
         qkv.measure(q, k, statistics=Sink())  # type: ignore[arg-type]
-
-
-def test_the_label_follows_the_name_of_the_class() -> None:
-    class Mine(Previous):
-        name = "mine"
-
-    class Again(Mine): ...
-
-    assert (Mine.label, Again.label, Previous.label) == ("mine", "mine", "Previous token")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import MASKS, close, largest_tensor, rand, refused, set_tile, triple
+from conftest import MASKS, close, largest_tensor, rand, refused, triple
 from own_objects import HeavyTail, Manhattan, Ramp, Share, Slope, SoftplusSquared, Square, Squeeze
 from qkv import InputError, biases, masks, measure, normalizers
 from qkv._contract import learned_tensors
@@ -97,14 +97,6 @@ def agree(
 # --- against formulas -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("tile4")
-def test_each_statistic_has_its_own_gradient() -> None:
-    """With grouped heads, a window, a sink for each head, and a learned bias."""
-    learned = [parameter(6), parameter(6, 11, 13, seed=2)]
-    parts = {"normalizer": Softmax(1.3, learned[0]), "bias": biases.Dense(learned[1]), "score": qkv.scores.Dot(0.8)}
-    agree(*triple()[:2], learned, first=1, alone=True, mask=Window(7, ahead=1), **parts)
-
-
 def parameter(*shape: int, seed: int = 9) -> nn.Parameter:
     return nn.Parameter(rand(*shape, seed=seed))
 
@@ -144,30 +136,6 @@ def test_gradients_match_autograd_for_every_composition(name: str) -> None:
     learned = [*learned_tensors({key: x for key, x in arguments.items() if key != "mask"}).values()]
     assert learned or "learned" not in name
     agree(*triple(h=4)[:2], learned, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("name", "h", "hkv", "nq", "nk"),
-    [("none", 3, 3, 13, 7), ("causal", 5, 1, 13, 7), ("sink and window", 5, 1, 11, 13), ("padding", 3, 3, 11, 13),
-     ("dense of items", 3, 3, 11, 13), ("dense of heads", 5, 1, 13, 13), ("longformer", 3, 3, 13, 13)],
-)  # fmt: skip
-def test_gradients_match_autograd_for_every_mask(
-    name: str, h: int, hkv: int, nq: int, nk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_tile(monkeypatch, 8 if nq == nk else 4)
-    q, k, _ = triple(h=h, hkv=hkv, nq=nq, nk=nk)
-    agree(q, k, [], mask=MASKS[name](nq, nk, 2, h), first=[1, 3])
-
-
-@pytest.mark.parametrize(("normalizer", "threads"), [(None, 1), (None, 3), (normalizers.Sparsemax(), 3)])
-def test_default_tile_sizes_and_threads(normalizer: SumToOne | None, threads: int) -> None:
-    q, k, _ = triple(b=1, h=2, hkv=1, nq=300, nk=300, d=8)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        agree(q, k, [], mask=Causal(), normalizer=normalizer, eps=2**18)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("normalizer", [Softmax(sink=0.3), normalizers.Sigmoid(0.0), HeavyTail()], ids=str)
@@ -263,20 +231,6 @@ def test_gradients_with_a_bias_of_minus_infinity_and_little_mass() -> None:
 
 
 # --- dtypes, memory ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dtypes(dtype: torch.dtype) -> None:
-    q, k, _ = triple(b=1, nq=70, nk=70, d=8, dtype=dtype)
-    names, grads = ("entropy", "received", "sink", "effective_keys"), []
-    for wide in (torch.float64, dtype):
-        leaves = [x.to(wide).requires_grad_() for x in (q, k)]
-        result = of(measure(*leaves, mask=Causal(), differentiable=True))
-        assert result["entropy"].dtype == (torch.float64 if wide == torch.float64 else torch.float32)
-        grads.append(torch.autograd.grad(scalar({n: result[n] for n in names}), leaves))
-    for want, got in zip(*grads, strict=True):
-        assert got.dtype == dtype
-        close(got, want, eps=512 if dtype == torch.float32 else 2)
 
 
 def test_autocast_and_fewer_dimensions() -> None:

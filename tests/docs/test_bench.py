@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.mechanisms import run, show
 from benchmarks.mechanisms.__main__ import main
 from benchmarks.mechanisms.contenders import MECHANISMS, Case, _alibi_score
-from benchmarks.mechanisms.timing import allocated, alternating, median_ratio
 from qkv.biases import alibi_slopes
 
 SAME = {"sdpa", "eager", "x-transformers"}
@@ -80,24 +79,6 @@ def test_results_are_saved_loaded_printed_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "result.png").stat().st_size > 10_000
 
 
-def test_goals_and_exponents() -> None:
-    goals = [{"rival": "sdpa", "at most": 1.0, "n": 4096, "got": got} for got in (0.98, 1.25)]
-    text = show.goals({"mechanisms": {"causal": {"goals": goals}}})
-    assert "| 4,096 | 1.00 | 0.980 | reached |" in text
-    assert "| 4,096 | 1.00 | 1.250 | missed by 25% |" in text
-    assert run.slope({n: 3.0 * n**1.5 for n in (256, 1024, 4096)}) == pytest.approx(1.5)
-    assert run.slope({1024: 1.0}) is run.slope({}) is None
-
-
-@pytest.mark.parametrize(("once", "repeats"), [(60.0, 3), (-1.0, 1)], ids=["rounds", "very slow jobs"])
-def test_rounds_alternate_and_ratios_are_within_a_round(once: float, repeats: int) -> None:
-    turns: list[str] = []
-    times = alternating({"a": lambda: turns.append("a"), "b": lambda: turns.append("b")}, 3, once=once)
-    assert [set(turns[i : i + 2]) for i in range(0, len(turns), 2)] == [{"a", "b"}] * (1 + repeats)  # one warms up
-    assert [len(x) for x in times.values()] == [repeats] * 2
-    assert median_ratio({"a": [2.0, 9.0, 4.0], "b": [1.0, 3.0, 4.0]}, "a", "b") == 2.0
-
-
 @pytest.mark.slow
 def test_memory_of_a_mechanism_is_linear() -> None:
     result = run.bench(["sigmoid"], [64], heads=2, seconds=0, threads=1, memory=[8192])
@@ -109,34 +90,3 @@ def test_command_writes_results_table_and_figure(tmp_path: Path) -> None:
     options = ["sink", "--lengths", "48", "--queries", "1", "--heads", "2", "--seconds", "0", "--threads", "1"]
     assert main([*options, "--out", str(tmp_path), "--name", "mine"]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"mine.json", "mine.md", "mine.png"}
-
-
-def test_times_wait_for_the_card_and_memory_is_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
-    run._repeat(lambda: events.append("job"), 2, "cuda")  # type: ignore[arg-type, return-value]
-    run._repeat(lambda: events.append("job"), 1, "cpu")  # type: ignore[arg-type, return-value]
-    assert events == ["job", "job", "wait", "job"]
-    events.clear()
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: events.append("reset"))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5000)
-    assert allocated(lambda: events.append("job")) == 4000
-    assert events == ["wait", "reset", "job", "wait"]
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    (["nothing"], "mechanism is 'nothing'"),
-    (["--lengths", "0"], "are counts"),
-    (["--threads", "0"], "are counts"),
-    (["--queries", "100", "--lengths", "64"], "queries is 100"),
-    (["statistics", "--backward"], "which has no backward"),
-    (["--device", "cuda"], "device is 'cuda', but"),
-])  # fmt: skip
-def test_command_rejects_bad_arguments(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if options[-1] == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a card")
-    assert main([*options, "--out", str(tmp_path / "new")]) == 2
-    assert message in capsys.readouterr().err

@@ -8,9 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -18,7 +16,7 @@ import qkv
 import qkv_lab
 from conftest import Command
 from imported import statements
-from qkv import InputError, _packages, cli
+from qkv import _packages, cli
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -66,15 +64,6 @@ def test_extras_install_what_sentences_name_have_smoke_tests_and_upper_bounds() 
         assert {",<" in x for x in every if module(x) == name} == {True}, name
 
 
-def test_require_names_what_is_missing_and_its_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    _packages.require("this", "transformers")
-    monkeypatch.setattr(_packages.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"^a table needs polars, .*'qkv\[frames\]'$"):
-        _packages.require("a table", "polars")
-    with pytest.raises(InputError, match=r"transformers, polars and pyarrow.*'qkv\[hf,frames\]'$"):
-        _packages.require("this", "transformers", "polars", "pyarrow")
-
-
 def test_a_command_that_lacks_a_package_ends_in_one_sentence(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """An import that no extra could mend is not hidden."""
 
@@ -111,9 +100,3 @@ def test_a_version_outside_the_tested_range_warns_once(installed: dict[str, str]
     with contextlib.nullcontext() if tested else outside:
         _packages.check_tested("zarr")
     _packages.check_tested("zarr")  # another warning would be an error
-
-
-def test_a_source_tree_has_no_tested_versions(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no metadata."""
-    monkeypatch.setattr(_packages, "version", mock.Mock(side_effect=PackageNotFoundError))
-    _packages.check_tested("zarr")

@@ -9,11 +9,8 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 import pages
 import qkv
-from conftest import refused
 
 PACKAGES = {"qkv", "qkv_lab"}
 """Packages whose `__all__` names modules."""
@@ -47,20 +44,6 @@ def test_tables_of_lazy_names_agree() -> None:
         lazy = {package.__name__: package._MODULES, **package._NAMES}
         assert imported == {name: set(names) for name, names in lazy.items()}
         assert set().union(*imported.values()) == set(package.__all__) - {"InputError"}
-
-
-def test_load_gives_a_model_and_its_tokenizer(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the tokenizer is transformers'")
-    model, tokenizer = qkv.load("qkv-mini")
-    assert isinstance(model, qkv.models.DecoderLM)
-    assert tokenizer.decode(tokenizer("import os")["input_ids"], skip_special_tokens=True) == "import os"
-    qkv.models.save(qkv.models.DecoderLM(qkv.models.DecoderConfig(d_model=16, layers=1, heads=2)), str(tmp_path))
-    model, tokenizer = qkv.load(str(tmp_path), dtype="float64")
-    assert next(model.parameters()).dtype.itemsize == 8
-    assert tokenizer("ab")["input_ids"].tolist() == [[97, 98]]
-    assert qkv.load("qkv-reversal")[1] is None
-    with refused("model", match="after the model"):
-        qkv.load("no model")
 
 
 def uses(page: str) -> list[str]:

@@ -81,16 +81,6 @@ def test_the_fuzzer_notices_a_loader_that_misbehaves(what: str, valid: Path, mon
     assert [(report.case.number, report.outcome) for report in reports] == [(number, outcome) for number in numbers]
 
 
-def test_a_case_depends_on_its_seed_and_number_alone(valid: Path, tmp_path: Path) -> None:
-    found = []
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        folder.mkdir()
-        case = isolate.prepare(7, 11, valid, folder)
-        found.append((case, (folder / case.file).read_bytes()))
-    assert found[0] == found[1]
-    assert found[0][1] != (valid / found[0][0].file).read_bytes()
-
-
 # --- profiles and surveys --------------------------------------------------------------------------------------------
 
 
@@ -201,14 +191,6 @@ def test_max_size_and_free_memory_are_limits(monkeypatch: pytest.MonkeyPatch) ->
         qkv.Profile.load(path)
     with qkv.max_size(10**8):
         qkv.Profile.load(path)
-
-
-def test_the_command_line_has_the_option(command: Command) -> None:
-    pytest.importorskip("fastapi")
-    path = GOLDEN / "profile.qkv.zip"
-    assert "the limit of 9.8 KiB" in command.refuses("view", path, "--no-browser", "--max-size", "10KB")
-    assert "--max-size is 'large'" in command.refuses("view", path, "--no-browser", "--max-size", "large")
-    qkv.Profile.load(path)  # the option held for its command alone
 
 
 def test_sizes_are_read_or_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from conftest import refused
 from qkv.models import checkpoint, load
-from qkv_lab import heads, scenes
+from qkv_lab import scenes
 from qkv_lab.align.models import SENTENCE, Aligners
 from qkv_lab.tasks.caption import Caption
 from qkv_lab.translation import START, read_vocabulary, translate
@@ -49,19 +49,6 @@ def test_translations_have_the_weights_of_the_lab_and_the_probabilities_of_the_m
         assert int(chances.argmax()) == number
         assert probability == pytest.approx(float(chances[number]), rel=1e-4)
         said.append(number)
-
-
-def test_reversals_are_right_and_have_the_weights_of_the_profiler(aligners: Aligners) -> None:
-    found = aligners.align("qkv-reversal", "a b c d e f")
-    assert found["target"] == list("fedcba")
-    assert (found["layers"], found["heads"]) == (2, 4)
-    assert found["source"][:6] == list("abcdef")
-    ids = [*range(2, 8), heads.SEPARATOR, *range(7, 2, -1)]
-    maps = heads.maps(load("qkv-reversal"), torch.tensor([ids]))[0]
-    np.testing.assert_allclose(found["weights"], maps[:, :, 6:, :7], atol=1e-5)
-    mirror = np.asarray(found["weights"])[0, 1]  # head 0.1 mirrors: README.md of the trained models
-    assert mirror[:, :6].argmax(1).tolist() == [5, 4, 3, 2, 1, 0]
-    assert min(found["probability"]) > 0.9
 
 
 @torch.no_grad()

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 import papers
 from conftest import MASKS, close, enlarged, oracle, rand, refused, triple
-from qkv import attend, biases, measure
+from qkv import attend, measure
 from qkv._engine.call import Call, Result
 from qkv.kernels import KERNELS, watching
 from qkv.masks import Causal, Dense, Mask, Padding
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.normalizers import Softmax
-from qkv.scores import Dot
 
 B, NQ, NK, DQ, DK, DV, A = 2, 3, 7, 4, 5, 6, 11
 SCORES = ("dot", "general", "concat")
@@ -66,16 +65,6 @@ def test_additive(mask: Mask | None, with_values: bool) -> None:
     close(got[0], want)
     close(got[1], weights)
     close(module(query, keys, values, mask=mask, projected=module.project(keys)), want)
-
-
-def test_additive_by_hand() -> None:
-    """W = U = v = 1: scores tanh(0 + 0) = 0 and tanh(0 + artanh(1/2)) = 1/2."""
-    module = AdditiveAttention(1, 1, 1).double()
-    for parameter in module.parameters():
-        nn.init.ones_(parameter)
-    keys = torch.tensor([[[0.0], [math.atanh(0.5)]]], dtype=torch.float64)
-    _, weights = module(torch.zeros(1, 1, 1, dtype=torch.float64), keys, return_weights=True)
-    close(weights[0, 0, 1] / weights[0, 0, 0], torch.tensor(math.exp(0.5), dtype=torch.float64))
 
 
 # Each score with each kind; over them, each half width with each list of lengths.
@@ -205,15 +194,6 @@ def test_gradients_of_a_sink_for_each_query(kernel: str) -> None:
         return attend(q, k, v, mask=Causal(), normalizer=Softmax(0.7, sink=sink), kernel=kernel, return_lse=True)  # type: ignore[return-value]
 
     assert torch.autograd.gradcheck(run, tuple(x.requires_grad_() for x in tensors), fast_mode=True)
-
-
-def test_the_sink_is_the_missing_mass_by_hand() -> None:
-    """Two equal scores, g = ¼ and ½: Z = 2, Z′ = ¾, so the weights are ⅛ and ¼ and the sink has ln(2 − ¾)."""
-    q, k = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 2, 1)
-    sink = torch.full((1, 1, 1), math.log(1.25))
-    gaussian = biases.Dense(torch.tensor([[math.log(0.25), math.log(0.5)]]))
-    _, weights = attend(q, k, k, score=Dot(1.0), bias=gaussian, normalizer=Softmax(sink=sink), return_weights=True)
-    close(weights, torch.tensor([[[[0.125, 0.25]]]]))
 
 
 # --- errors -------------------------------------------------------------------------------------------------

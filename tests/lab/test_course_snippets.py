@@ -69,18 +69,6 @@ def test_a_mask_of_items_may_hide_all_keys_of_a_query() -> None:
     close32(scaled_dot_product_attention(x, x, x, mask), formula(x, x, x, mask > 0))
 
 
-def test_worked_example_of_three_tokens() -> None:
-    q = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    k = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
-    v = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    e, ee = math.exp(2**-0.5), math.exp(2**0.5)
-    want = torch.tensor([[e, e, 1], [e, 1, e], [ee, e, e]], dtype=torch.float64)
-    want = want / want.sum(1, keepdim=True)
-    out, weights = scaled_dot_product_attention(q, k, v)
-    close32((out, weights), (want @ v.double(), want))
-    assert [round(x, 2) for x in out[0].tolist()] == [0.6, 0.6]  # as the chapter computes by hand
-
-
 # --- the layer --------------------------------------------------------------------------------------------------------
 
 Call = Callable[[Any], tuple[Tensor, Tensor]]
@@ -114,32 +102,6 @@ def test_layer_attends_to_a_memory_without_weights_if_asked() -> None:
     out, nothing = mha(X, MEMORY, return_attention=False)
     close32((out,), want[:1])
     assert nothing is None
-
-
-def test_dropout_of_the_weights_in_training_only() -> None:
-    torch.manual_seed(0)
-    mha, x = MultiHeadAttention(d_model=64, num_heads=8, dropout=0.1), torch.randn(8, 10, 64)
-    _, in_training = mha(x)
-    dropped = (in_training == 0).float().mean().item()
-    assert abs(dropped - 0.1) < 5 * (0.1 * 0.9 / in_training.numel()) ** 0.5
-    close32(mha.eval()(x), heads_formula(mha, x, x, x))
-
-
-def test_blocks_are_causal_by_a_mask_and_drop_out_in_training() -> None:
-    torch.manual_seed(0)
-    blocks, mask = [course.TransformerBlock(24, 4, 48, 0.1) for _ in range(2)], CAUSAL[None, None]
-
-    def run(x: Tensor, mask: Tensor) -> Tensor:
-        for block in blocks:
-            x, weights = block(x, mask)
-            assert weights.shape == (2, 4, x.shape[1], x.shape[1])
-            assert not weights.triu(1).any()
-        return x
-
-    assert not torch.equal(run(X, mask), run(X, mask))  # dropout
-    for block in blocks:
-        block.eval()
-    close32((run(X, mask)[:, :4],), (run(X[:, :4], mask[..., :4, :4]),))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

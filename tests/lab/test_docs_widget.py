@@ -146,30 +146,6 @@ def test_any_number_of_tokens_and_sizes_equals_the_reference(page: Page) -> None
     assert page.input_value('input[name="tokens"]') == "tea cools slowly"
 
 
-def test_query_is_explained_and_an_empty_number_changes_nothing(page: Page) -> None:
-    page.hover('#bh-weights tr[data-query="0"]')
-    assert "hidden, weight 0" in page.inner_text("#bh-words")
-    page.focus('#bh-weights tr[data-query="2"] button')
-    text = page.inner_text("#bh-words")
-    assert text.startswith("Query 3, slowly")
-    assert "exp(0.71) / " in text
-    assert "0.143 · (2, 0)" in text
-    before = _shown(page, "weights", 3)
-    page.fill('[data-at="Q-0-0"]', "")
-    np.testing.assert_array_equal(_shown(page, "weights", 3), before)
-    assert page.get_attribute('[data-at="Q-0-0"]', "aria-invalid") == "true"
-    page.fill('[data-at="Q-0-0"]', "-2")
-    assert page.get_attribute('[data-at="Q-0-0"]', "aria-invalid") == "false"
-    page.click("text=Start again")
-    np.testing.assert_array_equal(_shown(page, "weights", 3), before)
-    names = page.eval_on_selector_all(
-        "#by-hand input, #by-hand button",
-        "all => all.map(x => x.getAttribute('aria-label') || x.textContent || x.closest('label').textContent)",
-    )
-    assert names
-    assert all(name.strip() for name in names), "a reader of the screen hears nothing"
-
-
 def test_chapter_uses_the_numbers_of_the_widget() -> None:
     """The chapter computes with the initial numbers of the widget, and loads its two files."""
     text = CHAPTER.read_text(encoding="utf-8")

@@ -62,18 +62,6 @@ def test_ordinary_tokens_follow_the_transition_probabilities() -> None:
         assert chi < free + 6 * np.sqrt(2 * free)  # six standard deviations above the mean of χ²
 
 
-def test_chain_has_the_bigram_frequencies_of_the_standard_library() -> None:
-    chain, pairs = backcopy._chain(64, 3), backcopy._pairs()
-    assert len(set(chain.bytes.tolist())) == 64
-    assert chain.bytes[0] == ord(" ")
-    assert pairs.sum() > 1_000_000
-    counts = pairs[np.ix_(chain.bytes, chain.bytes)]
-    assert np.abs(chain.probabilities[:64] - counts / counts.sum(1, keepdims=True)).max() < 0.01
-    assert chain.probabilities[:64].min() >= 1 / backcopy.DRAWS
-    in_table = np.stack([np.bincount(row, minlength=64) for row in chain.table]) / backcopy.DRAWS
-    assert np.array_equal(in_table, chain.probabilities)
-
-
 def rows_of(task: Backcopy, steps: int, size: int, seed: int = 0) -> set[tuple[int, ...]]:
     return {tuple(row) for step in range(steps) for row in sequences(task, step=step, size=size, seed=seed).tolist()}
 
@@ -151,17 +139,6 @@ def test_check_averages_weights_over_triggers_and_other_queries() -> None:
     for name, rows in found.items():
         torch.testing.assert_close(torch.tensor(checked[name]), torch.stack(rows).mean(0), rtol=1e-4, atol=1e-6)
     assert "sink_score" in checked
-
-
-@pytest.mark.parametrize(
-    "changes", [{"window": 4, "normalizer": "sigmoid"}, {"sink": True, "positions": "alibi"}, {"prefix": 5}]
-)
-@torch.no_grad()
-def test_other_models_can_be_checked_and_drawn(changes: dict[str, Any]) -> None:
-    task = Backcopy(model=replace(SMALL, **changes), length=16)
-    model = task.build().eval()
-    assert np.shape(task.check(model)["other_first"]) == (1, 2)
-    assert set(task.figures(model)) == {"weights", "sink"}
 
 
 REFUSALS: list[tuple[str, Any]] = [

@@ -35,28 +35,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
     return weights @ v, weights
 
 
-def one_head(change: Answer = lambda out, weights: (out, weights), masked: bool = True, **mistake: Any) -> Answer:
-    return lambda q, k, v, mask=None: change(*attend(q, k, v, mask if masked else None, **mistake))
+def one_head(change: Answer = lambda out, weights: (out, weights), **mistake: Any) -> Answer:
+    return lambda q, k, v, mask=None: change(*attend(q, k, v, mask, **mistake))
 
 
-def by_hand(subtract: bool = True) -> Answer:
+def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
     """The largest score of a row, powers, their sum."""
-
-    def answer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
-        visible = torch.ones(1) if mask is None else mask
-        scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(visible == 0, -1e30)
-        scores = scores - scores.amax(-1, keepdim=True) if subtract else scores
-        parts = scores.exp() * visible
-        weights = parts / parts.sum(-1, keepdim=True).clamp(min=1e-30)
-        return weights @ v, weights
-
-    return answer
-
-
-def added(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
-    """−inf is added, and NaN weights are replaced after the softmax."""
-    hidden = torch.zeros(()) if mask is None else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
-    weights = (q @ k.mT / q.shape[-1] ** 0.5 + hidden).softmax(-1).nan_to_num(0)
+    visible = torch.ones(1) if mask is None else mask
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(visible == 0, -1e30)
+    parts = (scores - scores.amax(-1, keepdim=True)).exp() * visible
+    weights = parts / parts.sum(-1, keepdim=True).clamp(min=1e-30)
     return weights @ v, weights
 
 
@@ -81,14 +69,11 @@ def merge(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def multi(
-    merged: Answer = merge, flip: bool = False, last: bool = True, whole: bool = False, mean: bool = False
-) -> Answer:
+def multi(merged: Answer = merge, last: bool = True, whole: bool = False) -> Answer:
     def answer(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, heads: int, mask: Tensor | None = None) -> Any:
         scale = (x.shape[-1] if whole else x.shape[-1] // heads) ** -0.5
-        mask = ~mask if flip and mask is not None else mask
         out, weights = attend(*(split(x @ w, heads) for w in (q, k, v)), mask, scale)
-        return merged(out) @ o if last else merged(out), weights.mean(1) if mean else weights
+        return merged(out) @ o if last else merged(out), weights
 
     return answer
 
@@ -115,22 +100,15 @@ def dropped(drop: Callable[[Tensor, float, bool], Tensor]) -> Answer:
     return answer
 
 
-def coins(w: Tensor, p: float, *shape: int) -> Tensor:
-    return torch.rand(shape or w.shape) >= p
+def coins(w: Tensor, p: float) -> Tensor:
+    return torch.rand(w.shape) >= p
 
 
-def renormalised(w: Tensor, p: float, training: bool) -> Tensor:
-    w = F.dropout(w, p, training)
-    return w / w.sum(-1, keepdim=True)
-
-
-def keyed(value: Answer = torch.zeros_like, shown: bool = True, masked: bool = True, detached: bool = False) -> Answer:
+def keyed(value: Answer = torch.zeros_like, masked: bool = True) -> Answer:
     def answer(q: Tensor, k: Tensor, v: Tensor, key: Tensor, mask: Tensor | None = None) -> Any:
-        key = key.detach() if detached else key
         scores, extra = q @ k.mT / q.shape[-1] ** 0.5, (q @ key)[..., None] / q.shape[-1] ** 0.5
         if mask is not None and masked:
             scores = scores.masked_fill(~mask, -torch.inf)
-            extra = extra if shown else torch.full_like(extra, -torch.inf)
         whole = torch.cat([scores, extra], -1).softmax(-1)
         return whole[..., :-1] @ v + whole[..., -1:] * value(key), whole[..., :-1]
 
@@ -153,13 +131,13 @@ def counted(vocab: int, d: int, layers: int, d_ff: int, n: int, tied: bool = Tru
     return vocab * d * (1 if tied else 2) + n * d + layers * block + 2 * d
 
 
-def before(make: Callable[[int], Tensor] = torch.ones, forward: Answer | None = None, learnt: bool = True) -> Answer:
+def before(make: Callable[[int], Tensor] = torch.ones, forward: Answer | None = None) -> Answer:
     """A module that puts `make(d_model)` before every text."""
 
     class Module(nn.Module):
         def __init__(self, d_model: int) -> None:
             super().__init__()
-            self.token = nn.Parameter(make(d_model)) if learnt else make(d_model)
+            self.token = nn.Parameter(make(d_model))
 
         def forward(self, x: Tensor) -> Tensor:
             return joined(self.token, x) if forward is None else forward(self.token, x)
@@ -176,20 +154,13 @@ def softmax(x: Any, axis: int = -1) -> Any:
     return parts / parts.sum(axis, keepdims=True)
 
 
-def in_place(scores: Any) -> Any:
-    scores -= scores.max(-1, keepdims=True)
-    return softmax(scores)
-
-
-def online(
-    out: bool = True, lse: Answer = lambda top, s: top + np.log(s), skip: bool = True, follow: bool = True
-) -> Answer:
+def online(out: bool = True, lse: Answer = lambda top, s: top + np.log(s), skip: bool = True) -> Answer:
     """An online softmax; arguments that are False leave out a step."""
 
     def answer(blocks: Any) -> Any:
         top, total, sums = -np.inf, 0.0, 0.0
         for scores, values in blocks:
-            new = max(top, scores.max()) if follow or top == -np.inf else top
+            new = max(top, scores.max())
             if skip and new == -np.inf:
                 continue
             parts, kept = np.exp(scores - new), np.exp(top - new)
@@ -228,7 +199,7 @@ def mirrored(weights: Any, length: int, late: int = 0) -> Any:
 # --- right and wrong --------------------------------------------------------------------------------------------------
 
 RIGHT: dict[str, Answer] = {
-    "attention": by_hand(),
+    "attention": by_hand,
     "entropy": lambda w: -(w * w.clamp(min=1e-30).log()).sum(-1),
     "temperature": tempered(lambda d, t: d**-0.5 / t),
     "causal_mask": lambda n: torch.arange(n)[:, None] >= torch.arange(n),
@@ -254,19 +225,9 @@ WRONG: list[tuple[str, str, Answer]] = [  # the exercise, a part of the hint, th
     ("attention", "expected a pair", one_head(lambda out, weights: out)),
     ("attention", "a row for each query", one_head(lambda out, weights: (out, weights.mT))),
     ("attention", "each column", one_head(dim=1)),
-    ("attention", "softmax missing", lambda q, k, v, mask=None: (q @ k.mT @ v, q @ k.mT)),
-    ("attention", "not scaled", one_head(scale=1.0)),
-    ("attention", "weights @ v", one_head(lambda out, weights: (2 * out, weights))),
-    ("attention", "the mask is ignored", one_head(masked=False)),
-    ("attention", "overflow", by_hand(subtract=False)),
-    ("attention", "all keys equally", one_head(fill=-1e9)),
-    ("attention", "weights of a query", one_head()),
-    ("attention", "gradient of q is NaN", added),
-    ("attention", "gradient of v is NaN", one_head(lambda out, weights: (out.nan_to_num(0), weights.nan_to_num(0)))),
     ("entropy", "makes NaN", lambda w: -(w * w.log()).sum(-1)),
     ("entropy", "over queries", lambda w: -(w * w.log()).sum(-2)),
     ("entropy", "negative", lambda w: (w * w.log()).sum(-1)),
-    ("entropy", "off by", lambda w: -(w * (w + 0.01).log()).sum(-1)),
     ("temperature", "multiplied by it", tempered(lambda d, t: d**-0.5 * t)),
     ("temperature", "1/√d stays", tempered(lambda d, t: 1 / t)),
     ("temperature", "overflows", tempered(lambda d, t: d**-0.5 / t, lambda s: s.exp() / s.exp().sum(-1, keepdim=True))),
@@ -276,22 +237,12 @@ WRONG: list[tuple[str, str, Answer]] = [  # the exercise, a part of the hint, th
     ("multi_head", "output matrix", multi(last=False)),
     ("multi_head", "√d_model", multi(whole=True)),
     ("multi_head", "moving them back", multi(lambda x: x.reshape(2, 5, 12))),
-    ("multi_head", "wrong way round", multi(flip=True)),
-    ("multi_head", "no dimension", multi(mean=True)),
     ("dropout", "in evaluation, too", dropped(lambda w, p, t: F.dropout(w, p))),
     ("dropout", "in evaluation, too", dropped(lambda w, p, t: w * coins(w, p) if t else w * (1 - p))),
     ("dropout", "not scaled up", dropped(lambda w, p, t: w * coins(w, p) if t else w)),
-    ("dropout", "not kept", dropped(lambda w, p, t: F.dropout(w, 1 - p, t))),
-    ("dropout", "whole keys", dropped(lambda w, p, t: w * coins(w, p, 2, 1, 50) / (1 - p) if t else w)),
-    ("dropout", "50%", dropped(lambda w, p, t: F.dropout(w, 0.5, t))),
-    ("dropout", "still sum to 1", dropped(renormalised)),
-    ("dropout", "no weight", lambda q, k, v, p, t: (F.dropout(attend(q, k, v)[0], p, t), attend(q, k, v)[1])),
-    ("dropout", "plain weights", lambda q, k, v, p, t: (attend(q, k, v)[0], F.dropout(attend(q, k, v)[1], p, t))),
-    ("dropout", "(b, n, m)", lambda q, k, v, p, t: (attend(q, k, v)[0], attend(q, k, v)[1].mT)),
     ("cross_attention", "self-attention", crossed("x", "x")),
     ("cross_attention", "values come from x", crossed("c", "x")),
     ("cross_attention", "7 tokens", viewed(lambda x: x.shape[1], lambda x: -1)),
-    ("cross_attention", "10 wide", viewed(lambda x: -1, lambda x: x.shape[2])),
     ("first_token", "first query is", lambda w: w[..., 0].mean((1, 2))),
     ("first_token", "for each head", lambda w: w[..., 1:, 0].mean(-1)),
     ("sink_rate", "every weight", lambda w, t=0.3: (w[..., 0] > t).float().mean().item()),
@@ -300,51 +251,29 @@ WRONG: list[tuple[str, str, Answer]] = [  # the exercise, a part of the hint, th
     ("key_bias", "takes no weight", lambda q, k, v, key, mask=None: attend(q, k, v, mask)),
     ("key_bias", "the key itself", keyed(same)),
     ("key_bias", "the mask is ignored", keyed(masked=False)),
-    ("key_bias", "must be visible", keyed(shown=False)),
-    ("key_bias", "for autograd", keyed(detached=True)),
     ("off_by_one", "plain softmax", lambda s: s.softmax(-1)),
     ("off_by_one", "overflows", lambda s: s.exp() / (1 + s.exp().sum(-1, keepdim=True))),
     ("off_by_one", "the 1 is not", one_more(same, lambda top: 1)),
-    ("off_by_one", "−inf gives NaN", one_more(same, lambda top: (-top).clamp(max=80).exp())),
-    ("off_by_one", "near −50", lambda s: s.softmax(-1) if s.amax() < -10 else F.pad(s, (0, 1)).softmax(-1)[..., :-1]),
     ("parameter_count", "feed-forward layers", lambda *a: counted(*a, ff_bias=False)),
     ("parameter_count", "too many", lambda *a: counted(*a) + 1),
     ("parameter_count", "too few", lambda *a: counted(*a) - 1),
-    ("parameter_count", "whole number", lambda *a: float(counted(*a))),
-    ("parameter_count", "is not the table", lambda *a: counted(*a[:5])),
     ("sink_token", "comes after", before(forward=lambda token, x: joined(token, x).roll(-1, 1))),
     ("sink_token", "not added", before(forward=lambda token, x: x + token)),
     ("sink_token", "text is lost", before(forward=lambda token, x: joined(token, x)[:, :-1])),
-    ("sink_token", "0 parameters", before(learnt=False)),
-    ("sink_token", "16 parameters", before(lambda d: torch.ones(2 * d), lambda token, x: joined(token[:8], x))),
-    ("sink_token", "different tokens", before(lambda d: torch.arange(24.0).view(3, 1, d))),
-    ("sink_token", "drawn again", before(forward=lambda token, x: joined(torch.randn(8), x))),
-    ("sink_token", "depends on the text", before(forward=lambda token, x: joined(token * x.mean(), x))),
-    ("sink_token", "gets no gradient", before(forward=lambda token, x: joined(token.data, x.requires_grad_()))),
-    ("sink_token", "expected (3, 6, 8)", before(forward=lambda token, x: joined(token, joined(token, x)))),
     ("stable_softmax", "overflows", powers),
     ("stable_softmax", "down the columns", lambda s: softmax(s, -2)),
     ("stable_softmax", "all weights together", lambda s: np.exp(s) / np.exp(s).sum()),
-    ("stable_softmax", "own maximum", lambda s: powers(s - s.max())),
-    ("stable_softmax", "row becomes NaN", lambda s: powers(s - s.min(-1, keepdims=True))),
-    ("stable_softmax", "changes the scores", in_place),
-    ("stable_softmax", "keepdims", lambda s: np.exp(s) / np.exp(s).sum(-1)),
     ("soft_lookup", "not scaled", lambda q, k, v: softmax(q @ k.T) @ v),
     ("soft_lookup", "matrix product", lambda q, k, v: q @ k),
     ("soft_lookup", "overflow", lambda q, k, v: powers(q @ k.T / q.shape[-1] ** 0.5) @ v),
     ("online_softmax", "sum of values must", online(out=False)),
     ("online_softmax", "lacks the largest", online(lse=lambda top, s: np.log(s))),
     ("online_softmax", "skip such a block", online(skip=False)),
-    ("online_softmax", "as it rises", online(follow=False)),
-    ("online_softmax", "two results", lambda blocks: online()(blocks)[0]),
-    ("online_softmax", "a second time", lambda blocks: online()(list(blocks) and blocks)),
     ("additive_score", "no tanh", lambda *x: additive(*x, bend=same)),
     ("additive_score", "raises RuntimeError", lambda q, k, a, b, v: additive(q, k, b, a, v)),
     ("alignment_accuracy", "of correct words", lambda w, t: accuracy(w, t) * len(w)),
     ("alignment_accuracy", "first counterpart", lambda w, t: accuracy(w, t, lambda at, places: at == places[0])),
     ("alignment_accuracy", "counted as wrong", lambda w, t: accuracy(w, t, all_of=True)),
-    ("alignment_accuracy", "expected 0.75", lambda w, t: 0.7),
-    ("alignment_accuracy", "one number", lambda w, t: w),
     ("einsum_attention", "not scaled", einsum(lambda w: 1.0)),
     ("einsum_attention", "ignored", einsum(masked=False)),
     ("einsum_attention", "are not summed", einsum(last="bhqk,bhkd,hdm->bhqm")),

@@ -46,18 +46,6 @@ def test_library_excludes_tests_and_five_percent_of_it_are_held_out() -> None:
     assert split(load("library").documents) == (train, held_out)
 
 
-def test_documents_are_shuffled_independently_of_the_file_system(tmp_path: Path) -> None:
-    names = [f"{i:02}.txt" for i in range(30)]
-    orders = []
-    for at, order in enumerate((names, names[::-1])):
-        for name in order:
-            (tmp_path / str(at) / "inner").mkdir(parents=True, exist_ok=True)
-            (tmp_path / str(at) / "inner" / name).write_text(f"this is {name}")
-        orders.append(load(str(tmp_path / str(at))))
-    assert orders[0].documents == orders[1].documents != tuple(sorted(orders[0].documents))
-    assert orders[0].fingerprint == orders[1].fingerprint
-
-
 def test_folder_gives_its_text_files_and_counts_the_skipped_ones(tmp_path: Path) -> None:
     for name, data in {
         "a.py": b"one\r\n", "b.md": "zwei\u00e9".encode(), "copy.py": b"one\r\n", "blank.txt": b" \n",
@@ -88,14 +76,6 @@ def test_documents_that_share_a_passage_are_left_out() -> None:
         "short lines": "a = 1\nb = 2\nc = 3\nd = 4\n",
     }
     assert without_passages([*same.values(), *other.values()], [book, "a = 1\nb = 2\nc = 3\n"]) == list(other.values())
-
-
-@pytest.mark.parametrize(("sizes", "held"), [([1000], 50), ([600, 400], 50), ([960, 10, 30], 40), ([1000, 1], 50)])
-def test_of_few_documents_a_small_one_or_the_end_of_each_is_held_out(sizes: list[int], held: int) -> None:
-    texts = tuple(chr(97 + i) * n for i, n in enumerate(sizes))
-    train, held_out = split(texts)
-    assert "".join(sorted("".join(train + held_out))) == "".join(texts)
-    assert sum(map(len, held_out)) == held
 
 
 def test_shakespeare_is_downloaded_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,10 @@ from qkv.models.generation import generate
 from qkv.models.loading import load_model as load_profiled
 from qkv.models.loading import load_text_model
 from qkv.profiler import corpora
-from qkv_lab import heads, tokens
+from qkv_lab import tokens
 from qkv_lab.experiments.small import fit
-from qkv_lab.log import loss_figure
 from qkv_lab.tasks.language import Language
-from qkv_lab.tokens import baselines, split
+from qkv_lab.tokens import split
 
 SMALL = DecoderConfig.llama(d_model=32, layers=2, heads=2)
 
@@ -103,22 +102,6 @@ def test_uniform_predictions_have_the_loss_of_the_vocabulary_size(tokenizer: str
     assert found["bits_per_byte"] == pytest.approx(number * log(size, 2) / len(text.encode()), rel=1e-5)
 
 
-@torch.no_grad()
-def test_baselines_are_beside_the_loss_and_on_the_figure(texts: Path, tmp_path: Path) -> None:
-    made = task(texts)
-    model = made.build().eval()
-    found = made.evaluate(model)
-    expected = baselines(made._train, made.unseen.numpy(), 257)
-    assert (found["unigram_loss"], found["bigram_loss"]) == (expected.unigram, expected.bigram)
-    assert found["bigram_loss"] < found["unigram_loss"] < found["loss"], "the model is untrained"
-    ratio = found["bits_per_byte"] / found["loss"]
-    assert found["bigram_bits_per_byte"] == pytest.approx(ratio * found["bigram_loss"])
-    assert found["unigram_bits_per_byte"] == pytest.approx(ratio * found["unigram_loss"])
-    (axes,) = loss_figure("language", [{"step": 1, "loss": 6.0}, {"step": 1, "evaluation": found}]).axes
-    dashed = {float(np.ravel(line.get_ydata())[0]) for line in axes.lines if line.get_linestyle() == "--"}
-    assert dashed == {expected.unigram, expected.bigram}
-
-
 def test_longer_sequences_are_evaluated_by_place(texts: Path) -> None:
     made = task(texts, longest=80, model=replace(SMALL, positions="learned"))
     model = made.build().eval()
@@ -158,29 +141,6 @@ def test_losses_are_mean_cross_entropies_and_that_of_writing_is_over_some_positi
     expected = losses[:, [n - 1 for n in range(3, 25, 3)]].mean().item()
     assert made.writing_loss(model) == pytest.approx(expected, rel=1e-4)
     assert "writing_loss" not in found
-
-
-@torch.no_grad()
-def test_check_uses_texts_of_the_context_length(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = task(texts, model=replace(SMALL, positions="learned"))  # which cannot read more than the context
-    model, read = made.build().eval(), []
-    whole = heads.attention
-    monkeypatch.setattr(heads, "attention", lambda model, ids: read.append(ids) or whole(model, ids))
-    found = made.check(model)
-    assert np.shape(found["sink"]) == (2, 2)
-    assert read[0].shape[1] == 24
-    assert set(read[0][:, 0].tolist()) == {256}
-
-
-@pytest.mark.parametrize("weights", [[0.1, 0.9, 0.2, 0.31], [0.0] * 4])
-def test_figure_shows_the_weights_of_the_heads(
-    weights: list[float], texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heads, "attention", lambda model, ids: {"sink": np.reshape(weights, (2, 2)).tolist()})
-    made = task(texts)
-    figure = made.figures(made.build())["first_token"]
-    assert [x.get_text() for x in figure.axes[0].texts] == [f"{w:.2f}" for w in weights]
-    assert ("none of 4" if max(weights) < 0.3 else "2 of 4") in figure.texts[0].get_text().replace("\n", " ")
 
 
 @pytest.mark.parametrize(("tokenizer", "first"), [("bytes", "fixed"), ("bpe", "random"), ("bpe", "fixed")])

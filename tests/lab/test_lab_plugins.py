@@ -111,17 +111,6 @@ def test_a_task_of_an_installed_package_trains_from_the_command_line_and_from_it
     assert (task.name, task.length, training.steps) == ("echo", 4, 2)
 
 
-def test_entry_points_are_not_read_for_built_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(**group: str) -> None:
-        raise AssertionError("entry points were read")
-
-    monkeypatch.setattr("qkv._registry.entry_points", read)
-    assert experiments.experiment("heads").name == "heads"
-    assert tasks.task_class("copy").name == "copy"
-    with pytest.raises(AssertionError, match="were read"):
-        tasks.names()
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "value", "reason"),
     [
@@ -167,12 +156,3 @@ def test_a_name_that_two_packages_register_is_refused(install: Install) -> None:
     for ask in (experiments.names, lambda: experiments.experiment("dice")):
         with refused("experiment", match=r"one 1\.2 and two 1\.2"):
             ask()
-
-
-def test_an_unknown_name_lists_those_of_installed_packages(install: Install, tmp_path: Path) -> None:
-    install("mylab", {"experiments": {"dice": "mylab:Dice"}, "tasks": {"echo": "mylab:Echo"}})
-    with refused("experiment", match="mean 'dice'"):
-        experiments.experiment("dise")
-    (tmp_path / "run.toml").write_text('task = "ecco"')
-    with refused("task", match="mean 'echo'"):
-        settings.from_toml(tmp_path / "run.toml")

@@ -17,9 +17,8 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loss import token_loss
 from qkv.scores import Dot
 from qkv_lab import tasks
-from qkv_lab.experiments import architecture, associations, bottleneck, head_numbers, mechanism, scaling, small
+from qkv_lab.experiments import associations, bottleneck, mechanism, scaling, small
 from qkv_lab.task import Training
-from qkv_lab.tasks.backcopy import Backcopy
 
 
 def model(**changes: object) -> DecoderLM:
@@ -95,16 +94,6 @@ def test_residual_stream_and_attention_output_are_the_models() -> None:
     np.testing.assert_allclose(mechanism.output_ratio(lm, ids)[0], expected, rtol=1e-5)
 
 
-def test_changed_texts_differ_in_one_ordinary_byte() -> None:
-    task = Backcopy()
-    ids, changed = mechanism.changed_texts(task)
-    differs = ids != changed
-    assert len(ids) == mechanism.MIXED == int(differs.sum())
-    assert differs[:, mechanism.CHANGED].all()
-    assert not task.is_trigger(changed[:, mechanism.CHANGED]).any()
-    assert int(changed.max()) <= task.symbols
-
-
 def test_share_of_queries_nearest_to_the_first_key_matches_a_loop() -> None:
     q, k = torch.randn(2, 3, 9, 5, generator=torch.Generator().manual_seed(0))
     cosine = torch.nn.functional.cosine_similarity(q[:, :, None], k[:, None], dim=-1)
@@ -145,35 +134,3 @@ def test_hard_lookup_takes_the_value_of_the_best_key() -> None:
     (query, keys, values), _ = associations.questions(5, 4, torch.Generator().manual_seed(0))
     chosen = lookup.logits(query, keys).argmax(-1)
     torch.testing.assert_close(lookup(query, keys, values), associations._taken(lookup, values, chosen))
-
-
-def test_questions_ask_for_what_is_in_the_list() -> None:
-    (asked, keys, values), answer = head_numbers.FourQuestions.questions(9, torch.Generator().manual_seed(0))
-    for row in range(9):
-        at = [keys[row].tolist().index(key) for key in asked[row].tolist()]
-        assert len(set(at)) == 4
-        assert values[row, at].tolist() == answer[row].tolist()
-    one, eight = (sum(p.numel() for p in head_numbers.FourQuestions(h).parameters()) for h in (1, 8))
-    assert one == eight
-    symbols, colours, following = associations.NextColour.tokens(np.random.default_rng(0), 4)
-    for row in range(4):
-        by_symbol = dict(zip(symbols[row].tolist(), colours[row].tolist(), strict=True))
-        assert following[row].tolist() == [by_symbol[(s + 1) % 12] for s in symbols[row].tolist()]
-
-
-@torch.no_grad()
-def test_only_shared_projections_have_symmetric_scores() -> None:
-    x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
-    for projections in (3, 1, 0):
-        torch.manual_seed(0)
-        colours = associations.NextColour(projections)
-        scores = colours.q(x) @ colours.k(x).mT
-        assert torch.allclose(scores, scores.mT, atol=1e-5) == (projections < 3)
-
-
-def test_block_without_residuals_forgets_its_input() -> None:
-    torch.manual_seed(0)
-    lm = architecture.Blocks.task.build()
-    chained = architecture.Chained(lm.blocks[0])
-    nn.init.zeros_(lm.blocks[0].feed_forward.down.weight)
-    assert bool((chained(torch.randn(1, 4, 32)) == lm.blocks[0].feed_forward.down.bias).all())

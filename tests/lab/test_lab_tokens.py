@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise, product
+from itertools import pairwise
 from math import log
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import refused
-from forked import CONTEXT
-from lab_tasks import prepared_length
 from qkv.profiler import corpora
 from qkv.profiler.corpora import Corpus
 from qkv_lab import tokens
@@ -48,14 +45,6 @@ def test_any_text_is_decoded_unchanged_and_never_contains_bos(tokenizer: str, te
     assert len(lengths) - 1 not in ids
     assert lengths[ids].sum() == len(text.encode())
     assert tokens.encode_all(tokenizer, [text, text]).tolist() == ids + ids
-
-
-def test_byte_tokens_are_the_bytes() -> None:
-    ids = tokens.from_json(BYTES).encode("Añ\0\n~ \x7f")
-    assert ids == list("Añ\0\n~ \x7f".encode())
-    assert sorted(json.loads(BYTES)["model"]["vocab"].values()) == list(range(256))
-    assert len(tokens.from_json(BPE).encode(" the self")) < len(" the self"), "BPE merges frequent words"
-    assert tokens.byte_lengths(BPE).shape == (270,)
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
@@ -145,16 +134,6 @@ def test_interrupted_preparation_is_repeated(folder: Path, monkeypatch: pytest.M
     assert len(prepare(str(folder)).held_out) == len("\n\n".join(held_out).encode())
 
 
-@pytest.mark.slow
-def test_several_processes_can_prepare_at_once(folder: Path) -> None:
-    with CONTEXT.Pool(2) as pool:
-        lengths = pool.starmap(prepared_length, 2 * [(str(folder), str(folder.parent / "cache"))])
-    assert len(set(lengths)) == 1
-    made = next((folder.parent / "cache" / "tokens").iterdir())
-    expected = ["held_out.bin", "held_out.json", "tokenizer.json", "train.bin", "train.json"]
-    assert sorted(x.name for x in made.iterdir()) == expected
-
-
 def test_losses_are_those_of_the_formulas_token_by_token() -> None:
     generator = np.random.default_rng(0)
     train, texts = generator.integers(0, 5, 200).astype(np.uint16), generator.integers(0, 7, (3, 11))
@@ -170,13 +149,6 @@ def test_losses_are_those_of_the_formulas_token_by_token() -> None:
             bigram.append(-log(q))
     found = baselines(train, texts, 7)
     assert (found.unigram, found.bigram) == pytest.approx((np.mean(unigram), np.mean(bigram)))
-
-
-def test_both_baselines_are_distributions() -> None:
-    train = np.array([0, 1, 1, 2, 0, 1])
-    for before, kind in product(range(4), ("unigram", "bigram")):
-        losses = [getattr(baselines(train, np.array([[before, b]]), 4), kind) for b in range(4)]
-        assert np.exp(np.negative(losses)).sum() == pytest.approx(1)
 
 
 REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [

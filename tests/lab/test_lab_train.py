@@ -63,16 +63,6 @@ def test_finished_run_is_loaded_and_not_trained_again(whole: Path, monkeypatch: 
     assert all(torch.equal(state[name], x) for name, x in weights(whole).items())
 
 
-def test_same_seed_gives_same_weights_and_another_seed_others(whole: Path, tmp_path: Path) -> None:
-    """The same run also writes for TensorBoard, which changes nothing."""
-    pytest.importorskip("tensorboard")
-    same = train(Counting(), TRAINING, tmp_path / "again", progress=False, tensorboard=True).folder
-    assert_same_weights(whole, same)
-    assert list((same / "tensorboard").glob("events.*"))
-    other = train(Counting(), replace(TRAINING, seed=1), tmp_path / "other", progress=False).folder
-    assert any(not torch.equal(x, weights(other)[name]) for name, x in weights(whole).items())
-
-
 def started(folder: Path, step: int) -> Forked:
     """A process that trains in ``run``, has done `step` steps, and waits."""
     process = Forked(train_until, folder / "run", step, folder=folder)

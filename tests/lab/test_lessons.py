@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -175,19 +174,3 @@ def test_check_runs_in_a_process_with_a_time_limit(
     assert checked(ANSWERS["right"], 60).code == 0
     command.refuses("check", "entropy", tmp_path / "nothing.py")
     command.refuses("check", "entropy", file, "--seconds", 0)
-
-
-def test_results_that_are_drawn() -> None:
-    """The expected result is computed for copies of the arguments, with the same random numbers."""
-    recorded = answer.Recorded(lambda q, k, v, p, training: (q.zero_(), v))
-    recorded(*torch.ones(3, 1, 2, 4), 0.5, True)
-    assert recorded.last is not None
-    out, weights = answer.expected("dropout", recorded.last)
-    again, _ = answer.expected("dropout", recorded.last)
-    assert torch.equal(out, again)
-    assert set(np.unique(weights)) <= {0.0, 1.0}
-
-
-def test_lessons_and_exercises_are_listed(command: Command) -> None:
-    listed = command.succeeds("lab") + command.succeeds("check")
-    assert all(name in listed for name in (*exercises(), *(one.name for one in LESSONS)))

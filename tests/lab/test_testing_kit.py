@@ -227,8 +227,3 @@ def test_an_experiment_that_breaks_a_law_is_refused(
     with pytest.raises(CheckFailed) as raised:
         check_experiment(Computed())
     assert f"Computed.{law}" in str(raised.value)
-
-
-def test_a_class_is_no_experiment() -> None:
-    with pytest.raises(CheckFailed):
-        check_experiment(Computed)

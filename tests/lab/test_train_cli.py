@@ -6,7 +6,6 @@ import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -138,20 +137,6 @@ def test_finished_run_prints_metrics_and_paths(
     for path in ("my run/model ", "my run/figures: loss.png, mirror.png", "my run/run.toml"):
         assert path in said
     assert ("qkv profile 'my run/model'" in said) == ("qkv generate 'my run/model' \"def \"" in said) == reads
-
-
-def test_interrupted_run_prints_how_to_continue(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab, "train", mock.Mock(side_effect=lab.Interrupted("stopped at step 5")))
-    assert command("train", "reversal") == (130, "", "qkv: stopped at step 5\n")
-
-
-@pytest.mark.slow
-def test_repeated_run_in_the_same_folder_prints_the_same(tmp_path: Path, command: Command) -> None:
-    given = ["train", "reversal", "--steps", 2, "--batch", 8, "--model.d-model", 16, "--out", tmp_path / "r"]
-    first = command.succeeds(*given)
-    assert "token_accuracy" in first
-    assert command.succeeds(*given) == first
-    assert "training.seed: 0, not 3" in command.refuses(*given, "--seed", "3")
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import hf_models as hf
-import qkv
 from conftest import Command, refused
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import ablation
@@ -40,17 +39,6 @@ def test_loss_without_a_head_is_that_with_its_rows_of_the_output_projection_at_z
     row = found.table[(found.table["layer"] == 1) & (found.table["head"] == 2)].iloc[0]
     assert row["nats"] == pytest.approx(want, abs=1e-6)
     assert row["delta_nats"] == pytest.approx(want - found.nats, abs=1e-6)
-
-
-def test_hugging_face_model_and_sinks() -> None:
-    model = hf.build("llama", suffix="ForCausalLM")
-    ids = torch.randint(hf.VOCABULARY, (1, 20))
-    found = ablation(model, ids, what="sinks", layers=[1], progress=False)
-    assert set(found.table["layer"]) == {1}
-    with qkv.edit(model, {(1, 3): qkv.edits.HideFirst()}), torch.no_grad():
-        logits = model(ids).logits
-    want = torch.nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:]).item()
-    assert found.table["nats"].iloc[3] == pytest.approx(want, abs=1e-6)
 
 
 def test_interrupted_run_resumes_and_another_model_starts_again(

@@ -59,18 +59,6 @@ def state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def test_layers_selects_layers_in_every_group() -> None:
-    model, inputs = hf.build("bart"), hf.inputs("bart")
-    every, _ = observed(model, inputs)
-    chosen, _ = observed(model, inputs, layers={1, 2})
-    assert [(r.group, r.layer) for r in chosen] == [
-        ("encoder", 1), ("decoder", 1), ("cross", 1), ("decoder", 2), ("cross", 2),
-    ]  # fmt: skip
-    for record in chosen:
-        (same,) = [r for r in every if (r.group, r.layer) == (record.group, record.layer)]
-        torch.testing.assert_close(record.statistics.received, same.statistics.received, rtol=1e-4, atol=1e-5)
-
-
 def test_weights_are_kept_up_to_map_tokens() -> None:
     for map_tokens in (0, hf.LENGTH - 1, hf.LENGTH):
         records, _ = observed(hf.build("llama"), hf.inputs("llama"), map_tokens=map_tokens)
@@ -104,36 +92,6 @@ def test_four_dimensional_mask_is_applied(name: str, given: Tensor) -> None:
     theirs = inputs | {"attention_mask": bias.masked_fill(~SEEN, LOWEST)}
     check(records, hf.build(name, "eager", suffix=suffix), theirs)
     assert all((r.statistics.visible == SEEN.sum(-1)).all() for r in records)
-
-
-@pytest.mark.parametrize("name", ["llama4", "gemma3"])
-def test_packed_sequences_are_masked_from_one_another(name: str) -> None:
-    model, inputs = hf.build(name), hf.inputs(name)
-    places = torch.cat([torch.arange(n) for n in (13, 5, 19)]).expand(2, -1)
-    inputs |= {"position_ids": places, "use_cache": False}
-    records, outputs = observed(model, inputs)
-    check(records, hf.build(name, "eager"), inputs)
-    assert all((r.statistics.visible <= places[:, None] + 1).all() for r in records)
-    with torch.no_grad():
-        alone = model(input_ids=inputs["input_ids"][:, 13:18], use_cache=False)
-    assert (hf.main_output(outputs)[:, 13:18] - hf.main_output(alone)).abs().max() < 1e-5
-
-
-def test_bert_decoder_has_separate_groups() -> None:
-    """Its modules are decoder.bert.encoder.layer …"""
-    from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel
-
-    encoder = BertConfig(**hf.SIZES)
-    decoder = BertConfig(**hf.SIZES | {"num_hidden_layers": 3}, is_decoder=True, add_cross_attention=True)
-    model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
-    hf.enliven(model)
-    records, _ = observed(model.eval(), hf.inputs("bart", "right"))
-    found = [(r.group, r.layer, r.causal) for r in records]
-    assert sorted(found) == [
-        ("cross", 0, False), ("cross", 1, False), ("cross", 2, False),
-        ("decoder", 0, True), ("decoder", 1, True), ("decoder", 2, True),
-        ("encoder", 0, False), ("encoder", 1, False),
-    ]  # fmt: skip
 
 
 ERRORS = {"gpt2": None, "t5": RuntimeError, "gemma2": KeyboardInterrupt, "whisper": InputError, "bloom": RuntimeError}

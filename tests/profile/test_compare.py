@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ import qkv
 from conftest import refused
 from profile_fixture import dataset_from_weights, encoder_decoder, gpt, softmax
 from qkv.cli.profile import show_comparison as show
-from qkv.cli.profile import write_comparison as write
 from qkv.cli.shared import saved_profile as saved
 from qkv.figures.comparison import plane
 from qkv.models import DecoderConfig, DecoderLM
@@ -129,23 +127,6 @@ def test_summary_reports_targets_sinks_and_entropy() -> None:
     assert "rises by" in compare(found.b, a).summary()[2]
 
 
-def test_every_group_is_compared_and_written(tmp_path: Path) -> None:
-    found = compare(encoder_decoder(), encoder_decoder())
-    assert set(found.groups) == {"encoder", "decoder", "cross"}
-    assert found.data is found.groups["decoder"]
-    assert repr(found).startswith("Comparison('encoder-decoder by hand' → ")
-    assert len(found.heads("cross")) == 6
-    assert len(found.plot("cross").axes) == 2 * 2 + 1  # no local window between two texts
-    with refused("group"):
-        found.heads("self")
-    files = write(found, tmp_path)
-    assert [f.name for f in files] == ["comparison.csv", "compare-encoder.png", "compare.png", "compare-cross.png"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f.name for f in files)
-    table = pd.read_csv(files[0])
-    assert table["group"].tolist() == ["encoder"] * 6 + ["decoder"] * 6 + ["cross"] * 6
-    np.testing.assert_allclose(table["entropy_b"][6:12], found.heads("decoder")["entropy_b"])
-
-
 LETTERS = list("abcdefg")
 MISMATCHES: dict[str, Callable[[], Profile]] = {  # by what the error says
     "'self' of a is missing": encoder_decoder,
@@ -193,14 +174,6 @@ def test_command_compares_with_a_saved_profile(tmp_path: Path) -> None:
     assert saved(str(tmp_path), "--against") is None
     with refused("--against"):
         saved(str(tmp_path / "b.zip"), "--against")
-
-
-def test_fine_tuned_model_against_its_base() -> None:
-    loaded = qkv.models.loading.load_model("qkv-mini")
-    loaded.model.blocks[1].attention.out_proj.weight.data.mul_(0)  # type: ignore[index, operator, union-attr]
-    heads = compare(mini(), qkv.profile(loaded.model, TEXT, tokenizer=loaded.tokenizer, progress=False)).heads()
-    assert not heads.loc[heads["layer"] < 2, "change"].any()
-    assert (heads.loc[heads["layer"] >= 2, "change"] > 0).all()
 
 
 def divergence(a: np.ndarray, b: np.ndarray) -> float:
@@ -258,13 +231,6 @@ def test_pooled_maps_never_make_heads_less_alike_and_agree_at_one_pair_a_bin() -
     assert (pooled - exact).max(axis=None) > 0.01
     all_queries = 1 - (1 - exact) * 28 / 29  # pooled maps hold the first query, too, where all heads agree
     np.testing.assert_allclose(fine.similarity(maps="pooled"), all_queries, atol=1e-5)
-
-
-def test_texts_are_averaged_or_chosen() -> None:
-    profile = encoder_decoder()
-    texts = [profile.similarity(text, "cross") for text in range(2)]
-    np.testing.assert_allclose(profile.similarity(group="cross"), (texts[0] + texts[1]) / 2)
-    assert not np.allclose(texts[0], texts[1])
 
 
 def test_similarity_refuses_unknown_texts_and_maps_that_are_not_held() -> None:

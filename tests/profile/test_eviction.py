@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_models as hf
-from conftest import Command, enlarged, largest_tensor, oracle, refused, set_tile
+from conftest import Command, enlarged, oracle, refused
 from qkv.cache import Evicting, HeavyHitters
 from qkv.figures.analyses import heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
@@ -111,12 +111,6 @@ def test_padding_is_left_out() -> None:
     np.testing.assert_allclose(whole.mass["mass_lost"], expected, rtol=1e-9)
     assert whole.attrs["tokens"] == n.sum()
     assert whole.loss is None
-
-
-def test_mass_lost_forms_no_quadratic_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_tile(monkeypatch, 16)
-    lm, ids = model(d_model=12, heads=2, kv_heads=1, layers=1), text(301)
-    assert largest_tensor(lambda: eviction(lm, ids, budgets=(16,), run=False)) < 301 * 301 / 2
 
 
 def masked_nats(lm: DecoderLM, ids: Tensor, mask: Mask) -> float:

@@ -121,13 +121,6 @@ def test_low_zooms_share_one_pass_over_the_weights(small_tiles: None, monkeypatc
     assert sum(pairs) == once + 1 * 4  # the last row of tiles has one query
 
 
-def test_masked_tiles_are_not_computed(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _, _ = causal()
-    monkeypatch.setattr(pyramid, "HeadMap", None)
-    assert made.tile(made.deepest, 3, 4) is None
-    assert made.tile(made.base, 0, 1) is None
-
-
 def test_tile_cache_is_bounded_in_bytes(small_tiles: None) -> None:
     cache = new_tile_cache(3000)
     check_pyramid(*causal(cache))
@@ -252,12 +245,6 @@ def check_model(found: Explorer, profile: qkv.profiler.Profile, tolerance: float
 def test_explorer_equals_the_profile(name: str, padding: str | None) -> None:
     batch, model = inputs(name, padding), build(name)
     check_model(explore.of(build(name), batch), qkv.profile(model, batch, progress=False, probe=False))
-
-
-def test_explorer_equals_the_profile_for_several_texts() -> None:
-    found, profile = explore.of("qkv-mini", [SHORT, LONG]), qkv.profile("qkv-mini", [SHORT, LONG], progress=False)
-    assert found.info("self", 0).n_keys < found.info("self", 1).n_keys
-    check_model(found, profile, 3e-5)  # scores of some heads are large
 
 
 def test_step_by_step_decoder_is_one_layer() -> None:

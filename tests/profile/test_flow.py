@@ -136,17 +136,6 @@ def test_rollout_of_hugging_face_models_with_padding(
     check(model, batch, weights, residual=0.5, keep=keep, rtol=1e-4)
 
 
-def test_rollout_of_one_side_of_an_encoder_decoder() -> None:
-    model = hf.build("bart", "eager").double()
-    batch = hf.inputs("bart")
-    with torch.no_grad():
-        outputs = model(**batch, output_attentions=True)
-    for group in ("encoder", "decoder"):
-        weights = list(outputs[f"{group}_attentions"])
-        keep = torch.ones(weights[0].shape[0], weights[0].shape[2], dtype=torch.bool)
-        check(model, batch, weights, residual=0.5, keep=keep, group=group)
-
-
 def model(**parts: Any) -> DecoderLM:
     settings: dict[str, Any] = {"vocab_size": 17, "d_model": 32, "layers": 2, "heads": 2, "context": 512} | parts
     return enlarged(DecoderLM(DecoderConfig(**settings)))

@@ -12,9 +12,7 @@ import torch
 from test_maps import by_loops, edges
 
 from conftest import Command, refused, set_sizes
-from drawn import all_text_is_on_the_page
 from hf_models import build, inputs
-from qkv.figures.layout import DPI
 from qkv.figures.map import map_figure
 from qkv.profiler.explore import attention_map as maps
 from qkv.profiler.explore import pyramid
@@ -136,37 +134,6 @@ def test_tiles_equal_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
             assert tile.row_edges.tolist() == [*range(37), 37][4 * i : 4 * i + 5]
     assert small.tile(4, 0, 0) is small.tile(4, 0, 0)  # from the cache
     assert small.tile(4, 0, 0, item=1) is not small.tile(4, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "size", "pool", "panels", "sides"),
-    [
-        (slice(None), slice(None), 1024, "both", 1, "N queries × N keys"),  # every pair a bin: both are the same
-        (slice(None), slice(None), 7, "max", 1, "N queries × N keys"),
-        (slice(3, 6), slice(None), 9, "both", 2, "queries 3–5 of N × N keys"),  # one above the other
-        (slice(3, 4), slice(2, 3), 9, "mean", 1, "queries 3–3 of N × keys 2–2 of N"),
-        (slice(0, 2), slice(5, 9), 9, "mean", 1, "queries 0–1 of N × keys 5–8 of N"),  # all pairs are masked
-    ],
-)
-def test_figure_has_the_right_panels(
-    program: AttentionMap, rows: slice, columns: slice, size: int, pool: str, panels: int, sides: str
-) -> None:
-    figure = map_figure(program, program.picture(rows, columns, size), pool=pool)
-    assert len(figure.axes) == 2 * panels  # each with its colour bar
-    assert sides.replace("N", f"{program.n_keys}") in figure.texts[1].get_text().replace("\n", " ")
-    all_text_is_on_the_page(figure)
-
-
-def test_every_bin_is_a_whole_number_of_pixels(program: AttentionMap) -> None:
-    """Else a sink one bin wide might fall between two pixels."""
-    for size in (3, 7, 31):
-        picture = program.picture(size=size)
-        figure = map_figure(program, picture)
-        for axes in figure.axes[::2]:
-            corners = axes.get_position().get_points() * figure.get_size_inches() * DPI
-            np.testing.assert_allclose(corners, corners.round(), atol=1e-6)
-            wide, tall = (corners[1] - corners[0]).round()
-            assert wide % picture.mean.shape[1] == tall % picture.mean.shape[0] == 0
 
 
 def test_command_draws_and_writes_numbers(

@@ -20,7 +20,6 @@ from qkv.huggingface.masks import LazyMask, decode, lazy_mask
 from qkv.masks import EMPTY, FULL, PARTIAL, And, Causal, Dense, Grid, Mask, Or, Predicate, Region, Shifted, Tiles
 
 BATCH, NQ, NK = 3, 11, 17
-LOWEST = torch.finfo(torch.float32).min
 Function = Callable[..., Any]
 
 

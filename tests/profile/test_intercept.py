@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 import hf_models as hf
 from conftest import close, largest_tensor, rand, refused
-from qkv import Attention, biases
 from qkv.kernels import eager
-from qkv.nn import MultiHeadAttention
-from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.intercept import as_scores, of_multi_head, of_scores, of_sdpa
 from qkv.profiler.run import profile
 from qkv.reference import statistics
@@ -214,36 +211,6 @@ def test_unreadable_softmaxes_and_nan_scores_are_named(kind: str) -> None:
     model.layers[0].project.weight.data[0, 0] = torch.nan
     with refused("model", r"NaN in layers\.0"):
         profile(model, IDS, progress=False)
-
-
-def test_each_module_is_recorded_once_with_its_source() -> None:
-    ours = MultiHeadAttention(WIDE, H, attention=Attention())
-    model = Model(SelfAttention("sdpa"), ours, SelfAttention()).eval()
-    result = profile(model, IDS, progress=False)
-    assert result.attrs["sources"] == {"layers.0": "sdpa", "layers.1": "qkv", "layers.2": "softmax"}
-    modules = [m for data in result.groups.values() for m in data["module"].values.tolist()]
-    assert sorted(modules) == ["layers.0", "layers.1", "layers.2"]
-    first, _, last = calls_of(model, {"ids": IDS})
-    assert (first.source, last.source) == ("sdpa", "softmax")
-    assert first.call.v.isfinite().all()
-    assert last.call.v.isnan().all()  # the values are not known
-    assert isinstance(last.call.given.biases[0], biases.Dense)
-    for seen in (first, last):
-        assert seen.lse is not None
-        assert seen.lse.shape == (2, H, 11)
-
-
-def test_torch_encoder_layer_is_observed() -> None:
-    layer = nn.TransformerEncoderLayer(WIDE, H, 16, batch_first=True).eval()
-    x = torch.randn(2, 9, WIDE, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        before = layer(x)
-        _, want = layer.self_attn(x, x, x, average_attn_weights=False)
-    result = profile(layer, {"src": x}, progress=False)
-    assert result.attrs["sources"] == {"self_attn": "sdpa"}
-    np.testing.assert_allclose(result.data["weights"][:, 0], want, atol=1e-6)
-    with torch.no_grad():
-        assert torch.equal(layer(x), before)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conftest import MASKS, close, fits, largest_tensor, oracle, rand, refused, set_sizes, triple
-from qkv import attend, biases, masks, normalizers
+from qkv import biases, masks, normalizers
 from qkv._engine.call import Call, as_biases
 from qkv._engine.sizes import BY_DEVICE
 from qkv.scores import Additive, Dot
@@ -134,21 +134,6 @@ def test_masked_pairs_count_as_zero_among_negative_weights(mask: masks.Mask) -> 
     assert got.maximum.min() < 0 == got.maximum.max()
 
 
-def test_default_tile_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    rows, columns = BY_DEVICE["cpu"].picture
-    nq, nk = 2 * rows + 37, columns + 101
-    q, k, v = triple(b=1, h=2, hkv=1, nq=nq, nk=nk)
-    mask = masks.Causal()
-    _, weights = attend(q, k, v, mask=mask, kernel="eager", return_weights=True)
-    call = Call.of(q, k, v, mask)
-    head = maps.HeadMap(call, row_state(call), head=1)
-    visible = mask.dense(nq, nk)[0, 0]
-    for window, size in ((slice(0, nq), (97, 89)), (slice(101, 230), (41, 7))):
-        got = head.pooled(window, slice(5, None), size)
-        expect(got, weights[0, 1], visible, edges(window.start, window.stop, size[0]), edges(5, nk, size[1]))
-
-
 @pytest.mark.parametrize("mask", [None, masks.Causal()], ids=str)
 def test_uncounted_queries_have_zero_weights(mask: masks.Mask | None) -> None:
     """Padding may hold NaN, which must not spread."""
@@ -160,24 +145,6 @@ def test_uncounted_queries_have_zero_weights(mask: masks.Mask | None) -> None:
     visible = counts if mask is None else counts & mask.dense(11, 13)[0, 0]
     got = maps.pooled(call, row_state(call), item=1, head=4, size=(4, 3), real=real)
     expect(got, weights[1, 4].masked_fill(~counts, 0), visible, edges(0, 11, 4), edges(0, 13, 3))
-
-
-def test_progress_misses_a_row() -> None:
-    head = maps.HeadMap(call := Call.of(*triple(nq=53, nk=59), masks.Window(9)), row_state(call), item=1, head=5)
-    rows: list[int] = []
-    one = head.pooled(size=(7, 11), on_rows=rows.append)
-    assert sum(rows) == 53
-    assert repr(one) == "Picture(7 × 11 bins of queries 0:53 and keys 0:59)"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dtypes(dtype: torch.dtype) -> None:
-    q, k, v = triple(dtype=dtype)
-    call = Call.of(q, k, v)
-    got = maps.pooled(call, row_state(call), item=1, head=3, size=(4, 3))
-    assert got.mean.dtype == got.maximum.dtype == got.visible.dtype == torch.float32
-    weights, eps = oracle(q, k, v)[2][1, 3], 64 if dtype == torch.float32 else 1024
-    expect(got, weights, torch.ones(11, 13), edges(0, 11, 4), edges(0, 13, 3), eps)
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,16 +145,3 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
 def test_invalid_arguments_are_refused(argument: str, match: str | None, call: Callable[[], object]) -> None:
     with refused(argument, match):
         call()
-
-
-def test_figure_shows_the_response() -> None:
-    model = own()
-    data, other = mixing(model, IDS, position=4), mixing(model, IDS, position=4, without_first=True)
-    figure = mixing_figure(data, other, name="mini")
-    heat, _, curve = figure.axes
-    np.testing.assert_allclose(heat.collections[0].get_array().reshape(4, 11), data["response"].values[0])
-    for line, d in zip(curve.lines, (data, other), strict=True):
-        assert line.get_xdata().tolist() == pytest.approx((100 * d["later"].values[0]).tolist())
-    assert f"by {100 * data['later'].values[0, -1]:.0f} % of their norm" in figure.texts[0].get_text()
-    last = mixing_figure(mixing(own(), IDS, position=10, replacement=0)).texts[0].get_text()
-    assert last == "No token comes after the changed one"

@@ -148,18 +148,6 @@ def test_token_shares_add_up_to_one() -> None:
     assert made.encoder_decoder().tokens(99, group="cross")["share"].sum() == pytest.approx(1)
 
 
-def test_main_group_is_the_decoder() -> None:
-    profile = made.encoder_decoder()
-    assert profile.main == "decoder"
-    assert profile.data is profile.groups["decoder"]
-    assert made.gpt().main == "self"
-    assert len(profile.heads("cross")) == 6
-    assert profile.heads("cross")["distance"].isna().all()
-    np.testing.assert_allclose(sum(tables.destinations(profile.groups["cross"]).values()), 1, rtol=1e-6)
-    assert repr(profile).startswith("Profile('encoder-decoder by hand', encoder: 2 layers × 3 heads, 8 tokens, 2 texts")
-    assert "<img" not in Profile(made.gpt().groups, {"model": "<img src=x onerror=alert(1)>"})._repr_html_()
-
-
 def test_saved_profile_loads_identically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strange = ["", "nul\0", "naïve", "\u2028", "語", "</script>", "a" * 300]
     path = tmp_path / "x.qkv.zip"
@@ -244,13 +232,6 @@ def test_invalid_data_sets_and_arguments_are_refused(match: str, call: Callable[
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     return qkv.profile("qkv-mini", "for name in names:\n    print(name)\n", progress=False)
-
-
-def test_every_column_has_a_unit_and_a_definition(profile: Profile) -> None:
-    for table in (profile.heads(), profile.sinks(), profile.types()):
-        assert set(table.attrs["units"]) == set(table.attrs["definitions"]) == set(table.columns)
-        assert all(table.attrs["units"].values())
-        assert all(table.attrs["definitions"].values())
 
 
 def test_exported_tables_have_a_row_for_every_head(profile: Profile, tmp_path: Path) -> None:

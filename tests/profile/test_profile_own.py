@@ -409,22 +409,6 @@ def test_layer_used_twice_is_two_layers() -> None:
         assert data["module"].values.tolist() == ["layer", "layer"]
 
 
-def test_two_sequences_with_other_argument_names() -> None:
-    class Reader(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(VOCABULARY, 32)
-            self.reads, self.looks, self.writes = heads(), heads(), heads(Attention(mask=masks.Causal()))
-
-        def forward(self, question: Tensor, answer: Tensor) -> Tensor:
-            x, y = self.reads(self.embedding(question)), self.writes(self.embedding(answer))
-            return self.looks(y, x)  # type: ignore[no-any-return]
-
-    groups = own_profile(lively(Reader()), {"question": IDS, "answer": TARGET}).groups
-    modules = {group: d["module"].values.tolist() for group, d in groups.items()}
-    assert modules == {"encoder": ["reads"], "decoder": ["writes"], "cross": ["looks"]}
-
-
 def test_attention_of_other_libraries_is_observed_beside_that_of_qkv() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -591,19 +575,3 @@ def test_saved_model_is_loaded_from_python_and_by_the_command(tmp_path: Path, co
     written = Profile.load(tmp_path / "out" / "profile.qkv.zip").data
     assert "".join(written["key_token"][0].values) == text
     assert {p.name for p in (tmp_path / "out").iterdir()} >= {"report.html", "overview.png", "profile.qkv.zip"}
-
-
-@pytest.mark.parametrize("name", ["encoder-decoder", "one token"])
-def test_reports_figures_and_files(name: str, tmp_path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    model, inputs = (decoder(), IDS[:1, :1]) if name == "one token" else MODELS[name]()
-    result = own_profile(model, inputs)
-    assert result.report(tmp_path / "report.html").stat().st_size > 10_000
-    for figure in ("overview", "received", "entropy", "sink"):
-        plt.close(getattr(result.plot, figure)())
-    loaded = Profile.load(result.save(tmp_path / "own.qkv.zip"))
-    for group, data in result.groups.items():
-        xr.testing.assert_identical(loaded.groups[group], data)
-        assert len(result.heads(group)) == data.sizes["layer"] * data.sizes["head"]
-        assert len(result.tokens(5, group)) > 0

@@ -135,29 +135,7 @@ def test_a_text_has_the_same_profile_alone_and_of_the_name_of_the_model(minilm: 
     assert json.loads(json.dumps(attrs)) == attrs
 
 
-def test_coordinates_of_minilm(result: Profile) -> None:
-    data = result.data
-    assert list(result.groups) == ["self"]
-    assert data["module"].values.tolist() == [f"encoder.layer.{i}.attention.self" for i in range(6)]
-    assert (data["layer"].values.tolist(), data["head"].values.tolist()) == (list(range(6)), list(range(12)))
-    assert data["query_token"][2].values.tolist()[:7] == ["[CLS]", "who", "kept", "it", "?", "[SEP]", ""]
-    assert data["key_token"].values.tolist() == data["query_token"].values.tolist()
-    known = {"causal": False, "local_window": LOCAL, "streaming_first": 4, "streaming_last": 64}
-    assert {name: data.attrs[name] for name in known} == known
-    assert set(data.attrs["special_tokens"]) == {"[CLS]", "[SEP]"}
-
-
 # --- inputs -------------------------------------------------------------------------------------------------------
-
-
-def test_token_ids_of_one_and_two_dimensions() -> None:
-    model, ids = tiny()
-    both, first = (quick(model, x).data for x in (ids, ids[0]))
-    assert both.sizes["text"] == 2
-    assert first.sizes["text"] == 1
-    assert first["query_token"][0].values.tolist() == [str(i) for i in ids[0].tolist()]
-    np.testing.assert_allclose(first["entropy"][0], both["entropy"][0], atol=1e-5)
-    np.testing.assert_array_equal(quick(model, ids.int()).data["entropy"], both["entropy"])
 
 
 @pytest.mark.parametrize(("name", "side"), [("gemma3", "left"), ("bert", "left"), ("doge", "right")])
@@ -177,14 +155,6 @@ def test_padding_counts_neither_as_query_nor_as_key(name: str, side: str) -> Non
     np.testing.assert_allclose(padded["weights"][1, ..., :n, :n], alone["weights"][0], atol=1e-5)
     assert np.isnan(padded["weights"][1, ..., n:, :]).all()
     assert np.isnan(padded["weights"][1, ..., :, n:]).all()
-
-
-def test_mapping_is_passed_to_the_forward() -> None:
-    result = quick(hf.build("vit"), hf.inputs("vit"))
-    assert [result.data.sizes[d] for d in ("text", "layer", "head", "query", "key")] == [2, 2, 4, 37, 37]
-    assert result.data["query_token"][1].values.tolist() == [str(i) for i in range(37)]
-    assert result.attrs["text_preview"] == "pixel_values (2, 3, 24, 24)"
-    assert result.data.attrs["causal"] is False
 
 
 @pytest.mark.parametrize("target", ["its target", None])
@@ -218,16 +188,6 @@ def test_padding_of_source_and_target() -> None:
     np.testing.assert_allclose(received, np.broadcast_to(target, (3, 4, 2)), rtol=1e-5)
 
 
-def test_towers_are_separate_groups() -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "projection_dim": 24}
-    words = sizes | {"num_hidden_layers": 2, "vocab_size": 97, "eos_token_id": 96, "bos_token_id": 1}
-    pictures = sizes | {"num_hidden_layers": 3, "image_size": 24, "patch_size": 4}
-    config = transformers.CLIPConfig(text_config=words, vision_config=pictures, projection_dim=24)
-    groups = quick(transformers.CLIPModel(config), hf.inputs("clip_text") | hf.inputs("vit")).groups
-    found = {name: (d.sizes["layer"], d.attrs["causal"]) for name, d in groups.items()}
-    assert found == {"text": (2, True), "vision": (3, False)}
-
-
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
@@ -235,12 +195,6 @@ def test_maps_are_kept_only_if_all_texts_are_short(minilm: Loaded) -> None:
     settings: dict[str, Any] = {"tokenizer": minilm.tokenizer, "progress": False, "map_tokens": 20, "layers": [0]}
     assert "weights" in profile(minilm.model, TEXTS[1:], **settings).data
     assert "weights" not in profile(minilm.model, TEXTS, **settings).data
-
-
-def test_local_window_extends_to_both_sides() -> None:
-    data = quick(*tiny("bert"), local_window=1).data
-    np.testing.assert_allclose(data["local"], data["self"] + data["previous"] + data["next"], atol=1e-5)
-    assert data.attrs["local_window"] == 1
 
 
 # --- models by name -----------------------------------------------------------------------------------------------

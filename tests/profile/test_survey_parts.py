@@ -16,7 +16,6 @@ import pytest
 import survey_process
 from conftest import Command, refused
 from forked import Forked
-from qkv import _files
 from qkv._survey_settings import Settings
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.folder import COMPLETE, Folder, Objects
@@ -126,13 +125,6 @@ def test_killed_survey_resumes_to_the_same_bytes(whole: Path, tmp_path: Path) ->
     own_survey(tmp_path / "a")
     files = [{p.relative_to(x): p.read_bytes() for p in x.rglob("*") if p.is_file()} for x in (tmp_path / "a", whole)]
     assert files[0] == files[1]
-
-
-def test_addresses_are_told_from_paths() -> None:
-    schemes = {"s3://b/x": "s3", "S3://b/x": "s3", "s3:/b/x": "s3", "hf://datasets/a/b": "hf"}
-    paths = ("file:///x", "folder/s3", "hf:NAME:COLUMN", "C:/x", "/x:/y", "")
-    for address, scheme in (schemes | dict.fromkeys(paths)).items():
-        assert _files.scheme_of(address) == scheme
 
 
 def test_an_object_without_its_marker_does_not_exist(memory: Any) -> None:
@@ -266,15 +258,6 @@ def test_commands_survey_parts_and_merge_them(tmp_path: Path, command: Command) 
     for name in (RESULT, "heads.csv", "heads.png"):
         assert (one / name).read_bytes() == (many / name).read_bytes(), name
     assert command.refuses("survey", "merge", many, many).startswith("qkv: DIR")
-
-
-def test_command_streams_to_a_store(memory: Any, tmp_path: Path, command: Command) -> None:
-    memory.pipe_file("/corpus/a.jsonl", b'{"text": "import os"}\n{"text": "x = 1"}\n')
-    words = ["survey", "qkv-mini", "memory://corpus", "--shards", 2, "--threads", 1, "--out"]
-    assert f"memory://out/{RESULT}" in command.succeeds(*words, "memory://out")
-    assert "2 texts" in command.succeeds(*words, tmp_path)
-    for name in (RESULT, "heads.csv", "heads.png"):
-        assert memory.cat_file(f"/out/{name}") == (tmp_path / name).read_bytes(), name
 
 
 REFUSED = {

@@ -7,9 +7,7 @@ import json
 import logging
 import os
 import re
-import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +19,10 @@ import yaml
 from conftest import Command, refused
 from qkv.errors import InputError
 from qkv.profiler.surveys import on_ray
-from qkv.profiler.surveys.corpus import Corpus, Document, of_files, of_texts
+from qkv.profiler.surveys.corpus import of_files
 from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.survey import Incomplete
-from survey_process import TEXTS, own_survey
+from survey_process import deadly, own_survey
 
 ray = pytest.importorskip("ray", reason="surveys on Ray need the extra ray")
 pytestmark = pytest.mark.slow
@@ -32,35 +30,14 @@ pytestmark = pytest.mark.slow
 
 @contextlib.contextmanager
 def cluster() -> Iterator[None]:
-    """One CPU; its processes import the test's modules."""
-    here = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    paths = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])
+    """One CPU; its processes import `survey_process`."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     ray.init(
         num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
         runtime_env={"env_vars": {"PYTHONPATH": paths}},
     )  # fmt: skip
     yield
     ray.shutdown()
-
-
-@dataclass(frozen=True, slots=True)
-class Deadly(Document):
-    """A text that kills the process that reads it for the first time."""
-
-    mark: Path = Path()
-
-    def read(self) -> str:
-        if not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return Document.read(self)
-
-
-def deadly(mark: Path) -> Corpus:
-    """The corpus of `own_survey`, with a deadly text."""
-    found = of_texts(TEXTS)
-    *before, last = found.documents
-    return replace(found, documents=(*before, Deadly(last.name, last.size, text=last.text, mark=mark)))
 
 
 def test_surveys_on_ray(tmp_path: Path, command: Command) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import doctest
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,6 @@ from conftest import refused
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.tracking import AttentionCallback, CSVLog, LightningAttentionCallback, Tracker
 from qkv.tracking import tracker as tracking
-from qkv.tracking import trainer as trainers
 
 TOKENS = torch.arange(16 * 12).view(16, 12) * 29 % 97
 TEXTS = [{"input_ids": ids, "labels": ids} for ids in TOKENS]
@@ -159,8 +157,3 @@ def test_bad_settings_are_refused() -> None:
     for kind in (lambda: Tracker(nn.Linear(1, 1), every=0), lambda: AttentionCallback(every=0)):
         with refused("every"):
             kind()
-
-
-@pytest.mark.parametrize("module", [tracking, trainers])
-def test_examples_run(module: ModuleType) -> None:
-    assert doctest.testmod(module).failed == 0

@@ -69,16 +69,6 @@ def test_page_shows_links_evidence_and_the_verdict_on_each_model() -> None:
     assert '| MiniLM | 64 tokens | <span class="verdict false">false</span> | 0.1 (0.0 to 0.2) |' in lines
 
 
-def test_index_lists_undecided_claims_with_what_would_decide() -> None:
-    found = {id_: Verdict("holds", "…") for id_ in CLAIMS}
-    assert "## What is undecided" not in index(found)
-    found["C061"] = Verdict("undecided", "…", (), (Finding("MiniLM", "64 tokens", "undecided", "0.3 (0.2 to 0.4)"),))
-    found["C014"] = Verdict("undecided", "It is 1. And more.")
-    section = index(found).split("## What is undecided")[1]
-    assert "→ MiniLM, 64 tokens: 0.3 (0.2 to 0.4)." in section
-    assert "→ It is 1.\n" in section
-
-
 def test_number_of_seeds_that_would_decide() -> None:
     """The half-width of 0.2 at 10 seeds must fall to the distance from the bound."""
     clear, near, at, one = (

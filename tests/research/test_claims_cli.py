@@ -15,12 +15,11 @@ import qkv
 import research.sinks
 from conftest import Command, refused
 from qkv.models import DecoderConfig, DecoderLM
-from research.claims import CLAIMS, Claim, Drifted, Verdict, experiment, holds
+from research.claims import CLAIMS, Claim, Verdict, experiment, holds
 from research.claims import page as page_module
 from research.claims import results as results_module
 from research.claims.__main__ import main
 from research.claims.results import MissingResult, benchmark, result, results_in
-from research.claims.run import check
 from research.claims.settled import load
 from research.sinks import Study
 
@@ -102,13 +101,6 @@ def test_verdicts_are_shown_with_the_experiment_behind_them_by_both_commands(run
     assert "386" in command.succeeds("claims")
 
 
-def test_the_reader_chooses_by_source_and_verdict(command: Command) -> None:
-    found = json.loads(command.succeeds("claims", "--source", "lesson", "--verdict", "false", "--json"))
-    published = page_module.published()
-    wrong = {id_ for id_, verdict in published.items() if verdict.kind == "false" and CLAIMS[id_].source == "lesson"}
-    assert {one["claim"] for one in found} == wrong
-
-
 def test_wrong_arguments_are_refused(run: Run, tmp_path: Path, command: Command) -> None:
     for words, argument in (
         (["C014", "C84"], "claim"),
@@ -150,33 +142,6 @@ def test_pages_are_written(
     assert "> One and one.\n\nIt is 2.\n" in page
     assert json.loads(page_module.PUBLISHED.read_text())[0]["verdict"] == "holds"
     assert "| **all** |" in (tmp_path / "pages" / "index.md").read_text(encoding="utf-8")
-
-
-def test_progress_counts_checks_and_errors_of_other_kinds_are_raised(ledger: Callable[..., None]) -> None:
-    def broken() -> Verdict:
-        raise RuntimeError("a mistake in the check")
-
-    ledger(two_is_two, two_is_three)
-    told: list[Any] = []
-    found = check(progress=lambda done, /, **changed: told.append((done, changed["note"])))
-    assert told == [(1, "C001"), (1, "C002")]
-    assert found["C001"].verdict == Verdict("holds", "It is 2.")
-    assert isinstance(found["C002"].error, Drifted)
-    ledger(broken)
-    with pytest.raises(RuntimeError, match="a mistake"):
-        check()
-
-
-def test_results_of_a_folder_are_judged_beside_those_of_the_package(tmp_path: Path, run: Run) -> None:
-    own_result(tmp_path)
-    (one,) = run.json("--results", tmp_path)
-    assert (one["claim"], one["verdict"], one["shipped"]) == ("C084", "undecided", CLAIMS["C084"].check().kind)
-    (evidence,) = one["evidence"]
-    assert (evidence["level"], evidence["command"]) == (0.95, "qkv experiment window --seeds 5")
-    assert evidence["intervals"][0]["n"] == 5
-    said = " ".join(run("C084", "--results", tmp_path).split())
-    assert "95 % intervals 0.20 (-0.10 to 0.50), n = 5" in said
-    assert "1 of 1 verdicts not as with the results of qkv: C084" in said
 
 
 def test_a_missing_result_names_the_command_that_makes_it(

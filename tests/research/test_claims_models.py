@@ -84,29 +84,6 @@ def test_common_verdict_names_all_models_and_tells_who_disagrees(
     assert verdict.by[0] == "[experiment `mechanism`](../experiments/README.md#mechanism)"
 
 
-def test_a_computation_counts_as_one_more_model(judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    judged("holds", {64: "holds"}, {64: "holds"})
-    monkeypatch.setitem(TOY, "C068", ())
-    verdict = everywhere("C068", Verdict("false", "It is 3.", ("[paper](https://x)",)))
-    assert verdict.kind == "only when"
-    assert "Computed, false: It is 3." in verdict.text
-    assert verdict.findings[0].model == "computed"
-    assert verdict.by[0] == "[paper](https://x)"
-
-
-def test_numbers_tell_other_bounds_and_premises_that_do_not_hold() -> None:
-    criterion = {"bound": 0.5, "above": False}
-    premise = INTERVAL | {"condition": "the sink", "above": True, "premise": True}
-    other = INTERVAL | {"condition": "ratio", "bound": 1.0}
-    told = models.numbers({"criterion": criterion, "intervals": [INTERVAL, other, premise]}, "seed")
-    assert told == (
-        "0.20 (0.10 to 0.30), ratio 0.20 (0.10 to 0.30) [must be below 1], "
-        "the sink 0.20 (0.10 to 0.30) [must be above 0.5]; 12 seeds"
-    )
-    none = INTERVAL | {"n": 0, "mean": None, "low": None, "high": None, "unless": "no head has a sink"}
-    assert models.numbers({"criterion": criterion, "intervals": [none]}, "text") == "no head has a sink"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("id_", sorted(TOY))
 def test_every_claim_is_judged_on_both_trained_models(id_: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import re
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any, get_args
 
 import pytest
 
-import research.sinks
 from qkv_lab.experiments.evidence import Holds
 from research.claims import CLAIMS
 from research.claims.claim import KINDS
@@ -50,30 +48,3 @@ def test_facts_name_known_claims_and_every_paper(made: Any) -> None:
     assert set(re.findall(r"\{(\w+)\}", text)) == set(facts["papers"])
     arguments = {link for _, link in facts["papers"].values()}
     assert len(arguments) == len(facts["papers"]), "two papers with one link"
-
-
-def test_entries_that_agree_are_one_and_others_are_named(made: Any) -> None:
-    toys = [
-        {"name": name, "verdicts": [{"claim": f"C06{i}", "holds": h} for i, h in enumerate(("holds", other))]}
-        for name, other in (("a", "holds"), ("b", "cannot be seen here"))
-    ]
-    found = made.toy_verdicts(toys)
-    assert found == {"C060": {"toy": "holds"}, "C061": {"toy (a)": "holds", "toy (b)": "not seen"}}
-    told = (("C061", 64, "holds"), ("C061", 512, "undecided"), ("C068", 64, "holds"), ("C068", 512, "holds"))
-    verdicts = [{"claim": claim, "tokens": n, "holds": h} for claim, n, h in told]
-    found = made.study_verdicts("MiniLM", {"verdicts": verdicts})
-    assert found == {"C061": {"MiniLM at 64": "holds", "MiniLM at 512": "undecided"}, "C068": {"MiniLM": "holds"}}
-
-
-def test_page_follows_a_verdict_that_changes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    studies = {name: copy.deepcopy(research.sinks.result(name)) for name in ("qkv-mini", "minilm")}
-    for verdict in studies["minilm"]["verdicts"]:
-        if verdict["claim"] == "C068":
-            verdict["holds"] = "does not hold"
-    monkeypatch.setattr(made.research.sinks, "result", studies.__getitem__)
-    page = made.page()
-    rows = [line for line in page.splitlines() if re.search(r"\(claims/chapter.md#c068\) \*\*", line)]
-    assert rows
-    assert all(re.search(r"\*\*does not hold\*\*: [^*<|]*MiniLM", row) for row in rows), rows
-    different = page.split("## Where ours differ")[1]
-    assert re.search(r"#c068\) .*\| holds \| does not hold: .*MiniLM", different)

@@ -119,16 +119,6 @@ layout: async ({ queries, keys, view }) => {
   return layoutOf({ ...size, view: view ?? fitted(size) });
 },
 
-// The brightness of the map at these places, [[x, y], …].
-brightness: (places) => {
-  const copy = document.createElement("canvas"), shown = document.querySelector(".map-canvas");
-  Object.assign(copy, { width: shown.width, height: shown.height });
-  const context = copy.getContext("2d", { willReadFrequently: true });
-  context.drawImage(shown, 0, 0);
-  const colour = ([x, y]) => Array.from(context.getImageData(x, y, 1, 1).data.slice(0, 3));
-  return places.map((place) => colour(place).reduce((a, b) => a + b));
-},
-
 // ---- moving on ----------------------------------------------------------------------------------------------------
 
 // Go to an address. The page has heard of it when this ends, because its own listener came first.

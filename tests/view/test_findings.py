@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
 import qkv
 from drawn import all_text_is_on_the_page
-from qkv import cli
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.data.findings import Findings
 from qkv.report.payload import payload
@@ -59,27 +54,6 @@ def test_trend_splits_the_text_into_ranges_whose_mean_is_that_of_the_text(mini: 
     assert (trend["first"].iloc[1:].to_numpy() == trend["last"].iloc[:-1].to_numpy() + 1).all()
     whole = float(mini.sinks()["alpha_whole"].mean())
     assert float((trend["share"] * queries).sum() / queries.sum()) == pytest.approx(whole, abs=1e-6)
-
-
-def test_python_steps_draw_the_head_they_name(mini: qkv.Profile) -> None:
-    steps = [step for one in mini.findings() for step in one.steps if step.layer is not None]
-    assert steps
-    for step in {step.command: step for step in steps}.values():
-        figure = eval(step.command, {"profile": mini})  # a line that qkv wrote
-        assert f"Layer {step.layer}, head {step.head}" in figure.texts[0].get_text()
-
-
-def test_commands_of_the_findings_run_on_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["profile", "minilm", "it's a 'long' text " * 20, "--no-probe"]) == 0
-    profile = qkv.Profile.load("qkv-profile/profile.qkv.zip")
-    command = next(step.command for one in profile.findings() for step in one.steps)
-    name, *words = shlex.split(command)
-    assert (name, words[0]) == ("qkv", "map")
-    assert cli.main([*words, "--data"]) == 0
-    with np.load("map.npz") as drawn:
-        edges = drawn["column_edges"][-1]
-    assert edges == profile.data.sizes["key"]
 
 
 def test_untrained_uniform_heads_do_not_count_as_retrieval() -> None:

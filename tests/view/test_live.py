@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,18 +49,6 @@ def shape_of(live: Live) -> tuple[int, int]:
 def all_heads(live: Live, normalizer: str) -> list[SimpleNamespace]:
     layers, heads = shape_of(live)
     return [edit(layer, head, normalizer) for layer in range(layers) for head in range(heads)]
-
-
-def test_description_lists_the_settings(live: Live) -> None:
-    said = live.description()
-    assert said is not None
-    assert (said["layers"], said["heads"], said["model"]) == (*shape_of(live), "qkv-mini")
-    assert said["normalizers"] == ["softmax", "off-by-one", "sigmoid"]
-    live.answer(asked(said["example"]))
-    assert Live(Loaded("x", torch.nn.Linear(1, 1), ByteTokenizer())).description() is None
-    assert Live(replace(live.loaded, tokenizer=None)).description() is None
-    composed = DecoderLM(DecoderConfig(d_model=8, layers=1, heads=2, attention=qkv.Attention()))
-    assert Live(replace(live.loaded, model=composed)).description() is None  # its normalizer may be any
 
 
 def test_without_interventions_weights_equal_the_profile(live: Live) -> None:
@@ -151,15 +138,6 @@ def test_steps_equal_generate(live: Live, temperature: float, seed: int) -> None
         assert len(found["tokens"]) == len(found["row"]) == len(ids) + step
     assert found["ids"] == ids + wanted
     assert found["text"] == prompt + mini.tokenizer.after(ids).decode(wanted)
-
-
-def test_step_returns_the_row_of_the_edited_head_and_the_unedited_probability(live: Live) -> None:
-    edits = [edit(1, 2, "sigmoid")]
-    answer, step = live.answer(asked(edits=edits)), live.step(asked(edits=edits, sampling_temperature=0))
-    assert step["row"] == answer["rows"][1][2]
-    best = max(answer["next"]["after"], key=lambda x: x["probability"])
-    assert (step["token"], step["probability"]) == (best["token"], best["probability"])
-    assert step["top"][0] == best
 
 
 def test_bytes_of_a_character_are_joined() -> None:

@@ -56,19 +56,6 @@ def test_weights_of_every_form_are_drawn_with_masked_pairs_empty(form: Any) -> N
     np.testing.assert_allclose(array.filled(-1), expected.filled(-1), atol=4e-3)
 
 
-def test_layers_that_are_not_drawn_are_not_read() -> None:
-    """All layers of a large model at once may not fit into memory."""
-    attentions = (torch.empty(1, 2, 3, 3, device="meta"), weights(1, 2, 3, 3))
-    assert shown(plot.weights(attentions, layer=1, head=0)).shape == (3, 3)
-
-
-def test_names_of_the_graph_do_not_overlap_each_other() -> None:
-    for queries in (None, WORDS[:5]):
-        axes = plot.arcs(weights(len(queries or WORDS), 12), WORDS, queries=queries)
-        boxes = [text.get_window_extent() for text in axes.texts]
-        assert not any(a.overlaps(b) for at, a in enumerate(boxes) for b in boxes[:at])
-
-
 def test_the_wall_of_a_model_has_each_head_at_its_place() -> None:
     attentions = tuple(weights(2, 3, 4, 4) for _ in range(2))
     for given, item in ((attentions, 1), (torch.stack(attentions), 1), (torch.stack(attentions)[:, 1], None)):
@@ -90,14 +77,6 @@ def test_a_profile_gives_its_weights_or_its_bins() -> None:
     assert axes.get_xlim() == (-0.5, profile.data.sizes["key"] - 0.5)
     pooled = profile.data["map_max"].values[0, 0, 0]
     np.testing.assert_allclose(shown(axes).compressed().max(), np.nanmax(pooled))
-
-
-def test_a_sink_remains_visible_in_a_long_sequence() -> None:
-    w = torch.full((3000, 3000), 1e-4)
-    w[:, 1234] = 0.7
-    array = shown(plot.weights(w))
-    assert max(array.shape) <= 800
-    assert (array.max(1) > 0.69).all()
 
 
 def test_the_arrows_of_the_graph_are_the_visible_pairs_of_the_mask() -> None:

@@ -18,7 +18,6 @@ from conftest import refused
 from drawn import all_text_is_on_the_page
 from qkv.errors import InputError
 from qkv.profiler import Profile
-from qkv.profiler.data import tables
 
 
 @pytest.fixture(autouse=True)
@@ -59,13 +58,6 @@ def test_vector_files_store_text_as_text(name: str) -> None:
     texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert figure.texts[0].get_text().splitlines()[0] in texts
     assert matplotlib.rcParams["svg.fonttype"] == "path", "the global setting is restored"
-
-
-def test_a_pdf_embeds_a_font_instead_of_outlines() -> None:
-    """Of one figure: the test above shows that all of them save with the same method."""
-    file = io.BytesIO()
-    made.encoder_decoder().plot.map(0, 0).savefig(file, format="pdf")
-    assert b"/CIDFontType2" in file.getvalue()
 
 
 def test_states_figure_draws_a_line_for_each_stack_and_text() -> None:
@@ -110,15 +102,6 @@ def test_figures_show_the_numbers_of_the_table_and_titles_the_finding() -> None:
     title = " ".join(text.get_text() for text in profile.plot.received().texts)
     assert "“Once” at position 0 receives 23 % of all attention" in title
     assert profile.plot.head(0, 1).texts[0].get_text() == "Layer 0, head 1: previous 100 %"
-
-
-def test_the_head_figure_stacks_the_destinations() -> None:
-    profile = made.gpt()
-    bar = profile.plot.head(2, 3).axes[0]
-    widths = [patch.get_width() for patch in bar.patches]
-    shares = [part[0, 2, 3] for part in tables.destinations(profile.data).values() if part[0, 2, 3] > 0]
-    assert sum(widths) == pytest.approx(1)
-    np.testing.assert_allclose(sorted(widths), sorted(shares), rtol=1e-5)
 
 
 def test_map_shows_the_weights() -> None:
@@ -177,18 +160,6 @@ def test_alignment_shows_words_by_words() -> None:
     assert one.texts[0].get_text().startswith("Layer 1, head 2: a target word puts")
     layer = profile.plot.alignment(0).axes[0].images[0].get_array()
     np.testing.assert_allclose(layer, weights[0].mean(0), rtol=1e-5)
-
-
-def test_pieces_of_a_word_are_aligned_together() -> None:
-    tokens = ["<s>", " light", "house", " keeper", "."]
-    weights = made.softmax(np.random.default_rng(0).normal(size=(1, 1, 5, 5)))
-    profile = Profile({"self": made.dataset_from_weights([weights], [tokens])})
-    axes = profile.plot.alignment(group="self").axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["<s>", "lighthouse", "keeper", "“.”"]
-    shown = np.asarray(axes.images[0].get_array())
-    np.testing.assert_allclose(shown.sum(1), 1, rtol=1e-5)
-    assert shown[1, 1] == pytest.approx(weights[0, 0, 1:3, 1:3].sum() / 2, rel=1e-5)
-    assert shown[3, 0] == pytest.approx(weights[0, 0, 4, 0], rel=1e-5)
 
 
 def grid_profile() -> tuple[Profile, np.ndarray]:

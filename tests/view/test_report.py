@@ -8,7 +8,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from qkv.profiler import Profile
 from qkv.profiler.data import tables
 from qkv.profiler.data.types import MIXED, ROLES
 from qkv.report import html as report
-from qkv.report.payload import binned, display, payload, pooled_maps
+from qkv.report.payload import display, payload, pooled_maps
 from viewer_fixture import HOSTILE, PATIENCE, hostile, plain, rested, share
 
 if TYPE_CHECKING:
@@ -85,16 +84,6 @@ def test_the_page_holds_every_text_of_every_group_without_padding_and_what_was_m
         assert set(group["types"]) >= {"type", "traits", "self", "local"} or group["name"] == "cross"
 
 
-def test_a_long_text_stays_small() -> None:
-    html = report.render(made.long())
-    assert len(html.encode()) < 5e6
-    view = page_of(html)["groups"][0]["texts"][0]
-    assert view["maps"] == "none"
-    assert view["bins"] == {"received": 8192, "curve": 256}
-    entropy = made.long().data["entropy"].values[0].reshape(6, 6, 256, 32).mean(-1)
-    np.testing.assert_allclose(decoded(html, view)["entropy"], entropy, atol=2e-4)
-
-
 def test_nan_and_zero_survive_quantization() -> None:
     data = made.gpt().data.copy(deep=True)
     data["entropy"][0, 1, 2, 7] = np.nan
@@ -131,15 +120,6 @@ def test_the_page_holds_types_sinks_and_the_largest_activations_over_texts() -> 
     assert residual["position"] == stream["largest_token"].values[..., 0][at].tolist()
     names = profile.data["query_token"].values
     assert residual["token"] == [names[t, p] for t, p in zip(at[0], residual["position"], strict=True)]
-
-
-def test_bins_cover_every_position_once() -> None:
-    values = np.arange(23.0)[None]
-    starts = [b * 23 // 5 for b in range(6)]
-    np.testing.assert_allclose(binned(values, 5)[0], [values[0, a:b].mean() for a, b in pairwise(starts)])
-    values[0, 3:5] = np.nan
-    assert binned(values, 5)[0, 0] == pytest.approx(1.0)
-    assert binned(values, 99) is values
 
 
 @pytest.mark.parametrize(

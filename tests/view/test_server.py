@@ -32,10 +32,9 @@ from conftest import refused
 from qkv.errors import InputError
 from qkv.models import loading
 from qkv.profiler import run
-from qkv.profiler.explore.explorer import Explorer
 from qkv.profiler.explore.pyramid import Cancelled
-from qkv.report.payload import payload, trimmed
-from qkv.server import guard, routes
+from qkv.report.payload import payload
+from qkv.server import guard
 from qkv.server.app import create_app
 from qkv.server.guard import MAX_BODY, SECURITY, Connection, Guard
 from qkv.server.jobs import JobQueue, JobQueues
@@ -257,21 +256,6 @@ def test_equal_weights_are_listed_by_position() -> None:
         assert line.rest == pytest.approx(float(np.delete(weights, places).sum()), abs=1e-8)
 
 
-def test_maps_share_memory_with_the_profile_and_explorers_share_a_cache(session: Session) -> None:
-    profile, stored = session.sources[1].profile, session.sources[1].maps["self"]
-    assert profile is not None
-    weights = profile.data["weights"].values
-    for text in range(2):
-        assert np.shares_memory(trimmed(profile.data, text)["weights"].values, weights)
-        assert np.shares_memory(stored.row("self", text, 0, 0, 1), weights)
-    one, *others = (next(iter(session.sources[s].maps.values())) for s in (0, 4, 3))
-    assert isinstance(one, Explorer)
-    for other in others:
-        assert isinstance(other, Explorer)
-        assert one._calls is other._calls
-        assert one._tiles is other._tiles
-
-
 def test_payload_omits_incomplete_hidden_states() -> None:
     profile = qkv.profile("qkv-mini", "import os", progress=False, probe=False)
     ((name, stack),) = profile.residual.items()
@@ -475,14 +459,6 @@ def test_answers_carry_the_security_headers_and_head_has_no_body(app: Guard) -> 
         assert (head.status_code, head.headers) == (got.status_code, got.headers)
 
 
-def test_the_description_has_every_route(app: Guard) -> None:
-    description = ask(app, "/openapi.json").json()
-    every: list[Any] = [*routes.data_router.routes, *routes.model_router.routes, *qkv_lab.align.router.routes]
-    assert set(description["paths"]) == {"/api/session", *(route.path for route in every)}
-    assert {"SessionState", "MapShape", "LiveAnswer", "ErrorAnswer"} <= set(description["components"]["schemas"])
-    assert "HTTPValidationError" not in str(description)  # errors are sentences
-
-
 def test_a_page_of_another_package_that_fails_does_not_take_the_viewer_down(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -557,27 +533,6 @@ def test_live_answer_holds_weights_before_and_after(app: Guard, session: Session
     assert "layer is 7" in sentence(post(app, "/api/live", ASKED | {"layer": 7}), 400)
     for text in ("<script>alert(1)</script>", "\u202eabc", "🦄", "\u200b", "\x00\x07"):
         assert "".join(post(app, "/api/live", ASKED | {"text": text}).json()["tokens"])
-
-
-def test_step_is_deterministic_and_continues_from_ids(app: Guard) -> None:
-    first, again = (post(app, "/api/live/step", STEP).json() for _ in range(2))
-    assert first == again
-    assert first["text"].startswith("import os")
-    assert len(first["row"]) == len(first["tokens"]) == 3
-    following = post(app, "/api/live/step", STEP | {"text": first["text"], "ids": first["ids"], "step": 1}).json()
-    assert following["ids"][:-1] == first["ids"]
-    assert post(app, "/api/live/step", STEP | {"ids": [2**31 - 1]}).status_code == 400
-
-
-def test_align_and_caption_answers(app: Guard) -> None:
-    said = post(app, "/api/align", {"model": "qkv-translation", "text": "the black cat"}).json()
-    assert said["target"] == ["le", "chat", "noir"]
-    assert np.array(said["weights"]).shape == (said["layers"], said["heads"], 3, 3)
-    assert "qkv-translation" in sentence(post(app, "/api/align", {"model": "gpt", "text": "a"}), 400)
-    said = post(app, "/api/caption", {"scene": 3}).json()
-    assert len(base64.b64decode(said["image"])) == said["size"] ** 2 * 3
-    assert np.array(said["weights"]).shape == (len(said["words"]), said["gh"], said["gw"])
-    assert "scene" in sentence(post(app, "/api/caption", {"scene": 10**6}), 400)
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------
@@ -942,12 +897,6 @@ def test_silent_connections_are_closed_and_slow_answers_are_not_cut_off(
         assert first.get_extra_info("client_addr") == second.get_extra_info("client_addr")
 
 
-def test_sockets_disable_nagles_algorithm() -> None:
-    """It would delay the second packet of an answer. asyncio turns it off if the protocol is named."""
-    with _socket("127.0.0.1", 0) as sock:
-        assert sock.proto == socket.IPPROTO_TCP
-
-
 def test_ipv6_host_in_brackets_and_a_port_in_use(session: Session) -> None:
     with serve_in_thread(session) as url:
         again = serve_in_thread(session, port=httpx.URL(url).port or 0)
@@ -960,13 +909,3 @@ def test_ipv6_host_in_brackets_and_a_port_in_use(session: Session) -> None:
     with serve_in_thread(session, host="[::1]") as url:
         assert re.fullmatch(r"http://\[::1\]:\d+/", url)
         assert httpx.get(f"{url}api/session").status_code == 200
-
-
-def test_server_start_prepares_the_session(session: Session) -> None:
-    starting = Session("starting")
-    starting._has_small_models = True
-    assert session.sources[1].profile is not None
-    starting.add_profile(session.sources[1].profile)
-    with serve_in_thread(starting) as url:
-        until(lambda: httpx.get(f"{url}api/session").json()["sources"][0]["state"] == "ready")
-        assert httpx.get(f"{url}api/sources/0/map/0/0/0/0").json()["kind"] == "stored"

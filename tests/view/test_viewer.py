@@ -178,21 +178,6 @@ def test_security_policy_blocks_other_hosts(tab: Opens) -> None:
 # ---- address, history, keys -----------------------------------------------------------------------------------
 
 
-def test_address_restores_the_overview(view: Opens, tab: Opens) -> None:
-    one = view().open("overview", "cross")
-    one.page.select_option('#context [data-key="group"]', label="cross")
-    one.page.select_option('#context [data-key="text"]', index=1)
-    one.page.click(f"{CELL} >> nth=4")
-    one.page.select_option('[data-key="statistic"]', "spread")
-    one.page.click('.choice label:has-text("Value")')
-    one.arrives(statistic="spread", sort="value", group=2, text=1)
-    other = tab().follow(one.page.url)
-    assert (other.page.url, other.text(), other.page.title()) == (one.page.url, one.text(), one.page.title())
-    assert other.page.inner_text("#context") == one.page.inner_text("#context")
-    for tab_ in (one, other):
-        expect_head(tab_, one.state["layer"], one.state["head"])
-
-
 def test_back_button_undoes_each_selection(view: Opens) -> None:
     one = view().open("overview", "gpt", layer=0, head=0)
     steps = [one.page.url]
@@ -235,16 +220,6 @@ def test_single_keys_navigate_until_they_are_disabled(tab: Opens, mini: Served) 
     assert not one.page.locator("#help-dialog").is_visible()
 
 
-def test_skip_link_moves_the_focus_and_an_anchor_does_not_change_the_page(tab: Opens) -> None:
-    one = tab().open("sinks", "gpt")
-    one.press("Tab").until("document.activeElement.id === 'skip'")
-    one.eventually(lambda: one.page.locator("#skip").bounding_box()["x"] >= 0)
-    one.press("Enter").until("document.activeElement.id === 'main'")
-    one.follow(f"{one.served.url}#main")
-    assert one.page.locator(".page-sinks").count() == 1
-    tab().follow(f"{one.served.url}#main").arrives("overview")
-
-
 def test_arrow_keys_move_in_the_grid_of_heads_and_enter_opens_one(view: Opens) -> None:
     one = view().open("overview", "gpt", layer=0, head=0)
     one.page.focus(f'{CELL}[tabindex="0"]')
@@ -280,18 +255,6 @@ def test_grid_shows_the_statistics_of_the_profile(view: Opens, served: Served) -
     one.page.click(f"{CELL} >> nth=5")
     expect(one.page.locator(".overview-card")).to_contain_text("Layer 1, head 1")
     expect(one.page.locator(".overview-card")).to_contain_text(re.compile(f"{heads['distance'][5]:.1f}\\d? tokens"))
-
-
-def test_grid_orders_heads_by_value_and_by_type(view: Opens, served: Served) -> None:
-    one = view().open("overview", "gpt", statistic="distance", sort="value")
-    heads = served.profile("gpt").heads()
-    shown = one.page.locator(CELL).evaluate_all("cells => cells.map((x) => [+x.dataset.layer, +x.dataset.head])")
-    order = np.argsort(-heads["distance"].to_numpy(), kind="stable")
-    assert shown == [[int(at) // 5, int(at) % 5] for at in order]
-    one.open("overview", "gpt", statistic="type", sort="type")
-    kinds = served.profile("gpt").types()["type"].value_counts()
-    titles = one.page.locator(".overview-grid h4").all_inner_texts()
-    assert sorted(titles) == sorted(f"{kind} · {count}" for kind, count in kinds.items())
 
 
 def test_overview_export_holds_the_statistics(view: Opens, served: Served) -> None:

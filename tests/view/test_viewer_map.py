@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from viewer_fixture import HOSTILE, Served, Tab, check_pictures, floats, hostile, share, texts_of, unseen
+from viewer_fixture import HOSTILE, Served, Tab, check_pictures, floats, hostile, share, unseen
 
 pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
@@ -91,16 +91,6 @@ def same(words: float, weight: float) -> bool:
     return math.isclose(words, weight, rel_tol=5.1e-3 if weight >= 1e-5 else 5.1e-2)
 
 
-def dragged(tab: Tab, right: int, down: int) -> None:
-    """Drag the map by so many pixels."""
-    box = tab.page.locator(".map-canvas").bounding_box()
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    tab.page.mouse.move(x, y)
-    tab.page.mouse.down()
-    tab.page.mouse.move(x + right, y + down, steps=4)
-    tab.page.mouse.up()
-
-
 # ---- the numbers ----------------------------------------------------------------------------------------------
 
 
@@ -166,18 +156,6 @@ def test_whole_map_fills_the_window_and_requests_its_tiles(view: Opens) -> None:
     assert canvas["y"] + canvas["height"] <= 720
 
 
-@pytest.mark.parametrize(("x", "y", "z"), [(300, 300, 1), (590, 10, 0.2), (258, 300, 5)])
-def test_part_of_a_map_requests_the_visible_tiles(view: Opens, x: float, y: float, z: float) -> None:
-    one = view().open("map", "wide", x=x, y=y, z=z)
-    stage = view_of(one, 600, 600)
-    assert stage.zoom == 2
-    assert one.tiles() == {f"0/0/0/0/{tile}" for tile in stage.tiles()}
-    if z == 5:  # every token has a label
-        said = texts_of(check_pictures(one))
-        keys = [f"{at}" for at in range(stage.columns[0] + 1, stage.columns[1])]
-        assert [key for key in keys if not any(text.endswith(key) for text in said)] == []
-
-
 @pytest.mark.slow
 def test_zooming_requests_each_tile_once(view: Opens) -> None:
     one = view().open("map", "wide")
@@ -204,20 +182,6 @@ def test_zooming_requests_each_tile_once(view: Opens) -> None:
         if one.page.url != before:
             one.back()
     assert one.page.url == before
-
-
-def test_dragging_moves_the_view_without_pinning(view: Opens) -> None:
-    one = view().open("map", "wide", x=300, y=300, z=2)
-    dragged(one, 80, -40)
-    one.settled()
-    assert float(one.state["x"]) == pytest.approx(280, abs=0.6)
-    assert float(one.state["y"]) == pytest.approx(310, abs=0.6)
-    assert "cq" not in one.state  # a drag is no click
-    assert {f"0/0/0/0/{tile}" for tile in view_of(one, 600, 600).tiles()} <= one.tiles()
-    dragged(one, 80, 0)
-    one.press("n")  # the next head, before the view is written into the address
-    one.arrives(head=1)
-    assert float(one.state["x"]) == pytest.approx(260, abs=0.6)
 
 
 def test_mean_pooling_requests_and_exports_mean_tiles(view: Opens, served: Served) -> None:
@@ -315,34 +279,6 @@ def test_failed_map_does_not_show_the_previous_head(tab: Opens) -> None:
     expect(one.page.locator(".map-canvas")).to_have_attribute("aria-label", re.compile("[Hh]ead 1"))
     point(one.settled(), view_of(one, 600, 600), 400, 120)
     expect(one.page.locator(".map-weight")).to_be_visible()
-
-
-def test_failed_tile_does_not_delay_other_tiles(tab: Opens) -> None:
-    one = tab()
-    # A failed tile is requested again after three seconds: this script disables that timer.
-    one.page.add_init_script("{ const s = setTimeout; window.setTimeout = (f, ms) => (ms > 1500 ? 0 : s(f, ms)); }")
-    one.page.route("**/max/2/0/0", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
-    one.open("map", "wide", x=80, y=80, z=2)
-    expect(one.page.locator("#troubles")).to_contain_text("The disk is full.")
-    one.page.fill('[aria-label="Query position"]', "590")
-    one.page.fill('[aria-label="Key position"]', "580")
-    with one.page.expect_request("**/max/2/2/2"):
-        one.press("Enter")
-    one.page.unroute("**/max/2/0/0")
-    one.expect("500|The disk is full")
-
-
-def test_map_colours_follow_the_theme(view: Opens) -> None:
-    """Large weights are dark in the light theme and light in the dark theme."""
-    one = view().open("map", "gpt", layer=1, head=1, scale="linear")  # each query attends to the previous token
-    stage = view_of(one, 61, 61)
-    places = [(2, 2), stage.place(40, 39), stage.place(40, 20)]
-    paper, strong, weak = one.js("brightness", places)
-    assert strong + 200 < weak <= paper + 30
-    one.press("t").settled()
-    paper, strong, weak = one.js("brightness", places)
-    assert paper < 150
-    assert strong > weak + 200
 
 
 # ---- hostile tokens, export -----------------------------------------------------------------------------------

@@ -17,19 +17,7 @@ from qkv.profiler.data import tables
 from qkv.report.payload import trimmed
 from qkv.server.live import Live
 from qkv_lab.align.models import Aligners
-from viewer_fixture import (
-    HOSTILE,
-    LIVE_TEXT,
-    Served,
-    Tab,
-    check_pictures,
-    floats,
-    percent,
-    plain,
-    serving,
-    texts_of,
-    unseen,
-)
+from viewer_fixture import HOSTILE, LIVE_TEXT, Served, Tab, check_pictures, floats, percent, plain, serving, texts_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Route
@@ -162,14 +150,6 @@ def test_intervention_is_overlaid_restored_and_exported(view: Opens, tab: Opens,
     largest = [x for stream in streams for x in stream["largest"].values[0, :, 0]]
     assert [int(row["depth"]) for row in depths] == [*range(len(largest) // 2)] * 2
     np.testing.assert_allclose(floats(depths, "largest_activation"), largest, rtol=1e-5)
-
-
-def test_weights_of_rows_that_do_not_sum_to_one_are_also_shown_undivided(view: Opens, mini: Served) -> None:
-    one = view(mini).open("sinks")
-    expect(one.page.locator(".sink-title", has_text="Undivided weight")).to_have_count(0)
-    one.page.click("text=Sigmoid")
-    expect(one.page.locator(".sink-lead p")).to_have_count(2)
-    expect(one.page.locator(".sink-title", has_text="Undivided weight on the first token")).to_have_count(1)
 
 
 def test_profile_of_another_size_is_shown_below_and_an_unknown_one_reported(view: Opens, served: Served) -> None:
@@ -420,35 +400,6 @@ def test_readout_of_a_pooled_map_names_the_blocks(tab: Opens) -> None:
         assert (cells[-1]["position"], cells[-1]["key"]) == (str(first), str(first))
 
 
-@pytest.mark.slow
-def test_right_side_is_chosen_and_kept_in_the_address(view: Opens, tab: Opens, served: Served) -> None:
-    one = view().open("compare", "two", text=1, layer=1, head=3)
-    assert {"bsource", "blayer", "bhead"} <= set(one.state)  # the most similar head at first
-    one.page.click('[data-key="text"].quiet')
-    one.arrives(btext=0, blayer=1, bhead=3)
-    one.page.select_option('.compare-right [data-key="right-source"]', label="cross")
-    one.arrives(bsource=served.ids["cross"])
-    shown = one.text()
-    assert tab().follow(one.page.url).text() == shown
-    one.page.click('[data-key="swap"]')
-    one.arrives(source=served.ids["cross"], bsource=served.ids["two"], bhead=3)
-    assert one.back().text() == shown
-
-
-def test_comparison_shows_hostile_tokens_literally(view: Opens) -> None:
-    one = view().open("compare", "hostile", layer=0, head=0)
-    one.page.focus(".compare-map >> nth=0")
-    readout, said = one.page.locator(".compare-readout"), ""
-    one.press("ArrowUp")  # from the first cell to itself
-    for query in range(len(HOSTILE)):
-        expect(readout).to_contain_text(re.compile(f"^query {query} "))
-        said += readout.inner_text()
-        one.press("ArrowDown")
-    assert unseen(said) == []
-    assert one.is_safe()
-    check_pictures(one)
-
-
 # ---- sequences and images -------------------------------------------------------------------------------------
 
 
@@ -470,18 +421,6 @@ def test_translation_shows_and_exports_its_weights(view: Opens, mini: Served, al
     one.page.fill("#align-text", "the purple zebra")
     expect(one.page.locator("#align-trouble")).not_to_be_empty()
     one.expect("400")
-
-
-def test_reversal_shows_the_weights_of_the_selected_head(view: Opens, mini: Served, aligners: Aligners) -> None:
-    one = view(mini).open("align", view="reversal")
-    example = next(x for x in aligners.description()["models"] if x["kind"] == "reversal")["example"]
-    answer = aligners.align("qkv-reversal", example)
-    expect(one.page.locator(".align-target")).to_have_text(answer["target"])
-    expect(one.page.locator(".align-head")).to_have_count(1 + answer["layers"] * answer["heads"])
-    one.page.click('[data-key="head-0.1"]')
-    one.arrives(look="0.1")
-    said = plain(one.page.get_attribute('.align-cell[data-key="2.3"]', "aria-label"))
-    assert said.endswith(percent(np.array(answer["weights"])[0, 1, 2, 3]))
 
 
 @pytest.mark.slow

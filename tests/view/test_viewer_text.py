@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from viewer_fixture import HOSTILE, PHONE, Served, Tab, check_pictures, floats, overflow, share, texts_of, unseen
+from viewer_fixture import HOSTILE, Served, Tab, check_pictures, floats, share, texts_of, unseen
 
 pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
@@ -68,16 +68,6 @@ def test_panel_lists_the_largest_weights(view: Opens, served: Served, text: int)
     assert f"token {n - 1} of {n}" in about
     received = share(re.search(r"receives (.*?%)", about)[1])
     assert received == pytest.approx(weights[:, n - 1].sum() / n, rel=0.051)
-
-
-def test_panel_shows_the_mean_of_a_layer(view: Opens, served: Served) -> None:
-    weights = served.profile("two").data["weights"].values[0, 1, :, :23, :23].mean(0)
-    one = view().open("text", "two", text=0, layer=1, head=2, pins=11)
-    one.page.click('.text-settings label:has-text("its layer")')
-    one.arrives(of="layer")
-    expect(one.page.locator(".text-key")).to_contain_text("mean of 4 heads")
-    check_listed(one, "to", weights[11])
-    check_listed(one, "from", weights[:, 11])
 
 
 def test_cross_attention_shows_both_texts(view: Opens, served: Served) -> None:
@@ -171,29 +161,6 @@ def test_keys_select_pin_and_unpin(view: Opens, served: Served) -> None:
     assert "pins" not in one.state
 
 
-def test_search_finds_words(view: Opens) -> None:
-    one = view().open("text", "two", text=1)
-    one.page.fill(FIND, one.page.inner_text(token(25)).strip().upper())
-    expect(one.page.locator(".text-found")).to_have_text("1 of 1")
-    expect(one.page.locator(token(25))).to_have_class(re.compile(r"\bhit\b"))
-    one.page.fill(FIND, "nothing like it")
-    expect(one.page.locator(".text-found")).to_have_text("not found")
-
-
-def test_failed_weights_do_not_show_the_previous_head(tab: Opens, served: Served) -> None:
-    weights = served.profile("two").data["weights"].values[1, 0, 1]
-    one = tab()  # the route comes first, because it is not there at once in a page that is open
-    one.page.route("**/map/0/1/0/1", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
-    one.open("text", "two", text=1, layer=0, head=0, pins=4).press("n")
-    expect(one.page.locator(".text-failed")).to_contain_text("The disk is full.")
-    expect(one.page.locator("[data-at], .text-ties")).to_have_count(0)
-    one.expect("500")
-    one.page.unroute("**/map/0/1/0/1")
-    one.page.click(".text-failed button")
-    expect(one.page.locator(token(4))).to_be_visible()
-    check_listed(one, "to", weights[4])
-
-
 # ---- long texts -----------------------------------------------------------------------------------------------
 
 
@@ -256,14 +223,6 @@ def test_hostile_tokens_are_shown_literally(view: Opens) -> None:
     one.page.fill(FIND, "<script>")
     expect(one.page.locator(".text-found")).to_have_text(re.compile("1 of [23]"))
     assert any("<img src=x" in text for text in texts_of(check_pictures(one)))
-
-
-def test_tap_on_a_phone_pins(tab: Opens) -> None:
-    one = tab(viewport=PHONE, has_touch=True, is_mobile=True).open("text", "two", text=1)
-    one.page.tap(token(6))
-    one.arrives(pins=6)
-    assert len(listed(one, "to")) == LISTED
-    assert overflow(one.page) <= 0
 
 
 def test_text_export_holds_the_weights(view: Opens, served: Served) -> None:

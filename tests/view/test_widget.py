@@ -48,14 +48,6 @@ def answered(shown: widget.ProfileWidget, monkeypatch: pytest.MonkeyPatch, **of:
 # ---- data --------------------------------------------------------------------------------------------------------
 
 
-def test_the_script_is_one_small_offline_module() -> None:
-    script = widget.script()
-    assert len(script.encode()) < 300_000
-    assert re.findall(r"^(?:import|export) .*", script, re.MULTILINE) == ["export default { render: renderWidget };"]
-    assert set(re.findall(r"https?://[^\s\"'`)]*", script)) == {"http://www.w3.org/2000/svg"}
-    assert ":root" not in widget.style(), "the style sheet would not apply in a shadow tree"
-
-
 def test_the_selection_is_that_of_python_and_is_checked() -> None:
     shown = made.encoder_decoder().widget()
     assert shown is made.encoder_decoder().widget(), "one object for each profile"
@@ -193,13 +185,6 @@ def test_clicks_change_the_selection_and_the_selection_changes_the_page(opened: 
     assert page.evaluate("state.selection.query") == 9
     page.evaluate("end()")
     assert page.evaluate("left()") == 0, "a removed widget listens to nothing"
-
-
-def test_the_theme_is_that_of_the_page_behind(opened: Callable[..., Page]) -> None:
-    page = opened(made.gpt(), background="oklch(0.98 0 0)")
-    assert page.locator(".qkv-widget").get_attribute("data-theme") == "light"
-    page.evaluate("document.body.style.background = 'rgb(20, 20, 20)'")
-    page.wait_for_selector(".qkv-widget[data-theme=dark]")
 
 
 def test_hostile_tokens_and_narrow_cells(opened: Callable[..., Page]) -> None:
