@@ -11,7 +11,7 @@ ROOMS  := core profile view cli lab research docs
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
 	@echo
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 venv: $(VENV)/.ready  ## create the development environment .venv with the versions in constraints.txt
 

@@ -25,7 +25,7 @@ from fuzz.tiles import small
 from qkv import InputError, masks, reference
 from qkv._engine.sizes import BY_DEVICE
 from qkv.cli import main
-from qkv.kernels import linear
+from qkv.kernels import linear, watched
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
 
@@ -60,6 +60,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--one-case"):
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         items[:] = [item for item in items if item is first[item.nodeid.partition("[")[0]]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_open() -> Iterator[None]:
+    """A watch, profile or edit that a test leaves open would change what later tests compute."""
+    yield
+    assert not watched(), "the test has left a watch, a profile or an edit open"
 
 
 @pytest.fixture(params=[4, 8, 16])

@@ -72,8 +72,8 @@ def test_workflows_are_valid_run_targets_that_exist_and_one_job_may_publish() ->
     assert named == test["jobs"]["test"]["strategy"]["matrix"]["python"]
     assert CONFIG["project"]["requires-python"] == f">={named[0]}"
     text = "".join(WORKFLOWS.values())
-    used = {*re.findall(r"\bmake ([a-z-]+)", text), *test["jobs"]["install"]["strategy"]["matrix"]["target"]}
-    assert used <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    used = {*re.findall(r"\bmake ([a-z0-9-]+)", text), *test["jobs"]["install"]["strategy"]["matrix"]["target"]}
+    assert used <= set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     asking = [name for name, job in release["jobs"].items() if job.get("permissions", {}).get("id-token") == "write"]
     assert (asking, release["permissions"]) == (["publish"], {"contents": "read"})
     assert "secrets." not in text

@@ -330,7 +330,7 @@ def test_watch_in_two_threads_records_each_model_alone() -> None:
         same(found[i].profile(0), whole(models[i], IDS[i : i + 1]), but=set())
 
 
-def test_contexts_that_end_in_another_order_leave_torch_compile_on() -> None:
+def test_contexts_that_end_in_another_order_leave_a_watch_or_torch_compile_off() -> None:
     graphs: list[object] = []
     compiled = torch.compile(torch.sin, backend=lambda graph, _: graphs.append(graph) or graph)
     first, second = (qkv.watch(causal_lm()) for _ in range(2))

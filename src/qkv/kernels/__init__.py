@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 from typing import TypeVar, cast
@@ -71,27 +71,43 @@ def _few_scores(call: Call) -> bool:
 F = TypeVar("F", bound=Callable[..., object])
 Watcher = Callable[[Call | Shared, Result], None]
 Server = Callable[[Call | Shared, Callable[[], Result], bool], Result]
-_SERVER: ContextVar[Server | None] = ContextVar("qkv server", default=None)
+_SERVERS: ContextVar[tuple[list[Server | None], ...]] = ContextVar("qkv servers", default=())
 Editor = Callable[[Call, bool], Call | Result]
-_EDITOR: ContextVar[Editor | None] = ContextVar("qkv editor", default=None)
+_EDITORS: ContextVar[tuple[list[Editor | None], ...]] = ContextVar("qkv editors", default=())
+T = TypeVar("T")
 
 
 @contextmanager
-def serving(server: Server | None) -> Iterator[None]:
+def _on_top(stack: ContextVar[tuple[list[T], ...]], thing: T) -> Iterator[None]:
+    """Context in which `thing` is the last of a stack. Contexts may end in any order: each takes its own away."""
+    entry = [thing]
+    stack.set((*stack.get(), entry))
+    try:
+        yield
+    finally:
+        stack.set(tuple(x for x in stack.get() if x is not entry))
+
+
+def _server() -> Server | None:
+    servers = _SERVERS.get()
+    return servers[-1][0] if servers else None
+
+
+def _editor() -> Editor | None:
+    editors = _EDITORS.get()
+    return editors[-1][0] if editors else None
+
+
+def serving(server: Server | None) -> AbstractContextManager[None]:
     """Context in which `server` returns the result of every call, on this thread; None for the kernel's own result.
 
     It gets the call, a function that computes the result, and whether it may compute the result in another way: not if
     a kernel was requested by name, or the weights.
     """
-    token = _SERVER.set(server)
-    try:
-        yield
-    finally:
-        _SERVER.reset(token)
+    return _on_top(_SERVERS, server)
 
 
-@contextmanager
-def watching(watcher: Watcher | None) -> Iterator[None]:
+def watching(watcher: Watcher | None) -> AbstractContextManager[None]:
     """Context in which `watcher` is called with every call and its result, on this thread; None for no watcher."""
 
     def server(call: Call | Shared, compute: Callable[[], Result], fused: bool) -> Result:
@@ -100,32 +116,26 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
         watcher(call, result)
         return result
 
-    with serving(None if watcher is None else server):
-        yield
+    return serving(None if watcher is None else server)
 
 
-@contextmanager
-def editing(editor: Editor | None) -> Iterator[None]:
+def editing(editor: Editor | None) -> AbstractContextManager[None]:
     """Context in which `editor` may replace every call before it is served, on this thread; None for no editor.
 
     The editor gets the call, and whether its weights are needed. It returns the call to serve instead, or a finished
     `Result` when heads need different settings; such a call cannot be profiled.
     """
-    token = _EDITOR.set(editor)
-    try:
-        yield
-    finally:
-        _EDITOR.reset(token)
+    return _on_top(_EDITORS, editor)
 
 
 def watched() -> bool:
     """Whether a watcher or an editor is active. Inside compiled code, calls are neither watched nor edited."""
-    return not torch.compiler.is_compiling() and (_SERVER.get() is not None or edited())
+    return not torch.compiler.is_compiling() and (_server() is not None or edited())
 
 
 def edited() -> bool:
     """Whether an editor is active, which may change the result of every call."""
-    return _EDITOR.get() is not None
+    return _editor() is not None
 
 
 def opaque(function: F) -> F:
@@ -149,7 +159,7 @@ def opaque(function: F) -> F:
 
 def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
     """Compute `call` on the chosen kernel. All attention passes here, so this is where calls are watched and edited."""
-    editor, server = _EDITOR.get(), _SERVER.get()
+    editor, server = _editor(), _server()
     if editor is not None:
         with editing(None):  # calls made by the editor or the server are not edited
             return _serve_edited(editor(call, weights), kernel, server, weights=weights)
@@ -185,7 +195,7 @@ def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, we
 def serve_with_call(call: Call, kernel: str, *, weights: bool) -> tuple[Result, Call]:
     """The result of `serve`, and the call that was computed, which edits may have changed."""
     served: list[Call] = []
-    server = _SERVER.get()
+    server = _server()
 
     def recording(call: Call | Shared, compute: Callable[[], Result], fused: bool) -> Result:
         assert isinstance(call, Call)
@@ -210,10 +220,10 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
         )
     if kernel != "auto":
         choose(shared.call, kernel)
-    if _EDITOR.get() is not None:
+    if edited():
         raise InputError("group was passed, but sharded attention cannot be edited; expected group=None under edits")
     compute = functools.partial(ring.run, shared, functools.partial(_block_kernel, kernel))
-    server = _SERVER.get()
+    server = _server()
     return compute() if server is None else server(shared, compute, False)
 
 
