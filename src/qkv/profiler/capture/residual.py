@@ -464,7 +464,6 @@ def _directions(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n"]) -> Flo
         centred = centred * real[..., None]
     few = k.shape[2] < k.shape[3]  # then the smaller matrix of products of keys has the same eigenvalues
     products = centred @ centred.mT if few else centred.mT @ centred
-    spread = torch.linalg.eigvalsh(products.cpu()).to(k.device)  # for a few small matrices CUDA takes longer
-    spread = spread.flip(-1).clamp(min=0)
+    spread = torch.linalg.eigvalsh(products).flip(-1).clamp(min=0)
     share = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(k.dtype).tiny)
     return torch.nn.functional.pad(share[..., :DIRECTIONS], (0, max(0, DIRECTIONS - share.shape[-1])))
