@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from qkv import _operator as operator
 from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, dot_softmax
 from qkv._engine.inputs import A, Form, autocast_dtype, from_torch_names, refuse_unknown
+from qkv._engine.sizes import LARGEST_HEAD
 from qkv._engine.tiles import all_finite
 from qkv._engine.transforms import transformed, transforming
 from qkv._plan import Cost, Step, cost, drawn, steps_of
@@ -396,9 +397,11 @@ def _stock(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
     """One call of torch's SDPA, or None if its result might differ; `Call.of` reports wrong arguments."""
-    if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type == "cpu" for x in (q, k, v)):
+    if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type in ("cpu", "cuda") for x in (q, k, v)):
         return None
     (b, h, n_queries, d), (_, hkv, n_keys, _) = q.shape, k.shape
+    if q.is_cuda and (n_keys < SHORT or d > LARGEST_HEAD or q.dtype not in (torch.bfloat16, torch.float16)):
+        return None  # on a card torch chooses between libraries, all of linear memory for these
     fits = k.shape == v.shape and k.shape[0] == b and k.shape[3] == d and h % max(hkv, 1) == 0
     if not fits or 0 in q.shape or 0 in k.shape or not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         return None

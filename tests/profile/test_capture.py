@@ -298,3 +298,19 @@ def test_every_changed_byte_changes_the_hash_that_is_computed_on_a_gpu(n: int, m
         swapped[[0, 8]] = swapped[[8, 0]]
         assert values[0] != values[8]
         assert probes.sums_of_bytes(swapped) != before
+
+
+@pytest.mark.parametrize("width", [768, 2 * 241])
+def test_a_changed_row_or_column_of_a_large_weight_changes_the_fingerprint_of_a_model(width: int) -> None:
+    layer = nn.Linear(width, 300)
+    before = probes.fingerprint(layer)
+    assert probes.fingerprint(layer) == before
+    for row, column in ((0, width - 1), (17, 3), (299, 400)):
+        for part in (layer.weight.data[row], layer.weight.data[:, column]):  # which no version counter sees
+            kept = part.clone()
+            part.add_(1)
+            assert probes.fingerprint(layer) != before
+            part.copy_(kept)
+    with torch.no_grad():
+        layer.weight[5, 100] += 1
+    assert probes.fingerprint(layer) != before

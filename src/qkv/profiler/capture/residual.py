@@ -381,8 +381,8 @@ def geometry(
         ``query_norm`` (b, h, nq), ``key_norm`` and ``value_norm`` (b, h, nk); (b, h): ``cosine_first``, mean cosine
         of the queries to the first key, ``cosine_others``, to all other keys, ``first_key_angle``, degrees between the
         first key and the mean of the others, and ``key_bias_cosine``, mean cosine of the queries to the learned key,
-        where the normalizer has one; ``key_directions`` (b, h, 3), shares of the keys' variance in their first
-        principal directions.
+        where the normalizer has one; ``key_scatter`` (b, hkv, m, m), products of the centred keys, from which
+        `principal_shares` gives the shares of their variance in the first principal directions.
     """
     wide = at_least_float32(call.q.dtype)
     group = call.q.shape[1] // call.k.shape[1]
@@ -405,7 +405,7 @@ def geometry(
         "cosine_first": (query * _of_query_heads(_unit(first_key), group)).sum(-1),
         "cosine_others": (query * _of_query_heads(_mean(k, other, key_norm), group)).sum(-1),
         "first_key_angle": _of_query_heads(_angle(first_key, rest), group),
-        "key_directions": _of_query_heads(_directions(k, real_k), group),
+        "key_scatter": _scatter(k, real_k),
     }
     single = other.sum(2) == 0  # a text of one token has no other keys
     for name in ("cosine_others", "first_key_angle"):
@@ -457,13 +457,22 @@ def _angle(a: Float[Tensor, "b h d"], b: Float[Tensor, "b h d"]) -> Float[Tensor
     return torch.rad2deg(2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1)))
 
 
-def _directions(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n"]) -> Float[Tensor, "b h 3"]:
-    """Shares of the variance of the keys along their first principal directions; 0 if there are fewer."""
+def _scatter(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n"]) -> Float[Tensor, "b h m m"]:
+    """Sums of products of the centred keys, over keys or over dimensions, whichever are fewer in the result."""
     centred = k - _mean(k, real.to(k.dtype))[:, :, None]
     if not real.all():
         centred = centred * real[..., None]
     few = k.shape[2] < k.shape[3]  # then the smaller matrix of products of keys has the same eigenvalues
-    products = centred @ centred.mT if few else centred.mT @ centred
-    spread = torch.linalg.eigvalsh(products).flip(-1).clamp(min=0)
-    share = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(k.dtype).tiny)
-    return torch.nn.functional.pad(share[..., :DIRECTIONS], (0, max(0, DIRECTIONS - share.shape[-1])))
+    return centred @ centred.mT if few else centred.mT @ centred
+
+
+def principal_shares(scatters: Sequence[Float[Tensor, "b hkv m m"]], heads: int) -> Float[Tensor, "layers b h 3"]:
+    """Shares of the variance of the keys along their first principal directions in every layer; 0 if there are fewer.
+
+    Eigenvalues of all layers are found at once, because a card takes as long for one matrix as for hundreds.
+    """
+    (size,) = {x.shape for x in scatters}
+    spread = torch.linalg.eigvalsh(torch.stack([x.to(scatters[0].device) for x in scatters])).flip(-1).clamp(min=0)
+    share = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(spread.dtype).tiny)
+    share = torch.nn.functional.pad(share[..., :DIRECTIONS], (0, max(0, DIRECTIONS - share.shape[-1])))
+    return share.repeat_interleave(heads // size[1], 2)
