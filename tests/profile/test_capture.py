@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,11 +16,13 @@ from transformers.modeling_utils import AttentionInterface
 
 import hf_models as hf
 import hf_zoo
+import qkv
 from conftest import largest_tensor, refused
 from qkv.errors import InputError
 from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import probes
-from qkv.profiler.capture.observe import Observer, Record, observe, unobserved
+from qkv.profiler.capture.observe import Observer, Record, copied_to_cpu, observe, unobserved
+from qkv.profiler.capture.residual import nth
 from qkv.profiler.run import profile
 
 
@@ -314,3 +317,27 @@ def test_a_changed_row_or_column_of_a_large_weight_changes_the_fingerprint_of_a_
     with torch.no_grad():
         layer.weight[5, 100] += 1
     assert probes.fingerprint(layer) != before
+
+
+def test_copies_of_statistics_from_a_card_lose_or_mix_up_values() -> None:
+    x = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(0))
+    statistics = qkv.measure(x, x, bins=2, mass={"near": qkv.masks.Window(2)})
+    copy, (vectors, nothing) = copied_to_cpu((statistics, ({"norm": x}, None)))
+    assert nothing is None
+    torch.testing.assert_close(vectors["norm"], x)
+    for field in dataclasses.fields(statistics):
+        if isinstance(want := getattr(statistics, field.name), Tensor):
+            torch.testing.assert_close(getattr(copy, field.name), want)
+    torch.testing.assert_close(copy.mass["near"], statistics.mass["near"])
+    torch.testing.assert_close(copy.thumbnail.mean, statistics.thumbnail.mean)
+
+
+@pytest.mark.parametrize("kind", ["normal", "few values", "constant", "not a number", "short"])
+def test_median_on_a_card_is_not_the_middle_value(kind: str) -> None:
+    values = torch.randn(3 if kind == "short" else 200_001, generator=torch.Generator().manual_seed(0))
+    if kind in ("few values", "constant"):
+        values = values.round() if kind == "few values" else torch.ones_like(values)
+    if kind == "not a number":
+        values[::3] = torch.nan
+    for at in (0, len(values) // 2, len(values) * 2 // 3 - 1):
+        torch.testing.assert_close(nth(values, at), values.sort().values[at], equal_nan=True, rtol=0, atol=0)

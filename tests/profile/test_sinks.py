@@ -213,7 +213,7 @@ def test_geometry_by_plain_loops() -> None:
     q[0, :, :3], k[0, :, :3], v[0, :, :3] = 7.0, 5.0, 3.0  # padding plays no part
     call = Call.of(q, k, v, Causal(), normalizer=Softmax(key=learned))
     got = geometry(call, torch.tensor([3, 0]), real, real)
-    shares = principal_shares([got["key_scatter"]], 6)[0]
+    shares = principal_shares(got["key_scatter"], 6)
     for i, j in np.ndindex(2, 6):
         start = 3 if i == 0 else 0
         qs, ks, vs = q[i, j, start:].numpy(), k[i, j // 3, start:].numpy(), v[i, j // 3, start:].numpy()

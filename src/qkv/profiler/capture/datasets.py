@@ -116,7 +116,7 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
 
     def stack(values: list[Tensor], *real: np.ndarray) -> np.ndarray:
         """(text, layer, head, …) with each text's real tokens at the start and NaN after."""
-        x = torch.stack([v.float().to(values[0].device) for v in values], 1).cpu().numpy()  # copied from a card at once
+        x = torch.stack([v.float().to(values[0].device) for v in values], 1).cpu().numpy()
         for axis, keep in enumerate(real, start=x.ndim - len(real)):
             if not keep.all():
                 x = np.stack([_packed(one, axis - 1, k) for one, k in zip(x, keep, strict=True)])
@@ -125,8 +125,7 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
     real = {"query": real_q, "key": real_k}
     variables: dict[str, Any] = {}
     for name, about in (VARIABLES | {x.name: Variable.of(x) for x in statistics}).items():
-        dims = about.dims
-        found = _directions(records) if name == "key_directions" else [_found(record, name) for record in records]
+        dims, found = about.dims, [_found(record, name) for record in records]
         measured = [x is not None for x in found]
         some = about.always or (name == "sink_mass" and any(measured))
         if dims == HEAD or not (some or all(measured)):
@@ -183,19 +182,9 @@ def _found(record: Record, name: str) -> Tensor | None:
         return None if small is None else small.maximum if name == "map_max" else small.mean
     if name == "weights":
         return record.weights
+    if name == "key_directions" and record.geometry:
+        return principal_shares(record.geometry["key_scatter"], statistics.entropy.shape[1])
     return record.geometry[name] if name in record.geometry else statistics.named(name)
-
-
-def _directions(records: Sequence[Record]) -> Sequence[Tensor | None]:
-    """The shares of the keys' principal directions in each layer, or None where the keys are not known."""
-    scatters = {i: record.geometry["key_scatter"] for i, record in enumerate(records) if record.geometry}
-    found: list[Tensor | None] = [None] * len(records)
-    for shape in {x.shape for x in scatters.values()}:  # several where layers differ in the size of a head
-        alike = {i: x for i, x in scatters.items() if x.shape == shape}
-        shares = principal_shares(list(alike.values()), records[0].statistics.entropy.shape[1])
-        for i, share in zip(alike, shares, strict=True):
-            found[i] = share
-    return found
 
 
 def _by_head(statistic: Statistic, values: np.ndarray, real: np.ndarray) -> np.ndarray:

@@ -13,9 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -483,7 +483,10 @@ class Observer:
                 statistics = with_head(statistics, its, head)
                 if weights is not None and of_head is not None:
                     weights[:, head] = of_head[:, head]
-        self.records.append(Record(name, group, layer, statistics, vectors, weights, queries, keys, causal))
+        found = (statistics, vectors, weights)
+        if not step and statistics.entropy.device.type != "cpu":
+            found = copied_to_cpu(found)  # those of all layers could fill a card
+        self.records.append(Record(name, group, layer, *found, queries, keys, causal))
         if step:
             self._steps[name].add(statistics, weights)
             self._unjoined.append(self._steps[name])
@@ -530,6 +533,31 @@ class Observer:
             raise InputError(f"model computes {what} that are NaN in {name}: its parameters or its inputs contain NaN")
         short = max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens
         return result, statistics, weights_of(call) if short else None
+
+
+T = TypeVar("T")
+
+
+def copied_to_cpu(values: T) -> T:
+    """The values with float32 copies of all tensors in tuples, mappings and dataclasses, made by one transfer."""
+
+    def mapped(value: Any, one: Callable[[Tensor], Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            return one(value)
+        if isinstance(value, tuple):
+            return tuple(mapped(x, one) for x in value)
+        if isinstance(value, Mapping):
+            return {name: mapped(x, one) for name, x in value.items()}
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{f.name: mapped(getattr(value, f.name), one) for f in fields(value)})
+        return value
+
+    tensors: list[Tensor] = []
+    mapped(values, lambda x: tensors.append(x) or x)  # type: ignore[func-returns-value]
+    together = torch.cat([x.reshape(-1).float() for x in tensors]).cpu()
+    copies = iter(together.split([x.numel() for x in tensors]))
+    copied: T = mapped(values, lambda x: next(copies).view(x.shape))
+    return copied
 
 
 def _refuse_split_heads(model: nn.Module) -> None:

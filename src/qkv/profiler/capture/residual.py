@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 MASSIVE, TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024, arXiv:2402.17762, §2
+SAMPLE = 2**16  # of the numbers, from which it is told about where their median lies
 LARGEST = 3  # number of largest activations that are kept with their positions
 
 OnHiddenStates = Callable[[str, int, Tensor], None]  # stack, depth, hidden states
@@ -337,11 +338,18 @@ def _mean_cosine(x: Float[Tensor, "n d"], norm: Float[Tensor, " n"]) -> Tensor:
 
 
 def _median(size: Float[Tensor, "n d"]) -> Tensor:
-    """`size.median()`, on a CPU by NumPy, which is several times as fast."""
-    if size.device.type != "cpu":
-        return size.median()
-    at = (size.numel() - 1) // 2
-    return torch.tensor(np.partition(size.numpy().ravel(), at)[at])
+    """`size.median()`, several times as fast: on a CPU by NumPy."""
+    values, at = size.flatten(), (size.numel() - 1) // 2
+    return torch.tensor(np.partition(values.numpy(), at)[at]) if size.device.type == "cpu" else nth(values, at)
+
+
+def nth(values: Float[Tensor, " n"], at: int) -> Tensor:
+    """The value that would be at this index in ascending order; only those near it are sorted, which saves memory."""
+    sample = values[:: max(1, len(values) // SAMPLE) | 1].sort().values  # an odd step, so that it meets all dimensions
+    share = 0.96 * at / len(values)
+    low, high = (sample[int(x * len(sample))] for x in (share, share + 0.04))
+    near, before = values[(values >= low) & (values <= high)], int(torch.count_nonzero(values < low))
+    return near.sort().values[at - before] if 0 <= at - before < len(near) else values.sort().values[at]
 
 
 def _texts(part: Residual) -> int:
@@ -466,13 +474,9 @@ def _scatter(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n"]) -> Float[
     return centred @ centred.mT if few else centred.mT @ centred
 
 
-def principal_shares(scatters: Sequence[Float[Tensor, "b hkv m m"]], heads: int) -> Float[Tensor, "layers b h 3"]:
-    """Shares of the variance of the keys along their first principal directions in every layer; 0 if there are fewer.
-
-    Eigenvalues of all layers are found at once, because a card takes as long for one matrix as for hundreds.
-    """
-    (size,) = {x.shape for x in scatters}
-    spread = torch.linalg.eigvalsh(torch.stack([x.to(scatters[0].device) for x in scatters])).flip(-1).clamp(min=0)
+def principal_shares(scatter: Float[Tensor, "b hkv m m"], heads: int) -> Float[Tensor, "b h 3"]:
+    """Shares of the variance of the keys along their first principal directions; 0 if there are fewer."""
+    spread = torch.linalg.eigvalsh(scatter).flip(-1).clamp(min=0)
     share = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(spread.dtype).tiny)
     share = torch.nn.functional.pad(share[..., :DIRECTIONS], (0, max(0, DIRECTIONS - share.shape[-1])))
-    return share.repeat_interleave(heads // size[1], 2)
+    return _of_query_heads(share, heads // scatter.shape[1])
