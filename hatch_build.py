@@ -1,8 +1,8 @@
 """What the build adds to pyproject.toml: the compiled library, project URLs and the README of a package index.
 
-The library is compiled here, not by scikit-build-core or meson-python, because neither (1.1.2, 0.22.1) writes the bill of
-materials of the bundled models into a wheel (PEP 770), as hatchling does, and because a call of the compiler for each set
-of instructions needs neither CMake nor Meson.
+The library is compiled here, not by scikit-build-core or meson-python, because neither (1.1.2, 0.22.1) writes the bill
+of materials of the bundled models into a wheel (PEP 770), as hatchling does, and because one call of the compiler for
+each set of instructions needs neither CMake nor Meson.
 """
 
 from __future__ import annotations
