@@ -2,8 +2,8 @@
 
     python -m benchmarks.trips [--list]
 
-Counted with sys.setprofile on the second call, when modules are imported and caches are filled. Only Python functions of
-`src/qkv` count; depth is the number of them on the stack at once.
+Counted with sys.setprofile on the second call, when modules are imported and caches are filled. Only Python functions
+of `src/qkv` count; depth is the number of them on the stack at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GOALS = {"attend": (40, 10, 8), "measure": (50, 12, 9), "profile": (220, 35, 20)
 
 
 def trip(call: Callable[[], Any]) -> tuple[list[tuple[str, str]], int, int]:
-    """The functions of a call by file and name, in the order of their first call, its depth, and how many calls it makes."""
+    """The functions of a call by file and name in the order of their first call, its depth, and its number of calls."""
     functions: dict[tuple[str, str], None] = {}
     depth = deepest = calls = 0
 
