@@ -257,11 +257,7 @@ def engine(call: Call) -> str:
 def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
     """The same by the Triton kernels."""
     out, lse, statistics = triton.attend_and_measure(call, request, output=output)
-    statistics = replace(statistics, row_sum=_softmax_row_sum(statistics))
-    if request.value_norms is not None:
-        contributions = _contributions(call, request.value_norms)
-        statistics = _with_contribution(statistics, contributions, request.value_norms, request.firsts)
-    return out, lse, statistics
+    return out, lse, replace(statistics, row_sum=_softmax_row_sum(statistics))
 
 
 def _counted(call: Call, rows: RowState, request: Request) -> RowState:
@@ -278,14 +274,8 @@ def finished(call: Call, rows: RowState, request: Request, sums: Sums) -> Statis
     statistics = sums.statistics(call, _counted(call, rows, request))
     if sums.contributions is None or request.value_norms is None:
         return statistics
-    return _with_contribution(statistics, sums.contributions, request.value_norms, request.firsts)
-
-
-def _with_contribution(
-    statistics: Statistics, contributions: Tensor, value_norms: Tensor, firsts: Sequence[int]
-) -> Statistics:
-    """Add the first key's part of `contributions`, which are Σ_j A_ij ‖v_j‖; 0 in rows without any."""
-    return replace(statistics, first_contribution=share_of_first(statistics.sink, contributions, value_norms, firsts))
+    share = share_of_first(statistics.sink, sums.contributions, request.value_norms, request.firsts)
+    return replace(statistics, first_contribution=share)
 
 
 def _softmax_row_sum(statistics: Statistics) -> Tensor:
@@ -293,13 +283,6 @@ def _softmax_row_sum(statistics: Statistics) -> Tensor:
     whole = torch.ones_like(statistics.entropy)
     whole = whole if statistics.sink_mass is None else whole - statistics.sink_mass
     return whole.masked_fill(statistics.visible == 0, 0)
-
-
-def _contributions(call: Call, value_norms: Tensor) -> Tensor:
-    """Σ_j A_ij ‖v_j‖ from a forward of the call whose values have the norms as their first column."""
-    values = torch.zeros_like(call.v)
-    values[..., 0] = value_norms[:, :: call.q.shape[1] // call.v.shape[1]]
-    return attention(replace(call, v=values)).out[..., 0].to(value_norms.dtype)
 
 
 def checked(

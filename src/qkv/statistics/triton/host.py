@@ -20,14 +20,14 @@ from qkv.biases import ByDistance, SoftCap
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
 from qkv.statistics.reduce import Request
-from qkv.statistics.sums import Statistics, Thumbnail, bin_size
+from qkv.statistics.sums import Statistics, Thumbnail, bin_size, share_of_first
 
 SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_CARD = (8, 0)  # compute capability, from which Triton has bfloat16 products
 UNBOUNDED = 2**30
 OF_QUERIES = ("entropy", "sink", "self_", "previous", "next_", "distance", "spread", "effective_keys", "visible")
-"""The first numbers of `found` of `kernels.by_query`; the last is the weight on the sink logit."""
+"""The first numbers of `found` of `kernels.by_query`; two more are the weight on the sink logit, and Σ_j A_ij ‖v_j‖."""
 
 
 @functools.cache
@@ -152,7 +152,7 @@ def attend_and_measure(call: Call, request: Request, *, output: bool) -> tuple[T
 
     nothing = firsts  # stands for a tensor that a kernel does not read
     out = empty(b, h, n_queries, dv, dtype=v.dtype) if output else None
-    lse, state, found = empty(b, h, n_queries), empty(2, heads, n_queries), empty(len(OF_QUERIES) + 1, b, h, n_queries)
+    lse, state, found = empty(b, h, n_queries), empty(2, heads, n_queries), empty(len(OF_QUERIES) + 2, b, h, n_queries)
     masses = empty(len(mass), b, h, n_queries)
     unions = [union for union in (_union(mask, grid) for mask in mass.values()) if union is not None]
     inside = _inside([keys for _, keys in unions], grid)
@@ -161,6 +161,7 @@ def attend_and_measure(call: Call, request: Request, *, output: bool) -> tuple[T
     biased, bias_flags = _bias_arguments(call, nothing)
     shared = (h, h // key_heads, n_queries, n_keys, grid.offset, call.scale, *biased)
     counted = None if queries is None else queries.contiguous().view(torch.int8)
+    norms = None if request.value_norms is None else request.value_norms.contiguous()
     place, flags = _mask_arguments(visible, nothing)
     flags |= bias_flags | {
         "HAS_COUNTED": counted is not None,
@@ -170,9 +171,10 @@ def attend_and_measure(call: Call, request: Request, *, output: bool) -> tuple[T
     run.by_query[(_cdiv(n_queries, block["BM"]), *across)](
         q, k, v, lse if out is None else out, lse, state, found, masses, nothing if sink is None else sink, firsts,
         bands, nothing if inside is None else inside, nothing if counted is None else counted,
+        nothing if norms is None else norms,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if sink is None else sink.stride()),
         *shared, d, dv, *place, **flags, **block, DV=_power_of_two(dv),
-        HAS_SINK=sink is not None, OUTPUT=out is not None, MASSES=len(mass),
+        HAS_SINK=sink is not None, HAS_NORMS=norms is not None, OUTPUT=out is not None, MASSES=len(mass),
         MASS_COLUMNS=max(1, 1 << (len(mass) - 1).bit_length()), MASS_KEYS=inside is not None,
     )  # fmt: skip
     received, audience = empty(b, h, n_keys), empty(b, h, n_keys)
@@ -196,7 +198,8 @@ def attend_and_measure(call: Call, request: Request, *, output: bool) -> tuple[T
         visible_queries=audience,
         prefix_sink_scores=prefix,
         thumbnail=None if pool is None or pooled is None else pool.thumbnail(pooled),
-        sink_mass=None if sink is None else found[-1],
+        sink_mass=None if sink is None else found[-2],
+        first_contribution=None if norms is None else share_of_first(values["sink"], found[-1], norms, request.firsts),
         mass=dict(zip(mass, masses, strict=True)),
     )  # fmt: skip
 

@@ -102,21 +102,22 @@ def _sees_all(
 
 @triton.jit
 def by_query(
-    q, k, v, out, lse, state, found, mass, sink, firsts, bands, band_keys, counted,
+    q, k, v, out, lse, state, found, mass, sink, firsts, bands, band_keys, counted, norms,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_sb, stride_sh, stride_sn,
     heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d, dv,
     low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
     HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
     CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_COUNTED: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_COUNTED: tl.constexpr, HAS_NORMS: tl.constexpr,
     OUTPUT: tl.constexpr, MASSES: tl.constexpr, MASS_COLUMNS: tl.constexpr, MASS_KEYS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Output, log-sum-exp and the statistics of BM queries of one head.
 
     `state` gets the running maximum and the factor of the weights, in base 2, which `by_key` needs: (2, b·h, nq).
-    `found` gets the statistics in the order of `host.OF_QUERIES`: (10, b·h, nq); `mass` those of the masses.
+    `found` gets the statistics in the order of `host.OF_QUERIES`, then the weight on the sink logit, and Σ p ‖v‖ with
+    the norms of the values, (b·h, nk): (11, b·h, nq); `mass` gets those of the masses.
     """
     head = tl.program_id(1)
     batch, h = head // heads, head % heads
@@ -141,6 +142,7 @@ def by_query(
     offset1 = tl.zeros((BM,), tl.float64)  # Σ p (j − position)
     offset2 = tl.zeros((BM,), tl.float64)
     distance = tl.zeros((BM,), tl.float64)
+    contributions = tl.zeros((BM,), tl.float64)
     masses = tl.zeros((BM, MASS_COLUMNS), tl.float64)
     of_mass = tl.arange(0, MASS_COLUMNS)
     number = tl.zeros((BM,), tl.int32)
@@ -204,18 +206,27 @@ def by_query(
             at_next = tl.maximum(at_next, tl.max(tl.where(back == -1, scores, float("-inf")), 1))
         if (start <= first) & (first < start + BN):
             at_first = tl.max(tl.where((columns == first)[None, :], scores, float("-inf")), 1)
+        if HAS_NORMS:
+            norm = tl.load(norms + head.to(tl.int64) * n_keys + columns, mask=columns < n_keys, other=0.0)
+            added = tl.where(p > 0.0, p * norm[None, :], 0.0)  # the value of a masked key can be NaN
+            contributions = shrink64 * contributions + tl.sum(added, 1).to(tl.float64)
         if MASSES > 0:
             masses *= shrink64[:, None]
+        nearest = first_row + offset - (start + BN - 1)  # the least distance of a pair of the tile
         for m in tl.static_range(MASSES):
-            of_band = (back >= tl.load(bands + 2 * m)) & (back <= tl.load(bands + 2 * m + 1))
+            least, most = tl.load(bands + 2 * m), tl.load(bands + 2 * m + 1)
+            meets = (nearest <= most) & (nearest + BM + BN - 2 >= least)
+            named = tl.zeros((BN,), tl.int8)
             if MASS_KEYS:
                 named = tl.load(
                     band_keys + (m * (tl.num_programs(1) // heads) + batch).to(tl.int64) * n_keys + columns,
                     mask=columns < n_keys, other=0,
                 )  # fmt: skip
-                of_band = of_band | (named[None, :] != 0)
-            part = tl.sum(tl.where(of_band, p, 0.0), 1).to(tl.float64)
-            masses += tl.where((of_mass == m)[None, :], part[:, None], 0.0)
+                meets = meets | (tl.max(named, 0) > 0)
+            if meets:  # most tiles are far from a band near the diagonal, and from the first keys
+                of_band = (back >= least) & (back <= most) | (named != 0)[None, :]
+                part = tl.sum(tl.where(of_band, p, 0.0), 1).to(tl.float64)
+                masses += tl.where((of_mass == m)[None, :], part[:, None], 0.0)
         if OUTPUT:
             values = tl.load(
                 at_v + columns[:, None].to(tl.int64) * stride_vn + of_dv[None, :],
@@ -282,6 +293,8 @@ def by_query(
     tl.store(found + 7 * size + write, shape.to(tl.float32), mask=inside)
     tl.store(found + 8 * size + write, number.to(tl.float32), mask=inside)
     tl.store(found + 9 * size + write, at_sink, mask=inside)
+    if HAS_NORMS:
+        tl.store(found + 10 * size + write, (contributions * factor).to(tl.float32), mask=inside)
     for m in tl.static_range(MASSES):
         of_m = tl.sum(tl.where((of_mass == m)[None, :], masses, 0.0), 1)
         tl.store(mass + m * size + write, (of_m * factor).to(tl.float32), mask=inside)
