@@ -297,8 +297,8 @@ for ones in ((), range(3, 15)):
 options = host.launch_options(128, torch.bfloat16)
 tile = {"BM": options.pop("BM"), "BN": options.pop("BN")}
 flags = dict(HAS_BAND=True, HAS_KEYS=True, HAS_IDS=True, HAS_DENSE=True, HAS_SINK=True, HAS_COUNTED=True,
-             HAS_NORMS=True, OUTPUT=True, MASSES=2, MASS_COLUMNS=2, MASS_KEYS=True, HAS_PREFIX=True, POOLED=True, WIDEN=False,
-             POOL_M=tile["BM"], POOL_N=tile["BN"] // 4, D=128, DV=128, **tile)
+             HAS_NORMS=True, OUTPUT=True, MASSES=2, MASS_COLUMNS=2, MASS_KEYS=True, HAS_PREFIX=True, POOLED=True,
+             WIDEN=False, POOL_M=tile["BM"], POOL_N=tile["BN"] // 4, D=128, DV=128, **tile)
 floats = ("scale", "unit", "cap")
 small = dict(D=16, DV=16)
 # With every option on, which takes the most shared memory; then in small tiles with numbers that are 1, and no bias.
