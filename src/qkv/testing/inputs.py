@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -11,9 +11,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from qkv._contract import learned_tensors
 from qkv.errors import InputError
 from qkv.masks import Causal, Dense, Grid, Mask, Padding, Region
+
+EPS = torch.finfo(torch.float64).eps
+ROUNDINGS = 2.0**12  # eps that the same function of the same numbers may be off
 
 
 class CheckFailed(AssertionError):  # noqa: N818  (an AssertionError, whose name ends in Error already)
@@ -59,42 +61,79 @@ def number(x: object) -> str:
     return f"{x:.8g}" if isinstance(x, float) else str(x)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The largest difference of two tensors; its string is part of a sentence."""
-
-    place: tuple[int, ...]
-    got: float | bool
-    want: float | bool
-
-    def __str__(self) -> str:
-        return f"got {number(self.got)} at {self.place}, expected {number(self.want)}"
+def largest(x: Tensor) -> float:
+    """The largest finite absolute value, at least 1."""
+    return max(1.0, float(x.detach().abs().nan_to_num(nan=0, posinf=0).max()))
 
 
-def difference(got: Tensor, want: Tensor, tolerance: float = 0.0) -> Difference | None:
-    """The largest difference above a tolerance, or None; NaN differs from everything but NaN."""
+def same(
+    thing: object, method: str, what: str, got: Tensor, want: Tensor, tolerance: float | Tensor = 0.0, *,
+    expected: str = "", where: Callable[[tuple[int, ...]], str] = str,
+) -> None:  # fmt: skip
+    """Fail where two tensors differ most, if by more than the tolerance; NaN differs from everything but NaN.
+
+    `what` begins the message, `expected` ends it, and `where` describes a place in the tensors.
+    """
     got, want = torch.broadcast_tensors(got.detach(), want.detach())
-    if want.dtype == torch.bool:
-        off = (got != want).double()
-    else:
-        got, want = got.double(), want.double()
-        same = (got == want) | (got.isnan() & want.isnan())
-        off = torch.where(same, 0.0, (got - want).abs().nan_to_num(nan=torch.inf))
-    if not bool((off > tolerance).any()):
-        return None
-    place = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
-    return Difference(place, got[place].item(), want[place].item())
+    wide, exact = got.double(), want.double()
+    equal = (wide == exact) | (wide.isnan() & exact.isnan())
+    excess = torch.where(equal, 0.0, (wide - exact).abs().nan_to_num(nan=torch.inf)) - tolerance
+    if bool((excess > 0).any()):
+        place = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        made, right = number(got[place].item()), number(want[place].item())
+        fail(thing, method, f"{what}got {made} at {where(place)}, expected {right}{expected}")
+
+
+def forbid(
+    thing: object, method: str, wrong: Tensor, x: Tensor, expected: str, *, what: str = "",
+    where: Callable[[tuple[int, ...]], str] = str,
+) -> None:  # fmt: skip
+    """Fail with the first number of `x` where `wrong` is True; `what` begins the message and `expected` ends it."""
+    if bool(wrong.any()):
+        place = tuple(int(i) for i in wrong.nonzero()[0])
+        fail(thing, method, f"{what}is {number(x[place].item())} at {where(place)}, expected {expected}")
+
+
+def without_writing(thing: object, method: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """The result of a method for copies of these tensors; fails if the method writes to them."""
+    copies = [x.clone() for x in tensors]
+    result = function(*copies)
+    if not all(map(torch.equal, copies, tensors)):
+        fail(thing, method, "wrote to its arguments, expected a new tensor")
+    return result
 
 
 def check_returned(
-    thing: object, method: str, made: object, shape: Sequence[int], dtype: torch.dtype | None, arguments: str
+    thing: object, method: str, result: object, shape: Sequence[int], dtype: torch.dtype | None, arguments: str
 ) -> Tensor:
     """The value that a method returned; fails unless it is a tensor of this shape and at least this precision."""
-    if not isinstance(made, Tensor) or tuple(made.shape) != tuple(shape):
-        fail(thing, method, f"returned {shape_of(made)} for {arguments}, expected a tensor of shape {tuple(shape)}")
-    if dtype is not None and torch.promote_types(made.dtype, dtype) != made.dtype:
-        fail(thing, method, f"returned {made.dtype} for {arguments}, expected {dtype}")
-    return made
+    if not isinstance(result, Tensor) or tuple(result.shape) != tuple(shape):
+        fail(thing, method, f"returned {shape_of(result)} for {arguments}, expected a tensor of shape {tuple(shape)}")
+    if dtype is not None and torch.promote_types(result.dtype, dtype) != result.dtype:
+        fail(thing, method, f"returned {result.dtype} for {arguments}, expected {dtype}")
+    return result
+
+
+def check_alone(
+    thing: object, method: str, function: Callable[[Tensor, Region], Tensor], scores: Tensor, size: Size,
+    eps: float = EPS, *, rule: str,
+) -> Tensor:  # fmt: skip
+    """The function of the whole score matrix; fails if tiles or other scores change its result for a score."""
+    whole: Tensor = without_writing(thing, method, lambda x: function(x, size.whole), scores).detach()
+    rounding = ROUNDINGS * eps * largest(whole)
+    for name, region in parts(size):
+        result = function(region.of(scores).clone(), region)
+        what = f"depends on the tile: in a tile of {name} "
+        same(thing, method, what, result, region.of(whole), rounding, expected=f" from the whole matrix; {rule}")
+    last = (size.batch - 1, size.heads - 1, size.queries - 1, 0)
+    for place, change in (((0, 0, size.queries // 2, size.keys // 2), 1.7), (last, torch.nan)):
+        changed = scores.clone()
+        changed[place] += change
+        result = function(changed, size.whole).detach().clone()
+        result[place] = whole[place]
+        what = f"depends on another score: when that at {place} becomes {number(changed[place].item())}, "
+        same(thing, method, what, result, whole, rounding, expected=f" as before; {rule}")
+    return whole
 
 
 Sizes = Sequence[tuple[int, int]]
@@ -213,14 +252,3 @@ def converted(thing: Any, dtype: torch.dtype) -> Any:
     for name in modules:
         object.__setattr__(made, name, getattr(made, name).to(dtype))
     return made
-
-
-def can_be_copied(thing: object) -> bool:
-    """Whether all learned tensors are leaves of the autograd graph; torch cannot deepcopy other tensors."""
-    return all(x.is_leaf for x in learned_tensors(thing).values())
-
-
-def shortcuts(thing: object, base: type) -> list[str]:
-    """Names of the shortcuts of a base class that the class of an object overrides, for messages."""
-    names = {name for made in getattr(base, "definitions", {}).values() for name in made} - {"by_head", "tensors"}
-    return sorted(name for name in names if getattr(type(thing), name, None) is not getattr(base, name, None))

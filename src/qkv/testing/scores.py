@@ -11,28 +11,27 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv.normalizers import Identity, Softmax
 from qkv.scores import Pairwise, Product, Score
-from qkv.testing import definition
-from qkv.testing.agreement import check_attend, masked
-from qkv.testing.definition import Composition
+from qkv.testing.agreement import Composition, check_attend, masked, method_of
 from qkv.testing.inputs import (
+    EPS,
+    ROUNDINGS,
     SIZES,
     CheckFailed,
     Size,
     Sizes,
     calling,
+    check_returned,
     converted,
-    difference,
     fail,
+    largest,
     normal,
-    number,
     parts,
+    same,
     shape_of,
     sizes_of,
     triple,
+    without_writing,
 )
-
-ROUNDINGS = 2.0**12  # eps that the same function of the same numbers may be off
-ROUNDING = ROUNDINGS * torch.finfo(torch.float64).eps
 
 
 def check_score(
@@ -81,15 +80,18 @@ def check_score(
             f"check_score: got {shape_of(score)}, expected an object of a class that inherits from "
             "qkv.scores.Product or from Pairwise"
         )
-    with calling(score, definition.method_of(score), "checked"):
+    with calling(score, method_of(score), "checked"):
         score.check()
     computed = sizes_of(sizes, SIZES, batch, heads, key_heads, dim=dim, dim_k=dim if dim_k is None else dim_k)
     exact, first = converted(score, torch.float64), computed[0]
-    _check_factor(exact, first)
-    _check_tokens(exact, first)
+    with calling(score, "factor", f"called with {first.dim}"):
+        factor = score.factor(first.dim)
+    if not isinstance(factor, int | float) or not math.isfinite(factor):
+        fail(score, "factor", f"returned {factor!r}, expected a finite number")
+    q, k = _check_tokens(exact, first)
     if isinstance(exact, Pairwise):
-        _check_tiles(exact, first)
-        _check_gradients(exact, first)
+        _check_tiles(exact, q, k, first)
+        _check_gradients(exact, q, k)
     if exact.keeps_rotation:
         _check_rotation(exact, first)
     plain, key = Composition("score", score=score), normal(first.heads, first.dim_k, seed=6).requires_grad_()
@@ -98,108 +100,92 @@ def check_score(
     check_attend(plain, computed, [learned, masked(linear, first)[2]])
 
 
-def _check_factor(score: Score, size: Size) -> None:
-    with calling(score, "factor", f"called with {size.dim}"):
-        factor = score.factor(size.dim)
-    if not isinstance(factor, int | float) or not math.isfinite(factor):
-        fail(score, "factor", f"returned {factor!r}, expected a finite number")
+def _project(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """`project`, with a check of its result."""
+    shapes = f"q {tuple(q.shape)} and k {tuple(k.shape)}"
+    with calling(score, "project", f"called with {shapes}, {q.dtype}"):
+        result = score.project(q, k)
+    if not isinstance(result, tuple) or len(result) != 2:
+        fail(score, "project", f"returned {shape_of(result)}, expected two tensors: queries and keys")
+    for name, x, of in (("queries", result[0], q), ("keys", result[1], k)):
+        size = x.shape[3] if isinstance(x, Tensor) and x.ndim == 4 else of.shape[3]
+        check_returned(score, "project", x, (*of.shape[:3], size), of.dtype, f"the {name} of {shapes}, {of.dtype}")
+    if not isinstance(score, Pairwise) and result[0].shape[3] != result[1].shape[3]:
+        widths = f"queries of {result[0].shape[3]} entries and keys of {result[1].shape[3]}"
+        fail(score, "project", f"returned {widths} for {shapes}, expected as many")
+    return result
 
 
-def _check_tokens(score: Score, size: Size) -> None:
-    """`project` treats each token of each batch item independently."""
+def _scores(score: Pairwise, q: Tensor, k: Tensor) -> Tensor:
+    """`scores`, with a check of its result."""
+    shapes = f"q {tuple(q.shape)} and k {tuple(k.shape)}"
+    with calling(score, "scores", f"called with {shapes}"):
+        result = score.scores(q, k)
+    return check_returned(score, "scores", result, (*q.shape[:3], k.shape[2]), q.dtype, f"{shapes}, {q.dtype}")
+
+
+CHANGES = ((0, "query", 1.7), (1, "key", 1.7), (0, "query", torch.nan), (1, "key", torch.nan))
+
+
+def _check_tokens(score: Score, size: Size) -> tuple[Tensor, Tensor]:
+    """`project` treats each token of each batch item alone. Returns projected queries and keys, of each query head."""
     q, k, _ = triple(size, torch.float64)
-    kept = q.clone(), k.clone()
-    whole = [x.detach() for x in definition.project(score, q, k)]
-    if not (torch.equal(q, kept[0]) and torch.equal(k, kept[1])):
-        fail(score, "project", "changed queries or keys in place, expected new tensors")
-    for changed, name, change in ((0, "query", 1.7), (1, "key", 1.7), (0, "query", torch.nan), (1, "key", torch.nan)):
+    whole = [x.detach() for x in without_writing(score, "project", lambda q, k: _project(score, q, k), q, k)]
+    rule = "each token must be projected independently"
+    for changed, name, change in CHANGES:
         tensors = [q.clone(), k.clone()]
         token = tensors[changed].shape[2] // 2
         tensors[changed][0, :, token] += change
-        after = [x.detach().clone() for x in definition.project(score, *tensors)]
+        after = [x.detach().clone() for x in _project(score, *tensors)]
         after[changed][0, :, token] = whole[changed][0, :, token]
         for got, want, other in zip(after, whole, ("query", "key"), strict=True):
-            if (wrong := difference(got, want, ROUNDING * max(1.0, float(want.abs().max())))) is not None:
-                b, h, n, d = wrong.place
-                fail(
-                    score, "project", f"mixes tokens: entry {d} of {other} {n} of batch item {b}, head {h} changes "
-                    f"from {number(wrong.want)} to {number(wrong.got)} when {name} {token} of item 0 "
-                    f"{_becomes(change)}; each token must be projected independently"
-                )  # fmt: skip
-    half = (q[:, :, : size.queries // 2 + 1], k[:, :, size.keys // 2 :])
-    parts = [x.detach() for x in definition.project(score, *half)]
-    for got, want, name in zip(
-        parts, (whole[0][:, :, : size.queries // 2 + 1], whole[1][:, :, size.keys // 2 :]), ("queries", "keys"),
-        strict=True,
-    ):  # fmt: skip
-        if (wrong := difference(got, want, ROUNDING * max(1.0, float(want.abs().max())))) is not None:
-            fail(score, "project", f"mixes tokens: for a part of the {name} it {wrong}, the result for all of them")
+            what = f"mixes tokens: when {name} {token} becomes another, entries of the {other}: "
+            same(score, "project", what, got, want, ROUNDINGS * EPS * largest(want), expected=f" as before; {rule}")
+    some = slice(0, size.queries // 2 + 1), slice(size.keys // 2, None)
+    for got, want, part, name in zip(
+        _project(score, q[:, :, some[0]], k[:, :, some[1]]), whole, some, ("queries", "keys"), strict=True
+    ):
+        what, rounding = f"mixes tokens: for a part of the {name} ", ROUNDINGS * EPS * largest(want)
+        same(score, "project", what, got, want[:, :, part], rounding, expected=f" as for all of them; {rule}")
+    return whole[0], whole[1].repeat_interleave(size.heads // size.key_heads, 1)
 
 
-def _becomes(change: float) -> str:
-    return "becomes nan" if math.isnan(change) else "changes"
-
-
-def _pairwise(score: Pairwise, size: Size) -> tuple[Tensor, Tensor]:
-    """Projected queries and keys for each query head."""
-    q, k, _ = triple(size, torch.float64)
-    projected, keys = (x.detach() for x in definition.project(score, q, k))
-    return projected, definition.per_head(keys, size.heads).contiguous()
-
-
-def _check_tiles(score: Pairwise, size: Size) -> None:
+def _check_tiles(score: Pairwise, q: Tensor, k: Tensor, size: Size) -> None:
     """Scores of a tile equal those of the whole matrix, and a query or key changes only its own scores."""
-    q, k = _pairwise(score, size)
-    kept = q.clone(), k.clone()
-    whole = definition.scores(score, q, k).detach()
-    if not (torch.equal(q, kept[0]) and torch.equal(k, kept[1])):
-        fail(score, "scores", "changed queries or keys in place, expected a new tensor")
-    rounding = ROUNDING * max(1.0, float(whole.abs().max()))
+    whole = without_writing(score, "scores", lambda q, k: _scores(score, q, k), q, k).detach()
+    rounding, rule = ROUNDINGS * EPS * largest(whole), "a score may depend on its own query and key alone"
     for name, region in parts(size):
-        made = definition.scores(score, q[region.batch, :, region.rows], k[region.batch, :, region.columns])
-        if (wrong := difference(made, region.of(whole), rounding)) is not None:
-            fail(
-                score, "scores", f"depends on the tile: {wrong} from the whole matrix, in a tile of {name}; a score "
-                "may depend on its own query and key alone"
-            )  # fmt: skip
-    head = size.heads - 1
-    for changed, name, change in ((0, "query", 1.7), (1, "key", 1.7), (0, "query", torch.nan), (1, "key", torch.nan)):
+        got = _scores(score, q[region.batch, :, region.rows], k[region.batch, :, region.columns])
+        what = f"depends on the tile: in a tile of {name} "
+        same(score, "scores", what, got, region.of(whole), rounding, expected=f" from the whole matrix; {rule}")
+    for changed, name, change in CHANGES:
         tensors = [q.clone(), k.clone()]
         token = tensors[changed].shape[2] // 2
-        tensors[changed][0, head, token] += change
-        after = definition.scores(score, *tensors).detach().clone()
-        affected = (0, head, token) if changed == 0 else (0, head, slice(None), token)
+        tensors[changed][0, -1, token] += change
+        after = _scores(score, *tensors).detach().clone()
+        affected = (0, -1, token) if changed == 0 else (0, -1, slice(None), token)
         after[affected] = whole[affected]
-        if (wrong := difference(after, whole, rounding)) is not None:
-            fail(
-                score, "scores", f"the score at {wrong.place} changes from {number(wrong.want)} to {number(wrong.got)} "
-                f"when {name} {token} of batch item 0, head {head} {_becomes(change)}; a score may depend on its own "
-                "query and key alone"
-            )  # fmt: skip
+        what = f"depends on another token: when {name} {token} becomes another "
+        same(score, "scores", what, after, whole, rounding, expected=f" as before; {rule}")
     if not score.by_head:
-        made = definition.scores(score, q[:, -1:], k[:, -1:])
-        if (wrong := difference(made, whole[:, -1:], rounding)) is not None:
-            fail(score, "by_head", f"is False, but the scores of head {head} alone differ: {wrong}")
+        got = _scores(score, q[:, -1:], k[:, -1:])
+        same(score, "by_head", "is False, but for the last head alone ", got, whole[:, -1:], rounding)
 
 
-def _check_gradients(score: Pairwise, size: Size) -> None:
+def _check_gradients(score: Pairwise, q: Tensor, k: Tensor) -> None:
     """The shortcut `gradients` agrees with autograd through `scores`."""
     if not overrides(score, Pairwise, "gradients"):
         return
-    q, k = (x.requires_grad_() for x in _pairwise(score, size))
-    slope = normal(*q.shape[:3], k.shape[2], seed=9)
-    learned = score.tensors()
-    want = torch.autograd.grad(definition.scores(score, q, k), (q, k, *learned.values()), slope, allow_unused=True)
+    tensors = {"q": q.requires_grad_(), "k": k.requires_grad_(), **score.tensors()}
+    slope, learned = normal(*q.shape[:3], k.shape[2], seed=9), list(score.tensors().values())
+    want = torch.autograd.grad(_scores(score, q, k), list(tensors.values()), slope, allow_unused=True)
     with torch.no_grad(), calling(score, "gradients", "called"):
-        got = score.gradients(q.detach(), k.detach(), slope.clone(), list(learned.values()))
-    if len(got) != 2 + len(learned):
-        fail(score, "gradients", f"returned {len(got)} tensors, expected {2 + len(learned)}: of q, k and learned ones")
-    for name, mine, theirs in zip(("q", "k", *learned), got, want, strict=True):
-        expected = torch.zeros(()) if theirs is None else theirs
-        computed = torch.zeros_like(expected) if mine is None else mine
-        rounding = ROUNDINGS * torch.finfo(expected.dtype).eps * max(1.0, float(expected.abs().max()))
-        if (wrong := difference(computed, expected, rounding)) is not None:
-            fail(score, "gradients", f"of {name}: {wrong} by autograd on scores")
+        got = score.gradients(q.detach(), k.detach(), slope.clone(), learned)
+        for (name, x), mine, theirs in zip(tensors.items(), got, want, strict=True):
+            exact = torch.zeros_like(x) if theirs is None else theirs
+            made = torch.zeros_like(x) if mine is None else mine
+            rounding = ROUNDINGS * torch.finfo(exact.dtype).eps * largest(exact)
+            same(score, "gradients", f"of {name}: ", made, exact, rounding, expected=" by autograd on scores")
 
 
 def _check_rotation(score: Score, size: Size) -> None:
@@ -207,13 +193,10 @@ def _check_rotation(score: Score, size: Size) -> None:
     if size.dim != size.dim_k:
         fail(score, "keeps_rotation", f"is True, but queries have {size.dim} entries and keys {size.dim_k}")
     q, k, _ = triple(size, torch.float64)
-    turn = torch.linalg.qr(normal(size.dim, size.dim, seed=12))[0]
-    made = [
-        definition.scores(score, *definition.project(score, *tensors)).detach()
-        for tensors in ((q, k), (q @ turn, k @ turn))
-    ]
-    if (wrong := difference(made[1], made[0], ROUNDING * max(1.0, float(made[0].abs().max())))) is not None:
-        fail(
-            score, "keeps_rotation", f"is True, but the score at {wrong.place} changes from {number(wrong.want)} to "
-            f"{number(wrong.got)} when queries and keys are rotated by the same rotation"
-        )  # fmt: skip
+    turn, made = torch.linalg.qr(normal(size.dim, size.dim, seed=12))[0], []
+    for tensors in ((q, k), (q @ turn, k @ turn)):
+        queries, keys = _project(score, *tensors)
+        keys = keys.repeat_interleave(size.heads // size.key_heads, 1)
+        made.append((_scores(score, queries, keys) if isinstance(score, Pairwise) else queries @ keys.mT).detach())
+    what = "is True, but with queries and keys rotated by the same rotation "
+    same(score, "keeps_rotation", what, made[1], made[0], ROUNDINGS * EPS * largest(made[0]), expected=" as before")
