@@ -234,8 +234,33 @@ class _Two(Mask):
         self.right.check(grid)
 
 
+class OtherGrid(Mask):
+    """Base of masks that show a pair if `mask` shows the pair at other positions, on another grid."""
+
+    mask: Mask
+
+    def grid_of(self, grid: Grid) -> Grid:
+        """The grid of `mask`."""
+        raise NotImplementedError
+
+    def at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        """The positions of queries and keys in the grid of `mask`."""
+        raise NotImplementedError
+
+    def check(self, grid: Grid) -> None:
+        self.mask.check(self.grid_of(grid))
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self.mask.is_visible(b, h, *self.at(q, k, grid), self.grid_of(grid))
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        q_first, k_first = self.at(tiles.q_first, tiles.k_first, grid)
+        q_last, k_last = self.at(tiles.q_last, tiles.k_last, grid)
+        return self.mask.classify(Tiles(q_first, q_last, k_first, k_last), self.grid_of(grid))
+
+
 @dataclass(frozen=True)
-class Shifted(Mask):
+class Shifted(OtherGrid):
     """`mask` with query 0 at position `offset` instead of bottom-right alignment: for buffers with unused rows.
 
     >>> from qkv.masks import Causal
@@ -246,23 +271,15 @@ class Shifted(Mask):
     mask: Mask
     offset: int
 
-    def _grid(self, grid: Grid) -> Grid:
+    def grid_of(self, grid: Grid) -> Grid:
         return replace(grid, offset=self.offset)
 
-    def check(self, grid: Grid) -> None:
-        self.mask.check(self._grid(grid))
-
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.mask.is_visible(b, h, q - grid.offset + self.offset, k, self._grid(grid))
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        move = self.offset - grid.offset
-        moved = replace(tiles, q_first=tiles.q_first + move, q_last=tiles.q_last + move)
-        return self.mask.classify(moved, self._grid(grid))
+    def at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        return q + (self.offset - grid.offset), k
 
 
 @dataclass(frozen=True)
-class Submask(Mask):
+class Submask(OtherGrid):
     """`mask` of a whole matrix `grid`, restricted to a rectangle of it.
 
     Adding `down` to query positions and `right` to key positions of the rectangle gives those in the whole matrix.
@@ -273,13 +290,14 @@ class Submask(Mask):
     down: int
     right: int
 
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.mask.is_visible(b, h, q + self.down, k + self.right, self.grid)
+    def grid_of(self, grid: Grid) -> Grid:
+        return self.grid
 
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        down, right = self.down, self.right
-        moved = Tiles(tiles.q_first + down, tiles.q_last + down, tiles.k_first + right, tiles.k_last + right)
-        return self.mask.classify(moved, self.grid)
+    def at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        return q + self.down, k + self.right
+
+    def check(self, grid: Grid) -> None:
+        """The mask has been checked against its own grid."""
 
     def visible(self, region: Region, grid: Grid) -> Tensor:
         down, right = self.down + grid.offset - self.grid.offset, self.right  # shift of rows, not of positions
@@ -361,7 +379,7 @@ class Not(Mask):
 
 
 @dataclass(frozen=True)
-class Blockwise(Mask):
+class Blockwise(OtherGrid):
     """A mask over blocks of `size` tokens: a pair is visible where `mask` is visible for its pair of blocks.
 
     Positions 0 … size − 1 are block 0 and so on; the last block may be short.
@@ -378,19 +396,12 @@ class Blockwise(Mask):
         if self.size < 1:
             raise InputError(f"Blockwise: size is {self.size}, expected at least 1 token per block")
 
-    def _grid(self, grid: Grid) -> Grid:
+    def grid_of(self, grid: Grid) -> Grid:
         first, last = grid.offset // self.size, (grid.offset + grid.n_queries - 1) // self.size
         return replace(grid, n_queries=last - first + 1, n_keys=-(-grid.n_keys // self.size), offset=first)
 
-    def check(self, grid: Grid) -> None:
-        self.mask.check(self._grid(grid))
-
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.mask.is_visible(b, h, q // self.size, k // self.size, self._grid(grid))
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        blocks = Tiles(*(x // self.size for x in (tiles.q_first, tiles.q_last, tiles.k_first, tiles.k_last)))
-        return self.mask.classify(blocks, self._grid(grid))
+    def at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        return q // self.size, k // self.size
 
 
 PAIRS = 512  # up to this many tokens, one cell per pair

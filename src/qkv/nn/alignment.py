@@ -6,7 +6,7 @@ keys is computed once for each source with `project` and passed to every decoder
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -74,13 +74,8 @@ class AdditiveAttention(nn.Module):
     @overload
     def forward(
         self, query: Tensor, keys: Tensor, values: Tensor | None = None, *, projected: Tensor | None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, query: Tensor, keys: Tensor, values: Tensor | None = None, *, projected: Tensor | None = None,
         mask: Mask | Bool[Tensor, "..."] | None = None, return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         query: Float[Tensor, "b nq dq"],
@@ -218,14 +213,8 @@ class LuongAttention(nn.Module):
     def forward(
         self, query: Tensor, keys: Tensor, *, projected: Tensor | None = None,
         mask: Mask | Bool[Tensor, "..."] | None = None, step: int = 0, lengths: Int[Tensor, " b"] | None = None,
-        return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, query: Tensor, keys: Tensor, *, projected: Tensor | None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, step: int = 0, lengths: Int[Tensor, " b"] | None = None,
         return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         query: Float[Tensor, "b nq dq"],

@@ -145,32 +145,11 @@ class TransformerBlock(nn.Module):
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
-        self, x: Tensor, memory: None = None, *, keys_values: None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
-        is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
-        return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor, memory: Tensor, *, keys_values: None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
-        is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
-        return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor, memory: None = None, *, keys_values: KeysValues,
-        mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
-        is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
-        return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
         self, x: Tensor, memory: Tensor | None = None, *, keys_values: KeysValues | None = None,
         mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
         is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
         return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         x: Float[Tensor, "b n d_model"],

@@ -18,7 +18,6 @@ from qkv.masks import Dense, Grid, Mask, Padding, from_sdpa
 from qkv.nn.composition import Composition
 from qkv.normalizers import Softmax, SumToOne
 from qkv.positions import Rotary
-from qkv.statistics.sums import Statistics
 
 if TYPE_CHECKING:
     from qkv.cache import Cache
@@ -158,51 +157,9 @@ class MultiHeadAttention(nn.Module):
     @overload
     def forward(
         self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[True], return_statistics: Literal[False] = False, need_weights: None = None,
+        return_weights: bool = False, return_statistics: bool = False, need_weights: bool | None = None,
         **options: Unpack[_Options],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[False] = False, return_statistics: Literal[True], need_weights: None = None,
-        **options: Unpack[_Options],
-    ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[True], return_statistics: Literal[True], need_weights: None = None,
-        **options: Unpack[_Options],
-    ) -> tuple[Tensor, Tensor, Statistics]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: Literal[True],
-        **options: Unpack[_Options],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: Literal[False],
-        **options: Unpack[_Options],
-    ) -> tuple[Tensor, None]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: bool = False, return_statistics: Literal[False] = False, need_weights: None = None,
-        **options: Unpack[_Options],
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: bool,
-        **options: Unpack[_Options],
-    ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: bool = False, return_statistics: bool = False, need_weights: None = None,
-        **options: Unpack[_Options],
-    ) -> Tensor | tuple[Any, ...]: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         x: Float[Tensor, "b n d_model"] | None = None,
