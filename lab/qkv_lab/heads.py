@@ -43,10 +43,7 @@ __all__ = [
     "show_scores",
     "without_heads",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 THRESHOLD = SINK_THRESHOLD

@@ -12,10 +12,7 @@ from qkv.errors import InputError
 from qkv.models.config import one_of
 
 __all__ = ["Task", "Training"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 if TYPE_CHECKING:

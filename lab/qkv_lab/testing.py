@@ -36,10 +36,7 @@ SIZE = 5
 """Sequences in a batch; odd, so that its parts differ in size."""
 TOLERANCE = 1000 * torch.finfo(torch.float32).eps
 """Of losses in float32, relative to 1 or to the loss."""
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 def check_task(task: Task) -> None:

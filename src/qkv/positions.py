@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from qkv.errors import InputError, at_least_one
 
 __all__ = ["NTK", "DynamicNTK", "Learned", "Linear", "Llama3", "Rotary", "Scaling", "Sinusoidal", "YaRN"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class Learned(nn.Module):

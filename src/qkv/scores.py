@@ -20,10 +20,7 @@ from qkv._contract import Definition, gradients_of, learned_tensors, overrides, 
 from qkv.errors import InputError
 
 __all__ = ["Additive", "Concat", "Cosine", "Dot", "Features", "General", "Pairwise", "Product", "Score"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class Score(Definition):

@@ -19,7 +19,4 @@ from qkv.cache.evicting import Evicting, HeavyHitters
 from qkv.cache.sinks import Sinks
 
 __all__ = ["Cache", "Evicting", "Full", "HeavyHitters", "Sinks", "Sliding"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -7,7 +7,4 @@ from qkv.edits.base import Edit, Head
 from qkv.edits.built_in import HideFirst, Mask, Mean, Normalizer, Patch, Scale, Steer, Temperature, Zero
 
 __all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -50,7 +50,4 @@ __all__ = [
     "to_multihead",
     "to_sdpa",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

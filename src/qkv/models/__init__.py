@@ -47,5 +47,4 @@ if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has ever
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -32,7 +32,4 @@ __all__ = [
     "check_score",
     "check_statistic",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
