@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkv._contract import require
 from qkv._engine.call import Call
-from qkv.edits.base import Edit, Head, edited
+from qkv.edits import Edit, Head, edited
 from qkv.errors import InputError
 from qkv.kernels import serve
 from qkv.masks import EMPTY, FULL, PARTIAL, Causal, Grid, Mask, Padding, Region, Tiles

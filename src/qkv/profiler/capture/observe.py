@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from qkv import ring
 from qkv._engine.call import Call, Result, RowState, at_least_float32, detached
-from qkv.edits.base import ACTIVE, applied, with_head
+from qkv.edits import ACTIVE, applied, with_head
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.client import routed
