@@ -239,24 +239,24 @@ class OtherGrid(Mask):
 
     mask: Mask
 
-    def grid_of(self, grid: Grid) -> Grid:
+    def _grid(self, grid: Grid) -> Grid:
         """The grid of `mask`."""
         raise NotImplementedError
 
-    def at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    def _at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         """The positions of queries and keys in the grid of `mask`."""
         raise NotImplementedError
 
     def check(self, grid: Grid) -> None:
-        self.mask.check(self.grid_of(grid))
+        self.mask.check(self._grid(grid))
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.mask.is_visible(b, h, *self.at(q, k, grid), self.grid_of(grid))
+        return self.mask.is_visible(b, h, *self._at(q, k, grid), self._grid(grid))
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        q_first, k_first = self.at(tiles.q_first, tiles.k_first, grid)
-        q_last, k_last = self.at(tiles.q_last, tiles.k_last, grid)
-        return self.mask.classify(Tiles(q_first, q_last, k_first, k_last), self.grid_of(grid))
+        q_first, k_first = self._at(tiles.q_first, tiles.k_first, grid)
+        q_last, k_last = self._at(tiles.q_last, tiles.k_last, grid)
+        return self.mask.classify(Tiles(q_first, q_last, k_first, k_last), self._grid(grid))
 
 
 @dataclass(frozen=True)
@@ -271,10 +271,10 @@ class Shifted(OtherGrid):
     mask: Mask
     offset: int
 
-    def grid_of(self, grid: Grid) -> Grid:
+    def _grid(self, grid: Grid) -> Grid:
         return replace(grid, offset=self.offset)
 
-    def at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    def _at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         return q + (self.offset - grid.offset), k
 
 
@@ -290,10 +290,10 @@ class Submask(OtherGrid):
     down: int
     right: int
 
-    def grid_of(self, grid: Grid) -> Grid:
+    def _grid(self, grid: Grid) -> Grid:
         return self.grid
 
-    def at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    def _at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         return q + self.down, k + self.right
 
     def check(self, grid: Grid) -> None:
@@ -396,11 +396,11 @@ class Blockwise(OtherGrid):
         if self.size < 1:
             raise InputError(f"Blockwise: size is {self.size}, expected at least 1 token per block")
 
-    def grid_of(self, grid: Grid) -> Grid:
+    def _grid(self, grid: Grid) -> Grid:
         first, last = grid.offset // self.size, (grid.offset + grid.n_queries - 1) // self.size
         return replace(grid, n_queries=last - first + 1, n_keys=-(-grid.n_keys // self.size), offset=first)
 
-    def at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    def _at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         return q // self.size, k // self.size
 
 

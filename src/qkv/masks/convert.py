@@ -194,7 +194,7 @@ def _ready(mask: Mask, grid: Grid) -> Mask:
         case Not(inner):
             return Not(_ready(inner, grid))
         case OtherGrid():
-            inner, whole, move = _ready(mask.mask, mask.grid_of(grid)), mask.grid_of(grid), mask.at
+            inner, whole, move = _ready(mask.mask, mask._grid(grid)), mask._grid(grid), mask._at
             return Predicate(lambda b, h, q, k: inner.sees(b, h, *move(q, k, grid), whole))
         case Padding(lengths):
             return replace(mask, lengths=torch.as_tensor(lengths).to(grid.device))
