@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv._contract import Definition, gradients_of, learned_tensors, overrides, require
+from qkv._contract import Definition, check_by_head, gradients_of, learned_tensors, overrides, require
 from qkv.errors import InputError
 
 __all__ = ["Additive", "Concat", "Cosine", "Dot", "Features", "General", "Pairwise", "Product", "Score"]
@@ -199,19 +199,11 @@ class Cosine(Product):
     keeps_rotation = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.scale, Tensor):
-            if self.scale.ndim != 1 or not self.scale.dtype.is_floating_point:
-                raise InputError(
-                    f"Cosine: scale is {self.scale.dtype} of shape {tuple(self.scale.shape)}, "
-                    "expected a number or one float per query head, shape (heads,)"
-                )
-        elif not math.isfinite(self.scale):
-            raise InputError(f"Cosine: scale is {self.scale}, expected a finite number")
+        check_by_head("Cosine: scale", self.scale)
 
     def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = super().project(q, k)
-        if isinstance(self.scale, Tensor) and len(self.scale) != q.shape[1]:
-            raise InputError(f"Cosine: scale has {len(self.scale)} numbers for {q.shape[1]} query heads")
+        check_by_head("Cosine: scale", self.scale, q.shape[1])
         scale = self.scale[:, None, None].to(q) if isinstance(self.scale, Tensor) else self.scale
         return _unit(q) * scale, _unit(k)
 

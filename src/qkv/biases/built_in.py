@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkv._contract import check_by_head
 from qkv.biases.base import Bias, TensorBias
 from qkv.errors import InputError
 from qkv.masks import Grid, Region
-from qkv.masks.base import check_unambiguous
+from qkv.masks.base import check_pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +49,7 @@ class Dense(TensorBias):
         object.__setattr__(self, "tensor", self.tensor[(None,) * (4 - self.tensor.ndim)])
 
     def check(self, grid: Grid) -> None:
-        expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
-        check_unambiguous("bias", self.ndim, self.tensor, grid)
-        if any(got not in (1, want) for got, want in zip(self.tensor.shape, expected, strict=True)):
-            raise InputError(
-                f"bias has shape {tuple(self.tensor.shape)}, which does not broadcast to "
-                f"(batch, heads, queries, keys) = {expected}"
-            )
+        check_pairs("bias", self.ndim, self.tensor, grid)
 
     def tile(self, region: Region) -> Tensor:
         return region.of(self.tensor)
@@ -280,8 +275,8 @@ class ALiBi(Bias):
             )
 
     def check(self, grid: Grid) -> None:
-        if self.slopes is not None and len(self.slopes) != grid.heads:
-            raise InputError(f"ALiBi: slopes has {len(self.slopes)} numbers for {grid.heads} query heads")
+        if self.slopes is not None:
+            check_by_head("ALiBi: slopes", self.slopes, grid.heads)
 
     def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
         wide = torch.promote_types(q.dtype, torch.float32)

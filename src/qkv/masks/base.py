@@ -165,8 +165,14 @@ def _as_mask(value: object) -> Mask:
     return value
 
 
-def check_unambiguous(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
-    """Raise `InputError` for a tensor of shape (x, nq, nk) where x can be the heads as well as the batch."""
+def check_pairs(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
+    """Raise `InputError` for a tensor that does not broadcast to all pairs, or where x of (x, nq, nk) is ambiguous."""
+    expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
+    if any(got not in (1, want) for got, want in zip(tensor.shape, expected, strict=True)):
+        raise InputError(
+            f"{name} has shape {tuple(tensor.shape)}, which does not broadcast to (batch, heads, queries, keys) = "
+            f"{expected}"
+        )
     if ndim == 3 and len(tensor[0]) > 1 and grid.batch == grid.heads == tensor.shape[1]:
         raise InputError(
             f"{name} has the ambiguous shape {tuple(tensor.shape[1:])}, for {grid.batch} batch items and "

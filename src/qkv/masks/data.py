@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import Mask, check_unambiguous, tile_status
+from qkv.masks.base import Mask, check_pairs, tile_status
 from qkv.masks.grid import Grid, Region, Tiles
 
 
@@ -173,13 +173,7 @@ class Dense(_TensorMask):
         object.__setattr__(self, "tensor", self.tensor[(None,) * (4 - self.tensor.ndim)])
 
     def check(self, grid: Grid) -> None:
-        check_unambiguous("mask", self.ndim, self.tensor, grid)
-        expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
-        if any(got not in (1, want) for got, want in zip(self.tensor.shape, expected, strict=True)):
-            raise InputError(
-                f"mask has shape {tuple(self.tensor.shape)}, which does not broadcast to "
-                f"(batch, heads, queries, keys) = {expected}"
-            )
+        check_pairs("mask", self.ndim, self.tensor, grid)
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         where = (b, h, q - grid.offset, k)

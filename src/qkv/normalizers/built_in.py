@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkv._contract import check_by_head
 from qkv.errors import InputError
 from qkv.normalizers.base import LOG2_E, Pointwise, SumToOne, check_temperature
 
@@ -220,19 +220,11 @@ class Sigmoid(Pointwise):
 
     def __post_init__(self) -> None:
         super().check(0)
-        if isinstance(self.bias, Tensor):
-            if self.bias.ndim != 1 or not self.bias.dtype.is_floating_point:
-                raise InputError(
-                    f"Sigmoid: bias is {self.bias.dtype} of shape {tuple(self.bias.shape)}, "
-                    "expected a number or one float per query head, shape (heads,)"
-                )
-        elif self.bias is not None and not math.isfinite(self.bias):
-            raise InputError(f"Sigmoid: bias is {self.bias}, expected a finite number or None for −ln(visible keys)")
+        check_by_head("Sigmoid: bias", 0.0 if self.bias is None else self.bias)
 
     def check(self, heads: int) -> None:
         super().check(heads)
-        if isinstance(self.bias, Tensor) and len(self.bias) != heads:
-            raise InputError(f"Sigmoid: bias has {len(self.bias)} numbers for {heads} query heads")
+        check_by_head("Sigmoid: bias", 0.0 if self.bias is None else self.bias, heads)
 
     def shift(self, visible: Callable[[], Tensor], like: Tensor) -> Tensor:
         if self.bias is None:
