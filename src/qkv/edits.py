@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qkv import masks, normalizers
 from qkv._contract import require
 from qkv._engine.call import Call, Result
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.kernels import serve, serving
 from qkv.statistics.sums import Statistics
 
@@ -99,9 +99,8 @@ def edited(edit: Edit, head: Head) -> Tensor:
     """The output of a head after an edit, checked."""
     out = edit.apply(head)
     if not isinstance(out, Tensor) or out.shape != head.output.shape:
-        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise InputError(
-            f"{type(edit).__name__}: apply returned {got} for {head.name}, expected a tensor of shape "
+            f"{type(edit).__name__}: apply returned {kind_of(out)} for {head.name}, expected a tensor of shape "
             f"{tuple(head.output.shape)} (batch, queries, values)"
         )
     return torch.as_tensor(out, dtype=head.output.dtype, device=head.output.device)

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 LONGEST = 2000  # characters of a message; a wrong value can be a text of any length
 _HEAD = re.compile(r"(?:(?P<of>[\w.]+(?:\[[^]]*\])?): )?(?P<word>-{0,2}[A-Za-z_][\w.-]*)?")
@@ -65,6 +66,17 @@ def at_least_one(of: str = "", **sizes: object) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise InputError(f"{of}{': ' * bool(of)}{name} is {size!r}, expected a whole number, at least 1")
+
+
+def kind_of(x: Any) -> str:
+    """A wrong value in a message: the dtype and shape of a tensor or an array, else the name of its class.
+
+    >>> kind_of(3), kind_of(int)
+    ('int', 'the class int')
+    """
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    return f"{x.dtype} of shape {tuple(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else type(x).__name__
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.features import elu_plus_one
 from qkv.kernels import serve
 from qkv.kernels.linear import CHUNK, LinearState, attention
@@ -174,10 +174,8 @@ def linformer(
     heads, n_keys = k.shape[1:3]
     for name, x in (("e", e), ("f", f)):
         if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.shape[:-1] not in ((n_keys,), (heads, n_keys)):
-            kind = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(
-                f"linformer: {name} is {kind}, expected ({n_keys}, r) or ({heads}, {n_keys}, r) for k {tuple(k.shape)}"
-            )
+            shapes = f"({n_keys}, r) or ({heads}, {n_keys}, r) for k {tuple(k.shape)}"
+            raise InputError(f"linformer: {name} is {kind_of(x)}, expected {shapes}")
     if e.shape[-1] != f.shape[-1]:
         raise InputError(f"linformer: e projects to {e.shape[-1]} keys but f to {f.shape[-1]} values, expected equal")
     if lengths is not None:

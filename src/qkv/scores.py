@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv._contract import Definition, check_by_head, gradients_of, learned_tensors, overrides, require
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 
 __all__ = ["Additive", "Concat", "Cosine", "Dot", "Features", "General", "Pairwise", "Product", "Score"]
 __dir__ = __all__.copy
@@ -234,7 +234,7 @@ class Additive(Pairwise):
 
     def __post_init__(self) -> None:
         if not isinstance(self.vector, Tensor) or self.vector.ndim not in (1, 2):
-            raise InputError(f"Additive: vector is {_kind(self.vector)}, expected a float tensor (a,) or (heads, a)")
+            raise InputError(f"Additive: vector is {kind_of(self.vector)}, expected a float tensor (a,) or (heads, a)")
         for name, weight in (("w_q", self.w_q), ("w_k", self.w_k)):
             if weight is not None:
                 _check_weight("Additive", name, weight)
@@ -311,7 +311,7 @@ class Features(Product):
 
     def __post_init__(self) -> None:
         if not callable(self.map):
-            raise InputError(f"Features: map is {_kind(self.map)}, expected a function such as features.elu_plus_one")
+            raise InputError(f"Features: map is {kind_of(self.map)}, expected a function such as features.elu_plus_one")
 
     def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = super().project(q, k)
@@ -319,13 +319,9 @@ class Features(Product):
         return of_queries(q), self.map(k)
 
 
-def _kind(value: object) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
 def _check_weight(score: str, name: str, weight: object) -> None:
     if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point or weight.ndim not in (2, 3):
-        raise InputError(f"{score}: {name} is {_kind(weight)}, expected a float matrix, or one per head")
+        raise InputError(f"{score}: {name} is {kind_of(weight)}, expected a float matrix, or one per head")
 
 
 def _check_size(score: str, name: str, weight: Tensor, dim: int, x: Tensor, of: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkv._contract import check_by_head
 from qkv.biases.base import Bias, TensorBias
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Region
 from qkv.masks.base import check_pairs
 
@@ -36,9 +36,8 @@ class Dense(TensorBias):
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or not self.tensor.dtype.is_floating_point:
-            kind = self.tensor.dtype if isinstance(self.tensor, Tensor) else type(self.tensor).__name__
             raise InputError(
-                f"bias is {kind}, expected a float tensor to add to the scores; "
+                f"bias is {kind_of(self.tensor)}, expected a float tensor to add to the scores; "
                 "pass a boolean mask as mask=qkv.masks.Dense(tensor)"
             )
         if not 2 <= self.tensor.ndim <= 4:
@@ -269,10 +268,8 @@ class ALiBi(Bias):
 
     def __post_init__(self) -> None:
         if self.slopes is not None and (not isinstance(self.slopes, Tensor) or self.slopes.ndim != 1):
-            got = f"of shape {tuple(self.slopes.shape)}" if isinstance(self.slopes, Tensor) else repr(self.slopes)
-            raise InputError(
-                f"ALiBi: slopes is {got}, expected a tensor (heads,) with one slope per query head, or None"
-            )
+            got = kind_of(self.slopes)
+            raise InputError(f"ALiBi: slopes is {got}, expected a tensor (heads,), one slope per query head, or None")
 
     def check(self, grid: Grid) -> None:
         if self.slopes is not None:
@@ -381,10 +378,8 @@ class RelativePosition(Bias):
             if table is None and name == "values":
                 continue
             if not isinstance(table, Tensor) or table.ndim not in (2, 3) or table.shape[-2] % 2 == 0:
-                shape = tuple(table.shape) if isinstance(table, Tensor) else type(table).__name__
-                raise InputError(
-                    f"RelativePosition: {name} is {shape}, expected a table (2 reach + 1, d) or (heads, 2 reach + 1, d)"
-                )
+                shape = "(2 reach + 1, d) or (heads, 2 reach + 1, d)"
+                raise InputError(f"RelativePosition: {name} is {kind_of(table)}, expected a table {shape}")
         if self.values is not None and self.values.shape[-2] != self.keys.shape[-2]:
             raise InputError(
                 f"RelativePosition: keys has {self.keys.shape[-2]} distances and values {self.values.shape[-2]}, "

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv._contract import Definition
-from qkv.errors import InputError, at_least_one
+from qkv.errors import InputError, at_least_one, kind_of
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 if TYPE_CHECKING:
@@ -89,10 +89,8 @@ class Mask(Definition):
         """`sees`, with a check of its result."""
         visible = self.sees(b, h, q, k, grid)
         if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
-            got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
-            raise InputError(
-                f"{type(self).__name__}: sees returned {got}, expected a boolean tensor, True where a query may attend"
-            )
+            name, got = type(self).__name__, kind_of(visible)
+            raise InputError(f"{name}: sees returned {got}, expected a boolean tensor, True where a query may attend")
         return visible
 
     def visible(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
@@ -157,9 +155,8 @@ class Mask(Definition):
 
 def _as_mask(value: object) -> Mask:
     if not isinstance(value, Mask):
-        what = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise InputError(
-            f"mask is combined with {what}, expected another mask; "
+            f"mask is combined with {kind_of(value)}, expected another mask; "
             "wrap a boolean tensor (True = may attend) in qkv.masks.Dense"
         )
     return value

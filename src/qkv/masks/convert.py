@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks.base import And, Blockwise, Mask, Not, Or, OtherGrid, Shifted, Submask
 from qkv.masks.data import Dense, Document, Padding, Predicate
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
@@ -84,8 +84,7 @@ def _boolean(name: str, x: object, meaning: str) -> Tensor:
             "pass it as bias=qkv.biases.Dense(tensor)"
         )
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{name} is {kind}, expected a boolean tensor (True = {meaning})")
+        raise InputError(f"{name} is {kind_of(x)}, expected a boolean tensor (True = {meaning})")
     return x
 
 

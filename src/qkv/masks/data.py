@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks.base import Mask, check_pairs, tile_status
 from qkv.masks.grid import Grid, Region, Tiles
 
@@ -41,10 +41,7 @@ class Padding(_TensorMask):
     def __post_init__(self) -> None:
         lengths = torch.as_tensor(self.lengths)
         if lengths.ndim != 1 or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
-            raise InputError(
-                f"Padding: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}, "
-                "expected one integer per batch item"
-            )
+            raise InputError(f"Padding: lengths is {kind_of(lengths)}, expected one integer per batch item")
         if self.side not in ("left", "right"):
             raise InputError(f"Padding: side is {self.side!r}, expected 'left' or 'right'")
         object.__setattr__(self, "lengths", lengths)
@@ -99,10 +96,7 @@ class Document(_TensorMask):
     def __post_init__(self) -> None:
         ids = torch.as_tensor(self.ids)
         if ids.ndim not in (1, 2) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-            raise InputError(
-                f"Document: ids is {ids.dtype} of shape {tuple(ids.shape)}, "
-                "expected integers of shape (n_keys,) or (batch, n_keys)"
-            )
+            raise InputError(f"Document: ids is {kind_of(ids)}, expected integers (n_keys,) or (batch, n_keys)")
         object.__setattr__(self, "ids", ids if ids.ndim == 2 else ids[None])
 
     def check(self, grid: Grid) -> None:
@@ -159,9 +153,8 @@ class Dense(_TensorMask):
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or self.tensor.dtype != torch.bool:
-            kind = self.tensor.dtype if isinstance(self.tensor, Tensor) else type(self.tensor).__name__
             raise InputError(
-                f"mask is {kind}, expected a boolean tensor that is True where a query may attend; "
+                f"mask is {kind_of(self.tensor)}, expected a boolean tensor that is True where a query may attend; "
                 "compare an integer mask with == (for example `ids == 1`), "
                 "and pass an additive 0 / −inf mask as bias=qkv.biases.Dense(tensor)"
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks.base import Blockwise, Mask, tile_status
 from qkv.masks.grid import Grid, Region, Tiles
 
@@ -191,9 +191,7 @@ class Global(Mask):
     def __post_init__(self) -> None:
         indices = torch.as_tensor(self.indices)
         if indices.ndim != 1 or (len(indices) and indices.dtype not in (torch.int64, torch.int32)):
-            raise InputError(
-                f"Global: indices is {indices.dtype} of shape {tuple(indices.shape)}, expected a sequence of integers"
-            )
+            raise InputError(f"Global: indices is {kind_of(indices)}, expected a sequence of integers")
         object.__setattr__(self, "indices", tuple(dict.fromkeys(indices.tolist())))
 
     def check(self, grid: Grid) -> None:

@@ -17,7 +17,7 @@ from qkv._engine.call import as_mask
 from qkv.attention import Attention
 from qkv.biases import ALiBi, Bias, T5Bias
 from qkv.cache import Cache, Full
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks import Causal, Dense, Grid, Mask, Prefix, Window
 from qkv.models.config import check_dropout, check_ids, one_of
 from qkv.models.loss import linear_cross_entropy
@@ -328,8 +328,7 @@ class DecoderLM(nn.Module):
         """
         if padding is not None:
             if not isinstance(padding, Tensor) or padding.shape != (batch,):
-                found = tuple(padding.shape) if isinstance(padding, Tensor) else type(padding).__name__
-                raise InputError(f"padding is {found}, expected a tensor of shape (batch,) = {(batch,)}")
+                raise InputError(f"padding is {kind_of(padding)}, expected a tensor of shape (batch,) = {(batch,)}")
             if bool((padding < 0).any()):
                 raise InputError(f"padding is {padding.tolist()}, expected numbers of at least 0")
             if self.config.prefix and bool((padding > 0).any()):

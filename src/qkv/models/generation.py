@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 
 
 @dataclass(frozen=True)
@@ -432,8 +432,7 @@ def _generators(batch: int, seed: int | None) -> list[torch.Generator]:
 def check(prompt: Int[Tensor, "b n"], max_new_tokens: int) -> None:
     """Raise `InputError` for a prompt without tokens, or less than one token to generate."""
     if not isinstance(prompt, Tensor) or prompt.ndim != 2:
-        found = f"shape {tuple(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise InputError(f"prompt has {found}, expected a tensor (batch, length) of tokens, such as pad_left makes")
+        raise InputError(f"prompt is {kind_of(prompt)}, expected a tensor (batch, length) of tokens, as of pad_left")
     if prompt.shape[1] < 1:
         raise InputError("prompt has no tokens, expected at least one")
     if max_new_tokens < 1:

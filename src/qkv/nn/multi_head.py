@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from qkv._engine.call import as_mask
 from qkv._names import INPUTS, SIZES, renamed
 from qkv.attention import Attention
-from qkv.errors import InputError, at_least_one
+from qkv.errors import InputError, at_least_one, kind_of
 from qkv.masks import Dense, Grid, Mask, Padding, from_sdpa
 from qkv.nn.composition import Composition
 from qkv.normalizers import Softmax, SumToOne
@@ -217,8 +217,7 @@ class MultiHeadAttention(nn.Module):
         if x is None or other_names:
             x, context = renamed("MultiHeadAttention", other_names, INPUTS, {"x": x, "context": context})
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:
-            got = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
-            raise InputError(f"x {got}, expected (batch, length, d_model = {self.d_model})")
+            raise InputError(f"x is {kind_of(x)}, expected (batch, length, d_model = {self.d_model})")
         if need_weights is not None and return_weights:
             raise InputError("need_weights and return_weights are both passed, expected one of them")
         if need_weights is not None and return_statistics:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks import Causal, Dense, Grid, Mask, Padding, Region
 
 EPS = torch.finfo(torch.float64).eps
@@ -47,13 +47,6 @@ def calling(thing: object, method: str, situation: str) -> Iterator[None]:
         raise CheckFailed(
             f"{type(thing).__name__}.{method}: {situation}: raised {type(error).__name__}: {reason}"
         ) from error
-
-
-def shape_of(x: object) -> str:
-    """A short description of a value that a method returned."""
-    if isinstance(x, Tensor):
-        return f"{x.dtype} of shape {tuple(x.shape)}"
-    return f"the class {x.__name__}" if isinstance(x, type) else f"an object of class {type(x).__name__}"
 
 
 def number(x: object) -> str:
@@ -108,7 +101,7 @@ def check_returned(
 ) -> Tensor:
     """The value that a method returned; fails unless it is a tensor of this shape and at least this precision."""
     if not isinstance(result, Tensor) or tuple(result.shape) != tuple(shape):
-        fail(thing, method, f"returned {shape_of(result)} for {arguments}, expected a tensor of shape {tuple(shape)}")
+        fail(thing, method, f"returned {kind_of(result)} for {arguments}, expected a tensor of shape {tuple(shape)}")
     if dtype is not None and torch.promote_types(result.dtype, dtype) != result.dtype:
         fail(thing, method, f"returned {result.dtype} for {arguments}, expected {dtype}")
     return result

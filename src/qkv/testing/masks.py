@@ -11,7 +11,7 @@ from torch import Tensor
 from qkv._contract import require
 from qkv._engine.call import Call
 from qkv.edits import Edit, Head, edited
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.kernels import serve
 from qkv.masks import EMPTY, FULL, PARTIAL, Causal, Grid, Mask, Padding, Region, Tiles
 from qkv.normalizers import Identity, Sigmoid
@@ -36,7 +36,6 @@ from qkv.testing.inputs import (
     normal,
     parts,
     same,
-    shape_of,
     sizes_of,
 )
 
@@ -79,7 +78,7 @@ def check_mask(mask: Mask, *, sizes: Sizes | None = None, batch: int = 2, heads:
     """
     if not isinstance(mask, Mask):
         raise CheckFailed(
-            f"check_mask: got {shape_of(mask)}, expected an object of a class that inherits from qkv.masks.Mask"
+            f"check_mask: got {kind_of(mask)}, expected an object of a class that inherits from qkv.masks.Mask"
         )
     with calling(mask, "sees", "checked"):
         require(mask, Mask, "sees", "b, h, q, k, grid", "True where a query may attend")
@@ -152,7 +151,7 @@ def _check_status(mask: Mask, size: Size, visible: Tensor) -> None:
             with calling(mask, "classify", f"called for {shape[2]} × {shape[3]} tiles of {rows} × {columns}"):
                 status = mask.classify(tiles, grid)
                 if status.ndim != 4 or status.shape[2:] != shape[2:]:
-                    fail(mask, "classify", f"returned {shape_of(status)} for {shape[2]} × {shape[3]} tiles")
+                    fail(mask, "classify", f"returned {kind_of(status)} for {shape[2]} × {shape[3]} tiles")
                 status = status.expand(shape)
             wrong = (status < EMPTY) | (status > FULL)
             forbid(mask, "classify", wrong, status, "EMPTY, PARTIAL or FULL", what="a status ")
@@ -191,11 +190,11 @@ def _check_shortcuts(mask: Mask, size: Size, visible: Tensor) -> None:
         agree("band", f"{band} says: ", (back >= band[0]) & (back <= band[1]))
     if (keys := mask.key_mask(grid)) is not None:
         if keys.dtype != torch.bool or keys.ndim != 2:
-            fail(mask, "key_mask", f"returned {shape_of(keys)}, expected booleans (1 or {size.batch}, {size.keys})")
+            fail(mask, "key_mask", f"returned {kind_of(keys)}, expected booleans (1 or {size.batch}, {size.keys})")
         agree("key_mask", "says: ", keys[:, None, None])
     counts = mask.visible_keys(grid)
     if counts.ndim != 3:
-        fail(mask, "visible_keys", f"returned {shape_of(counts)}, expected numbers (batch, heads, queries)")
+        fail(mask, "visible_keys", f"returned {kind_of(counts)}, expected numbers (batch, heads, queries)")
     same(mask, "visible_keys", "", counts, visible.sum(-1), expected=" keys where sees is True")
     for method, together in (("factors", torch.logical_and), ("alternatives", torch.logical_or)):
         components = getattr(mask, method)()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Additive, Bias
+from qkv.errors import kind_of
 from qkv.masks import Region
 from qkv.normalizers import Identity, Normalizer, Pointwise, Sigmoid, Softmax, SumToOne
 from qkv.normalizers.level import solve
@@ -35,7 +36,6 @@ from qkv.testing.inputs import (
     number,
     parts,
     same,
-    shape_of,
     sizes_of,
     triple,
     without_writing,
@@ -78,7 +78,7 @@ def check_bias(
     """
     if not isinstance(bias, Bias):
         raise CheckFailed(
-            f"check_bias: got {shape_of(bias)}, expected an object of a class that inherits from qkv.biases.Bias "
+            f"check_bias: got {kind_of(bias)}, expected an object of a class that inherits from qkv.biases.Bias "
             "or from Additive"
         )
     chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim, dim_v=dim_v)
@@ -228,7 +228,7 @@ def check_score(
     """
     if not isinstance(score, Product | Pairwise):
         raise CheckFailed(
-            f"check_score: got {shape_of(score)}, expected an object of a class that inherits from "
+            f"check_score: got {kind_of(score)}, expected an object of a class that inherits from "
             "qkv.scores.Product or from Pairwise"
         )
     with calling(score, method_of(score), "checked"):
@@ -257,7 +257,7 @@ def _project(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     with calling(score, "project", f"called with {shapes}, {q.dtype}"):
         result = score.project(q, k)
     if not isinstance(result, tuple) or len(result) != 2:
-        fail(score, "project", f"returned {shape_of(result)}, expected two tensors: queries and keys")
+        fail(score, "project", f"returned {kind_of(result)}, expected two tensors: queries and keys")
     for name, x, of in (("queries", result[0], q), ("keys", result[1], k)):
         size = x.shape[3] if isinstance(x, Tensor) and x.ndim == 4 else of.shape[3]
         check_returned(score, "project", x, (*of.shape[:3], size), of.dtype, f"the {name} of {shapes}, {of.dtype}")
@@ -392,7 +392,7 @@ def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | N
     """
     if not isinstance(normalizer, Pointwise | SumToOne):
         raise CheckFailed(
-            f"check_normalizer: got {shape_of(normalizer)}, expected an object of a class that inherits from "
+            f"check_normalizer: got {kind_of(normalizer)}, expected an object of a class that inherits from "
             "qkv.normalizers.Pointwise or from SumToOne"
         )
     with calling(normalizer, "weight", f"checked for {heads} heads"):
@@ -562,7 +562,7 @@ def _check_pointwise(points: _Points, slope: Tensor) -> None:
                 made.ndim == 3 and made.dtype == dtype and torch.broadcast_shapes(made.shape, shape) == shape
             ):
                 continue
-            fail(normalizer, "shift", f"returned {shape_of(made)}, expected {dtype} that broadcasts to (batch, heads, "
+            fail(normalizer, "shift", f"returned {kind_of(made)}, expected {dtype} that broadcasts to (batch, heads, "
                  f"queries) = {shape}")  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qkv._engine.call import at_least_float32
 from qkv.attention import attend
+from qkv.errors import kind_of
 from qkv.masks import Causal, Dense, Mask, Region
 from qkv.statistics import Statistic, WeightTile
 from qkv.statistics.measure import measure
@@ -29,7 +30,6 @@ from qkv.testing.inputs import (
     largest,
     normal,
     same,
-    shape_of,
     triple,
     with_holes,
     without_writing,
@@ -76,7 +76,7 @@ def check_statistic(statistic: Statistic, *, heads: int = 4) -> None:
     """
     if not isinstance(statistic, Statistic):
         raise CheckFailed(
-            f"check_statistic: got {shape_of(statistic)}, expected an object of a class that inherits from "
+            f"check_statistic: got {kind_of(statistic)}, expected an object of a class that inherits from "
             "qkv.statistics.Statistic"
         )
     with calling(statistic, "tile", "required attributes"):
@@ -168,7 +168,7 @@ def _added(s: Statistic, case: _Case, region: Region, *, log: bool = False) -> T
         with calling(s, "tile", f"called for weights {tuple(weights.shape)}"):
             tile = WeightTile(weights, region, case.size.grid, visible, others[-1] if log else None)
             if (result := s.tile(tile)).is_complex():
-                fail(s, "tile", f"returned {shape_of(result)}, expected real numbers, not complex ones")
+                fail(s, "tile", f"returned {kind_of(result)}, expected real numbers, not complex ones")
             return s.added(tile)
 
     tensors = [region.of(case.weights)]
