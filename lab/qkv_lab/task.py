@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from qkv.errors import InputError
-from qkv.models.config import one_of
+from qkv.errors import InputError, one_of
 
 __all__ = ["Task", "Training"]
 __dir__ = __all__.copy

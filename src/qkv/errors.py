@@ -87,3 +87,10 @@ def nearest(name: str, known: Collection[str]) -> str:
     """
     similar = difflib.get_close_matches(name[:100], known, 1)  # the time grows as the square of the length
     return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def one_of(name: str, value: object, expected: Collection[str | None]) -> None:
+    """Raise `InputError` unless `value` is in `expected`."""
+    if value not in expected:
+        hint = nearest(value, [x for x in expected if x is not None]) if isinstance(value, str) else ""
+        raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, expected))}{hint}")

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32
-from qkv.errors import InputError, kind_of
+from qkv.errors import InputError, at_least_one, kind_of, one_of
 from qkv.features import elu_plus_one
 from qkv.kernels import serve
 from qkv.kernels.linear import CHUNK, LinearState, attention
@@ -84,14 +84,12 @@ def linear_attend(
     True
     """
     call = Call.of(q, k, v, score=Features(features), normalizer=Identity())
-    if form not in ("chunked", "recurrent"):
-        raise InputError(f"form is {form!r}, expected 'chunked' or 'recurrent'")
+    one_of("form", form, ("chunked", "recurrent"))
     if form == "recurrent" and not causal:
         raise InputError(
             "form is 'recurrent' with causal=False, expected 'chunked': all keys are visible to each query"
         )
-    if chunk < 1:
-        raise InputError(f"chunk is {chunk}, expected at least 1 token")
+    at_least_one(chunk=chunk)
     if state is not None:
         want = (k.shape[0], k.shape[1], call.k.shape[3], v.shape[3])
         if state.kv.shape != want or state.k_sum.shape != want[:3]:

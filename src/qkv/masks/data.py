@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkv.errors import InputError, kind_of
+from qkv.errors import InputError, kind_of, one_of
 from qkv.masks.base import Mask, check_pairs, tile_status
 from qkv.masks.grid import Grid, Region, Tiles
 
@@ -42,8 +42,7 @@ class Padding(_TensorMask):
         lengths = torch.as_tensor(self.lengths)
         if lengths.ndim != 1 or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
             raise InputError(f"Padding: lengths is {kind_of(lengths)}, expected one integer per batch item")
-        if self.side not in ("left", "right"):
-            raise InputError(f"Padding: side is {self.side!r}, expected 'left' or 'right'")
+        one_of("Padding: side", self.side, ("left", "right"))
         object.__setattr__(self, "lengths", lengths)
 
     def _range(self, grid: Grid) -> tuple[Tensor, Tensor]:

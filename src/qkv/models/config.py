@@ -7,7 +7,7 @@ qkv itself have a form in JSON, so that reading a file never runs anybody's code
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -139,13 +139,6 @@ def _public(place: str, name: object) -> Any:
 
 
 C = TypeVar("C")
-
-
-def one_of(name: str, value: object, expected: Collection[str]) -> None:
-    """Raise `InputError` unless `value` is in `expected`."""
-    if value not in expected:
-        hint = nearest(value, expected) if isinstance(value, str) else ""
-        raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, expected))}{hint}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

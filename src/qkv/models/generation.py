@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.errors import InputError, kind_of
+from qkv.errors import InputError, at_least_one, kind_of
 
 
 @dataclass(frozen=True)
@@ -435,8 +435,7 @@ def check(prompt: Int[Tensor, "b n"], max_new_tokens: int) -> None:
         raise InputError(f"prompt is {kind_of(prompt)}, expected a tensor (batch, length) of tokens, as of pad_left")
     if prompt.shape[1] < 1:
         raise InputError("prompt has no tokens, expected at least one")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+    at_least_one(max_new_tokens=max_new_tokens)
 
 
 def end_tokens(end: int | Sequence[int] | None, vocabulary: int, device: torch.device) -> Int[Tensor, " e"]:
@@ -519,8 +518,7 @@ def beam_search(
     prompt = start[:, None] if start.ndim == 1 else start
     check(prompt, max_new_tokens)
     ends = end_tokens(end, model.vocabulary, prompt.device)
-    if beams < 1:
-        raise InputError(f"beams is {beams}, expected at least 1")
+    at_least_one(beams=beams)
     if not 1 <= num_return <= beams:
         raise InputError(f"num_return is {num_return}, expected 1 to {beams}, the number of beams")
     if not math.isfinite(length_penalty):

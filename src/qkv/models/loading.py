@@ -14,9 +14,8 @@ from torch import nn
 
 from qkv._packages import check_tested, require
 from qkv._untrusted import SizeError, check_json_files, first_line, free_memory, load_json
-from qkv.errors import InputError, nearest
+from qkv.errors import InputError, nearest, one_of
 from qkv.models import checkpoint, pretrained, tensors
-from qkv.models.config import one_of
 from qkv.models.decoder import DecoderLM
 from qkv.models.tokenizers import TOKENIZER, ByteTokenizer, FileTokenizer
 

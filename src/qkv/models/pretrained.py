@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.errors import InputError
+from qkv.errors import InputError, one_of
 from qkv.models import tensors
 from qkv.models.checkpoint import CONFIG, WEIGHTS, Weights, fill, read_config, read_model, readable, valid_config
-from qkv.models.config import one_of
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
 Config = Mapping[str, Any]

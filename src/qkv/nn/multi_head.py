@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from qkv._engine.call import as_mask
 from qkv._names import INPUTS, SIZES, renamed
 from qkv.attention import Attention
-from qkv.errors import InputError, at_least_one, kind_of
+from qkv.errors import InputError, at_least_one, kind_of, one_of
 from qkv.masks import Dense, Grid, Mask, Padding, from_sdpa
 from qkv.nn.composition import Composition
 from qkv.normalizers import Softmax, SumToOne
@@ -115,8 +115,7 @@ class MultiHeadAttention(nn.Module):
             raise InputError(f"rotary rotates {rotary.dim} dimensions, but heads have {head_dim}")
         if not 0 <= output_dropout < 1:
             raise InputError(f"output_dropout is {output_dropout}, expected a probability in [0, 1)")
-        if gate not in (None, "elementwise", "head"):
-            raise InputError(f"gate is {gate!r}, expected None, 'elementwise' or 'head'")
+        one_of("gate", gate, (None, "elementwise", "head"))
         if fused and d_context != d_model:
             raise InputError(f"fused is True with d_model {d_model} and d_context {d_context}, expected them equal")
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv._contract import Definition, learned_tensors, require
-from qkv.errors import InputError, kind_of
+from qkv.errors import InputError, kind_of, one_of
 
 N = TypeVar("N", bound="Normalizer")
 S = TypeVar("S", bound="SumToOne")
@@ -145,8 +145,7 @@ class Pointwise(Normalizer):
     def check(self, heads: int) -> None:
         require(self, Pointwise, "weight", "scores", "the weight of each score")
         check_temperature(self)
-        if self.divide not in (None, "sum", "keys"):
-            raise InputError(f"{type(self).__name__}: divide is {self.divide!r}, expected None, 'sum' or 'keys'")
+        one_of(f"{type(self).__name__}: divide", self.divide, (None, "sum", "keys"))
 
 
 class SumToOne(Normalizer):
