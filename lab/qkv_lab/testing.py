@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.testing import CheckFailed
-from qkv.testing.inputs import calling, fail
+from qkv.testing.laws import calling, fail
 from qkv_lab import log, loop, resume, settings
 from qkv_lab.experiments.base import Experiment, Results
 from qkv_lab.experiments.evidence import judge

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from qkv.errors import InputError, kind_of
 from qkv.masks.base import And, Blockwise, Mask, Not, Or, OtherGrid, Shifted, Submask
-from qkv.masks.data import Dense, Document, Padding, Predicate
+from qkv.masks.built_in import Causal, Dense, Document, Global, Padding, Predicate, Prefix, RandomKeys, _chosen, _draw
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
-from qkv.masks.patterns import Causal, Global, Prefix, RandomKeys, _chosen, _draw
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -17,7 +17,7 @@ from qkv._engine.call import as_mask
 from qkv.attention import Attention
 from qkv.biases import ALiBi, Bias, T5Bias
 from qkv.cache import Cache, Full
-from qkv.errors import InputError, at_least_one, kind_of, one_of
+from qkv.errors import InputError, kind_of, one_of
 from qkv.masks import Causal, Dense, Grid, Mask, Prefix, Window
 from qkv.models.config import check_dropout, check_ids
 from qkv.models.loss import linear_cross_entropy
@@ -102,8 +102,9 @@ class DecoderConfig:
     ``alibi`` and ``t5``. Later tokens are masked, too. Every layer gets a copy of its learned tensors."""
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "context", "layers", "heads", "d_model")
-        at_least_one(**{name: getattr(self, name) for name in sizes})
+        for name in ("vocab_size", "context", "layers", "heads", "d_model"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}, expected at least 1")
         one_of("positions", self.positions, POSITIONS)
         one_of("normalizer", self.normalizer, NORMALIZERS)
         if self.rotary_scaling is not None:

@@ -16,7 +16,7 @@ They require only torch. `qkv_lab.testing` of the distribution qkv-lab checks ta
 Even.sees: called for a grid of 7 queries and 9 keys: sees returned torch.int64
 """
 
-from qkv.testing.inputs import CheckFailed
+from qkv.testing.laws import CheckFailed
 from qkv.testing.masks import check_edit, check_mask
 from qkv.testing.parts import check_bias, check_normalizer, check_score
 from qkv.testing.statistics import check_statistic

@@ -15,21 +15,19 @@ from qkv.errors import InputError, kind_of
 from qkv.kernels import serve
 from qkv.masks import EMPTY, FULL, PARTIAL, Causal, Grid, Mask, Padding, Region, Tiles
 from qkv.normalizers import Identity, Sigmoid
-from qkv.testing.agreement import (
+from qkv.testing.laws import (
+    MANY,
+    CheckFailed,
     Composition,
+    Size,
+    Sizes,
+    calling,
     check_half,
     check_kernels,
     check_masked,
     check_measure,
     check_output_of_copies,
     check_slopes,
-)
-from qkv.testing.inputs import (
-    MANY,
-    CheckFailed,
-    Size,
-    Sizes,
-    calling,
     fail,
     forbid,
     key_heads_of,

@@ -16,22 +16,25 @@ from qkv.masks import Region
 from qkv.normalizers import Identity, Normalizer, Pointwise, Sigmoid, Softmax, SumToOne
 from qkv.normalizers.level import solve
 from qkv.scores import Pairwise, Product, Score
-from qkv.testing.agreement import Composition, check_attend, masked, method_of
-from qkv.testing.inputs import (
+from qkv.testing.laws import (
     EPS,
     ROUNDINGS,
     SIZES,
     CheckFailed,
+    Composition,
     Size,
     Sizes,
     calling,
     check_alone,
+    check_attend,
     check_returned,
     converted,
     fail,
     forbid,
     key_heads_of,
     largest,
+    masked,
+    method_of,
     normal,
     number,
     parts,

@@ -18,11 +18,11 @@ from qkv.errors import kind_of
 from qkv.masks import Causal, Dense, Mask, Region
 from qkv.statistics import Statistic, WeightTile
 from qkv.statistics.measure import measure
-from qkv.testing.agreement import check_copies
-from qkv.testing.inputs import (
+from qkv.testing.laws import (
     CheckFailed,
     Size,
     calling,
+    check_copies,
     check_returned,
     fail,
     forbid,
