@@ -222,7 +222,7 @@ BUILT_IN = {
     "full": "base.Full",
     "sliding": "base.Sliding",
     "window": "base.Sliding",
-    "sinks": "sinks.Sinks",
+    "sinks": "base.Sinks",
     "heavy": "evicting.HeavyHitters",
 }
 

@@ -84,9 +84,7 @@ class Composition(nn.Module):
         if return_statistics:
             options: dict[str, Any] = {"training": self.training, "return_weights": return_weights}
             return attend_counting(attention, q, k, v, queries, **options)
-        if return_weights:
-            return attention(q, k, v, training=self.training, return_weights=True)
-        return attention(q, k, v, training=self.training)
+        return attention(q, k, v, training=self.training, return_weights=return_weights)
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`
