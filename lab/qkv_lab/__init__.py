@@ -47,7 +47,4 @@ _NAMES = {
 }
 if not TYPE_CHECKING:
     __getattr__ = lazy(__name__, _NAMES, _MODULES)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -32,10 +32,7 @@ __all__ = [
     "create_causal_mask",
     "scaled_dot_product_attention",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 A = TypeVar("A", Tensor, np.ndarray)

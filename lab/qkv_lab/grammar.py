@@ -41,10 +41,7 @@ __all__ = [
     "verb",
     "vocabularies",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 T = TypeVar("T")

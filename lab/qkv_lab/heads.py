@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import qkv
 from qkv.errors import InputError
 from qkv.models.decoder import DecoderLM
-from qkv.models.generation import generate
-from qkv.models.sampling import Sampler
+from qkv.models.generation import Sampler, generate
 from qkv.profiler.data.sinks import relative_norm
 from qkv.profiler.data.tables import SINK_THRESHOLD, over_texts, raw_weights
 from qkv.statistics.measure import sums_to_one
@@ -43,10 +42,7 @@ __all__ = [
     "show_scores",
     "without_heads",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 THRESHOLD = SINK_THRESHOLD

@@ -27,10 +27,7 @@ __all__ = [
     "on_grid",
     "text",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 COLOURS = {

@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from qkv.errors import InputError
-from qkv.models.config import one_of
+from qkv.errors import InputError, one_of
 
 __all__ = ["Task", "Training"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.testing import CheckFailed
-from qkv.testing.inputs import calling, fail
+from qkv.testing.laws import calling, fail
 from qkv_lab import log, loop, resume, settings
 from qkv_lab.experiments.base import Experiment, Results
 from qkv_lab.experiments.evidence import judge
@@ -36,10 +36,7 @@ SIZE = 5
 """Sequences in a batch; odd, so that its parts differ in size."""
 TOLERANCE = 1000 * torch.finfo(torch.float32).eps
 """Of losses in float32, relative to 1 or to the loss."""
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 def check_task(task: Task) -> None:

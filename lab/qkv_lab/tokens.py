@@ -18,8 +18,7 @@ from jaxtyping import Float, Int, Integer
 
 from qkv._progress import say, spinner
 from qkv._untrusted import check_version, load_json
-from qkv.errors import InputError
-from qkv.models.config import one_of
+from qkv.errors import InputError, one_of
 from qkv.models.loading import TextTokenizer
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler import corpora

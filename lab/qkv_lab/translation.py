@@ -55,10 +55,7 @@ __all__ = [
     "vocabularies",
     "vocabulary_file",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 def sentence(rng: Random, max_words: int = 30) -> Pair:

@@ -114,7 +114,4 @@ _NAMES = {
 }
 if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has every name
     __getattr__ = lazy(__name__, _NAMES, (*_MODULES, "course", "lab"))  # the last two are in qkv-lab
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

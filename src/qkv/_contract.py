@@ -7,6 +7,7 @@ shortcut of the old definition. Kernels only call methods of the base class; the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -123,6 +124,21 @@ def _fields(x: object) -> list[tuple[str, object]]:
     if isinstance(x, nn.Module):
         named = {name: value for name, value in named.items() if name not in _OF_MODULES}
     return list(named.items())
+
+
+def check_by_head(name: str, value: object, heads: int | None = None) -> None:
+    """Raise `InputError` unless `value` is a finite number, or a tensor of floats, of which there are `heads` if known.
+
+    >>> check_by_head("Cosine: scale", 10.0)
+    """
+    if not isinstance(value, Tensor):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise InputError(f"{name} is {value!r}, expected a finite number, or one per query head, shape (heads,)")
+    elif value.ndim != 1 or not value.dtype.is_floating_point:
+        got = f"{value.dtype} of shape {tuple(value.shape)}"
+        raise InputError(f"{name} is {got}, expected a number or one float per query head, shape (heads,)")
+    elif heads not in (None, len(value)):
+        raise InputError(f"{name} has {len(value)} numbers for {heads} query heads")
 
 
 def gradients_of(result: Tensor, inputs: Sequence[Tensor], slope: Tensor) -> tuple[Tensor | None, ...]:

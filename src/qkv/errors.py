@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 LONGEST = 2000  # characters of a message; a wrong value can be a text of any length
 _HEAD = re.compile(r"(?:(?P<of>[\w.]+(?:\[[^]]*\])?): )?(?P<word>-{0,2}[A-Za-z_][\w.-]*)?")
@@ -67,6 +68,17 @@ def at_least_one(of: str = "", **sizes: object) -> None:
             raise InputError(f"{of}{': ' * bool(of)}{name} is {size!r}, expected a whole number, at least 1")
 
 
+def kind_of(x: Any) -> str:
+    """A wrong value in a message: the dtype and shape of a tensor or an array, else the name of its class.
+
+    >>> kind_of(3), kind_of(int)
+    ('int', 'the class int')
+    """
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    return f"{x.dtype} of shape {tuple(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else type(x).__name__
+
+
 def nearest(name: str, known: Collection[str]) -> str:
     """A hint for an error message, "; did you mean …?", if a known name is similar; else an empty string.
 
@@ -75,3 +87,10 @@ def nearest(name: str, known: Collection[str]) -> str:
     """
     similar = difflib.get_close_matches(name[:100], known, 1)  # the time grows as the square of the length
     return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def one_of(name: str, value: object, expected: Collection[str | None]) -> None:
+    """Raise `InputError` unless `value` is in `expected`."""
+    if value not in expected:
+        hint = nearest(value, [x for x in expected if x is not None]) if isinstance(value, str) else ""
+        raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, expected))}{hint}")

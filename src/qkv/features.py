@@ -6,19 +6,16 @@ They go into `qkv.scores.Features`, or into `qkv.linear.linear_attend`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv.errors import InputError
+from qkv.errors import InputError, at_least_one
 
 __all__ = ["Favor", "elu_plus_one", "relu"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 ROWS = 4096  # vectors per chunk when no gradient is needed
@@ -75,12 +72,9 @@ class Favor:
     """W, float64 on the CPU."""
 
     def __post_init__(self) -> None:
-        d = self.head_dim
-        if d < 1:
-            raise InputError(f"Favor: head_dim is {d}, expected at least 1")
-        m = max(1, math.floor(d * math.log(d))) if self.n_features is None else self.n_features
-        if m < 1:
-            raise InputError(f"Favor: n_features is {m}, expected at least 1, or None for ⌊d ln d⌋")
+        d, m = self.head_dim, 1 if self.n_features is None else self.n_features
+        at_least_one("Favor", head_dim=d, n_features=m)
+        m = max(1, math.floor(d * math.log(d))) if self.n_features is None else m
         object.__setattr__(self, "n_features", m)
         object.__setattr__(self, "weight", _orthogonal_rows(m, d, self.seed))
 
@@ -98,10 +92,6 @@ class Favor:
         """
         logits = self._logits(x)
         return torch.exp(logits - logits.amax(-1, keepdim=True))
-
-    def redrawn(self, seed: int) -> Favor:
-        """The same map with other random features."""
-        return replace(self, seed=seed)
 
     def _logits(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n m"]:
         if x.shape[-1] != self.head_dim:

@@ -8,14 +8,14 @@ projects the keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32
-from qkv.errors import InputError
+from qkv.errors import InputError, at_least_one, kind_of, one_of
 from qkv.features import elu_plus_one
 from qkv.kernels import serve
 from qkv.kernels.linear import CHUNK, LinearState, attention
@@ -38,15 +38,8 @@ def linear_attend(
     q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
     features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
     state: LinearState | None = None, form: Literal["chunked", "recurrent"] = "chunked", chunk: int = CHUNK,
-    return_state: Literal[True],
-) -> tuple[Float[Tensor, "b h nq dv"], LinearState]: ...  # fmt: skip
-@overload
-def linear_attend(
-    q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
-    features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
-    state: LinearState | None = None, form: Literal["chunked", "recurrent"] = "chunked", chunk: int = CHUNK,
     return_state: bool = False,
-) -> Float[Tensor, "b h nq dv"] | tuple[Float[Tensor, "b h nq dv"], LinearState]: ...  # fmt: skip
+) -> Any: ...  # fmt: skip
 def linear_attend(
     q: Float[Tensor, "b h nq d"],
     k: Float[Tensor, "b hkv nk d"],
@@ -91,14 +84,12 @@ def linear_attend(
     True
     """
     call = Call.of(q, k, v, score=Features(features), normalizer=Identity())
-    if form not in ("chunked", "recurrent"):
-        raise InputError(f"form is {form!r}, expected 'chunked' or 'recurrent'")
+    one_of("form", form, ("chunked", "recurrent"))
     if form == "recurrent" and not causal:
         raise InputError(
             "form is 'recurrent' with causal=False, expected 'chunked': all keys are visible to each query"
         )
-    if chunk < 1:
-        raise InputError(f"chunk is {chunk}, expected at least 1 token")
+    at_least_one(chunk=chunk)
     if state is not None:
         want = (k.shape[0], k.shape[1], call.k.shape[3], v.shape[3])
         if state.kv.shape != want or state.k_sum.shape != want[:3]:
@@ -181,10 +172,8 @@ def linformer(
     heads, n_keys = k.shape[1:3]
     for name, x in (("e", e), ("f", f)):
         if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.shape[:-1] not in ((n_keys,), (heads, n_keys)):
-            kind = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(
-                f"linformer: {name} is {kind}, expected ({n_keys}, r) or ({heads}, {n_keys}, r) for k {tuple(k.shape)}"
-            )
+            shapes = f"({n_keys}, r) or ({heads}, {n_keys}, r) for k {tuple(k.shape)}"
+            raise InputError(f"linformer: {name} is {kind_of(x)}, expected {shapes}")
     if e.shape[-1] != f.shape[-1]:
         raise InputError(f"linformer: e projects to {e.shape[-1]} keys but f to {f.shape[-1]} values, expected equal")
     if lengths is not None:

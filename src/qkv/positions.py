@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from qkv.errors import InputError, at_least_one
 
 __all__ = ["NTK", "DynamicNTK", "Learned", "Linear", "Llama3", "Rotary", "Scaling", "Sinusoidal", "YaRN"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class Learned(nn.Module):
@@ -103,22 +100,18 @@ class Scaling:
         return 1.0
 
 
-def _check_factor(name: str, factor: float) -> None:
-    if not (factor >= 1 and math.isfinite(factor)):
-        raise InputError(f"{name}: factor is {factor}, expected at least 1")
-
-
-def _check_original(name: str, original: int) -> None:
-    if original < 1:
-        raise InputError(f"{name}: original is {original}, expected the number of tokens the model was trained on")
-
-
 @dataclass(frozen=True)
 class _ByFactor(Scaling):
+    """A scaling by a factor, and in some from the number of tokens that the model was trained on, `original`."""
+
     factor: float
 
     def __post_init__(self) -> None:
-        _check_factor(type(self).__name__, self.factor)
+        name, original = type(self).__name__, getattr(self, "original", 1)
+        if not (self.factor >= 1 and math.isfinite(self.factor)):
+            raise InputError(f"{name}: factor is {self.factor}, expected at least 1")
+        if original < 1:
+            raise InputError(f"{name}: original is {original}, expected the number of tokens the model was trained on")
 
 
 @dataclass(frozen=True)
@@ -160,17 +153,13 @@ class DynamicNTK(_ByFactor):
 
     original: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_original("DynamicNTK", self.original)
-
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:
         grown = self.factor * max(length, self.original) / self.original - (self.factor - 1)
         return NTK(grown).frequencies(dim, base, length)
 
 
 @dataclass(frozen=True)
-class YaRN(Scaling):
+class YaRN(_ByFactor):
     """Low frequencies divided by `factor`, high ones kept, a ramp between (Peng et al. 2024, arXiv:2309.00071, §3.2).
 
     The ramp lies between the dimensions that make `slow` and `fast` full turns over `original` tokens; with `whole`
@@ -181,16 +170,11 @@ class YaRN(Scaling):
     (1.0, 0.25)
     """
 
-    factor: float
     original: int
     fast: float = 32.0
     slow: float = 1.0
     attention: float | None = None
     whole: bool = True
-
-    def __post_init__(self) -> None:
-        _check_factor("YaRN", self.factor)
-        _check_original("YaRN", self.original)
 
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:
         def turning(times: float) -> float:
@@ -210,7 +194,7 @@ class YaRN(Scaling):
 
 
 @dataclass(frozen=True)
-class Llama3(Scaling):
+class Llama3(_ByFactor):
     """Frequencies of wavelengths above original / low divided by `factor`, below original / high kept, else blended.
 
     (Grattafiori et al. 2024, arXiv:2407.21783; the constants are those of Llama 3.1's code.)
@@ -226,8 +210,7 @@ class Llama3(Scaling):
     original: int = 8192
 
     def __post_init__(self) -> None:
-        _check_factor("Llama3", self.factor)
-        _check_original("Llama3", self.original)
+        super().__post_init__()
         if not 0 < self.low < self.high:
             raise InputError(f"Llama3: low is {self.low} and high is {self.high}, expected 0 < low < high")
 

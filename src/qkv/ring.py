@@ -27,10 +27,7 @@ from qkv.normalizers import Normalizer
 from qkv.scores import Score
 
 __all__ = ["positions", "shard", "unshard"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 def shard(x: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:

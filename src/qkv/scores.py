@@ -16,14 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv._contract import Definition, gradients_of, learned_tensors, overrides, require
-from qkv.errors import InputError
+from qkv._contract import Definition, check_by_head, gradients_of, learned_tensors, overrides, require
+from qkv.errors import InputError, kind_of
 
 __all__ = ["Additive", "Concat", "Cosine", "Dot", "Features", "General", "Pairwise", "Product", "Score"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class Score(Definition):
@@ -202,19 +199,11 @@ class Cosine(Product):
     keeps_rotation = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.scale, Tensor):
-            if self.scale.ndim != 1 or not self.scale.dtype.is_floating_point:
-                raise InputError(
-                    f"Cosine: scale is {self.scale.dtype} of shape {tuple(self.scale.shape)}, "
-                    "expected a number or one float per query head, shape (heads,)"
-                )
-        elif not math.isfinite(self.scale):
-            raise InputError(f"Cosine: scale is {self.scale}, expected a finite number")
+        check_by_head("Cosine: scale", self.scale)
 
     def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = super().project(q, k)
-        if isinstance(self.scale, Tensor) and len(self.scale) != q.shape[1]:
-            raise InputError(f"Cosine: scale has {len(self.scale)} numbers for {q.shape[1]} query heads")
+        check_by_head("Cosine: scale", self.scale, q.shape[1])
         scale = self.scale[:, None, None].to(q) if isinstance(self.scale, Tensor) else self.scale
         return _unit(q) * scale, _unit(k)
 
@@ -245,7 +234,7 @@ class Additive(Pairwise):
 
     def __post_init__(self) -> None:
         if not isinstance(self.vector, Tensor) or self.vector.ndim not in (1, 2):
-            raise InputError(f"Additive: vector is {_kind(self.vector)}, expected a float tensor (a,) or (heads, a)")
+            raise InputError(f"Additive: vector is {kind_of(self.vector)}, expected a float tensor (a,) or (heads, a)")
         for name, weight in (("w_q", self.w_q), ("w_k", self.w_k)):
             if weight is not None:
                 _check_weight("Additive", name, weight)
@@ -322,7 +311,7 @@ class Features(Product):
 
     def __post_init__(self) -> None:
         if not callable(self.map):
-            raise InputError(f"Features: map is {_kind(self.map)}, expected a function such as features.elu_plus_one")
+            raise InputError(f"Features: map is {kind_of(self.map)}, expected a function such as features.elu_plus_one")
 
     def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = super().project(q, k)
@@ -330,13 +319,9 @@ class Features(Product):
         return of_queries(q), self.map(k)
 
 
-def _kind(value: object) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
 def _check_weight(score: str, name: str, weight: object) -> None:
     if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point or weight.ndim not in (2, 3):
-        raise InputError(f"{score}: {name} is {_kind(weight)}, expected a float matrix, or one per head")
+        raise InputError(f"{score}: {name} is {kind_of(weight)}, expected a float matrix, or one per head")
 
 
 def _check_size(score: str, name: str, weight: Tensor, dim: int, x: Tensor, of: str) -> None:

@@ -21,9 +21,8 @@ from conftest import Command, refused
 from qkv import cache
 from qkv.models import checkpoint, tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
-from qkv.models.generation import generate, text_stream
+from qkv.models.generation import Sampler, generate, text_stream
 from qkv.models.loading import load_text_model
-from qkv.models.sampling import Sampler
 from qkv_lab.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers")

@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from conftest import close, rand, refused
-from qkv.models.beam import Hypothesis, beam_search
-from qkv.models.generation import generate, pad_left, stream, text_stream
+from qkv.models.generation import Hypothesis, Sampler, beam_search, generate, pad_left, stream, text_stream
 from qkv.models.pretrained import from_weights
-from qkv.models.sampling import Sampler
 
 GREEDY = Sampler(temperature=0)
 
@@ -453,7 +451,7 @@ def test_stopping_early_does_not_change_the_result(penalty: float, monkeypatch: 
         return results, sum(len(model.modes) for model in models)
 
     early, steps = searched()
-    monkeypatch.setattr("qkv.models.beam._done", lambda found, hope, wanted: False)
+    monkeypatch.setattr("qkv.models.generation._done", lambda found, hope, wanted: False)
     assert searched() == (early, 12 * 12)
     assert steps < 12 * 12
 

@@ -37,8 +37,8 @@ from qkv.masks import (
     Window,
     base,
     bigbird,
+    built_in,
     longformer,
-    patterns,
 )  # fmt: skip
 from qkv.reference.parts import is_visible
 
@@ -197,7 +197,7 @@ def test_visible_entries_grow_linearly() -> None:
 def test_random_keys_are_distinct_and_reproducible(size: int) -> None:
     seen = RandomKeys(size, 7).dense(13, 13)
     assert (seen.sum(-1) == min(size, 13)).all()  # a key drawn twice would be missing
-    patterns._draw.cache_clear()
+    built_in._draw.cache_clear()
     assert torch.equal(RandomKeys(size, 7).dense(13, 13), seen)
     assert torch.equal(RandomKeys(size, 7).dense(5, 13), seen[:, :, 8:])  # a chunk of queries has the same keys
     if 0 < size < 13:
@@ -213,12 +213,12 @@ def test_random_keys_are_drawn_evenly() -> None:
 @pytest.mark.parametrize("near", [Window(3, ahead=2), Global([0, -1]), Causal(), Prefix(0), ~Prefix(0)], ids=str)
 @pytest.mark.parametrize("size", [1, 4, 20])
 def test_random_keys_besides_a_mask_are_additional(near: Mask, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "DRAW_ROWS", 3)  # rows drawn at once
-    patterns._draw.cache_clear()
+    monkeypatch.setattr(built_in, "DRAW_ROWS", 3)  # rows drawn at once
+    built_in._draw.cache_clear()
     seen, more = near.dense(11, 11), RandomKeys(size, besides=near).dense(11, 11)
     assert not (seen & more).any()
     assert torch.equal(more.sum(-1), (11 - seen.sum(-1)).clamp(max=size))
-    patterns._draw.cache_clear()
+    built_in._draw.cache_clear()
 
 
 @pytest.mark.parametrize(("block", "random", "n"), [(1, 1, 40), (2, 0, 38), (4, 2, 40), (4, 1, 38), (5, 2, 38)])

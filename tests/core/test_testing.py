@@ -70,10 +70,10 @@ class Forgets(Sigmoid):
 NORMALIZERS: list[tuple[str, Any]] = [
     ("weight: .*no method", bad(Pointwise)),
     ("weight: returned .*shape", bad(Pointwise, weight=lambda self, s: s.sum(-1, keepdim=True))),
-    ("weight: changed", bad(Pointwise, weight=lambda self, s: s.relu_())),
+    ("weight: wrote", bad(Pointwise, weight=lambda self, s: s.relu_())),
     ("weight: depends on the tile", bad(Pointwise, weight=lambda self, s: torch.exp(s - s.max().detach()))),
     ("by_head: ", bad(Pointwise, by_head=False, weight=lambda self, s: torch.sigmoid(s) * s.ndim)),
-    ("weight: is inf in torch.float32", bad(Pointwise, weight=lambda self, s: torch.exp(2 * s))),
+    ("weight: in torch.float32 a weight is inf", bad(Pointwise, weight=lambda self, s: torch.exp(2 * s))),
     ("weight: .*the score.*finite", bad(Pointwise, weight=lambda self, s: s * torch.sigmoid(s).detach())),
     ("weight_: got", bad(Pointwise, weight=lambda self, s: torch.sigmoid(s), weight_=lambda self, s: s.tanh_())),
     ("slope_from_weights: got -?158.6.*expected -158.6", bad(
@@ -93,7 +93,7 @@ NORMALIZERS: list[tuple[str, Any]] = [
         Pointwise, weight=lambda self, s: torch.sigmoid(s), shift=lambda self, visible, like: like.new_zeros(2, 5))),
     ("weight: is -.*0 or more", bad(SumToOne, weight=lambda self, s, level: s - level)),
     ("weight: rises", bad(SumToOne, weight=lambda self, s, level: torch.exp(s + level))),
-    ("weight: .*0.5 at the most", bad(SumToOne, weight=lambda self, s, level: torch.sigmoid(s - level) / 2)),
+    ("weight: .*at most 0.5", bad(SumToOne, weight=lambda self, s, level: torch.sigmoid(s - level) / 2)),
     ("weight: .*continuous", bad(SumToOne, weight=lambda self, s, level: ((s - level).relu() * 2).ceil() / 1.5)),
     ("has_lse: .*exp", bad(SumToOne, has_lse=True, weight=lambda self, s, level: (s - level).relu() ** 2)),
     ("level_of: .*weights sum to", bad(
@@ -101,12 +101,12 @@ NORMALIZERS: list[tuple[str, Any]] = [
         level_of=lambda self, s: s.amax(-1).masked_fill(s.amax(-1) == -torch.inf, 0))),
     ("level_of: .*−inf", bad(
         SumToOne, weight=lambda self, s, level: torch.exp(s - level), level_of=lambda self, s: s.logsumexp(-1))),
-    ("pickle made", Forgets(0.0)),
+    ("pickle: made", Forgets(0.0)),
 ]  # fmt: skip
 
 SCORES: list[tuple[str, Any]] = [
     ("project: .*no method", bad(Product)),
-    ("project: mixes tokens: entry .* of key", bad(
+    ("project: mixes tokens: .* of the key", bad(
         Product, project=lambda self, q, k: (q, k + q.mean((1, 2), keepdim=True)))),
     ("project: mixes tokens: for a part", bad(Product, project=lambda self, q, k: (q, k / k.shape[2]))),
     ("project: .*7 entries and keys of 8", bad(Product, project=lambda self, q, k: (q[..., 1:], k))),
@@ -136,8 +136,8 @@ BIASES: list[tuple[str, Any]] = [
     (r"\w+: .*no method apply", bad(Bias)),
     ("tile: .*overrides apply", bad(
         Additive, tile=lambda self, region: torch.zeros(1, 1, 1, 1), apply=lambda self, s, region: 2 * s)),
-    ("apply: changed", bad(Bias, apply=lambda self, s, region: s.mul_(2))),
-    ("apply: .*becomes nan", bad(Bias, apply=lambda self, s, region: s.sqrt())),
+    ("apply: wrote", bad(Bias, apply=lambda self, s, region: s.mul_(2))),
+    ("apply: .*is nan", bad(Bias, apply=lambda self, s, region: s.sqrt())),
     ("tile: depends on the tile", bad(Additive, tile=from_the_corner)),
     ("apply: returned torch.float32", bad(Bias, apply=lambda self, s, region: (s / 2).float())),
     ("apply_: got", bad(Bias, apply=lambda self, s, region: s / 2, apply_=lambda self, s, region: s.mul_(2))),
@@ -180,7 +180,7 @@ MASKS: list[tuple[str, Any]] = [
         (tiles.q_first == tiles.q_last)[:, None] & (tiles.k_first == tiles.k_last), EMPTY, PARTIAL)[None, None])),
     ("classify: .*15 × 18 tiles", bad(
         Even, classify=lambda self, tiles, grid: torch.ones(len(tiles.q_first), len(tiles.k_first)))),
-    ("band: .*position 3 sees key 0", bad(Even, band=(-8, 8))),
+    ("band: .*position 3 and key 0", bad(Even, band=(-8, 8))),
     ("key_mask: says", bad(Even, key_mask=lambda self, grid: grid.columns(0, grid.n_keys)[None] % 2 == 0)),
     ("visible_keys: got", bad(
         Even, visible_keys=lambda self, grid: torch.full((1, 1, grid.n_queries), grid.n_keys // 3))),
@@ -210,7 +210,7 @@ STATISTICS: list[tuple[str, Any]] = [
         ("tile: .*tile returned", {"tile": lambda self, tile: tile.weights.sum((-1, -2))}),
         ("tile: .*complex", {"tile": lambda self, tile: tile.weights.sum(-1) * 1j}),
         ("tile: wrote", {"tile": lambda self, tile: tile.weights.mul_(2).sum(-1)}),
-        ("tile: is NaN", {"tile": lambda self, tile: (tile.weights * tile.weights.log()).sum(-1)}),
+        ("tile: is nan", {"tile": lambda self, tile: (tile.weights * tile.weights.log()).sum(-1)}),
         ("tile: .*split", {"tile": lambda self, tile: tile.weights.half().sum(-1)}),
         ("tile: .*split", {"tile": lambda self, tile: tile.weights.amax(-1)}),  # merged by addition
         ("tile: .*split", {"tile": lambda self, tile: tile.weights @ torch.arange(tile.weights.shape[-1]).double()}),

@@ -14,7 +14,7 @@ import qkv
 from conftest import close, rand, refused, triple
 from own_objects import HEADS, HeavyTail, Manhattan, Ramp, SoftplusSquared, Squeeze
 from qkv import InputError, attend, biases, masks, normalizers, scores
-from qkv.masks import Causal, Global, RandomKeys, Window, patterns
+from qkv.masks import Causal, Global, RandomKeys, Window, built_in
 from qkv.statistics import sums
 from qkv.statistics.triton import host
 
@@ -147,9 +147,9 @@ CACHED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "no keys": (host._zeros, (5, CPU)),
     "pairs of bins": (sums._pairs_of_bins, (9, 7, 4, 2, torch.float32, CPU)),
     "powers of a cell": (sums._powers, (6, torch.float32, CPU)),
-    "chosen keys": (patterns._chosen, ((0, 2), 5)),
-    "drawn keys": (patterns._draw, (2, 0, None, 9)),
-    "drawn keys besides a mask": (patterns._draw, (2, 0, Causal(), 9)),
+    "chosen keys": (built_in._chosen, ((0, 2), 5)),
+    "drawn keys": (built_in._draw, (2, 0, None, 9)),
+    "drawn keys besides a mask": (built_in._draw, (2, 0, Causal(), 9)),
 }
 
 

@@ -21,7 +21,7 @@ from torch.nn.attention import flex_attention
 
 import pages
 from qkv import cli
-from qkv.testing import biases, inputs, normalizers, scores
+from qkv.testing import laws, parts
 from qkv_lab.cli import train
 
 pytest.importorskip("transformers", reason="the pages profile models")
@@ -53,8 +53,7 @@ def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     of these pages: tests/core runs both in full.
     """
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    for checks in (biases, normalizers, scores):
-        monkeypatch.setattr(checks, "SIZES", inputs.SIZES[:2])
+    monkeypatch.setattr(parts, "SIZES", laws.SIZES[:2])
     monkeypatch.chdir(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -29,7 +29,4 @@ __all__ = [
     "stable_softmax",
     "temperature",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -18,7 +18,4 @@ __all__ = [
     "RNNSeq2Seq",
     "RNNSeq2SeqConfig",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

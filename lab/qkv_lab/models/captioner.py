@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkv.choice import choose_keys
-from qkv.errors import InputError
+from qkv.errors import InputError, one_of
 from qkv.kernels import watching
-from qkv.models.config import check_dropout, check_ids, check_tokens, one_of
+from qkv.models.config import check_dropout, check_ids, check_tokens
 from qkv.nn.alignment import AdditiveAttention
 from qkv.scores import Additive
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from qkv import masks
 from qkv.attention import Attention
 from qkv.cache import Cache
-from qkv.errors import InputError
+from qkv.errors import InputError, one_of
 from qkv.masks import Mask
-from qkv.models.config import check_dropout, check_ids, check_tokens, one_of
+from qkv.models.config import check_dropout, check_ids, check_tokens
 from qkv.nn.block import Activation, FeedForward, TransformerBlock, make_norm
 from qkv.nn.multi_head import KeysValues, MultiHeadAttention
 from qkv.positions import Learned, Rotary, Sinusoidal

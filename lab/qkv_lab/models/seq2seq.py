@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from qkv import masks
-from qkv.errors import InputError
-from qkv.models.config import check_dropout, check_ids, check_tokens, one_of
+from qkv.errors import InputError, one_of
+from qkv.models.config import check_dropout, check_ids, check_tokens
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.nn.multi_head import MultiHeadAttention
 

@@ -94,7 +94,4 @@ def task_class(name: str) -> type[Any]:
 if not TYPE_CHECKING:  # a new task needs no line here: only its name in BUILT_IN
     _PLACES = [place.split(".") for place in BUILT_IN.values()]
     __getattr__ = lazy(__name__, {f"{__name__}.{m}": [cls for n, cls in _PLACES if n == m] for m, _ in _PLACES})
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

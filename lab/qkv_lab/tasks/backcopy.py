@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.errors import InputError
+from qkv.errors import InputError, one_of
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.models.config import one_of
 from qkv_lab import heads
 from qkv_lab.task import Batch, Training, with_entries
 

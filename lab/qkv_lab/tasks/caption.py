@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkv.errors import InputError
-from qkv.models.generation import generate
-from qkv.models.sampling import Sampler
+from qkv.models.generation import Sampler, generate
 from qkv_lab import scenes
 from qkv_lab.models import Captioner, CaptionerConfig
 from qkv_lab.scenes import COLOURS, END, PAD, START, TOKEN, VOCABULARY, Scenes

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
-from qkv.errors import InputError
-from qkv.models.config import one_of
+from qkv.errors import InputError, one_of
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv_lab import heads, tokens
 from qkv_lab.task import Batch, Measured, Training, with_entries

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.errors import InputError
-from qkv.models.config import one_of
+from qkv.errors import InputError, one_of
 from qkv_lab import grammar, translation
 from qkv_lab.grammar import Pair
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig

@@ -24,7 +24,7 @@ from qkv._engine.forward import ForwardState, dropped
 from qkv._engine.sweep import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv._engine.tiles import MASKED_SCORE
 from qkv.biases import Additive
-from qkv.biases.tensors import ByQuery, clipped
+from qkv.biases.built_in import ByQuery, clipped
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.level import TileWeights
 from qkv.partial import Partial, sink_gradient

@@ -17,7 +17,7 @@ from qkv._engine.call import Call
 from qkv._engine.sizes import sizes
 from qkv._engine.sweep import Block, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv._engine.tiles import LOG2_E, gumbel, uniform
-from qkv.biases.tensors import ByQuery
+from qkv.biases.built_in import ByQuery
 from qkv.masks import Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of

@@ -6,8 +6,17 @@ the biases of this package then become tensors by pair, by distance, or by query
 """
 
 from qkv.biases.base import Additive, Bias
-from qkv.biases.positions import ALiBi, RelativePosition, T5Bias, alibi_slopes, t5_bucket
-from qkv.biases.tensors import ByDistance, Dense, SoftCap, distances
+from qkv.biases.built_in import (
+    ALiBi,
+    ByDistance,
+    Dense,
+    RelativePosition,
+    SoftCap,
+    T5Bias,
+    alibi_slopes,
+    distances,
+    t5_bucket,
+)
 
 __all__ = [
     "ALiBi",
@@ -22,7 +31,4 @@ __all__ = [
     "distances",
     "t5_bucket",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv._contract import Definition, gradients_of, learned_tensors, overrides, require
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Region
 
 Form = Literal["distance", "tensor", "cap"]
@@ -153,10 +153,8 @@ class Additive(Bias):
         """`tile`, with a check of its result; missing leading dimensions are added."""
         made = self.tile(region)
         if not isinstance(made, Tensor) or made.ndim > 4 or not made.dtype.is_floating_point:
-            got = f"{made.dtype} of shape {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
-            raise InputError(
-                f"{type(self).__name__}: tile returned {got}, expected floats that broadcast to (b, h, q, k)"
-            )
+            name, got = type(self).__name__, kind_of(made)
+            raise InputError(f"{name}: tile returned {got}, expected floats that broadcast to (b, h, q, k)")
         return made[(None,) * (4 - made.ndim)]
 
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:

@@ -14,12 +14,8 @@ your own is a subclass of `Evicting` with one method, `worth`.
 (torch.Size([1, 4, 1, 16]), Sliding(window=64, seen=102, length=64))
 """
 
-from qkv.cache.base import Cache, Full, Sliding
+from qkv.cache.base import Cache, Full, Sinks, Sliding
 from qkv.cache.evicting import Evicting, HeavyHitters
-from qkv.cache.sinks import Sinks
 
 __all__ = ["Cache", "Evicting", "Full", "HeavyHitters", "Sinks", "Sliding"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

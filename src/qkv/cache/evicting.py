@@ -13,7 +13,7 @@ from qkv._engine.call import as_biases, at_least_float32
 from qkv._registry import Registry
 from qkv.attention import Attention
 from qkv.cache.base import PAST, Cache, attend_with, check_distance_mask, rotated
-from qkv.errors import InputError, at_least_one
+from qkv.errors import InputError, at_least_one, kind_of
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
 from qkv.positions import Rotary
@@ -170,7 +170,7 @@ class Evicting(Cache):
         worth = self.worth(received.clone(), queries)
         name, shape = type(self).__name__, tuple(received.shape)
         if not isinstance(worth, Tensor) or worth.shape != received.shape or worth.is_complex():
-            raise InputError(f"{name}: worth returned {_described(worth)}, expected real numbers {shape}")
+            raise InputError(f"{name}: worth returned {kind_of(worth)}, expected real numbers {shape}")
         worth = worth if worth.is_floating_point() else worth.double()
         if bool(worth.isnan().any()):
             if bool(received.isnan().any()):
@@ -189,10 +189,6 @@ class Evicting(Cache):
 def _of_key_heads(received: Tensor, key_heads: int) -> Tensor:
     """Sum over the query heads of each key head: (b, h, keys) to (b, hkv, keys)."""
     return received.unflatten(1, (key_heads, -1)).sum(2)
-
-
-def _described(x: object) -> str:
-    return f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
 
 
 class HeavyHitters(Evicting):
@@ -226,7 +222,7 @@ BUILT_IN = {
     "full": "base.Full",
     "sliding": "base.Sliding",
     "window": "base.Sliding",
-    "sinks": "sinks.Sinks",
+    "sinks": "base.Sinks",
     "heavy": "evicting.HeavyHitters",
 }
 

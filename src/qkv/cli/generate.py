@@ -88,9 +88,8 @@ def generate(
     from rich.console import Console
 
     from qkv._progress import spinner
-    from qkv.models.generation import text_stream
+    from qkv.models.generation import Sampler, text_stream
     from qkv.models.loading import load_text_model
-    from qkv.models.sampling import Sampler
 
     allow(given.max_size)
     if given.text is None and given.file is None:

@@ -9,7 +9,4 @@ from qkv.huggingface.client import register, use
 __all__ = ["AttentionCallback", "register", "use"]
 
 __getattr__ = lazy(__name__, {"qkv.tracking.trainer": ("AttentionCallback",)})
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

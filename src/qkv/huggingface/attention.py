@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from qkv.masks import Causal, Mask
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
 
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # Arguments without effect on the weights: bookkeeping, or already in the mask.
 INERT = {
     "cache_position",
@@ -97,20 +99,25 @@ def call_of(
 
 def routes(module: nn.Module) -> bool:
     """True if the module's code gets its attention function from transformers' attention interface."""
+    return bool(globals_of(module))
+
+
+def globals_of(module: nn.Module) -> dict[str, Any]:
+    """The globals of the code of a module that calls transformers' attention interface; empty if it does not."""
     kind: type = type(module)
-    return _class_routes(kind)
+    return _class_globals(kind)
 
 
 @functools.cache
-def _class_routes(kind: type) -> bool:
+def _class_globals(kind: type) -> dict[str, Any]:
     for cls in kind.__mro__:
         if cls is nn.Module or cls.__module__ == "transformers.modeling_utils":
-            return False
+            break
         for method in vars(cls).values():
-            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
-                return True
-    return False
+            plain = inspect.unwrap(method) if callable(method) else None
+            if isinstance(plain, FunctionType) and INTERFACE in plain.__code__.co_names:
+                return plain.__globals__
+    return {}
 
 
 def configurations(model: nn.Module) -> list[Any]:

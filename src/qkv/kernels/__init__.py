@@ -27,10 +27,7 @@ from qkv.native.binding import is_finite
 from qkv.ring import Shared
 
 __all__ = ["KERNELS", "Call", "Result"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 KERNELS: dict[str, ModuleType] = {

@@ -8,12 +8,12 @@ from torch import Tensor
 from qkv._engine.call import Call, Result
 from qkv._engine.tiles import ScoreTiles, gumbel, kept, uniform, zero_masked_keys
 from qkv._engine.transforms import mapped, transformed
-from qkv.biases.tensors import clipped
+from qkv.biases.built_in import clipped
 from qkv.masks import Grid, Mask, Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
+from qkv.normalizers.built_in import log_sum_exp
 from qkv.normalizers.level import differentiable_level
-from qkv.normalizers.softmax import log_sum_exp
 
 
 def unsupported_reason(call: Call) -> str | None:

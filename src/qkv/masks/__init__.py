@@ -11,10 +11,23 @@ by default: the last query is aligned with the last key (bottom-right alignment)
 from __future__ import annotations
 
 from qkv.masks.base import And, Blockwise, Mask, Not, Or, Shifted
+from qkv.masks.built_in import (
+    Causal,
+    Dense,
+    Dilated,
+    Document,
+    Global,
+    Padding,
+    Predicate,
+    Prefix,
+    RandomKeys,
+    Strided,
+    Window,
+    bigbird,
+    longformer,
+)
 from qkv.masks.convert import from_flex, from_multihead, from_sdpa, mask_mod, to_flex, to_multihead, to_sdpa
-from qkv.masks.data import Dense, Document, Padding, Predicate
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
-from qkv.masks.patterns import Causal, Dilated, Global, Prefix, RandomKeys, Strided, Window, bigbird, longformer
 
 __all__ = [
     "EMPTY",
@@ -50,7 +63,4 @@ __all__ = [
     "to_multihead",
     "to_sdpa",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv._contract import Definition
-from qkv.errors import InputError, at_least_one
+from qkv.errors import InputError, at_least_one, kind_of
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 if TYPE_CHECKING:
@@ -89,10 +89,8 @@ class Mask(Definition):
         """`sees`, with a check of its result."""
         visible = self.sees(b, h, q, k, grid)
         if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
-            got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
-            raise InputError(
-                f"{type(self).__name__}: sees returned {got}, expected a boolean tensor, True where a query may attend"
-            )
+            name, got = type(self).__name__, kind_of(visible)
+            raise InputError(f"{name}: sees returned {got}, expected a boolean tensor, True where a query may attend")
         return visible
 
     def visible(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
@@ -157,16 +155,21 @@ class Mask(Definition):
 
 def _as_mask(value: object) -> Mask:
     if not isinstance(value, Mask):
-        what = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise InputError(
-            f"mask is combined with {what}, expected another mask; "
+            f"mask is combined with {kind_of(value)}, expected another mask; "
             "wrap a boolean tensor (True = may attend) in qkv.masks.Dense"
         )
     return value
 
 
-def check_unambiguous(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
-    """Raise `InputError` for a tensor of shape (x, nq, nk) where x can be the heads as well as the batch."""
+def check_pairs(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
+    """Raise `InputError` for a tensor that does not broadcast to all pairs, or where x of (x, nq, nk) is ambiguous."""
+    expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
+    if any(got not in (1, want) for got, want in zip(tensor.shape, expected, strict=True)):
+        raise InputError(
+            f"{name} has shape {tuple(tensor.shape)}, which does not broadcast to (batch, heads, queries, keys) = "
+            f"{expected}"
+        )
     if ndim == 3 and len(tensor[0]) > 1 and grid.batch == grid.heads == tensor.shape[1]:
         raise InputError(
             f"{name} has the ambiguous shape {tuple(tensor.shape[1:])}, for {grid.batch} batch items and "
@@ -234,8 +237,33 @@ class _Two(Mask):
         self.right.check(grid)
 
 
+class OtherGrid(Mask):
+    """Base of masks that show a pair if `mask` shows the pair at other positions, on another grid."""
+
+    mask: Mask
+
+    def _grid(self, grid: Grid) -> Grid:
+        """The grid of `mask`."""
+        raise NotImplementedError
+
+    def _at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        """The positions of queries and keys in the grid of `mask`."""
+        raise NotImplementedError
+
+    def check(self, grid: Grid) -> None:
+        self.mask.check(self._grid(grid))
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self.mask.is_visible(b, h, *self._at(q, k, grid), self._grid(grid))
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        q_first, k_first = self._at(tiles.q_first, tiles.k_first, grid)
+        q_last, k_last = self._at(tiles.q_last, tiles.k_last, grid)
+        return self.mask.classify(Tiles(q_first, q_last, k_first, k_last), self._grid(grid))
+
+
 @dataclass(frozen=True)
-class Shifted(Mask):
+class Shifted(OtherGrid):
     """`mask` with query 0 at position `offset` instead of bottom-right alignment: for buffers with unused rows.
 
     >>> from qkv.masks import Causal
@@ -249,20 +277,12 @@ class Shifted(Mask):
     def _grid(self, grid: Grid) -> Grid:
         return replace(grid, offset=self.offset)
 
-    def check(self, grid: Grid) -> None:
-        self.mask.check(self._grid(grid))
-
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.mask.is_visible(b, h, q - grid.offset + self.offset, k, self._grid(grid))
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        move = self.offset - grid.offset
-        moved = replace(tiles, q_first=tiles.q_first + move, q_last=tiles.q_last + move)
-        return self.mask.classify(moved, self._grid(grid))
+    def _at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        return q + (self.offset - grid.offset), k
 
 
 @dataclass(frozen=True)
-class Submask(Mask):
+class Submask(OtherGrid):
     """`mask` of a whole matrix `grid`, restricted to a rectangle of it.
 
     Adding `down` to query positions and `right` to key positions of the rectangle gives those in the whole matrix.
@@ -273,13 +293,14 @@ class Submask(Mask):
     down: int
     right: int
 
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.mask.is_visible(b, h, q + self.down, k + self.right, self.grid)
+    def _grid(self, grid: Grid) -> Grid:
+        return self.grid
 
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        down, right = self.down, self.right
-        moved = Tiles(tiles.q_first + down, tiles.q_last + down, tiles.k_first + right, tiles.k_last + right)
-        return self.mask.classify(moved, self.grid)
+    def _at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        return q + self.down, k + self.right
+
+    def check(self, grid: Grid) -> None:
+        """The mask has been checked against its own grid."""
 
     def visible(self, region: Region, grid: Grid) -> Tensor:
         down, right = self.down + grid.offset - self.grid.offset, self.right  # shift of rows, not of positions
@@ -361,7 +382,7 @@ class Not(Mask):
 
 
 @dataclass(frozen=True)
-class Blockwise(Mask):
+class Blockwise(OtherGrid):
     """A mask over blocks of `size` tokens: a pair is visible where `mask` is visible for its pair of blocks.
 
     Positions 0 … size − 1 are block 0 and so on; the last block may be short.
@@ -382,15 +403,8 @@ class Blockwise(Mask):
         first, last = grid.offset // self.size, (grid.offset + grid.n_queries - 1) // self.size
         return replace(grid, n_queries=last - first + 1, n_keys=-(-grid.n_keys // self.size), offset=first)
 
-    def check(self, grid: Grid) -> None:
-        self.mask.check(self._grid(grid))
-
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.mask.is_visible(b, h, q // self.size, k // self.size, self._grid(grid))
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        blocks = Tiles(*(x // self.size for x in (tiles.q_first, tiles.q_last, tiles.k_first, tiles.k_last)))
-        return self.mask.classify(blocks, self._grid(grid))
+    def _at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        return q // self.size, k // self.size
 
 
 PAIRS = 512  # up to this many tokens, one cell per pair

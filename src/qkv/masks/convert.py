@@ -16,11 +16,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkv.errors import InputError
-from qkv.masks.base import And, Blockwise, Mask, Not, Or, Shifted, Submask
-from qkv.masks.data import Dense, Document, Padding, Predicate
+from qkv.errors import InputError, kind_of
+from qkv.masks.base import And, Blockwise, Mask, Not, Or, OtherGrid, Shifted, Submask
+from qkv.masks.built_in import Causal, Dense, Document, Global, Padding, Predicate, Prefix, RandomKeys, _chosen, _draw
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
-from qkv.masks.patterns import Causal, Global, Prefix, RandomKeys, _chosen, _draw
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -84,8 +83,7 @@ def _boolean(name: str, x: object, meaning: str) -> Tensor:
             "pass it as bias=qkv.biases.Dense(tensor)"
         )
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{name} is {kind}, expected a boolean tensor (True = {meaning})")
+        raise InputError(f"{name} is {kind_of(x)}, expected a boolean tensor (True = {meaning})")
     return x
 
 
@@ -193,12 +191,9 @@ def _ready(mask: Mask, grid: Grid) -> Mask:
             return type(mask)(_ready(left, grid), _ready(right, grid))
         case Not(inner):
             return Not(_ready(inner, grid))
-        case Shifted(inner, offset):
-            return Predicate(_moved(_ready(inner, mask._grid(grid)), offset - grid.offset, mask._grid(grid)))
-        case Submask(inner, whole, down, right):
-            return Predicate(_submask(_ready(inner, whole), down, right, whole))
-        case Blockwise(inner, size):
-            return Predicate(_blocked(_ready(inner, mask._grid(grid)), size, mask._grid(grid)))
+        case OtherGrid():
+            inner, whole, move = _ready(mask.mask, mask._grid(grid)), mask._grid(grid), mask._at
+            return Predicate(lambda b, h, q, k: inner.sees(b, h, *move(q, k, grid), whole))
         case Padding(lengths):
             return replace(mask, lengths=torch.as_tensor(lengths).to(grid.device))
         case Document(ids):
@@ -215,27 +210,6 @@ def _ready(mask: Mask, grid: Grid) -> Mask:
 
 
 _KNOWN = (And, Or, Not, Shifted, Submask, Blockwise, Padding, Document, Dense, Prefix, Global, RandomKeys)
-
-
-def _moved(mask: Mask, by: int, grid: Grid) -> Visible:
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask.sees(b, h, q + by, k, grid)
-
-    return visible
-
-
-def _submask(mask: Mask, down: int, right: int, whole: Grid) -> Visible:
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask.sees(b, h, q + down, k + right, whole)
-
-    return visible
-
-
-def _blocked(mask: Mask, size: int, grid: Grid) -> Visible:
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask.sees(b, h, q // size, k // size, grid)
-
-    return visible
 
 
 def _global(chosen: Tensor) -> Visible:

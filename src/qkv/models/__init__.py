@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qkv._packages import from_lab
-from qkv.models.beam import Hypothesis, beam_search
 from qkv.models.checkpoint import folder_of, load, save
 from qkv.models.decoder import DecoderConfig, DecoderLM, DecoderState
-from qkv.models.generation import generate, pad_left, stream, text_stream
+from qkv.models.generation import Hypothesis, Sampler, beam_search, generate, pad_left, stream, text_stream
 from qkv.models.pretrained import from_hugging_face
-from qkv.models.sampling import Sampler
 from qkv.models.tokenizers import ByteTokenizer
 
 __all__ = [
@@ -47,5 +45,4 @@ if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has ever
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

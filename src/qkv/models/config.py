@@ -7,7 +7,7 @@ qkv itself have a form in JSON, so that reading a file never runs anybody's code
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -17,17 +17,14 @@ from torch import Tensor, nn
 from qkv import biases, features, masks, normalizers, scores
 from qkv._untrusted import Budget
 from qkv.attention import Attention
-from qkv.errors import InputError, nearest
+from qkv.errors import InputError, kind_of, nearest
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
     """Raise `InputError` unless `ids` has shape (batch, length) and at least one token, all within the vocabulary."""
-    if not isinstance(ids, Tensor):
-        raise InputError(f"{name} is {type(ids).__name__}, expected a tensor of integers (batch, length)")
-    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
-        raise InputError(
-            f"{name} is {ids.dtype} of shape {tuple(ids.shape)}, expected integers (batch, length), 1 token or more"
-        )
+    integers = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32)
+    if not integers or ids.ndim != 2 or not ids.numel():
+        raise InputError(f"{name} is {kind_of(ids)}, expected a tensor of integers (batch, length), 1 token or more")
     if not torch.compiler.is_compiling() and ids.device.type == "cpu":  # on a GPU the check would wait for the device
         low, high = (int(x) for x in ids.aminmax())
         if low < 0 or high >= vocabulary:
@@ -142,13 +139,6 @@ def _public(place: str, name: object) -> Any:
 
 
 C = TypeVar("C")
-
-
-def one_of(name: str, value: object, expected: Collection[str]) -> None:
-    """Raise `InputError` unless `value` is in `expected`."""
-    if value not in expected:
-        hint = nearest(value, expected) if isinstance(value, str) else ""
-        raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, expected))}{hint}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

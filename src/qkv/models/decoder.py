@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,10 +17,9 @@ from qkv._engine.call import as_mask
 from qkv.attention import Attention
 from qkv.biases import ALiBi, Bias, T5Bias
 from qkv.cache import Cache, Full
-from qkv.errors import InputError
-from qkv.masks import Causal, Dense, Mask, Prefix, Window
-from qkv.models.config import check_dropout, check_ids, one_of
-from qkv.models.decoder_mask import causal, depends_on_length, depends_on_start
+from qkv.errors import InputError, kind_of, one_of
+from qkv.masks import Causal, Dense, Grid, Mask, Prefix, Window
+from qkv.models.config import check_dropout, check_ids
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.block import FeedForward, TransformerBlock, make_norm
 from qkv.nn.multi_head import MultiHeadAttention
@@ -329,8 +328,7 @@ class DecoderLM(nn.Module):
         """
         if padding is not None:
             if not isinstance(padding, Tensor) or padding.shape != (batch,):
-                found = tuple(padding.shape) if isinstance(padding, Tensor) else type(padding).__name__
-                raise InputError(f"padding is {found}, expected a tensor of shape (batch,) = {(batch,)}")
+                raise InputError(f"padding is {kind_of(padding)}, expected a tensor of shape (batch,) = {(batch,)}")
             if bool((padding < 0).any()):
                 raise InputError(f"padding is {padding.tolist()}, expected numbers of at least 0")
             if self.config.prefix and bool((padding > 0).any()):
@@ -486,3 +484,75 @@ def _block(config: DecoderConfig, attention: Attention, rotary: Rotary | None) -
         norm_bias=config.bias,
         dropout=config.dropout,
     )
+
+
+LONGEST, SPREAD, LAST = 8192, 96, 96  # the longest text that is compared, and which of its positions
+
+
+def causal(mask: Mask | None) -> Mask:
+    """The mask without later keys.
+
+    >>> from qkv.masks import Window
+    >>> causal(Window(2)), causal(Window(2, ahead=1))
+    (Window(size=2, ahead=0), And(left=Window(size=2, ahead=1), right=Causal()))
+    """
+    if mask is None:
+        return Causal()
+    return mask if mask.band is not None and mask.band[0] >= 0 else mask & Causal()
+
+
+def depends_on_length(mask: Mask, longest: int, heads: int) -> bool:
+    """Whether a pair of positions that is visible in one text is masked in a longer one, or when it is the last query.
+
+    Then keys that were computed for a prompt are not those of the longer text, and a cache would be wrong. The masks of
+    several lengths are compared, up to `longest` tokens.
+
+    >>> from qkv.masks import Global, Window
+    >>> [depends_on_length(Window(4) | Global([token]), 64, heads=1) for token in (0, -1)]
+    [False, True]
+    """
+    if mask.band is not None:
+        return False
+    longest = min(longest, LONGEST)
+    try:
+        for n in {longest - 1, longest // 2 + 1, longest // 3 + 1} & set(range(1, longest)):
+            positions = _sample(n)
+            short = _visible(mask, positions, positions, Grid.of(n, n, heads=heads))
+            long = _visible(mask, positions, positions, Grid.of(longest, longest, heads=heads))
+            last = _visible(mask, positions[-1:], positions, Grid.of(1, n, heads=heads))
+            if not torch.equal(short, long) or not torch.equal(short[:, -1:], last):
+                return True
+    except InputError:  # a mask of tensors that fits one length only
+        return True
+    return False
+
+
+def depends_on_start(mask: Mask, longest: int, heads: int) -> bool:
+    """Whether a mask depends on more than the distance of query and key, so that padding on the left would change it.
+
+    >>> from qkv.masks import Prefix, Window
+    >>> depends_on_start(Window(4), 64, heads=1), depends_on_start(Prefix(4), 64, heads=1)
+    (False, True)
+    """
+    if mask.band is not None:
+        return False
+    longest = min(longest, LONGEST)
+    grid = Grid.of(longest, longest, heads=heads)
+    for move in {1, 2, longest // 2} & set(range(1, longest)):
+        positions = _sample(longest - move)
+        moved = positions + move
+        if not torch.equal(_visible(mask, positions, positions, grid), _visible(mask, moved, moved, grid)):
+            return True
+    return False
+
+
+def _sample(n: int) -> Int[Tensor, " p"]:
+    """Positions below n: some over the whole length, and the last ones."""
+    return torch.cat([torch.linspace(0, n - 1, SPREAD).long(), torch.arange(max(0, n - LAST), n)]).unique()
+
+
+def _visible(mask: Mask, q: Int[Tensor, " q"], k: Int[Tensor, " k"], grid: Grid) -> Bool[Tensor, "h q k"]:
+    """Which pairs of these positions are visible in each head."""
+    mask.check(grid)
+    b, h = torch.zeros(1, 1, 1, dtype=torch.long), torch.arange(grid.heads)[:, None, None]
+    return mask.is_visible(b, h, q[:, None], k, grid).expand(grid.heads, len(q), len(k))

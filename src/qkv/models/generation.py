@@ -1,12 +1,12 @@
-"""Generation with any model that has a `step`: token by token (`stream`), all at once (`generate`), or as text
-(`text_stream`). Beam search is in `qkv.models.sampling`.
-"""
+"""Generation with any model that has a `step`: `Sampler`, `stream`, `generate`, `text_stream`, and `beam_search`."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,8 +14,124 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.errors import InputError
-from qkv.models.sampling import Sampler
+from qkv.errors import InputError, at_least_one, kind_of
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is chosen: by default from the model's distribution; `Sampler(temperature=0)` is greedy.
+
+    Each setting filters the result of the one before it. The order is that of Hugging Face transformers.
+
+    Args:
+        repetition_penalty: logits of tokens that already occurred are divided by it where positive and multiplied by it
+            where negative (Keskar et al. 2019, arXiv:1909.05858, §4.1, in transformers' form); 1 changes nothing.
+        temperature: divides the logits; 0 takes the token with the largest logit, and the first of several such tokens.
+        top_k: keep the tokens whose logit is at least the k-th largest, including all ties.
+        top_p: keep the fewest tokens, most likely first, whose probabilities sum to at least this (Holtzman et al.
+            2020, arXiv:1904.09751, §3.1); of tokens of equal probability, the first.
+        min_p: keep the tokens with at least this share of the probability of the most likely token (Nguyen et al. 2024,
+            arXiv:2407.01082).
+
+    Raises:
+        InputError: for a setting outside its range.
+
+    >>> import torch
+    >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    >>> Sampler(top_p=0.7).probabilities(logits).round(decimals=3).tolist()
+    [[0.625, 0.375, 0.0, 0.0]]
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature is {self.temperature}, expected 0 (greedy) or a positive finite number")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise InputError(f"top_k is {self.top_k}, expected a whole number of at least 1, or None")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}, expected more than 0 and at most 1, or None")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p is {self.min_p}, expected 0 to 1, or None")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise InputError(f"repetition_penalty is {self.repetition_penalty}, expected a positive finite number")
+
+    def probabilities(
+        self, logits: Float[Tensor, "b v"], seen: Int[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b v"]:
+        """The probability of each token to be drawn.
+
+        Args:
+            logits: logits of the next token.
+            seen: tokens that the repetition penalty applies to. Ids outside the vocabulary, such as −1 for padding, are
+                ignored. Required if the penalty is not 1.
+
+        Returns:
+            Probabilities in float64, exactly 0 where a token is ruled out.
+
+        Raises:
+            InputError: if there is a penalty, but `seen` is None.
+        """
+        logits = logits.double()  # temperatures near 0 and long tails are safe
+        if self.repetition_penalty != 1:
+            if seen is None:
+                raise InputError(f"seen is None, expected tokens, as repetition_penalty is {self.repetition_penalty}")
+            logits = _penalized(logits, seen, self.repetition_penalty)
+        if self.temperature == 0:
+            best, index = logits.max(-1, keepdim=True)
+            return torch.zeros_like(logits).scatter(-1, index, 1 + 0 * best)  # keeps NaN, which `draw` reports
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # without the maximum it could overflow
+        if self.top_k is not None:
+            smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < smallest, -math.inf)
+        if self.top_p is not None:
+            ordered, index = logits.sort(descending=True, stable=True)
+            before = ordered.softmax(-1).cumsum(-1).roll(1, -1)  # total probability of all more likely tokens
+            before[:, 0] = 0
+            out = before >= self.top_p
+            logits = logits.masked_fill(out.scatter(-1, index, out), -math.inf)
+        chances = logits.softmax(-1)
+        if self.min_p is not None:
+            chances = chances.masked_fill(chances < self.min_p * chances.amax(-1, keepdim=True), 0)
+            chances = chances / chances.sum(-1, keepdim=True)
+        return chances
+
+    def draw(self, probabilities: Float[Tensor, "b v"], generators: Sequence[torch.Generator]) -> Int[Tensor, " b"]:
+        """One token for each row: the first whose cumulative probability exceeds a uniform number.
+
+        Args:
+            probabilities: rows that sum to about 1.
+            generators: one for each row, on the CPU. Each row draws one number from its own generator, so its token
+                does not depend on the other rows of the batch; nor on the device, because the sums are computed on the
+                CPU.
+
+        Raises:
+            InputError: if a row is not a distribution, for instance NaN, or the number of generators is wrong.
+        """
+        if len(generators) != len(probabilities):
+            raise InputError(f"generators has {len(generators)} items, expected {len(probabilities)}, one for each row")
+        total = probabilities.cpu().double().cumsum(-1)  # in order: a parallel sum need not be monotone
+        broken = ~(total[:, -1] > 0) | total[:, -1].isinf()
+        if broken.any():
+            row = int(broken.nonzero()[0])
+            raise InputError(
+                f"probabilities of row {row} sum to {total[row, -1]:g}, expected 1: are its logits finite?"
+            )
+        uniform = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
+        # right=True skips tokens of probability 0, which add nothing to the sum.
+        return torch.searchsorted(total, uniform * total[:, -1:], right=True)[:, 0].to(probabilities.device)
+
+
+def _penalized(logits: Float[Tensor, "b v"], seen: Int[Tensor, "b t"], penalty: float) -> Float[Tensor, "b v"]:
+    size = logits.shape[-1]
+    known = (seen >= 0) & (seen < size)
+    where = logits.new_zeros(len(logits), size + 1, dtype=torch.bool)  # the last column: ids outside the vocabulary
+    where.scatter_(1, seen.masked_fill(~known, size), True)
+    return torch.where(where[:, :-1], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 @runtime_checkable
@@ -71,7 +187,7 @@ def stream(
     prompt: Int[Tensor, "b n"],
     *,
     max_new_tokens: int,
-    sampling: Sampler = Sampler(),  # noqa: B008 (frozen)
+    sampling: Sampler = Sampler(),
     end: int | Sequence[int] | None = None,
     seed: int | None = None,
     padding: Int[Tensor, " b"] | None = None,
@@ -153,7 +269,7 @@ def generate(
     prompt: Int[Tensor, "b n"],
     *,
     max_new_tokens: int,
-    sampling: Sampler = Sampler(),  # noqa: B008 (frozen)
+    sampling: Sampler = Sampler(),
     end: int | Sequence[int] | None = None,
     seed: int | None = None,
     padding: Int[Tensor, " b"] | None = None,
@@ -212,7 +328,7 @@ def text_stream(
     prompt: str | Sequence[int] | Int[Tensor, " n"],
     *,
     max_new_tokens: int,
-    sampling: Sampler = Sampler(),  # noqa: B008 (frozen)
+    sampling: Sampler = Sampler(),
     end: int | Sequence[int] | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
@@ -316,12 +432,10 @@ def _generators(batch: int, seed: int | None) -> list[torch.Generator]:
 def check(prompt: Int[Tensor, "b n"], max_new_tokens: int) -> None:
     """Raise `InputError` for a prompt without tokens, or less than one token to generate."""
     if not isinstance(prompt, Tensor) or prompt.ndim != 2:
-        found = f"shape {tuple(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise InputError(f"prompt has {found}, expected a tensor (batch, length) of tokens, such as pad_left makes")
+        raise InputError(f"prompt is {kind_of(prompt)}, expected a tensor (batch, length) of tokens, as of pad_left")
     if prompt.shape[1] < 1:
         raise InputError("prompt has no tokens, expected at least one")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+    at_least_one(max_new_tokens=max_new_tokens)
 
 
 def end_tokens(end: int | Sequence[int] | None, vocabulary: int, device: torch.device) -> Int[Tensor, " e"]:
@@ -331,3 +445,129 @@ def end_tokens(end: int | Sequence[int] | None, vocabulary: int, device: torch.d
         if not 0 <= token < vocabulary:
             raise InputError(f"end: {token} is not in the vocabulary, expected tokens from 0 to {vocabulary - 1}")
     return torch.tensor(ends, dtype=torch.long, device=device)
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A continuation and its score.
+
+    >>> Hypothesis(tokens=[5, 2], score=-0.7).tokens
+    [5, 2]
+    """
+
+    tokens: list[int]
+    """The new tokens without the end token; `max_new_tokens` of them if no end token came."""
+    score: float
+    """Log-probability, natural, divided by (number of tokens, the end token included) ** length_penalty."""
+
+
+def beam_search(
+    model: Model,
+    state: Any,
+    start: Int[Tensor, " b"] | Int[Tensor, "b n"],
+    *,
+    beams: int = 4,
+    max_new_tokens: int,
+    end: int | Sequence[int] | None,
+    length_penalty: float = 1.0,
+    num_return: int = 1,
+) -> list[list[Hypothesis]]:
+    """The best continuations of each item of a batch that a beam of fixed width finds.
+
+    At each step every unfinished hypothesis is extended by every token. Extensions that end, and are among the best
+    `beams`, are finished; the best `beams` of the others remain, so finished hypotheses do not narrow the beam. A beam
+    of one is greedy decoding. Hypotheses that remain after `max_new_tokens` count as finished. An item stops early when
+    no unfinished hypothesis can beat the worst finished one that would be returned: a log-probability only falls, so
+    the best possible score is the best log-probability divided by the longest length (by the next length, if
+    length_penalty is negative). Stopping early saves work and never changes the result.
+
+    Candidates, rules and scores are those of Hugging Face transformers with ``early_stopping="never"``.
+
+    Args:
+        model: anything with a `step`; it runs in evaluation mode, without autograd.
+        state: the state that `model.start` returned for a batch of b; it cannot be used again.
+        start: the first token of each item, or its prompt.
+        beams: number of unfinished hypotheses kept for each item.
+        max_new_tokens: length of the longest hypothesis.
+        end: the token, or tokens, that end a hypothesis; None if there is none.
+        length_penalty: log-probabilities are divided by the number of new tokens to this power: 0 compares sums, which
+            favours short hypotheses; 1 compares means per token; larger powers favour long hypotheses.
+        num_return: how many hypotheses of each item to return.
+
+    Returns:
+        For each item its hypotheses, best first; fewer than `num_return` only if no more were found that have a
+        probability above 0.
+
+    Raises:
+        InputError: for a start without tokens or arguments out of range.
+
+    Source: Sutskever et al. 2014, arXiv:1409.3215, §3.2, whose beam narrows; the length normalisation is that of Wu et
+    al. 2016, arXiv:1609.08144, §7, in the simpler form of transformers.
+
+    >>> class Coin(torch.nn.Module):  # 0 with probability 0.6, 1 with 0.4
+    ...     vocabulary = 2
+    ...     def step(self, tokens, state):
+    ...         return torch.tensor([0.6, 0.4]).log().expand(len(tokens), 2)
+    >>> class State:
+    ...     def reorder(self, rows):
+    ...         pass
+    >>> found = beam_search(Coin(), State(), torch.tensor([0]), max_new_tokens=2, end=None, num_return=2)
+    >>> [(h.tokens, round(math.exp(2 * h.score), 2)) for h in found[0]]
+    [([0, 0], 0.36), ([0, 1], 0.24)]
+    """
+    prompt = start[:, None] if start.ndim == 1 else start
+    check(prompt, max_new_tokens)
+    ends = end_tokens(end, model.vocabulary, prompt.device)
+    at_least_one(beams=beams)
+    if not 1 <= num_return <= beams:
+        raise InputError(f"num_return is {num_return}, expected 1 to {beams}, the number of beams")
+    if not math.isfinite(length_penalty):
+        raise InputError(f"length_penalty is {length_penalty}, expected a finite number")
+    with evaluating(model):
+        return _search(model, state, prompt, beams, max_new_tokens, ends, length_penalty, num_return)
+
+
+def _search(
+    model: Model, state: Any, prompt: Tensor, beams: int, longest: int, ends: Tensor, penalty: float, wanted: int
+) -> list[list[Hypothesis]]:
+    batch = len(prompt)
+    candidates_kept = 1 if beams == 1 else beams * (1 + len(ends))  # enough that at least `beams` of them do not end
+    found: list[list[Hypothesis]] = [[] for _ in range(batch)]
+    alive = torch.zeros(batch, 1, dtype=torch.float64, device=prompt.device)  # log-probabilities, best first
+    tokens = prompt.new_empty(batch, 1, 0)
+    step = prompt
+    for length in range(1, longest + 1):
+        logits = model.step(step, state)
+        width, size = alive.shape[1], logits.shape[-1]
+        candidates = alive[..., None] + logits.double().log_softmax(-1).view(batch, width, size)
+        scores, index = candidates.flatten(1).topk(min(candidates_kept, width * size))
+        parent, token = index // size, index % size
+        tokens = torch.cat([_gathered(tokens, parent), token[..., None]], -1)
+
+        ended = torch.isin(token, ends)
+        finished = (ended | (length == longest)) & (scores > -math.inf)
+        for item, rank in finished[:, :beams].nonzero().tolist():
+            new = tokens[item, rank, : length - int(ended[item, rank])].tolist()
+            found[item].append(Hypothesis(new, float(scores[item, rank]) / length**penalty))
+        found = [sorted(some, key=lambda h: -h.score)[:wanted] for some in found]
+        if length == longest:
+            break
+
+        alive, chosen = scores.masked_fill(ended, -math.inf).topk(min(beams, scores.shape[1]))
+        bound = alive[:, 0] / (longest if penalty >= 0 else length + 1) ** penalty
+        if all(map(_done, found, bound.tolist(), [wanted] * batch)):
+            break
+        rows = torch.arange(batch, device=prompt.device)[:, None] * width + parent.gather(1, chosen)
+        state.reorder(rows.flatten())
+        tokens = _gathered(tokens, chosen)
+        step = token.gather(1, chosen).view(-1, 1)
+    return found
+
+
+def _done(found: list[Hypothesis], bound: float, wanted: int) -> bool:
+    """True if no unfinished hypothesis, whose score is at most `bound`, can be among the `wanted` best."""
+    return bound == -math.inf or (len(found) == wanted and found[-1].score >= bound)
+
+
+def _gathered(tokens: Int[Tensor, "b w t"], index: Int[Tensor, "b w2"]) -> Int[Tensor, "b w2 t"]:
+    return tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))

@@ -14,7 +14,7 @@ from torch import nn
 
 from qkv._packages import check_tested, require
 from qkv._untrusted import SizeError, check_json_files, first_line, free_memory, load_json
-from qkv.errors import InputError, nearest
+from qkv.errors import InputError, nearest, one_of
 from qkv.models import checkpoint, pretrained, tensors
 from qkv.models.decoder import DecoderLM
 from qkv.models.tokenizers import TOKENIZER, ByteTokenizer, FileTokenizer
@@ -80,7 +80,7 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
 
 def load_model(name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool | None = False) -> Loaded:
     """Load a model as `load` does; with `head` None, with an output head if its configuration names one."""
-    _check_dtype(dtype)
+    one_of("dtype", dtype, DTYPES)
     if not os.path.exists(name) and (len(name) > LONGEST or any(map(str.isspace, name))):
         short = f"{name[:40]}…" if len(name) > 40 else name
         raise InputError(f"model is {short!r}, expected a folder or a model's name; a text comes after the model")
@@ -111,11 +111,6 @@ def load_if_named(
 def name_of_model(model: nn.Module) -> str:
     """The name in a model's configuration, or else of its class."""
     return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}{nearest(dtype, DTYPES)}")
 
 
 def _is_path(name: str) -> bool:
@@ -327,7 +322,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     >>> loaded.encode("Hi!"), loaded.end
     ([72, 105, 33], ())
     """
-    _check_dtype(dtype)
+    one_of("dtype", dtype, DTYPES)
     folder = checkpoint.folder_of(name) or Path(name).expanduser()
     if not folder.is_dir():
         if folder.exists():
@@ -339,7 +334,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     end: tuple[int, ...] = ()
     try:
         if "model_type" in config:
-            _check_decoder(config, name)
+            one_of(f"model: {name}: model_type", config["model_type"], tuple(pretrained.KINDS))
             require(f"model: the tokenizer of {name}", "transformers")
             _quiet()
             with checkpoint.valid_config(folder):
@@ -361,12 +356,6 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
         )
     decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return TextModel(model, TextTokenizer(tokenizer.encode, decode), name, end)
-
-
-def _check_decoder(config: dict[str, Any], name: str) -> None:
-    """Raise `InputError` unless a configuration is of a model that `DecoderLM` can be."""
-    if (kind := config.get("model_type")) not in pretrained.KINDS:
-        raise InputError(f"model: {name}: model_type is {kind!r}, expected {' or '.join(map(repr, pretrained.KINDS))}")
 
 
 def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, ...]:
@@ -398,7 +387,8 @@ def _decoder_of_hub(name: str) -> Path:
     cached = tensors.only_cached(name, ("qkv-mini",))
     try:
         config = huggingface_hub.hf_hub_download(name, checkpoint.CONFIG, local_files_only=cached)
-        _check_decoder(checkpoint.read_config(Path(config).parent), name)
+        kind = checkpoint.read_config(Path(config).parent).get("model_type")
+        one_of(f"model: {name}: model_type", kind, tuple(pretrained.KINDS))
         return Path(
             huggingface_hub.snapshot_download(
                 name, allow_patterns=HUB_FILES, ignore_patterns="*/*", local_files_only=cached

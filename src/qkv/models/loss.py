@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qkv.cache import Cache
-from qkv.errors import InputError
+from qkv.errors import InputError, at_least_one
 
 if TYPE_CHECKING:
     from qkv.models.decoder import DecoderLM
@@ -118,8 +118,7 @@ def token_loss(
     """
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise InputError(f"ids has shape {tuple(ids.shape)}, expected (texts, length) of at least 2 tokens")
-    if chunk < 1:
-        raise InputError(f"chunk is {chunk}, expected at least 1 token")
+    at_least_one(chunk=chunk)
     ids = ids.to(model.embedding.weight.device)
     state, outputs = model.start(len(ids), cache=make_cache), []
     weight, bias = (model.embedding.weight, None) if model.output is None else (model.output.weight, model.output.bias)

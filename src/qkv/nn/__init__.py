@@ -22,7 +22,4 @@ __all__ = [
     "from_torch",
     "to_torch",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -6,7 +6,7 @@ keys is computed once for each source with `project` and passed to every decoder
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,7 +16,7 @@ from qkv import masks
 from qkv._engine.call import as_mask, at_least_float32
 from qkv.attention import attend
 from qkv.biases import Dense
-from qkv.errors import InputError
+from qkv.errors import InputError, at_least_one, one_of
 from qkv.kernels import watching
 from qkv.masks import Mask
 from qkv.normalizers import Softmax
@@ -48,7 +48,7 @@ class AdditiveAttention(nn.Module):
 
     def __init__(self, d_query: int, d_key: int, d_hidden: int) -> None:
         super().__init__()
-        _check_sizes("AdditiveAttention", d_query=d_query, d_key=d_key, d_hidden=d_hidden)
+        at_least_one("AdditiveAttention", d_query=d_query, d_key=d_key, d_hidden=d_hidden)
         self.d_query, self.d_key, self.d_hidden = d_query, d_key, d_hidden
         self.w_q = nn.Parameter(torch.empty(d_hidden, d_query))
         self.w_k = nn.Parameter(torch.empty(d_hidden, d_key))
@@ -74,13 +74,8 @@ class AdditiveAttention(nn.Module):
     @overload
     def forward(
         self, query: Tensor, keys: Tensor, values: Tensor | None = None, *, projected: Tensor | None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, query: Tensor, keys: Tensor, values: Tensor | None = None, *, projected: Tensor | None = None,
         mask: Mask | Bool[Tensor, "..."] | None = None, return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         query: Float[Tensor, "b nq dq"],
@@ -170,11 +165,9 @@ class LuongAttention(nn.Module):
         half_width: int = 10,
     ) -> None:
         super().__init__()
-        _check_sizes("LuongAttention", d_query=d_query, d_key=d_key, half_width=half_width)
-        if score not in ("dot", "general", "concat"):
-            raise InputError(f"LuongAttention: score is {score!r}, expected 'dot', 'general' or 'concat'")
-        if kind not in ("global", "local-m", "local-p"):
-            raise InputError(f"LuongAttention: kind is {kind!r}, expected 'global', 'local-m' or 'local-p'")
+        at_least_one("LuongAttention", d_query=d_query, d_key=d_key, half_width=half_width)
+        one_of("LuongAttention: score", score, ("dot", "general", "concat"))
+        one_of("LuongAttention: kind", kind, ("global", "local-m", "local-p"))
         if score == "dot" and d_query != d_key:
             raise InputError(
                 f"LuongAttention: score is 'dot' with d_query {d_query} and d_key {d_key}, expected them equal "
@@ -218,14 +211,8 @@ class LuongAttention(nn.Module):
     def forward(
         self, query: Tensor, keys: Tensor, *, projected: Tensor | None = None,
         mask: Mask | Bool[Tensor, "..."] | None = None, step: int = 0, lengths: Int[Tensor, " b"] | None = None,
-        return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, query: Tensor, keys: Tensor, *, projected: Tensor | None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, step: int = 0, lengths: Int[Tensor, " b"] | None = None,
         return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         query: Float[Tensor, "b nq dq"],
@@ -325,12 +312,6 @@ def _kernel(query: Tensor) -> str:
 
 def _both(mask: Mask | None, further: Mask) -> Mask:
     return further if mask is None else mask & further
-
-
-def _check_sizes(name: str, **sizes: int) -> None:
-    for what, size in sizes.items():
-        if size < 1:
-            raise InputError(f"{name}: {what} is {size}, expected at least 1")
 
 
 def _check_last(name: str, x: Tensor, size: int) -> None:

@@ -15,7 +15,6 @@ from qkv._engine.call import as_mask
 from qkv.attention import Attention, attend_counting
 from qkv.errors import InputError
 from qkv.masks import Mask
-from qkv.statistics.sums import Statistics
 
 Path = tuple[str | int, ...]
 
@@ -63,33 +62,9 @@ class Composition(nn.Module):
     @overload
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
-        return_weights: Literal[True], return_statistics: Literal[False] = False,
-        queries: Bool[Tensor, "b nq"] | None = None,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
-        return_weights: Literal[False] = False, return_statistics: Literal[True],
-        queries: Bool[Tensor, "b nq"] | None = None,
-    ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
-        return_weights: Literal[True], return_statistics: Literal[True],
-        queries: Bool[Tensor, "b nq"] | None = None,
-    ) -> tuple[Tensor, Tensor, Statistics]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
-        return_weights: bool = False, return_statistics: Literal[False] = False,
-        queries: Bool[Tensor, "b nq"] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
         return_weights: bool = False, return_statistics: bool = False,
         queries: Bool[Tensor, "b nq"] | None = None,
-    ) -> Tensor | tuple[Any, ...]: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         q: Float[Tensor, "b h nq dq"],
@@ -109,9 +84,7 @@ class Composition(nn.Module):
         if return_statistics:
             options: dict[str, Any] = {"training": self.training, "return_weights": return_weights}
             return attend_counting(attention, q, k, v, queries, **options)
-        if return_weights:
-            return attention(q, k, v, training=self.training, return_weights=True)
-        return attention(q, k, v, training=self.training)
+        return attention(q, k, v, training=self.training, return_weights=return_weights)
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`

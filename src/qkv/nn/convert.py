@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar, overload
 
 import torch
@@ -90,17 +91,10 @@ def _attention_from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
         bias=theirs.in_proj_bias is not None,
         fused=fused,
     )
-    weights = {f"out_proj.{name}": x for name, x in theirs.out_proj.state_dict().items()}
-    if fused:
-        weights["in_proj.weight"] = theirs.in_proj_weight
-        if theirs.in_proj_bias is not None:
-            weights["in_proj.bias"] = theirs.in_proj_bias
-    else:
-        for name in "qkv":
-            weights[f"{name}_proj.weight"] = getattr(theirs, f"{name}_proj_weight")
-        if theirs.in_proj_bias is not None:
-            biases = zip("qkv", theirs.in_proj_bias.chunk(3), strict=True)
-            weights |= {f"{name}_proj.bias": bias for name, bias in biases}
+    weights = {re.sub(r"proj_(weight|bias)", r"proj.\1", name): x for name, x in theirs.state_dict().items()}
+    if not fused and "in_proj.bias" in weights:
+        biases = weights.pop("in_proj.bias").chunk(3)
+        weights |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", biases, strict=True)}
     return _filled(_like(ours, theirs), weights)
 
 
@@ -136,19 +130,11 @@ def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
         batch_first=True,
         **context,
     )
-    state = ours.state_dict()
-    weights = {name: x for name, x in state.items() if name.startswith("out_proj.")}
-    separate = [state.get(f"{name}_proj.weight") for name in "qkv"]
-    if ours.fused:
-        weights |= {
-            f"in_proj_{name}": state[f"in_proj.{name}"] for name in ("weight", "bias") if f"in_proj.{name}" in state
-        }
-    elif theirs.in_proj_weight is not None:  # torch fuses the matrices whenever their widths are equal
-        weights["in_proj_weight"] = torch.cat([x for x in separate if x is not None])
-    else:
-        weights |= {f"{name}_proj_weight": x for name, x in zip("qkv", separate, strict=True) if x is not None}
-    if not ours.fused and ours.out_proj.bias is not None:
-        weights["in_proj_bias"] = torch.cat([state[f"{name}_proj.bias"] for name in "qkv"])
+    weights = {re.sub(r"^(in|q|k|v)_proj\.", r"\1_proj_", name): x for name, x in ours.state_dict().items()}
+    for end in ("weight", "bias"):
+        separate = [f"{name}_proj_{end}" for name in "qkv"]
+        if separate[0] in weights and (end == "bias" or theirs.in_proj_weight is not None):  # torch fuses equal widths
+            weights[f"in_proj_{end}"] = torch.cat([weights.pop(name) for name in separate])
     return _filled(_like(theirs, ours), weights)
 
 

@@ -13,12 +13,11 @@ from torch.nn import functional as F
 from qkv._engine.call import as_mask
 from qkv._names import INPUTS, SIZES, renamed
 from qkv.attention import Attention
-from qkv.errors import InputError, at_least_one
+from qkv.errors import InputError, at_least_one, kind_of, one_of
 from qkv.masks import Dense, Grid, Mask, Padding, from_sdpa
 from qkv.nn.composition import Composition
 from qkv.normalizers import Softmax, SumToOne
 from qkv.positions import Rotary
-from qkv.statistics.sums import Statistics
 
 if TYPE_CHECKING:
     from qkv.cache import Cache
@@ -116,8 +115,7 @@ class MultiHeadAttention(nn.Module):
             raise InputError(f"rotary rotates {rotary.dim} dimensions, but heads have {head_dim}")
         if not 0 <= output_dropout < 1:
             raise InputError(f"output_dropout is {output_dropout}, expected a probability in [0, 1)")
-        if gate not in (None, "elementwise", "head"):
-            raise InputError(f"gate is {gate!r}, expected None, 'elementwise' or 'head'")
+        one_of("gate", gate, (None, "elementwise", "head"))
         if fused and d_context != d_model:
             raise InputError(f"fused is True with d_model {d_model} and d_context {d_context}, expected them equal")
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads
@@ -158,51 +156,9 @@ class MultiHeadAttention(nn.Module):
     @overload
     def forward(
         self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[True], return_statistics: Literal[False] = False, need_weights: None = None,
+        return_weights: bool = False, return_statistics: bool = False, need_weights: bool | None = None,
         **options: Unpack[_Options],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[False] = False, return_statistics: Literal[True], need_weights: None = None,
-        **options: Unpack[_Options],
-    ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[True], return_statistics: Literal[True], need_weights: None = None,
-        **options: Unpack[_Options],
-    ) -> tuple[Tensor, Tensor, Statistics]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: Literal[True],
-        **options: Unpack[_Options],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: Literal[False],
-        **options: Unpack[_Options],
-    ) -> tuple[Tensor, None]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: bool = False, return_statistics: Literal[False] = False, need_weights: None = None,
-        **options: Unpack[_Options],
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: bool,
-        **options: Unpack[_Options],
-    ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
-        return_weights: bool = False, return_statistics: bool = False, need_weights: None = None,
-        **options: Unpack[_Options],
-    ) -> Tensor | tuple[Any, ...]: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         x: Float[Tensor, "b n d_model"] | None = None,
@@ -260,8 +216,7 @@ class MultiHeadAttention(nn.Module):
         if x is None or other_names:
             x, context = renamed("MultiHeadAttention", other_names, INPUTS, {"x": x, "context": context})
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:
-            got = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
-            raise InputError(f"x {got}, expected (batch, length, d_model = {self.d_model})")
+            raise InputError(f"x is {kind_of(x)}, expected (batch, length, d_model = {self.d_model})")
         if need_weights is not None and return_weights:
             raise InputError("need_weights and return_weights are both passed, expected one of them")
         if need_weights is not None and return_statistics:
@@ -281,31 +236,27 @@ class MultiHeadAttention(nn.Module):
                 raise InputError("is_causal is True with a cache, expected attention=qkv.Attention(mask=Causal())")
             causal, own = from_sdpa(is_causal=True, n_queries=q.shape[2], n_keys=k.shape[2]), as_mask(mask)
             mask = causal if own is None else causal & own
-        weights = None
+        more: list[Any] = []
         if cache is not None:
-            options = {"return_weights": return_weights, "need_weights": need_weights}
-            options |= {"return_statistics": return_statistics}
-            for asked in (name for name, yes in options.items() if yes):
-                returned = asked.partition("_")[2]
-                raise InputError(f"{asked} is True with a cache, which returns no {returned}; expected one of them")
+            asked = {"return_weights": return_weights, "need_weights": need_weights}
+            asked["return_statistics"] = return_statistics
+            for name in (name for name, yes in asked.items() if yes):
+                raise InputError(f"{name} is True with a cache, which returns the output alone; expected False")
             attention, extra_mask = self.composition.attention, as_mask(mask)
             out = cache.attend(attention, q, k, v, rotary=self.rotary, positions=positions, mask=extra_mask)
         else:
             if self.rotary is not None:
                 q, k = (self._rotated(one, positions) for one in (q, k))
-            if return_statistics:
-                mask = as_mask(mask)
-                queries = None if cross else self._counted(mask, q)
-                out, *more = self.composition(
-                    q, k, v, mask=mask, return_weights=return_weights, return_statistics=True, queries=queries
-                )
-                return self._merged(out, x), *more
-            result = self.composition(q, k, v, mask=mask, return_weights=return_weights or bool(need_weights))
-            out, weights = result if isinstance(result, tuple) else (result, None)
+            queries = self._counted(as_mask(mask), q) if return_statistics and not cross else None
+            result = self.composition(
+                q, k, v, mask=mask, return_weights=return_weights or bool(need_weights),
+                return_statistics=return_statistics, queries=queries,
+            )  # fmt: skip
+            out, *more = result if isinstance(result, tuple) else (result,)
         out = self._merged(out, x)
         if need_weights is None:
-            return out if weights is None else (out, weights)
-        return out, weights.mean(1) if weights is not None and average_attn_weights else weights
+            return (out, *more) if more else out
+        return out, (more[0].mean(1) if average_attn_weights else more[0]) if more else None
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`
@@ -337,18 +288,19 @@ class MultiHeadAttention(nn.Module):
             if source is not None and (source.ndim != 3 or source.shape[2] != self.d_context):
                 shape = f"(batch, length, d_context = {self.d_context})"
                 raise InputError(f"{name} has shape {tuple(source.shape)}, expected {shape}{_a_mask(source)}")
-        if self.fused and value is None:
-            first = self.widths[0]
-            bias = None if self.in_proj.bias is None else self.in_proj.bias[first:]
-            k, v = F.linear(context, self.in_proj.weight[first:], bias).split(self.widths[1:], -1)
-        elif self.fused and value is not None:
-            weights = self.in_proj.weight.split(self.widths)
-            biases = (None,) * 3 if self.in_proj.bias is None else self.in_proj.bias.split(self.widths)
-            k, v = (F.linear(y, weights[i], biases[i]) for i, y in ((1, context), (2, value)))
+        k, v = self._parts(context, 1, 3) if value is None else (*self._parts(context, 1, 2), *self._parts(value, 2, 3))
+        return k if self.k_norm is None else self.k_norm(k), v
+
+    def _parts(self, x: Tensor, first: int, stop: int) -> tuple[Tensor, ...]:
+        """Projections of x by heads: of queries (0), keys (1) and values (2), those from `first` to before `stop`."""
+        if self.fused:
+            rows = slice(sum(self.widths[:first]), sum(self.widths[:stop]))
+            bias = None if self.in_proj.bias is None else self.in_proj.bias[rows]
+            found = F.linear(x, self.in_proj.weight[rows], bias).split(self.widths[first:stop], -1)
         else:
-            k, v = self.k_proj(context), self.v_proj(context if value is None else value)
-        k = self._heads(k, self.kv_heads)
-        return k if self.k_norm is None else self.k_norm(k), self._heads(v, self.kv_heads)
+            found = tuple(layer(x) for layer in (self.q_proj, self.k_proj, self.v_proj)[first:stop])
+        heads = (self.heads, self.kv_heads, self.kv_heads)[first:stop]
+        return tuple(self._heads(part, n) for part, n in zip(found, heads, strict=True))
 
     def _project(
         self,
@@ -358,21 +310,13 @@ class MultiHeadAttention(nn.Module):
         keys_values: KeysValues | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if context is None and value is None and keys_values is None and self.fused:
-            projected = self.in_proj(x)
+            projected, groups = self.in_proj(x), (self.heads, self.kv_heads, self.kv_heads)
             if self.head_dim == self.v_head_dim:  # all heads at once: fewer operations for one token
-                groups = (self.heads, self.kv_heads, self.kv_heads)
                 q, k, v = projected.view(*x.shape[:2], sum(groups), self.head_dim).transpose(1, 2).split(groups, 1)
             else:
-                q, k, v = projected.split(self.widths, -1)
-                q, k, v = self._heads(q, self.heads), self._heads(k, self.kv_heads), self._heads(v, self.kv_heads)
+                q, k, v = map(self._heads, projected.split(self.widths, -1), groups)
             return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
-        if self.fused:
-            first = self.widths[0]
-            bias = None if self.in_proj.bias is None else self.in_proj.bias[:first]
-            q = F.linear(x, self.in_proj.weight[:first], bias)
-        else:
-            q = self.q_proj(x)
-        q = self._heads(q, self.heads)
+        (q,) = self._parts(x, 0, 1)
         k, v = self.keys_values(x if context is None else context, value) if keys_values is None else keys_values
         return q if self.q_norm is None else self.q_norm(q), k, v
 

@@ -4,8 +4,7 @@ Your own normalizer inherits from `Pointwise` or `SumToOne` and defines one meth
 """
 
 from qkv.normalizers.base import Normalizer, Pointwise, SumToOne
-from qkv.normalizers.pointwise import EluPlusOne, Identity, ReLU, Sigmoid
-from qkv.normalizers.softmax import Entmax, Hard, Softmax, Sparsemax
+from qkv.normalizers.built_in import EluPlusOne, Entmax, Hard, Identity, ReLU, Sigmoid, Softmax, Sparsemax
 
 __all__ = [
     "EluPlusOne",
@@ -20,7 +19,4 @@ __all__ = [
     "Sparsemax",
     "SumToOne",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

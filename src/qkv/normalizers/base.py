@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv._contract import Definition, learned_tensors, require
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of, one_of
 
 N = TypeVar("N", bound="Normalizer")
 S = TypeVar("S", bound="SumToOne")
@@ -145,8 +145,7 @@ class Pointwise(Normalizer):
     def check(self, heads: int) -> None:
         require(self, Pointwise, "weight", "scores", "the weight of each score")
         check_temperature(self)
-        if self.divide not in (None, "sum", "keys"):
-            raise InputError(f"{type(self).__name__}: divide is {self.divide!r}, expected None, 'sum' or 'keys'")
+        one_of(f"{type(self).__name__}: divide", self.divide, (None, "sum", "keys"))
 
 
 class SumToOne(Normalizer):
@@ -308,9 +307,8 @@ def _defined(normalizer: Normalizer, scores: Scores, level: Level | None) -> Sco
 def checked_shape(thing: object, made: Tensor, scores: Tensor, method: str = "weight") -> Tensor:
     """The result of a user-defined method, in the dtype of `scores`; raises `InputError` if its shape differs."""
     if not isinstance(made, Tensor) or made.shape != scores.shape:
-        got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise InputError(
-            f"{type(thing).__name__}: {method} returned {got} for scores of shape {tuple(scores.shape)}, expected the "
-            "same shape from an elementwise function; a per-head parameter has shape (heads, 1, 1)"
+            f"{type(thing).__name__}: {method} returned {kind_of(made)} for scores of shape {tuple(scores.shape)}, "
+            "expected the same shape from an elementwise function; a per-head parameter has shape (heads, 1, 1)"
         )
     return made if made.dtype == scores.dtype else made.to(scores.dtype)

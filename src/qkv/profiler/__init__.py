@@ -37,7 +37,4 @@ __all__ = [
     "rollout",
     "survey",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

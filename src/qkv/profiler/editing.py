@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import parse_json, read_bytes
-from qkv.edits import Edit, Head, HideFirst, Mean, Zero
-from qkv.edits.base import ACTIVE, SELF, Edits, Place
-from qkv.edits.built_in import BY_NAME
+from qkv.edits import ACTIVE, BY_NAME, SELF, Edit, Edits, Head, HideFirst, Mean, Place, Zero
 from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
 from qkv.profiler.capture.datasets import calls_of

@@ -40,10 +40,7 @@ from qkv.reference.parts import (
 
 Array = np.ndarray
 __all__ = ["Reference", "attention", "compare"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 # --- 5. Attention -------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def _is_visible(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys
             chosen = [index if index >= 0 else n_keys + index for index in indices]
             return p in chosen or j in chosen
         case masks.RandomKeys(size, seed, besides):  # defined by the table of drawn keys, one row per position
-            from qkv.masks.patterns import _draw
+            from qkv.masks.built_in import _draw
 
             return j in _draw(size, seed, besides, n_keys)[p].tolist()
         case masks.Padding(lengths, side):  # real keys, at the start or at the end

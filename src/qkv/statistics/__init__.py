@@ -65,10 +65,7 @@ __all__ = [
     "WeightTile",
     "measure_weights",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 if not TYPE_CHECKING:

@@ -13,7 +13,4 @@ __getattr__ = lazy(__name__, {
     "qkv.tracking.tracker": ("CSVLog", "Tracker"),
     "qkv.tracking.trainer": ("AttentionCallback",),
 })  # fmt: skip
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv._files import write_atomically
-from qkv.errors import InputError
+from qkv.errors import InputError, at_least_one
 from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN, attention_modules, observe_residual
 from qkv.profiler.data.tables import SINK_THRESHOLD
@@ -70,8 +70,7 @@ class Tracker:
     def __init__(
         self, model: nn.Module, every: int = 100, log: Log | None = None, layers: Collection[int] | None = None
     ) -> None:
-        if every < 1:
-            raise InputError(f"every is {every}, expected at least 1 step")
+        at_least_one(every=every)
         self.model, self.every, self.log, self.layers = model, every, log, layers
         self.rows: list[dict[str, float]] = []
         """The numbers of each measured step, with its number as ``step``."""
@@ -168,8 +167,7 @@ class Callback:
 
     def __init__(self, every: int = 100, log: Log | None = None, layers: Collection[int] | None = None) -> None:
         super().__init__()
-        if every < 1:
-            raise InputError(f"every is {every}, expected at least 1 step")
+        at_least_one(every=every)
         self.every, self.log, self.layers = every, log, layers
         self.tracker: Tracker | None = None
 

@@ -13,9 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv._engine.call import Call, Result
-from qkv.errors import InputError
+from qkv.errors import InputError, one_of
 from qkv.kernels import editing, serve
-from qkv.models.config import one_of
 from qkv.nn import MultiHeadAttention
 from qkv.normalizers import Normalizer, Sigmoid, Softmax
 

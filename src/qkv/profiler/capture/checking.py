@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qkv._engine.call import Call, at_least_float32
 from qkv.errors import InputError
-from qkv.huggingface.functions import name_of
+from qkv.huggingface.client import name_of
 from qkv.huggingface.masks import LazyMask
 from qkv.masks import Region
 from qkv.profiler.capture import inputs

@@ -24,11 +24,10 @@ from torch.distributed import ProcessGroup
 
 from qkv import ring
 from qkv._engine.call import Call, Result, RowState, at_least_float32, detached
-from qkv.edits.base import ACTIVE, applied, with_head
+from qkv.edits import ACTIVE, applied, with_head
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
-from qkv.huggingface.client import routed
-from qkv.huggingface.functions import EAGER_NAMES, Own, eager_of, function_of, is_known, name_of, wrapped
+from qkv.huggingface.client import EAGER_NAMES, Own, eager_of, function_of, is_known, name_of, routed, wrapped
 from qkv.huggingface.masks import LazyMask
 from qkv.kernels import eager, serve, serving
 from qkv.masks import And, Causal, Dense, Grid, Mask, Window

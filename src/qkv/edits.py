@@ -1,4 +1,7 @@
-"""`Edit`, the base of all edits of a head, `Head`, what an edit gets, and the edits that are active, by model."""
+"""Interventions on single heads, for `qkv.edit`: each changes the output of a head, or the weights that it has.
+
+Your own edit inherits from `Edit` and defines `apply`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from qkv import masks, normalizers
 from qkv._contract import require
 from qkv._engine.call import Call, Result
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.kernels import serve, serving
-from qkv.masks import Mask
-from qkv.normalizers import Normalizer
 from qkv.statistics.sums import Statistics
+
+__all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
+__dir__ = __all__.copy
 
 
 @dataclass(eq=False)
@@ -40,7 +45,11 @@ class Head:
     """The call after `recompute`."""
 
     def recompute(
-        self, *, mask: Mask | None = None, normalizer: Normalizer | None = None, temperature: float = 1.0
+        self,
+        *,
+        mask: masks.Mask | None = None,
+        normalizer: normalizers.Normalizer | None = None,
+        temperature: float = 1.0,
     ) -> Float[Tensor, "b nq dv"]:
         """The output with other weights, in linear memory.
 
@@ -90,9 +99,8 @@ def edited(edit: Edit, head: Head) -> Tensor:
     """The output of a head after an edit, checked."""
     out = edit.apply(head)
     if not isinstance(out, Tensor) or out.shape != head.output.shape:
-        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise InputError(
-            f"{type(edit).__name__}: apply returned {got} for {head.name}, expected a tensor of shape "
+            f"{type(edit).__name__}: apply returned {kind_of(out)} for {head.name}, expected a tensor of shape "
             f"{tuple(head.output.shape)} (batch, queries, values)"
         )
     return torch.as_tensor(out, dtype=head.output.dtype, device=head.output.device)
@@ -185,3 +193,135 @@ def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistic
     if other.sink_mass is None and found["sink_mass"] is not None:
         found["sink_mass"][:, head] = 0  # no weight on a sink that is not there
     return Statistics(**found)
+
+
+class Zero(Edit):
+    """Removes the head: its output is 0."""
+
+    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+        return torch.zeros_like(head.output)
+
+
+class Mean(Edit):
+    """Replaces the output of the head by its mean over the tokens of each text, padding left out.
+
+    The head then tells the layers above nothing about single tokens, without the shift that `Zero` makes.
+    """
+
+    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+        head.all_keys(self)
+        if head.queries is None:
+            return head.output.mean(1, keepdim=True).expand_as(head.output)
+        real = head.queries[..., None].to(head.output)
+        mean = (head.output * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
+        return mean.expand_as(head.output)
+
+
+class Scale(Edit):
+    """Multiplies the output of the head.
+
+    Args:
+        factor: a number, or a tensor (for gradients: which heads matter) that broadcasts with (b, nq, dv).
+    """
+
+    def __init__(self, factor: float | Tensor) -> None:
+        self.factor = factor
+
+    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+        return head.output * self.factor
+
+
+class Steer(Edit):
+    """Adds a vector to the output of the head at every token (Turner et al. 2023, arXiv:2308.10248).
+
+    Args:
+        vector: (dv,), or what broadcasts with (b, nq, dv).
+    """
+
+    def __init__(self, vector: Float[Tensor, "*b dv"]) -> None:
+        self.vector = vector
+
+    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+        if self.vector.ndim == 0 or self.vector.shape[-1] != head.output.shape[-1]:
+            raise InputError(
+                f"vector has shape {tuple(self.vector.shape)}, expected (…, {head.output.shape[-1]}) for {head.name}"
+            )
+        return head.output + self.vector.to(head.output)
+
+
+class Patch(Edit):
+    """Replaces the output of the head by that of another run (activation patching).
+
+    Args:
+        output: (b, nq, dv), from `qkv.profiler.head_outputs` of a run on a text of the same length.
+    """
+
+    def __init__(self, output: Float[Tensor, "b nq dv"]) -> None:
+        self.output = output
+
+    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+        return self.output.to(head.output)
+
+
+class Temperature(Edit):
+    """Divides the scores of the head.
+
+    Args:
+        temperature: above 1 for more even weights, below 1 for sharper ones.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        if not temperature > 0:
+            raise InputError(f"temperature is {temperature}, expected a positive number")
+        self.temperature = temperature
+
+    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+        return head.recompute(temperature=self.temperature)
+
+
+class Normalizer(Edit):
+    """Gives the head another normalizer, such as ``qkv.normalizers.Softmax(sink=0.0)``, softmax off by one.
+
+    Args:
+        normalizer: in place of the model's, whose learned sink, if it has one, is dropped.
+    """
+
+    def __init__(self, normalizer: normalizers.Normalizer) -> None:
+        if not isinstance(normalizer, normalizers.Normalizer):
+            raise InputError(f"normalizer is {type(normalizer).__name__}, expected one of qkv.normalizers")
+        self.normalizer = normalizer
+
+    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+        return head.recompute(normalizer=self.normalizer)
+
+
+class Mask(Edit):
+    """Restricts the head by a mask besides that of the model, such as ``qkv.masks.Window(64)``.
+
+    Args:
+        mask: True where a query may attend.
+    """
+
+    def __init__(self, mask: masks.Mask) -> None:
+        if not isinstance(mask, masks.Mask):
+            raise InputError(f"mask is {type(mask).__name__}, expected one of qkv.masks")
+        self.mask = mask
+
+    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+        return head.recompute(mask=self.mask)
+
+
+class HideFirst(Edit):
+    """Hides the first token of the text from all queries but its own: the head loses its sink there."""
+
+    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+        first = torch.as_tensor(head.first, device=head.output.device).view(-1, 1, 1, 1)
+
+        def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            at = first if len(first) == 1 else first[b.flatten()]
+            return (k != at) | (q == k)
+
+        return head.recompute(mask=masks.Predicate(sees))
+
+
+BY_NAME = {"zero": Zero, "mean": Mean}
