@@ -126,7 +126,7 @@ def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     options = case.options()
     firsts = torch.as_tensor(options["first"]).expand(len(q)).tolist()
     rest = {name: x for name, x in options.items() if name != "first"}
-    out, lse, got = host.attend_and_measure(call, Request(firsts=firsts, offset=call.grid.offset, **rest), output=True)
+    out, lse, got = host.attend_and_measure(call, Request(firsts=firsts, **rest), output=True)
     normalizer = Softmax(case.temperature, case.normalizer().sink.double() if case.sink else None)
     settings = {"mask": case.mask, "normalizer": normalizer, "bias": case.biases}
     q, k, v = q.double(), k.double(), v.double()
@@ -170,7 +170,7 @@ def test_the_spread_of_a_head_that_attends_far_back_keeps_its_digits() -> None:
     k[:, :, :2, 0] = 200
     q = torch.zeros(1, 1, 1, 16, device=DEVICE)
     q[..., 0] = 1
-    _, _, got = host.attend_and_measure(Call.of(q, k, k), Request({}, [0], 0), output=False)
+    _, _, got = host.attend_and_measure(Call.of(q, k, k), Request({}, [0]), output=False)
     assert got.spread.item() == pytest.approx(0.5, abs=1e-3)
     assert got.distance.item() == pytest.approx(n - 1.5, rel=1e-6)
 

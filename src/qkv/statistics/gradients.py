@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv._engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, summed, zeros
-from qkv._engine.call import Call, RowState, at_least_float32, detached
+from qkv._engine.call import Call, RowState, at_least_float32
 from qkv._engine.sweep import Group, Tile, Workspace, groups, reduce_tiles, tile_size
-from qkv._engine.tiles import WeightTiles
-from qkv._engine.transforms import once_differentiable, transformed
+from qkv._engine.transforms import Results, differentiable, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
 from qkv.masks import Dense, Mask, Prefix
@@ -70,27 +68,13 @@ class StatisticsGradients(WeightGradients):
         divisors = [x for x in (rows.total, call.divisor) if x is not None]
         self.divisor = math.prod(divisors[1:], start=divisors[0]).expand(call.q.shape[:3]) if divisors else None
 
-    def start(self, group: Group) -> Job:
-        job = super().start(group)
-        job.shared = WeightTiles(group.tiles, self.rows)
-        return job
-
-    def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if not (tile.group.tiles.call.normalizer.has_lse and rows.weigh.shortcut):
-            return super().weigh(rows, tile)
-        weights, _ = tile.weights(rows.job.shared)
-        rows.weigh.made = weights
-        return weights, None, tile.masked()
-
-    def slope_at_weights(
-        self, rows: RowSlopes, tile: Tile, weights: Tensor, log2: Tensor | None, masked: Tensor | None
-    ) -> Tensor:
+    def slope_at_weights(self, rows: RowSlopes, tile: Tile, weights: Tensor, masked: Tensor | None) -> Tensor:
         batch, heads, queries = at = tile.block.at
         divisor = None if self.divisor is None else self.divisor[at][..., None]
         weights = weights if divisor is None else weights / divisor
         constant = self.constant[at][..., None]
         if not self.slopes:
-            return constant.repeat(1, 1, 1, weights.shape[3]) if divisor is None else constant / divisor + 0 * weights
+            return (constant if divisor is None else constant / divisor).expand_as(weights).clone()
         with torch.enable_grad():
             # The logarithm of a weight of 0 has no finite derivative.
             leaf = weights.detach().clamp(min=torch.finfo(weights.dtype).tiny).requires_grad_()
@@ -118,8 +102,8 @@ class LevelSlopes(StatisticsGradients):
         normalizer, weigh, at = tile.group.tiles.call.normalizer, rows.weigh, tile.block.at
         assert isinstance(normalizer, SumToOne)
         assert rows.level is not None
-        weights, log2, masked = self.weigh(rows, tile)
-        slope = self.slope_at_weights(rows, tile, weights, log2, masked)
+        weights, masked = self.weigh(rows, tile)
+        slope = self.slope_at_weights(rows, tile, weights, masked)
         if isinstance(weigh.made, tuple):
             scores = weigh.made[0].detach()
             scores = scores if masked is None else scores.masked_fill(masked, -torch.inf)
@@ -158,7 +142,7 @@ DIFFERENTIABLE = (
 SINGLE_KEY = ("sink", "self_", "previous", "next_")
 """The statistics that are the weight on one key."""
 TOTAL = "mass on all keys\0"
-UNTRACKED = ("v", "values")  # tensors of a call that no statistic depends on
+UNTRACKED = {"v", "values"}  # tensors of a call that no statistic depends on
 
 MeasureCall = Callable[..., tuple[RowState, Statistics]]
 
@@ -192,79 +176,44 @@ def with_gradients(
     """
     if (reason := unsupported_reason(call)) is not None:
         raise InputError(f"measure: differentiable=True, but {reason}; expected differentiable=False")
-    tensors = {name: x for name, x in call.tensors().items() if name not in UNTRACKED}
     masks = dict(mass or {})
-    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values())):
+    call = call.with_tensors({name: x.detach() for name, x in call.tensors().items() if name in UNTRACKED})
+    if not call.needs_grad:
         with torch.no_grad():
             return measure_call(call, mass=masks, first=first, queries=queries)[1]
     firsts = [first] * len(call.q) if isinstance(first, int) else first.tolist()
-    measure_call = partial(measure_call, first=first, queries=queries)
-    context = _Context(detached(call, learned=True), measure_call, firsts, masks, queries, list(tensors))
-    outputs = _MeasureFunction.apply(context, *tensors.values())
-    assert context.statistics is not None
-    fields = dict(zip(context.names, outputs, strict=True))
+    names, measured = list[str](), list[Statistics]()
+
+    def compute(call: Call) -> tuple[Results, Results]:
+        everything = {**masks, TOTAL: Prefix(call.k.shape[2])}
+        rows, statistics = measure_call(call, mass=everything, first=first, queries=queries)
+        values = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
+        values |= {f"mass {name}": statistics.mass[name] for name in masks}
+        values = {name: x.clone() for name, x in values.items() if x is not None}  # lse shares memory with rows.level
+        names[:], measured[:] = values, [statistics]
+        return (*values.values(),), (rows.level, rows.total, statistics.mass[TOTAL], statistics.visible_queries > 0)
+
+    def backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
+        level, total, mass, visible = more
+        assert mass is not None
+        assert visible is not None
+        values, of = ({n: x for n, x in zip(names, xs, strict=True) if x is not None} for xs in (results, grads))
+        rows = RowState(level, total)
+        return _input_gradients(call, rows, mass, visible, values, of, masks, firsts, queries, wanted)
+
+    error = InputError(
+        "differentiable=True gives first derivatives of statistics, not second derivatives; "
+        "expected create_graph=False, or statistics computed from the weights of attend(…, return_weights=True)"
+    )
+    outputs = differentiable(call, compute, backward, error)
+    fields = dict(zip(names, outputs, strict=True))
     masses = {name: fields.pop(f"mass {name}") for name in masks}
-    return replace(context.statistics, mass=masses, **fields)
-
-
-@dataclass(eq=False)
-class _Context:
-    """The state that `_MeasureFunction` keeps between forward and backward, besides tensors."""
-
-    call: Call
-    measure_call: MeasureCall
-    firsts: Sequence[int]
-    """The first key of the text of each batch item."""
-    masks: Mapping[str, Mask]
-    queries: Tensor | None
-    inputs: list[str]
-    """Names of the tensors of the call that may require gradients."""
-    names: tuple[str, ...] = ()
-    """Names of the returned statistics; set by the forward."""
-    statistics: Statistics | None = None
-    """All statistics, detached; set by the forward."""
-
-
-class _MeasureFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, context: _Context, *tensors: Tensor) -> tuple[Tensor, ...]:
-        call, masks = detached(context.call), context.masks
-        rows, statistics = context.measure_call(call, mass={**masks, TOTAL: Prefix(call.k.shape[2])})
-        outputs = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
-        outputs |= {f"mass {name}": statistics.mass[name] for name in masks}
-        outputs = {name: x.clone() for name, x in outputs.items() if x is not None}  # lse shares memory with rows.level
-        context.names, context.statistics = tuple(outputs), statistics
-        visible = statistics.visible_queries > 0
-        ctx.save_for_backward(*tensors, rows.level, rows.total, statistics.mass[TOTAL], visible, *outputs.values())
-        ctx.context = context
-        ctx.set_materialize_grads(False)
-        return tuple(outputs.values())
-
-    @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        context: _Context = ctx.context
-        names = context.inputs
-        tensors, saved = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
-        level, total, mass, visible, *outputs = saved
-        if all(x is None for x in output_grads):
-            return (None,) * (1 + len(names))
-        with torch.no_grad():
-            call = detached(context.call.with_tensors(dict(zip(names, tensors, strict=True))), learned=True)
-            needed = {name for name, need in zip(names, ctx.needs_input_grad[1:], strict=True) if need}
-            values = dict(zip(context.names, outputs, strict=True))
-            grads = {name: x for name, x in zip(context.names, output_grads, strict=True) if x is not None}
-            inputs = _input_gradients(call, RowState(level, total), mass, visible, values, grads, context, needed)
-            back = [inputs[name].to(x) if name in needed else None for name, x in zip(names, tensors, strict=True)]
-        error = InputError(
-            "differentiable=True gives first derivatives of statistics, not second derivatives; "
-            "expected create_graph=False, or statistics computed from the weights of attend(…, return_weights=True)"
-        )
-        return None, *once_differentiable(error, tuple(back), [x for x in (*tensors, *output_grads) if x is not None])
+    return replace(measured[0], mass=masses, **fields)
 
 
 def _input_gradients(
     call: Call, rows: RowState, mass: Tensor, visible: Tensor, values: dict[str, Tensor], grads: dict[str, Tensor],
-    context: _Context, needed: set[str],
+    masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, needed: set[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of the tensors of a call.
 
@@ -275,25 +224,27 @@ def _input_gradients(
         visible: True at keys that any query may attend to.
         values: the statistics, by name.
         grads: their gradients, by name.
-        context: of the forward.
+        masks: the masks of the statistics `mass …`, by name.
+        firsts: the first key of the text of each batch item.
+        queries: the queries that count.
         needed: the names of the tensors whose gradients are returned.
     """
     wide = at_least_float32(call.q.dtype)
     empty = torch.zeros_like(mass, dtype=torch.bool) if rows.level is None else rows.level == -torch.inf
-    if context.queries is not None:
-        empty = empty | ~context.queries[:, None]
+    if queries is not None:
+        empty = empty | ~queries[:, None]
     grads = {name: x.to(wide).masked_fill(~visible if name == "received" else empty, 0) for name, x in grads.items()}
     if rows.level is not None and needed.isdisjoint(call.learned):
         found = statistics_gradients(
-            call, values, grads, lse=rows.level, mass=mass, masks=context.masks, firsts=context.firsts,
-            queries=context.queries, wanted=needed,
+            call, values, grads, lse=rows.level, mass=mass, masks=masks, firsts=firsts,
+            queries=queries, wanted=needed,
         )  # fmt: skip
         if found is not None:
             return found
-    if context.queries is not None:
-        call = replace(call, mask=_and_queries(call.mask, context.queries))
+    if queries is not None:
+        call = replace(call, mask=_and_queries(call.mask, queries))
     level, at_sink = finite(rows.level), grads.pop("sink_mass", None)
-    slopes, constant = _slopes(values, grads, mass, context.masks)
+    slopes, constant = _slopes(values, grads, mass, masks)
     totals = zeros(call, needed)
     normalizer, size = call.normalizer, tile_size(call)
     inner = None
@@ -301,7 +252,7 @@ def _input_gradients(
         inner = _mean_of_slopes(call, rows, values, grads)
         inner = inner if at_sink is None else inner + at_sink * values["sink_mass"]
     elif isinstance(normalizer, SumToOne):
-        reducer = LevelSlopes(call, rows, level, slopes, constant, context.firsts, {})
+        reducer = LevelSlopes(call, rows, level, slopes, constant, firsts, {})
         reduce_tiles(groups(call, size), reducer)
         inner = reducer.mean(call, at_sink)
     if inner is not None:
@@ -315,7 +266,7 @@ def _input_gradients(
         elif "sink" in totals:
             weight = torch.exp(call.sink - level)  # the sink's own weight in each row
             totals["sink"] = (weight * at_sink).sum_to_size(call.sink.shape)
-    arguments = (call, rows, level, slopes, constant, context.firsts, totals)
+    arguments = (call, rows, level, slopes, constant, firsts, totals)
     reduce_tiles(groups(call, size), StatisticsGradients(*arguments))
     return summed(call, totals)
 
