@@ -160,8 +160,8 @@ class Bench:
         for n in self.size.measure:
             q, k, v = self.tensors(n)
             call = Call.of(q, k, v, Causal())
-            few = Request({}, [0], 0)
-            every = Request({"near": Window(16)}, [0], 0, prefix_keys=64, bins=128)
+            few = Request({}, [0])
+            every = Request({"near": Window(16)}, [0], prefix_keys=64, bins=128)
             jobs: dict[str, Callable[[], object]] = {
                 "SDPA": lambda q=q, k=k, v=v: sdpa(q, k, v, is_causal=True, enable_gqa=True),  # type: ignore[misc]
                 "statistics": lambda c=call, few=few: host.attend_and_measure(c, few, output=True),  # type: ignore[misc]

@@ -150,49 +150,9 @@ def attend(
 ) -> A: ...  # fmt: skip
 @overload
 def attend(
-    q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
-    return_statistics: Literal[False] = False, **options: Unpack[_Options],
-) -> tuple[A, A]: ...  # fmt: skip
-@overload
-def attend(
-    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
-    return_statistics: Literal[False] = False, **options: Unpack[_Options],
-) -> tuple[A, A]: ...  # fmt: skip
-@overload
-def attend(
-    q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[True],
-    return_statistics: Literal[False] = False, **options: Unpack[_Options],
-) -> tuple[A, A, A]: ...  # fmt: skip
-@overload
-def attend(
-    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
-    return_statistics: Literal[True], **options: Unpack[_Options],
-) -> tuple[A, Statistics]: ...  # fmt: skip
-@overload
-def attend(
-    q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
-    return_statistics: Literal[True], **options: Unpack[_Options],
-) -> tuple[A, A, Statistics]: ...  # fmt: skip
-@overload
-def attend(
-    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
-    return_statistics: Literal[True], **options: Unpack[_Options],
-) -> tuple[A, A, Statistics]: ...  # fmt: skip
-@overload
-def attend(
-    q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[True],
-    return_statistics: Literal[True], **options: Unpack[_Options],
-) -> tuple[A, A, A, Statistics]: ...  # fmt: skip
-@overload
-def attend(
-    q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
-    return_statistics: Literal[False] = False, **options: Unpack[_Options],
-) -> A | tuple[A, ...]: ...  # fmt: skip
-@overload
-def attend(
     q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
     return_statistics: bool = False, **options: Unpack[_Options],
-) -> A | tuple[Any, ...]: ...  # fmt: skip
+) -> Any: ...  # fmt: skip
 def attend(
     q: Any,
     k: Any,
@@ -495,49 +455,9 @@ class Attention:
     ) -> A: ...  # fmt: skip
     @overload
     def __call__(
-        self, q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
-        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
-    ) -> tuple[A, A]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
-        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
-    ) -> tuple[A, A]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[True],
-        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
-    ) -> tuple[A, A, A]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
-        return_statistics: Literal[True], **options: Unpack[_CallOptions],
-    ) -> tuple[A, Statistics]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
-        return_statistics: Literal[True], **options: Unpack[_CallOptions],
-    ) -> tuple[A, A, Statistics]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
-        return_statistics: Literal[True], **options: Unpack[_CallOptions],
-    ) -> tuple[A, A, Statistics]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[True],
-        return_statistics: Literal[True], **options: Unpack[_CallOptions],
-    ) -> tuple[A, A, A, Statistics]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
-        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
-    ) -> A | tuple[A, ...]: ...  # fmt: skip
-    @overload
-    def __call__(
         self, q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
         return_statistics: bool = False, **options: Unpack[_CallOptions],
-    ) -> A | tuple[Any, ...]: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
     def __call__(
         self, q: Any, k: Any, v: Any, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
         return_lse: bool = False, return_weights: bool = False, return_statistics: bool = False,

@@ -122,11 +122,11 @@ def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     case = CASES[name]
     q, k, v = case.tensors()
     call = Call.of(q, k, v, case.mask, case.biases, None, case.normalizer())
-    assert host.unsupported_reason(call, case.mass, ()) is None
+    assert host.unsupported_reason(call, case.mass) is None
     options = case.options()
     firsts = torch.as_tensor(options["first"]).expand(len(q)).tolist()
     rest = {name: x for name, x in options.items() if name != "first"}
-    out, lse, got = host.attend_and_measure(call, Request(firsts=firsts, offset=call.grid.offset, **rest), output=True)
+    out, lse, got = host.attend_and_measure(call, Request(firsts=firsts, **rest), output=True)
     normalizer = Softmax(case.temperature, case.normalizer().sink.double() if case.sink else None)
     settings = {"mask": case.mask, "normalizer": normalizer, "bias": case.biases}
     q, k, v = q.double(), k.double(), v.double()
@@ -170,7 +170,7 @@ def test_the_spread_of_a_head_that_attends_far_back_keeps_its_digits() -> None:
     k[:, :, :2, 0] = 200
     q = torch.zeros(1, 1, 1, 16, device=DEVICE)
     q[..., 0] = 1
-    _, _, got = host.attend_and_measure(Call.of(q, k, k), Request({}, [0], 0), output=False)
+    _, _, got = host.attend_and_measure(Call.of(q, k, k), Request({}, [0]), output=False)
     assert got.spread.item() == pytest.approx(0.5, abs=1e-3)
     assert got.distance.item() == pytest.approx(n - 1.5, rel=1e-6)
 
@@ -181,7 +181,7 @@ def test_nan_and_infinity_in_padding_do_not_spread() -> None:
     k[:, :, 64:], v[:, :, 64:] = math.nan, math.inf
     mask = Causal() & Padding([64])
     found = [
-        host.attend_and_measure(Call.of(q, *x, mask), Request({}, [0], 0, prefix_keys=8, bins=4), output=True)
+        host.attend_and_measure(Call.of(q, *x, mask), Request({}, [0], prefix_keys=8, bins=4), output=True)
         for x in ((k, v), clean)
     ]
     for got, want in zip(found[0][:2], found[1][:2], strict=True):
@@ -228,7 +228,7 @@ def test_row_sums_and_contributions_equal_those_of_dense_weights(name: str) -> N
 def test_statistics_of_a_layer_take_at_most_12_launches(n: int, recorded: list[object]) -> None:
     case = Case((2, 32, 8), n, n, mask=Causal(), sink=True, mass=FULL, prefix_keys=64, bins=64)
     call = Call.of(*case.tensors(), case.mask, (), None, case.normalizer())
-    request = Request(case.mass, [0, 0], 0, prefix_keys=case.prefix_keys, bins=case.bins)
+    request = Request(case.mass, [0, 0], prefix_keys=case.prefix_keys, bins=case.bins)
     host.attend_and_measure(call, request, output=True)  # small tensors of numbers are kept on the device
     recorded.clear()
     with Launches() as of_torch:
@@ -275,7 +275,7 @@ def test_what_the_kernels_do_not_compute_has_a_reason(settings: dict[str, object
     dtype, d = settings.get("dtype", torch.float32), settings.get("d", 8)
     x = torch.zeros(1, 2, 20, d, dtype=dtype, device=DEVICE)
     call = Call.of(x, x, x, settings.get("mask"), settings.get("biases", ()), None, settings.get("normalizer"))
-    assert re.search(reason, str(host.unsupported_reason(call, {}, ())))
+    assert re.search(reason, str(host.unsupported_reason(call, {})))
 
 
 COMPILE = """

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,8 +128,6 @@ class Job:
 
     k: Tensor
     v: Tensor | None = None
-    shared: Any = None
-    """What a subclass of `WeightGradients` knows of the group."""
     learned: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, names: list[str], found: Sequence[Tensor | None], totals: dict[str, Tensor]) -> None:
@@ -165,19 +162,17 @@ class WeightGradients(Reducer[Job, RowSlopes]):
     def __init__(self, level: Tensor | None, totals: dict[str, Tensor]) -> None:
         self.level, self.totals = level, totals
 
-    def slope_at_weights(
-        self, rows: RowSlopes, tile: Tile, weights: Tensor, log2: Tensor | None, masked: Tensor | None
-    ) -> Tensor:
+    def slope_at_weights(self, rows: RowSlopes, tile: Tile, weights: Tensor, masked: Tensor | None) -> Tensor:
         """Gradient of each weight of a tile, at a fixed level, minus the row's gradient through the level.
 
-        The caller overwrites the result. An implementation must not change `weights`, but may overwrite `log2`.
+        The caller overwrites the result. An implementation must not change `weights`.
         """
         raise NotImplementedError
 
-    def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Weights of a tile before any division, log2 of them if available (softmax), and the masked pairs."""
+    def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """Weights of a tile before any division, and the masked pairs."""
         scores, masked = tile.scores()
-        return rows.weigh.weights(scores, rows.level, masked), None, masked
+        return rows.weigh.weights(scores, rows.level, masked), masked
 
     def start(self, group: Group) -> Job:
         return Job(torch.zeros_like(group.tiles.k))
@@ -196,8 +191,8 @@ class WeightGradients(Reducer[Job, RowSlopes]):
 
     def tile(self, rows: RowSlopes, tile: Tile) -> None:
         group, job = tile.group, rows.job
-        weights, log2, masked = self.weigh(rows, tile)
-        slope = self.slope_at_weights(rows, tile, weights, log2, masked)
+        weights, masked = self.weigh(rows, tile)
+        slope = self.slope_at_weights(rows, tile, weights, masked)
         if masked is not None and not rows.weigh.shortcut:
             slope.masked_fill_(masked, 0)
         slope, found = rows.weigh.slopes(slope)
@@ -310,9 +305,7 @@ class Gradients(WeightGradients):
         job.v = torch.zeros_like(group.tiles.v)
         return job
 
-    def slope_at_weights(
-        self, rows: RowSlopes, tile: Tile, weights: Tensor, log2: Tensor | None, masked: Tensor | None
-    ) -> Tensor:
+    def slope_at_weights(self, rows: RowSlopes, tile: Tile, weights: Tensor, masked: Tensor | None) -> Tensor:
         tiles, cols, at = tile.group.tiles, tile.columns, tile.block.at
         call, values = tiles.call, tiles.v[:, cols]
         values = values if masked is None else tile.group.visible(values, masked)

@@ -1,4 +1,4 @@
-"""Detection of torch.func transforms and forward-mode differentiation, and an error for second derivatives.
+"""Kernels with a backward of their own; detection of the derivatives that they lack, and an error for second ones.
 
 Under these transforms only the eager kernel works, because it consists of plain tensor operations; the other kernels
 implement their own backward.
@@ -6,14 +6,14 @@ implement their own backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qkv._engine.call import Call
+from qkv._engine.call import Call, detached
 from qkv.errors import InputError
 
 REASON = "it has no derivatives in torch.func transforms and in forward mode; eager does"
@@ -72,3 +72,49 @@ def once_differentiable(
     sources = [x for x in inputs if x.requires_grad]
     marked = iter(_OnceDifferentiable.apply(error, len(found), *found, *sources))
     return tuple(None if x is None else next(marked) for x in grads)
+
+
+Results = tuple[Tensor | None, ...]
+Compute = Callable[[Call], tuple[Results, Results]]
+"""Takes a call without gradients; returns results, and what the backward needs besides."""
+Backward = Callable[[Call, Results, Results, Results, set[str]], dict[str, Tensor]]
+"""Takes the call, the results of `Compute` and what it kept, the gradients of the results, and the names of the tensors
+that need gradients; returns these gradients by name."""
+
+
+def differentiable(call: Call, compute: Compute, backward: Backward, kernel: str | InputError) -> Any:
+    """The results of `compute`, differentiable in the tensors of the call.
+
+    `kernel` is the name of the kernel, or the error for second derivatives.
+    """
+    tensors = call.tensors()
+    return _Differentiable.apply(call, compute, backward, kernel, list(tensors), *tensors.values())
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, compute: Compute, backward: Backward, kernel: object, names: list[str], *tensors: Tensor
+    ) -> Results:
+        results, more = compute(detached(call))
+        ctx.save_for_backward(*tensors, *results, *more)
+        # Learned tensors inside user-defined objects are used directly; `saved_tensors` checks their versions.
+        ctx.call, ctx.gradients, ctx.kernel = detached(call, learned=True), backward, kernel
+        ctx.names, ctx.n_results = names, len(results)
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Results:
+        n, saved = len(ctx.names), ctx.saved_tensors
+        tensors, results, more = saved[:n], saved[n : n + ctx.n_results], saved[n + ctx.n_results :]
+        wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[-n:], strict=True) if need}
+        with torch.no_grad():
+            call = detached(ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), learned=True)
+            found = ctx.gradients(call, results, more, grads, wanted)
+            back = tuple(
+                found[name].to(x.dtype) if name in wanted and name in found else None
+                for name, x in zip(ctx.names, tensors, strict=True)
+            )
+        mark = once_differentiable if isinstance(ctx.kernel, InputError) else kernel_once_differentiable
+        return *(None,) * 5, *mark(ctx.kernel, back, [x for x in (*tensors, *grads) if x is not None])

@@ -216,7 +216,7 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
             f"kernel is {kernel!r} with a group, expected 'auto' or one of {', '.join(map(repr, BLOCK_KERNELS))}"
         )
     if kernel != "auto":
-        choose(shared.call, kernel)
+        pick(shared.call, kernel)
     if edited():
         raise InputError("group was passed, but sharded attention cannot be edited; expected group=None under edits")
     compute = functools.partial(ring.run, shared, functools.partial(_block_kernel, kernel))
@@ -228,59 +228,46 @@ def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
     """The kernel for a block of a sharded call, of which the tensors named in `wanted` need gradients."""
     names = BLOCK_KERNELS_WITH_GRADIENTS if wanted else BLOCK_KERNELS
     for name in (kernel,) if kernel in names and kernel != "native" else names:  # native refuses NaN and infinity
-        fits = name != "native" or wanted.isdisjoint(call.learned)
-        if (
-            fits
-            and (kernel == name or not _only_for_tests(name, call))
-            and (name != "native" or is_finite(call))
-            and _unsupported_reason(name, call, weights=False) is None
-        ):
+        if name == "native" and not (wanted.isdisjoint(call.learned) and is_finite(call)):
+            continue
+        if _unsupported_reason(name, call, chosen=kernel == name) is None:
             return KERNELS[name]
     raise AssertionError("tiled serves every block, and a kernel requested by name was checked for the whole call")
 
 
-def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
-    """The same kernel as `choose`, without checking all kernels."""
-    if kernel == "auto":
-        for name in _preferred(call):
-            if not _only_for_tests(name, call) and _unsupported_reason(name, call, weights=weights) is None:
-                return name
-    return choose(call, kernel, weights=weights)[0]
-
-
-def _unsupported_reason(name: str, call: Call, *, weights: bool) -> str | None:
+def _unsupported_reason(name: str, call: Call, *, weights: bool = False, chosen: bool = True) -> str | None:
+    """Why a kernel cannot serve a call; unless it is `chosen` by name, also why it should not."""
     if weights and name not in FORM_WEIGHTS:
         return "it never forms the weights, which were requested"
     why: str | None = KERNELS[name].unsupported_reason(call)
+    if why is None and name == "flex" and call.q.device.type != "cuda" and not chosen:
+        return "it forms all scores unless on CUDA: for tests"
     return why
 
 
-def _only_for_tests(name: str, call: Call) -> bool:
-    return name == "flex" and call.q.device.type != "cuda"
+def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
+    """The kernel that serves `call`: the requested one, or for ``"auto"`` the first of `PREFERENCE` that can."""
+    if kernel != "auto" and kernel not in KERNELS:
+        raise InputError(f"kernel is {kernel!r}, expected 'auto' or one of {', '.join(map(repr, KERNELS))}")
+    why = None
+    for name in _preferred(call) if kernel == "auto" else (kernel,):
+        why = _unsupported_reason(name, call, weights=weights, chosen=kernel != "auto")
+        if why is None:
+            return name
+    if kernel == "auto":
+        raise InputError(
+            f"kernel is 'auto', but no kernel can serve this call: {KERNELS['eager'].unsupported_reason(call)}"
+        )
+    raise InputError(f"kernel={kernel!r} cannot serve this call: {why}")
 
 
 def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str, dict[str, str]]:
-    """The kernel that serves `call`, the reason, and the reason against each other kernel.
-
-    A kernel requested by name serves the call or raises; ``"auto"`` takes the first of `PREFERENCE` that supports it.
-    """
-    if kernel != "auto" and kernel not in KERNELS:
-        raise InputError(f"kernel is {kernel!r}, expected 'auto' or one of {', '.join(map(repr, KERNELS))}")
-    rejected = {}
-    for name in KERNELS:
-        if (why := _unsupported_reason(name, call, weights=weights)) is not None:
-            rejected[name] = why
-    if kernel != "auto":
-        if kernel in rejected:
-            raise InputError(f"kernel={kernel!r} cannot serve this call: {rejected[kernel]}")
-        return kernel, "requested by name", rejected
-    if _only_for_tests("flex", call) and "flex" not in rejected:
-        rejected["flex"] = "it forms all scores unless on CUDA: for tests"
-    chosen = next((name for name in _preferred(call) if name not in rejected), None)
-    if chosen is None:
-        raise InputError(f"kernel is 'auto', but no kernel can serve this call: {rejected['eager']}")
-    for name in KERNELS:
-        if name != chosen and name not in rejected:
-            rejected[name] = "slower" if name in PREFERENCE else "the specification: for tests and reading"
-    few = chosen == "eager" and "tiled" in rejected and not weights and _few_scores(call)
+    """The kernel that serves `call`, the reason, and the reason against each other kernel."""
+    chosen, auto = pick(call, kernel, weights=weights), kernel == "auto"
+    whys = {name: _unsupported_reason(name, call, weights=weights, chosen=not auto) for name in KERNELS}
+    if not auto:
+        return chosen, "requested by name", {name: why for name, why in whys.items() if why is not None}
+    few = chosen == "eager" and not weights and _few_scores(call)
+    other = {name: "slower" if name in PREFERENCE else "the specification: for tests and reading" for name in KERNELS}
+    rejected = {name: why or other[name] for name, why in whys.items() if name != chosen}
     return chosen, FEW_REASON if few else PREFERENCE[chosen], rejected

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qkv._engine.call import Call, Result, at_least_float32, detached
-from qkv._engine.transforms import kernel_once_differentiable
+from qkv._engine.transforms import Results, differentiable
 from qkv.partial import Partial, merge, sink_gradient
 from qkv.ring import Shared, naming_lost, slice_bias
 
@@ -29,11 +28,20 @@ Choose = Callable[[Call, set[str]], ModuleType]
 
 def run(shared: Shared, choose: Choose) -> Result:
     """out and lse of this process's queries, differentiable in every tensor of the call and through the lse."""
-    tensors = shared.call.tensors()
-    if shared.call.needs_grad:
-        return Result(*_Ring.apply(shared, choose, list(tensors), *tensors.values()))
-    part = _forward(shared, detached(shared.call), choose)
-    return Result(part.out, part.lse)
+    if not shared.call.needs_grad:
+        return Result(*_forward(shared, detached(shared.call), choose))
+
+    def compute(call: Call) -> tuple[Results, Results]:
+        return _forward(shared, call, choose), ()
+
+    def backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
+        (out, lse), (grad, grad_lse) = results, grads
+        assert out is not None
+        assert lse is not None
+        slope = torch.zeros_like(out) if grad is None else grad  # every process must take part in the ring
+        return _backward(shared, call, Partial(out, lse), slope, grad_lse, wanted, choose)
+
+    return Result(*differentiable(shared.call, compute, backward, "ring"))
 
 
 class Transfer:
@@ -95,7 +103,7 @@ class RingAccumulator:
         return self.sums if self.transfer is None else self.transfer.wait()
 
 
-def _forward(shared: Shared, call: Call, choose: Choose) -> Partial:
+def _forward(shared: Shared, call: Call, choose: Choose) -> tuple[Tensor, Tensor]:
     """Attention of the local queries to all keys, including the sink."""
     wide = at_least_float32(call.q.dtype)
     out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3], dtype=wide)
@@ -108,35 +116,7 @@ def _forward(shared: Shared, call: Call, choose: Choose) -> Partial:
             whole = merge(Partial(out[at], lse[at]), Partial(found.out, found.lse))
             out[at], lse[at] = whole.out, whole.lse
     whole = Partial(out, lse) if call.sink is None else Partial(out, lse).with_sink(call.sink)
-    return Partial(whole.out.to(call.v.dtype), whole.lse)
-
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shared: Shared, choose: Choose, names: list[str], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        whole = _forward(shared, detached(shared.call), choose)
-        ctx.save_for_backward(*tensors, whole.out, whole.lse)
-        ctx.shared, ctx.choose, ctx.names = shared, choose, names
-        ctx.set_materialize_grads(False)
-        return whole.out, whole.lse
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        with torch.no_grad():
-            call = detached(ctx.shared.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), learned=True)
-            slope = torch.zeros_like(out) if grad is None else grad  # every process must take part in the ring
-            wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if need}
-            totals = _backward(ctx.shared, call, Partial(out, lse), slope, grad_lse, wanted, ctx.choose)
-            found = tuple(
-                totals[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
-            )
-        return (
-            None,
-            None,
-            None,
-            *kernel_once_differentiable("ring", found, [x for x in (*tensors, grad, grad_lse) if x is not None]),
-        )
+    return whole.out.to(call.v.dtype), whole.lse
 
 
 def _backward(

@@ -28,10 +28,8 @@ OF_QUERIES = (
 """The first numbers of each query that the library writes; the masses of ranges follow."""
 
 
-def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequence[object]) -> str | None:
-    """Why the library cannot compute a call with its statistics and masses, or None if it can."""
-    if statistics:
-        return f"{', '.join(type(s).__name__ for s in statistics)} is computed from tiles of weights"
+def unsupported_reason(call: Call, mass: Mapping[str, Mask]) -> str | None:
+    """Why the library cannot compute a call with its masses, or None if it can."""
     if (why := binding.unsupported_reason(call)) is not None:
         return why
     missing = (name for name, ranges in _ranges(call, mass).items() if ranges is None)

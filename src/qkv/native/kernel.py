@@ -12,7 +12,14 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv._engine.call import Call, Result, as_mask, detached
-from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed, transforming
+from qkv._engine.transforms import (
+    REASON,
+    Results,
+    differentiable,
+    kernel_once_differentiable,
+    transformed,
+    transforming,
+)
 from qkv.biases import Bias, ByDistance
 from qkv.biases.base import TensorBias
 from qkv.masks import Grid, Mask
@@ -45,9 +52,7 @@ def forward(call: Call) -> Result | None:
         found = binding.forward(call)
     if found is None or not call.needs_grad:
         return None if found is None else Result(*found)
-    tensors = {name: x for name, x in call.tensors().items() if name not in call.learned}  # softmax uses none of these
-    out, lse = _Attention.apply(call, found, list(tensors), *tensors.values())
-    return Result(out, lse)
+    return Result(*differentiable(call, lambda _: (found, ()), _backward, "native"))
 
 
 def directly(
@@ -241,30 +246,7 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
     return gradients_of(detached(call), whole.lse, out=whole.out, grad=grad, grad_lse=grad_lse, wanted=wanted)
 
 
-class _Attention(torch.autograd.Function):
-    """The output and log-sum-exp that `forward` found, with gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: Call, found: tuple[Tensor, Tensor], names: list[str], *tensors: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(*tensors, *found)
-        ctx.call, ctx.names = detached(call), names
-        ctx.set_materialize_grads(False)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        if grad is None and grad_lse is None:
-            return (None,) * (3 + len(tensors))
-        with torch.no_grad():
-            call = ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True)))
-            wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if need}
-            found = gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse, wanted=wanted)
-            found = {"v": torch.zeros_like(call.v)} | found
-            grads = tuple(
-                found[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
-            )
-        inputs = [x for x in (*tensors, grad, grad_lse) if x is not None]
-        return None, None, None, *kernel_once_differentiable("native", grads, inputs)
+def _backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
+    (out, lse), (grad, grad_lse) = results, grads
+    assert lse is not None
+    return gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse, wanted=wanted)

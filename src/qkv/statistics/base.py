@@ -50,6 +50,13 @@ class WeightTile:
         return torch.where(self.weights > 0, self.weights.log(), LOG_OF_ZERO)
 
     @property
+    def counted(self) -> Bool[Tensor, "#b #h q k"]:
+        """True where a query may attend."""
+        if self.visible is not None:
+            return self.visible
+        return torch.ones(1, 1, *self.weights.shape[2:], dtype=torch.bool, device=self.weights.device)
+
+    @property
     def queries(self) -> Int[Tensor, "q 1"]:
         """Positions of the queries, counted from the first key, as a column."""
         return self.region.queries
@@ -59,7 +66,7 @@ class WeightTile:
         """Positions of the keys."""
         return self.region.keys
 
-    @property
+    @cached_property
     def distances(self) -> Int[Tensor, "q k"]:
         """How many tokens each key stands before its query; negative for keys after it."""
         return self.queries - self.keys

@@ -1,4 +1,4 @@
-"""The built-in statistics: one class each, with the definition that their fused sums are compared with."""
+"""The built-in statistics: one class each, whose definition the tiles of weights are added up with."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from torch import Tensor
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Prefix, Window
 from qkv.statistics.base import Statistic, WeightTile
-
-
-def _visible(tile: WeightTile) -> Tensor:
-    return torch.ones_like(tile.weights) if tile.visible is None else tile.visible.expand_as(tile.weights).double()
 
 
 class Received(Statistic):
@@ -28,7 +24,7 @@ class Received(Statistic):
     definition = "sum of the weights that all queries put on the key"
 
     def tile(self, tile: WeightTile) -> Tensor:
-        return tile.weights.double().sum(-2)
+        return tile.weights.sum(-2, dtype=torch.float64)
 
 
 class Visible(Statistic):
@@ -45,7 +41,7 @@ class Visible(Statistic):
     definition = "how many keys the query may attend to"
 
     def tile(self, tile: WeightTile) -> Tensor:
-        return _visible(tile).sum(-1)
+        return tile.counted.sum(-1).expand(tile.weights.shape[:3])
 
 
 class VisibleQueries(Statistic):
@@ -62,7 +58,7 @@ class VisibleQueries(Statistic):
     definition = "how many queries may attend to the key"
 
     def tile(self, tile: WeightTile) -> Tensor:
-        return _visible(tile).sum(-2)
+        return tile.counted.sum(-2).expand(*tile.weights.shape[:2], -1)
 
 
 class Entropy(Statistic):
@@ -82,8 +78,8 @@ class Entropy(Statistic):
         return -(tile.weights * tile.log_weights).sum(-1)
 
     def finish(self, total: Tensor, mass: Tensor) -> Tensor:
-        safe = torch.where(mass > 0, mass, 1.0)
-        return torch.where(mass > 0, total / safe + safe.log(), 0.0).clamp(min=0)
+        safe = torch.where(mass == 0, 1.0, mass)  # NaN is kept
+        return torch.where(mass == 0, 0.0, total / safe + safe.log()).clamp(min=0)
 
 
 class EffectiveKeys(Statistic):
@@ -100,10 +96,10 @@ class EffectiveKeys(Statistic):
     definition = "1 / Σ a²: how many keys share the weight"
 
     def tile(self, tile: WeightTile) -> Tensor:
-        return tile.weights.double().square().sum(-1)
+        return torch.linalg.vector_norm(tile.weights, dim=-1, dtype=torch.float64).square()
 
     def finish(self, total: Tensor, mass: Tensor) -> Tensor:
-        return torch.where(total > 0, mass.square() / torch.where(total > 0, total, 1.0), 0.0)
+        return torch.where(total == 0, 0.0, mass.square() / torch.where(total == 0, 1.0, total))
 
 
 class Distance(Statistic):
@@ -120,10 +116,10 @@ class Distance(Statistic):
     definition = "mean distance to the keys, by weight"
 
     def tile(self, tile: WeightTile) -> Tensor:
-        return (tile.weights * tile.distances.abs()).double().sum(-1)
+        return (tile.weights * tile.distances.abs().to(tile.weights)).sum(-1, dtype=torch.float64)
 
     def finish(self, total: Tensor, mass: Tensor) -> Tensor:
-        return total / torch.where(mass > 0, mass, 1.0)
+        return total / torch.where(mass == 0, 1.0, mass)
 
 
 class Spread(Statistic):
@@ -140,11 +136,12 @@ class Spread(Statistic):
     definition = "standard deviation of the keys' positions, by weight"
 
     def tile(self, tile: WeightTile) -> Tensor:
-        steps = tile.distances.double()
-        return torch.stack([(tile.weights * steps**n).sum(-1) for n in (1, 2)])
+        first, steps = tile.distances[:, :1].double().T, tile.keys.double() - tile.keys[0]
+        mass, one, two = (tile.weights.double() @ torch.stack([steps**n for n in range(3)], 1)).unbind(-1)
+        return torch.stack([first * mass - one, first.square() * mass - 2 * first * one + two])
 
     def finish(self, total: Tensor, mass: Tensor) -> Tensor:
-        mean, square = total / torch.where(mass > 0, mass, 1.0)
+        mean, square = total / torch.where(mass == 0, 1.0, mass)
         return (square - mean.square()).clamp(min=0).sqrt()
 
 
@@ -163,7 +160,8 @@ class At(Statistic):
     before = 0
 
     def tile(self, tile: WeightTile) -> Tensor:
-        return (tile.weights * (tile.distances == self.before)).sum(-1)
+        diagonal = tile.distances == self.before
+        return (tile.weights * diagonal).sum(-1)
 
 
 class Self(At):
@@ -220,7 +218,8 @@ class Sink(Statistic):
     from_second = True
 
     def tile(self, tile: WeightTile) -> Tensor:
-        return (tile.weights * (tile.keys == tile.first)).sum(-1)
+        column = tile.first - tile.region.columns.start
+        return tile.weights[..., max(0, column) : max(0, column + 1)].sum(-1)
 
 
 class Mass(Statistic):

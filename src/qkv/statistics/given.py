@@ -12,13 +12,13 @@ from torch import Tensor
 
 from qkv._engine.call import Call, RowState, as_mask, at_least_float32
 from qkv._engine.inputs import Form
-from qkv._engine.sweep import Tile
+from qkv._engine.sweep import Group, Tile
 from qkv.errors import InputError
-from qkv.masks import Mask
+from qkv.masks import Grid, Mask
 from qkv.statistics.base import Statistic
 from qkv.statistics.measure import checked, finished
-from qkv.statistics.reduce import Request, RowsState, StatisticsReducer, add_tiles, log2_of
-from qkv.statistics.sums import Statistics, Sums
+from qkv.statistics.reduce import Request, StatisticsReducer, Totals, add_tiles
+from qkv.statistics.sums import Statistics
 
 ROWS = 64  # rows of each head that are converted at a time
 
@@ -76,9 +76,9 @@ def measure_weights(
     call = Call.of(q, k, k, as_mask(mask), (), None, None)
     options: dict[str, Any] = {"mass": mass, "first": first, "prefix_keys": prefix_keys, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
-    sums = request.sums(call)
-    add_tiles(call, _Given(weights, request, sums))
-    found = finished(call, RowState(), request, sums)
+    totals = Totals(call, request)
+    add_tiles(call, _Given(weights, request, totals))
+    found = finished(call, RowState(), request, totals)
     assert found.row_sum is not None
     _check_row_sums(weights, found.row_sum, request.queries, unnormalized=unnormalized)
     back: Statistics = form.all_back(found)
@@ -122,17 +122,21 @@ def _tensor(w: Any) -> Tensor:
 class _Given(StatisticsReducer):
     """Statistics of weights that are given, as a tensor (b, h, nq, nk)."""
 
-    def __init__(self, weights: Tensor, request: Request, sums: Sums) -> None:
-        super().__init__(request, sums)
+    def __init__(self, weights: Tensor, request: Request, totals: Totals) -> None:
+        b, h, n_queries, n_keys = weights.shape
+        grid = Grid(b, h, n_queries, n_keys, n_keys - n_queries, weights.device)
+        super().__init__(RowState(), request, totals, grid)
         self.weights = weights
 
-    def tile(self, rows: RowsState, tile: Tile) -> None:
-        self.add_visible(rows, tile)
+    def start(self, group: Group) -> None:
+        pass
+
+    def tile(self, known: object, tile: Tile) -> None:
         weights = self.weights[*tile.block.at, tile.columns].to(tile.group.tiles.dtype)
         if (masked := tile.masked()) is not None:
             weights = weights.masked_fill(masked, 0)
-        if (uncounted := rows.job.heads.uncounted) is not None:
-            weights = weights.masked_fill(uncounted[..., tile.rows, None], 0)
+        if (counted := self.counted(tile)) is not None:
+            weights = weights.masked_fill(~counted, 0)
         lowest, highest = (float(x) for x in weights.aminmax())  # NaN if any weight is
         if not (lowest >= 0 and highest < float("inf")):
             raise InputError(
@@ -140,7 +144,7 @@ class _Given(StatisticsReducer):
                 "expected weights of 0 or more: apply the softmax to scores first; pass queries= to leave out rows "
                 "without weights"
             )
-        self.add_final(rows, tile, weights, log2_of(weights))
+        self.add(tile, weights, None)
 
 
 def _check_row_sums(weights: Tensor, row_sum: Tensor, queries: Tensor | None, *, unnormalized: bool) -> None:

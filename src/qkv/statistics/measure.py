@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv import native
-from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, detached, dot_softmax
+from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, at_least_float32, detached, dot_softmax
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
 from qkv.biases import Bias
 from qkv.errors import InputError
@@ -31,12 +32,13 @@ from qkv.kernels import attention, ring, serve_shared, tiled, watching
 from qkv.masks import Grid, Mask
 from qkv.native import kernel as native_kernel
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
-from qkv.ring import Shared
+from qkv.normalizers.base import weights_of
+from qkv.ring import Shared, positions
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
-from qkv.statistics.reduce import Request, add_statistics
-from qkv.statistics.sums import Statistics, Sums, share_of_first
+from qkv.statistics.reduce import FIELDS, Request, StatisticsReducer, Totals, add_tiles, own_statistics
+from qkv.statistics.sums import Statistics, Thumbnail, share_of_first
 from qkv.statistics.triton import host as triton
 
 ARGUMENTS = (
@@ -199,7 +201,7 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
         return None if out is None else Result(out, lse), RowState(lse), statistics
     result = attention(call) if output else None
     rows = row_state(call, None if result is None else result.lse)
-    return result, rows, sweep(call, rows, **options)
+    return result, rows, _by_definition(call, rows, request)
 
 
 @torch.no_grad()
@@ -213,32 +215,40 @@ def sweep(
     the norm of each value, for `first_contribution`.
     """
     call = detached(call)
-    rows = rows if isinstance(rows, RowState) else RowState(rows)
-    grid = call.grid if shared is None else shared.grid
-    request = checked(call, grid, shared=shared, **options)
+    request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
     found = None if shared is not None else _fused(call, request, output=False)
     if found is not None:  # one pass, which computes the log-sum-exp again
         return found[-1]
-    sums = request.sums(call)
-    known = _counted(call, rows, request)
+    return _by_definition(call, rows if isinstance(rows, RowState) else RowState(rows), request, shared)
+
+
+def _by_definition(call: Call, rows: RowState, request: Request, shared: Shared | None = None) -> Statistics:
+    """The statistics of a call from its tiles of weights."""
+    rows, totals = _counted(call, rows, request), Totals(call, request)
     if request.queries is not None:
         call = replace(call, q=call.q.masked_fill(~request.queries[:, None, :, None], 0))  # padding may hold NaN
     if shared is None:
-        add_statistics(call, known, request, sums)
+        add_tiles(call, StatisticsReducer(rows, request, totals, call.grid))
     else:
-        _add_shared(shared, call, known, request, sums)
-    return finished(call, rows, request, sums)
+        _add_shared(shared, call, rows, request, totals)
+    return finished(call, rows, request, totals, shared)
 
 
 def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
     """Output if it is wanted, log-sum-exp and statistics by compiled code; None if there is none for the call.
 
-    On CPU it is the native library; the Triton kernels are only run there by tests.
+    On CPU it is the native library; the Triton kernels are only run there by tests. The statistics that the user passed
+    are added from tiles of weights.
     """
     by, way = (native, native.attend_and_measure) if call.q.device.type == "cpu" else (triton, _by_triton)
-    if by.unsupported_reason(call, request.mass, request.statistics):
+    if by.unsupported_reason(call, request.mass) or (found := way(call, request, output=output)) is None:
         return None
-    return way(call, request, output=output)
+    out, lse, statistics = found
+    if request.statistics:
+        assert statistics.row_sum is not None
+        rows = _counted(call, RowState(lse), request)
+        statistics = replace(statistics, own=own_statistics(call, rows, request, statistics.row_sum))
+    return out, lse, statistics
 
 
 def engine(call: Call) -> str:
@@ -246,11 +256,11 @@ def engine(call: Call) -> str:
     call = replace(detached(call), dropout_p=0.0)
     request = checked(call, call.grid)
     if call.q.device.type != "cpu":
-        why = triton.unsupported_reason(call, request.mass, request.statistics)
+        why = triton.unsupported_reason(call, request.mass)
         return f"tiles of tensor operations: {why}" if why else "Triton, in the pass that computes the output"
     if isinstance(native.binding.library(), str):
         return native.binding.description()
-    why = native.unsupported_reason(call, request.mass, request.statistics)
+    why = native.unsupported_reason(call, request.mass)
     return f"tiles of tensor operations: {why}" if why else native.binding.description()
 
 
@@ -267,15 +277,50 @@ def _counted(call: Call, rows: RowState, request: Request) -> RowState:
     return replace(rows, level=rows.level.masked_fill(~request.queries[:, None], -torch.inf))
 
 
-def finished(call: Call, rows: RowState, request: Request, sums: Sums) -> Statistics:
-    """The statistics from the sums of all tiles, with zeros for queries that do not count."""
-    if request.queries is not None:
-        sums.visible.masked_fill_(~request.queries[:, None], 0)
-    statistics = sums.statistics(call, _counted(call, rows, request))
-    if sums.contributions is None or request.value_norms is None:
-        return statistics
-    share = share_of_first(statistics.sink, sums.contributions, request.value_norms, request.firsts)
-    return replace(statistics, first_contribution=share)
+def finished(call: Call, rows: RowState, request: Request, totals: Totals, shared: Shared | None = None) -> Statistics:
+    """The statistics from the totals of all tiles; `rows` without the queries that do not count."""
+    values = totals.finished(totals.of["row_sum"], at_least_float32(call.q.dtype))
+    thumbnail = prefix = contribution = None
+    if totals.pooled is not None:
+        thumbnail = Thumbnail.of(totals.pooled[0], totals.pooled[1], call.q.shape[2], call.k.shape[2], *totals.bins)
+    if request.prefix_keys is not None:
+        total, count = _of_prefix(values["prefix_sink_scores"], request.prefix_keys, request.firsts, shared)
+        prefix = total / count.clamp(min=1)
+    if (norms := request.value_norms) is not None:
+        contribution = share_of_first(values["sink"], values["value_norms"], norms, request.firsts)
+    return Statistics(
+        lse=rows.level if call.given.normalizer.has_lse else None,
+        **{name: values[name] for name in FIELDS},
+        prefix_sink_scores=prefix,
+        thumbnail=thumbnail,
+        sink_mass=None if call.sink is None else _sink_mass(call, rows),
+        mass={name: values[f"mass {name}"] for name in request.mass},
+        own={s.name: values[f"own {s.name}"] for s in request.statistics},
+        first_contribution=contribution,
+    )
+
+
+def _of_prefix(x: Tensor, length: int, firsts: Sequence[int], shared: Shared | None) -> Tensor:
+    """Numbers of all keys (2, b, h, nk) for the first `length` keys of each text, which other processes may hold."""
+    n, device = x.shape[3], x.device
+    keys = torch.arange(n, device=device) if shared is None else positions(shared.grid.n_keys, shared.group, device)
+    at = keys - torch.tensor(firsts, device=device)[:, None]
+    at = torch.where((at >= 0) & (at < length), at, length)
+    found = x.new_zeros(*x.shape[:3], length + 1).scatter_add_(3, at[:, None].expand_as(x), x)[..., :length]
+    if shared is not None:
+        found = found.contiguous()
+        dist.all_reduce(found, group=shared.group)
+    return found
+
+
+def _sink_mass(call: Call, rows: RowState) -> Tensor:
+    """The weight of the sink, 0 in rows that do not count."""
+    assert call.sink is not None
+    assert rows.level is not None
+    out = rows.level == -torch.inf
+    level = rows.level.masked_fill(out, 0)
+    weight = weights_of(call.normalizer, call.sink.expand_as(level)[..., None], level)[..., 0]
+    return weight.masked_fill(out | (call.sink == -torch.inf), 0)
 
 
 def _softmax_row_sum(statistics: Statistics) -> Tensor:
@@ -317,36 +362,30 @@ def checked(
         raise InputError(
             f"first is {first}, expected a key from 0 to {grid.n_keys - 1}, or one for each of {b} batch items"
         )
-    return Request(mass, firsts, grid.offset, queries, prefix_keys, bins, statistics, value_norms)
+    return Request(mass, firsts, queries, prefix_keys, bins, statistics, value_norms)
 
 
-def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, sums: Sums) -> None:
+def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, totals: Totals) -> None:
     """Add the statistics of this process's rows over all shards of keys, which travel around the ring.
 
-    The sums of a shard of keys (`received`, `visible_queries`) travel with it.
+    The totals of a shard of keys travel with it.
     """
     assert rows.level is not None
-    key_sums = ring.RingAccumulator(shared)
+    key_totals = ring.RingAccumulator(shared)
+    of_keys = {name: x for name, x in totals.of.items() if totals.statistics[name].over == "key"}
     for source, (k,) in ring.blocks(shared, call.k):
-        received, visible_queries = torch.zeros_like(sums.received), torch.zeros_like(sums.visible_queries)
+        here = {name: torch.zeros_like(x) for name, x in of_keys.items()}
         for piece in shared.pieces(source):
-            here, first_key = piece.rows, piece.region.columns.start
-            add_statistics(
-                piece.local_call(call, k, k),
-                RowState(rows.level[:, :, here]),
-                replace(
-                    request,
-                    mass={name: piece.local_mask(mask) for name, mask in request.mass.items()},
-                    firsts=[first - first_key for first in request.firsts],
-                    offset=piece.ahead,
-                    queries=None if request.queries is None else request.queries[:, here],
-                ),
-                sums.of(here, piece.keys, received, visible_queries),
-            )
-        key_sums.add(received, visible_queries)
-    sums.received, sums.visible_queries = key_sums.finish()
-    if sums.prefix_sink_scores is not None:
-        dist.all_reduce(sums.prefix_sink_scores, group=shared.group)
+            part, region = copy(totals), piece.region
+            part.of = {name: x[..., piece.rows] for name, x in totals.of.items()}
+            part.of |= {name: x[..., piece.keys] for name, x in here.items()}
+            queries = None if request.queries is None else request.queries[:, piece.rows]
+            corner = region.rows.start, region.columns.start
+            some = replace(request, queries=queries)
+            of_rows = RowState(rows.level[:, :, piece.rows])
+            add_tiles(piece.local_call(call, k, k), StatisticsReducer(of_rows, some, part, shared.grid, corner))
+        key_totals.add(*here.values())
+    totals.of |= dict(zip(of_keys, key_totals.finish(), strict=True))
 
 
 WEIGHTS = ("sink", "self_", "previous", "next_", "received", "prefix_sink_scores", "mass")

@@ -96,7 +96,7 @@ def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | 
     return found.get("distance"), found.get("cap"), next(iter(found), None) == "cap"
 
 
-def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequence[object]) -> str | None:
+def unsupported_reason(call: Call, mass: Mapping[str, Mask]) -> str | None:
     """Why the kernels cannot compute the statistics of this call, or None if they can."""
     device = call.q.device.type
     if device not in GPUS and not (device == "cpu" and INTERPRETED):
@@ -108,8 +108,6 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequenc
     if device in GPUS and _capability(call.q.device.index) < OLDEST_CARD:
         major, minor = _capability(call.q.device.index)
         return f"the card has compute capability {major}.{minor}; the Triton kernels are for 8.0 (Ampere) and newer"
-    if statistics:
-        return f"{', '.join(type(s).__name__ for s in statistics)} is computed from tiles of weights"
     if not call.normalizer.has_lse:
         return f"the weights are a softmax, not {type(call.given.normalizer).__name__}"
     if call.pairwise is not None:
