@@ -220,7 +220,7 @@ def opened(page: Page, profile: Profile, folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "make", [made.encoder_decoder, made.long, lambda: made.gpt(61, True), hostile],
+    "make", [made.encoder_decoder, lambda: made.long(2048), lambda: made.gpt(61, True), hostile],
     ids=["three groups", "long", "learned sink", "hostile"],
 )  # fmt: skip
 def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callable[[], Profile]) -> None:
