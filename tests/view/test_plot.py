@@ -126,7 +126,11 @@ def test_all_text_is_on_the_page(name: str) -> None:
     figure = drawn.figure if isinstance(drawn, Axes) else drawn
     assert isinstance(figure, Figure)
     all_text_is_on_the_page(figure)
-    assert drawn._repr_png_().startswith(b"\x89PNG"), "notebooks show it"
+
+
+def test_notebooks_show_figures_and_axes() -> None:
+    for drawn in (plot.weights(weights(2, 2)), plot.heads(weights(2, 3, 3))):
+        assert drawn._repr_png_().startswith(b"\x89PNG")
 
 
 REFUSALS: list[tuple[str, Callable[[], Any]]] = [
