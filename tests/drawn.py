@@ -8,9 +8,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 
-def all_text_is_on_the_page(figure: Figure) -> None:
-    """No text that is drawn is cut off by the edge of the figure."""
-    figure.savefig(io.BytesIO(), format="png", dpi=72)  # settles every position
+def all_text_is_on_the_page(figure: Figure, form: str = "png") -> bytes:
+    """No text that is drawn is cut off by the edge of the figure, which is returned as a file of this form."""
+    file = io.BytesIO()
+    figure.savefig(file, format=form, dpi=72)  # settles every position
     unseen = set()
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
@@ -24,3 +25,4 @@ def all_text_is_on_the_page(figure: Figure) -> None:
             box = text.get_window_extent()
             inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
             assert inside, f"{text.get_text()!r} at {box}"
+    return file.getvalue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ class Forked:
         """What it has written to standard error so far."""
         return self._errors.read_text() if self._errors.exists() else ""
 
+    def has_said(self, text: str, seconds: float = 120) -> None:
+        """Wait until this text stands in standard output."""
+        end = time.monotonic() + seconds
+        while text not in self.out:
+            assert self.running, f"the process ended without {text!r}: {self.out}{self.errors}"
+            assert time.monotonic() < end, f"the process did not say {text!r} within {seconds} seconds: {self.out}"
+            time.sleep(0.02)
+
     def wait(self, seconds: float = 120) -> int:
         """Wait for the end; returns the exit status, or minus the number of the signal that ended it."""
         self._process.join(seconds)
@@ -61,6 +70,13 @@ class Forked:
             self._process.kill()
             raise AssertionError(f"the process did not end within {seconds} seconds: {self.out}{self.errors}")
         return code
+
+
+def run_command(*words: object) -> None:
+    """`qkv` with these words; its exit code is that of the process."""
+    from qkv.cli import main
+
+    sys.exit(main([str(word) for word in words]))
 
 
 def _call(

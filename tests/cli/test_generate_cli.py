@@ -8,8 +8,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 import torch
 
 from conftest import Command, refused
+from forked import Forked, run_command
 from qkv import cache
 from qkv.models import checkpoint, tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
@@ -345,16 +344,11 @@ def test_output_that_cannot_be_written_is_told_once(
 
 
 @pytest.mark.slow
-def test_interrupt_exits_with_130(own: Path) -> None:
-    command = [sys.executable, "-m", "qkv.cli", "generate", str(own), PROMPT, "--tokens", "100000"]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(
-        [*command, "--cache", "sliding:16"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
-    ) as process:
-        assert process.stdout
-        assert process.stdout.read(40).startswith(PROMPT.encode())  # it streams: this comes long before the end
-        process.send_signal(signal.SIGINT)
-        rest, said = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert rest.endswith(b"\n")
-    assert re.fullmatch(rb"[^\n]*interrupted[^\n]*\n", said)
+def test_interrupt_exits_with_130(own: Path, tmp_path: Path) -> None:
+    words = ("generate", own, PROMPT, "--tokens", 100_000, "--cache", "sliding:16")
+    process = Forked(run_command, *words, folder=tmp_path, HF_HUB_OFFLINE="1")
+    process.has_said(PROMPT)  # it streams: this comes long before the end
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait() == 130
+    assert process.out.endswith("\n")
+    assert re.fullmatch(r"[^\n]*interrupted[^\n]*\n", process.errors)

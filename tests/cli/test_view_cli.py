@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 
 import qkv
 from conftest import Command
+from forked import Forked, run_command
 
 pytest.importorskip("transformers", reason="loading models needs transformers")
 TEXT = "def one():\n    return 1\n"
@@ -47,24 +46,17 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.slow
 def test_interrupt_before_the_model_is_ready_ends_a_public_server_quietly(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "qkv.cli", "view", "random-gpt2", "--tokens", "4096", "--host", "0.0.0.0"]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, "--port", "0", "--no-browser"], cwd=tmp_path, env=env, **pipes) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line.startswith("Viewer"), line
-            url = httpx.URL(line.split()[1])
-            assert url.params["token"]
-            assert httpx.get(url.copy_with(query=None)).status_code == 401
-            assert httpx.get(url).status_code == 303
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 0
-    assert "Traceback" not in errors
+    words = ("view", "random-gpt2", "--tokens", 4096, "--host", "0.0.0.0", "--port", 0, "--no-browser")
+    process = Forked(run_command, *words, folder=tmp_path, HF_HUB_OFFLINE="1")
+    process.has_said("\n")
+    assert process.out.startswith("Viewer"), process.out
+    url = httpx.URL(process.out.split()[1])
+    assert url.params["token"]
+    assert httpx.get(url.copy_with(query=None)).status_code == 401
+    assert httpx.get(url).status_code == 303
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait() == 0
+    assert "Traceback" not in process.errors
 
 
 def read_by(session: Any) -> list[Any]:

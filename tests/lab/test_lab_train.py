@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,11 +65,7 @@ def test_finished_run_is_loaded_and_not_trained_again(whole: Path, monkeypatch: 
 def started(folder: Path, step: int) -> Forked:
     """A process that trains in ``run``, has done `step` steps, and waits."""
     process = Forked(train_until, folder / "run", step, folder=folder)
-    end = time.monotonic() + 60
-    while f"{step}\n" not in process.out:
-        assert process.running, process.errors
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    process.has_said(f"{step}\n")
     return process
 
 

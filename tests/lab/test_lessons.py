@@ -6,12 +6,14 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import pages
-from conftest import Command, Ran, refused
+from conftest import Command, refused
 from qkv_lab import check
 from qkv_lab.answers import answer, child
 from qkv_lab.lessons.catalog import LESSONS, lesson
@@ -155,22 +157,27 @@ def test_unusable_files_are_refused(judged: Judge, tmp_path: Path, name: str, to
 
 @pytest.mark.slow
 def test_check_runs_in_a_process_with_a_time_limit(
-    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+    judged: Judge, tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A process takes seconds to start: where the end is not the time limit, this one stands in for it."""
     file = tmp_path / "answer.py"
+    words = ("check", "entropy", file, "--out", tmp_path / "out", "--seconds")
+    file.write_text("def entropy(w):\n    while True:\n        pass\n")
+    with pytest.raises(SystemExit) as ended:
+        command(*words, 1)
+    assert ended.value.code == 1
+    assert re.search(r"answer\.py was in line [23], in entropy", capsys.readouterr().out)
 
-    def checked(text: str, seconds: float) -> Ran:
-        file.write_text(text, encoding="utf-8")
-        try:
-            return command("check", "entropy", file, "--out", tmp_path / "out", "--seconds", seconds)
-        except SystemExit as ended:
-            return Ran(int(ended.code or 0), *capsys.readouterr())
+    def run(words: list[str], **_: Any) -> SimpleNamespace:
+        *_, name, given, defines, out, seconds = words
+        return SimpleNamespace(
+            returncode=child.main(name, Path(given), defines, Path(out), float(seconds)), stdout="what it said"
+        )
 
-    ran = checked("def entropy(w):\n    while True:\n        pass\n", 1)
-    assert ran.code == 1
-    assert re.search(r"answer\.py was in line [23], in entropy", ran.out)
-    ran = checked("def entropy(w:\n", 60)
-    assert (ran.code, ran.err.splitlines()[0]) == (2, "qkv: answer.py is not valid Python")
-    assert checked(ANSWERS["right"], 60).code == 0
+    monkeypatch.setattr("qkv_lab.cli.check.subprocess.run", run)
+    file.write_text(ANSWERS["syntax"])
+    assert command(*words, 60).err.startswith("qkv: answer.py is not valid Python")
+    file.write_text(ANSWERS["right"])
+    assert "what it said" in command.succeeds(*words, 60)
     command.refuses("check", "entropy", tmp_path / "nothing.py")
     command.refuses("check", "entropy", file, "--seconds", 0)

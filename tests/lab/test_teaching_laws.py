@@ -71,9 +71,7 @@ def test_padding_and_other_items_change_nothing(name: str) -> None:
 
 
 SLOPES: dict[str, Any] = {
-    **{name: DECODERS[name] for name in ("none", "bahdanau", "multihead, one way", "luong-concat local-p")},
-    **{name: DECODERS[name] for name in ("luong-dot global", "soft", "soft, no gate", "hard")},
-    "tied": replace(TRANSFORMER, layers=1, decoder_layers=1, activation="gelu", positions="learned", tied=True),
+    **{name: DECODERS[name] for name in ("bahdanau", "multihead, one way", "luong-concat local-p", "soft", "hard")},
     "all tied": replace(
         DECODERS["rotary, all tied"], layers=1, decoder_layers=1, activation="swiglu", kv_heads=1, norm="rmsnorm"
     ),

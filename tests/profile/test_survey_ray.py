@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -28,29 +27,21 @@ ray = pytest.importorskip("ray", reason="surveys on Ray need the extra ray")
 pytestmark = pytest.mark.slow
 
 
-@contextlib.contextmanager
-def cluster() -> Iterator[None]:
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One CPU; its processes import `survey_process`."""
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    ray.init(
-        num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-        runtime_env={"env_vars": {"PYTHONPATH": paths}},
-    )  # fmt: skip
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 
 
-def test_surveys_on_ray(tmp_path: Path, command: Command) -> None:
-    """All on one cluster, whose start takes longest."""
-    with cluster():
-        _has_the_bytes_of_one_process_after_a_kill(tmp_path)
-        _bad_input_is_one_sentence(tmp_path)
-        (tmp_path / "one.py").write_text("import os\n" * 9)
-        out = tmp_path / "command"
-        words = ["survey", "qkv-mini", tmp_path / "one.py", "--shards", 1, "--engine", "ray", "--out", out]
-        command.succeeds(*words)
-        assert (out / "survey.qkv.zip").exists()
-    assert "--device" in command.refuses(*words, "--device", "cuda:1")
+@pytest.mark.usefixtures("cluster")
+def test_a_survey_has_the_bytes_of_one_process_after_a_kill_and_bad_input_is_one_sentence(tmp_path: Path) -> None:
+    """Both on one cluster, whose start takes longest."""
+    _has_the_bytes_of_one_process_after_a_kill(tmp_path)
+    _bad_input_is_one_sentence(tmp_path)
 
 
 def _has_the_bytes_of_one_process_after_a_kill(folder: Path) -> None:
@@ -79,6 +70,19 @@ def test_a_shard_that_ray_gives_up_is_named() -> None:
     lost = SimpleNamespace(get=get, exceptions=ray.exceptions)
     with pytest.raises(Incomplete, match=rf"shard 3 after at most {on_ray.RETRIES + 1} attempts"):
         on_ray._result(lost, None, 3)
+
+
+def test_the_command_surveys_on_ray_and_on_no_single_gpu(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(on_ray, "carry_out", lambda work, numbers, *rest: sent.append([*numbers]))
+    (tmp_path / "one.py").write_text("import os\n" * 9)
+    words = ["survey", "qkv-mini", tmp_path / "one.py", "--shards", 2, "--engine", "ray", "--out", tmp_path / "out"]
+    with pytest.raises(SystemExit):  # no shard was written
+        command(*words)
+    assert sent == [[0, 1]]
+    assert "--device" in command.refuses(*words, "--device", "cuda:1")
 
 
 def test_a_model_on_a_gpu_is_not_sent(tmp_path: Path) -> None:
