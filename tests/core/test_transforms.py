@@ -146,7 +146,6 @@ CACHED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "numbers on a device": (host._on_device, ((3, 1), CPU)),
     "no keys": (host._zeros, (5, CPU)),
     "pairs of bins": (sums._pairs_of_bins, (9, 7, 4, 2, torch.float32, CPU)),
-    "powers of a cell": (sums._powers, (6, torch.float32, CPU)),
     "chosen keys": (patterns._chosen, ((0, 2), 5)),
     "drawn keys": (patterns._draw, (2, 0, None, 9)),
     "drawn keys besides a mask": (patterns._draw, (2, 0, Causal(), 9)),
