@@ -144,8 +144,8 @@ class HeadMap:
         reduce_tiles([self._group(down, across)], reducer)
         rows, columns = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
         pairs = rows.diff()[:, None] * columns.diff()
-        mean, visible = (x / pairs for x in (reducer.sums, reducer.visible))
-        return Picture(*(x.to(self._tiles.dtype) for x in (reducer.maximum, mean, visible)), rows, columns)
+        mean, visible = ((x / pairs).to(reducer.maximum) for x in (reducer.sums, reducer.visible))
+        return Picture(reducer.maximum, mean, visible, rows, columns)
 
     def _group(self, down: Sequence[_Piece], across: Sequence[_Piece]) -> Group:
         """The tiles of the picture."""
