@@ -3,35 +3,17 @@
 Attention of a query over a set of keys is a pair: the normalised output, and the log-sum-exp of the scores. Pairs over
 disjoint sets of keys merge exactly, in any order (Milakov & Gimelshein 2018, arXiv:1805.02867). The tiles of flash
 attention, sinks, caches and sequence parallelism all use this merge.
-
-All partial results in this package share one small protocol, `Mergeable`: `Partial` over sets of keys, `LinearState`
-over keys, a `Statistic` over tiles of weights, the sums of a `Survey` over texts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qkv.errors import InputError
-
-T = TypeVar("T")
-
-
-class Mergeable(Protocol):
-    """A partial result: merging the results over disjoint parts gives the result over their union.
-
-    Merging is associative and commutative, and the class's `zero` is its identity: a commutative monoid. Classes that
-    accumulate sums have a method `finish` that computes the final quantity.
-    """
-
-    def merge(self: T, other: T, /) -> T:
-        """The result over the union of both parts."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
