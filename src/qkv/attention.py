@@ -33,12 +33,6 @@ from qkv.scores import Score
 from qkv.statistics.measure import directly, engine, measure, measured, sweep
 from qkv.statistics.sums import Statistics
 
-ARGUMENTS = (
-    "mask", "bias", "score", "normalizer", "dropout_p", "dropout_seed", "kernel", "return_lse", "return_weights",
-    "return_statistics", "group", "attn_mask", "is_causal", "scale",
-)  # fmt: skip
-
-
 SHORT = 64  # with fewer keys, torch's kernel may return 0 for a query that is NaN or infinite
 
 
@@ -228,7 +222,7 @@ def attend(
     (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
     """
     if unknown:
-        refuse_unknown("attend", unknown, ARGUMENTS)
+        refuse_unknown(attend, unknown)
     if is_causal or attn_mask is not None or scale is not None:
         lengths = q.shape[-2], k.shape[-2]
         mask, bias, score = from_torch_names(lengths, mask, bias, score, attn_mask, is_causal, scale)
@@ -266,7 +260,7 @@ def _general(
         if form is None:
             return found
         return tuple(map(form.returned, found)) if isinstance(found, tuple) else form.returned(found)
-    call = _call(q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed)
+    call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer, dropout_p, dropout_seed)
     if return_lse and not call.given.normalizer.has_lse:
         raise InputError(
             f"return_lse is True, but {type(call.given.normalizer).__name__} has no log-sum-exp; only Softmax has one"
@@ -400,19 +394,12 @@ def plan(
     _, tensors = Form.of(q, k, v)
     dtype = autocast_dtype(tensors[0])
     queries, keys, values = (x if dtype is None else x.to(dtype) for x in tensors)
-    call = _call(queries, keys, values, mask, bias, score, normalizer, dropout_p)
+    call = Call.of(queries, keys, values, as_mask(mask), as_biases(bias), score, normalizer, dropout_p)
     name, reason, rejected = choose(call, kernel, weights=return_weights)
     found = cost(name, call)
     b, h, n_queries, _ = call.q.shape
     share = found.pairs / (b * h * n_queries * call.k.shape[2])
     return Plan(name, reason, rejected, found, share, steps_of(call, name), engine(call))
-
-
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
-    score: Score | None, normalizer: Normalizer | None, dropout_p: float, seed: int | None = None,
-) -> Call:  # fmt: skip
-    return Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer, dropout_p, seed)
 
 
 class _CallOptions(TypedDict, total=False):

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkv._engine.call import Call, at_least_float32
-from qkv.errors import InputError, at_least_one, kind_of, one_of
+from qkv._engine.call import Call
+from qkv.errors import InputError, at_least_one, kind_of
 from qkv.features import elu_plus_one
 from qkv.kernels import serve
 from qkv.kernels.linear import CHUNK, LinearState, attention
@@ -30,14 +30,14 @@ __all__ = ["LinearState", "linear_attend", "linformer"]
 def linear_attend(
     q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
     features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
-    state: LinearState | None = None, form: Literal["chunked", "recurrent"] = "chunked", chunk: int = CHUNK,
+    state: LinearState | None = None, chunk: int = CHUNK,
     return_state: Literal[False] = False,
 ) -> Float[Tensor, "b h nq dv"]: ...  # fmt: skip
 @overload
 def linear_attend(
     q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
     features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
-    state: LinearState | None = None, form: Literal["chunked", "recurrent"] = "chunked", chunk: int = CHUNK,
+    state: LinearState | None = None, chunk: int = CHUNK,
     return_state: bool = False,
 ) -> Any: ...  # fmt: skip
 def linear_attend(
@@ -49,7 +49,6 @@ def linear_attend(
     causal: bool = True,
     normalize: bool = True,
     state: LinearState | None = None,
-    form: Literal["chunked", "recurrent"] = "chunked",
     chunk: int = CHUNK,
     return_state: bool = False,
 ) -> Float[Tensor, "b h nq dv"] | tuple[Float[Tensor, "b h nq dv"], LinearState]:
@@ -64,8 +63,7 @@ def linear_attend(
             with the last key. Keys in `state` precede all others.
         normalize: whether to divide by the sum of the weights (unless the sum is 0).
         state: the state returned by an earlier call, to continue from.
-        form: ``"chunked"``, or ``"recurrent"``: one token after another, which is the definition.
-        chunk: tokens per chunk. It changes speed and memory, not the result.
+        chunk: tokens per chunk. It changes speed and memory, not the result; 1 is the recurrence of the paper.
         return_state: whether to return the state after the last key as well.
 
     Returns:
@@ -84,11 +82,6 @@ def linear_attend(
     True
     """
     call = Call.of(q, k, v, score=Features(features), normalizer=Identity())
-    one_of("form", form, ("chunked", "recurrent"))
-    if form == "recurrent" and not causal:
-        raise InputError(
-            "form is 'recurrent' with causal=False, expected 'chunked': all keys are visible to each query"
-        )
     at_least_one(chunk=chunk)
     if state is not None:
         want = (k.shape[0], k.shape[1], call.k.shape[3], v.shape[3])
@@ -102,36 +95,8 @@ def linear_attend(
                 f"state was passed with {q.shape[2]} queries and {k.shape[2]} new keys, so some queries would precede "
                 "the new keys; expected no more queries than new keys"
             )
-    if form == "recurrent":
-        out, after = _recurrent(call.q, call.k, v, state, normalize)
-    else:
-        out, after = attention(call.q, call.k, v, state, causal=causal, divided=normalize, chunk=chunk)
+    out, after = attention(call.q, call.k, v, state, causal=causal, divided=normalize, chunk=chunk)
     return (out.to(v.dtype), after) if return_state else out.to(v.dtype)
-
-
-def _recurrent(
-    q: Float[Tensor, "b h nq m"],
-    k: Float[Tensor, "b hkv nk m"],
-    v: Float[Tensor, "b hkv nk dv"],
-    state: LinearState | None,
-    normalize: bool,
-) -> tuple[Float[Tensor, "b h nq dv"], LinearState]:
-    """Causal linear attention of features, by its definition."""
-    dtype = at_least_float32(q.dtype)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    (b, hkv, n_keys, m), (n_queries, dv) = k.shape, (q.shape[2], v.shape[3])
-    if state is None:
-        state = LinearState.zero(b, hkv, m, dv, dtype, q.device)
-    q = q.unflatten(1, (hkv, -1))
-    rows = [q.new_zeros(*q.shape[:3], dv)] * max(0, n_queries - n_keys)  # queries before the first key
-    for j in range(n_keys):
-        state = state.plus(k[:, :, j : j + 1], v[:, :, j : j + 1])
-        i = j - (n_keys - n_queries)
-        if i >= 0:
-            row = q[:, :, :, i] @ state.kv
-            total = q[:, :, :, i] @ state.k_sum[..., None]
-            rows.append(row / torch.where(total == 0, 1.0, total) if normalize else row)
-    return torch.stack(rows, 3).flatten(1, 2), state
 
 
 def linformer(

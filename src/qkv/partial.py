@@ -3,14 +3,10 @@
 Attention of a query over a set of keys is a pair: the normalised output, and the log-sum-exp of the scores. Pairs over
 disjoint sets of keys merge exactly, in any order (Milakov & Gimelshein 2018, arXiv:1805.02867). The tiles of flash
 attention, sinks, caches and sequence parallelism all use this merge.
-
-All partial results in this package are commutative monoids, with `merge` and `zero`: `Partial` over sets of keys,
-`LinearState` over keys, a `Statistic` over tiles of weights, the sums of a `Survey` over texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,14 +57,13 @@ class Partial:
         return Partial(self.out * share[..., None].to(self.out.dtype), lse)
 
 
-def merge(*parts: Partial, out: Partial | None = None) -> Partial:
+def merge(*parts: Partial) -> Partial:
     """Attention over the union of disjoint sets of keys. Merging identities gives the identity.
 
     Associative and commutative; differentiable; sums are in the dtype of `lse` (at least float32).
 
     Args:
         parts: one or more results over disjoint sets of keys.
-        out: a result to overwrite, which may be one of the parts; there is no gradient then.
 
     Raises:
         InputError: without parts.
@@ -81,32 +76,8 @@ def merge(*parts: Partial, out: Partial | None = None) -> Partial:
     """
     if not parts:
         raise InputError("merge: parts is empty, expected at least one Partial")
-    if out is not None:
-        return _merge_into(out, parts)
     if len(parts) == 1:
         return parts[0]
-    return _merge(parts)
-
-
-@torch.no_grad()
-def _merge_into(out: Partial, parts: Sequence[Partial]) -> Partial:
-    """One pass over the outputs per part after the first; `out`, which may be a part, is overwritten last."""
-    whole = parts[0]
-    for number, part in enumerate(parts[1:], start=2):
-        nothing = (whole.lse == -torch.inf) & (part.lse == -torch.inf)
-        share = torch.sigmoid(part.lse - whole.lse).masked_fill_(nothing, 0)[..., None].to(whole.out.dtype)
-        lse = torch.logaddexp(whole.lse, part.lse)
-        if number < len(parts):
-            whole = Partial(torch.lerp(whole.out, part.out, share), lse)
-        else:
-            whole = Partial(torch.lerp(whole.out, part.out, share, out=out.out), lse)
-    if whole.out is not out.out:
-        out.out.copy_(whole.out)
-    out.lse.copy_(whole.lse)
-    return out
-
-
-def _merge(parts: Sequence[Partial]) -> Partial:
     logs = torch.stack(torch.broadcast_tensors(*[p.lse for p in parts]))
     # A row that is fully masked in all parts has lse −inf everywhere; subtracting a finite number avoids NaN, forward
     # and backward.

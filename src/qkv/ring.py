@@ -163,11 +163,6 @@ class Piece:
             sink=None,
         )
 
-    @property
-    def ahead(self) -> int:
-        """Position of the first query minus that of the first key."""
-        return self.region.rows.start + self.grid.offset - self.region.columns.start
-
 
 def slice_bias(bias: Bias, region: Region) -> Bias:
     """A bound bias restricted to a rectangle of the matrix: views of its tensors."""

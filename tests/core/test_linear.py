@@ -174,8 +174,8 @@ def test_all_forms_are_equal(feature_map: Any, nq: int, divide: str | None) -> N
     parts = {"score": Features(feature_map), "normalizer": Identity(divide)}
     options: dict[str, Any] = {"features": feature_map, "normalize": divide == "sum"}
     want = called("eager", q, k, v, mask=Causal(), **parts)
-    for kind in ({"form": "recurrent"}, *({"chunk": c} for c in (1, 2, 5, 13, 99))):
-        out, state = with_state(q, k, v, **options, **kind)
+    for chunk in (1, 2, 5, 13, 99):
+        out, state = with_state(q, k, v, **options, chunk=chunk)
         close(out, want, eps=512)
         close(state.kv, feature_map(k).mT @ v, eps=512)
         close(state.k_sum, feature_map(k).sum(2), eps=512)
@@ -183,8 +183,7 @@ def test_all_forms_are_equal(feature_map: Any, nq: int, divide: str | None) -> N
 
 
 @EACH_MAP
-@pytest.mark.parametrize("form", ["chunked", "recurrent"])
-def test_splitting_a_sequence_anywhere_changes_nothing(form: Any, feature_map: Any) -> None:
+def test_splitting_a_sequence_anywhere_changes_nothing(feature_map: Any) -> None:
     """Once anywhere, and everywhere: token by token."""
     tensors = triple(nq=13)
     whole, final = with_state(*tensors, features=feature_map)
@@ -192,7 +191,7 @@ def test_splitting_a_sequence_anywhere_changes_nothing(form: Any, feature_map: A
         state, outs = LinearState.zero(2, 2, feature_map(tensors[1]).shape[3], 5, torch.float64), []
         for part in (slice(*ends) for ends in pairwise(cuts)):
             here = (x[:, :, part] for x in tensors)
-            out, state = with_state(*here, features=feature_map, state=state, form=form, chunk=4)
+            out, state = with_state(*here, features=feature_map, state=state, chunk=4)
             outs.append(out)
         close(torch.cat(outs, 2), whole, eps=512)
         close(state.kv, final.kv, eps=512)
@@ -337,8 +336,6 @@ def test_linformer_has_gradients_and_padding() -> None:
 
 
 REFUSALS: list[tuple[str, Callable[..., object]]] = [
-    ("form", lambda q, k, v: run(q, k, v, form="fast")),
-    ("form", lambda q, k, v: run(q, k, v, form="recurrent", causal=False)),
     ("chunk", lambda q, k, v: run(q, k, v, chunk=0)),
     ("map", lambda q, k, v: run(q, k, v, features=3)),
     ("q", lambda q, k, v: run(q, k[..., :2], v)),

@@ -37,9 +37,8 @@ def same(a: Partial, b: Partial, eps: float = 64) -> None:
     close(a.out, b.out, eps=1000 * eps)
 
 
-@given(partials(), partials(), partials(), st.integers(0, 2))
-def test_a_commutative_monoid(a: Partial, b: Partial, c: Partial, which: int) -> None:
-    """Also if the result is written into one of the parts."""
+@given(partials(), partials(), partials())
+def test_a_commutative_monoid(a: Partial, b: Partial, c: Partial) -> None:
     whole = merge(a, b, c)
     same(merge(merge(a, b), c), whole)
     same(merge(a, merge(b, c)), whole)
@@ -47,10 +46,7 @@ def test_a_commutative_monoid(a: Partial, b: Partial, c: Partial, which: int) ->
     for got in (merge(a, nothing(5)), merge(nothing(5), a), merge(a), merge(nothing(5), a, nothing(5))):
         close(got.lse, a.lse)
         close(got.out, a.out)
-    parts = [Partial(x.out.clone(), x.lse.clone()) for x in (a, b, c)]
-    got = merge(*parts, out=parts[which] if which != 1 else Partial.zero(a.out))
-    same(got, whole)
-    same(merge(a, out=Partial.zero(a.out)), a)
+    got = Partial(whole.out.clone(), whole.lse.clone())
     sink = torch.full((5,), 0.5, dtype=torch.float64)
     same(got.with_sink(sink, in_place=True), whole.with_sink(sink))
 

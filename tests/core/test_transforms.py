@@ -15,7 +15,6 @@ from conftest import close, rand, refused, triple
 from own_objects import HEADS, HeavyTail, Manhattan, Ramp, SoftplusSquared, Squeeze
 from qkv import InputError, attend, biases, masks, normalizers, scores
 from qkv.masks import Causal, Global, RandomKeys, Window, built_in
-from qkv.statistics import sums
 from qkv.statistics.triton import host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in its jvp
@@ -145,8 +144,6 @@ CPU = torch.device("cpu")
 CACHED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "numbers on a device": (host._on_device, ((3, 1), CPU)),
     "no keys": (host._zeros, (5, CPU)),
-    "pairs of bins": (sums._pairs_of_bins, (9, 7, 4, 2, torch.float32, CPU)),
-    "powers of a cell": (sums._powers, (6, torch.float32, CPU)),
     "chosen keys": (built_in._chosen, ((0, 2), 5)),
     "drawn keys": (built_in._draw, (2, 0, None, 9)),
     "drawn keys besides a mask": (built_in._draw, (2, 0, Causal(), 9)),

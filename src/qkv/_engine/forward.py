@@ -139,7 +139,7 @@ class _Softmax(_Attention):
         scores, masked = tile.scores()
         values = tile.group.tiles.v[:, tile.columns]
         if masked is not None:
-            tile.group.tiles.mask_(scores, masked, tile.rows, tile.columns, -torch.inf)
+            scores.masked_fill_(masked, -torch.inf)
             values = tile.group.visible(values, masked)
         new = torch.maximum(sums.top, scores.amax(-1))
         safe = new.clamp(min=torch.finfo(new.dtype).min)  # −inf − −inf would be NaN

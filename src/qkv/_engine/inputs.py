@@ -6,7 +6,8 @@ Inputs are tensors or NumPy arrays of shape (batch, heads, length, head_dim), (b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
@@ -26,13 +27,14 @@ A = TypeVar("A", Tensor, np.ndarray)
 T = TypeVar("T")
 
 
-def refuse_unknown(function: str, unknown: Mapping[str, object], known: tuple[str, ...]) -> None:
+def refuse_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> None:
     """Raise `InputError` for unknown arguments; for the names of other libraries it says what to pass instead."""
+    known = [x.name for x in inspect.signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
     for name in unknown:
         if name in OTHER_NAMES:
-            raise InputError(f"{function}: {name} is not an argument; pass {OTHER_NAMES[name]}")
+            raise InputError(f"{function.__name__}: {name} is not an argument; pass {OTHER_NAMES[name]}")
         raise InputError(
-            f"{function}: {name} is not an argument, expected one of {', '.join(known)}{nearest(name, known)}"
+            f"{function.__name__}: {name} is not an argument, expected one of {', '.join(known)}{nearest(name, known)}"
         )
 
 

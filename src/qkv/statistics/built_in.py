@@ -6,17 +6,31 @@ import torch
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks import Dense, Grid, Mask, Prefix, Window
+from qkv.masks import Dense, Grid, Mask, Prefix, Region, Window
 from qkv.statistics.base import Statistic, WeightTile
+
+
+def of_equal_keys(statistic: Statistic) -> list[float]:
+    """The values of a statistic where each of four tokens attends equally to itself and those before it.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Self()]).own["self"].tolist()[0][0][:2]
+    [1.0, 0.5]
+    >>> of_equal_keys(Self())[:2]
+    [1.0, 0.5]
+    """
+    grid = Grid.of(4, 4)
+    weights = torch.ones(1, 1, 4, 4, dtype=torch.float64).tril() / torch.arange(1, 5)[:, None]
+    tile = WeightTile(weights, Region(slice(0, 4), slice(0, 4)), grid, weights > 0)
+    values = statistic.finish(statistic.added(tile), weights.sum(-1))
+    return [round(x, 3) for x in values[0, 0].tolist()]
 
 
 class Received(Statistic):
     """The attention that a key receives: the sum of the weights that all queries put on it.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Received()])
-    >>> [round(n, 3) for n in result.own["received"][0, 0].tolist()]
+    >>> of_equal_keys(Received())
     [2.083, 1.083, 0.583, 0.25]
     """
 
@@ -30,10 +44,7 @@ class Received(Statistic):
 class Visible(Statistic):
     """The number of keys that a query may attend to.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Visible()])
-    >>> [round(n, 3) for n in result.own["visible"][0, 0].tolist()]
+    >>> of_equal_keys(Visible())
     [1.0, 2.0, 3.0, 4.0]
     """
 
@@ -47,10 +58,7 @@ class Visible(Statistic):
 class VisibleQueries(Statistic):
     """The number of queries that may attend to a key.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[VisibleQueries()])
-    >>> [round(n, 3) for n in result.own["visible_queries"][0, 0].tolist()]
+    >>> of_equal_keys(VisibleQueries())
     [4.0, 3.0, 2.0, 1.0]
     """
 
@@ -64,10 +72,7 @@ class VisibleQueries(Statistic):
 class Entropy(Statistic):
     """How evenly a query's weights are spread, in nats: 0 on one key, ln n over n equal ones.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Entropy()])
-    >>> [round(n, 3) for n in result.own["entropy"][0, 0].tolist()]
+    >>> of_equal_keys(Entropy())
     [0.0, 0.693, 1.099, 1.386]
     """
 
@@ -85,10 +90,7 @@ class Entropy(Statistic):
 class EffectiveKeys(Statistic):
     """The effective number of keys that share a query's weight (participation ratio, Rényi-2 perplexity).
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[EffectiveKeys()])
-    >>> [round(n, 3) for n in result.own["effective_keys"][0, 0].tolist()]
+    >>> of_equal_keys(EffectiveKeys())
     [1.0, 2.0, 3.0, 4.0]
     """
 
@@ -105,10 +107,7 @@ class EffectiveKeys(Statistic):
 class Distance(Statistic):
     """The mean distance between a query and the keys it attends to, by weight.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Distance()])
-    >>> [round(n, 3) for n in result.own["distance"][0, 0].tolist()]
+    >>> of_equal_keys(Distance())
     [0.0, 0.5, 1.0, 1.5]
     """
 
@@ -125,10 +124,7 @@ class Distance(Statistic):
 class Spread(Statistic):
     """The standard deviation of the positions of the keys that a query attends to, by weight.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Spread()])
-    >>> [round(n, 3) for n in result.own["spread"][0, 0].tolist()]
+    >>> of_equal_keys(Spread())
     [0.0, 0.5, 0.816, 1.118]
     """
 
@@ -167,10 +163,7 @@ class At(Statistic):
 class Self(At):
     """The weight on the query's own token.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Self()])
-    >>> [round(n, 3) for n in result.own["self"][0, 0].tolist()]
+    >>> of_equal_keys(Self())
     [1.0, 0.5, 0.333, 0.25]
     """
 
@@ -180,10 +173,7 @@ class Self(At):
 class Previous(At):
     """The weight on the token one before.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Previous()])
-    >>> [round(n, 3) for n in result.own["previous"][0, 0].tolist()]
+    >>> of_equal_keys(Previous())
     [0.0, 0.5, 0.333, 0.25]
     """
 
@@ -207,10 +197,7 @@ class Next(At):
 class Sink(Statistic):
     """The weight on the first token of the text: with padding on the left, the key that `first` of `measure` names.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Sink()])
-    >>> [round(n, 3) for n in result.own["sink"][0, 0].tolist()]
+    >>> of_equal_keys(Sink())
     [1.0, 0.5, 0.333, 0.25]
     """
 
@@ -263,10 +250,7 @@ class Local(Mass):
     Args:
         window: tokens at most this far away count, on either side.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Local(1)])
-    >>> [round(n, 3) for n in result.own["local"][0, 0].tolist()]
+    >>> of_equal_keys(Local(1))
     [1.0, 1.0, 0.667, 0.5]
     """
 
@@ -284,10 +268,7 @@ class Streaming(Mass):
         first: the first key of the text; one for each batch item where padding is on the left.
         n_keys: the number of keys, needed if `first` is a tensor.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Streaming()])
-    >>> [round(n, 3) for n in result.own["streaming_mass"][0, 0].tolist()]
+    >>> of_equal_keys(Streaming())
     [1.0, 1.0, 1.0, 1.0]
     """
 

@@ -6,11 +6,9 @@ is proportional to the pairs shown; memory holds the pixels and one tile. Used b
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -138,19 +136,20 @@ class HeadMap:
     ) -> Picture:
         """A picture with bins between arbitrary increasing edges."""
         device = self.grid.device
-        rows, columns = sizes(device).picture
-        down, across = _strips(row_edges, rows, device), _strips(column_edges, columns, device)
-        shape, dtype = (len(row_edges) - 1, len(column_edges) - 1), self._tiles.dtype
-        maximum, mean, visible = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(3))
-        edges = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
-        picture = Picture(maximum, mean, visible, *edges)
-        reducer = _PictureReducer(picture, self._weights, self._uncounted, down, across, on_rows)
+        down, across = (
+            _pieces(edges, limit, device)
+            for edges, limit in zip((row_edges, column_edges), sizes(device).picture, strict=True)
+        )
+        reducer = _PictureReducer(self._weights, self._uncounted, down, across, on_rows)
         reduce_tiles([self._group(down, across)], reducer)
-        return picture
+        rows, columns = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
+        pairs = rows.diff()[:, None] * columns.diff()
+        mean, visible = ((x / pairs).to(reducer.maximum) for x in (reducer.sums, reducer.visible))
+        return Picture(reducer.maximum, mean, visible, rows, columns)
 
-    def _group(self, down: Sequence[_Strip], across: Sequence[_Strip]) -> Group:
+    def _group(self, down: Sequence[_Piece], across: Sequence[_Piece]) -> Group:
         """The tiles of the picture."""
-        rows, columns = ([piece.span for strip in strips for piece in strip.pieces] for strips in (down, across))
+        rows, columns = ([piece.span for piece in pieces] for pieces in (down, across))
         q, k = (torch.tensor([(x.start, x.stop - 1) for x in spans]).T.contiguous() for spans in (rows, columns))
         tiles = Tiles(q[0] + self.grid.offset, q[1] + self.grid.offset, k[0], k[1])
         every = block_status(self._tiles.call.mask, tiles, self.grid)
@@ -158,88 +157,39 @@ class HeadMap:
         return Group(self._tiles, rows, columns, statuses)
 
 
-@dataclass(eq=False)
-class _Bins:
-    """The bins where two strips cross: sums of weights, numbers of visible pairs, and largest weights."""
-
-    sums: Tensor
-    visible: Tensor
-    maxima: Tensor
-    tiles: int = 1
-    """The number of tiles added so far."""
-
-
-@dataclass(eq=False)
-class _StripState:
-    """The state of one strip of queries: its unfinished bins, by the number of the strip of keys, and the piece."""
-
-    strip: _Strip
-    bins: dict[int, _Bins] = field(default_factory=dict)
-    piece: _Piece | None = None
-
-
-class _PictureReducer(Reducer[None, _StripState]):
-    """Draw all bins of a picture. It starts at zero, so empty tiles are skipped."""
+class _PictureReducer(Reducer[None, None]):
+    """Adds tiles of weights to the bins of a picture: sums and numbers of visible pairs in float64, and maxima."""
 
     def __init__(
         self,
-        picture: Picture,
         weights: WeightTiles,
         uncounted: Tensor | None,
-        down: Sequence[_Strip],
-        across: Sequence[_Strip],
+        down: Sequence[_Piece],
+        across: Sequence[_Piece],
         on_rows: Callable[[int], None],
     ) -> None:
-        self.picture, self.weights, self.uncounted, self.on_rows = picture, weights, uncounted, on_rows
-        self.rows = [(strip, piece) for strip in down for piece in strip.pieces]
-        self.columns = [(number, piece) for number, strip in enumerate(across) for piece in strip.pieces]
-        self.across = across
+        self.weights, self.uncounted, self.down, self.across, self.on_rows = weights, uncounted, down, across, on_rows
+        like, shape = weights.tiles.q, (down[-1].bins.stop, across[-1].bins.stop)
+        self.sums, self.visible = (like.new_zeros(shape, dtype=torch.float64) for _ in range(2))
+        self.maximum = like.new_full(shape, -torch.inf)
 
-    def begin(self, job: None, block: Block) -> _StripState:
-        strip, piece = self.rows[block.index]
-        if piece is strip.pieces[0]:
-            self.state = _StripState(strip)
-        self.state.piece = piece
-        return self.state
+    def begin(self, job: None, block: Block) -> None:
+        self.rows = block.shape[2]
+        for column, status in enumerate(block.group.status[block.index]):
+            if status == EMPTY:  # such tiles are skipped: weights of 0
+                self.maximum[self.down[block.index].bins, self.across[column].bins].clamp_(min=0)
 
-    def tile(self, state: _StripState, tile: Tile) -> None:
-        number, cols = self.columns[tile.index]
-        assert state.piece is not None
-        bins = self._pooled(state.piece, cols, tile)
-        before = state.bins.get(number)
-        if before is not None:  # a wide bin of many tiles: float64, so that they add up without loss
-            sums, visible = before.sums.double() + bins.sums, before.visible.double() + bins.visible
-            bins = _Bins(sums, visible, torch.maximum(before.maxima, bins.maxima), before.tiles + 1)
-        if len(state.strip.pieces) == len(self.across[number].pieces) == 1:
-            self._draw(state.strip, self.across[number], bins)
-        else:
-            state.bins[number] = bins
+    def tile(self, state: None, tile: Tile) -> None:
+        rows, cols, masked = self.down[tile.block.index], self.across[tile.index], self._masked(tile)
+        weights, at = tile.buffer("weights"), (rows.bins, cols.bins)
+        self.weights.fill(rows.span, cols.span, masked, weights, tile.buffer("scores"))
+        for total, x in ((self.sums, weights[0, 0]), (self.visible, None if masked is None else ~masked[0, 0])):
+            pairs = rows.widths[:, None] * cols.widths
+            total[at] += pairs if x is None else cols.sums(rows.sums(x.to(weights)).T).T
+        self.maximum[at] = torch.maximum(self.maximum[at], cols.maxima(rows.maxima(weights[0, 0]).T).T)
 
-    def end(self, state: _StripState, space: Workspace) -> None:
-        assert state.piece is not None
-        if state.piece is state.strip.pieces[-1]:
-            for number, bins in state.bins.items():
-                self._draw(state.strip, self.across[number], bins)
-        self.on_rows(state.piece.length)
-
-    def _draw(self, down: _Strip, across: _Strip, bins: _Bins) -> None:
-        """Write finished bins to the picture."""
-        at, pairs = (down.bins, across.bins), down.widths[:, None] * across.widths
-        torch.div(bins.sums, pairs, out=self.picture.mean[at])
-        torch.div(bins.visible, pairs, out=self.picture.visible[at])
-        some_masked = bins.tiles < len(down.pieces) * len(across.pieces)  # empty tiles were skipped: weights of 0
-        self.picture.maximum[at] = bins.maxima.clamp(min=0) if some_masked else bins.maxima
-
-    def _pooled(self, rows: _Piece, cols: _Piece, tile: Tile) -> _Bins:
-        """Pool the weights of one tile into bins."""
-        masked, weights = self._masked(tile), tile.buffer("weights")
-        self.weights.fill(rows.span, cols.span, masked, weights, weights)  # overwrites logarithms
-        sums, maxima = rows.pool(weights[0, 0])
-        if masked is None:
-            visible = rows.widths[:, None] * cols.widths
-        else:
-            visible = cols.sums(rows.sums((~masked[0, 0]).to(weights)).T).T
-        return _Bins(cols.sums(sums.T).T, visible, cols.maxima(maxima.T).T)
+    def end(self, state: None, space: Workspace) -> None:
+        self.on_rows(self.rows)
 
     def _masked(self, tile: Tile) -> Bool[Tensor, "1 1 q k"] | None:
         """True at masked pairs and uncounted queries. (`Tile.masked` would cache a pattern for every offset.)"""
@@ -390,68 +340,37 @@ def even_edges(within: slice, bins: int) -> list[int]:
     return [within.start + b * length // bins for b in range(bins + 1)]
 
 
+@dataclass(frozen=True, eq=False)
 class _Piece:
-    """The tokens along one side of a tile and their bins: several whole bins, or a part of one wide bin."""
+    """The tokens along one side of a tile, and the bins that hold them."""
 
-    def __init__(self, index: int, edges: Sequence[int], device: torch.device) -> None:
-        self.index = index
-        self.span, self.length = slice(edges[0], edges[-1]), edges[-1] - edges[0]
-        widths = [b - a for a, b in pairwise(edges)]
-        self.widest = max(widths)
-        self.widths = torch.tensor(widths, dtype=torch.float32, device=device)  # few enough to be exact
-        self.chosen: Tensor | None = None
-        if min(widths) < self.widest:  # pad all bins to the widest: shorter ones repeat their last token
-            step = torch.arange(self.widest)
-            width = torch.tensor(widths)[:, None]
-            first = torch.tensor(edges[:-1])[:, None] - edges[0]
-            self.chosen = (first + torch.minimum(step, width - 1)).flatten().to(device)
-            self.repeated = (step >= width).flatten().nonzero()[:, 0].to(device)
-
-    def pool(self, x: Float[Tensor, "n m"]) -> tuple[Float[Tensor, "bins m"], Float[Tensor, "bins m"]]:
-        """Sums and maxima over the tokens of each bin."""
-        if self.widest == 1:
-            return x, x
-        x = self._by_bin(x)
-        maxima = x.amax(1)
-        return self._summed(x), maxima
+    span: slice
+    bins: slice
+    place: Int[Tensor, " n"]
+    """The bin of each token, counted from the first in `bins`."""
+    widths: Int[Tensor, " bins"]
+    """How many of the tokens each bin holds."""
 
     def sums(self, x: Float[Tensor, "n m"]) -> Float[Tensor, "bins m"]:
-        return x if self.widest == 1 else self._summed(self._by_bin(x))
+        """Sums over the tokens of each bin."""
+        whole = len(self.widths) == len(self.place)
+        return x if whole else x.new_zeros(len(self.widths), x.shape[1]).index_add_(0, self.place, x.contiguous())
 
     def maxima(self, x: Float[Tensor, "n m"]) -> Float[Tensor, "bins m"]:
-        return x if self.widest == 1 else self._by_bin(x).amax(1)
-
-    def _by_bin(self, x: Tensor) -> Float[Tensor, "bins widest m"]:
-        if self.chosen is not None:
-            x = x.contiguous().index_select(0, self.chosen)  # contiguous rows: much faster
-        return x.unflatten(0, (-1, self.widest))
-
-    def _summed(self, by_bin: Float[Tensor, "bins widest m"]) -> Float[Tensor, "bins m"]:
-        if self.chosen is not None:
-            by_bin.flatten(0, 1).index_fill_(0, self.repeated, 0)  # `_by_bin` made a copy, so this may write to it
-        return by_bin.sum(1)
+        """Maxima over the tokens of each bin."""
+        if len(self.widths) == len(self.place):
+            return x
+        none = x.new_full((len(self.widths), x.shape[1]), -torch.inf)
+        return none.scatter_reduce_(0, self.place[:, None].expand_as(x), x.contiguous(), "amax")
 
 
-class _Strip(NamedTuple):
-    """Some bins along one side of the picture: several bins in one piece, or one wide bin in several pieces."""
-
-    bins: slice
-    widths: Float[Tensor, " bins"]
-    pieces: list[_Piece]
-
-
-def _strips(edges: Sequence[int], limit: int, device: torch.device) -> list[_Strip]:
-    """The strips between `edges`, in pieces of at most `limit` tokens."""
-    strips: list[_Strip] = []
-    index = first = 0
-    while first < len(edges) - 1:
-        last = max(first + 1, bisect_right(edges, edges[first] + limit) - 1)
-        parts = [edges[first : last + 1]]
-        if edges[last] - edges[first] > limit:  # one wide bin
-            stops = [*range(edges[first], edges[last], limit), edges[last]]
-            parts = [[a, b] for a, b in pairwise(stops)]
-        widths = torch.tensor(edges[first : last + 1]).diff().to(device, torch.float64)
-        pieces = [_Piece(index + i, part, device) for i, part in enumerate(parts)]
-        strips.append(_Strip(slice(first, last), widths, pieces))
-        index, first = index + len(parts), last
-    return strips
+def _pieces(edges: Sequence[int], limit: int, device: torch.device) -> list[_Piece]:
+    """The tokens between the first and last of the `edges` of bins, at most `limit` at a time."""
+    pieces = []
+    for start in range(edges[0], edges[-1], limit):
+        stop = min(start + limit, edges[-1])
+        bins = slice(bisect_right(edges, start) - 1, bisect_left(edges, stop))
+        widths = torch.tensor([start, *edges[bins.start + 1 : bins.stop], stop]).diff()
+        place = torch.repeat_interleave(torch.arange(len(widths)), widths)
+        pieces.append(_Piece(slice(start, stop), bins, place.to(device), widths.to(device)))
+    return pieces

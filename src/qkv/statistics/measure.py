@@ -41,11 +41,6 @@ from qkv.statistics.reduce import FIELDS, Request, StatisticsReducer, Totals, ad
 from qkv.statistics.sums import Statistics, Thumbnail, share_of_first
 from qkv.statistics.triton import host as triton
 
-ARGUMENTS = (
-    "mask", "bias", "score", "normalizer", "mass", "first", "queries", "prefix_keys", "bins", "statistics",
-    "differentiable", "group",
-)  # fmt: skip
-
 
 def measure(
     q: Any,
@@ -116,7 +111,7 @@ def measure(
     torch.Size([1, 1, 4, 8])
     """
     if unknown:
-        refuse_unknown("measure", unknown, ARGUMENTS)
+        refuse_unknown(measure, unknown)
     if not (differentiable or mass or statistics or (type(first), first) != (int, 0)) and (
         queries is None and prefix_keys is None and bins is None and group is None
     ):

@@ -7,17 +7,16 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._engine.call import Call, RowState, at_least_float32, detached
-from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
-from qkv._engine.tiles import WeightTiles
 from qkv.errors import InputError
+from qkv.statistics.base import Statistic
+from qkv.statistics.reduce import Product, Request, StatisticsReducer, Totals, TransposedProduct, add_tiles
 
 
 @torch.no_grad()
@@ -26,7 +25,7 @@ def weights_transposed_matmul(
 ) -> Float[Tensor, "b h nk m"]:
     """Aᵀw: for each key Σ_i A_ij w_i, exactly, for m columns at once. No gradients.
 
-    For a column of ones, that is the attention each key receives. Blocks of queries whose w is 0 are skipped.
+    For a column of ones, that is the attention each key receives.
 
     Args:
         call: the attention call.
@@ -45,9 +44,7 @@ def weights_transposed_matmul(
     [0.5, 0.5, 0.5, 0.5]
     """
     call, w = _ready(call, "w", w, call.q.shape[2], queries)
-    out = call.q.new_zeros(*call.q.shape[:2], call.k.shape[2], w.shape[3], dtype=torch.float64)
-    reduce_tiles(groups(call, batched=True), _Transposed(rows, w, queries, out))
-    return out.to(at_least_float32(call.q.dtype))
+    return _added(call, rows, TransposedProduct(w), queries, w.dtype)
 
 
 @torch.no_grad()
@@ -56,7 +53,7 @@ def weights_matmul(
 ) -> Float[Tensor, "b h nq m"]:
     """A x: for each query Σ_j A_ij x_j, exactly, for m columns at once. No gradients.
 
-    For a column of ones, that is the sum of each query's weights. Blocks of keys whose x is 0 are skipped.
+    For a column of ones, that is the sum of each query's weights.
 
     Args:
         call: the attention call.
@@ -74,9 +71,7 @@ def weights_matmul(
     [0.5, 0.5, 0.5, 0.5]
     """
     call, x = _ready(call, "x", x, call.k.shape[2], queries)
-    out = call.q.new_zeros(*call.q.shape[:3], x.shape[3], dtype=torch.float64)
-    reduce_tiles(groups(call, batched=True), _Product(rows, x, queries, out))
-    return out.to(at_least_float32(call.q.dtype))
+    return _added(call, rows, Product(x), queries, x.dtype)
 
 
 def _ready(call: Call, name: str, x: Tensor, length: int, queries: Tensor | None) -> tuple[Call, Tensor]:
@@ -93,56 +88,13 @@ def _ready(call: Call, name: str, x: Tensor, length: int, queries: Tensor | None
     call = detached(call)
     if queries is not None:
         call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))
-    return call, x.to(call.q.device, at_least_float32(call.q.dtype))
+    return call, x.to(call.q.device, at_least_float32(call.q.dtype)).expand(-1, h, -1, -1)
 
 
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """The weight tiles of a group, its slice of the factor, and the sums of their products."""
-
-    known: WeightTiles
-    factor: Tensor
-    sums: Tensor
-    """float64, so that ten thousand tiles add up without loss."""
-
-
-class _Factor(Reducer[_Job, _Job]):
-    """The weight matrix of a call, from either side, times a factor."""
-
-    def __init__(self, rows: RowState, factor: Tensor, queries: Tensor | None, out: Tensor) -> None:
-        self.rows, self.factor, self.queries, self.out = rows, factor, queries, out
-
-    def _job(self, group: Group, sums: Tensor) -> _Job:
-        factor = group.tiles.of(self.factor)
-        assert factor is not None
-        return _Job(WeightTiles(group.tiles, self.rows, self.queries), factor, sums)
-
-
-class _Transposed(_Factor):
-    def start(self, group: Group) -> _Job:
-        tiles = group.tiles
-        size = (*tiles.shape, tiles.k.shape[1], self.factor.shape[3])
-        return self._job(group, tiles.k.new_zeros(*size, dtype=torch.float64))
-
-    def blocks(self, block: Block) -> Iterator[Block]:
-        factor = block.group.tiles.of(self.factor)
-        assert factor is not None
-        if factor[:, :, block.rows].any():
-            yield block
-
-    def tile(self, job: _Job, tile: Tile) -> None:
-        weights = tile.weights(job.known)[0]
-        job.sums[:, :, tile.columns] += weights.transpose(2, 3) @ job.factor[:, :, tile.rows]
-
-    def finish(self, group: Group, job: _Job) -> None:
-        self.out[group.tiles.batch, group.tiles.heads] += job.sums
-
-
-class _Product(_Factor):
-    def start(self, group: Group) -> _Job:
-        return self._job(group, self.out[group.tiles.batch, group.tiles.heads])
-
-    def tile(self, job: _Job, tile: Tile) -> None:
-        values = job.factor[:, :, tile.columns]
-        if values.any():
-            job.sums[:, :, tile.rows] += tile.weights(job.known)[0] @ values
+def _added(call: Call, rows: RowState, product: Statistic, queries: Tensor | None, wide: torch.dtype) -> Tensor:
+    """The sum of a product over all tiles, (b, h, n, m)."""
+    request = Request({}, [0] * len(call.q), queries)
+    totals = Totals(call, request, {product.name: product})
+    add_tiles(call, StatisticsReducer(rows, request, totals, call.grid))
+    found = totals.of[product.name]
+    return (found[..., None] if product.parts == 1 else found.movedim(0, -1)).to(wide)

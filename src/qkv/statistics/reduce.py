@@ -66,17 +66,30 @@ class PrefixSinkScores(Statistic):
         return torch.stack([weights, counts.expand_as(weights)])
 
 
-class ValueNorms(Statistic):
-    """The sum of the norms of the values, times their weights."""
+class Product(Statistic):
+    """A x: the sum of the rows of x (b, h, nk, m), times the query's weights."""
 
-    name, definition = "value_norms", "Σ_j A_ij ‖v_j‖"
+    name, definition = "product", "Σ_j A_ij x_j"
 
-    def __init__(self, norms: Float[Tensor, "b h nk"]) -> None:
-        self.norms = norms
+    def __init__(self, x: Float[Tensor, "b h nk m"]) -> None:
+        self.x, self.parts = x, x.shape[3]
 
     def tile(self, tile: WeightTile) -> Tensor:
         at = tile.region
-        return (tile.weights @ self.norms[at.batch, at.heads, at.columns, None].to(tile.weights))[..., 0]
+        return self._lead(tile.weights @ self.x[at.batch, at.heads, at.columns].to(tile.weights))
+
+    def _lead(self, made: Tensor) -> Tensor:
+        return made[..., 0] if self.parts == 1 else made.movedim(-1, 0)
+
+
+class TransposedProduct(Product):
+    """Aᵀ x: the sum of the rows of x (b, h, nq, m), times the weights on the key."""
+
+    name, over, definition = "transposed_product", "key", "Σ_i A_ij x_i"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        at = tile.region
+        return self._lead(tile.weights.mT @ self.x[at.batch, at.heads, at.rows].to(tile.weights))
 
 
 FIELDS: dict[str, Statistic] = {
@@ -111,7 +124,7 @@ class Request:
         if self.prefix_keys is not None:
             named["prefix_sink_scores"] = PrefixSinkScores(self.prefix_keys)
         if self.value_norms is not None:
-            named["value_norms"] = ValueNorms(self.value_norms)
+            named["value_norms"] = Product(self.value_norms[..., None])
         return named
 
 
@@ -165,7 +178,7 @@ class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
     def tile(self, known: WeightTiles | None, tile: Tile) -> None:
         assert known is not None
         weights, log2 = tile.weights(known)
-        if log2 is None and weights.min() < 0:
+        if log2 is None and "entropy" in self.totals.statistics and weights.min() < 0:
             raise InputError(
                 f"measure: normalizer {type(tile.group.tiles.call.given.normalizer).__name__} gives negative weights "
                 "with these scores, which have no entropy; expected weights of 0 or more"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,21 +32,11 @@ class Thumbnail:
     @staticmethod
     def of(maximum: Tensor, total: Tensor, n_queries: int, n_keys: int, query_bin: int, key_bin: int) -> Thumbnail:
         """From the maxima and sums of all bins."""
-        pairs = _pairs_of_bins(n_queries, n_keys, query_bin, key_bin, total.dtype, total.device)
-        return Thumbnail(maximum, total / pairs, query_bin, key_bin)
-
-
-@functools.lru_cache(maxsize=16)
-@torch.inference_mode(False)  # cached tensors must serve training too
-def _pairs_of_bins(
-    n_queries: int, n_keys: int, query_bin: int, key_bin: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The number of pairs in each bin (qb, kb); the last bins may be smaller."""
-    queries, keys = (
-        torch.tensor([min(size, n - start) for start in range(0, n, size)], dtype=torch.float64)
-        for n, size in ((n_queries, query_bin), (n_keys, key_bin))
-    )
-    return (queries[:, None] * keys).to(device, dtype)
+        queries, keys = (
+            (n - torch.arange(0, n, size, device=total.device)).clamp(max=size)
+            for n, size in ((n_queries, query_bin), (n_keys, key_bin))
+        )
+        return Thumbnail(maximum, total / (queries[:, None] * keys), query_bin, key_bin)
 
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # the sizes, the strides and the start of a field in numbers
