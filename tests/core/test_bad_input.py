@@ -93,7 +93,7 @@ REFUSALS: list[tuple[str, Callable[[], object], str | None]] = [
     *(("sink", lambda sink=sink: Softmax(sink=sink), None) for sink in (ones(2, 3), ones(1)[0], torch.arange(6))),
     *(("scale", lambda scale=scale: Dot(scale), None) for scale in (math.nan, math.inf)),
     ("mask", lambda: Causal() & Window, "the class Window"),
-    ("mask", lambda: Window(2) | (ones(2, 2) > 0), "with Tensor"),
+    ("mask", lambda: Window(2) | (ones(2, 2) > 0), "with torch.bool"),
     ("mask", lambda: Dense(ones(11, 13) - 1), "float64"),
 ]
 
