@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import runpy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from conftest import MASKS, close, oracle, rand, refused, set_tile, triple
+from conftest import MASKS, close, covering, oracle, rand, refused, set_tile, triple
 from own_objects import (
     HEADS,
     Diagonals,
@@ -189,37 +189,10 @@ KINDS_OF_MASKS = [  # one of each way in which a kernel may decompose a mask; so
 SUM_TO_ONE = ("softmax", "elu + 1 by sum", "entmax 1.3", "sparsemax", "hard")
 
 
-def covering(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Few cells in which any two choices of different axes occur together: each greedily covers the most new pairs.
-
-    But for documents and drawn keys on fewer keys than queries, which are refused.
-    """
-
-    def possible(x: Any, y: Any) -> bool:
-        fewer = any(str(one).startswith(("9 on", "13 on")) for one in (x, y))
-        return not (fewer and any("document" in str(one) or "random" in str(one) for one in (x, y)))
-
-    def pairs(cell: dict[int, Any]) -> Iterator[tuple[int, Any, int, Any]]:
-        return ((i, cell[i], j, cell[j]) for i, j in itertools.combinations(sorted(cell), 2))
-
-    left = {}
-    for i, j in itertools.combinations(range(len(axes)), 2):
-        left |= dict.fromkeys((i, x, j, y) for x, y in itertools.product(axes[i], axes[j]) if possible(x, y))
-    found: list[tuple[Any, ...]] = []
-    while left:
-        i, x, j, y = next(iter(left))
-        cell = {i: x, j: y}
-        for n, choices in enumerate(axes):
-            if n not in cell:
-                turn = len(found) % len(choices)  # another choice first in each cell
-                cell[n] = max(
-                    (c for c in [*choices[turn:], *choices[:turn]] if all(possible(c, x) for x in cell.values())),
-                    key=lambda c, n=n, cell=cell: sum(pair in left for pair in pairs({**cell, n: c})),
-                )
-        for pair in pairs(cell):
-            left.pop(pair, None)
-        found.append(tuple(cell[n] for n in range(len(axes))))
-    return found
+def possible(x: Any, y: Any) -> bool:
+    """Whether two choices may occur together: documents and drawn keys on fewer keys than queries are refused."""
+    fewer = any(str(one).startswith(("9 on", "13 on")) for one in (x, y))
+    return not (fewer and any("document" in str(one) or "random" in str(one) for one in (x, y)))
 
 
 SHORT, BANDS, AWKWARD = list(SIZES)[:6], list(SIZES)[8:11], list(SIZES)[11:]
@@ -229,6 +202,7 @@ CELLS = [
     for cell in covering(
         [name for name in NORMALIZERS if name not in ("softmax", "softmax off by one", "identity")], KINDS_OF_MASKS,
         [name for name in BIASES if name not in ("soft cap", "alibi")], list(SCORES), SHORT, EXACT, [3, 4],
+        possible=possible,
     )
 ]  # fmt: skip
 SOFTMAX = [  # what flash and FlexAttention serve, which is rare above
@@ -237,6 +211,7 @@ SOFTMAX = [  # what flash and FlexAttention serve, which is rare above
         [name for name in NORMALIZERS if name.startswith("softmax")], list(MASKS),
         ["none", "dense that hides", "alibi"], ["dot", "dot of 0", "negative dot", "general", "cosine"],
         ["11 on 13", "13 on 7", "a key head each", "one query", "one token"], EXACT, [3, 4, 8],
+        possible=possible,
     )
 ]  # fmt: skip
 LINEAR = [
