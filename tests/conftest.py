@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -169,6 +170,39 @@ def largest_tensor(run: Callable[[], object]) -> int:
     with _Largest() as seen:
         run()
     return seen.numel
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def covering(*axes: Iterable[Any], possible: Callable[[Any, Any], bool] = lambda x, y: True) -> list[tuple[Any, ...]]:
+    """Few cells in which any two choices of different axes occur together, if that is possible.
+
+    Each cell covers greedily the most new pairs.
+    """
+    every = [list(axis) for axis in axes]
+
+    def pairs(cell: dict[int, Any]) -> Iterator[tuple[int, Any, int, Any]]:
+        return ((i, cell[i], j, cell[j]) for i, j in itertools.combinations(sorted(cell), 2))
+
+    left = {}
+    for i, j in itertools.combinations(range(len(every)), 2):
+        left |= dict.fromkeys((i, x, j, y) for x, y in itertools.product(every[i], every[j]) if possible(x, y))
+    found: list[tuple[Any, ...]] = []
+    while left:
+        i, x, j, y = next(iter(left))
+        cell = {i: x, j: y}
+        for n, choices in enumerate(every):
+            if n not in cell:
+                turn = len(found) % len(choices)  # another choice first in each cell
+                cell[n] = max(
+                    (c for c in [*choices[turn:], *choices[:turn]] if all(possible(c, x) for x in cell.values())),
+                    key=lambda c, n=n, cell=cell: sum(pair in left for pair in pairs({**cell, n: c})),
+                )
+        for pair in pairs(cell):
+            left.pop(pair, None)
+        found.append(tuple(cell[n] for n in range(len(every))))
+    return found
 
 
 # --- oracles ----------------------------------------------------------------------------------------------------------

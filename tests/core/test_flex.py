@@ -184,7 +184,7 @@ def test_levels_far_from_zero_and_many_keys() -> None:
     same(q, k, v, normalizer=SoftplusSquared(sink=1.0), eps=2**10)
 
 
-@pytest.mark.parametrize("n", [100, 5000])
+@pytest.mark.parametrize("n", [100, 1000])
 @pytest.mark.usefixtures("untraced")
 def test_the_search_for_a_level_takes_few_calls(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, attend = [], flex._reference_attention
@@ -203,8 +203,8 @@ def test_the_search_for_a_level_takes_few_calls(n: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("normalizer", "bias"),
     [
-        ("softmax", "cap after dense"), ("softmax", "relative"), ("softmax", "t5"),
-        ("sigmoid of heads", "dense"), ("square by sum", "dense"), ("sparsemax", "dense"), ("softplus, sink", "dense"),
+        ("softmax", "cap after dense"), ("softmax", "relative"),
+        ("sigmoid of heads", "t5"), ("sparsemax", "dense"), ("softplus, sink", "dense"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("as_on_a_card")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import close, largest_tensor, rand, refused, triple
+from conftest import close, covering, largest_tensor, rand, refused, triple
 from qkv import InputError, attend, plan
 from qkv.biases import ALiBi
 from qkv.features import Favor, elu_plus_one, relu
@@ -79,9 +79,10 @@ def with_state(*tensors: Tensor, **options: Any) -> tuple[Tensor, LinearState]:
 # --- the kernel equals the definition ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("nq", "kind", "divide"), [(1, "elu", "sum"), (11, "relu", "keys"), (13, "favor", "sum"),
-                                                    (17, "elu", None), (17, "favor", "keys")])  # fmt: skip
+CELLS = covering(MASKS, [1, 11, 17], MAPS, ["sum", "keys", None], [3, 4, 128])
+
+
+@pytest.mark.parametrize(("mask", "nq", "kind", "divide", "chunk"), CELLS, indirect=["chunk"])
 def test_the_linear_kernel_matches_eager(chunk: int, mask: str, nq: int, kind: str, divide: str | None) -> None:
     agree(triple(nq=nq), mask=MASKS[mask], score=Features(MAPS[kind]), normalizer=Identity(divide))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -66,7 +67,7 @@ def tensors_of(result: Statistics) -> dict[str, Tensor]:
 SIZES = [(11, 13), (13, 7), (1, 13)]
 CASES = [
     (name, [*HEADS.values()][(i + j) % 3], nq, nk)
-    for i, name in enumerate(MASKS) for j, (nq, nk) in enumerate(SIZES) if fits(name, nq, nk)
+    for i, name in enumerate(MASKS) for j, (nq, nk) in enumerate(SIZES) if i % 3 != j and fits(name, nq, nk)
 ]  # fmt: skip
 
 
@@ -373,14 +374,14 @@ NORMALIZERS = {
 ADDITIVE = Additive(rand(6, 4), rand(4, 3), rand(4, 3))
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
 @pytest.mark.parametrize(
-    ("mask", "score"), [("causal", None), ("padding", None), ("random bigbird", ADDITIVE)], ids=lambda x: str(x)[:9]
+    ("name", "mask"), [*zip(NORMALIZERS, itertools.cycle(["causal", "padding", "random bigbird"]), strict=False)]
 )
 @pytest.mark.usefixtures("tile4")
-def test_statistics_match_dense_weights_for_every_normalizer(name: str, score: Additive | None, mask: str) -> None:
+def test_statistics_match_dense_weights_for_every_normalizer(name: str, mask: str) -> None:
     """And queries that do not count give zeros."""
     q, k, v = triple()
+    score = ADDITIVE if mask == "random bigbird" else None
     arguments = {"mask": MASKS[mask](11, 13, 2, 6), "normalizer": NORMALIZERS[name], "score": score}
     _, lse, weights = oracle(q, k, v, **arguments)
     counts = rand(2, 11, seed=3)[:, None] > -0.5

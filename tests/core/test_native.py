@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import qkv
+from conftest import covering
 from qkv import biases, native
 from qkv._engine.call import Call
 from qkv.biases import ALiBi, Bias, RelativePosition, SoftCap, T5Bias
@@ -66,6 +67,7 @@ def dropped(x: Tensor) -> Tensor:
 
 
 BIASES: dict[str, Callable[[int, int, int, int], tuple[Bias, ...]]] = {
+    "none": lambda b, h, nq, nk: (),
     "alibi": lambda b, h, nq, nk: (ALiBi(),),
     "t5": lambda b, h, nq, nk: (T5Bias(torch.randn(32, h)),),
     "dense, masked": lambda b, h, nq, nk: (biases.Dense(dropped(torch.randn(b, h, nq, nk))),),
@@ -132,7 +134,7 @@ def fields(statistics: Statistics) -> dict[str, Tensor]:
 
 
 def check(
-    shape: str, mask: str, bias: tuple[Bias, ...], monkeypatch: pytest.MonkeyPatch,
+    shape: str, mask: str, bias: str, monkeypatch: pytest.MonkeyPatch,
     *, sink: float | None, padded: bool, dtype: torch.dtype = torch.float32, exact: bool = False,
 ) -> None:  # fmt: skip
     """Output, log-sum-exp and statistics are those of the tiles, or of the tiles in float64 if these are `exact`."""
@@ -149,8 +151,9 @@ def check(
     }
     normalizer = Softmax(sink=sink, temperature=1.0 if sink is None else 1.3)
     seen = MASKS[mask](torch.rand(b, n_keys) > 0.3)
-    call = Call.of(q, k, v, seen, bias, None, normalizer)
-    oracle = Call.of(q.double(), k.double(), v.double(), seen, bias, None, normalizer) if exact else call
+    added = BIASES[bias](b, h, n_queries, n_keys)
+    call = Call.of(q, k, v, seen, added, None, normalizer)
+    oracle = Call.of(q.double(), k.double(), v.double(), seen, added, None, normalizer) if exact else call
     assert native.unsupported_reason(call, options["mass"]) is None  # type: ignore[arg-type]
     result, rows, got = measure.measured(call, output=True, **options)
     slow, slow_rows, want = by_tiles(oracle, monkeypatch, **options)
@@ -159,7 +162,7 @@ def check(
     atol, rtol = (2e-5, 2e-4) if dtype == torch.float32 else (torch.finfo(dtype).eps,) * 2
     torch.testing.assert_close(result.out, slow.out.to(dtype), atol=atol, rtol=rtol)
     plain = native.binding.forward(call)
-    assert plain is not None or bias  # a bias may mask a row
+    assert plain is not None or added  # a bias may mask a row
     if plain is not None:
         assert torch.equal(plain[0], result.out)
         torch.testing.assert_close(plain[1], slow_rows.level.float(), atol=atol, rtol=rtol)
@@ -171,42 +174,28 @@ def check(
         torch.testing.assert_close(fields(got)[name], x.float(), atol=limit, rtol=rtol, msg=name)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "mask", "bias", "sink", "dtype"), covering(
+    SHAPES, MASKS, BIASES, [None, 0.5], [torch.float32, torch.bfloat16],
+))  # fmt: skip
 def test_output_and_statistics_differ_from_those_of_the_tiles(
-    shape: str, mask: str, monkeypatch: pytest.MonkeyPatch
+    shape: str, mask: str, bias: str, sink: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for threads, sink in ((1, None), (2, 0.5)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        check(shape, mask, (), monkeypatch, sink=sink, padded=sink is not None)
-
-
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize(
-    "shape", ["tiny", "grouped heads", "more queries than keys", "several tiles", "three queries of a group"]
-)
-def test_biases_or_half_precision_differ_from_those_of_the_tiles(
-    shape: str, bias: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
-    made = BIASES[bias](b, h, n_queries, n_keys)
-    check(shape, "window or prefix, padded", made, monkeypatch, sink=0.5, padded=True)
-    check(shape, "causal", made, monkeypatch, sink=None, padded=False, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if sink is None else 2)
+    check(shape, mask, bias, monkeypatch, sink=sink, padded=sink is not None, dtype=dtype)
 
 
 @pytest.mark.usefixtures("bfloat16_products")
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(
-    "shape", ["grouped heads", "few queries", "more queries than keys", "several tiles", "odd sizes"]
-)
-def test_products_of_bfloat16_differ_from_float64(shape: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
+@pytest.mark.parametrize(("shape", "mask", "bias", "sink"), covering(
+    ["grouped heads", "few queries", "more queries than keys", "several tiles", "odd sizes"], MASKS, BIASES,
+    [None, 0.5],
+))  # fmt: skip
+def test_products_of_bfloat16_differ_from_float64(
+    shape: str, mask: str, bias: str, sink: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = (x.bfloat16() for x in inputs(SHAPES[shape]))
     assert native.binding.products(q, k, v) == torch.bfloat16
-    for threads, sink, name in ((1, None, None), (2, 0.5, None), *((2, None, name) for name in BIASES)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        bias = () if name is None else BIASES[name](b, h, n_queries, n_keys)
-        check(shape, mask, bias, monkeypatch, sink=sink, padded=sink is not None, dtype=torch.bfloat16, exact=True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if sink is None else 2)
+    check(shape, mask, bias, monkeypatch, sink=sink, padded=sink is not None, dtype=torch.bfloat16, exact=True)
 
 
 @pytest.mark.usefixtures("bfloat16_products")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import qkv
+from conftest import covering
 from qkv import native
 from qkv.biases import ALiBi, Bias, ByDistance, SoftCap, T5Bias
 from qkv.biases import Dense as Pairs
@@ -68,34 +69,40 @@ def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float = 2e-5)
         assert float((x.double() - y).abs().max() / y.abs().max().clamp(min=1)) < tolerance
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_output_or_gradients_differ_from_those_through_the_weights(shape: str, mask: str) -> None:
-    made = MASKS[mask](torch.rand(SHAPES[shape][0], SHAPES[shape][4]) > 0.3)
-    sink = torch.linspace(-2, 2, SHAPES[shape][1])
-    sink[1] = -torch.inf
-    for bias, of_sink in (("none", None), ("alibi", sink), ("alibi, then cap", None)):
-        tensors, double = inputs(shape), None if of_sink is None else of_sink.double()
-        options: dict[str, Any] = {"mask": made, "bias": BIASES[bias]}
-        want = results([x.double() for x in tensors], double, "eager", **options)
-        assert_close(results(tensors, of_sink, "native", **options), want)
+@pytest.mark.parametrize(("shape", "mask", "bias"), covering(SHAPES, MASKS, BIASES))
+def test_output_or_gradients_differ_from_those_through_the_weights(shape: str, mask: str, bias: str) -> None:
+    options: dict[str, Any] = {
+        "mask": MASKS[mask](torch.rand(SHAPES[shape][0], SHAPES[shape][4]) > 0.3), "bias": BIASES[bias],
+    }  # fmt: skip
+    tensors, sink, double = inputs(shape), None, None
+    if bias == "alibi":
+        sink = torch.linspace(-2, 2, SHAPES[shape][1])
+        sink[1] = -torch.inf
+        double = sink.double()
+    want = results([x.double() for x in tensors], double, "eager", **options)
+    assert_close(results(tensors, sink, "native", **options), want)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_of_statistics_differ_from_those_of_the_tiles(shape: str, mask: str) -> None:
+MEASURED: dict[str, tuple[str, ...]] = {  # the statistics by bias
+    "none": (*(x for x in DIFFERENTIABLE if x != "sink_mass"), "local", "ends"),
+    "alibi": (*DIFFERENTIABLE, "ends"),
+    "alibi, then cap": ("received", "local"),
+}
+
+
+@pytest.mark.parametrize(("shape", "mask", "bias"), covering(SHAPES, MASKS, BIASES))
+def test_gradients_of_statistics_differ_from_those_of_the_tiles(shape: str, mask: str, bias: str) -> None:
     b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
-    made, sink = MASKS[mask](torch.rand(b, n_keys) > 0.3), torch.linspace(-2, 2, h)
+    made, sinks = MASKS[mask](torch.rand(b, n_keys) > 0.3), [torch.linspace(-2, 2, h)] if bias == "alibi" else []
     options = {
         "mask": made, "mass": {"local": Local(2).mask, "ends": Prefix(2) | Window(3)},
         "first": torch.randint(0, n_keys, (b,)), "queries": torch.rand(b, n_queries) > 0.3,
     }  # fmt: skip
     tensors, table = inputs(shape)[:2], torch.randn(1, n_queries + n_keys - 1) / 4
 
-    def found(double: bool, bias: str, names: tuple[str, ...], of_sink: Tensor | None) -> list[Tensor]:
-        leaves = [*tensors, table, *([] if of_sink is None else [of_sink])]
-        leaves = [(x.double() if double else x).detach().clone().requires_grad_() for x in leaves]
-        normalizer = Softmax(sink=None if of_sink is None else leaves[3])
+    def found(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).detach().clone().requires_grad_() for x in (*tensors, table, *sinks)]
+        normalizer = Softmax(sink=leaves[3] if sinks else None)
         got = qkv.measure(
             *leaves[:2],
             bias=(ByDistance(leaves[2]), *BIASES[bias]),
@@ -106,17 +113,12 @@ def test_gradients_of_statistics_differ_from_those_of_the_tiles(shape: str, mask
         fields = {name: getattr(got, name) for name in DIFFERENTIABLE} | dict(got.mass)
         generator = torch.Generator().manual_seed(0)
         total = torch.zeros((), dtype=leaves[0].dtype)
-        for name in names:
+        for name in MEASURED[bias]:
             x = fields[name].masked_fill(fields[name] == -torch.inf, 0)
             total = total + (x * torch.randn(x.shape, generator=generator) / x.detach().abs().max().clamp(min=1)).sum()
         return list(torch.autograd.grad(total, leaves))
 
-    every = tuple(x for x in DIFFERENTIABLE if x != "sink_mass")
-    for bias, names, of_sink in (
-        ("none", (*every, "local", "ends"), None), ("alibi", (*every, "sink_mass", "ends"), sink),
-        ("alibi, then cap", ("received", "local"), None),
-    ):  # fmt: skip
-        assert_close(found(False, bias, names, of_sink), found(True, bias, names, of_sink))
+    assert_close(found(torch.float32), found(torch.float64))
 
 
 def test_half_precision_differs_from_the_weights_by_more_than_its_rounding() -> None:
@@ -151,9 +153,7 @@ LEARNED: dict[str, tuple[Callable[..., tuple[Bias, ...]], Callable[..., list[tup
 }
 
 
-@pytest.mark.parametrize("learned", LEARNED)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "mask", "learned"), covering(SHAPES, MASKS, LEARNED))
 def test_gradients_of_biases_differ_or_are_not_the_same_bits_again(shape: str, mask: str, learned: str) -> None:
     b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
     made, (bias, sizes) = MASKS[mask](torch.rand(b, n_keys) > 0.3), LEARNED[learned]

@@ -81,9 +81,9 @@ def test_results_are_saved_loaded_printed_and_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_of_a_mechanism_is_linear() -> None:
-    result = run.bench(["sigmoid"], [64], heads=2, seconds=0, threads=1, memory=[8192])
+    result = run.bench(["sigmoid"], [64], heads=2, seconds=0, threads=1, memory=[4096])
     grown = result["mechanisms"]["sigmoid"]["memory"]
-    assert grown[8192] < 2 * 8192 * 8192 * 4 / 10  # a tenth of all its scores
+    assert grown[4096] < 2 * 4096 * 4096 * 4 / 10  # a tenth of all its scores
 
 
 def test_command_writes_results_table_and_figure(tmp_path: Path) -> None:

@@ -29,8 +29,10 @@ WITH_PYTHON = [page for page in pages.pages() if pages.python(page)]
 SHORTER = {
     "docs/howto/train-a-statistic.md": {"200": "20", "2048": "256"},
     "docs/labs/bahdanau.md": {"steps=250": "steps=20"},
+    "docs/labs/reversal.md": {"steps, peak = 250": "steps, peak = 26"},
     "docs/labs/sinks.md": {"steps=200, every=20": "steps=4, every=2"},
     "docs/labs/transformer.md": {"steps=120, lr=6e-3, warmup=40, every=20": "steps=4, lr=6e-3, warmup=2, every=2"},
+    "docs/tutorial/07-a-model.md": {"in range(120)": "in range(12)"},
 }
 """Numbers of steps and tokens in pages that train models, and fewer; the site shows what all of them give."""
 WITH_COMMANDS = [page for page in pages.pages() if pages.commands(page)]
