@@ -144,6 +144,21 @@ def attend(
 ) -> A: ...  # fmt: skip
 @overload
 def attend(
+    q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
+    return_statistics: Literal[False] = False, **options: Unpack[_Options],
+) -> tuple[A, A]: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
+    return_statistics: Literal[False] = False, **options: Unpack[_Options],
+) -> tuple[A, A]: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
+    return_statistics: Literal[True], **options: Unpack[_Options],
+) -> tuple[A, Statistics]: ...  # fmt: skip
+@overload
+def attend(
     q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
     return_statistics: bool = False, **options: Unpack[_Options],
 ) -> Any: ...  # fmt: skip
@@ -440,6 +455,21 @@ class Attention:
         self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
         return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
     ) -> A: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
+        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
+    ) -> tuple[A, A]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
+        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
+    ) -> tuple[A, A]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
+        return_statistics: Literal[True], **options: Unpack[_CallOptions],
+    ) -> tuple[A, Statistics]: ...  # fmt: skip
     @overload
     def __call__(
         self, q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

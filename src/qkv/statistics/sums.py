@@ -32,11 +32,11 @@ class Thumbnail:
     @staticmethod
     def of(maximum: Tensor, total: Tensor, n_queries: int, n_keys: int, query_bin: int, key_bin: int) -> Thumbnail:
         """From the maxima and sums of all bins."""
-        queries, keys = (
-            (n - torch.arange(0, n, size, device=total.device)).clamp(max=size)
-            for n, size in ((n_queries, query_bin), (n_keys, key_bin))
-        )
-        return Thumbnail(maximum, total / (queries[:, None] * keys), query_bin, key_bin)
+        mean = total / (query_bin * key_bin)
+        for axis, n, size in ((-2, n_queries, query_bin), (-1, n_keys, key_bin)):
+            if n % size:  # the last bin is smaller
+                mean.narrow(axis, -1, 1).mul_(size / (n % size))
+        return Thumbnail(maximum, mean, query_bin, key_bin)
 
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # the sizes, the strides and the start of a field in numbers

@@ -12,8 +12,8 @@ They require only torch. `qkv_lab.testing` of the distribution qkv-lab checks ta
 >>> try:
 ...     check_mask(Even())
 ... except AssertionError as error:
-...     print(str(error).split(", ")[0])
-Even.sees: called for a grid of 7 queries and 9 keys: sees returned torch.int64
+...     print(str(error).split(", expected")[0])
+Even.sees: called for a grid of 7 queries and 9 keys: sees returned torch.int64 of shape (9,)
 """
 
 from qkv.testing.laws import CheckFailed
