@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import hf_models as hf
 from conftest import close, largest_tensor, rand, refused
 from qkv.kernels import eager
-from qkv.profiler.capture.intercept import as_scores, of_multi_head, of_scores, of_sdpa
+from qkv.profiler.capture.intercept import all_routed, as_scores, of_multi_head, of_scores, of_sdpa
+from qkv.profiler.capture.observe import Observer
 from qkv.profiler.run import profile
 from qkv.reference import statistics
 from qkv.statistics.measure import row_state, sweep
@@ -221,3 +222,21 @@ def test_sdpa_profile_needs_linear_memory() -> None:
     model.embedding.weight.data.normal_(generator=torch.Generator().manual_seed(1))
     largest = largest_tensor(lambda: profile(model, ids, progress=False))
     assert largest <= H * n * n / 16
+
+
+def test_a_model_whose_attention_is_not_all_routed_would_be_read_in_part() -> None:
+    def routed(model: nn.Module) -> bool:
+        observer = Observer(model)
+        return all_routed(model, observer.names, observer.expected)
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = hf.build("bert")
+
+    model = hf.build("bert")
+    assert routed(model)
+    model.pooler.attention = nn.MultiheadAttention(8, 2)
+    assert not routed(model)
+    assert not routed(Pooled())
+    assert not routed(nn.MultiheadAttention(8, 2))

@@ -188,6 +188,21 @@ class Intercept(TorchFunctionMode):
         return None
 
 
+def all_routed(model: nn.Module, names: dict[int, str], expected: Collection[str]) -> bool:
+    """True if all attention of a model passes transformers' interface, so that no function of torch need be read.
+
+    Modules of transformers and torch that attend in another way have "attention" in the names of their classes.
+    """
+    around = {name[:i] for name in expected for i, letter in enumerate(name) if letter == "."}
+    known = ("transformers.", "torch.nn.")
+    return bool(expected) and all(
+        type(module).__module__.startswith(known)
+        and "forward" not in vars(module)
+        and (not _is_attention(module) or names[id(module)] in around or names[id(module)] in expected)
+        for module in model.modules()
+    )
+
+
 def _is_attention(module: nn.Module) -> bool:
     return _ATTENTION.search(type(module).__name__) is not None
 

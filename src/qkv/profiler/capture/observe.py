@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -43,7 +43,7 @@ from qkv.profiler.capture.checking import (
     returned,
 )
 from qkv.profiler.capture.inputs import Sequences, arguments_of, real_tokens, sequences_of
-from qkv.profiler.capture.intercept import Intercept, of_scores, of_weights, unwatched
+from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
 from qkv.profiler.capture.residual import geometry, value_norms
 from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
@@ -128,7 +128,7 @@ class Observer:
         self._calls: dict[str, int] = {}
         self._paused = False
         self._thread = threading.get_ident()
-        self._interception: Intercept | None = None  # of the forward that runs, if the model is observed beside it
+        self._interception: AbstractContextManager[object] | None = None  # of the forward, if observed beside it
         self._running: list[str] = []  # modules whose forward is running, the innermost last
         self._steps: dict[str, _Steps] = {}  # the latest steps of each module in this forward
         self._unjoined: list[_Steps] = []
@@ -321,8 +321,10 @@ class Observer:
         """The masks inside which the attention mass is measured, by statistic."""
         return masses(self.local_window, first, n_keys)
 
-    def intercept(self) -> Intercept:
-        """A context that observes attention which the model computes in another way."""
+    def intercept(self) -> AbstractContextManager[object]:
+        """A context that observes attention which the model computes in another way, as far as it may."""
+        if all_routed(self.model, self.names, self.expected):
+            return nullcontext()  # reading every function of torch takes time
         return Intercept(
             self.model, self.names, self.expected, self._intercepted, self._check_torch, self.unreadable, self.heads,
             beside=self.beside,
