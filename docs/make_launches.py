@@ -127,7 +127,8 @@ def page_on_a_card() -> list[str]:
             lines.append(f"| {label} | {tokens} | {times[name]:.1f} | {beside} | {row['to SDPA'][name]:.1f} |")
     for length, row in found["profile"].items():
         tokens, times = f"{int(length.split()[0]):,}", row["milliseconds"]
-        beside, ratio = f"its forward, {times['forward']:.0f} ms", row["to the forward"]
+        memory = row["peak bytes"]["profile"] / row["peak bytes"]["forward"]
+        beside, ratio = f"its forward, {times['forward']:.0f} ms; memory × {memory:.2f}", row["to the forward"]
         lines.append(f"| profile of a Llama | {tokens} | {times['profile']:,.0f} | {beside} | {ratio:.1f} |")
     return lines
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from qkv.profiler.run import profile
     from qkv.profiler.watch.watching import Watched, watch
     from qkv.statistics.measure import measure
-    from qkv.statistics.sums import Statistics
+    from qkv.statistics.result import Statistics
 
 __version__ = "0.1.0"
 __all__ = [
@@ -110,7 +110,7 @@ _NAMES = {
     "qkv.profiler.run": ("profile",),
     "qkv.profiler.watch.watching": ("Watched", "watch"),
     "qkv.statistics.measure": ("measure",),
-    "qkv.statistics.sums": ("Statistics",),
+    "qkv.statistics.result": ("Statistics",),
 }
 if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has every name
     __getattr__ = lazy(__name__, _NAMES, (*_MODULES, "course", "lab"))  # the last two are in qkv-lab

@@ -31,7 +31,7 @@ from qkv.normalizers import Normalizer
 from qkv.ring import Shared
 from qkv.scores import Score
 from qkv.statistics.measure import directly, engine, measure, measured, sweep
-from qkv.statistics.sums import Statistics
+from qkv.statistics.result import Statistics
 
 SHORT = 64  # with fewer keys, torch's kernel may return 0 for a query that is NaN or infinite
 

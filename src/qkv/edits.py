@@ -19,7 +19,7 @@ from qkv._contract import require
 from qkv._engine.call import Call, Result
 from qkv.errors import InputError, kind_of
 from qkv.kernels import serve, serving
-from qkv.statistics.sums import Statistics
+from qkv.statistics.result import Statistics
 
 __all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
 __dir__ = __all__.copy

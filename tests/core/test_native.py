@@ -25,7 +25,7 @@ from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Win
 from qkv.normalizers import Softmax
 from qkv.statistics import measure
 from qkv.statistics.built_in import Local, Streaming
-from qkv.statistics.sums import Statistics
+from qkv.statistics.result import Statistics
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of values

@@ -13,7 +13,7 @@ from conftest import close, rand, refused, triple
 from qkv import InputError
 from qkv.masks import Causal, Dense, Mask, Window
 from qkv.statistics import BUILT_IN, Local, Mass, Sink, Streaming
-from qkv.statistics.sums import field_of
+from qkv.statistics.result import field_of
 
 CASES = {
     "causal": (13, 13, Causal(), torch.float64),

@@ -23,7 +23,7 @@ ORDER = {
         "_lazy", "errors", "_contract", "_compiled", "_packages", "_names", "_untrusted", "_files", "_progress",
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
-        "_engine", "statistics.base", "statistics.sums", "ring", "reference", "native", "kernels", "linear",
+        "_engine", "statistics.base", "statistics.result", "ring", "reference", "native", "kernels", "linear",
         "statistics", "choice", "_plan", "_operator", "attention",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",

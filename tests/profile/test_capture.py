@@ -303,22 +303,6 @@ def test_every_changed_byte_changes_the_hash_that_is_computed_on_a_gpu(n: int, m
         assert probes.sums_of_bytes(swapped) != before
 
 
-@pytest.mark.parametrize("width", [768, 2 * 241])
-def test_a_changed_row_or_column_of_a_large_weight_changes_the_fingerprint_of_a_model(width: int) -> None:
-    layer = nn.Linear(width, 300)
-    before = probes.fingerprint(layer)
-    assert probes.fingerprint(layer) == before
-    for row, column in ((0, width - 1), (17, 3), (299, 400)):
-        for part in (layer.weight.data[row], layer.weight.data[:, column]):  # which no version counter sees
-            kept = part.clone()
-            part.add_(1)
-            assert probes.fingerprint(layer) != before
-            part.copy_(kept)
-    with torch.no_grad():
-        layer.weight[5, 100] += 1
-    assert probes.fingerprint(layer) != before
-
-
 def test_copies_of_statistics_from_a_card_lose_or_mix_up_values() -> None:
     x = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(0))
     statistics = qkv.measure(x, x, bins=2, mass={"near": qkv.masks.Window(2)})

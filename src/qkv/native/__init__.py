@@ -16,7 +16,7 @@ from qkv._engine.tiles import kept
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native.binding import Prepared, attend, empty, prepared, visibility
-from qkv.statistics.sums import Place, Statistics, Thumbnail, bin_size, share_of_first
+from qkv.statistics.result import Place, Statistics, Thumbnail, bin_size, share_of_first
 
 if TYPE_CHECKING:
     from qkv.statistics.reduce import Request

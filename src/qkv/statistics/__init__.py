@@ -28,7 +28,7 @@ from qkv.statistics.built_in import (
     Visible,
     VisibleQueries,
 )
-from qkv.statistics.sums import Statistics, Thumbnail
+from qkv.statistics.result import Statistics, Thumbnail
 
 if TYPE_CHECKING:
     from qkv.statistics.given import measure_weights

@@ -18,7 +18,7 @@ from qkv.masks import Grid, Mask
 from qkv.statistics.base import Statistic
 from qkv.statistics.measure import checked, finished
 from qkv.statistics.reduce import Request, StatisticsReducer, Totals, add_tiles
-from qkv.statistics.sums import Statistics
+from qkv.statistics.result import Statistics
 
 ROWS = 64  # rows of each head that are converted at a time
 

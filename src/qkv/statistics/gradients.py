@@ -33,7 +33,7 @@ from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.built_in import Mass
 from qkv.statistics.products import weights_matmul
 from qkv.statistics.reduce import FIELDS
-from qkv.statistics.sums import Statistics
+from qkv.statistics.result import Statistics
 
 OfQueries = Float[Tensor, "b h nq"]
 

@@ -38,7 +38,7 @@ from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import FIELDS, Request, StatisticsReducer, Totals, add_tiles, own_statistics
-from qkv.statistics.sums import Statistics, Thumbnail, share_of_first
+from qkv.statistics.result import Statistics, Thumbnail, share_of_first
 from qkv.statistics.triton import host as triton
 
 

@@ -31,7 +31,7 @@ from qkv.statistics.built_in import (
     Visible,
     VisibleQueries,
 )
-from qkv.statistics.sums import bin_size
+from qkv.statistics.result import bin_size
 
 SMALLEST = 1e-150  # a row with less mass counts as empty: the squares of its weights underflow
 

@@ -116,7 +116,7 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
 
     def stack(values: list[Tensor], *real: np.ndarray) -> np.ndarray:
         """(text, layer, head, …) with each text's real tokens at the start and NaN after."""
-        x = torch.stack([v.float().to(values[0].device) for v in values], 1).cpu().numpy()
+        x = torch.stack([v.float().cpu() for v in values], 1).numpy()
         for axis, keep in enumerate(real, start=x.ndim - len(real)):
             if not keep.all():
                 x = np.stack([_packed(one, axis - 1, k) for one, k in zip(x, keep, strict=True)])

@@ -49,7 +49,7 @@ from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
 from qkv.statistics import Local, Statistic, Streaming
 from qkv.statistics.measure import in_shares, measured, row_state, sweep
-from qkv.statistics.sums import Statistics
+from qkv.statistics.result import Statistics
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
 SDPA = "torch.nn.functional.scaled_dot_product_attention"

@@ -34,14 +34,12 @@ from qkv.statistics.measure import rows_in_shares
 def fingerprint(model: nn.Module) -> Hashable | None:
     """A key that differs whenever the model may compute something else, or None if that cannot be told.
 
-    It covers the class of every module, all their attributes (so also the configuration and the training mode), all
-    parameters and buffers, and autocast. Of a tensor it covers address and version counter, which counts every change
-    in place, and bytes, because a change through ``parameter.data`` does not count: all bytes of up to 65,536 numbers,
-    and of a larger tensor 16 of every 241 or so numbers, so that no changed head, row or column is missed. Only a
-    change of single weights, by ``.data`` or by NumPy, can stay unseen. A model with forward hooks, with a replaced
-    ``forward``, or with an attribute that cannot be pickled, such as a cycle of objects, gives None. It does not see a
-    function that was replaced in a Python module, nor a new entry in a registry that the model reads. Equal attributes
-    have equal keys, whether they are one object or several.
+    It covers the class of every module, all their attributes (so also the configuration and the training mode), the
+    bytes of all parameters and buffers, and autocast. Version counters of tensors would not be enough, as a change
+    through ``parameter.data`` does not count. A model with forward hooks, with a replaced ``forward``, or with an
+    attribute that cannot be pickled, such as a cycle of objects, gives None. It does not see a function that was
+    replaced in a Python module, nor a new entry in a registry that the model reads. Equal attributes have equal keys,
+    whether they are one object or several.
 
     >>> layer = nn.Linear(2, 2)
     >>> before = fingerprint(layer)
@@ -102,20 +100,10 @@ class _StatePickler(pickle.Pickler):
 def _hashed(x: Tensor) -> Hashable:
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta or x.is_quantized:
         raise TypeError(f"the values of a {type(x).__name__} cannot be read")
-    numbers, counted = x.detach().contiguous().reshape(-1), None
-    if len(numbers) > WHOLE and not x.is_inference():  # reading all would take a third of a short text's forward
-        period = next(p for p in PERIODS if x.shape[-1] % p)
-        rows = len(numbers) // period
-        sampled = numbers[: rows * period].view(rows, period)[:, :SAMPLED].reshape(-1)
-        numbers, counted = torch.cat([sampled, numbers[rows * period :]]), (x.data_ptr(), x._version)
-    values = numbers.view(torch.uint8)
+    values = x.detach().contiguous().reshape(-1).view(torch.uint8)
     digest = xxhash.xxh3_128_digest(values.numpy().data) if x.device.type == "cpu" else sums_of_bytes(values)
-    return str(x.dtype), tuple(x.shape), str(x.device), counted, digest
+    return str(x.dtype), tuple(x.shape), str(x.device), digest
 
-
-WHOLE = 2**16  # numbers of a tensor of which all are hashed
-SAMPLED, PERIODS = 16, (241, 251, 257, 263)  # of a larger one: so many numbers in each period, a prime that does not
-# divide the length of a row, so that the sample meets every column of a matrix
 
 PART = 2**22  # numbers summed at a time: 32 MB
 

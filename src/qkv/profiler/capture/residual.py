@@ -338,7 +338,7 @@ def _mean_cosine(x: Float[Tensor, "n d"], norm: Float[Tensor, " n"]) -> Tensor:
 
 
 def _median(size: Float[Tensor, "n d"]) -> Tensor:
-    """`size.median()`, several times as fast: on a CPU by NumPy."""
+    """`size.median()`, on a CPU by NumPy, which is several times as fast."""
     values, at = size.flatten(), (size.numel() - 1) // 2
     return torch.tensor(np.partition(values.numpy(), at)[at]) if size.device.type == "cpu" else nth(values, at)
 

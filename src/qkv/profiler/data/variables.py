@@ -18,7 +18,7 @@ from qkv._untrusted import Budget, parse_json
 from qkv.errors import InputError
 from qkv.statistics import BUILT_IN, Local, Statistic, Statistics, Streaming
 from qkv.statistics.base import validated
-from qkv.statistics.sums import field_of
+from qkv.statistics.result import field_of
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -23,7 +23,7 @@ from qkv.profiler.surveys.corpus import Document
 from qkv.profiler.surveys.data import EXAMPLES, Survey
 from qkv.statistics import Local, Statistic
 from qkv.statistics.measure import in_shares, measured
-from qkv.statistics.sums import Statistics
+from qkv.statistics.result import Statistics
 
 
 @dataclass(frozen=True, slots=True)

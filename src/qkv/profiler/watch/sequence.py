@@ -18,7 +18,7 @@ from qkv.profiler.capture.observe import PREFIX, WEIGHTS_ONLY, ObservedCall, Rec
 from qkv.profiler.capture.residual import geometry, value_norms
 from qkv.profiler.watch.rows import Places, Rows, by_query, rows_of
 from qkv.statistics.measure import in_shares, measured
-from qkv.statistics.sums import Statistics
+from qkv.statistics.result import Statistics
 
 TOGETHER, SCORES = 16, 2**18
 """So many steps of generation are measured together, or as many as have this many pairs of a query and a key."""

@@ -20,7 +20,7 @@ from qkv.biases import ByDistance, SoftCap
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
 from qkv.statistics.reduce import Request
-from qkv.statistics.sums import Statistics, Thumbnail, bin_size, share_of_first
+from qkv.statistics.result import Statistics, Thumbnail, bin_size, share_of_first
 
 SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
