@@ -22,9 +22,10 @@ from qkv.errors import InputError
 from qkv.models.loading import load_if_named
 from qkv.native.binding import description
 from qkv.profiler.capture import probes
-from qkv.profiler.capture.datasets import datasets
+from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids
 from qkv.profiler.capture.observe import Observer, observe, unobserved
+from qkv.profiler.capture.record import Measures
 from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, observe_residual
 from qkv.profiler.corpora import default_text
 from qkv.profiler.data.frames import COLUMNS
@@ -133,10 +134,7 @@ def profile(
             observer = Observer(
                 model,
                 layers,
-                local_window,
-                map_tokens,
-                map_bins,
-                statistics,
+                Measures(local_window, map_tokens, map_bins, statistics),
                 query_masks=queries,
                 key_masks=source,
                 sequences=sequences,
@@ -150,7 +148,8 @@ def profile(
                 model(**batch)
             runs.append((batch, _checked(observer, partial)))
             residuals.append(hidden)
-    groups = datasets([observer for _, observer in runs], tokenizer, local_window)
+    recorded = [Recorded(o.records, o.sequences, statistics, o.group) for _, o in runs]
+    groups = datasets(recorded, tokenizer, local_window)
     probed = _probe(model, runs[0][1], tokenizer, groups, layers) if probe else "not requested"
     attrs = {
         "model": loaded.name,

@@ -316,7 +316,7 @@ def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
     return Call.of(q, k, k + torch.nan, mask, (Dense(scores.masked_fill(masked, 0)),))
 
 
-class _AsGiven(Pointwise):
+class AsGiven(Pointwise):
     """The score is the weight."""
 
     def weight(self, scores: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
     b, h, n_queries, n_keys = weights.shape
     zeros = weights.new_zeros(b, h, 1, 1)
     q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k + torch.nan, as_mask(weights > 0), (Dense(weights),), normalizer=_AsGiven())
+    return Call.of(q, k, k + torch.nan, as_mask(weights > 0), (Dense(weights),), normalizer=AsGiven())
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:
