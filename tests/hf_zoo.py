@@ -139,7 +139,7 @@ def examine(name: str, *, padded: bool = False) -> Seen:
     model, batch = build(name), inputs(name, padded=padded)
     sequences = sequences_of(model, batch)
     keys, queries = real_tokens(model, batch, sequences)
-    observer = Observer(model, key_masks=keys, query_masks=queries, sequences=sequences, local_window=LOCAL)
+    observer = Observer(model, key_masks=keys, query_masks=queries, sequences=sequences, measures=Measures(LOCAL))
     torch.manual_seed(0)  # some models choose keys at random
     with observe(observer):
         got = model(**batch)[0]

@@ -19,6 +19,7 @@ from qkv._contract import require
 from qkv._engine.call import Call, Result
 from qkv.errors import InputError, kind_of
 from qkv.kernels import serve, serving
+from qkv.masks.base import Submask
 from qkv.statistics.result import Statistics
 
 __all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
@@ -76,7 +77,7 @@ class Head:
         grid = masks.Grid(len(call.q), call.q.shape[1], stop, stop, 0, call.q.device)
         mask.check(grid)
         down = place.start - (n_keys - n_queries)
-        return masks.Submask(mask, grid, down, place.keys_at)
+        return Submask(mask, grid, down, place.keys_at)
 
     def recompute(
         self,

@@ -131,6 +131,7 @@ def profile(
         for batch in runs_on:
             sequences = sequences_of(model, batch)
             source, queries = real_tokens(model, batch, sequences)
+            _check_real(source | queries)
             observer = Observer(
                 model,
                 layers,
@@ -202,6 +203,14 @@ def _check_settings(local_window: int, map_tokens: int, map_bins: int, layers: C
         raise InputError(f"map_bins is {map_bins}, expected 0 (no small maps) or a number of bins")
     if layers is not None and (not layers or min(layers) < 0):
         raise InputError(f"layers is {sorted(layers)}, expected layer numbers from 0")
+
+
+def _check_real(masks: Mapping[int, Tensor]) -> None:
+    for mask in masks.values():
+        if len(empty := (~mask.any(1)).nonzero()):
+            raise InputError(
+                f"inputs has only padding in text {int(empty[0])}, expected at least one token in each text"
+            )
 
 
 def _checked_heads(model: nn.Module, heads: Mapping[str, int]) -> Mapping[str, int]:

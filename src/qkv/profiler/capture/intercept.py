@@ -248,8 +248,6 @@ def of_sdpa(
     if is_causal:
         mask = Causal() if n_queries == n_keys else Shifted(Causal(), 0)
     bias: tuple[Any, ...] = ()
-    if attn_mask is not None and attn_mask.is_floating_point():
-        attn_mask = attn_mask.masked_fill(attn_mask <= attn_mask.amax(-1, keepdim=True) - FAR, -torch.inf)
     if attn_mask is not None:
         if len(lead) == 2 or attn_mask.ndim == 2:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]

@@ -151,9 +151,7 @@ class Layer:
     def fork(self) -> Layer:
         return replace(self, pieces=list(self.pieces), measured=list(self.measured))
 
-    def add(
-        self, observed: ObservedCall, start: int, keys_at: int | Tensor, limit: int | None, *, stays: bool
-    ) -> None:
+    def add(self, observed: ObservedCall, start: int, keys_at: int | Tensor, limit: int | None, *, stays: bool) -> None:
         """Add the queries of a call.
 
         Args:
@@ -193,8 +191,18 @@ class Layer:
             self.padding = observed.keys
         self.pieces.append(
             Piece(
-                start, call.q.shape[2], given.q.detach() if stays else None, scores, new, keys_at, call.mask, call.grid,
-                given.biases, given.score, given.normalizer, norms,
+                start,
+                call.q.shape[2],
+                given.q.detach() if stays else None,
+                scores,
+                new,
+                keys_at,
+                call.mask,
+                call.grid,
+                given.biases,
+                given.score,
+                given.normalizer,
+                norms,
             )  # fmt: skip
         )
 
@@ -318,7 +326,9 @@ class Layer:
                 joined[key] = joined_mask(waiting, start, stop, n_keys, cross=self.own_keys, rows=rows)
             mask = joined[key]
         if one.q is not None:
-            keys, values = (torch.cat([p.new[i] for p in pieces if p.new is not None], 2)[:, :, :n_keys] for i in (0, 1))
+            keys, values = (
+                torch.cat([p.new[i] for p in pieces if p.new is not None], 2)[:, :, :n_keys] for i in (0, 1)
+            )
             biases = one.biases if alone else _joined_biases(waiting, n_keys, rows)
             call = Call.of(rows(lambda p: p.q), keys, values, mask, biases, one.score, one.normalizer)  # type: ignore[arg-type, return-value]
         else:
@@ -405,7 +415,9 @@ def _norms(pieces: list[Piece], n_keys: int) -> Float[Tensor, "b h nk"] | None:
         if p.norms is None:
             return None
         known = p.pairs(p.norms, n_keys, torch.nan)[:, :, 0]
-        if found is not None and not bool(((found - known).abs() <= 1e-5 * known).logical_or((found - known).isnan()).all()):
+        if found is not None and not bool(
+            ((found - known).abs() <= 1e-5 * known).logical_or((found - known).isnan()).all()
+        ):
             return None
         found = known if found is None else torch.where(known.isnan(), found, known)
     return None if found is None else found.nan_to_num(0)

@@ -213,25 +213,30 @@ class Sequence:
             self.kept |= places
             self.evicted = True
 
-    def as_of(self, length: int, item: int) -> Sequence:
-        """A copy as it was after `length` tokens, with one of the batch items of that time."""
-        copy = self.fork()
+    def at(self, length: int) -> Int[Tensor, "b n"] | None:
+        """The tokens of all batch items as they were after `length` tokens."""
+        return self.ids(_until(self.read, length))
+
+    def as_of(self, length: int, item: int) -> Sequence | None:
+        """A copy as it was after `length` tokens, with one of the batch items of that time; None if that is not known."""
+        copy, ids = self.fork(), self.at(length)
+        if ids is None or ids.shape[1] != length:
+            return None
         for layer in copy.layers.values():
             if layer.group in (*OF_TEXT, "cross"):
-                layer.pieces = _until(layer.pieces, length, lambda p: p.start + p.count)
-                layer.measured = _until(layer.measured, length, lambda p: p[0] + p[1])
-        sizes = {"source": copy.source, "target": copy.target, "real": copy.real}
-        for name, parts in sizes.items():
-            if parts is self.real or name == "real" or (name == "target") == self.two:
-                count = 0
-                for i, part in enumerate(parts):
-                    if part.ndim == 1:
-                        continue
-                    count += part.shape[1]
-                    if count >= length:
-                        setattr(copy, name, parts[: i + 1])
-                        break
-        copy.tokens = length
+                layer.pieces = _until(layer.pieces, length)
+                layer.measured = _until(layer.measured, length)
+                if any(not isinstance(part, Tensor) and part[0] + part[1] > length for part in layer.measured):
+                    return None
+            elif layer.made is not None:  # all beams of an item share what an encoder has read
+                items = len(layer.made.statistics.entropy)
+                layer.made = of_items(layer.made, torch.tensor([item * items // len(ids)]))
+        if copy.two:
+            copy.target = _until(copy.target, length)
+            copy.source = [x[item * len(x) // len(ids)][None] for x in copy.source]
+        else:
+            copy.source = _until(copy.source, length)
+        copy.real, copy.tokens = _until(copy.real, length), length
         copy.reorder(torch.tensor([item]))
         return copy
 
@@ -273,10 +278,17 @@ class Sequence:
                 layer.measure(self.measures, real, joined)
 
 
-def _until(parts: list[Any], length: int, stop: Any) -> list[Any]:
-    """The parts until one that ends at `length`."""
+def _until(parts: list[Any], length: int) -> list[Any]:
+    """The parts up to the one with which there are `length` tokens."""
+    count = 0
     for i, part in enumerate(parts):
-        if not isinstance(part, Tensor) and stop(part) >= length:
+        if isinstance(part, Tensor) and part.ndim == 1:
+            continue
+        if isinstance(part, Tensor):
+            count += part.shape[1]
+        else:
+            count = part.start + part.count if isinstance(part, Piece) else part[0] + part[1]
+        if count >= length:
             return parts[: i + 1]
     return list(parts)
 

@@ -86,8 +86,8 @@ class Watched:
         chosen = self.sequences if sequence is None else self.sequences[sequence]
         chosen = chosen if isinstance(chosen, list) else [chosen]
         chosen = [s for s in chosen if s.layers]
-        missing = "; ".join(f"{where}: {reason}" for where, reason in self.unrecorded.items())
         if not chosen:
+            missing = "; ".join(f"{where}: {reason}" for where, reason in self.unrecorded.items())
             raise InputError(
                 "watched has no attention, expected the model to run inside the context of qkv.watch"
                 + (f"; not recorded: {missing}" if missing else "")
@@ -96,7 +96,8 @@ class Watched:
         with torch.no_grad():
             groups = datasets([self._recorded(s) for s in chosen], self.tokenizer, self.measures.local_window)
         self.seconds += time.perf_counter() - started
-        if missing:
+        if self.unrecorded:
+            missing = "; ".join(f"{where}: {reason}" for where, reason in self.unrecorded.items())
             warnings.warn(f"not recorded: {missing}", stacklevel=2)
         before = [sum(s.items for s in chosen[:i]) for i in range(len(chosen))]
         attrs = {
@@ -129,6 +130,12 @@ class Watched:
             if record.group == "encoder" and target is not None and len(target) > items:
                 record = of_items(record, torch.arange(items).repeat_interleave(len(target) // items))
             records.append(record)
+        real = sequence.ids(sequence.real)
+        if real is not None and not bool(real.any(1).all()):
+            kept = real.any(1).nonzero()[:, 0]
+            self.unrecorded["texts of padding only"] = f"{len(real) - len(kept)} have no token"
+            records = [of_items(x, kept) if len(x.statistics.entropy) == len(real) else x for x in records]
+            source, target = (x[kept] if x is not None and len(x) == len(real) else x for x in (source, target))
         return Recorded(records, Sequences(source, target, two=sequence.two), self.measures.statistics)
 
     def _preview(self, sequence: Sequence) -> str:
@@ -262,6 +269,40 @@ class Watched:
             observed.keys, observed.causal,
         )  # fmt: skip
 
+    def returns(self, ids: Tensor, sequences: list[Sequence], pad: set[int]) -> None:
+        """`generate` has returned token ids: find the texts in which they were read, all but the last token of each.
+
+        Args:
+            ids: (b, n), padded at the end.
+            sequences: what was read meanwhile.
+            pad: ids of tokens that may be padding.
+        """
+        for sequence in sequences[-1:]:
+            if not any(part.ndim == 1 for part in sequence.read):
+                self.returned += [(sequence, i) for i in range(min(len(ids), sequence.items))]
+                continue
+            found: dict[tuple[int, int], Sequence] = {}
+            for row in ids.cpu():
+                n = len(row)
+                while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
+                    n -= 1
+                for length in (n - 1, n - 2):  # the last token is not read; the one before may be its padding
+                    read = sequence.at(length)
+                    same = [] if read is None or read.shape[1] != length else (read == row[:length]).all(1).nonzero()
+                    if len(same):
+                        item = int(same[0])
+                        if length == sequence.tokens:
+                            final = (sequence.ids(sequence.read) == row[:length]).all(1).nonzero()  # type: ignore[union-attr]
+                            if len(final):
+                                self.returned.append((sequence, int(final[0])))
+                                break
+                        if (length, item) not in found and (copy := sequence.as_of(length, item)) is not None:
+                            found[length, item] = copy
+                            self.sequences.append(copy)
+                        if (length, item) in found:
+                            self.returned.append((found[length, item], 0))
+                        break
+
     def _note(self, where: str, error: InputError) -> None:
         self.unrecorded.setdefault(where, str(error))
 
@@ -347,7 +388,12 @@ def watch(
     observer.on_begin = lambda module, args, named: _begun(watched, observer, module, args, named)
     observer.on_end = lambda module, output: watched.ends(observer, module, output)
     try:
-        with observe(observer), methods(model, observer), listening(watched.texts.selected):
+        with (
+            observe(observer),
+            methods(model, observer),
+            _generating(model, watched),
+            listening(watched.texts.selected),
+        ):
             _WATCHED.add(model)
             yield watched
     finally:
@@ -357,3 +403,31 @@ def watch(
 def _begun(watched: Watched, observer: Observer, module: nn.Module, args: tuple[Any, ...], named: Any) -> None:
     batch = arguments_of(module, args, named)
     watched.begins(observer, module, batch, batch.get("past_key_values"))
+
+
+@contextmanager
+def _generating(model: nn.Module, watched: Watched) -> Iterator[None]:
+    """Inside, the texts that a model of transformers returns from `generate` are noted."""
+    own = getattr(model, "generate", None)
+    if own is None or not hasattr(model, "generation_config"):
+        yield
+        return
+
+    def generate(*args: Any, **named: Any) -> Any:
+        before = len(watched.sequences)
+        made = own(*args, **named)
+        ids = getattr(made, "sequences", made)
+        if isinstance(ids, Tensor) and ids.ndim == 2:
+            config: Any = model.generation_config
+            ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+            watched.returns(ids, watched.sequences[before:], {x for x in (config.pad_token_id, *ends) if x is not None})
+        return made
+
+    had = vars(model).get("generate")
+    vars(model)["generate"] = generate
+    try:
+        yield
+    finally:
+        vars(model).pop("generate")
+        if had is not None:
+            vars(model)["generate"] = had
