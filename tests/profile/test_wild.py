@@ -58,7 +58,7 @@ def test_gradients_of_edits_under_checkpointing_are_those_without(reentrant: boo
     def gradients(checkpoint: bool) -> dict[str, Tensor]:
         model = causal_lm().train()
         if checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
         with qkv.edit(model, edits):
             loss = model(IDS, attention_mask=LEFT, labels=IDS, use_cache=False).loss
             if inside:

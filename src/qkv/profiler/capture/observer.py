@@ -387,7 +387,7 @@ class Observer:
         """Where the queries and keys of a call are in the text."""
         call, forward = observed.call, self.run.forward
         if forward is not None:
-            return forward.place(self.modules.get(observed.module), observed)
+            return forward.place(observed)
         start = None if observed.group == "cross" else call.k.shape[2] - call.q.shape[2]
         return Placed(start, 0, observed.queries, observed.first)
 
@@ -428,6 +428,8 @@ class Observer:
         self._note(name, call)
         run, layer = self.run, self._number(group, name)
         kept = self.layers is None or layer in self.layers
+        if run.forward is not None:
+            run.forward.attends(self.modules.get(name), group)
         n_queries, n_keys = call.q.shape[2], call.k.shape[2]
         if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
             keys = (run.query_masks if group == "decoder" else run.key_masks).get(n_keys)

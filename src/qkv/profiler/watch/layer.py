@@ -243,7 +243,10 @@ class Layer:
 
     def keys(self) -> Float[Tensor, "b hkv n d"]:
         """The keys of the text so far, in the present order of the batch."""
-        return torch.cat([p.new[0] for p in in_order(self.pieces, Piece.of_items) if p.new is not None], 2)
+        found = [p.new[0] for p in in_order(self.pieces, Piece.of_items) if p.new is not None]
+        if not found:
+            raise InputError(f"the keys of {self.module} were not recorded; expected a cache that only the model changes")
+        return torch.cat(found, 2)
 
     @torch.no_grad()
     def measure(self, measures: Measures, real: Tensor | None, joined: Joined) -> Record | None:

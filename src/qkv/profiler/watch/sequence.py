@@ -47,6 +47,8 @@ class Sequence:
     """State of each layer of the cache after the last forward."""
     kept: dict[int, Int[Tensor, "b hkv m"]] = field(default_factory=dict)
     """Positions of the keys in each layer of the cache that was pruned."""
+    apart: set[int] = field(default_factory=set)
+    """Layers of the cache that hold no tokens of the text, such as those of an image."""
     cached: dict[int, Layer] = field(default_factory=dict)
     """The layers by their number in the cache."""
 
@@ -153,7 +155,7 @@ class Sequence:
         for items in selected:
             if items is not None:
                 self.reorder(items)
-        length = max((one.length for one in found.values()), default=self.tokens)
+        length = max((one.length for i, one in found.items() if i not in self.apart), default=self.tokens)
         if any(items is None for items in selected) and length < self.tokens and not self.kept:
             self.crop(length)
         untouched = set(found) == set(self.held) and all(one.is_in(self.held[i]) for i, one in found.items())
@@ -167,7 +169,7 @@ class Sequence:
             n = one.keys.shape[2]
             return n == self.kept[i].shape[2] if i in self.kept else one.length == self.tokens and n >= one.least
 
-        return all(holds(i, one) for i, one in found.items())
+        return all(holds(i, one) for i, one in found.items() if i not in self.apart)
 
     def _locate(self, found: dict[int, Stored], *, records: bool) -> None:
         """Tell from the keys of a cache which items and tokens it holds."""
@@ -183,7 +185,7 @@ class Sequence:
             )
         items: Tensor | None = None
         places: dict[int, Tensor] = {}
-        for i in sorted(set(found) & set(self.cached), reverse=True):  # keys of deep layers tell the most
+        for i in sorted((set(found) & set(self.cached)) - self.apart, reverse=True):  # keys of deep layers tell the most
             layer, one = self.cached[i], found[i]
             known = layer.keys()
             known = known if items is None else known[items.to(known.device)]

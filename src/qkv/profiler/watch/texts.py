@@ -45,7 +45,14 @@ class Forward:
     recorded: bool = True
     steps: dict[str, int] = field(default_factory=dict)
 
-    def place(self, module: nn.Module | None, observed: ObservedCall) -> Placed:
+    def attends(self, module: nn.Module | None, group: str) -> None:
+        """A module attends; some caches also have the keys of an image, to which the text attends."""
+        two = getattr(getattr(self.owner, "config", None), "is_encoder_decoder", False)
+        index = getattr(module, "layer_idx", None)
+        if group == "cross" and not two and isinstance(index, int):
+            self.sequence.apart.add(index)
+
+    def place(self, observed: ObservedCall) -> Placed:
         """Where the queries and keys of a call are in the text, for an edit."""
         n_queries, n_keys = observed.call.q.shape[2], observed.call.k.shape[2]
         if observed.group == "cross":
