@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.errors import InputError
@@ -85,7 +85,11 @@ def hashed(keys: Float[Tensor, "b hkv n d"]) -> Int[Tensor, "b hkv n"]:
 
 
 def located(
-    keys: Float[Tensor, "b hkv m d"], known: Float[Tensor, "b0 hkv n d"], at: Int[Tensor, "b0 hkv m0"] | None
+    keys: Float[Tensor, "b hkv m d"],
+    known: Float[Tensor, "b0 hkv n d"],
+    at: Int[Tensor, "b0 hkv m0"] | None,
+    first: int,
+    real: Bool[Tensor, "b0 n"] | None,
 ) -> tuple[Int[Tensor, " b"], Int[Tensor, "b hkv m"]]:
     """The batch item and the positions of a text where these keys come from.
 
@@ -93,34 +97,43 @@ def located(
         keys: in a cache.
         known: the keys of the whole text.
         at: the positions that the cache held before; all if None.
+        first: the position of the first key, if they are the newest of the text.
+        real: True at real tokens; padding has equal keys, none of which a query sees.
 
     Raises:
         InputError: if some of them were not there, or if several keys of the text are equal.
     """
     new, old = hashed(keys), hashed(known.to(keys.device))
-    order = torch.arange(old.shape[2], device=old.device).expand_as(old)
+    m, order = new.shape[2], torch.arange(old.shape[2], device=old.device).expand_as(old)
     if at is not None:
-        old, order = old.gather(2, at), at
-    if len(new) == len(old) and new.shape == old.shape and torch.equal(new, old):
-        return torch.arange(len(new)), order.clone()
+        old, order, first = old.gather(2, at), at, 0
     sorted_, by = old.sort(-1)
     items, places = [], []
     for i, one in enumerate(new):
-        for j in sorted(range(len(old)), key=lambda j: j != i):
+        likely = sorted(range(len(old)), key=lambda j: j != i)
+        place = None
+        for j in likely:
+            if torch.equal(one, old[j, :, first : first + m]):
+                place = order[j, :, first : first + m]
+                break
+        for j in likely if place is None else ():
             found = torch.searchsorted(sorted_[j], one).clamp(max=old.shape[2] - 1)
             if torch.equal(sorted_[j].gather(-1, found), one):
                 place = order[j].gather(-1, by[j].gather(-1, found))
-                if any(len(x.unique()) < len(x) for x in place):
-                    raise InputError("the cache was pruned, and some of its keys are equal, so that it is not known "
-                                     "which tokens they belong to; expected keys that tell tokens apart")  # fmt: skip
-                items.append(j)
-                places.append(place)
+                of_text = [x if real is None else x[real[j].to(x.device)[x]] for x in place]
+                if any(len(x.unique()) < len(x) for x in of_text):
+                    raise InputError(
+                        "the cache was pruned, and some of its keys are equal, so that it is not known which tokens "
+                        "they belong to; expected keys that tell tokens apart"
+                    )
                 break
-        else:
+        if place is None:
             raise InputError(
                 "the cache has keys that the model did not compute in a forward that was recorded; expected a cache "
                 "that is filled inside of qkv.watch, or a copy of one"
             )
+        items.append(j)
+        places.append(place)
     return torch.tensor(items), torch.stack(places)
 
 

@@ -333,13 +333,13 @@ class Layer:
                 torch.cat([p.new[i] for p in pieces if p.new is not None], 2)[:, :, :n_keys] for i in (0, 1)
             )
             biases = one.biases if alone else _joined_biases(waiting, n_keys, rows)
-            call = Call.of(rows(lambda p: p.q), keys, values, mask, biases, one.score, one.normalizer)  # type: ignore[arg-type, return-value]
+            call = Call.of(rows(lambda p: p.q), keys, values, mask, biases, one.score, _joined_normalizer(waiting, rows))  # type: ignore[arg-type, return-value]
         else:
             scores = rows(lambda p: p.pairs(p.scores, n_keys, LOW), LOW)  # type: ignore[arg-type]
             zeros = scores.new_zeros(*scores.shape[:2], 1, 1)
             q, k = zeros.expand(-1, -1, scores.shape[2], -1), zeros.expand(-1, -1, n_keys, -1)
             softmax = isinstance(one.normalizer, SumToOne) and one.normalizer.has_lse
-            normalizer: Any = one.normalizer.with_temperature(1.0) if softmax else AsGiven()
+            normalizer = _joined_normalizer(waiting, rows).with_temperature(1.0) if softmax else AsGiven()
             call = Call.of(q, k, k, mask, (DenseBias(scores),), None, normalizer)
         queries = keys_real = None
         if real is not None:
@@ -584,6 +584,20 @@ def _joined_biases(pieces: list[Piece], n_keys: int, rows: Callable[..., Tensor]
             continue
         found.append(DenseBias(rows(lambda p, i=i: p.pairs(p.chosen(_whole(p.biases[i].tensor, p.grid)), n_keys))))
     return tuple(found)
+
+
+def _joined_normalizer(pieces: list[Piece], rows: Callable[..., Tensor]) -> Normalizer:
+    """The normalizer of several calls as one: sinks of queries row by row."""
+    one = pieces[0].normalizer
+    if not isinstance(one, SumToOne) or not isinstance(one.sink, Tensor) or one.sink.ndim < 3:
+        return one
+
+    def sinks(p: Piece) -> Tensor:
+        assert isinstance(p.normalizer, SumToOne)
+        assert isinstance(p.normalizer.sink, Tensor)
+        return p.chosen(p.normalizer.sink)[..., None].expand(-1, -1, p.count, -1)
+
+    return one.with_sink(rows(sinks)[..., 0])
 
 
 def _whole(x: Tensor, grid: Grid) -> Tensor:

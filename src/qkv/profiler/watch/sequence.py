@@ -75,14 +75,20 @@ class Sequence:
 
     # --- what a forward reads -----------------------------------------------------------------------------------------
 
-    def reads_tokens(self, n: int, batch: int, real: Bool[Tensor, "b n"] | None) -> None:
-        if real is not None and not self.real and self.tokens and not bool(real.all()):
-            self.real.append(torch.ones(batch, self.tokens, dtype=torch.bool, device=real.device))
-        if real is not None and (self.real or not bool(real.all())):
-            self.real.append(real)
-        elif self.real:
+    def reads_tokens(self, n: int, batch: int) -> None:
+        if self.real:
             self.real.append(torch.ones(batch, n, dtype=torch.bool, device=self.real[0].device))
         self.tokens, self.batch = self.tokens + n, batch
+
+    def marks(self, real: Bool[Tensor, "b n"]) -> None:
+        """Of the newest tokens, some are padding."""
+        if self.real:
+            self.real.pop()
+        elif bool(real.all()):
+            return
+        elif (before := self.tokens - real.shape[1]) > 0:
+            self.real.append(torch.ones(len(real), before, dtype=torch.bool, device=real.device))
+        self.real.append(real)
 
     def layer(self, observed: ObservedCall, own: int) -> Layer:
         key = observed.group, observed.module, own
@@ -183,7 +189,7 @@ class Sequence:
                 "the cache rounds or rotates its keys, and was changed outside of the model; expected a cache that "
                 "keeps its keys, such as DynamicCache"
             )
-        items: Tensor | None = None
+        items, real = None, self.ids(self.real)
         places: dict[int, Tensor] = {}
         for i in sorted((set(found) & set(self.cached)) - self.apart, reverse=True):  # keys of deep layers tell the most
             layer, one = self.cached[i], found[i]
@@ -191,7 +197,8 @@ class Sequence:
             known = known if items is None else known[items.to(known.device)]
             at = self.kept.get(i)
             at = at if at is None or items is None else at[items.to(at.device)]
-            chosen, places[i] = located(one.keys, known, at)
+            shown = real if real is None or items is None else real[items]
+            chosen, places[i] = located(one.keys, known, at, one.length - one.keys.shape[2], shown)
             if items is None:
                 items = chosen
             elif not torch.equal(chosen, torch.arange(len(chosen))):

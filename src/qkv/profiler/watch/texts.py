@@ -43,6 +43,8 @@ class Forward:
     lost: InputError | None = None
     """Why its text is not known."""
     recorded: bool = True
+    knows_padding: bool = False
+    """Whether its arguments say which tokens are real; otherwise the first mask that tells does."""
     steps: dict[str, int] = field(default_factory=dict)
 
     def attends(self, module: nn.Module | None, group: str) -> None:
@@ -51,6 +53,12 @@ class Forward:
         index = getattr(module, "layer_idx", None)
         if group == "cross" and not two and isinstance(index, int):
             self.sequence.apart.add(index)
+
+    def sees(self, observed: ObservedCall) -> None:
+        """A call attends from all new tokens; its mask may tell which are padding."""
+        if not self.knows_padding and observed.keys is not None and self.tokens <= observed.keys.shape[1]:
+            self.knows_padding = True
+            self.sequence.marks(observed.keys[:, -self.tokens :])
 
     def place(self, observed: ObservedCall) -> Placed:
         """Where the queries and keys of a call are in the text, for an edit."""
@@ -61,6 +69,7 @@ class Forward:
             return Placed(n_keys - n_queries, 0, observed.queries, observed.first)
         if self.lost is not None:
             raise self.lost
+        self.sees(observed)
         keys_at = self.before + n_queries - n_keys
         if (cache := attending()) is not None:
             at = cache.key_positions(n_keys, n_queries)
@@ -125,7 +134,11 @@ class Texts:
             read, *masks, lost,
         )  # fmt: skip
         if not of_encoder:
-            sequence.reads_tokens(n, items, _real(masks[1], sequence.tokens, n))
+            real = _real(masks[1], sequence.tokens, n)
+            sequence.reads_tokens(n, items)
+            if real is not None:
+                forward.knows_padding = True
+                sequence.marks(real)
         if known is None and cache is not None and lost is None:
             self._follow(cache, sequence)
         return forward

@@ -232,6 +232,8 @@ class Watched:
             layer.made = self._record(observed, layer)
             return
         layer.own_keys = cross
+        if not cross:
+            forward.sees(observed)
         step = forward.steps.get(observed.module, 0)
         forward.steps[observed.module] = step + 1
         start, stays, index = forward.before + step * stepwise, True, None
@@ -246,7 +248,7 @@ class Watched:
             keys_at = sequence.keys_at(observed, start, n, index)
             if forward.cache is not None and not is_known(forward.cache) and start:
                 old = observed.call.given.k[:, :, : observed.call.k.shape[2] - n]
-                _, at = located(old, layer.keys(), None)
+                _, at = located(old, layer.keys(), None, start - old.shape[2], sequence.ids(sequence.real))
                 keys_at = torch.cat([at, torch.arange(start, start + n, device=at.device).expand(*at.shape[:2], n)], 2)
             elif forward.cache is not None:
                 stays = _keeps(forward.cache, index)
