@@ -169,7 +169,7 @@ def applied(
             head = Head(name, number, result.out[:, number], queries, first, changed.get(number, call))
             out = result.out.clone()
             out[:, number] = edited(edit, head)
-            result = replace(result, out=out)
+            result = Result(out, result.lse, result.weights)
             if head.changed is not None:
                 changed[number] = head.changed
     return result, changed

@@ -20,11 +20,11 @@ ROOMS = {"qkv": ROOT / "src" / "qkv", "qkv_lab": ROOT / "lab" / "qkv_lab", "rese
 # Layers within a room, the lowest first. A dotted name is a package of its own inside another.
 ORDER = {
     "qkv": [
-        "_lazy", "errors", "_contract", "_compiled", "_packages", "_names", "_untrusted", "_files", "_progress",
+        "_lazy", "errors", "_contract", "_compiled", "_packages", "_untrusted", "_files", "_progress",
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
-        "_engine", "statistics.base", "statistics.result", "ring", "reference", "native", "kernels", "linear",
-        "statistics", "choice", "_plan", "_operator", "attention",
+        "_engine", "compat", "statistics.base", "statistics.result", "reference", "native", "kernels", "linear",
+        "statistics", "choice", "_plan", "_operator", "attention", "ring",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
         "profiler", "profiler.watch", "tracking",

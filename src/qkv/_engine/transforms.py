@@ -16,8 +16,6 @@ from torch.autograd import forward_ad
 from qkv._engine.call import Call, detached
 from qkv.errors import InputError
 
-REASON = "it has no derivatives in torch.func transforms and in forward mode; eager does"
-
 
 def transforming() -> bool:
     """Whether a torch.func transform is active, or a level of forward-mode differentiation is open."""

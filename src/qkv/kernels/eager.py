@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qkv._engine.call import Call, Result
+from qkv._engine.needs import NEEDS, Need
 from qkv._engine.tiles import ScoreTiles, gumbel, kept, uniform, zero_masked_keys
 from qkv._engine.transforms import mapped, transformed
 from qkv.biases.built_in import clipped
@@ -14,6 +15,8 @@ from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.built_in import log_sum_exp
 from qkv.normalizers.level import differentiable_level
+
+OFFERS: tuple[Need, ...] = tuple(NEEDS)
 
 
 def unsupported_reason(call: Call) -> str | None:

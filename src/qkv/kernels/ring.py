@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qkv._engine.call import Call, Result, at_least_float32, detached
+from qkv._engine.sharded import Shared, naming_lost, slice_bias
 from qkv._engine.transforms import Results, differentiable
 from qkv.partial import Partial, merge, sink_gradient
-from qkv.ring import Shared, naming_lost, slice_bias
 
 RING = "ring attention"
 Choose = Callable[[Call, set[str]], ModuleType]

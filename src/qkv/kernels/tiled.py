@@ -11,15 +11,16 @@ from torch import Tensor
 from qkv._engine.backward import backward
 from qkv._engine.call import Call, Result, RowState, detached
 from qkv._engine.forward import ForwardState, forward_tiles
-from qkv._engine.transforms import REASON, Results, differentiable, transformed
+from qkv._engine.needs import NEEDS, Need, unmet
+from qkv._engine.transforms import Results, differentiable
 from qkv.partial import Partial
+
+OFFERS: tuple[Need, ...] = tuple(need for need in NEEDS if need not in ("transforms", "tensors in closures"))
 
 
 def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
-    if transformed(call):
-        return REASON
-    return call.untracked
+    return unmet(call, OFFERS)
 
 
 def forward(call: Call) -> Result:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkv._engine.call import as_mask
-from qkv._names import INPUTS, SIZES, renamed
 from qkv.attention import Attention
+from qkv.compat import INPUTS, SIZES, renamed
 from qkv.errors import InputError, at_least_one, kind_of, one_of
 from qkv.masks import Dense, Grid, Mask, Padding, from_sdpa
 from qkv.nn.composition import Composition

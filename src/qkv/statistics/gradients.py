@@ -25,7 +25,7 @@ from qkv._engine.transforms import Results, differentiable, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
 from qkv.masks import Dense, Mask, Prefix
-from qkv.native.statistics import statistics_gradients
+from qkv.native.kernel import statistics_gradients
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_slopes
