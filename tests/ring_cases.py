@@ -25,8 +25,8 @@ from torch import Tensor
 
 import qkv
 from qkv import masks
-from qkv._engine.sizes import BY_DEVICE
 from qkv.biases import ALiBi, ByDistance, Dense, SoftCap, T5Bias
+from qkv.engine.sizes import BY_DEVICE
 from qkv.normalizers import Softmax
 from qkv.scores import Additive
 

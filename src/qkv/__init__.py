@@ -35,11 +35,11 @@ if TYPE_CHECKING:
         testing,
         tracking,
     )
-    from qkv._engine.call import Result
     from qkv._plan import Plan, plan
     from qkv._untrusted import max_size
     from qkv.attention import Attention, attend
     from qkv.choice import Choice, choose_keys
+    from qkv.engine.call import Result
     from qkv.linear import LinearState, linear_attend, linformer
     from qkv.models.loading import load
     from qkv.partial import Partial, merge
@@ -103,7 +103,7 @@ _MODULES = (
 )  # fmt: skip
 _NAMES = {
     "qkv._untrusted": ("max_size",),
-    "qkv._engine.call": ("Result",),
+    "qkv.engine.call": ("Result",),
     "qkv._plan": ("Plan", "plan"),
     "qkv.attention": ("Attention", "attend"),
     "qkv.choice": ("Choice", "choose_keys"),

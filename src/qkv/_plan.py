@@ -15,11 +15,11 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv._engine.call import A, Call, at_least_float32
-from qkv._engine.inputs import Form, autocast_dtype
-from qkv._engine.sizes import sizes
-from qkv._engine.tiles import block_status
 from qkv.biases import Bias
+from qkv.engine.call import A, Call, at_least_float32
+from qkv.engine.inputs import Form, autocast_dtype
+from qkv.engine.sizes import sizes
+from qkv.engine.tiles import block_status
 from qkv.errors import InputError
 from qkv.kernels import FORM_WEIGHTS, choose, linear
 from qkv.masks import EMPTY, FULL, Mask, Tiles

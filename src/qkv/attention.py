@@ -16,14 +16,14 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from qkv import _operator as operator
-from qkv._engine.call import A, Call, Result, dot_softmax
-from qkv._engine.inputs import Form, autocast_dtype
-from qkv._engine.sizes import LARGEST_HEAD
-from qkv._engine.tiles import all_finite
-from qkv._engine.transforms import transformed, transforming
 from qkv._plan import Plan, plan
 from qkv.biases import Bias
 from qkv.compat import composition_of
+from qkv.engine.call import A, Call, Result, dot_softmax
+from qkv.engine.inputs import Form, autocast_dtype
+from qkv.engine.sizes import LARGEST_HEAD
+from qkv.engine.tiles import all_finite
+from qkv.engine.transforms import transformed, transforming
 from qkv.errors import InputError
 from qkv.kernels import opaque, serve, serve_with_call, watched
 from qkv.masks import Mask

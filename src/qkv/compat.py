@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from qkv._engine.call import as_biases, as_mask
 from qkv.biases import Bias, Dense
+from qkv.engine.call import as_biases, as_mask
 from qkv.errors import InputError, nearest
 from qkv.masks import Mask, from_sdpa
 from qkv.scores import Dot, Score

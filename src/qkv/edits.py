@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qkv import masks, normalizers
 from qkv._contract import require
-from qkv._engine.call import Call, Result
+from qkv.engine import Call, Result
 from qkv.errors import InputError, kind_of
 from qkv.kernels import serve, serving
 from qkv.statistics.result import Statistics

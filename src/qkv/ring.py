@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from qkv._engine.call import Result, RowState
-from qkv._engine.sharded import Shared, positions, shard, unshard
 from qkv.biases import Bias
+from qkv.engine.call import Result, RowState
+from qkv.engine.sharded import Shared, positions, shard, unshard
 from qkv.kernels import opaque, serve_shared, serving
 from qkv.masks import Mask
 from qkv.normalizers import Normalizer
@@ -133,6 +133,16 @@ def measure(
 
     Raises:
         InputError: for arguments that do not fit together, or that differ between processes.
+
+    >>> import tempfile, torch, qkv
+    >>> import torch.distributed as dist
+    >>> q = k = torch.randn(1, 2, 8, 4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    ...     statistics = qkv.ring.measure(q, k, dist.group.WORLD)
+    ...     dist.destroy_process_group()
+    >>> round(statistics.received.sum().item(), 4)  # a weight of 1 for each of 2 × 8 queries
+    16.0
     """
     # No statistic depends on values: one column of the keys replaces them and is cheap to send around the ring.
     shared = Shared.of(group, q, k, k[..., :1], mask, bias, score, normalizer)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import qkv
 from conftest import MASKS, close, rand, refused, triple
 from qkv import biases, masks
-from qkv._engine.call import Call
 from qkv.biases import ALiBi, Dense, RelativePosition, SoftCap, T5Bias
+from qkv.engine import Call
 from qkv.kernels import choose, eager
 from qkv.kernels.flex import kernel as flex
 from qkv.kernels.flex import log_space

@@ -23,7 +23,7 @@ import qkv
 import ring_cases
 from conftest import MASKS, close, fits, rand, refused
 from qkv import masks
-from qkv._engine.sharded import Piece
+from qkv.engine.sharded import Piece
 from qkv.masks import EMPTY, FULL, Grid, Region
 from qkv.masks.convert import grid_mod
 from qkv.profiler.capture.datasets import calls_of

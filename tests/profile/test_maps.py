@@ -14,8 +14,8 @@ from torch import Tensor
 
 from conftest import MASKS, close, fits, largest_tensor, oracle, rand, refused, set_sizes, triple
 from qkv import biases, masks, normalizers
-from qkv._engine.call import Call
-from qkv._engine.sizes import BY_DEVICE
+from qkv.engine import Call
+from qkv.engine.sizes import BY_DEVICE
 from qkv.scores import Additive, Dot
 from qkv.statistics import maps
 from qkv.statistics.measure import row_state

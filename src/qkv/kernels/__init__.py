@@ -16,9 +16,9 @@ from typing import TypeVar, cast
 
 import torch
 
-from qkv._engine.call import Call, Result
-from qkv._engine.sharded import Shared
-from qkv._engine.sizes import sizes
+from qkv.engine.call import Call, Result
+from qkv.engine.sharded import Shared
+from qkv.engine.sizes import sizes
 from qkv.errors import InputError
 from qkv.kernels import eager, linear, loops, ring, tiled
 from qkv.kernels.flex import kernel as flex

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv._engine.call import Call, Result, at_least_float32
-from qkv._engine.needs import Need, unmet
+from qkv.engine.call import Call, Result, at_least_float32
+from qkv.engine.needs import Need, unmet
 from qkv.masks import Grid, Mask
 from qkv.normalizers import Pointwise
 

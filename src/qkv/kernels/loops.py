@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from qkv import reference
-from qkv._engine.call import Call, Result, at_least_float32
-from qkv._engine.needs import Need, unmet
+from qkv.engine.call import Call, Result, at_least_float32
+from qkv.engine.needs import Need, unmet
 
 OFFERS: tuple[Need, ...] = ("weights that are no softmax", "pairwise scores", "biases", "vectors by distance")
 

@@ -18,11 +18,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._compiled import LIBRARY, MISSING, described
-from qkv._engine.call import Call
-from qkv._engine.needs import Need, unmet
-from qkv._engine.tiles import kept
 from qkv.biases import Bias, ByDistance, SoftCap
 from qkv.biases.base import TensorBias
+from qkv.engine.call import Call
+from qkv.engine.needs import Need, unmet
+from qkv.engine.tiles import kept
 from qkv.masks import And, Grid, Mask
 from qkv.masks.convert import MaskBits, mask_bits, parts
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv._engine.call import Call, Result, as_mask, detached
-from qkv._engine.transforms import Results, differentiable, kernel_once_differentiable, transforming
 from qkv.biases import Bias, ByDistance
 from qkv.biases.base import TensorBias
+from qkv.engine.call import Call, Result, as_mask, detached
+from qkv.engine.transforms import Results, differentiable, kernel_once_differentiable, transforming
 from qkv.masks import Grid, Mask
 from qkv.native import binding, ranges_of
 from qkv.native.binding import CPU, BiasGradient, Gradients, Prepared, empty, library, of_tensors, prepared, run

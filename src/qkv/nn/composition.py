@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv._contract import Definition
-from qkv._engine.call import as_mask
 from qkv.attention import Attention, compute
+from qkv.engine import as_mask
 from qkv.errors import InputError
 from qkv.masks import Mask
 

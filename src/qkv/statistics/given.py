@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkv._engine.call import Call, RowState, at_least_float32
-from qkv._engine.inputs import Form
-from qkv._engine.sweep import Group, Tile
+from qkv.engine.call import Call, RowState, at_least_float32
+from qkv.engine.inputs import Form
+from qkv.engine.sweep import Group, Tile
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask
 from qkv.statistics.base import Statistic

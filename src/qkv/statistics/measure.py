@@ -24,11 +24,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv import native
-from qkv._engine.call import Call, Result, RowState, at_least_float32, detached, dot_softmax
-from qkv._engine.inputs import Form, autocast_dtype
-from qkv._engine.sharded import Shared, positions
 from qkv.biases import Bias
 from qkv.compat import refuse_unknown
+from qkv.engine.call import Call, Result, RowState, at_least_float32, detached, dot_softmax
+from qkv.engine.inputs import Form, autocast_dtype
+from qkv.engine.sharded import Shared, positions
 from qkv.errors import InputError
 from qkv.kernels import attention, ring, tiled
 from qkv.masks import Grid, Mask

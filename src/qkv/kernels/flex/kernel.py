@@ -19,10 +19,10 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv._engine.call import Call, Result, at_least_float32, detached
-from qkv._engine.needs import Need, unmet
-from qkv._engine.sizes import GPUS, has_triton
 from qkv.biases import Bias, Dense
+from qkv.engine.call import Call, Result, at_least_float32, detached
+from qkv.engine.needs import Need, unmet
+from qkv.engine.sizes import GPUS, has_triton
 from qkv.errors import InputError
 from qkv.kernels.flex import log_space
 from qkv.kernels.flex.log_space import Attend, ScoreMod

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Call, Result
-from qkv._engine.needs import Need, unmet
-from qkv._engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv._engine.transforms import kernel_once_differentiable
+from qkv.engine.call import Call, Result
+from qkv.engine.needs import Need, unmet
+from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
+from qkv.engine.transforms import kernel_once_differentiable
 from qkv.partial import Partial, sink_gradient
 
 MULTIPLE = 8  # head dimensions are padded to a multiple of it

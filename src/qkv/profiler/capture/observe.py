@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from qkv import ring
-from qkv._engine.call import Call, Result, RowState, at_least_float32, detached
-from qkv._engine.sharded import Shared
 from qkv.edits import ACTIVE, applied, with_head
+from qkv.engine import Call, Result, RowState, Shared, at_least_float32, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.client import EAGER_NAMES, Own, eager_of, function_of, is_known, name_of, routed, wrapped

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Call
-from qkv._engine.needs import Need, unmet
-from qkv._engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv._engine.tiles import LOG2_E, kept
 from qkv.biases import ByDistance, SoftCap
+from qkv.engine.call import Call
+from qkv.engine.needs import Need, unmet
+from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
+from qkv.engine.tiles import LOG2_E, kept
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
 from qkv.statistics.reduce import Request

@@ -18,8 +18,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv._engine.call import Call, as_biases, as_mask
 from qkv.biases import Bias
+from qkv.engine.call import Call, as_biases, as_mask
 from qkv.errors import InputError
 from qkv.masks import EMPTY, FULL, Grid, Mask, Region, Tiles
 from qkv.masks.base import Submask

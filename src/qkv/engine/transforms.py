@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qkv._engine.call import Call, detached
+from qkv.engine.call import Call, detached
 from qkv.errors import InputError
 
 

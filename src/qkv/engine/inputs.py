@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Result
+from qkv.engine.call import Result
 from qkv.errors import InputError
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from qkv._engine.call import Call
-from qkv._engine.transforms import transformed
+from qkv.engine.call import Call
+from qkv.engine.transforms import transformed
 from qkv.normalizers import SumToOne
 
 Need = Literal[
@@ -29,10 +29,6 @@ def _pairwise(call: Call) -> str | None:
     return None if score is None else f"the score {type(score).__name__} is not a product of query and key"
 
 
-def _biases(call: Call) -> str | None:
-    return f"the bias {type(call.given.biases[0]).__name__} depends on query and key together" if call.biases else None
-
-
 def _draws(call: Call) -> str | None:
     normalizer = call.normalizer
     draws = isinstance(normalizer, SumToOne) and normalizer.sample
@@ -42,7 +38,7 @@ def _draws(call: Call) -> str | None:
 NEEDS: dict[Need, Callable[[Call], str | None]] = {
     "weights that are no softmax": _weights,
     "pairwise scores": _pairwise,
-    "biases": _biases,
+    "biases": lambda call: "it has no biases" if call.biases else None,
     "vectors by distance": lambda call: None if call.values is None else "it has no values that depend on the distance",
     "dropout": lambda call: "dropout acts on weights, which it never forms" if call.dropout_p else None,
     "drawn keys": _draws,
