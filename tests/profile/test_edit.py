@@ -16,7 +16,6 @@ import hf_models as hf
 import qkv
 from conftest import refused
 from qkv import edits
-from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.testing import CheckFailed, check_edit
 

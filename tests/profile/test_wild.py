@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_watch import OF_WHOLE_FORWARDS, same, tokens
 from torch import Tensor
+from transformers import DynamicCache, StaticCache
 
 import hf_models as hf
 import hf_zoo
 import qkv
 from conftest import refused
-from test_watch import OF_WHOLE_FORWARDS, same, tokens
-from transformers import DynamicCache, StaticCache
 
 IDS = torch.randint(5, 97, (2, 12), generator=torch.Generator().manual_seed(1))
 LEFT, RIGHT, INNER = (torch.ones(2, 12, dtype=torch.long) for _ in range(3))

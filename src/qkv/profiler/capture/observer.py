@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from qkv._engine.call import Call, Result, RowState, detached
 from qkv.edits import ACTIVE, Edits, Placed, applied, with_head
+from qkv.engine import Call, Result, RowState, Shared, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.client import EAGER_NAMES, Own, eager_of, function_of, is_known, name_of
@@ -29,7 +29,6 @@ from qkv.profiler.capture.reading import is_causal, readings, served, shared_sta
 from qkv.profiler.capture.record import PREFIX, WEIGHTS_ONLY, Measures, ObservedCall, Record, copied_to_cpu
 from qkv.profiler.watch.layer import Layer
 from qkv.profiler.watch.texts import Forward
-from qkv.ring import Shared
 from qkv.statistics.measure import sweep
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention"

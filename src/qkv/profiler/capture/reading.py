@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from qkv import ring
-from qkv._engine.call import Call, Result
+from qkv.engine import Call, Result
 from qkv.huggingface.client import is_known, name_of
 from qkv.huggingface.masks import LazyMask
 from qkv.kernels import serve, serving

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Call, Result, at_least_float32, detached
+from qkv.engine import Call, Result, at_least_float32, detached
 from qkv.errors import InputError
 from qkv.kernels import eager
 from qkv.masks import Mask

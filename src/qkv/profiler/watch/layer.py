@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._engine.call import Call
 from qkv.biases import Bias
 from qkv.biases import Dense as DenseBias
+from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.kernels import eager
 from qkv.masks import Causal, Dense, Grid, Mask, Region
