@@ -1,7 +1,7 @@
 """Situations from public reports: what is recorded is what one forward over the same tokens and masks gives.
 
 Each test is a kind of situation: gradient checkpointing, caches that a user copies or prunes, padding over many steps,
-images, edits that speak of positions, masks of finite numbers, texts without tokens, beams, runs that qkv must not stop.
+images, edits that speak of positions, masks of finite numbers, texts of padding only, beams, runs that must go on.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def test_rows_of_padded_texts_are_those_of_one_forward(name: str, mask: Tensor, 
     places = (real.cumsum(1) - 1).clamp(min=0)
     with qkv.watch(model) as watched:
         start = 0
-        for n in ([5, 7, 1, 1, 3, 1] if kind == "chunks" else [12, *[1] * 6]):
+        for n in [5, 7, 1, 1, 3, 1] if kind == "chunks" else [12, *[1] * 6]:
             at = slice(start, start + n)
             model(ids[:, at], attention_mask=real[:, : at.stop], position_ids=places[:, at], past_key_values=cache)
             start += n
@@ -253,8 +253,8 @@ def test_edits_speak_of_positions_in_the_text(name: str, kind: str) -> None:
     cache: Any = StaticCache(config=model.config, max_cache_len=24) if kind == "static" else None
     cache = DynamicCache(config=model.config) if cache is None else cache
     edits: Any = {
-        (0, 1): qkv.edits.HideFirst(), (1, 0): qkv.edits.HideFirst(), (0, 0): qkv.edits.Mask(~qkv.masks.Prefix(2) | qkv.masks.Window(3)),
-        (1, 2): qkv.edits.Mask(qkv.masks.Window(4)),
+        (0, 1): qkv.edits.HideFirst(), (1, 0): qkv.edits.HideFirst(), (1, 2): qkv.edits.Mask(qkv.masks.Window(4)),
+        (0, 0): qkv.edits.Mask(~qkv.masks.Prefix(2) | qkv.masks.Window(3)),
     }  # fmt: skip
     places = (LEFT.cumsum(1) - 1).clamp(min=0)
     plain = model(IDS, attention_mask=LEFT, position_ids=places, use_cache=False).logits[:, -1]

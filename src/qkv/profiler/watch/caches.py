@@ -138,7 +138,10 @@ def located(
 
 
 class _Listening:
-    """Reports batch items that any cache selects, and None when it is cropped. The methods of a class are replaced once for all who listen."""
+    """Reports batch items that any cache selects, and None when it is cropped.
+
+    The methods of a class are replaced once for all who listen.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

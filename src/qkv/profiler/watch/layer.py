@@ -203,7 +203,7 @@ class Layer:
                 given.score,
                 given.normalizer,
                 norms,
-            )  # fmt: skip
+            )
         )
 
     def full(self) -> bool:
@@ -245,7 +245,7 @@ class Layer:
         """The keys of the text so far, in the present order of the batch."""
         found = [p.new[0] for p in in_order(self.pieces, Piece.of_items) if p.new is not None]
         if not found:
-            raise InputError(f"the keys of {self.module} were not recorded; expected a cache that only the model changes")
+            raise InputError(f"the keys of {self.module} were not recorded; expected a cache that is not changed")
         return torch.cat(found, 2)
 
     @torch.no_grad()
@@ -333,7 +333,8 @@ class Layer:
                 torch.cat([p.new[i] for p in pieces if p.new is not None], 2)[:, :, :n_keys] for i in (0, 1)
             )
             biases = one.biases if alone else _joined_biases(waiting, n_keys, rows)
-            call = Call.of(rows(lambda p: p.q), keys, values, mask, biases, one.score, _joined_normalizer(waiting, rows))  # type: ignore[arg-type, return-value]
+            queries, normalizer = rows(lambda p: p.q), _joined_normalizer(waiting, rows)  # type: ignore[arg-type, return-value]
+            call = Call.of(queries, keys, values, mask, biases, one.score, normalizer)
         else:
             scores = rows(lambda p: p.pairs(p.scores, n_keys, LOW), LOW)  # type: ignore[arg-type]
             zeros = scores.new_zeros(*scores.shape[:2], 1, 1)

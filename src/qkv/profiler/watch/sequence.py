@@ -147,25 +147,27 @@ class Sequence:
             self._locate(found, records=records)
         self.held = {i: one.state for i, one in found.items()}
 
-    def follow(self, found: dict[int, Stored], selected: list[Tensor | None], *, records: bool) -> None:
-        """Bring the sequence to what its cache, or a copy of it, now holds, before the next forward.
-
-        Args:
-            found: the keys in the cache.
-            selected: the batch items that were selected since the last forward; None for a crop.
-            records: whether the keys of the text are recorded.
+    def selects(self, found: dict[int, Stored], items: Tensor | None, *, records: bool) -> None:
+        """Its cache has selected batch items, or was cropped if `items` is None.
 
         Raises:
             InputError: as for `remember`.
         """
-        for items in selected:
-            if items is not None:
-                self.reorder(items)
-        length = max((one.length for i, one in found.items() if i not in self.apart), default=self.tokens)
-        if any(items is None for items in selected) and length < self.tokens and not self.kept:
+        length = max((one.length for i, one in found.items() if i not in self.apart), default=0)
+        if items is not None:
+            self.reorder(items)
+        elif length < self.tokens and not self.kept:
             self.crop(length)
+        self.remember(found, records=records)
+
+    def follow(self, found: dict[int, Stored], *, records: bool) -> None:
+        """Bring the sequence to what its cache, or a copy of it, now holds, before the next forward.
+
+        Raises:
+            InputError: as for `remember`.
+        """
         untouched = set(found) == set(self.held) and all(one.is_in(self.held[i]) for i, one in found.items())
-        if not ((selected or untouched) and self._expects(found)):
+        if not (untouched and self._expects(found)):
             self._locate(found, records=records)
 
     def _expects(self, found: dict[int, Stored]) -> bool:
@@ -181,8 +183,8 @@ class Sequence:
         """Tell from the keys of a cache which items and tokens it holds."""
         if not records:
             raise InputError(
-                "the cache was copied or changed outside of the model, so that the positions of its keys are not known; "
-                "expected edits that do not depend on positions, or a cache that only the model changes"
+                "the cache was copied or changed outside of the model, so it is not known where its keys are; expected "
+                "edits that do not depend on positions, or a cache that only the model changes"
             )
         if not all(one.stays for one in found.values()):
             raise InputError(
@@ -191,7 +193,8 @@ class Sequence:
             )
         items, real = None, self.ids(self.real)
         places: dict[int, Tensor] = {}
-        for i in sorted((set(found) & set(self.cached)) - self.apart, reverse=True):  # keys of deep layers tell the most
+        of_text = (set(found) & set(self.cached)) - self.apart
+        for i in sorted(of_text, reverse=True):  # keys of deep layers tell the most
             layer, one = self.cached[i], found[i]
             known = layer.keys()
             known = known if items is None else known[items.to(known.device)]
@@ -209,11 +212,12 @@ class Sequence:
                 "to read the text from its first token inside qkv.watch"
             )
         length = max(found[i].length for i in places)
-        first = {i: found[i].length - place.shape[2] for i, place in places.items()}
-        whole = all(
-            i not in self.kept and torch.equal(place, (torch.arange(place.shape[2], device=place.device) + first[i]).expand_as(place))
-            for i, place in places.items()
-        )  # fmt: skip
+
+        def newest(i: int, place: Tensor) -> bool:
+            at = torch.arange(found[i].length - place.shape[2], found[i].length, device=place.device)
+            return i not in self.kept and bool((place == at).all())
+
+        whole = all(newest(i, place) for i, place in places.items())
         if len(items) != self.batch or not torch.equal(items, torch.arange(len(items))):
             self.reorder(items)
         if whole and length < self.tokens:
@@ -227,7 +231,7 @@ class Sequence:
         return self.ids(_until(self.read, length))
 
     def as_of(self, length: int, item: int) -> Sequence | None:
-        """A copy as it was after `length` tokens, with one of the batch items of that time; None if that is not known."""
+        """A copy as it was after `length` tokens, with one of the batch items of that time; None if it is not known."""
         copy, ids = self.fork(), self.at(length)
         if ids is None or ids.shape[1] != length:
             return None
@@ -306,8 +310,7 @@ def _cut(parts: list[Tensor], length: int) -> None:
     """Remove what is after the first tokens."""
     kept, count = [], 0
     for part in parts:
-        if part.ndim == 2:
-            part = part[:, : max(0, length - count)]
-            count += part.shape[1]
-        kept.append(part)
+        some = part[:, : max(0, length - count)] if part.ndim == 2 else part
+        count += some.shape[1] if part.ndim == 2 else 0
+        kept.append(some)
     parts[:] = kept

@@ -75,8 +75,8 @@ class Forward:
             at = cache.key_positions(n_keys, n_queries)
             if at.ndim > 1 or int(at[-1] - at[0]) != n_keys - 1:
                 raise InputError(
-                    f"edits has {observed.module}, whose cache keeps keys that do not follow each other; expected a cache "
-                    "that keeps all keys, or the last ones"
+                    f"edits has {observed.module}, whose cache keeps keys that do not follow each other; expected a "
+                    "cache that keeps all keys, or the last ones"
                 )
             keys_at = int(at[0])
         real = self.sequence.ids(self.sequence.real)
@@ -99,10 +99,8 @@ class Texts:
     """Texts that an encoder has read, before the decoder begins."""
     _followed: dict[int, tuple[weakref.ref[Any], Sequence]] = field(default_factory=dict)
     """By the id of their cache."""
-    _lost: dict[int, weakref.ref[Any]] = field(default_factory=dict)
-    """Caches whose text is not known."""
-    _selected: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    """What a cache has selected since the last forward: batch items, or None for a crop."""
+    _lost: dict[int, tuple[weakref.ref[Any], InputError]] = field(default_factory=dict)
+    """Caches whose text is not known, and why."""
 
     def begin(self, owner: Any, name: str, batch: Mapping[str, Any], cache: Any, model: nn.Module) -> Forward:
         """A forward begins: find the text that it continues."""
@@ -115,7 +113,7 @@ class Texts:
             known = self._continued(cache)
         except InputError as error:
             lost = error
-            self.lose(cache)
+            self._lose(cache, error)
         sequence = known or (self._encoded.pop() if self._encoded and not of_encoder else None)
         sequence = sequence or Sequence(self.measures)
         sequence.two |= read.two or bool(sequence.layers and known is None and not of_encoder)
@@ -147,23 +145,22 @@ class Texts:
         """The text that a forward with this cache continues; None if it begins one."""
         if cache is None:
             return None
-        if (lost := self._lost.get(id(cache))) is not None and lost() is cache:
-            raise InputError("the text of the cache was not known before")
+        of, reason = self._lost.get(id(cache), (None, None))
+        if of is not None and of() is cache and reason is not None:
+            raise reason
         found, known = stored(cache), self.sequence_of(cache)
-        selected = self._selected.pop(id(cache), [])
         if known is not None:
             if known.held and not found:
                 del self._followed[id(cache)]  # it was reset
                 return None
-            known.follow(found, selected, records=self.records)
+            known.follow(found, records=self.records)
             return known
         if not found:
             return None
-        reason: InputError | None = None
         for sequence in reversed(self.sequences):  # a copy of a cache continues its text in another way
             copy = sequence.fork()
             try:
-                copy.follow(found, [], records=self.records)
+                copy.follow(found, records=self.records)
             except InputError as error:
                 reason = reason or error
                 continue
@@ -171,8 +168,8 @@ class Texts:
             self._follow(cache, copy)
             return copy
         raise InputError(
-            f"model reads tokens with a cache of {max(x.length for x in found.values())} tokens that was filled outside "
-            "of the context; expected the model to read the text from its first token inside"
+            f"model reads with a cache of {max(x.length for x in found.values())} tokens filled outside of the "
+            "context; expected the model to read the text from its first token inside"
         ) from reason
 
     def sequence_of(self, cache: Any) -> Sequence | None:
@@ -186,16 +183,19 @@ class Texts:
             return
         listening.to(type(cache))
 
-    def lose(self, cache: Any) -> None:
+    def _lose(self, cache: Any, reason: InputError) -> None:
         """The text of a cache is not known any more."""
         self._followed.pop(id(cache), None)
         with suppress(TypeError):
-            self._lost[id(cache)] = weakref.ref(cache)
+            self._lost[id(cache)] = weakref.ref(cache), reason
 
     def selected(self, cache: Any, items: Tensor | None) -> None:
-        """A cache has selected batch items, or was cropped."""
-        if self.sequence_of(cache) is not None:
-            self._selected.setdefault(id(cache), []).append(items)
+        """A cache has selected batch items, or was cropped if `items` is None."""
+        if (sequence := self.sequence_of(cache)) is not None:
+            try:
+                sequence.selects(stored(cache), items, records=self.records)
+            except InputError as error:
+                self._lose(cache, error)
 
     def end(self, forward: Forward, output: Any) -> bool:
         """A forward has ended; returns whether another one may continue its text.
@@ -216,8 +216,8 @@ class Texts:
             self._follow(cache, sequence)
         try:
             sequence.remember(stored(cache), records=self.records)
-        except InputError:
-            self.lose(cache)
+        except InputError as error:
+            self._lose(cache, error)
             raise
         return True
 

@@ -127,9 +127,9 @@ class Watched:
         records = []
         for record in sequence.records(self.layers):
             items = len(record.statistics.entropy)
-            if record.group == "encoder" and target is not None and len(target) > items:
-                record = of_items(record, torch.arange(items).repeat_interleave(len(target) // items))
-            records.append(record)
+            repeats = len(target) // items if record.group == "encoder" and target is not None else 1
+            repeated = torch.arange(items).repeat_interleave(repeats)
+            records.append(record if repeats == 1 else of_items(record, repeated))
         real = sequence.ids(sequence.real)
         if real is not None and not bool(real.any(1).all()):
             kept = real.any(1).nonzero()[:, 0]
@@ -226,8 +226,8 @@ class Watched:
         if not (of_text or (cross and n_queries in (1, n) and not forward.of_encoder)):
             if layer.pieces or layer.made is not None:
                 raise InputError(
-                    f"model attends in {observed.module} to what is no token of the text in several forwards; the first "
-                    "is recorded"
+                    f"model attends in {observed.module} to what is no token of the text in several forwards; the "
+                    "first is recorded"
                 )
             layer.made = self._record(observed, layer)
             return
