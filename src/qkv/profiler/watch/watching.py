@@ -288,7 +288,7 @@ class Watched:
                 n = len(row)
                 while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
                     n -= 1
-                for length in (n - 1, n - 2):  # the last token is not read; the one before may be its padding
+                for length in range(len(row) - 1, max(0, n - 3), -1):  # the last token is not read
                     read = sequence.at(length)
                     same = [] if read is None or read.shape[1] != length else (read == row[:length]).all(1).nonzero()
                     if len(same):
