@@ -29,10 +29,12 @@ class Prompt(Input):
     """The model, and the text that it continues."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = "qkv-mini"
-    """"qkv-mini", a folder with a model saved by qkv, a folder with a GPT-2 or Llama model of Hugging Face, or the name
-    of such a model on the Hugging Face hub."""
+    """"qkv-mini", "smollm2", a folder with a model saved by qkv, a folder with a GPT-2 or Llama model of Hugging Face,
+    a GGUF file of one, or the name of such a model on the Hugging Face hub."""
     text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT]", help_behavior_hint="")] = None
     """The text to continue."""
+    chat: Annotated[str | None, tyro.conf.arg(metavar="QUESTION", help_behavior_hint="")] = None
+    """Answer this question, as the model's chat template writes it, instead of continuing a text."""
     tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 100
     """Largest number of new tokens. A model with learned positions stops at its last position."""
 
@@ -57,10 +59,12 @@ def generate(
 ) -> None:
     """Continue a text with a language model, and print the tokens as they are generated.
 
-    Standard output contains only the prompt and its continuation. Speed, size of the cache and the random seed are
-    printed to standard error.
+    Standard output contains only the prompt and its continuation, or the answer of a chat. Speed, size of the cache and
+    the random seed are printed to standard error.
 
     qkv generate qkv-mini "class Stack:"                         (the small Python model that comes with qkv)
+
+    qkv generate smollm2 --chat "Why is the sky blue?"           (a language model that answers)
 
     qkv generate gpt2 "Once upon a time"                         (a model from the Hugging Face hub)
 
@@ -92,8 +96,8 @@ def generate(
     from qkv.models.loading import load_text_model
 
     allow(given.max_size)
-    if given.text is None and given.file is None:
-        raise InputError("prompt is missing, expected a text, or --file with a text file")
+    if given.text is None and given.file is None and given.chat is None:
+        raise InputError("prompt is missing, expected a text, --file with a text file, or --chat with a question")
     tokens, make_cache = given.tokens, _cache(cache)
     sampling = Sampler(0.0 if greedy else temperature, top_k, top_p, min_p, repetition_penalty)
     with renamed(text="prompt"):
@@ -102,7 +106,8 @@ def generate(
     console = Console(stderr=True, highlight=False)
     with spinner(f"loading {given.model}"):
         loaded = load_text_model(given.model, dtype=given.dtype)
-        ids = loaded.encode(text)
+        with renamed(question="--chat"):
+            ids = loaded.encode(text, chat=given.chat is not None)
         most = _most_tokens(loaded.model, len(ids), tokens)
         state = loaded.model.start(cache=lambda: make_cache(len(ids) + most))
         pieces = text_stream(
@@ -111,7 +116,8 @@ def generate(
         )  # fmt: skip
         first = _first_piece(pieces, len(ids) + most)  # errors of the model appear before anything is printed
     before, start = state.seen, time.perf_counter()
-    _print(text, dim=True)
+    if given.chat is None:
+        _print(text, dim=True)
     try:
         if first is not None:
             _print(first)

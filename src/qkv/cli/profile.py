@@ -142,6 +142,10 @@ def profile(
 
     qkv profile                                    (the small model that comes with qkv, on Python code)
 
+    qkv profile smollm2 --chat "Why is the sky blue?"  (a language model that answers, from a package)
+
+    qkv profile model.gguf --file book.txt         (a GGUF file of llama.cpp or Ollama, and your own text)
+
     qkv profile gpt2 "The cat sat on the mat."     (a model from the Hugging Face hub)
 
     qkv profile minilm --preset fox                (a bundled text by its name)

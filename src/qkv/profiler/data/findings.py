@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-SHARED = ("tokens", "dtype")  # options that all commands take, with the same meaning
+SHARED = ("chat", "tokens", "dtype")  # options that all commands take, with the same meaning
 OWN_TEXT = ("ablate", "evict")  # without a text, these commands take one of their own
 
 
@@ -87,7 +87,7 @@ class _Commands:
     def _written(self, name: str, *options: str) -> str:
         given = self._arguments
         words = ["qkv", name]
-        if given["model"] != "qkv-mini" or "text" in given or "file" in given:
+        if given["model"] != "qkv-mini" or {"text", "file", "chat"} & given.keys():
             words.append(given["model"])
         if "text" in given:
             words += ["--text", given["text"]] if name == "map" else [given["text"]]
