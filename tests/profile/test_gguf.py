@@ -174,7 +174,9 @@ def test_a_chat_is_profiled_and_answered_as_its_template_writes_it(
     letters = [TOKENS[i] for i in expected.tolist() if i > 1]
     assert answer == "".join(letters).replace("Ġ", " ").replace("Ċ", "\n") + "\n"
     assert "no chat template" in command.refuses("profile", "qkv-mini", "--chat", "Why?", "--out", "other")
-    assert "--tokens are both" in command.refuses("profile", "qkv-mini", "--chat", "Why?", "--tokens", "9", "--out", "x")
+    assert "--tokens are both" in command.refuses(
+        "profile", "qkv-mini", "--chat", "Why?", "--tokens", "9", "--out", "x"
+    )
     assert "--chat are both" in command.refuses("profile", "qkv-mini", "hi", "--chat", "Why?", "--out", "other")
 
 
