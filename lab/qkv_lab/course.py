@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv._engine.call import strictly_upper
-from qkv._names import renamed
 from qkv.attention import attend
+from qkv.compat import renamed
+from qkv.engine import strictly_upper
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.nn import FeedForward

@@ -151,7 +151,7 @@ def test_the_linear_kernel_is_chosen() -> None:
     [
         ({"normalizer": Softmax()}, "not Softmax"),
         ({"score": Additive(torch.ones(3, dtype=torch.float64))}, "not a product"),
-        ({"bias": ALiBi()}, "a bias depends"),
+        ({"bias": ALiBi()}, "no biases"),
         ({"dropout_p": 0.5}, "dropout"),
         ({"mask": Window(3)}, "neither causal"),
         ({"mask": ~Causal()}, "neither causal"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import papers
 from conftest import MASKS, close, enlarged, oracle, rand, refused, triple
 from qkv import attend, measure
-from qkv._engine.call import Call, Result
+from qkv.engine import Call, Result
 from qkv.kernels import KERNELS, watching
 from qkv.masks import Causal, Dense, Mask, Padding
 from qkv.nn.alignment import AdditiveAttention, LuongAttention

@@ -18,7 +18,7 @@ import papers
 from conftest import close, rand
 from papers import sigmoid, softmax
 from qkv import Choice
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.kernels import watching
 from qkv.nn import TransformerBlock, from_torch
 from qkv_lab.models import captioner

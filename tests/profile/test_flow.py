@@ -18,8 +18,8 @@ from torch import Tensor
 import hf_models as hf
 from conftest import MASKS, Command, close, enlarged, fits, largest_tensor, oracle, rand, refused, set_tile, triple
 from qkv import masks, normalizers
-from qkv._engine.call import Call
 from qkv.cli.flow import _show
+from qkv.engine import Call
 from qkv.figures.analyses import flow_figure
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Normalizer

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkv._engine.call import as_mask
-from qkv._names import INPUTS, SIZES, renamed
 from qkv.attention import Attention
+from qkv.compat import INPUTS, SIZES, renamed
+from qkv.engine import as_mask
 from qkv.errors import InputError, at_least_one, kind_of, one_of
 from qkv.masks import Dense, Grid, Mask, Padding, from_sdpa
 from qkv.nn.composition import Composition

@@ -20,8 +20,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qkv._engine.call import Call, Result, as_mask, at_least_float32
 from qkv.biases import Dense
+from qkv.engine import Call, Result, as_mask, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import read_mask
 from qkv.masks import Causal, Mask, Shifted

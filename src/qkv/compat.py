@@ -1,11 +1,18 @@
-"""Argument names of other libraries and of courses: those that mean the same, and what to pass instead of the rest."""
+"""Argument names of torch, transformers and courses: those that mean the same, and what to pass instead of the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from qkv.biases import Bias, Dense
+from qkv.engine.call import as_biases, as_mask
 from qkv.errors import InputError, nearest
+from qkv.masks import Mask, from_sdpa
+from qkv.scores import Dot, Score
 
 SIZES = {"embed_dim": "d_model", "num_heads": "heads", "n_heads": "heads"}
 INPUTS = {"query": "x", "key": "context"}
@@ -78,3 +85,44 @@ OTHER_NAMES = {
     "block_mask": "mask=, one of qkv.masks, or qkv.masks.from_flex(block_mask)",
     "sinks": "normalizer=qkv.normalizers.Softmax(sink=logits)",
 }
+
+
+TORCH = ("attn_mask", "is_causal", "scale")
+"""Arguments of torch's scaled_dot_product_attention, which `attend` takes, too."""
+
+
+def refuse_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> None:
+    """Raise `InputError` for unknown arguments; for the names of other libraries it says what to pass instead."""
+    known = [x.name for x in inspect.signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
+    for name in unknown:
+        if name in OTHER_NAMES:
+            raise InputError(f"{function.__name__}: {name} is not an argument; pass {OTHER_NAMES[name]}")
+        raise InputError(
+            f"{function.__name__}: {name} is not an argument, expected one of {', '.join(known)}{nearest(name, known)}"
+        )
+
+
+def composition_of(
+    function: Callable[..., object], names: Mapping[str, Any], q: Tensor, k: Tensor, mask: Mask | Tensor | None,
+    bias: Bias | Sequence[Bias] | None, score: Score | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Mask, bias and score with torch's arguments of attention added; other names are refused."""
+    refuse_unknown(function, {name: x for name, x in names.items() if name not in TORCH})
+    attn_mask, is_causal, scale = (names.get(name) for name in TORCH)
+    if scale is not None:
+        if score is not None:
+            raise InputError(f"scale is {scale} with score={type(score).__name__}, expected one of them")
+        score = Dot(scale)
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype.is_floating_point:
+        bias = (*as_biases(bias), Dense(attn_mask))
+        attn_mask = None
+    if attn_mask is not None or is_causal:
+        if attn_mask is not None and mask is not None:
+            raise InputError("attn_mask is passed with a mask, expected one of them: True means may attend in both")
+        if attn_mask is not None and is_causal:
+            raise InputError("attn_mask is passed with is_causal=True, expected one of them, as in torch")
+        lengths = {"n_queries": q.shape[-2], "n_keys": k.shape[-2]}
+        visible = from_sdpa(attn_mask, is_causal=bool(is_causal), **lengths)
+        own = as_mask(mask)
+        mask = visible if own is None else own & visible
+    return {"mask": mask, "bias": bias, "score": score}
