@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gguf_model import TOKENS, tiny_llama, write_gguf
+from qkv.profiler.analyses.answers import answer_shares, parts_of
 
 IDS = torch.tensor([[0, 40, 41, 7, 96, 40, 41, 7, 1]])
 
@@ -166,7 +168,17 @@ def test_a_chat_is_profiled_and_answered_as_its_template_writes_it(
     assert names[0] == "<s>"
     assert "".join(names) == "<s>user\nWhy?</s>\n<s>assistant\n"
     assert "--chat 'Why?'" in "".join(step.command for one in profile.findings() for step in one.steps)
-    answer = command.succeeds("generate", written[0], "--chat", "Why?", "--greedy", "--tokens", "5")
+    options = ("--chat", "Why?", "--greedy", "--tokens", "5")
+    answer = command.succeeds("generate", written[0], *options, "--profile", "--out", "answer")
+    assert {x.name for x in Path("answer").iterdir()} == {
+        "answer.png", "heads.csv", "tokens.csv", "report.html", "profile.qkv.zip",
+    }  # fmt: skip
+    by_head = pd.read_csv("answer/heads.csv")
+    assert by_head["part"].unique().tolist() == ["first token", "system", "question", "template", "answer"]
+    np.testing.assert_allclose(by_head.groupby(["layer", "head"])["share"].sum(), 1, atol=1e-5)
+    assert "needs the full cache" in command.refuses(
+        "generate", written[0], *options, "--profile", "--cache", "sliding:8"
+    )
     with torch.no_grad():
         model = written[1]
         ids = torch.tensor([[TOKENS.index({" ": "Ġ", "\n": "Ċ"}.get(x, x)) for x in names]])
@@ -178,6 +190,29 @@ def test_a_chat_is_profiled_and_answered_as_its_template_writes_it(
         "profile", "qkv-mini", "--chat", "Why?", "--tokens", "9", "--out", "x"
     )
     assert "--chat are both" in command.refuses("profile", "qkv-mini", "hi", "--chat", "Why?", "--out", "other")
+
+
+def test_shares_of_the_parts_of_a_chat_are_sums_of_the_weights(written: tuple[Path, LlamaForCausalLM]) -> None:
+    """The parts are where their text is, and the weights are those of transformers, in float64."""
+    loaded = loading.load_text_model(str(written[0]), dtype="float64")
+    tokenizer = loaded.tokenizer.whole
+    prompt = loaded.encode("Why is it?", chat=True)
+    ids = [*prompt, 40, 41, 96, 7]
+    parts = parts_of(ids, len(prompt), tokenizer, "Why is it?")
+    said = {name: tokenizer.decode(ids[part]) for name, part in parts.items()}
+    assert said["question"] == "Why is it?"
+    assert (said["system"], said["template"]) == ("user\n", "</s>\n<s>assistant\n")
+    assert sorted(at for part in parts.values() for at in range(len(ids))[part]) == list(range(len(ids)))
+    found = answer_shares(loaded.model, torch.tensor(ids), parts, len(prompt))
+    model = LlamaForCausalLM.from_pretrained(
+        None, config=written[1].config, state_dict=written[1].state_dict(), attn_implementation="eager"
+    )  # fmt: skip
+    with torch.no_grad():
+        weights = model.double()(torch.tensor([ids]), output_attentions=True).attentions
+    for layer, expected in enumerate(weights):
+        rows = expected[0, :, len(prompt) - 1 : -1]
+        for name, part in parts.items():
+            np.testing.assert_allclose(found.sel(part=name, layer=layer), rows[..., part].sum(-1), atol=1e-6)
 
 
 def test_a_text_that_names_a_file_gets_a_hint_in_every_command(

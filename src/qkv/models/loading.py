@@ -234,8 +234,8 @@ def _tokenizer(path: str | Path, name: str, **options: Any) -> Any:
     return found if len(found) > len(found.all_special_tokens) else None
 
 
-def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
-    """The tokens (1, n) of a question to an assistant and the start of its answer, as a tokenizer's template has it."""
+def rendered_chat(tokenizer: Any, question: str) -> str:
+    """A question to an assistant and the start of its answer, as the chat template of a tokenizer writes them."""
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             "question: the tokenizer of this model has no chat template, expected that of a model which was trained "
@@ -243,9 +243,14 @@ def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
         )
     asked = [{"role": "user", "content": question}]
     try:
-        found = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        return str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
     except Exception as error:  # a template is a program
         raise InputError(f"question: the chat template of this model fails ({first_line(error)})") from error
+
+
+def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
+    """The tokens (1, n) of `rendered_chat`."""
+    found = tokenizer(rendered_chat(tokenizer, question), add_special_tokens=False, return_tensors="pt")
     return {name: found[name] for name in ("input_ids", "attention_mask")}
 
 
@@ -317,8 +322,8 @@ class TextTokenizer:
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
-    chat: Callable[[str], list[int]] = lambda question: chat_tokens(None, question)["input_ids"][0].tolist()
-    """Encodes a question to an assistant; by default it is refused."""
+    whole: Any = None
+    """The tokenizer that has these functions, for chats and the names of tokens."""
 
     def after(self, prompt: Sequence[int]) -> TextTokenizer:
         """A tokenizer that decodes tokens as the continuation of `prompt`: some drop a space at the start of a text.
@@ -358,7 +363,8 @@ class TextModel:
             prompt.encode()
         except UnicodeEncodeError as error:  # Python decodes a command line that is not UTF-8 to surrogates
             raise InputError("prompt is not UTF-8 text") from error
-        ids = self.tokenizer.chat(prompt) if chat else self.tokenizer.encode(prompt)
+        whole = self.tokenizer.whole
+        ids = chat_tokens(whole, prompt)["input_ids"][0].tolist() if chat else self.tokenizer.encode(prompt)
         if not ids:
             raise InputError(f"prompt {prompt[:40]!r} has no tokens in the vocabulary of {self.name}")
         if max(ids) >= self.model.vocabulary:
@@ -425,7 +431,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
 
 def _text_tokenizer(tokenizer: Any) -> TextTokenizer:
     decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return TextTokenizer(tokenizer.encode, decode, lambda text: chat_tokens(tokenizer, text)["input_ids"][0].tolist())
+    return TextTokenizer(tokenizer.encode, decode, tokenizer)
 
 
 def _text_model_of_gguf(file: Path, name: str, dtype: torch.dtype) -> TextModel:
