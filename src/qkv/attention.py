@@ -49,6 +49,7 @@ class _Options(TypedDict, total=False):
     attn_mask: Tensor | None
     is_causal: bool
     scale: float | None
+    blocked: Tensor | None
 
 
 @overload
@@ -104,8 +105,9 @@ def attend(
             name, they take another pass. `measure` has the options: masses, padded queries, thumbnails, own statistics.
         **torch_names: torch's arguments: `attn_mask`, boolean as `mask` or numbers that are added to the scores;
             `is_causal`, a causal mask whose *first* query is aligned with the first key, combined with `mask` by AND
-            (``mask=Causal()`` is the same with nq = nk); `scale`, for ``score=Dot(scale)``. Other names raise an error,
-            which translates those of other libraries.
+            (``mask=Causal()`` is the same with nq = nk); `scale`, for ``score=Dot(scale)``. And `blocked`, a boolean
+            mask that is True where a query may *not* attend. Other names raise an error, which translates those of
+            other libraries.
 
     Returns:
         ``out`` (b, h, nq, dv). If anything else is requested, a `Result` with ``out``, ``lse``, ``weights`` and
@@ -226,6 +228,7 @@ class _CallOptions(TypedDict, total=False):
     attn_mask: Tensor | None
     is_causal: bool
     scale: float | None
+    blocked: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from qkv import masks
 from qkv.biases import Bias, Dense
 from qkv.engine.call import as_biases, as_mask
 from qkv.errors import InputError, nearest
@@ -87,8 +88,8 @@ OTHER_NAMES = {
 }
 
 
-TORCH = ("attn_mask", "is_causal", "scale")
-"""Arguments of torch's scaled_dot_product_attention, which `attend` takes, too."""
+TORCH = ("attn_mask", "is_causal", "scale", "blocked")
+"""Arguments of torch's scaled_dot_product_attention, which `attend` takes, too; `blocked` is True where masked."""
 
 
 def refuse_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> None:
@@ -102,13 +103,29 @@ def refuse_unknown(function: Callable[..., object], unknown: Mapping[str, object
         )
 
 
+def with_blocked(mask: Mask | Tensor | None, blocked: Tensor | None) -> Mask | Tensor | None:
+    """The mask with `blocked`, a boolean mask that is True where a query may *not* attend, as some courses have it.
+
+    >>> with_blocked(None, torch.ones(2, 2, dtype=torch.bool).triu(1)).dense(2, 2)[0, 0].int().tolist()
+    [[1, 0], [1, 1]]
+    """
+    if blocked is None:
+        return mask
+    if mask is not None:
+        raise InputError("mask and blocked are both passed, expected one of them: True means masked in blocked alone")
+    if isinstance(blocked, Mask):
+        raise InputError(f"blocked is {blocked!r}, expected a boolean tensor that is True where masked; pass mask=")
+    return as_mask(~masks.Dense(blocked).tensor)
+
+
 def composition_of(
     function: Callable[..., object], names: Mapping[str, Any], q: Tensor, k: Tensor, mask: Mask | Tensor | None,
     bias: Bias | Sequence[Bias] | None, score: Score | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Mask, bias and score with torch's arguments of attention added; other names are refused."""
     refuse_unknown(function, {name: x for name, x in names.items() if name not in TORCH})
-    attn_mask, is_causal, scale = (names.get(name) for name in TORCH)
+    attn_mask, is_causal, scale, blocked = (names.get(name) for name in TORCH)
+    mask = with_blocked(mask, blocked)
     if scale is not None:
         if score is not None:
             raise InputError(f"scale is {scale} with score={type(score).__name__}, expected one of them")

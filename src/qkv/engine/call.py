@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +16,6 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from qkv._contract import overrides, unlisted_tensor
-from qkv._packages import user_frame
 from qkv.biases import Additive, Bias
 from qkv.biases import Dense as DenseBias
 from qkv.errors import InputError
@@ -479,24 +477,30 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
         raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")
     tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
     made = Dense(tensor)
-    if strictly_upper(made.tensor):
-        warnings.warn(
-            "mask is True strictly above the diagonal, so each query attends only to later keys. In qkv True means may "
-            "attend; pass ~mask if True means masked, or wrap it in qkv.masks.Dense if this is intended",
-            UserWarning,
-            stacklevel=user_frame(),
+    if (how := inverted(made.tensor)) is not None:
+        raise InputError(
+            f"mask is {how}, as where True means masked, but in qkv True means may attend; expected ~mask, or "
+            "blocked=mask of qkv.attend, or qkv.masks.Dense(mask) if this is meant"
         )
     return made
 
 
-def strictly_upper(mask: Tensor) -> bool:
-    """Whether a square boolean mask is True exactly above the diagonal, like torch's causal mask (True = masked)."""
+def inverted(mask: Bool[Tensor, "..."]) -> str | None:
+    """How a boolean mask looks as one in which True means masked, in words; None if it does not. Only on CPU.
+
+    >>> inverted(torch.ones(3, 3, dtype=torch.bool).triu(1))
+    'True everywhere above the diagonal, and False on it'
+    """
+    if mask.device.type != "cpu" or mask.ndim < 2:
+        return None
     n = mask.shape[-1]
-    if mask.shape[-2] != n or n < 2 or mask.device.type != "cpu":
-        return False
-    if bool(mask.diagonal(dim1=-2, dim2=-1).any()) or not bool(mask[..., 0, 1:].all()):  # cheap checks first
-        return False
-    return bool((mask == torch.ones(n, n, dtype=torch.bool).triu(1)).all())
+    if mask.shape[-2] == n >= 2:
+        suspect = mask[..., 0, 1:].all(-1) & ~mask.diagonal(dim1=-2, dim2=-1).all(-1)  # cheap checks first
+        upper = torch.ones(n, n, dtype=torch.bool).triu(1)
+        if bool(suspect.any()) and bool((mask | ~upper)[suspect].all(-1).all(-1).any()):
+            return "True everywhere above the diagonal, and False on it"
+    items = mask.flatten(1).any(1) if mask.ndim == 4 else mask.any()
+    return None if bool(items.all()) else "False for all queries and keys of a text"
 
 
 @dataclass(frozen=True, eq=False)
