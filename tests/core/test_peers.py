@@ -151,7 +151,7 @@ def test_sdpa(shape: str, how: str, dtype: torch.dtype) -> None:
     ours, theirs = {
         "plain": ({}, {}),
         "bool": ({"mask": seen}, {"attn_mask": seen}),
-        "float": ({"bias": biases.Dense(bias)}, {"attn_mask": bias}),
+        "float": ({"bias": biases.TensorBias(bias)}, {"attn_mask": bias}),
         "scale": ({"score": Dot(0.7)}, {"scale": 0.7}),
         "causal": ({"mask": Causal()}, {"is_causal": True}),
     }[how]
@@ -162,7 +162,7 @@ def test_sdpa(shape: str, how: str, dtype: torch.dtype) -> None:
 
 def test_the_gradient_of_a_float_mask_is_sdpas() -> None:
     same(
-        lambda q, k, v, bias, **on: attend(q, k, v, bias=biases.Dense(bias), **on),
+        lambda q, k, v, bias, **on: attend(q, k, v, bias=biases.TensorBias(bias), **on),
         lambda q, k, v, bias: scaled_dot_product_attention(q, k, v, attn_mask=bias),
         [*triple(2, 4, 4), rand(4, 11, 13, seed=6)],
     )
@@ -416,7 +416,7 @@ def test_big_bird_layer(training: bool, blocks: int, random: int, monkeypatch: p
         assert table[:, 1:-1].sum(-1).eq(1).all()  # block 0, `random` times over
         again = torch.zeros(n, n, dtype=torch.float64)
         again[size:-size, :size] = math.log(1 + random)
-        bias = biases.Dense(again)
+        bias = biases.TensorBias(again)
 
     def ours(layer: Any, x: Tensor, **on: str) -> Tensor:
         q, k, v = (heads_of(p(x), heads) for p in (layer.query, layer.key, layer.value))

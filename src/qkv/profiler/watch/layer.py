@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.biases import Bias
-from qkv.biases import Dense as DenseBias
+from qkv.biases import Bias, TensorBias
 from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.kernels import eager
@@ -341,7 +340,7 @@ class Layer:
             q, k = zeros.expand(-1, -1, scores.shape[2], -1), zeros.expand(-1, -1, n_keys, -1)
             softmax = isinstance(one.normalizer, SumToOne) and one.normalizer.has_lse
             normalizer = _joined_normalizer(waiting, rows).with_temperature(1.0) if softmax else AsGiven()
-            call = Call.of(q, k, k, mask, (DenseBias(scores),), None, normalizer)
+            call = Call.of(q, k, k, mask, (TensorBias(scores),), None, normalizer)
         queries = keys_real = None
         if real is not None:
             queries = real[:, start:stop]
@@ -580,10 +579,10 @@ def _joined_biases(pieces: list[Piece], n_keys: int, rows: Callable[..., Tensor]
     for i, bias in enumerate(pieces[0].biases):
         if len(kinds) > 1:
             raise InputError("model adds other biases in some forwards than in others, so that they cannot be joined")
-        if not isinstance(bias, DenseBias):
+        if not isinstance(bias, TensorBias):
             found.append(bias)
             continue
-        found.append(DenseBias(rows(lambda p, i=i: p.pairs(p.chosen(_whole(p.biases[i].tensor, p.grid)), n_keys))))
+        found.append(TensorBias(rows(lambda p, i=i: p.pairs(p.chosen(_whole(p.biases[i].tensor, p.grid)), n_keys))))
     return tuple(found)
 
 
