@@ -21,7 +21,8 @@ from conftest import largest_tensor, refused
 from qkv.errors import InputError
 from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import probes
-from qkv.profiler.capture.observe import Observer, observe, unobserved
+from qkv.profiler.capture.observe import observe, unobserved
+from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, Record, copied_to_cpu
 from qkv.profiler.capture.residual import nth
 from qkv.profiler.run import profile

@@ -17,6 +17,7 @@ import pytest
 import torch
 from test_watch import OF_WHOLE_FORWARDS, same, tokens
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, StaticCache
 
 import hf_models as hf
@@ -367,3 +368,48 @@ def test_a_model_of_images_is_profiled_on_text_alone() -> None:
     model = hf_zoo.build("llava")
     got = qkv.profile(model, {"input_ids": IDS % 90}, probe=False, progress=False)
     assert list(got.groups) == ["text"]
+
+
+# --- shapes and programs ----------------------------------------------------------------------------------------------
+
+COMPOSITIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"mask": qkv.masks.Window(3)},
+    "prefix": {"mask": qkv.masks.Prefix(2) | qkv.masks.Causal()},
+    "alibi": {"bias": qkv.biases.ALiBi()},
+    "sigmoid": {"normalizer": qkv.normalizers.Sigmoid()},
+    "sink": {"normalizer": qkv.normalizers.Softmax(sink=0.0)},
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@pytest.mark.parametrize("kernel", ["auto", "tiled", "eager", "reference"])
+def test_tensors_without_numbers_give_shapes(kernel: str, name: str) -> None:
+    x = torch.empty(2, 4, 10, 8, device="meta", requires_grad=True)
+    out = qkv.attend(x, x, x, kernel=kernel, **COMPOSITIONS[name])
+    assert out.is_meta
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert x.grad is not None
+    with FakeTensorMode():
+        fake = torch.randn(2, 4, 10, 8)
+        assert qkv.attend(fake, fake, fake, kernel=kernel, **COMPOSITIONS[name]).shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_exported_and_traced_layers_compute_what_the_layer_does(name: str) -> None:
+    layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(**COMPOSITIONS[name])).eval()
+    x, other = torch.randn(2, 1, 10, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for program in (torch.export.export(layer, (x,)).module(), torch.jit.trace(layer, (x,))):
+            torch.testing.assert_close(program(other), layer(other), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_torch_cannot_record_is_refused() -> None:
+    x = torch.randn(1, 10, 32)
+    layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(normalizer=qkv.normalizers.Sparsemax())).eval()
+    for record in (torch.export.export, torch.jit.trace):
+        with refused("normalizer"):
+            record(layer, (x,))

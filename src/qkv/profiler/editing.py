@@ -23,7 +23,8 @@ from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import arguments_of, batches
-from qkv.profiler.capture.observe import OBSERVERS, Observer, methods, observe
+from qkv.profiler.capture.observe import OBSERVERS, methods, observe
+from qkv.profiler.capture.observer import Observer
 from qkv.profiler.watch.caches import listening
 from qkv.profiler.watch.texts import Texts
 

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Sequences, Tokens, real_tokens, sequences_of
-from qkv.profiler.capture.observe import Observer, observe
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import PREFIX, ObservedCall, Record
 from qkv.profiler.capture.residual import principal_shares
 from qkv.profiler.data.variables import BIN, BY_HEAD, HEAD, TEXT, VARIABLES, Variable, custom_attrs

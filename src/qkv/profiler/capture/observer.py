@@ -73,8 +73,8 @@ class Observer:
     partial: bool = False  # list modules whose attention cannot be read instead of raising an error
     beside: bool = False  # the model computes by its own functions, in any mode, and `collect` receives the calls
     for_edits: bool = False  # the observer only applies edits, and `collect` does not use the calls
-    on_begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None  # of an outermost forward
-    on_end: Callable[[nn.Module, Any], None] | None = None
+    on_begin: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # of an outermost forward
+    on_end: Callable[[Any, Any], None] | None = None
 
     def __post_init__(self) -> None:
         root = type(self.model).__name__

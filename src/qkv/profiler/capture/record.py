@@ -146,7 +146,7 @@ def mapped(value: T, one: Callable[[Tensor], Tensor]) -> T:
         found = {name: mapped(x, one) for name, x in value.items()}
     elif is_dataclass(value) and not isinstance(value, type):
         found = replace(value, **{f.name: mapped(getattr(value, f.name), one) for f in fields(value)})
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def copied_to_cpu(values: T) -> T:

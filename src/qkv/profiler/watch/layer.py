@@ -180,7 +180,7 @@ class Layer:
         if stays:
             fresh = min(stop - self.known, n_keys)
             skipped = stop - self.known - fresh  # keys of forwards that were not recorded, and that are gone
-            new = tuple(_after(x, n_keys - fresh, skipped) for x in (given.k, given.v))
+            new = _after(given.k, n_keys - fresh, skipped), _after(given.v, n_keys - fresh, skipped)
         else:
             scores = scores_of(call)[..., :n_keys]
             norms = None if observed.norms is None else observed.norms[:, :, None, :n_keys]
@@ -341,17 +341,18 @@ class Layer:
             softmax = isinstance(one.normalizer, SumToOne) and one.normalizer.has_lse
             normalizer = _joined_normalizer(waiting, rows).with_temperature(1.0) if softmax else AsGiven()
             call = Call.of(q, k, k, mask, (TensorBias(scores),), None, normalizer)
-        queries = keys_real = None
+        real_queries: Tensor | None = None
+        keys_real: Tensor | None = None
         if real is not None:
-            queries = real[:, start:stop]
+            real_queries = real[:, start:stop]
             keys_real = real[:, :n_keys]
         if self.own_keys:
             keys_real = self.padding
         first = 0 if keys_real is None else keys_real.to(torch.int8).argmax(1)
-        shown = queries
+        shown = real_queries
         if counted is not None:
             shown = counted.to(call.q.device).expand(len(call.q), -1)
-            shown = shown if queries is None else shown & queries
+            shown = shown if real_queries is None else shown & real_queries
         observed = ObservedCall(
             self.module, self.group, self.number, call, None, shown, keys_real, first, self.causal, self.source
         )
@@ -550,7 +551,7 @@ def joined_mask(
     for p, (of_piece, keys, known) in zip(pieces, read, strict=True):
         if known and p.count * n_keys > FEW:
             whole = torch.ones_like(real[:, : p.grid.n_keys]) if keys is None else keys
-            if of_piece != band or not bool((whole == real[:, p.keys_at :][:, : p.grid.n_keys]).all()):  # type: ignore[misc]
+            if of_piece != band or not bool((whole == real[:, p.keys_at :][:, : p.grid.n_keys]).all()):
                 break
             continue
         at = slice(p.start - start, p.start - start + p.count)

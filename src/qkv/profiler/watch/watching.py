@@ -22,7 +22,8 @@ from qkv.native.binding import description
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import unwatched
-from qkv.profiler.capture.observe import Observer, methods, observe
+from qkv.profiler.capture.observe import methods, observe
+from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, ObservedCall, Record
 from qkv.profiler.profiles import Profile
 from qkv.profiler.run import versions
@@ -294,7 +295,8 @@ class Watched:
                     if len(same):
                         item = int(same[0])
                         if length == sequence.tokens:
-                            final = (sequence.ids(sequence.read) == row[:length]).all(1).nonzero()  # type: ignore[union-attr]
+                            now = sequence.ids(sequence.read)
+                            final = () if now is None else (now == row[:length]).all(1).nonzero()
                             if len(final):
                                 self.returned.append((sequence, int(final[0])))
                                 break
@@ -386,7 +388,7 @@ def watch(
     watched = Watched(model, every, layers, tokenizer, measures)
     observer = Observer(model, measures=measures, beside=True, partial=True, heads=heads or {})
     observer.unreadable = watched.unrecorded
-    observer.collect = lambda observed: watched.add(observer, observed)  # type: ignore[func-returns-value]
+    observer.collect = lambda observed: watched.add(observer, observed)
     observer.on_begin = lambda module, args, named: _begun(watched, observer, module, args, named)
     observer.on_end = lambda module, output: watched.ends(observer, module, output)
     try:
