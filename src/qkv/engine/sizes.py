@@ -67,7 +67,7 @@ def has_triton() -> bool:
 
 def recorded() -> bool:
     """Whether a program is recorded by torch.compile, torch.export or torch.jit.trace, whose numbers cannot be read."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def shape_only(x: Tensor) -> bool:

@@ -168,7 +168,7 @@ class ScoreTiles:
 
     def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
         """Final scores of q·k: with biases, divided by the temperature; not masked."""
-        in_place = not torch.is_grad_enabled() and not torch.jit.is_tracing()
+        in_place = not torch.is_grad_enabled() and not torch._C._is_tracing()
         for bias in self.call.biases:
             product = self.apply(bias, product, rows, columns, in_place=in_place)
         divided = self.call.normalizer.temperature != 1 and not self.linear

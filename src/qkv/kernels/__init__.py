@@ -197,7 +197,7 @@ def _recorded(call: Call, kernel: str) -> Result:
     """The result in a program that torch records, which has no decisions by numbers."""
     if kernel not in ("auto", "eager"):
         raise InputError(f"kernel is {kernel!r} in a program that torch records, expected 'auto' or 'eager'")
-    if torch.jit.is_tracing() and isinstance(call.normalizer, SumToOne) and not call.normalizer.has_lse:
+    if torch._C._is_tracing() and isinstance(call.normalizer, SumToOne) and not call.normalizer.has_lse:
         raise InputError(
             f"normalizer is {type(call.normalizer).__name__}, whose rows are solved in as many steps as their numbers "
             "need, so that torch.jit.trace cannot record it; expected Softmax or a Pointwise normalizer"
@@ -208,8 +208,8 @@ def _recorded(call: Call, kernel: str) -> Result:
         if "DataDependent" not in type(error).__name__:
             raise
         raise InputError(
-            f"normalizer or mask of this call decides by numbers, so that torch cannot record it ({error}); expected "
-            "another composition, or no torch.export"
+            "normalizer or mask of this call decides by numbers, so torch.export cannot record it; expected another "
+            "composition, such as a Softmax"
         ) from error
 
 

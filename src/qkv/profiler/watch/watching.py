@@ -296,9 +296,9 @@ class Watched:
                         item = int(same[0])
                         if length == sequence.tokens:
                             now = sequence.ids(sequence.read)
-                            final = () if now is None else (now == row[:length]).all(1).nonzero()
-                            if len(final):
-                                self.returned.append((sequence, int(final[0])))
+                            final = [] if now is None else (now == row[:length]).all(1).nonzero().tolist()
+                            if final:
+                                self.returned.append((sequence, final[0][0]))
                                 break
                         if (length, item) not in found and (copy := sequence.as_of(length, item)) is not None:
                             found[length, item] = copy
