@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import Command, refused
-from qkv import Attention
+from conftest import Command
 from qkv_lab import experiments, settings, tasks
 from qkv_lab import loop as lab
 from qkv_lab.cli.train import Run
@@ -88,18 +87,6 @@ def test_flags_override_toml_which_overrides_defaults(asked: Asked, command: Com
     assert (asked.task, asked.training) == (task, training)
 
 
-def test_compositions_are_set_in_code_alone(asked: Asked, command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    command.succeeds("train", "reversal", "--model.attention", "None")
-    assert asked.task == Reversal()
-    assert "in code alone" in ended(command, capsys, 2, "train", "reversal", "--model.attention", "Causal()")
-    own = replace(Reversal(), model=replace(Reversal().model, attention=Attention()))
-    with refused("attention"):
-        settings.to_toml(own, Training())
-    Path("x.toml").write_text('task = "reversal"\n[reversal]\nmodel.attention = "Causal()"\n')
-    with refused("reversal.model.attention"):
-        settings.from_toml(Path("x.toml"))
-
-
 def test_help_lists_tasks_and_the_values_of_a_config_file(
     asked: Asked, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,17 +143,6 @@ def test_bad_input_is_one_sentence_and_code_2(given: str, said: str, asked: Aske
     assert asked.task is None
 
 
-@pytest.mark.parametrize(("flag", "said"), [
-    ("--lenght 3", "--length INT"), ("--steps few", "--steps"), ("--decay linear", "('cosine', 'none')"),
-    ("--model.layers 0", "layers is 0"), ("--config", "'--config'"),
-])  # fmt: skip
-def test_errors_name_the_wrong_flag(
-    flag: str, said: str, asked: Asked, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in ended(command, capsys, 2, "train", "reversal", *flag.split())
-    assert asked.task is None
-
-
 # --- experiments ------------------------------------------------------------------------------------------------------
 
 
@@ -205,11 +181,3 @@ def test_experiments_are_listed_run_once_and_print_their_verdicts(ran: list[Any]
     for part in (f"C001 does not hold [{two}] 0.2, not 0.9", f"All of [{two}].", f"found/{two}.json"):
         assert part in said
     assert Path("found", "README.md").read_text().startswith("# Experiments")
-
-
-@pytest.mark.parametrize(("given", "said"), [
-    ([f"{NAMES[0]}x"], f"{NAMES[0]!r}?"), (["--jobs", "0"], "--jobs is 0"), (["--seeds", "1"], "--seeds is 1"),
-])  # fmt: skip
-def test_bad_arguments_start_no_experiment(given: list[str], said: str, ran: list[Any], command: Command) -> None:
-    assert said in command.refuses("experiment", NAMES[1], *given)
-    assert ran == []

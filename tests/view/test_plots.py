@@ -133,11 +133,6 @@ def test_all_text_is_on_the_page(name: str) -> None:
     all_text_is_on_the_page(figure)
 
 
-def test_notebooks_show_figures_and_axes() -> None:
-    for drawn in (plot.weights(weights(2, 2)), plot.heads(weights(2, 3, 3))):
-        assert drawn._repr_png_().startswith(b"\x89PNG")
-
-
 WEIGHTS_REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("w", lambda: plot.weights(torch.randn(4, 4))),
     ("w", lambda: plot.weights(torch.ones(4))),
@@ -188,16 +183,6 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_figures_of_a_long_text_draw_with_all_text_on_the_page(name: str) -> None:
-    all_text_is_on_the_page(FIGURES[name](made.long(2048)))
-
-
-@pytest.mark.parametrize("name", ["overview", "head"])
-def test_figures_of_learned_sinks_draw_with_all_text_on_the_page(name: str) -> None:
-    all_text_is_on_the_page(FIGURES[name](made.gpt(61, True)))
-
-
 @pytest.mark.parametrize("name", FIGURES | MORE)
 def test_vector_files_store_text_as_text(name: str) -> None:
     figure = (FIGURES | MORE)[name](made.encoder_decoder())
@@ -228,28 +213,6 @@ def test_states_figure_draws_a_line_for_each_stack_and_text() -> None:
     profile.residual = {"encoder": stacks["encoder"].drop_vars("cosine")}
     with refused("profile", match="again"):
         profile.plot.states()
-
-
-def test_figures_show_the_numbers_of_the_table_and_titles_the_finding() -> None:
-    profile = made.gpt()
-    heads = profile.heads()
-    figure = profile.plot.overview()
-    panels = [axes for axes in figure.axes if axes.get_title(loc="left")]
-    titles = [axes.get_title(loc="left") for axes in panels]
-    assert titles == [
-        "First token, %", "Previous token, %", "Self, %", "Local window, %", "Distance, tokens", "Entropy ratio",
-    ]  # fmt: skip
-    shown = np.asarray(panels[0].images[0].get_array())
-    np.testing.assert_allclose(shown.ravel(), heads["sink"])
-    shares = [axes.images[0].norm.vmax for axes in panels[:4]]
-    assert shares == [heads[["sink", "previous", "self", "local"]].max().max()] * 4, "shares have one scale"
-    assert panels[5].images[0].norm.vmax == 1
-    figure = made.encoder_decoder().plot.overview(group="cross")
-    titles = [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
-    assert titles == ["First token, %", "Entropy ratio"], "the others are undefined"
-    title = " ".join(text.get_text() for text in profile.plot.received().texts)
-    assert "“Once” at position 0 receives 23 % of all attention" in title
-    assert profile.plot.head(0, 1).texts[0].get_text() == "Layer 0, head 1: previous 100 %"
 
 
 def test_map_shows_the_weights() -> None:

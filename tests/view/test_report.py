@@ -237,21 +237,6 @@ def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callabl
     assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
 
 
-def test_only_errors_are_shown_as_errors(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A browser reports sizes that it tells a frame later through the same event as an error."""
-    opened(page, made.gpt(), tmp_path)
-    said = "(message) => { dispatchEvent(new ErrorEvent('error', { message })); }"
-    page.evaluate(said, "ResizeObserver loop completed with undelivered notifications.")
-    assert page.locator("#trouble").is_hidden()
-    page.evaluate(said, "x is not defined")
-    assert "x is not defined" in page.locator("#trouble").inner_text()
-    asset = report.asset
-    remove = "delete globalThis.DecompressionStream;\n"
-    monkeypatch.setattr(report, "asset", lambda name: asset(name) + (remove if name == "dom.js" else ""))
-    assert opened(page, made.gpt(), tmp_path) == "error"
-    assert "a browser of 2023 or later" in page.locator("#trouble").inner_text()
-
-
 def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> None:
     profile = made.gpt()
     heads = profile.heads()
