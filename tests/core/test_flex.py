@@ -184,18 +184,6 @@ def test_levels_far_from_zero_and_many_keys() -> None:
     same(q, k, v, normalizer=SoftplusSquared(sink=1.0), eps=2**10)
 
 
-@pytest.mark.parametrize("n", [100, 1000])
-@pytest.mark.usefixtures("untraced")
-def test_the_search_for_a_level_takes_few_calls(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, attend = [], flex._reference_attention
-    monkeypatch.setattr(flex, "_reference_attention", lambda *q, **named: (calls.append(n), attend(*q, **named))[1])
-    q, k, v = (x.float() for x in triple(1, 2, 2, 7, n, 16, 16))
-    for normalizer in (SoftplusSquared(), SoftplusSquared(sink=2.0), Entmax(1.5), Entmax(2.0)):
-        calls.clear()
-        qkv.attend(q, k, v, normalizer=normalizer, kernel="flex")
-        assert 3 < len(calls) <= 20
-
-
 # --- gradients, as compiled -------------------------------------------------------------------------------------------
 
 

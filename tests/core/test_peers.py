@@ -24,9 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from conftest import close, rand, triple
 from qkv import attend, biases, masks
-from qkv.biases import ALiBi, SoftCap, T5Bias
-from qkv.masks import Blockwise, Causal, Dense, Document, Padding, Window
-from qkv.normalizers import Entmax, Hard, Sigmoid, Softmax
+from qkv.biases import SoftCap, T5Bias
+from qkv.masks import Blockwise, Causal, Dense, Padding, Window
+from qkv.normalizers import Entmax, Softmax
 from qkv.scores import Dot
 
 pytestmark = [pytest.mark.usefixtures("tile4"), pytest.mark.slow]
@@ -168,55 +168,6 @@ def test_the_gradient_of_a_float_mask_is_sdpas() -> None:
     )
 
 
-# --- torch: FlexAttention ---------------------------------------------------------------------------------------------
-
-FLEX_DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2])
-SLOPES = torch.tensor([0.5, 0.25, 0.9, 0.1, 0.7, 0.3])
-
-
-def _alibi(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return s - SLOPES[h].to(s) * (i - j).abs()
-
-
-def _cap(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return 0.8 * torch.tanh(s / 0.8)
-
-
-FLEX: dict[str, tuple[dict[str, Any], Any, Any]] = {  # ours, score_mod, mask_mod
-    "alibi, then soft cap": (
-        {"bias": (ALiBi(SLOPES), SoftCap(0.8))}, lambda s, *at: _cap(_alibi(s, *at), *at), None,
-    ),
-    "soft cap, then alibi": (
-        {"bias": (SoftCap(0.8), ALiBi(SLOPES))}, lambda s, *at: _alibi(_cap(s, *at), *at), None,
-    ),
-    "documents": (
-        {"mask": Document(FLEX_DOCUMENTS) & Causal()}, None,
-        lambda b, h, i, j: (FLEX_DOCUMENTS[i] == FLEX_DOCUMENTS[j]) & (i >= j),
-    ),
-    "prefix": ({"mask": masks.Prefix(5) | Causal()}, None, lambda b, h, i, j: (j < 5) | (i >= j)),
-    "window under alibi": (
-        {"mask": Window(6), "bias": ALiBi(SLOPES)}, _alibi, lambda b, h, i, j: (i >= j) & (i - j < 6),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FLEX)
-def test_flex_attention(name: str) -> None:
-    """Forward and lse: on CPU FlexAttention has no backward."""
-    flex = peer("torch.nn.attention.flex_attention", "FlexAttention")
-    ours, score_mod, mask_mod = FLEX[name]
-    dtype = torch.float32 if mask_mod is None else torch.float64
-    q, k, v = triple(2, 6, 3, 13, 13, 5, 7, dtype=dtype)
-    with quiet():  # it is not compiled, and says so
-        block = None if mask_mod is None else flex.create_block_mask(mask_mod, 2, 6, 13, 13, device="cpu")
-        asked = {"score_mod": score_mod, "block_mask": block, "enable_gqa": True, "return_lse": True}
-        want, lse = flex.flex_attention(q, k, v, **asked)
-    for kernel in KERNELS:
-        out, ours_lse = attend(q, k, v, kernel=kernel, return_lse=True, **ours)
-        close(out, want)
-        close(ours_lse, lse, dtype=dtype)
-
-
 # --- torch: MultiheadAttention ----------------------------------------------------------------------------------------
 
 
@@ -297,31 +248,6 @@ def test_layers_with_a_window(name: str, window: int) -> None:
     layers(layer, x, ours, lambda layer, x: layer(x, position_embeddings=still, attention_mask=hidden)[0])
 
 
-# --- transformers: ALiBi of bloom -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("heads", "padded"), [(3, 0), (4, 3), (7, 3)])
-def test_bloom_layer(heads: int, padded: int) -> None:
-    """Theirs adds slope · (key position), ours −slope · distance: softmax ignores the constant difference."""
-    bloom = of_transformers("bloom")
-    width, n = 5 * heads, 11
-    config = config_of("bloom", hidden_size=width, n_head=heads, hidden_dropout=0.0, attention_dropout=0.0)
-    layer = made(bloom.BloomAttention(config, layer_idx=0), torch.float32)
-    mask = Causal() & Padding([n, n - padded], "left")
-    real = torch.ones(2, n)
-    real[1, :padded] = 0
-    hidden = added(mask, n, n, torch.float32, batch=2)
-    alibi = bloom.build_alibi_tensor(real, heads, torch.float32)
-    rows = real[..., None]  # a query in the padding gets a mean of everything there, and zeros here
-
-    def ours(layer: Any, x: Tensor, **on: str) -> Tensor:
-        fused = layer.query_key_value(x).unflatten(-1, (heads, 3, 5)).permute(3, 0, 2, 1, 4)
-        return rows * layer.dense(merged(attend(*fused.unbind(0), mask=mask, bias=ALiBi(), **on)))
-
-    x = rand(2, n, width, dtype=torch.float32)
-    layers(layer, x, ours, lambda layer, x: rows * layer(x, torch.zeros_like(x), alibi, hidden)[0])
-
-
 # --- transformers: T5 -------------------------------------------------------------------------------------------------
 
 
@@ -355,15 +281,6 @@ def test_t5_layer(decoder: bool, n: int, dtype: torch.dtype) -> None:
         return layer.o(merged(attend(q, k, v, mask=mask, bias=table, score=Dot(1.0), **on)))
 
     layers(layer, rand(2, n, 11, dtype=dtype), ours, lambda layer, x: layer(x, mask=hidden)[0])
-
-
-@pytest.mark.parametrize("past", [0, 6])
-def test_t5_bias_with_a_past(past: int) -> None:
-    layer = _t5_layer(True, torch.float64)
-    q, k = (torch.zeros(1, 3, n, 5, dtype=torch.float64) for n in (7, 7 + past))
-    table = T5Bias(layer.relative_attention_bias.weight, bidirectional=False, max_distance=20)
-    weights = attend(q, k, k, bias=table, return_weights=True)[1]
-    close(weights, layer.compute_bias(7, 7 + past, past_seen_tokens=past).softmax(-1))
 
 
 # --- transformers: BigBird and Longformer -----------------------------------------------------------------------------
@@ -458,61 +375,6 @@ def test_longformer_layer(tokens: tuple[int, ...], window: int) -> None:
     if not tokens:  # their layer has these weights, and no use for them
         del layer.query_global, layer.key_global, layer.value_global
     layers(layer, rand(2, n, 15, dtype=torch.float32), ours, theirs, eps=128)
-
-
-# --- x-transformers ---------------------------------------------------------------------------------------------------
-
-
-def x_transformers() -> Any:
-    """Its module of layers; `Attend` of it is the lowest level that carries a mechanism."""
-    return peer("x_transformers.x_transformers", "the peer's own attention")
-
-
-def x_attend(heads: int, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
-    """`Attend`, which makes its softmax in float32 unless it is told of query-key normalisation."""
-    with quiet():
-        return x_transformers().Attend(heads=heads, **settings).to(dtype)
-
-
-X_WIDE = {"qk_norm": True}  # a softmax in the dtype of the input; the rest of `Attend` does not look at it
-X_MECHANISMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # our arguments, theirs
-    "sigmoid": ({"normalizer": Sigmoid(bias=0.0)}, {"sigmoid": True}),
-    "hard": ({"normalizer": Hard()}, {"hard": True}),
-    "zero key and value under a clamp": (
-        {"normalizer": Softmax(sink=0.0), "bias": SoftCap(0.9)},
-        X_WIDE | {"add_zero_kv": True, "softclamp_logits": True, "logit_softclamp_value": 0.9},
-    ),
-}
-
-
-@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.float64, True)])
-@pytest.mark.parametrize(("ours", "theirs"), X_MECHANISMS.values(), ids=X_MECHANISMS)
-def test_x_transformers_attend(dtype: torch.dtype, causal: bool, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    module = x_attend(4, dtype, causal=causal, **theirs)
-    mask = Causal() if causal else None
-    tensors = triple(2, 4, 4, 11, 13, 5, 7, dtype=dtype)
-    same(functools.partial(attend, mask=mask, **ours), lambda q, k, v: module(q, k, v)[0], tensors)
-
-
-def test_x_transformers_distances() -> None:
-    """−|q − k|²: the term of the query is constant for its keys; that of the key is one more entry of its vector."""
-    module = x_attend(4, l2_distance=True, scale=0.4, **X_WIDE)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor, **on: Any) -> Tensor:
-        longer = torch.cat([2 * q, -torch.ones_like(q[..., :1])], -1), torch.cat([k, (k * k).sum(-1, keepdim=True)], -1)
-        return attend(*longer, v, score=Dot(0.4), **on)
-
-    same(ours, lambda q, k, v: module(q, k, v)[0], triple(2, 4, 4, 11, 13, 5, 3), eps=2**12)
-
-
-def test_x_transformers_groups_heads_the_other_way_round() -> None:
-    """Its query head i uses key head i mod hkv; ours, like torch's and every model's, key head i // (h / hkv)."""
-    q, k, v = triple(2, 6, 3, 11, 13, 5, 7)
-    with quiet():
-        theirs = x_attend(6, **X_WIDE)(q, k, v)[0]
-    assert (attend(q, k, v) - theirs).abs().max() > 0.1
-    order = torch.arange(6).reshape(2, 3).T.flatten()  # heads that share a key head, side by side
-    close(attend(q[:, order], k, v), theirs[:, order])
 
 
 # --- entmax -----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 import papers
 from conftest import MASKS, close, enlarged, oracle, rand, refused, triple
-from qkv import attend, measure
-from qkv._engine.call import Call, Result
-from qkv.kernels import KERNELS, watching
+from qkv import attend
 from qkv.masks import Causal, Dense, Mask, Padding
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.normalizers import Softmax
@@ -132,38 +130,6 @@ def test_a_centre_exactly_on_a_key() -> None:
     close(out, want)
     close(got, weights)
     gradients(module, query, keys, lengths=torch.tensor([6, 2]))
-
-
-def test_observers_see_one_call_with_the_final_weights() -> None:
-    """Weights that do not sum to one are those of a softmax with a sink, which statistics see."""
-    module, query, keys = luong_inputs("concat", "local-p", 1)
-    seen: list[tuple[Call, Result]] = []
-    with watching(lambda call, result: seen.append((call, result))):
-        module(query, keys, lengths=torch.tensor([7, 4]))
-    [(call, result)] = seen
-    _, weights = luong_loops(module, query, keys, [7, 4])
-    assert weights.sum(-1).min() < 0.9
-    close(KERNELS["eager"].forward(call).weights[:, 0], weights)
-    close(result.out[:, 0], weights @ keys.numpy())
-    given = call.given
-    found = measure(
-        given.q, given.k, mask=given.mask, bias=given.biases, score=given.score, normalizer=given.normalizer
-    )
-    close(found.sink_mass[:, 0], 1 - weights.sum(-1))
-    close(found.received[:, 0], weights.sum(1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dtypes(dtype: torch.dtype) -> None:
-    for module, query, keys in (
-        additive_inputs()[:3],
-        luong_inputs("concat", "local-p"),
-        luong_inputs("dot", "global"),
-    ):
-        want = module(query, keys)
-        out = module.to(dtype)(query.to(dtype), keys.to(dtype))
-        assert out.dtype == dtype
-        torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.1)
 
 
 # --- a sink for each query --------------------------------------------------------------------------------------------

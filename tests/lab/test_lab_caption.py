@@ -103,6 +103,3 @@ def test_attention_on_the_named_object_has_mass_one() -> None:
     assert attention_to_objects(weights, held)["mass"] == pytest.approx(1)
     for shift in (-1, 1):
         assert attention_to_objects(np.roll(weights, shift, 1), held)["mass"] < 0.7
-
-
-# --- the task ---------------------------------------------------------------------------------------------------------

@@ -300,9 +300,6 @@ def test_without_heads_ablates_only_the_given_heads() -> None:
             assert torch.equal(after[:, head], torch.zeros(12, 4) if head == gone else before[:, head])
 
 
-# --- configurations and refusals --------------------------------------------------------------------------------------
-
-
 # --- trained models ---------------------------------------------------------------------------------------------------
 
 

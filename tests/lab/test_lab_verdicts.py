@@ -114,5 +114,4 @@ def test_shipped_numbers_give_the_shipped_verdicts(name: str) -> None:
         assert means_of(results, entry), f"a remark names {entry}, which no run has"
 
 
-POST = "post, 3 × the steps"
 CALM, JUMP = (2.0, 1.9, 2.1), (2.0, 1.9, 2.6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from conftest import Command
-from qkv_lab import experiments, settings, tasks
+from qkv_lab import experiments, settings
 from qkv_lab import loop as lab
-from qkv_lab.cli.train import Run
 from qkv_lab.task import Training
 from qkv_lab.tasks.sequences import Reversal
 
@@ -85,45 +84,6 @@ def test_flags_override_toml_which_overrides_defaults(asked: Asked, command: Com
     Path("run.toml").write_text(settings.to_toml(task, training))  # as a run writes it
     command.succeeds("train", "--config", "run.toml", "--out", "again")
     assert (asked.task, asked.training) == (task, training)
-
-
-def test_help_lists_tasks_and_the_values_of_a_config_file(
-    asked: Asked, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No two settings of a task share a flag; tests/contract has them all."""
-    for given in ([], ["--help"], ["-h"]):
-        said = words(command.succeeds("train", *given))
-        assert all(f" {name} " in said for name in tasks.names())
-    for name in tasks.names():
-        task = tasks.task_class(name)()
-        flags = [f.name for x in (task, Training(), Run) for f in fields(x) if f.name not in ("task", "training")]
-        assert len(set(flags)) == len(flags)
-    said = ended(command, capsys, 0, "train", "reversal", "--help")
-    assert f"(default: {Reversal.training().steps})" in said
-    assert "--model.kv-heads" in said
-    Path("x.toml").write_text('task = "reversal"\n[training]\nsteps = 77\n')
-    assert "(default: 77)" in ended(command, capsys, 0, "train", "--config", "x.toml", "--help")
-    assert asked.task is None
-
-
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["language", "reversal"])
-def test_finished_run_prints_metrics_and_paths(
-    name: str, asked: Asked, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what to do next, if the model reads text."""
-    reads = name == "language"
-    monkeypatch.setattr(tasks.task_class(name), "files", lambda _: {"tokenizer.json": "{}"} if reads else {})
-    said = command.succeeds("train", name, "--out", "my run")
-    for row in (r"loss +0\.25\b", r"best +0\.875\b", r"by/kind +3\b"):
-        assert re.search(rf"^ *{row}", said, re.MULTILINE), row
-    assert "mirrored" not in said
-    assert "lost" not in said
-    for path in ("my run/model ", "my run/figures: loss.png, mirror.png", "my run/run.toml"):
-        assert path in said
-    assert ("qkv profile 'my run/model'" in said) == ("qkv generate 'my run/model' \"def \"" in said) == reads
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -230,40 +230,6 @@ def test_intervention_changes_a_copy_and_not_the_model(app: Guard) -> None:
         assert why in sentence(post(app, "/api/interventions", {"source": source, "normalizer": "sigmoid"}), 400)
 
 
-def test_failed_intervention_is_prepared_again_with_the_same_id(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And copies of a model have none of its hooks: it may run with them in another thread."""
-
-    def fails(*_: Any, **options: Any) -> Any:
-        raise InputError("no profile today")
-
-    session, calls = Session("retried"), list[int]()
-    loaded = loading.load_model("qkv-mini")
-    session.add_model(loaded, "import os")
-    hook = next(loaded.model.children()).register_forward_hook(lambda *_: calls.append(1))
-    app = create_app(session)
-    asked = {"source": 0, "normalizer": "sigmoid"}
-    assert "not ready" in sentence(post(app, "/api/interventions", asked), 404)
-    session.prepare()
-    assert calls
-    calls.clear()
-    with monkeypatch.context() as patched, caplog.at_level(logging.CRITICAL, "qkv"):
-        patched.setattr("qkv.server.session.run.profile", fails)
-        for _ in range(2):
-            assert post(app, "/api/interventions", asked).json() == {"id": 1}
-            until(lambda: session.sources[1].state == "failed")
-            assert session.sources[1].error == "no profile today"
-    assert post(app, "/api/interventions", asked).json() == {"id": 1}
-    until(lambda: session.sources[1].state == "ready")
-    assert session.sources[1].error is None
-    assert len(session.sources) == 2
-    assert session.live is not None
-    assert post(app, "/api/live", ASKED).status_code == 200
-    assert not calls
-    hook.remove()
-
-
 def blocks(part: np.ndarray, step: int, pooled: Any) -> np.ndarray:
     """Largest or mean of each step × step block; blocks at the edges are smaller."""
     whole = np.full([-(-n // step) * step for n in part.shape], np.nan)

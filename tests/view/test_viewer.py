@@ -126,9 +126,6 @@ def test_security_policy_blocks_other_hosts(tab: Opens) -> None:
     one.problems = [problem for problem in one.problems if not provoked.match(problem)]
 
 
-# ---- address, history, keys -----------------------------------------------------------------------------------
-
-
 # ---- the overview ---------------------------------------------------------------------------------------------
 
 

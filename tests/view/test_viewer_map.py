@@ -174,30 +174,6 @@ def test_zooming_requests_each_tile_once(view: Opens) -> None:
     assert one.page.url == before
 
 
-# ---- address, keys, theme -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_address_restores_the_view(view: Opens, tab: Opens) -> None:
-    one = view().open("map", "wide", head=1)
-    one.page.click('.map-settings label:has-text("mean")')
-    one.page.click('.map-settings label:has-text("linear")')
-    one.page.fill('[aria-label="Query position"]', "512")
-    one.page.fill('[aria-label="Key position"]', "77")
-    one.press("Enter").arrives(cq=512, ck=77)
-    assert "z" in one.state
-    one.page.mouse.move(0, 0)
-    other = tab().follow(one.page.url)
-    assert other.page.url == one.settled().page.url
-    assert shown(other) == shown(one)
-    assert shown(one)[:2] == (512, 77)
-    assert other.text() == one.text()
-    stage = view_of(one, 600, 600)
-    for tab_ in (one, other):  # the same token at the same place
-        point(tab_, stage, 508, 80)
-    assert shown(other) == shown(one)
-
-
 # ---- hostile tokens, export -----------------------------------------------------------------------------------
 
 

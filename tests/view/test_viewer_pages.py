@@ -284,19 +284,3 @@ def test_translation_shows_and_exports_its_weights(view: Opens, mini: Served, al
     one.page.fill("#align-text", "the purple zebra")
     expect(one.page.locator("#align-trouble")).not_to_be_empty()
     one.expect("400")
-
-
-@pytest.mark.slow
-def test_caption_shows_the_weights_of_the_selected_word(view: Opens, mini: Served, aligners: Aligners) -> None:
-    one = view(mini).open("align", view="captions", scene=2)
-    answer = aligners.caption(2)
-    words = one.page.locator(".align-multiple span")
-    expect(words).to_have_text(answer["words"])
-    one.page.click(".align-multiple >> nth=1")
-    one.arrives(word=1)
-    expect(one.page.locator(".align-figure .readout")).to_contain_text(percent(np.max(answer["weights"][1])))
-    np.testing.assert_allclose(floats(one.table(), "weight"), np.ravel(answer["weights"]), rtol=1e-6, atol=1e-12)
-    one.page.click('[aria-label="Next scene"]')
-    one.arrives(scene=3)
-    expect(words).to_have_text(aligners.caption(3)["words"])
-    check_pictures(one)

@@ -39,10 +39,6 @@ def check_listed(tab: Tab, side: str, weights: np.ndarray) -> None:
     assert [shown for _, shown in found] == [pytest.approx(weights[at], rel=0.051, abs=1e-4) for at in order]
 
 
-def expect_pinned(tab: Tab, positions: list[int]) -> None:
-    expect(tab.page.locator(".text-pin small")).to_have_text([str(at) for at in positions])
-
-
 def pointed(tab: Tab, at: int, side: str = "query") -> Tab:
     tab.page.hover(token(at, side))
     return tab.settled()
@@ -82,28 +78,6 @@ def test_cross_attention_shows_both_texts(view: Opens, served: Served) -> None:
     check_listed(one, "from", weights[:, 3])
     one.page.click(token(3, "key"))
     one.arrives(pins="k3")
-
-
-# ---- pins, address, keys --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_pins_are_kept_in_the_address_and_the_history(view: Opens, tab: Opens) -> None:
-    one = view().open("text", "two", text=1, layer=1, head=1)
-    for at, pins in ((4, "4"), (30, "4,30"), (12, "4,30,12")):
-        one.page.click(token(at))
-        one.arrives(pins=pins)
-    one.page.click('[data-key="unpin-1"]')
-    one.page.mouse.move(5, 5)
-    expect_pinned(one.settled(), [4, 12])
-    other = tab().follow(one.page.url)
-    expect_pinned(other, [4, 12])
-    assert listed(other, "to") == listed(one, "to")
-    looks = """() => Array.from(document.querySelectorAll("[data-at]"),
-        (x) => [x.className, x.style.background, x.style.boxShadow])"""
-    assert other.page.evaluate(looks) == one.page.evaluate(looks)
-    expect_pinned(one.back(), [4, 30, 12])
-    expect_pinned(one.back(), [4, 30])
 
 
 # ---- long texts -----------------------------------------------------------------------------------------------
