@@ -343,6 +343,3 @@ def test_spread_has_the_documented_resolution() -> None:
         square = want.spread.square()
         rounding = 2 * 1.2e-7 * want.lse.abs().max()  # of a score, and so the relative rounding of its weight
         assert ((got.spread.double().square() - square).abs() < 0.002 + rounding * square).all()
-
-
-# --- other normalizers and scores -------------------------------------------------------------------------------------

@@ -111,12 +111,6 @@ def test_dropout_acts_only_in_training(config: Any) -> None:
         assert len(set(found)) > 1, acting
 
 
-# --- learning ---------------------------------------------------------------------------------------------------------
-
-
-CAPTIONS = CaptionerConfig(9, d_features=24, convolutions=2, d_embedding=16, d_hidden=32, d_attention=16, penalty=0.0)
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[Any, str, dict[str, object]]] = [
