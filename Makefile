@@ -31,10 +31,10 @@ demo: venv  ## profile the bundled model, then a model at 8,192 tokens against p
 	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
 	@echo "Or explore them in the viewer: $(BIN)/qkv view $(OUT)/mini (the saved profile) or $(BIN)/qkv view (the model)"
 
-# One process more than there are cores, because some tests wait for a browser or a server. Each process, and each that
+# A process for each core, because each takes half a minute to import what the tests need. Each process, and each that
 # it starts, uses one thread. They share compiled bytecode, also where PYTHONDONTWRITEBYTECODE is set, and a process
 # without work takes tests from the others.
-WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

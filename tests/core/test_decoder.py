@@ -125,18 +125,6 @@ def test_left_padding_does_not_change_logits_or_is_refused(name: str) -> None:
 # --- a prefix, a scale ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix", [1, 4, 20])
-def test_prefix_equals_a_dense_mask(prefix: int) -> None:
-    model, causal, ids = model_of(prefix=prefix), model_of(), ids_of(2, 11)
-    allowed = torch.ones(11, 11, dtype=torch.bool).tril()
-    allowed[:prefix, :prefix] = True
-    x = rand(2, 11, 12)
-    for ours, other in zip(model.blocks, causal.blocks, strict=True):
-        q, k, v = other.attention._project(x, None, None)
-        close(ours.attention(x), other.attention._merged(qkv.attend(q, k, v, mask=allowed), x).detach())
-    assert torch.allclose(model(ids), causal(ids)) == (prefix == 1)
-
-
 def test_steps_after_a_whole_prefix_equal_forward_and_less_is_refused() -> None:
     model, ids = model_of(prefix=4, positions="rotary"), ids_of(3, 12)
     whole = model(ids).detach()
@@ -178,18 +166,6 @@ def test_state_from_inference_mode_works_outside_of_it(make: Callable[[], Any]) 
         ends.append(model.step(ids[:, 11:], state))
     close(ends[0], ends[1])
     model.loss(ids).backward()  # tables made in inference mode are kept, too
-
-
-def test_state_of_an_interrupted_step_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = model_of(), ids_of(1, 4)
-    state = model.start()
-    model.step(ids, state)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model.blocks[1].attention), "_merged", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model.step(ids[:, :1], state)
-    with refused("state"):
-        model.step(ids[:, :1], state)
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------

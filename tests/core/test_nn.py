@@ -201,18 +201,6 @@ def test_linear_attention() -> None:
     close(torch.cat(outs, 1), causal_layer(x))
 
 
-def test_linformer() -> None:
-    layer, x = layer_of(24, 6, cls=LinformerAttention, length=19, rank=5), rand(2, 13, 24)
-    q, k, v = (y.unflatten(-1, (6, 4)).transpose(1, 2) for y in layer.in_proj(x).chunk(3, -1))
-    k, v = layer.e[:13].T @ k, layer.f[:13].T @ v
-    out = (q @ k.transpose(2, 3) / 2).softmax(-1) @ v
-    close(layer(x), layer.out_proj(out.transpose(1, 2).flatten(2)))
-    padded = nn.functional.pad(x, (0, 0, 0, 4), value=3.0)
-    close(layer(padded, lengths=torch.tensor([13, 13]))[:, :13], layer(x))
-    assert layer(rand(1, 19, 24)).shape == (1, 19, 24)  # as long as can be
-    assert layer_of(24, 6, cls=LinformerAttention, length=9, rank=2, shared=True).f is None
-
-
 def test_sink_tokens_come_first_and_learn() -> None:
     sink, x = layer_of(24, 3, cls=SinkToken), rand(2, 9, 24)
     close(sink.strip(sink(x)), x)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from conftest import close, rand, triple
 from qkv import attend, biases, masks
 from qkv.biases import SoftCap, T5Bias
-from qkv.masks import Blockwise, Causal, Dense, Padding, Window
+from qkv.masks import Causal, Padding, Window
 from qkv.normalizers import Entmax, Softmax
 from qkv.scores import Dot
 
@@ -251,15 +249,6 @@ def test_layers_with_a_window(name: str, window: int) -> None:
 # --- transformers: T5 -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_buckets_of_t5(bidirectional: bool) -> None:
-    t5 = of_transformers("t5")
-    ahead = torch.arange(-1100, 1101)
-    for buckets, furthest in ((32, 128), (8, 20), (4, 3), (64, 1000), (20, 128)):
-        theirs = t5.T5Attention._relative_position_bucket(ahead, bidirectional, buckets, furthest)
-        assert torch.equal(biases.t5_bucket(-ahead, buckets, furthest, bidirectional=bidirectional), theirs)
-
-
 def _t5_layer(decoder: bool, dtype: torch.dtype) -> Any:
     t5 = of_transformers("t5")
     config = config_of(
@@ -284,62 +273,6 @@ def test_t5_layer(decoder: bool, n: int, dtype: torch.dtype) -> None:
 
 
 # --- transformers: BigBird and Longformer -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def numpy_state() -> Iterator[None]:
-    """BigBird seeds NumPy's generator, which is everyone's."""
-    state = np.random.get_state()
-    yield
-    np.random.set_state(state)
-
-
-@pytest.mark.parametrize(("training", "blocks", "random"), [(True, 13, 2), (True, 8, 1), (False, 15, 3)])
-@pytest.mark.usefixtures("numpy_state")
-def test_big_bird_layer(training: bool, blocks: int, random: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training, their random blocks are random. In eval they are all block 0, which a query then counts 1 + r times.
-
-    A key counted c times is a key with ln c added to its score: so far off is theirs from the model it trained.
-    """
-    big_bird = of_transformers("big_bird")
-    size, heads, n = 4, 3, 4 * blocks
-    config = config_of(
-        "big_bird", hidden_size=15, num_attention_heads=heads, block_size=size, num_random_blocks=random,
-        max_position_embeddings=n, use_bias=False,
-    )  # fmt: skip
-    layer = made(big_bird.BigBirdBlockSparseAttention(config, seed=5), torch.float64, train=training)
-    drawn: list[Any] = []
-    draw = layer._bigbird_block_rand_mask_with_head
-    monkeypatch.setattr(
-        layer, "_bigbird_block_rand_mask_with_head", lambda *a, **k: drawn.append(draw(*a, **k)) or drawn[-1]
-    )
-    real = torch.ones(2, n, dtype=torch.float64)
-    real[1, n - 6 :] = 0
-    blocked, band, rows, columns = big_bird.BigBirdModel.create_masks_for_block_sparse_attn(real, size)
-
-    def theirs(layer: Any, x: Tensor) -> Tensor:
-        return layer(x, band, rows, columns, blocked, blocked)[0] * real[..., None]
-
-    x = rand(2, n, 15)
-    theirs(layer, x)
-    table = torch.zeros(heads, blocks, blocks, dtype=torch.bool)
-    table[:, 1:-1] = torch.zeros(heads, blocks - 2, blocks).scatter_(2, torch.tensor(np.array(drawn[-1])).long(), 1) > 0
-    near = Window(2, ahead=1) | masks.Global([0, -1])
-    visible = Blockwise(near | Dense(table), size) & Padding([n, n - 6])
-    bias = None
-    if training:
-        assert ((near | Dense(table)).dense(blocks, blocks, heads=heads).sum(-1)[0, :, 2] == 5 + random).all()
-    else:
-        assert table[:, 1:-1].sum(-1).eq(1).all()  # block 0, `random` times over
-        again = torch.zeros(n, n, dtype=torch.float64)
-        again[size:-size, :size] = math.log(1 + random)
-        bias = biases.Dense(again)
-
-    def ours(layer: Any, x: Tensor, **on: str) -> Tensor:
-        q, k, v = (heads_of(p(x), heads) for p in (layer.query, layer.key, layer.value))
-        return merged(attend(q, k, v, mask=visible, bias=bias, **on)) * real[..., None]
-
-    layers(layer, x, ours, theirs)
 
 
 @pytest.mark.parametrize(("tokens", "window"), [((), 6), ((0, 7), 4)])  # at window 2 theirs fails
@@ -410,14 +343,3 @@ def test_entmax(shape: str, name: str, dtype: torch.dtype, temperature: float) -
     weights, want = attend(q, k, v, normalizer=normalizer, return_weights=True)[1], theirs(q, k)
     close(weights, want, eps=eps)
     assert torch.equal(weights == 0, want == 0) or name not in ("sparsemax", "entmax15")
-
-
-@pytest.mark.parametrize("name", ENTMAX)
-def test_entmax_of_what_is_visible(name: str) -> None:
-    """Row by row, theirs over the visible keys only."""
-    q, k, v = triple(1, 2, 2, 11, 11, 5, 7)
-    scores = q @ k.mT / 5**0.5
-    rows = [(_entmax(name, scores[:, :, i, : i + 1])[..., None] * v[:, :, : i + 1]).sum(2) for i in range(11)]
-    for kernel in ("tiled", "eager"):
-        out = attend(q, k, v, mask=Causal(), normalizer=Entmax(ENTMAX[name]), kernel=kernel)
-        close(out, torch.stack(rows, 2), eps=512)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 STATIC = Path(__file__).parents[2] / "docs" / "_static"
-CHAPTER = Path(__file__).parents[2] / "docs" / "tutorial" / "03-by-hand.md"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 Matrix = list[list[float]]
 Q: Matrix = [[1, 0], [0.5, 1.5], [2, -1]]
@@ -113,12 +112,3 @@ def test_weights_and_outputs_equal_the_reference(page: Page, name: str) -> None:
     page.fill('input[name="temperature"]', "-1")
     _equals(page, _expected([Q[0], [99, 1.5], Q[2]], [[99, 1], *keys[1:]], values, NORMALIZERS[name](0.1)))
     assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
-
-
-def test_chapter_uses_the_numbers_of_the_widget() -> None:
-    """The chapter computes with the initial numbers of the widget, and loads its two files."""
-    text = CHAPTER.read_text(encoding="utf-8")
-    for name, numbers in (("Q", Q), ("K", K), ("V", V)):  # those of the script are in the page of the tests above
-        assert f"{name} = np.array([{', '.join(f'[{a:.1f}, {b:.1f}]' for a, b in numbers)}])" in text
-    for name in ("by-hand.js", "by-hand.css"):
-        assert f"../_static/{name}" in text

@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-import qkv
 from conftest import refused
-from qkv.models import DecoderConfig, checkpoint
-from qkv.models.generation import generate
-from qkv.models.loading import load_model as load_profiled
-from qkv.models.loading import load_text_model
+from qkv.models import DecoderConfig
 from qkv_lab import tokens
 from qkv_lab.experiments.small import fit
 from qkv_lab.tasks.language import Language
@@ -103,28 +99,6 @@ def test_losses_are_mean_cross_entropies_and_that_of_writing_is_over_some_positi
     expected = losses[:, [n - 1 for n in range(3, 25, 3)]].mean().item()
     assert made.writing_loss(model) == pytest.approx(expected, rel=1e-4)
     assert "writing_loss" not in found
-
-
-@pytest.mark.parametrize(("tokenizer", "first"), [("bytes", "fixed"), ("bpe", "random"), ("bpe", "fixed")])
-def test_saved_model_generates_and_can_be_profiled(tokenizer: str, first: str, texts: Path, tmp_path: Path) -> None:
-    made = task(texts, tokenizer=tokenizer, first=first)
-    model = made.build()
-    checkpoint.save(model, tmp_path / "model")
-    for name, text in made.files().items():
-        (tmp_path / "model" / name).write_text(text, encoding="utf-8")
-    plain = tokens.from_json(made._data.tokenizer).encode("12 plus é")
-    expected = [model.vocabulary - 1, *plain] if first == "fixed" else plain
-
-    loaded = load_text_model(str(tmp_path / "model"))
-    ids = loaded.encode("12 plus é")
-    assert ids == expected
-    assert loaded.tokenizer.decode(ids) == "12 plus é"
-    rows = generate(loaded.model, loaded.model.start(), torch.tensor([ids]), max_new_tokens=5, seed=0)
-    assert isinstance(loaded.tokenizer.after(ids).decode(rows[0]), str)
-
-    profiled = load_profiled(str(tmp_path / "model"))
-    profile = qkv.profile(profiled.model, "12 plus é", tokenizer=profiled.tokenizer, progress=False)
-    assert profile.data.sizes["query"] == len(expected)
 
 
 REFUSALS: list[tuple[str, str | None, dict[str, object]]] = [

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkv.cache import Cache, Full, Sliding
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loss import token_loss
-from qkv_lab.experiments import mechanism, scaling, small
-from qkv_lab.task import Training
+from qkv_lab.experiments import mechanism, scaling
 
 
 def model(**changes: object) -> DecoderLM:
@@ -85,14 +83,3 @@ def test_jacobian_norm_agrees_with_autograd() -> None:
     for row, found in zip(scores, scaling.jacobian_norm(scores), strict=True):
         jacobian = torch.autograd.functional.jacobian(lambda s: s.softmax(-1), row)
         torch.testing.assert_close(found, jacobian.norm())
-
-
-def test_fit_follows_the_schedule_and_stops_when_the_loss_is_not_finite() -> None:
-    layer = nn.Linear(1, 1, bias=False)
-    start = layer.weight.item()
-    plain = Training(steps=3, warmup=0, decay="none", weight_decay=0.0, clip=0.0, lr=0.5)
-    losses = small.fit(layer, lambda step: 3 * layer(torch.ones(1, 1)).sum(), plain)
-    assert layer.weight.item() == pytest.approx(start - 1.5, abs=1e-4), "Adam moves by the rate if slopes are constant"
-    assert len(losses) == 3
-    assert not layer.training
-    assert len(small.fit(layer, lambda step: layer(torch.full((1, 1), math.nan)).sum(), plain)) == 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +15,7 @@ from torch.nn import functional as F
 import papers
 from conftest import close, rand
 from papers import sigmoid, softmax
-from qkv import Choice
 from qkv.nn import TransformerBlock, from_torch
-from qkv_lab.models import captioner
 from qkv_lab.models.captioner import Captioner
 from qkv_lab.models.classifier import Stack
 from qkv_lab.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
@@ -283,67 +279,3 @@ def test_padding_does_not_change_gradients_of_hard_attention() -> None:
         found.append(torch.autograd.grad(model.loss(images(HARD), captions), list(model.parameters())))
     for one, other in zip(*found, strict=True):
         close(one, other)
-
-
-class Forced:
-    """In place of `choose_keys`: choices that are given, with their log-probabilities written out."""
-
-    def __init__(self, choices: tuple[int, ...]) -> None:
-        self.left: Iterator[int] = iter(choices)
-
-    def __call__(self, q: Tensor, k: Tensor, *, score: Any, sample: bool) -> Choice:
-        assert sample
-        scores = (score.vector * torch.tanh(q @ score.w_q.T + k)).sum(-1)  # one head, one query
-        index = torch.full((len(q), 1, 1), next(self.left))
-        return Choice(index, scores.log_softmax(-1)[:, 0].gather(1, index[:, 0])[:, None])
-
-
-@pytest.mark.parametrize(("gate", "baseline"), [(False, 0.0), (True, -3.0)])
-def test_reinforce_is_unbiased(monkeypatch: pytest.MonkeyPatch, gate: bool, baseline: float) -> None:
-    """Every choice of two steps over four cells: the mean gradient is that of the expected log-likelihood."""
-    model = build(replace(HARD, entropy=0.0, gate=gate)).train()
-    given, caption = images(HARD, 8, 8)[:1], torch.tensor([[1, 4, 2]])
-    parameters = dict(model.named_parameters())
-    expected, mean = torch.zeros((), dtype=torch.float64), dict.fromkeys(parameters, 0.0)
-    total = 0.0
-    for choices in itertools.product(range(4), repeat=2):
-        monkeypatch.setattr(captioner, "choose_keys", Forced(choices))
-        run = model._run(given, caption[:, :-1])
-        likelihood = run.logits.log_softmax(-1).gather(2, caption[:, 1:, None]).sum()
-        chance = run.log_prob.sum().exp()
-        expected = expected + chance * likelihood
-        monkeypatch.setattr(captioner, "choose_keys", Forced(choices))
-        model.baseline.fill_(baseline)
-        gradients = torch.autograd.grad(model.loss(given, caption), list(parameters.values()))
-        for name, gradient in zip(parameters, gradients, strict=True):
-            mean[name] = mean[name] + chance.item() * gradient
-        total += chance.item()
-    assert total == pytest.approx(1)
-    exact = torch.autograd.grad(-expected / 2, list(parameters.values()))  # two predicted tokens
-    for name, gradient in zip(parameters, exact, strict=True):
-        close(mean[name], gradient, eps=2**12)
-    assert max(g.abs().max().item() for g in exact) > 1e-3
-
-
-def rewards(model: Captioner, given: Tensor, captions: Tensor, seed: int) -> Tensor:
-    """The log-likelihood of each caption with the cells that are drawn after this seed."""
-    torch.manual_seed(seed)
-    logits = model(given, captions[:, :-1]).transpose(1, 2).detach()
-    return -torch.nn.functional.cross_entropy(logits, captions[:, 1:], ignore_index=0, reduction="none").sum(1)
-
-
-def test_baseline_is_a_moving_average_of_the_rewards() -> None:
-    """A draw whose reward is the baseline teaches the attention nothing."""
-    model, given, average = build(replace(HARD, entropy=0.0)).train(), images(HARD), 0.0
-    for seed in range(3):
-        average = 0.9 * average + 0.1 * rewards(model, given, TARGET, seed).mean().item()
-        torch.manual_seed(seed)
-        model.loss(given, TARGET)
-        assert model.baseline.item() == pytest.approx(average)
-    model.baseline.copy_(rewards(model, given[:1], TARGET[:1], 0)[0])
-    torch.manual_seed(0)
-    taught = torch.autograd.grad(model.loss(given[:1], TARGET[:1]), model.attention.vector)[0]
-    close(taught, torch.zeros_like(taught))
-    before = model.state_dict()["baseline"].item()
-    model.eval().loss(given, TARGET)
-    assert model.baseline.item() == before

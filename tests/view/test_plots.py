@@ -20,7 +20,6 @@ import qkv
 from conftest import refused
 from drawn import all_text_is_on_the_page
 from qkv import masks, plot
-from qkv.errors import InputError
 from qkv.profiler import Profile
 
 WORDS = [
@@ -302,37 +301,6 @@ def test_overlay_is_brightest_at_the_attended_cell() -> None:
     assert [axes.get_title(loc="left") for axes in one.axes] == ["the image", "cross"]
     brightest = np.asarray(one.axes[1].images[0].get_array())[..., 0]
     assert np.unravel_index(brightest.argmax(), brightest.shape) == (10, 10), "cell (1, 1) is centred on its corner"
-
-
-GRID = grid_profile()[0]
-IMAGE = np.zeros((4, 6, 3))
-PROFILES_REFUSED: list[tuple[str, str | None, Callable[[], object]]] = [
-    ("layer", "got 9", lambda: made.gpt().plot.head(9, 0)),
-    ("head", None, lambda: made.gpt().plot.map(0, -1)),
-    ("text", None, lambda: made.gpt().plot.received(3)),
-    ("statistic", None, lambda: made.gpt().plot.overview("magic")),
-    ("group", None, lambda: made.gpt().plot.alignment(0)),
-    ("layer", "head 1", lambda: made.encoder_decoder().plot.alignment(head=1)),
-    ("layer", "got 5", lambda: made.encoder_decoder().plot.alignment(5)),
-    ("grid", None, lambda: GRID.plot.overlay(IMAGE, (3, 3))),
-    ("query", None, lambda: GRID.plot.overlay(IMAGE, (2, 3), 3)),
-    ("image", "shape", lambda: GRID.plot.overlay(IMAGE[..., 0], (2, 3))),
-    ("image", "0 to 2", lambda: GRID.plot.overlay(IMAGE + np.arange(3.0), (2, 3))),
-]
-
-
-@pytest.mark.parametrize(("argument", "match", "call"), PROFILES_REFUSED)
-def test_figures_refuse_what_the_profile_lacks(argument: str, match: str | None, call: Callable[[], object]) -> None:
-    with refused(argument, match):
-        call()
-
-
-def test_figures_refuse_maps_that_are_not_stored_and_more_pictures_than_fit() -> None:
-    for call in (lambda: made.long(2048).plot.map(0, 0), lambda: made.long(2048).plot.alignment(group="self")):
-        with pytest.raises(InputError, match="no dense maps of text 0, which has 2048 tokens"):
-            call()
-    with pytest.raises(InputError, match="61 queries; expected at most 35"):
-        made.gpt().plot.overlay(IMAGE, (2, 3))
 
 
 def test_tokens_are_not_rendered_as_math() -> None:

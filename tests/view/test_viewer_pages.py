@@ -190,27 +190,6 @@ def test_live_page_answers_while_typing_and_keeps_a_long_text(tab: Opens, mini: 
 
 
 @pytest.mark.slow
-def test_live_page_generates_steps_undoes_and_plays(view: Opens, mini: Served, live: Live) -> None:
-    one = view(mini).open("live", prompt="import os", heat=0)
-    box, found = one.page.locator("#live-text"), {"text": "import os", "ids": None}
-    for step in range(3):
-        one.page.get_by_role("button", name="Step").click()
-        found = live.step(asked(found["text"], ids=found["ids"], sampling_temperature=0.0, seed=0, step=step))
-        expect(box).to_have_value(found["text"])
-        expect(one.settled().page.locator(".live-headline")).to_contain_text("was sampled, with probability")
-    expect(one.page.locator(".live-token.live-made, .live-token.live-new")).to_have_count(3)
-    one.page.get_by_role("button", name="Undo").click()
-    expect(box).not_to_have_value(found["text"])
-    before = len(box.input_value())
-    one.page.get_by_role("button", name="Play").click()
-    one.eventually(lambda: len(box.input_value()) > before + 4)
-    assert one.page.get_attribute("html", "data-state") == "busy"
-    one.page.get_by_role("button", name="Stop").click()
-    expect(one.page.get_by_role("button", name="Play")).to_be_visible()
-    assert one.settled().state["prompt"] == box.input_value(), "nothing is written after the end"
-
-
-@pytest.mark.slow
 def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, live: Live) -> None:
     one = view(mini).open("live", prompt="x")
     one.page.fill("#live-text", " ".join(token for token in HOSTILE if len(token) < 200))

@@ -66,20 +66,6 @@ def test_panel_lists_the_largest_weights(view: Opens, served: Served, text: int)
     assert received == pytest.approx(weights[:, n - 1].sum() / n, rel=0.051)
 
 
-def test_cross_attention_shows_both_texts(view: Opens, served: Served) -> None:
-    weights = served.profile("cross").groups["cross"]["weights"].values[1, 0, 2, :4, :5]
-    one = view().open("text", "cross", group=2, text=1, layer=0, head=2)
-    pointed(one, 2)
-    expect(one.page.locator(".text-token p")).to_contain_text("query 2 of 4")
-    check_listed(one, "to", weights[2])
-    assert one.page.locator(".text-ties.from").count() == 0
-    pointed(one, 3, "key")
-    expect(one.page.locator(".text-token p")).to_contain_text("key 3 of 5")
-    check_listed(one, "from", weights[:, 3])
-    one.page.click(token(3, "key"))
-    one.arrives(pins="k3")
-
-
 # ---- long texts -----------------------------------------------------------------------------------------------
 
 
