@@ -151,7 +151,7 @@ class Bench:
         """Output and statistics beside torch's causal SDPA (goal: at most 1.8 times)."""
         import torch
 
-        from qkv._engine.call import Call
+        from qkv.engine import Call
         from qkv.masks import Causal, Window
         from qkv.statistics.reduce import Request
         from qkv.statistics.triton import host

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.mechanisms.timing import alone, alternating, median_ratio, resident, timed
 from benchmarks.timing import THREADS, save
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.kernels import attention
 from qkv.masks import Causal
 from qkv.statistics.maps import HeadMap

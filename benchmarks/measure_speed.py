@@ -14,7 +14,7 @@ import qkv
 from benchmarks.attend_speed import tensors
 from benchmarks.mechanisms.timing import alternating, median_ratio
 from benchmarks.timing import THREADS
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.statistics.measure import measured
 
 CAUSAL = qkv.masks.Causal()

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from benchmarks.launches import Launches
 from qkv import masks
-from qkv._engine.call import Call
-from qkv._engine.sizes import BY_DEVICE
+from qkv.engine.call import Call
+from qkv.engine.sizes import BY_DEVICE
 from qkv.statistics.measure import measured, row_state, sweep
 from qkv.statistics.triton import host
 

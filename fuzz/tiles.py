@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
-from qkv._engine.sizes import BY_DEVICE, Sizes
+from qkv.engine.sizes import BY_DEVICE, Sizes
 from qkv.kernels import linear
 
 

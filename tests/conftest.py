@@ -24,8 +24,8 @@ if not torch.cuda.is_available():
 
 from fuzz.tiles import small
 from qkv import InputError, masks, reference
-from qkv._engine.sizes import BY_DEVICE
 from qkv.cli import main
+from qkv.engine.sizes import BY_DEVICE
 from qkv.kernels import linear, watched
 from qkv.normalizers import Normalizer
 from qkv.scores import Score

@@ -25,8 +25,8 @@ from torch import Tensor
 
 import qkv
 from qkv import masks
-from qkv._engine.sizes import BY_DEVICE
 from qkv.biases import ALiBi, ByDistance, Dense, SoftCap, T5Bias
+from qkv.engine.sizes import BY_DEVICE
 from qkv.normalizers import Softmax
 from qkv.scores import Additive
 
@@ -66,13 +66,14 @@ class Case:
             k[0, :, self.poison], v[0, :, self.poison] = torch.nan, torch.nan
         return q, k, v, slope, slope_lse
 
-    def run(self, move: Callable[[Tensor], Tensor], **group: Any) -> dict[str, Tensor]:
+    def run(self, move: Callable[[Tensor], Tensor], *group: Any) -> dict[str, Tensor]:
         """out, lse and gradients; `move` takes a tensor of the whole to the part that is here."""
         q, k, v, slope, slope_lse = (move(x) for x in self.tensors())
         parameter, inputs = self.parameter(), [x.requires_grad_() for x in (q, k, v)]
-        out, lse, statistics = qkv.attend(
-            *inputs, mask=self.mask, kernel=self.kernel, return_lse=True, return_statistics=True,
-            **self.composed(parameter), **group,
+        attend: Any = qkv.ring.attend if group else qkv.attend
+        out, lse, statistics = attend(
+            *inputs, *group, mask=self.mask, kernel=self.kernel, return_lse=True, return_statistics=True,
+            **self.composed(parameter),
         )  # fmt: skip
         loss = (out * slope).sum()
         if self.lse:
@@ -136,23 +137,24 @@ def _share(names: tuple[str, ...], size: int) -> tuple[str, ...]:
     return names[::3] if size == 4 else tuple(name for n, name in enumerate(names) if n % 3 or n == 0)
 
 
-def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str, Tensor]:
+def measured(case: Case, move: Callable[..., Tensor], *group: Any) -> dict[str, Tensor]:
     """All statistics with all options; the queries of a few tokens are excluded."""
     q, k, *_ = case.tensors()
     parameter = case.parameter()
     counted = torch.stack([AT % 11 != 3, AT >= 9])
     if case.poison is not None:
         q[~counted[:, None].expand(-1, HEADS, -1)] = torch.nan
-    found = qkv.measure(
+    measure: Any = qkv.ring.measure if group else qkv.measure
+    found = measure(
         move(q),
         move(k),
+        *group,
         mask=case.mask,
         mass={"near": masks.Window(6, ahead=5), "odd": masks.Predicate(lambda b, h, q, k: k % 2 == 1)},
         first=torch.tensor([0, 9]),
         queries=move(counted, 1),
         prefix_keys=12,
         **case.composed(None if parameter is None else parameter.detach()),
-        **group,
     )
     named = {f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("mass", "own", "thumbnail")}
     named |= {f"mass {name}": x for name, x in found.mass.items()}
@@ -164,7 +166,7 @@ def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str,
 
 def _shared(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """The results of all processes, gathered."""
-    found = case.run(lambda x: qkv.ring.shard(x, group), group=group)
+    found = case.run(lambda x: qkv.ring.shard(x, group), group)
     for name, x in found.items():
         if name == "parameter":
             dist.all_reduce(x, group=group)
@@ -174,7 +176,7 @@ def _shared(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor]:
 
 
 def _shared_statistics(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    found = measured(case, lambda x, dim=2: qkv.ring.shard(x, group, dim), group=group)
+    found = measured(case, lambda x, dim=2: qkv.ring.shard(x, group, dim), group)
     return {name: x if name == "prefix_sink_scores" else qkv.ring.unshard(x, group) for name, x in found.items()}
 
 
@@ -185,24 +187,21 @@ def _check_refusals(group: dist.ProcessGroup) -> None:
 
     def twice() -> None:
         q = x.clone().requires_grad_()
-        out = qkv.attend(q, x, x, group=group)
+        out = qkv.ring.attend(q, x, x, group)
         torch.autograd.grad(out.square().sum(), q, create_graph=True)[0].sum().backward()
 
     calls: list[tuple[str, str, Callable[[], object]]] = [
-        ("q", "5 tokens", lambda: qkv.attend(*[x[:, :, :5]] * 3, group=group)),
-        ("q", "process 1 has q ", lambda: qkv.attend(*[x[:, :, : 4 if rank == 1 else 6]] * 3, group=group)),
-        ("q", "with gradient", lambda: qkv.attend(*[x.clone().requires_grad_(rank == 1)] * 3, group=group)),
-        ("normalizer", "", lambda: qkv.attend(x, x, x, normalizer=qkv.normalizers.Sigmoid(), group=group)),
-        ("bias", "", lambda: qkv.attend(x, x, x, bias=qkv.biases.RelativePosition(torch.zeros(3, 4)), group=group)),
-        ("ids", "", lambda: qkv.attend(x, x, x, mask=masks.Document([0] * 6), group=group)),
-        ("dropout_p", "", lambda: qkv.attend(x, x, x, dropout_p=0.1, group=group)),
-        ("return_weights", "", lambda: qkv.attend(x, x, x, return_weights=True, group=group)),
-        ("kernel", "'eager'", lambda: qkv.attend(x, x, x, kernel="eager", group=group)),
+        ("q", "5 tokens", lambda: qkv.ring.attend(*[x[:, :, :5]] * 3, group)),
+        ("q", "process 1 has q ", lambda: qkv.ring.attend(*[x[:, :, : 4 if rank == 1 else 6]] * 3, group)),
+        ("q", "with gradient", lambda: qkv.ring.attend(*[x.clone().requires_grad_(rank == 1)] * 3, group)),
+        ("normalizer", "", lambda: qkv.ring.attend(x, x, x, group, normalizer=qkv.normalizers.Sigmoid())),
+        ("bias", "", lambda: qkv.ring.attend(x, x, x, group, bias=qkv.biases.RelativePosition(torch.zeros(3, 4)))),
+        ("ids", "", lambda: qkv.ring.attend(x, x, x, group, mask=masks.Document([0] * 6))),
+        ("kernel", "'eager'", lambda: qkv.ring.attend(x, x, x, group, kernel="eager")),
         ("kernel", "second", twice),
         ("x", "length 5", lambda: qkv.ring.shard(x[:, :, :5], group)),
         ("dim", "", lambda: qkv.ring.shard(x, group, dim=4)),
-        ("bins", "", lambda: qkv.measure(x, x, bins=4, group=group)),
-        ("first", "", lambda: qkv.measure(x, x, first=12 * dist.get_world_size(group), group=group)),
+        ("first", "", lambda: qkv.ring.measure(x, x, group, first=12 * dist.get_world_size(group))),
         ("x", "gradient", lambda: qkv.ring.unshard(x.clone().requires_grad_(), group)),
     ]
     for argument, match, call in calls:
@@ -239,7 +238,12 @@ class Attends(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.q(x).unflatten(-1, (3, 4)).transpose(1, 2), self.k(x)[:, None]
-        return qkv.attend(q, k, k, mask=masks.Causal(), group=self.group).transpose(1, 2).flatten(2)
+        out = (
+            qkv.attend(q, k, k, mask=masks.Causal())
+            if self.group is None
+            else qkv.ring.attend(q, k, k, self.group, mask=masks.Causal())
+        )
+        return out.transpose(1, 2).flatten(2)
 
 
 IDS = torch.arange(2 * 80).view(2, 80) * 7 % 11
@@ -279,12 +283,13 @@ def lost(rank: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet-lost", rank=rank, world_size=3, timeout=timedelta(seconds=60)
     )
-    q = rand(1, 2, 8, 4, seed=0)
-    qkv.attend(q, q, q, mask=masks.Causal(), group=dist.group.WORLD)
+    q, world = rand(1, 2, 8, 4, seed=0), dist.group.WORLD
+    assert world is not None
+    qkv.ring.attend(q, q, q, world, mask=masks.Causal())
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        qkv.attend(q, q, q, mask=masks.Causal(), group=dist.group.WORLD)
+        qkv.ring.attend(q, q, q, world, mask=masks.Causal())
     except RuntimeError as error:
         (folder / f"lost-{rank}.txt").write_text(str(error))
 

@@ -13,7 +13,7 @@ from torch.nn.functional import elu, scaled_dot_product_attention
 
 import qkv
 from qkv import biases, features, masks, normalizers, scores
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.statistics.measure import measured
 
 LARGEST = 3 * 2**30  # bytes; rivals that materialise a larger score matrix are skipped

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv._engine.call import strictly_upper
-from qkv._names import renamed
 from qkv.attention import attend
+from qkv.compat import renamed, with_blocked
+from qkv.engine import inverted
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.nn import FeedForward
@@ -49,8 +49,9 @@ def create_causal_mask(seq_len: int, device: torch.device | str | None = None) -
 
 
 def scaled_dot_product_attention(
-    query: A, key: A, value: A, mask: Mask | Tensor | np.ndarray | None = None, dropout_p: float = 0.0
-) -> tuple[A, A]:
+    query: A, key: A, value: A, mask: Mask | Tensor | np.ndarray | None = None, dropout_p: float = 0.0, *,
+    blocked: Tensor | np.ndarray | None = None,
+) -> tuple[A, A]:  # fmt: skip
     """softmax(Q Kᵀ / √d) V and the weights (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
 
     Args:
@@ -59,6 +60,7 @@ def scaled_dot_product_attention(
         value: (b, h, nk, dv), (b, nk, dv) or (nk, dv).
         mask: True or 1 where a query may attend; broadcasts to the weights. A fully masked query gives zeros.
         dropout_p: probability with which each weight is dropped.
+        blocked: a mask in the other convention, True or 1 where a query may *not* attend.
 
     Returns:
         ``(output, weights)``: (…, nq, dv) and (…, nq, nk).
@@ -71,7 +73,7 @@ def scaled_dot_product_attention(
     >>> output.shape, weights.shape
     (torch.Size([2, 5, 8]), torch.Size([2, 5, 5]))
     """
-    visible = _visible(mask)
+    visible = _visible(mask, blocked)
     if isinstance(visible, Tensor) and visible.ndim == query.ndim == 3:
         visible = visible[:, None]  # a mask for each item, and not for each head
     return attend(query, key, value, mask=visible, dropout_p=dropout_p, return_weights=True)
@@ -110,17 +112,20 @@ class MultiHeadAttention(nn.Module):
     @overload
     def forward(
         self, query: Tensor | None = None, key: Tensor | Mask | None = None, value: Tensor | None = None,
-        mask: Mask | Tensor | None = None, *, return_attention: Literal[True] = True, **other_names: Tensor,
+        mask: Mask | Tensor | None = None, *, blocked: Tensor | None = None,
+        return_attention: Literal[True] = True, **other_names: Tensor,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def forward(
         self, query: Tensor | None = None, key: Tensor | Mask | None = None, value: Tensor | None = None,
-        mask: Mask | Tensor | None = None, *, return_attention: Literal[False], **other_names: Tensor,
+        mask: Mask | Tensor | None = None, *, blocked: Tensor | None = None,
+        return_attention: Literal[False], **other_names: Tensor,
     ) -> tuple[Tensor, None]: ...  # fmt: skip
     @overload
     def forward(
         self, query: Tensor | None = None, key: Tensor | Mask | None = None, value: Tensor | None = None,
-        mask: Mask | Tensor | None = None, *, return_attention: bool = True, **other_names: Tensor,
+        mask: Mask | Tensor | None = None, *, blocked: Tensor | None = None,
+        return_attention: bool = True, **other_names: Tensor,
     ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
     def forward(
         self,
@@ -130,6 +135,7 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         *,
         return_attention: bool = True,
+        blocked: Tensor | np.ndarray | None = None,
         **other_names: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output and weights.
@@ -141,6 +147,7 @@ class MultiHeadAttention(nn.Module):
             value: input for values, also called `V`; that for keys if None.
             mask: True or 1 where a query may attend; broadcasts to (b, h, nq, nk).
             return_attention: whether to form the weights.
+            blocked: a mask in the other convention, True or 1 where a query may *not* attend.
             **other_names: `x`, `Q`, `K` and `V`; every other name raises an error that says what to pass.
 
         Returns:
@@ -157,7 +164,7 @@ class MultiHeadAttention(nn.Module):
         if isinstance(key, Mask):
             raise InputError(f"key is {key!r}, expected a tensor (batch, length, d_model); pass a mask as mask=")
         return self.layer(
-            query, key, value, mask=_visible(mask), need_weights=return_attention, average_attn_weights=False
+            query, key, value, mask=_visible(mask, blocked), need_weights=return_attention, average_attn_weights=False
         )
 
     if TYPE_CHECKING:
@@ -192,19 +199,38 @@ class TransformerBlock(nn.Module):
         self.block = Block(attention, FeedForward(attention.d_model, d_ff), dropout=dropout)
 
     def forward(
-        self, x: Float[Tensor, "b n d_model"], mask: Mask | Tensor | None = None
+        self, x: Float[Tensor, "b n d_model"], mask: Mask | Tensor | None = None, *, blocked: Tensor | None = None
     ) -> tuple[Float[Tensor, "b n d_model"], Float[Tensor, "b h n n"]]:
-        """One layer: its output and the weights. `mask` is True or 1 where a token may attend."""
-        return self.block(x, mask=_visible(mask), return_weights=True)
+        """One layer: its output and the weights. `mask` is True or 1 where a token may attend, `blocked` where not."""
+        return self.block(x, mask=_visible(mask, blocked), return_weights=True)
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`
 
 
-def _visible(mask: Mask | Tensor | np.ndarray | None) -> Mask | Tensor | None:
-    """The mask as a mask object or a boolean tensor; a mask of 0 and 1 is visible at 1."""
+def _visible(
+    mask: Mask | Tensor | np.ndarray | None, blocked: Tensor | np.ndarray | None = None
+) -> Mask | Tensor | None:
+    """The mask as a mask object or a boolean tensor; a mask of 0 and 1 is visible at 1, and `blocked` at 0."""
+    if blocked is not None:
+        return with_blocked(mask, _boolean(blocked))  # type: ignore[arg-type]
     if mask is None or isinstance(mask, Mask):
         return mask
+    tensor = _boolean(mask)
+    if (how := inverted(tensor.cpu())) is not None:
+        raise InputError(
+            f"mask is {how}, as in courses where True hides a key, but here True means may attend; expected ~mask, "
+            "blocked=mask, or create_causal_mask(n) of qkv.course"
+        )
+    return tensor
+
+
+def _boolean(mask: Tensor | np.ndarray) -> Tensor:
+    """The mask as a boolean tensor.
+
+    >>> _boolean(torch.tensor([[1, 0], [1, 1]]))[0].tolist()
+    [True, False]
+    """
     tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
     if not isinstance(tensor, Tensor):
         raise InputError(f"mask is {type(mask).__name__}, expected a tensor that is True where a query may attend")
@@ -215,11 +241,6 @@ def _visible(mask: Mask | Tensor | np.ndarray | None) -> Mask | Tensor | None:
                 "numbers to be added to the scores are attn_mask= of qkv.attend"
             )
         tensor = tensor == 1
-    if strictly_upper(tensor.cpu()):
-        raise InputError(
-            "mask is True above the diagonal alone, as in courses where True hides a key, but here True means may "
-            "attend; expected ~mask, or create_causal_mask(n) of qkv.course"
-        )
     return tensor
 
 
@@ -294,7 +315,13 @@ class EinsumAttention(nn.Module):
         k = torch.einsum("bke,hed->bhkd", x, self.w_k) + self.b_k[:, None]
         v = torch.einsum("bke,hed->bhkd", x, self.w_v) + self.b_v[:, None]
         scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
-        if mask is not None:
+        visible = _visible(mask)
+        if visible is not None:
+            mask = (
+                visible
+                if isinstance(visible, Tensor)
+                else visible.dense(x.shape[1], x.shape[1], batch=len(x), heads=self.heads)
+            )
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # −∞ would give NaN without visible keys
             weights = scores.softmax(-1).masked_fill(~mask.any(-1, keepdim=True), 0)
         else:

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from qkv._engine.call import Call
 from qkv.edits import Edit, Head
+from qkv.engine import Call
 from qkv.kernels import serve, serving
 from qkv.masks import Dense, Region
 from qkv.profiler.editing import edit, next_token_loss, predicts_next_token

@@ -35,9 +35,11 @@ if TYPE_CHECKING:
         testing,
         tracking,
     )
+    from qkv._plan import Plan, plan
     from qkv._untrusted import max_size
-    from qkv.attention import Attention, Plan, attend, plan
+    from qkv.attention import Attention, attend
     from qkv.choice import Choice, choose_keys
+    from qkv.engine.call import Result
     from qkv.linear import LinearState, linear_attend, linformer
     from qkv.models.loading import load
     from qkv.partial import Partial, merge
@@ -57,6 +59,7 @@ __all__ = [
     "Partial",
     "Plan",
     "Profile",
+    "Result",
     "Statistics",
     "Watched",
     "attend",
@@ -100,7 +103,9 @@ _MODULES = (
 )  # fmt: skip
 _NAMES = {
     "qkv._untrusted": ("max_size",),
-    "qkv.attention": ("Attention", "Plan", "attend", "plan"),
+    "qkv.engine.call": ("Result",),
+    "qkv._plan": ("Plan", "plan"),
+    "qkv.attention": ("Attention", "attend"),
     "qkv.choice": ("Choice", "choose_keys"),
     "qkv.linear": ("LinearState", "linear_attend", "linformer"),
     "qkv.partial": ("Partial", "merge"),

@@ -1,26 +1,31 @@
-"""What `plan` tells of one attention call: FLOPs, memory traffic and peak memory, and a diagram of its tensors.
+"""`plan`: the kernel of an attention call and the reasons, FLOPs, memory traffic and peak memory, and a diagram.
 
 The numbers come from formulas because PyTorch's FLOP counter reports 0 for its fused CPU kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from numbers import Number
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv._engine.call import Call, at_least_float32
-from qkv._engine.sizes import sizes
-from qkv._engine.tiles import block_status
+from qkv.biases import Bias
+from qkv.engine.call import A, Call, at_least_float32
+from qkv.engine.inputs import Form, autocast_dtype
+from qkv.engine.sizes import sizes
+from qkv.engine.tiles import block_status
 from qkv.errors import InputError
-from qkv.kernels import FORM_WEIGHTS, linear
-from qkv.masks import EMPTY, FULL, Tiles
+from qkv.kernels import FORM_WEIGHTS, choose, linear
+from qkv.masks import EMPTY, FULL, Mask, Tiles
+from qkv.normalizers import Normalizer
 from qkv.scores import Score
+from qkv.statistics.measure import engine
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,122 @@ class Cost:
     """Minimum memory traffic: q, k, v, the output, the log-sum-exp, and the weights if they are formed."""
     peak: int
     """Estimated memory in bytes beyond the inputs: outputs, copies, tiles."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel chosen for a call, the reason, and the cost. ``print(plan)`` shows a table.
+
+    >>> import torch
+    >>> from qkv import plan
+    >>> x = torch.zeros(1, 1, 512, 16)
+    >>> found = plan(x, x, x)
+    >>> found.kernel, sorted(found.rejected)[:2], found.flops == 4 * 512 * 512 * 16
+    ('native', ['eager', 'flex'], True)
+    """
+
+    kernel: str
+    reason: str
+    rejected: Mapping[str, str]
+    """The reason why each other kernel was not chosen."""
+    cost: Cost
+    share: float
+    """Fraction of all query-key pairs that are computed."""
+    steps: tuple[Step, ...]
+    """The tensors of the call from queries to output, with their shapes, and the operations between them."""
+    statistics: str
+    """What computes the statistics of the weights, if they are requested."""
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matrix products in the forward pass."""
+        return self.cost.flops
+
+    @property
+    def bytes(self) -> int:
+        """Minimum memory traffic of the forward pass, in bytes."""
+        return self.cost.bytes
+
+    @property
+    def peak(self) -> int:
+        """Estimated memory of the forward pass beyond its inputs, in bytes."""
+        return self.cost.peak
+
+    def diagram(self, form: Literal["text", "mermaid"] = "text") -> str:
+        """The way from queries, keys and values to the output, with the shapes of this call.
+
+        Args:
+            form: ``"text"``, or ``"mermaid"`` for a flowchart that GitHub, notebooks and documentation sites draw.
+
+        Raises:
+            InputError: for another form.
+
+        >>> import torch, qkv
+        >>> q, k, v = torch.zeros(1, 4, 100, 16), torch.zeros(1, 2, 120, 16), torch.zeros(1, 2, 120, 8)
+        >>> print(qkv.plan(q, k, v, mask=qkv.masks.Window(64), kernel="tiled").diagram())
+        queries  1 × 4 × 100 × 16
+        keys     1 × 2 × 120 × 16   each of their heads serves 2 heads of queries
+        values   1 × 2 × 120 × 8    each of their heads serves 2 heads of queries
+          │ dot products × 0.25
+        scores   1 × 4 × 100 × 120  never formed whole: the kernel 'tiled' computes them in blocks
+          │ mask Window(size=64)
+          │ Softmax
+        weights  1 × 4 × 100 × 120  never formed whole: the kernel 'tiled' computes them in blocks
+          │ weighted sum of the values
+        output   1 × 4 × 100 × 8
+        """
+        return drawn(self.steps, form)
+
+    def __str__(self) -> str:
+        width = max(map(len, (self.kernel, *self.rejected)))
+        lines = [
+            f"{self.kernel:<{width}}  {self.reason}",
+            f"{'':<{width}}  work    {_amount(self.flops, 'FLOP', 1000)} over {self.share:.0%} of the pairs",
+            f"{'':<{width}}  memory  {_amount(self.peak, 'B', 1024)} beside the inputs (estimate), "
+            f"{_amount(self.bytes, 'B', 1024)} read and written",
+            f"{'':<{width}}  statistics, if requested: {self.statistics}",
+            *(f"{name:<{width}}  not: {why}" for name, why in self.rejected.items()),
+        ]
+        return "\n".join(lines)
+
+
+def _amount(value: float, unit: str, step: int) -> str:
+    prefixes = ["", "Ki", "Mi", "Gi", "Ti"] if step == 1024 else ["", "k", "M", "G", "T"]
+    power = 0
+    while value >= step and power < len(prefixes) - 1:
+        value, power = value / step, power + 1
+    return f"{value:.3g} {prefixes[power]}{unit}"
+
+
+def plan(
+    q: A,
+    k: A,
+    v: A,
+    *,
+    mask: Mask | Bool[Tensor, "..."] | None = None,
+    bias: Bias | Sequence[Bias] | None = None,
+    score: Score | None = None,
+    normalizer: Normalizer | None = None,
+    dropout_p: float = 0.0,
+    kernel: str = "auto",
+    return_weights: bool = False,
+) -> Plan:
+    """The kernel that `attend` would choose for these arguments, the reasons against the others, and the cost.
+
+    >>> import torch, qkv
+    >>> q = k = v = torch.randn(1, 4, 100, 16)
+    >>> print(qkv.plan(q, k, v, return_weights=True).kernel)
+    eager
+    """
+    _, tensors = Form.of(q, k, v)
+    dtype = autocast_dtype(tensors[0])
+    queries, keys, values = (x if dtype is None else x.to(dtype) for x in tensors)
+    call = Call.of(queries, keys, values, mask, bias, score, normalizer, dropout_p)
+    name, reason, rejected = choose(call, kernel, weights=return_weights)
+    found = cost(name, call)
+    b, h, n_queries, _ = call.q.shape
+    share = found.pairs / (b * h * n_queries * call.k.shape[2])
+    return Plan(name, reason, rejected, found, share, steps_of(call, name), engine(call))
 
 
 def cost(kernel: str, call: Call) -> Cost:
@@ -84,7 +205,6 @@ def visible_pairs(call: Call) -> int:
     return int((share.double() * area).sum())
 
 
-Form = Literal["text", "mermaid"]
 SHOWN = 4  # the longest sequence that is written out in the name of an object
 
 
@@ -132,7 +252,7 @@ def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def drawn(steps: Sequence[Step], form: Form) -> str:
+def drawn(steps: Sequence[Step], form: Literal["text", "mermaid"]) -> str:
     """The steps as text or as a Mermaid chart.
 
     Raises:

@@ -1,124 +1,39 @@
-"""The main entry points: `attend` computes any attention mechanism, `plan` predicts the kernel and its cost.
+"""The main entry points: `Attention` is a frozen composition of mask, bias, score and normalizer; `attend` calls one.
 
-`Attention` is a frozen composition of mask, bias, score and normalizer, to be used by layers and caches.
+`compute` is the way of every call. `_one_operation` is a shorter one for those that need no `Call`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from qkv import _operator as operator
-from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, dot_softmax
-from qkv._engine.inputs import A, Form, autocast_dtype, from_torch_names, refuse_unknown
-from qkv._engine.sizes import LARGEST_HEAD
-from qkv._engine.tiles import all_finite
-from qkv._engine.transforms import transformed, transforming
-from qkv._plan import Cost, Step, cost, drawn, steps_of
+from qkv._plan import Plan, plan
 from qkv.biases import Bias
+from qkv.compat import composition_of
+from qkv.engine.call import A, Call, Result, dot_softmax
+from qkv.engine.inputs import Form, autocast_dtype
+from qkv.engine.sizes import LARGEST_HEAD
+from qkv.engine.tiles import all_finite
+from qkv.engine.transforms import transformed, transforming
 from qkv.errors import InputError
-from qkv.kernels import choose, opaque, serve, serve_shared, serve_with_call, watched
+from qkv.kernels import opaque, serve, serve_with_call, watched
 from qkv.masks import Mask
 from qkv.native import kernel as native
 from qkv.normalizers import Normalizer
-from qkv.ring import Shared
 from qkv.scores import Score
-from qkv.statistics.measure import directly, engine, measure, measured, sweep
+from qkv.statistics.measure import directly, measure, measured
 from qkv.statistics.result import Statistics
 
 SHORT = 64  # with fewer keys, torch's kernel may return 0 for a query that is NaN or infinite
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The kernel chosen for a call, the reason, and the cost. ``print(plan)`` shows a table.
-
-    >>> import torch
-    >>> from qkv import plan
-    >>> x = torch.zeros(1, 1, 512, 16)
-    >>> found = plan(x, x, x)
-    >>> found.kernel, sorted(found.rejected)[:2], found.flops == 4 * 512 * 512 * 16
-    ('native', ['eager', 'flex'], True)
-    """
-
-    kernel: str
-    reason: str
-    rejected: Mapping[str, str]
-    """The reason why each other kernel was not chosen."""
-    cost: Cost
-    share: float
-    """Fraction of all query-key pairs that are computed."""
-    steps: tuple[Step, ...]
-    """The tensors of the call from queries to output, with their shapes, and the operations between them."""
-    statistics: str
-    """What computes the statistics of the weights, if they are requested."""
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of the matrix products in the forward pass."""
-        return self.cost.flops
-
-    @property
-    def bytes(self) -> int:
-        """Minimum memory traffic of the forward pass, in bytes."""
-        return self.cost.bytes
-
-    @property
-    def peak(self) -> int:
-        """Estimated memory of the forward pass beyond its inputs, in bytes."""
-        return self.cost.peak
-
-    def diagram(self, form: Literal["text", "mermaid"] = "text") -> str:
-        """The way from queries, keys and values to the output, with the shapes of this call.
-
-        Args:
-            form: ``"text"``, or ``"mermaid"`` for a flowchart that GitHub, notebooks and documentation sites draw.
-
-        Raises:
-            InputError: for another form.
-
-        >>> import torch, qkv
-        >>> q, k, v = torch.zeros(1, 4, 100, 16), torch.zeros(1, 2, 120, 16), torch.zeros(1, 2, 120, 8)
-        >>> print(qkv.plan(q, k, v, mask=qkv.masks.Window(64), kernel="tiled").diagram())
-        queries  1 × 4 × 100 × 16
-        keys     1 × 2 × 120 × 16   each of their heads serves 2 heads of queries
-        values   1 × 2 × 120 × 8    each of their heads serves 2 heads of queries
-          │ dot products × 0.25
-        scores   1 × 4 × 100 × 120  never formed whole: the kernel 'tiled' computes them in blocks
-          │ mask Window(size=64)
-          │ Softmax
-        weights  1 × 4 × 100 × 120  never formed whole: the kernel 'tiled' computes them in blocks
-          │ weighted sum of the values
-        output   1 × 4 × 100 × 8
-        """
-        return drawn(self.steps, form)
-
-    def __str__(self) -> str:
-        width = max(map(len, (self.kernel, *self.rejected)))
-        lines = [
-            f"{self.kernel:<{width}}  {self.reason}",
-            f"{'':<{width}}  work    {_amount(self.flops, 'FLOP', 1000)} over {self.share:.0%} of the pairs",
-            f"{'':<{width}}  memory  {_amount(self.peak, 'B', 1024)} beside the inputs (estimate), "
-            f"{_amount(self.bytes, 'B', 1024)} read and written",
-            f"{'':<{width}}  statistics, if requested: {self.statistics}",
-            *(f"{name:<{width}}  not: {why}" for name, why in self.rejected.items()),
-        ]
-        return "\n".join(lines)
-
-
-def _amount(value: float, unit: str, step: int) -> str:
-    prefixes = ["", "Ki", "Mi", "Gi", "Ti"] if step == 1024 else ["", "k", "M", "G", "T"]
-    power = 0
-    while value >= step and power < len(prefixes) - 1:
-        value, power = value / step, power + 1
-    return f"{value:.3g} {prefixes[power]}{unit}"
 
 
 class _Options(TypedDict, total=False):
@@ -131,10 +46,10 @@ class _Options(TypedDict, total=False):
     dropout_p: float
     dropout_seed: int | None
     kernel: str
-    group: ProcessGroup | None
     attn_mask: Tensor | None
     is_causal: bool
     scale: float | None
+    blocked: Tensor | None
 
 
 @overload
@@ -144,24 +59,9 @@ def attend(
 ) -> A: ...  # fmt: skip
 @overload
 def attend(
-    q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
-    return_statistics: Literal[False] = False, **options: Unpack[_Options],
-) -> tuple[A, A]: ...  # fmt: skip
-@overload
-def attend(
-    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
-    return_statistics: Literal[False] = False, **options: Unpack[_Options],
-) -> tuple[A, A]: ...  # fmt: skip
-@overload
-def attend(
-    q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
-    return_statistics: Literal[True], **options: Unpack[_Options],
-) -> tuple[A, Statistics]: ...  # fmt: skip
-@overload
-def attend(
-    q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
-    return_statistics: bool = False, **options: Unpack[_Options],
-) -> Any: ...  # fmt: skip
+    q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False, return_statistics: bool = False,
+    **options: Unpack[_Options],
+) -> Result[A]: ...  # fmt: skip
 def attend(
     q: Any,
     k: Any,
@@ -177,11 +77,7 @@ def attend(
     return_lse: bool = False,
     return_weights: bool = False,
     return_statistics: bool = False,
-    group: ProcessGroup | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    **unknown: object,
+    **torch_names: Any,
 ) -> Any:
     """Attention: for every query, the sum of the values times its normalized scores with the keys.
 
@@ -207,19 +103,15 @@ def attend(
         return_statistics: also return the statistics of the weights that `measure` returns, from the same pass. They
             are those before dropout, and detached. If a gradient or the weights are wanted, or a kernel is requested by
             name, they take another pass. `measure` has the options: masses, padded queries, thumbnails, own statistics.
-        group: process group over which the sequence is sharded: q, k, v, ``out`` and ``lse`` are the shard of this
-            process in the order of `qkv.ring.shard`; `mask` and `bias` describe the whole sequence. Every process of
-            the group must make the call, forward and backward. `Softmax` only, without dropout and without
-            `RelativePosition`. See docs/ring.md.
-        attn_mask: torch's name and form of a mask: boolean as `mask`, or numbers that are added to the scores.
-        is_causal: torch's name of a causal mask, whose *first* query is aligned with the first key; combined with
-            `mask` by AND. ``mask=Causal()`` is the same with nq = nk.
-        scale: torch's name of the factor of the dot products: ``score=Dot(scale)``.
-        **unknown: rejected with an error, which translates the argument names of other libraries.
+        **torch_names: torch's arguments: `attn_mask`, boolean as `mask` or numbers that are added to the scores;
+            `is_causal`, a causal mask whose *first* query is aligned with the first key, combined with `mask` by AND
+            (``mask=Causal()`` is the same with nq = nk); `scale`, for ``score=Dot(scale)``. And `blocked`, a boolean
+            mask that is True where a query may *not* attend. Other names raise an error, which translates those of
+            other libraries.
 
     Returns:
-        ``out`` (b, h, nq, dv), or a tuple of ``out`` and all that is requested of ``lse``, ``weights`` and
-        ``statistics``, in this order.
+        ``out`` (b, h, nq, dv). If anything else is requested, a `Result` with ``out``, ``lse``, ``weights`` and
+        ``statistics``, which unpacks as a tuple of what is requested, in this order.
 
     Raises:
         InputError: for arguments that do not fit together, a kernel that cannot serve them, or a user-defined object
@@ -236,120 +128,61 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
     """
-    if unknown:
-        refuse_unknown(attend, unknown)
-    if is_causal or attn_mask is not None or scale is not None:
-        lengths = q.shape[-2], k.shape[-2]
-        mask, bias, score = from_torch_names(lengths, mask, bias, score, attn_mask, is_causal, scale)
-    if group is not None:
-        return _shared(
-            q, k, v, mask, bias, score, normalizer, dropout_p, kernel, return_lse, return_weights, return_statistics,
-            group,
-        )  # fmt: skip
-    if kernel == "auto" and not (dropout_p or return_lse or return_weights or watched()):
-        found = (directly if return_statistics else _stock)(q, k, v, mask, bias, score, normalizer)
-        if found is not None:
-            return found
-    return _general(
-        q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed, kernel, return_lse, return_weights,
-        return_statistics,
+    return Attention(mask, bias, score, normalizer, dropout_p)(
+        q, k, v, training=True, dropout_seed=dropout_seed, kernel=kernel, return_lse=return_lse,
+        return_weights=return_weights, return_statistics=return_statistics, **torch_names,
     )  # fmt: skip
 
 
 @opaque
-def _general(
-    q: Any, k: Any, v: Any, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
-    score: Score | None, normalizer: Normalizer | None, dropout_p: float, dropout_seed: int | None,
-    kernel: str, return_lse: bool, return_weights: bool, return_statistics: bool,
+def compute(
+    attention: Attention, q: Any, k: Any, v: Any, *, dropout_p: float = 0.0, seed: int | None = None,
+    kernel: str = "auto", lse: bool = False, weights: bool = False, statistics: bool = False,
     queries: Bool[Tensor, "b nq"] | None = None,
-) -> Any:  # fmt: skip
-    form = None
-    if not (isinstance(q, Tensor) and q.ndim == 4):
-        form, (q, k, v) = Form.of(q, k, v)
-    if (dtype := autocast_dtype(q)) is not None:
-        with torch.autocast(q.device.type, enabled=False):
-            found = _general(
-                q.to(dtype), k.to(dtype), v.to(dtype), mask, bias, score, normalizer, dropout_p, dropout_seed, kernel,
-                return_lse, return_weights, return_statistics, queries,
-            )  # fmt: skip
-        if form is None:
-            return found
-        return tuple(map(form.returned, found)) if isinstance(found, tuple) else form.returned(found)
-    call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer, dropout_p, dropout_seed)
-    if return_lse and not call.given.normalizer.has_lse:
-        raise InputError(
-            f"return_lse is True, but {type(call.given.normalizer).__name__} has no log-sum-exp; only Softmax has one"
-        )
-    statistics = None
-    if return_statistics:
-        result, statistics = _with_statistics(call, kernel, return_weights, queries)
-    else:
-        result = serve(call, kernel, weights=return_weights)
-    asked = zip((return_lse, return_weights, return_statistics), (result.lse, result.weights, statistics), strict=True)
-    wanted = [result.out, *(x for yes, x in asked if yes)]
-    found = wanted if form is None else [form.returned(x) for x in wanted]
-    return found[0] if len(found) == 1 else tuple(found)
+) -> Result[Any]:  # fmt: skip
+    """The output of a composition, and all that is requested of lse, weights and statistics.
+
+    `queries` are those that count in the statistics, as in `measure`; all if None.
+    """
+    form, tensors = Form.of(q, k, v)
+    dtype = autocast_dtype(tensors[0])
+    if dtype is not None:
+        tensors = [x.to(dtype) for x in tensors]
+    with nullcontext() if dtype is None else torch.autocast(tensors[0].device.type, enabled=False):
+        parts = (attention.mask, attention.bias, attention.score, attention.normalizer)
+        call = Call.of(tensors[0], tensors[1], tensors[2], *parts, dropout_p, seed)
+        if lse and not call.given.normalizer.has_lse:
+            name = type(call.given.normalizer).__name__
+            raise InputError(f"return_lse is True, but {name} has no log-sum-exp; only Softmax has one")
+        if statistics:
+            result = _with_statistics(call, kernel, weights, queries)
+        else:
+            result = serve(call, kernel, weights=weights)
+    return form.result(result, lse=lse, weights=weights)
 
 
-def _with_statistics(
-    call: Call, kernel: str, weights: bool, queries: Bool[Tensor, "b nq"] | None
-) -> tuple[Result, Statistics]:
-    """The result of a call and the statistics of its weights, in one pass if only the output and lse are wanted."""
+def _with_statistics(call: Call, kernel: str, weights: bool, queries: Bool[Tensor, "b nq"] | None) -> Result[Tensor]:
+    """The result of a call with the statistics of its weights: one pass, unless gradients or weights are wanted."""
     if kernel == "auto" and not (weights or call.dropout_p or call.needs_grad or transformed(call) or watched()):
         result, _, statistics = measured(call, output=True, queries=queries)
         assert result is not None
-        return result, statistics
-    result, served = serve_with_call(call, kernel, weights=weights)
-    return result, measured(replace(served, dropout_p=0.0), queries=queries)[-1]
+    else:
+        result, served = serve_with_call(call, kernel, weights=weights)
+        statistics = measured(replace(served, dropout_p=0.0), queries=queries)[-1]
+    return Result(result.out, result.lse, result.weights, statistics)
 
 
-def attend_counting(
-    attention: Attention, q: Tensor, k: Tensor, v: Tensor, queries: Bool[Tensor, "b nq"] | None, *,
-    training: bool, return_weights: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """What a composition returns with statistics of the `queries` that count, as in `measure`; of all if None."""
-    dropout_p = attention.dropout_p if training else 0.0
-    found: tuple[Any, ...] = _general(
-        q, k, v, attention.mask, attention.bias, attention.score, attention.normalizer, dropout_p, None, "auto", False,
-        return_weights, True, queries,
-    )  # fmt: skip
-    return found
-
-
-@opaque
-def _shared(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
-    score: Score | None, normalizer: Normalizer | None, dropout_p: float, kernel: str,
-    return_lse: bool, return_weights: bool, return_statistics: bool, group: ProcessGroup,
-) -> Any:  # fmt: skip
-    if dropout_p:
-        raise InputError(f"dropout_p is {dropout_p} with a group, expected 0: sharded attention has no dropout")
-    if return_weights:
-        raise InputError(
-            "return_weights is True with a group, expected False: sharded attention never forms the weights"
-        )
-    shared = Shared.of(group, q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
-    result = serve_shared(shared, kernel)
-    if not (return_lse or return_statistics):
-        return result.out
-    assert result.lse is not None
-    lse = (result.lse,) if return_lse else ()
-    if not return_statistics:
-        return result.out, *lse
-    return result.out, *lse, sweep(shared.call, RowState(result.lse.detach()), shared=shared)
-
-
-def _stock(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
-    score: Score | None, normalizer: Normalizer | None,
-) -> Tensor | None:  # fmt: skip
-    """Fast path: softmax attention in a band by one call of the library or of torch's SDPA, else None.
+def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """Softmax attention in a band by one call of the library or of torch's SDPA, or None for any other composition.
 
     For one decoded token, or in a small model, building a `Call` takes longer than the attention. In compiled code, an
     operator also serves padding and sinks.
     """
     traced = torch.compiler.is_compiling() or (isinstance(q, Tensor) and (q.is_meta or hasattr(q, "fake_mode")))
-    if (traced and bias is not None) or (found := dot_softmax(score, normalizer, q, bias)) is None:
+    mask, bias = attention.mask, attention.bias
+    if traced and bias is not None:
+        return None
+    if (found := dot_softmax(attention.score, attention.normalizer, q, bias)) is None:
         return None
     scale, sink = found
     causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
@@ -386,44 +219,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
     return attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=h != hkv)
 
 
-def plan(
-    q: A,
-    k: A,
-    v: A,
-    *,
-    mask: Mask | Bool[Tensor, "..."] | None = None,
-    bias: Bias | Sequence[Bias] | None = None,
-    score: Score | None = None,
-    normalizer: Normalizer | None = None,
-    dropout_p: float = 0.0,
-    kernel: str = "auto",
-    return_weights: bool = False,
-) -> Plan:
-    """The kernel that `attend` would choose for these arguments, the reasons against the others, and the cost.
-
-    >>> import torch, qkv
-    >>> q = k = v = torch.randn(1, 4, 100, 16)
-    >>> print(qkv.plan(q, k, v, return_weights=True).kernel)
-    eager
-    """
-    _, tensors = Form.of(q, k, v)
-    dtype = autocast_dtype(tensors[0])
-    queries, keys, values = (x if dtype is None else x.to(dtype) for x in tensors)
-    call = Call.of(queries, keys, values, as_mask(mask), as_biases(bias), score, normalizer, dropout_p)
-    name, reason, rejected = choose(call, kernel, weights=return_weights)
-    found = cost(name, call)
-    b, h, n_queries, _ = call.q.shape
-    share = found.pairs / (b * h * n_queries * call.k.shape[2])
-    return Plan(name, reason, rejected, found, share, steps_of(call, name), engine(call))
-
-
 class _CallOptions(TypedDict, total=False):
     """The arguments of an `Attention` on which the type of its result does not depend."""
 
     training: bool
     dropout_seed: int | None
     kernel: str
-    group: ProcessGroup | None
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    blocked: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -457,34 +262,32 @@ class Attention:
     ) -> A: ...  # fmt: skip
     @overload
     def __call__(
-        self, q: A, k: A, v: A, *, return_lse: Literal[True], return_weights: Literal[False] = False,
-        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
-    ) -> tuple[A, A]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[True],
-        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
-    ) -> tuple[A, A]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
-        return_statistics: Literal[True], **options: Unpack[_CallOptions],
-    ) -> tuple[A, Statistics]: ...  # fmt: skip
-    @overload
-    def __call__(
         self, q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
         return_statistics: bool = False, **options: Unpack[_CallOptions],
-    ) -> Any: ...  # fmt: skip
+    ) -> Result[A]: ...  # fmt: skip
     def __call__(
         self, q: Any, k: Any, v: Any, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
-        return_lse: bool = False, return_weights: bool = False, return_statistics: bool = False,
-        group: ProcessGroup | None = None, **unknown: Any,
+        return_lse: bool = False, return_weights: bool = False, return_statistics: bool = False, **torch_names: Any,
     ) -> Any:  # fmt: skip
-        """`attend` with this composition; without dropout unless `training`. Torch's names of `attend` work, too."""
-        options: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
-        options["return_statistics"] = return_statistics
-        dropout: dict[str, Any] = {"dropout_p": self.dropout_p if training else 0.0, "dropout_seed": dropout_seed}
-        return attend(q, k, v, **dropout, **self._parts(), **options, group=group, **unknown)
+        """`attend` with this composition; without dropout unless `training`."""
+        if torch_names:
+            parts = composition_of(attend, torch_names, q, k, self.mask, self.bias, self.score)
+            options: dict[str, Any] = {"return_weights": return_weights, "return_statistics": return_statistics}
+            options |= {"training": training, "dropout_seed": dropout_seed, "kernel": kernel, "return_lse": return_lse}
+            return replace(self, **parts)(q, k, v, **options)
+        dropout_p = self.dropout_p if training else 0.0
+        if kernel == "auto" and not (dropout_p or return_lse or return_weights or watched()):
+            if return_statistics:
+                found = directly(q, k, v, self.mask, self.bias, self.score, self.normalizer)
+                if found is not None:
+                    return Result(found[0], statistics=found[1])
+            elif (out := _one_operation(self, q, k, v)) is not None:
+                return out
+        result = compute(
+            self, q, k, v, dropout_p=dropout_p, seed=dropout_seed, kernel=kernel, lse=return_lse,
+            weights=return_weights, statistics=return_statistics,
+        )  # fmt: skip
+        return result if return_lse or return_weights or return_statistics else result.out
 
     def plan(
         self, q: A, k: A, v: A, *, training: bool = False, kernel: str = "auto", return_weights: bool = False

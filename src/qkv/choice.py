@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv._engine.call import Call, as_biases, as_mask, at_least_float32, detached
 from qkv.biases import Bias
+from qkv.engine.call import Call, as_biases, as_mask, at_least_float32, detached
 from qkv.errors import InputError
 from qkv.kernels import eager, pick, serve, tiled
 from qkv.masks import Mask

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qkv import masks, normalizers
 from qkv._contract import require
-from qkv._engine.call import Call, Result
+from qkv.engine import Call, Result
 from qkv.errors import InputError, kind_of
 from qkv.kernels import serve, serving
 from qkv.statistics.result import Statistics
@@ -169,7 +169,7 @@ def applied(
             head = Head(name, number, result.out[:, number], queries, first, changed.get(number, call))
             out = result.out.clone()
             out[:, number] = edited(edit, head)
-            result = replace(result, out=out)
+            result = Result(out, result.lse, result.weights)
             if head.changed is not None:
                 changed[number] = head.changed
     return result, changed

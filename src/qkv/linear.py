@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkv._engine.call import Call
+from qkv.engine.call import Call
 from qkv.errors import InputError, at_least_one, kind_of
 from qkv.features import elu_plus_one
 from qkv.kernels import serve

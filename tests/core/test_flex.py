@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import qkv
 from conftest import MASKS, close, rand, refused, triple
 from qkv import biases, masks
-from qkv._engine.call import Call
 from qkv.biases import ALiBi, Dense, RelativePosition, SoftCap, T5Bias
+from qkv.engine import Call
 from qkv.kernels import choose, eager
 from qkv.kernels.flex import kernel as flex
 from qkv.kernels.flex import log_space
@@ -203,7 +203,7 @@ def test_gradients_as_compiled(normalizer: str, bias: str) -> None:
 def test_score_mods_compile() -> None:
     """By the compiler that writes the CUDA kernels, from the same graphs; its kernels for the CPU have no lse."""
     q, k, v = (x.float() for x in triple(hkv=H, d=16, dv=16))
-    call, level = Call.of(q, k, v, normalizer=SoftplusSquared(), biases=(ALiBi(),)), rand(B, H, NQ).float()
+    call, level = Call.of(q, k, v, normalizer=SoftplusSquared(), bias=ALiBi()), rand(B, H, NQ).float()
     score_mod = log_space._log_weight(call.normalizer, flex._final_score(call), level, falling=True)
     found = []
     for attend in (torch.compile(torch_flex.flex_attention, fullgraph=True), torch_flex.flex_attention):

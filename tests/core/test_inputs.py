@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -133,14 +132,27 @@ def test_a_mask_is_rejected_if_its_first_dimension_can_be_batch_or_heads() -> No
     attend(*triple(1, 1, 1, 5, 5), mask=either[:1])
 
 
-def test_a_strictly_upper_triangular_mask_warns_that_true_means_may_attend() -> None:
+def test_a_mask_that_looks_as_if_true_meant_masked_is_refused_and_blocked_states_it() -> None:
     q, k, v = triple(nq=5, nk=5)
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)
-    for mask in (future, future.expand(2, 6, 5, 5), future.numpy()):
-        with pytest.warns(UserWarning, match="True means may attend"):
+    some = future.clone()
+    some[2, 2] = True
+    nothing = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    nothing[1] = False
+    layer, x = qkv.nn.MultiHeadAttention(6, 2).double(), rand(2, 5, 6)
+    block = qkv.nn.TransformerBlock(layer, torch.nn.Identity()).double()
+    for mask in (future, some, future.expand(2, 6, 5, 5), future.numpy(), nothing, future & False):
+        with refused("mask", "True means may attend"):
             attend(q, k, v, mask=mask)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for mask in (~future, future | (torch.eye(5) > 0), masks.Dense(future), future & (rand(5, 5) > 0)):
-            attend(q, k, v, mask=mask)
-        attend(q, k[:, :, :4], v[:, :, :4], mask=future[:, :4])
+        with refused("mask", "True means may attend"):
+            layer(x, mask=mask)
+    for mask in (~future, future | (torch.eye(5) > 0), masks.Dense(future), future & (rand(5, 5) > 0)):
+        attend(q, k, v, mask=mask)
+    attend(q, k[:, :, :4], v[:, :, :4], mask=future[:, :4])
+    close(attend(q, k, v, blocked=future), attend(q, k, v, mask=masks.Causal()))
+    close(layer(x, blocked=future), layer(x, mask=masks.Causal()))
+    close(block(x, blocked=future), block(x, mask=masks.Causal()))
+    with refused("mask", "may attend"):
+        attend(q, k, v, blocked=~future)
+    with refused("mask", "both passed"):
+        attend(q, k, v, mask=~future, blocked=future)

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qkv
 from conftest import MASKS, close, largest_tensor, mask_trees, oracle, rand, set_sizes, set_tile, triple
 from qkv import attend, masks
-from qkv._engine import tiles
 from qkv.biases import Dense, RelativePosition, SoftCap
+from qkv.engine import tiles
 from qkv.masks import Causal, Padding, Window
 from qkv.native import binding
 from qkv.normalizers import EluPlusOne, Entmax, Hard, Normalizer, ReLU, Sigmoid, Softmax

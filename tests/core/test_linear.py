@@ -142,7 +142,7 @@ def test_half_precision_accumulates_in_float32(feature_map: Any, dtype: torch.dt
     [
         ({"normalizer": Softmax()}, "not Softmax"),
         ({"score": Additive(torch.ones(3, dtype=torch.float64))}, "not a product"),
-        ({"bias": ALiBi()}, "a bias depends"),
+        ({"bias": ALiBi()}, "no biases"),
         ({"dropout_p": 0.5}, "dropout"),
         ({"mask": Window(3)}, "neither causal"),
         ({"mask": ~Causal()}, "neither causal"),

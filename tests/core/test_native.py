@@ -19,8 +19,8 @@ from torch import Tensor
 import qkv
 from conftest import covering
 from qkv import biases, native
-from qkv._engine.call import Call
 from qkv.biases import ALiBi, Bias, RelativePosition, SoftCap, T5Bias
+from qkv.engine import Call
 from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Window
 from qkv.normalizers import Softmax
 from qkv.statistics import measure

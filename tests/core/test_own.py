@@ -16,7 +16,7 @@ from conftest import close, largest_tensor, rand, triple
 from own_objects import HEADS, Diagonals, HeavyTail, Manhattan, Ramp, Slope, Squeeze
 from qkv import attend, biases, masks, normalizers, scores
 from qkv._contract import learned_tensors
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.statistics.maps import pooled, rectangle
 from qkv.statistics.measure import row_state
 

@@ -23,10 +23,10 @@ import qkv
 import ring_cases
 from conftest import MASKS, close, fits, rand, refused
 from qkv import masks
+from qkv.engine.sharded import Piece
 from qkv.masks import EMPTY, FULL, Grid, Region
 from qkv.masks.convert import grid_mod
 from qkv.profiler.capture.datasets import calls_of
-from qkv.ring import Piece
 from qkv.statistics import Mass
 
 SIZES = (2, 4)
@@ -111,11 +111,9 @@ def test_a_group_of_one_holds_the_whole_sequence(alone: dist.ProcessGroup) -> No
     assert torch.equal(qkv.ring.unshard(x, alone), x)
     assert qkv.ring.positions(10, alone).tolist() == list(range(10))
     case = ring_cases.CASES["sink"]
-    want, got = case.run(lambda x: x), case.run(lambda x: qkv.ring.shard(x, alone), group=alone)
+    want, got = case.run(lambda x: x), case.run(lambda x: qkv.ring.shard(x, alone), alone)
     for name, one in want.items():
         close(got[name], one)
-    composed = qkv.Attention(mask=masks.Window(3))
-    close(composed(x, x, x, group=alone), composed(x, x, x))
 
 
 @pytest.mark.parametrize("name", ["documents, causal", "ALiBi"])
@@ -123,7 +121,7 @@ def test_blocks_can_use_flex(name: str, alone: dist.ProcessGroup, monkeypatch: p
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # shape checks cannot be traced
     case = ring_cases.CASES[name]
     x, asked = case.tensors()[:3], case.composed(case.parameter())
-    want, got = (qkv.attend(*x, mask=case.mask, group=alone, kernel=one, **asked) for one in ("auto", "flex"))
+    want, got = (qkv.ring.attend(*x, alone, mask=case.mask, kernel=one, **asked) for one in ("auto", "flex"))
     close(got, want)
 
 
@@ -132,10 +130,10 @@ def test_kernels_that_cannot_serve_all_blocks_and_objects_that_are_not_groups_ar
 ) -> None:
     q, k, v = ring_cases.CASES["float32"].tensors()[:3]
     with refused("kernel", "float64"):
-        qkv.attend(q.double(), k.double(), v.double(), kernel="native", group=alone)
+        qkv.ring.attend(q.double(), k.double(), v.double(), alone, kernel="native")
     wrong: Any = "world"
     with refused("group"):
-        qkv.attend(q, q, q, group=wrong)
+        qkv.ring.attend(q, q, q, wrong)
     with refused("group"):
         qkv.ring.shard(q, wrong)
 

@@ -21,8 +21,8 @@ from torch import Tensor
 import qkv
 from benchmarks.launches import Launches
 from qkv import biases, normalizers
-from qkv._engine.call import Call
 from qkv.biases import Bias
+from qkv.engine import Call
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
 from qkv.statistics.measure import measured, sweep

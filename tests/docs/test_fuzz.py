@@ -12,7 +12,7 @@ from torch import Tensor
 from fuzz.cases import case
 from fuzz.compare import check
 from qkv import masks, normalizers
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.native import binding
 from qkv.native.binding import Prepared, prepared
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from imported import statements
+from qkv import engine
 
 ROOT = Path(__file__).parents[2]
 # The rooms, the lowest first: each imports only from itself and those before it.
@@ -20,11 +22,11 @@ ROOMS = {"qkv": ROOT / "src" / "qkv", "qkv_lab": ROOT / "lab" / "qkv_lab", "rese
 # Layers within a room, the lowest first. A dotted name is a package of its own inside another.
 ORDER = {
     "qkv": [
-        "_lazy", "errors", "_contract", "_compiled", "_packages", "_names", "_untrusted", "_files", "_progress",
+        "_lazy", "errors", "_contract", "_compiled", "_packages", "_untrusted", "_files", "_progress",
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
-        "_engine", "statistics.base", "statistics.result", "ring", "reference", "native", "kernels", "linear",
-        "statistics", "choice", "_plan", "_operator", "attention",
+        "engine", "compat", "statistics.base", "statistics.result", "reference", "native", "kernels", "linear",
+        "statistics", "choice", "_plan", "_operator", "attention", "ring",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
         "profiler", "profiler.watch", "tracking",
@@ -101,10 +103,12 @@ def test_no_kernel_imports_another() -> None:
     assert not [(a, b) for a, found in kernels.items() for b in found if b.startswith(inside) and b != inside]
 
 
-def test_outside_of_the_core_the_engine_is_only_its_calls() -> None:
-    core = layer("qkv.attention")
-    used = {b for a, found in all_imports().items() if layer(a) > core for b in found if b.startswith("qkv._engine")}
-    assert used == {"qkv._engine.call"}
+def test_outside_of_the_core_nothing_of_the_engine_is_imported_but_its_documented_names() -> None:
+    core = layer("qkv.ring")
+    used = {b for a, found in all_imports().items() if layer(a) > core for b in found if b.startswith("qkv.engine")}
+    assert used == {"qkv.engine"}
+    page = (ROOT / "docs" / "dev" / "engine.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) == set(engine.__all__)
 
 
 def python(code: str) -> str:

@@ -107,7 +107,6 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: py
     (tmp_path / "empty.txt").write_bytes(b"\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.bin").write_bytes(b"\0")
-    install(monkeypatch)
     for name, match in (
         ("libary", "mean 'library'"),
         (str(tmp_path / "latin.txt"), "is not UTF-8"),
@@ -117,9 +116,6 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: py
         ("package:networkx.algorithms", "package:NAME"),
         ("package:../x", "package:NAME"),
         ("package:this", "package:NAME"),
-        ("hf:tiny/stories:body", "text, title, year"),
-        ("hf:tiny/stories:year", "rows are int"),
-        ("hf:none", "doesn't exist"),
         ("hf:", "hf:NAME:COLUMN"),
         ("hf:a:b:c", "hf:NAME:COLUMN"),
     ):

@@ -12,7 +12,7 @@ from test_watch import in_threads
 
 import qkv
 from conftest import refused
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.kernels import eager, watching
 from qkv.models import DecoderConfig, DecoderLM

@@ -19,7 +19,7 @@ import qkv
 from conftest import largest_tensor, oracle, rand, refused, set_sizes, triple
 from hf_models import build, inputs
 from qkv import masks, normalizers
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.models import load
 from qkv.models.checkpoint import folder_of
 from qkv.profiler.explore import explorer as explore

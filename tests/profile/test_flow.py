@@ -16,7 +16,7 @@ from torch import Tensor
 import hf_models as hf
 from conftest import MASKS, Command, close, enlarged, fits, largest_tensor, oracle, rand, refused, set_tile, triple
 from qkv import masks, normalizers
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.figures.analyses import flow_figure
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Normalizer

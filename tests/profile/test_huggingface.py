@@ -15,7 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 import hf_models as hf
 from conftest import refused
 from qkv import kernels
-from qkv._engine.call import Call, Result
+from qkv.engine import Call, Result
 from qkv.huggingface import register, use
 from qkv.huggingface.client import attend
 from qkv.profiler.capture.observe import Observer, observe

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from conftest import MASKS, close, fits, largest_tensor, oracle, rand, refused, set_sizes, triple
 from qkv import biases, masks, normalizers
-from qkv._engine.call import Call, as_biases
-from qkv._engine.sizes import BY_DEVICE
+from qkv.engine import Call
+from qkv.engine.sizes import BY_DEVICE
 from qkv.scores import Additive, Dot
 from qkv.statistics import maps
 from qkv.statistics.measure import row_state
@@ -73,7 +73,7 @@ def check(
     seen = arguments["mask"] or ~masks.Prefix(0)
     visible = seen.dense(nq, nk, batch=2, heads=q.shape[1]).expand(weights.shape)
     given = {name: value for name, value in arguments.items() if name != "bias"}
-    call = Call.of(q, k, v, **given, biases=as_biases(arguments.get("bias")))
+    call = Call.of(q, k, v, **given, bias=arguments.get("bias"))
     rows = row_state(call)
     for item, head in at:
         parts = [((0, nq, 0, nk), size) for size in sizes] + [(window, (2, 3)) for window in windows]

@@ -15,7 +15,7 @@ import hf_models as hf
 import qkv
 from conftest import rand, refused, triple
 from qkv import Profile
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.masks import Causal
 from qkv.models import DecoderConfig, DecoderLM, loading
 from qkv.normalizers import Softmax

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkv._engine.call import as_biases, as_mask
 from qkv.attention import Attention, attend
+from qkv.engine import as_biases, as_mask
 from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask, Window
 from qkv.normalizers import SumToOne

@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkv._contract import require
-from qkv._engine.call import as_biases, at_least_float32
 from qkv._registry import Registry
 from qkv.attention import Attention
 from qkv.cache.base import PAST, Cache, attend_with, check_distance_mask, rotated
+from qkv.engine import as_biases, at_least_float32
 from qkv.errors import InputError, at_least_one, kind_of
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne

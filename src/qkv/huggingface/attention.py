@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkv import biases
-from qkv._engine.call import Call, as_mask
+from qkv.engine import Call, as_mask
 from qkv.errors import InputError
 from qkv.huggingface.masks import LazyMask
 from qkv.masks import Causal, Mask

@@ -16,15 +16,15 @@ from typing import TypeVar, cast
 
 import torch
 
-from qkv._engine.call import Call, Result
-from qkv._engine.sizes import sizes
+from qkv.engine.call import Call, Result
+from qkv.engine.sharded import Shared
+from qkv.engine.sizes import sizes
 from qkv.errors import InputError
 from qkv.kernels import eager, linear, loops, ring, tiled
 from qkv.kernels.flex import kernel as flex
 from qkv.kernels.fused import kernel as fused
 from qkv.native import kernel as native
 from qkv.native.binding import is_finite
-from qkv.ring import Shared
 
 __all__ = ["KERNELS", "Call", "Result"]
 __dir__ = __all__.copy
@@ -218,7 +218,7 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
     if kernel != "auto":
         pick(shared.call, kernel)
     if edited():
-        raise InputError("group was passed, but sharded attention cannot be edited; expected group=None under edits")
+        raise InputError("group: attention that several processes share cannot be edited; expected no edits")
     compute = functools.partial(ring.run, shared, functools.partial(_block_kernel, kernel))
     server = _server()
     return compute() if server is None else server(shared, compute, False)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Call, Result
-from qkv._engine.tiles import ScoreTiles, gumbel, kept, uniform, zero_masked_keys
-from qkv._engine.transforms import mapped, transformed
 from qkv.biases.built_in import clipped
+from qkv.engine.call import Call, Result
+from qkv.engine.needs import NEEDS, Need
+from qkv.engine.tiles import ScoreTiles, gumbel, kept, uniform, zero_masked_keys
+from qkv.engine.transforms import mapped, transformed
 from qkv.masks import Grid, Mask, Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.built_in import log_sum_exp
 from qkv.normalizers.level import differentiable_level
+
+OFFERS: tuple[Need, ...] = tuple(NEEDS)
 
 
 def unsupported_reason(call: Call) -> str | None:

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv._engine.call import Call, Result, at_least_float32
-from qkv._engine.transforms import REASON, transformed
+from qkv.engine.call import Call, Result, at_least_float32
+from qkv.engine.needs import Need, unmet
 from qkv.masks import Grid, Mask
 from qkv.normalizers import Pointwise
 
@@ -54,21 +54,17 @@ class LinearState:
         return LinearState(self.kv + k.mT @ v, self.k_sum + k.sum(2))
 
 
+OFFERS: tuple[Need, ...] = ("weights that are no softmax", "gradients", "tensors in closures")
+
+
 def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     if not (isinstance(call.normalizer, Pointwise) and call.normalizer.is_identity) or call.shift is not None:
         return f"its weights are the scores themselves, not {type(call.given.normalizer).__name__} of them"
-    if call.pairwise is not None:
-        return f"the score {type(call.pairwise).__name__} is not a product of query and key"
-    if call.biases or call.values is not None:
-        return "a bias depends on query and key together"
-    if call.dropout_p:
-        return "dropout acts on weights, which it never forms"
-    if _parts(call.mask, call.grid) is None:
-        return "the mask is neither causal, nor a selection of keys, nor both"
-    if transformed(call):
-        return REASON
-    return None
+    if (why := unmet(call, OFFERS)) is not None:
+        return why
+    selects = _parts(call.mask, call.grid) is not None
+    return None if selects else "the mask is neither causal, nor a selection of keys, nor both"
 
 
 def _parts(mask: Mask | None, grid: Grid) -> tuple[bool, list[Tensor]] | None:

@@ -5,25 +5,18 @@ from __future__ import annotations
 import torch
 
 from qkv import reference
-from qkv._engine.call import Call, Result, at_least_float32
-from qkv._engine.transforms import REASON, transformed
-from qkv.normalizers import SumToOne
+from qkv.engine.call import Call, Result, at_least_float32
+from qkv.engine.needs import Need, unmet
+
+OFFERS: tuple[Need, ...] = ("weights that are no softmax", "pairwise scores", "biases", "vectors by distance")
 
 
 def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
-    if call.needs_grad:
-        return "it has no gradients; detach the inputs or use torch.no_grad()"
     given = call.given
     if (unknown := reference.first_undefined(given.mask, *given.biases, given.score, given.normalizer)) is not None:
         return f"the reference has no definition of {unknown}"
-    if call.dropout_p:
-        return "it has no dropout"
-    if isinstance(call.normalizer, SumToOne) and call.normalizer.sample:
-        return f"it does not sample, and {type(call.normalizer).__name__}(sample=True) does"
-    if transformed(call):
-        return REASON
-    return None
+    return unmet(call, OFFERS)
 
 
 def forward(call: Call) -> Result:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qkv._engine.call import Call, Result, at_least_float32, detached
-from qkv._engine.transforms import Results, differentiable
+from qkv.engine.call import Call, Result, at_least_float32, detached
+from qkv.engine.sharded import Shared, naming_lost, slice_bias
+from qkv.engine.transforms import Results, differentiable
 from qkv.partial import Partial, merge, sink_gradient
-from qkv.ring import Shared, naming_lost, slice_bias
 
 RING = "ring attention"
 Choose = Callable[[Call, set[str]], ModuleType]

@@ -1,6 +1,6 @@
 """The tiled kernel: attention of any composition, tile by tile in plain tensor operations; linear memory, any device.
 
-It is the forward and backward of `qkv._engine`, as one differentiable function.
+It is the forward and backward of `qkv.engine`, as one differentiable function.
 """
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv._engine.backward import backward
-from qkv._engine.call import Call, Result, RowState, detached
-from qkv._engine.forward import ForwardState, forward_tiles
-from qkv._engine.transforms import REASON, Results, differentiable, transformed
+from qkv.engine.backward import backward
+from qkv.engine.call import Call, Result, RowState, detached
+from qkv.engine.forward import ForwardState, forward_tiles
+from qkv.engine.needs import NEEDS, Need, unmet
+from qkv.engine.transforms import Results, differentiable
 from qkv.partial import Partial
+
+OFFERS: tuple[Need, ...] = tuple(need for need in NEEDS if need not in ("transforms", "tensors in closures"))
 
 
 def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
-    if transformed(call):
-        return REASON
-    return call.untracked
+    return unmet(call, OFFERS)
 
 
 def forward(call: Call) -> Result:

@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkv._engine.call import as_mask
 from qkv.attention import Attention
 from qkv.biases import ALiBi, Bias, T5Bias
 from qkv.cache import Cache, Full
+from qkv.engine import as_mask
 from qkv.errors import InputError, kind_of, one_of
 from qkv.masks import Causal, Dense, Grid, Mask, Prefix, Window
 from qkv.models.config import check_dropout, check_ids

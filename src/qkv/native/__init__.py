@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv._engine.call import Call
-from qkv._engine.tiles import kept
+from qkv.engine.call import Call
+from qkv.engine.tiles import kept
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native.binding import Prepared, attend, empty, prepared, visibility

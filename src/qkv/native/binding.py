@@ -18,11 +18,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._compiled import LIBRARY, MISSING, described
-from qkv._engine.call import Call
-from qkv._engine.tiles import kept
-from qkv._engine.transforms import transformed
 from qkv.biases import Bias, ByDistance, SoftCap
 from qkv.biases.base import TensorBias
+from qkv.engine.call import Call
+from qkv.engine.needs import Need, unmet
+from qkv.engine.tiles import kept
 from qkv.masks import And, Grid, Mask
 from qkv.masks.convert import MaskBits, mask_bits, parts
 
@@ -93,23 +93,22 @@ def description() -> str:
     return described(reason=found) if isinstance(found, str) else described(found.qkv_level())
 
 
+OFFERS: tuple[Need, ...] = ("biases", "gradients", "tensors in closures")
+
+
 def unsupported_reason(call: Call) -> str | None:
     """Why the library cannot compute a call, or None if it can."""
     if call.q.device.type != "cpu":
         return f"tensors are on {call.q.device.type}; the native library is for CPU"
     if isinstance(found := library(), str):
         return found
-    if not call.normalizer.has_lse:
-        return f"the weights are a softmax, not {type(call.given.normalizer).__name__}"
-    if call.pairwise is not None:
-        return f"the score {type(call.pairwise).__name__} is not a product of query and key"
-    if call.values is not None or call.dropout_p or call.shift is not None:
-        return "values that depend on the distance, dropout and shifts are not a part of the native library"
+    if (why := unmet(call, OFFERS)) is not None:
+        return why
     for bias in call.biases:
         if bias.form is None:
             return f"the bias {type(bias).__name__} is not one by distance, a tensor, or a soft cap"
-    if transformed(call) or torch._C._len_torch_dispatch_stack() > 0:
-        return "it computes no derivatives, and needs tensors in memory"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "it needs tensors in memory"
     if not {call.q.dtype, call.k.dtype, call.v.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
         return f"q, k and v are {call.q.dtype}, {call.k.dtype} and {call.v.dtype}, not float32, bfloat16 or float16"
     if max(call.q.shape[3], call.v.shape[3]) > LARGEST_HEAD:

@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkv import masks
-from qkv._engine.call import as_mask, at_least_float32
 from qkv.attention import attend
 from qkv.biases import Dense
+from qkv.engine import as_mask, at_least_float32
 from qkv.errors import InputError, at_least_one, one_of
 from qkv.kernels import watching
 from qkv.masks import Mask

@@ -10,13 +10,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qkv.compat import with_blocked
 from qkv.errors import InputError, at_least_one, one_of
 from qkv.masks import Mask
 from qkv.nn.multi_head import KeysValues, MultiHeadAttention
 
 if TYPE_CHECKING:
-    from qkv.cache import Cache
-
+    from qkv.compat import with_blocked
+from qkv.cache import Cache
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
@@ -135,14 +136,16 @@ class TransformerBlock(nn.Module):
     @overload
     def forward(
         self, x: Tensor, memory: Tensor | None = None, *, keys_values: KeysValues | None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, blocked: Bool[Tensor, "..."] | None = None,
+        memory_mask: Mask | Bool[Tensor, "..."] | None = None,
         is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
         return_weights: Literal[False] = False,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor, memory: Tensor | None = None, *, keys_values: KeysValues | None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, blocked: Bool[Tensor, "..."] | None = None,
+        memory_mask: Mask | Bool[Tensor, "..."] | None = None,
         is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
         return_weights: bool = False,
     ) -> Any: ...  # fmt: skip
@@ -153,6 +156,7 @@ class TransformerBlock(nn.Module):
         *,
         keys_values: KeysValues | None = None,
         mask: Mask | Bool[Tensor, "..."] | None = None,
+        blocked: Bool[Tensor, "..."] | None = None,
         memory_mask: Mask | Bool[Tensor, "..."] | None = None,
         is_causal: bool = False,
         positions: Int[Tensor, "..."] | None = None,
@@ -166,7 +170,8 @@ class TransformerBlock(nn.Module):
             memory: the sequence to which `cross` attends.
             keys_values: the result of ``cross.keys_values(memory)``, instead of the memory.
             mask: True where a token may attend to a token; combined with the mask of the composition by AND.
-            memory_mask: the same for the memory.
+            blocked: a mask in the other convention, True where a token may *not* attend to a token.
+            memory_mask: as `mask`, for the memory.
             is_causal: mask later tokens, too.
             positions: positions of the tokens, for rotary positions.
             cache: keys and values of earlier tokens.
@@ -195,7 +200,7 @@ class TransformerBlock(nn.Module):
 
         found: list[Tensor] = []
         asked: dict[str, Any] = {"return_weights": True} if return_weights else {}
-        own = {"mask": mask, "positions": positions, "cache": cache, **asked}
+        own = {"mask": with_blocked(mask, blocked), "positions": positions, "cache": cache, **asked}
         if is_causal:
             own["is_causal"] = True
         x = self._residual(x, self.attention_norm, self.attention, found, **own)

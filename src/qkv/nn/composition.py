@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv._contract import Definition
-from qkv._engine.call import as_mask
-from qkv.attention import Attention, attend_counting
+from qkv.attention import Attention, compute
+from qkv.engine import as_mask
 from qkv.errors import InputError
 from qkv.masks import Mask
 
@@ -81,10 +81,10 @@ class Composition(nn.Module):
         `queries` are those that count in the statistics, as in `qkv.measure`.
         """
         attention = self.attention if mask is None else masked(self.attention, mask)
-        if return_statistics:
-            options: dict[str, Any] = {"training": self.training, "return_weights": return_weights}
-            return attend_counting(attention, q, k, v, queries, **options)
-        return attention(q, k, v, training=self.training, return_weights=return_weights)
+        if not return_statistics:
+            return attention(q, k, v, training=self.training, return_weights=return_weights)
+        options: dict[str, Any] = {"dropout_p": attention.dropout_p if self.training else 0.0}
+        return compute(attention, q, k, v, weights=return_weights, statistics=True, queries=queries, **options)
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`

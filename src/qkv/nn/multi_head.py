@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkv._engine.call import as_mask
-from qkv._names import INPUTS, SIZES, renamed
 from qkv.attention import Attention
+from qkv.compat import INPUTS, SIZES, renamed, with_blocked
+from qkv.engine import as_mask
 from qkv.errors import InputError, at_least_one, kind_of, one_of
 from qkv.masks import Dense, Grid, Mask, Padding, from_sdpa
 from qkv.nn.composition import Composition
@@ -197,7 +197,8 @@ class MultiHeadAttention(nn.Module):
                 or the composition pads (`Padding`, or a tensor of keys) do not count as queries in self-attention.
             need_weights: torch's argument: always return a pair, of the output and the weights, or None if False.
             average_attn_weights: whether the weights of `need_weights` are the mean over heads, as in torch.
-            **other_names: `query` and `key`; every other name raises an error that says what to pass.
+            **other_names: `query` and `key`, and `blocked`, a boolean mask that is True where a query may *not* attend;
+                every other name raises an error that says what to pass.
 
         Returns:
             ``out`` (b, n, d_model), or ``(out, weights)`` with weights (b, h, n, m), or (b, n, m) if averaged;
@@ -213,6 +214,7 @@ class MultiHeadAttention(nn.Module):
         >>> layer(query, key, value, return_weights=True)[1].shape
         torch.Size([2, 8, 10, 10])
         """
+        mask = with_blocked(mask, other_names.pop("blocked", None))
         if x is None or other_names:
             x, context = renamed("MultiHeadAttention", other_names, INPUTS, {"x": x, "context": context})
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkv._engine.call import Call, RowState, as_mask, at_least_float32
-from qkv._engine.inputs import Form
-from qkv._engine.sweep import Group, Tile
+from qkv.engine.call import Call, RowState, at_least_float32
+from qkv.engine.inputs import Form
+from qkv.engine.sweep import Group, Tile
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask
 from qkv.statistics.base import Statistic
@@ -73,7 +73,7 @@ def measure_weights(
     # Only the shapes and the mask of this call matter: scores are never computed.
     zero = weights.new_zeros(1, 1, 1, 1, dtype=at_least_float32(weights.dtype))
     q, k = zero.expand(b, h, n_queries, 1), zero.expand(b, h, n_keys, 1)
-    call = Call.of(q, k, k, as_mask(mask), (), None, None)
+    call = Call.of(q, k, k, mask)
     options: dict[str, Any] = {"mass": mass, "first": first, "prefix_keys": prefix_keys, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
     totals = Totals(call, request)

@@ -18,14 +18,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, summed, zeros
-from qkv._engine.call import Call, RowState, at_least_float32
-from qkv._engine.sweep import Group, Tile, Workspace, groups, reduce_tiles, tile_size
-from qkv._engine.transforms import Results, differentiable, transformed
+from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, summed, zeros
+from qkv.engine.call import Call, RowState, at_least_float32
+from qkv.engine.sweep import Group, Tile, Workspace, groups, reduce_tiles, tile_size
+from qkv.engine.transforms import Results, differentiable, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
 from qkv.masks import Dense, Mask, Prefix
-from qkv.native.statistics import statistics_gradients
+from qkv.native.kernel import statistics_gradients
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_slopes

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._engine.call import Call, RowState, detached
-from qkv._engine.sizes import sizes
-from qkv._engine.sweep import Block, Group, Reducer, Tile, Workspace, reduce_tiles
-from qkv._engine.tiles import ScoreTiles, WeightTiles, block_status
 from qkv.biases import Bias
+from qkv.engine.call import Call, RowState, detached
+from qkv.engine.sizes import sizes
+from qkv.engine.sweep import Block, Group, Reducer, Tile, Workspace, reduce_tiles
+from qkv.engine.tiles import ScoreTiles, WeightTiles, block_status
 from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 from qkv.masks.base import Submask

@@ -24,16 +24,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv import native
-from qkv._engine.call import Call, Result, RowState, as_biases, as_mask, at_least_float32, detached, dot_softmax
-from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
 from qkv.biases import Bias
+from qkv.compat import refuse_unknown
+from qkv.engine.call import Call, Result, RowState, at_least_float32, detached, dot_softmax
+from qkv.engine.inputs import Form, autocast_dtype
+from qkv.engine.sharded import Shared, positions
 from qkv.errors import InputError
-from qkv.kernels import attention, ring, serve_shared, tiled, watching
+from qkv.kernels import attention, ring, tiled
 from qkv.masks import Grid, Mask
 from qkv.native import kernel as native_kernel
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
-from qkv.ring import Shared, positions
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
@@ -58,7 +59,6 @@ def measure(
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
     differentiable: bool = False,
-    group: dist.ProcessGroup | None = None,
     **unknown: object,
 ) -> Statistics:
     """Exact statistics of the attention weights of `qkv.attend` with the same arguments, in linear memory.
@@ -83,10 +83,7 @@ def measure(
         differentiable: whether `entropy`, `effective_keys`, `distance`, `sink`, `self_`, `previous`, `next_`,
             `sink_mass`, `lse`, `received` and every `mass` carry gradients to q, k and all learned tensors of the
             composition, in linear memory. The other fields are detached. First derivatives only; cannot be combined
-            with `prefix_keys`, `bins`, `statistics`, `group`, NumPy arrays or `Hard`.
-        group: processes that share the sequence, as in `attend`: q, k, `queries` and the result are the shard of this
-            process; `mask`, `bias`, `mass` and `first` refer to the whole sequence. `prefix_sink_scores` covers the
-            whole sequence on every process. Cannot be combined with `bins` or `statistics`.
+            with `prefix_keys`, `bins`, `statistics`, NumPy arrays or `Hard`.
         **unknown: rejected, as in `attend`.
 
     Returns:
@@ -113,7 +110,7 @@ def measure(
     if unknown:
         refuse_unknown(measure, unknown)
     if not (differentiable or mass or statistics or (type(first), first) != (int, 0)) and (
-        queries is None and prefix_keys is None and bins is None and group is None
+        queries is None and prefix_keys is None and bins is None
     ):
         found = directly(q, k, k if v is None else v, mask, bias, score, normalizer, output=False)
         if found is not None:
@@ -121,16 +118,10 @@ def measure(
     options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
     detached_options: dict[str, Any] = {"prefix_keys": prefix_keys, "bins": bins, "statistics": statistics}
     if differentiable:
-        for name, value in (detached_options | {"statistics": statistics or None, "group": group}).items():
+        for name, value in (detached_options | {"statistics": statistics or None}).items():
             if value is not None:
                 raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        if group is not None:
-            # No statistic depends on values: one column of the keys replaces them and is cheap to send around the ring.
-            shared = Shared.of(group, q, k, k[..., :1], as_mask(mask), as_biases(bias), score, normalizer)
-            with watching(None):
-                level = serve_shared(shared).lse
-            return sweep(shared.call, RowState(level), shared=shared, **detached_options, **options)
         form, (q, k, v) = Form.of(q, k, k if v is None else v)
         if differentiable and form.array:
             raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
@@ -141,7 +132,7 @@ def measure(
             if differentiable and queries is not None and isinstance(q, Tensor) and q.ndim == 4:
                 _check_queries(queries, q)
                 q = q.masked_fill(~queries[:, None, :, None], 0)  # NaN in padding must not reach gradients
-            call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
+            call = Call.of(q, k, v, mask, bias, score, normalizer)
             if differentiable:
                 return form.all_back(with_gradients(call, _measure_call, **options))
             return form.all_back(measured(call, **detached_options, **options)[-1])
@@ -183,7 +174,7 @@ def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowStat
 
 
 @torch.no_grad()
-def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Result | None, RowState, Statistics]:
+def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Result[Tensor] | None, RowState, Statistics]:
     """The result of a call, if the `output` is wanted, its row state and its statistics; in one pass if possible.
 
     `options` are those of `sweep`, without `shared`.

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv._engine.call import Call, RowState, at_least_float32, detached
+from qkv.engine.call import Call, RowState, at_least_float32, detached
 from qkv.errors import InputError
 from qkv.statistics.base import Statistic
 from qkv.statistics.reduce import Product, Request, StatisticsReducer, Totals, TransposedProduct, add_tiles

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv._engine.call import Call, RowState, at_least_float32
-from qkv._engine.sizes import sizes
-from qkv._engine.sweep import Group, Reducer, Tile, groups, reduce_tiles
-from qkv._engine.tiles import WeightTiles
+from qkv.engine.call import Call, RowState, at_least_float32
+from qkv.engine.sizes import sizes
+from qkv.engine.sweep import Group, Reducer, Tile, groups, reduce_tiles
+from qkv.engine.tiles import WeightTiles
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask, Region
 from qkv.statistics.base import Statistic, WeightTile

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qkv._contract import require
-from qkv._engine.call import Call
 from qkv.edits import Edit, Head, edited
+from qkv.engine import Call
 from qkv.errors import InputError, kind_of
 from qkv.kernels import serve
 from qkv.masks import EMPTY, FULL, PARTIAL, Causal, Grid, Mask, Padding, Region, Tiles

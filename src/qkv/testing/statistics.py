@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv._engine.call import at_least_float32
 from qkv.attention import attend
+from qkv.engine import at_least_float32
 from qkv.errors import kind_of
 from qkv.masks import Causal, Dense, Mask, Region
 from qkv.statistics import Statistic, WeightTile

@@ -19,10 +19,10 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv._engine.call import Call, Result, at_least_float32, detached
-from qkv._engine.sizes import GPUS, has_triton
-from qkv._engine.transforms import REASON, transformed
 from qkv.biases import Bias, Dense
+from qkv.engine.call import Call, Result, at_least_float32, detached
+from qkv.engine.needs import Need, unmet
+from qkv.engine.sizes import GPUS, has_triton
 from qkv.errors import InputError
 from qkv.kernels.flex import log_space
 from qkv.kernels.flex.log_space import Attend, ScoreMod
@@ -36,6 +36,9 @@ SMALLEST_HEAD = 16  # smallest head dimension of Triton's matrix product
 DECODED = 64  # rows, of all query heads of a key head, up to which torch 2.11 finds a tile in its kernel for decoding
 
 
+OFFERS: tuple[Need, ...] = ("weights that are no softmax", "biases", "gradients")
+
+
 def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     device = call.q.device.type
@@ -43,19 +46,11 @@ def unsupported_reason(call: Call) -> str | None:
         return f"tensors are on {device}; it is for CUDA, and for tests on CPU"
     if not _has_lse():
         return f"the FlexAttention of torch {torch.__version__} cannot return the log-sum-exp"
-    if call.dropout_p:
-        return "dropout acts on weights, which it never forms"
-    if call.pairwise is not None:
-        return f"the score {type(call.pairwise).__name__} is not a product of query and key"
+    if (why := unmet(call, OFFERS)) is not None:
+        return why
     for bias in call.biases:
         if not overrides(bias, Bias, "at"):
             return f"the bias {type(bias).__name__} has no method `at` for a single score"
-    if transformed(call):
-        return REASON
-    if call.untracked is not None:
-        return call.untracked
-    if call.values is not None:
-        return "it has no values that depend on the distance"
     if device not in GPUS and call.needs_grad:
         return "torch's FlexAttention has no backward on CPU"
     if device == "cuda" and not has_triton():

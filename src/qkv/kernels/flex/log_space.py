@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv._engine.call import Call, detached, user_defined
-from qkv._engine.sizes import GPUS
+from qkv.engine.call import Call, detached, user_defined
+from qkv.engine.sizes import GPUS
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import TOLERANCE, level_slopes, raise_no_level, root

@@ -16,14 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Call, Result
-from qkv._engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed
+from qkv.engine.call import Call, Result
+from qkv.engine.needs import Need, unmet
+from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
+from qkv.engine.transforms import kernel_once_differentiable
 from qkv.partial import Partial, sink_gradient
 
 MULTIPLE = 8  # head dimensions are padded to a multiple of it
 CAUSAL_FROM_BOTTOM_RIGHT = 2  # torch's number for it in `_efficient_attention_forward`
 EVERYTHING = (-math.inf, math.inf)
+
+
+OFFERS: tuple[Need, ...] = ("gradients",)
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -32,16 +36,8 @@ def unsupported_reason(call: Call) -> str | None:
     band = EVERYTHING if call.mask is None else call.mask.band
     if device.type not in GPUS:
         return f"tensors are on {device.type}; it calls torch's CUDA kernels"
-    if not call.normalizer.has_lse:
-        return f"its weights are a softmax, not {type(call.given.normalizer).__name__}"
-    if call.dropout_p:
-        return "dropout acts on weights, which it never forms"
-    if call.pairwise is not None:
-        return f"the score {type(call.pairwise).__name__} is not a product of query and key"
-    if call.biases:
-        return f"torch's fused kernels have no bias {type(call.given.biases[0]).__name__}"
-    if call.values is not None or call.shift is not None:
-        return "it has no values that depend on the distance, and no shifts"
+    if (why := unmet(call, OFFERS)) is not None:
+        return why
     if band is None:
         return f"the mask {type(call.mask).__name__} is neither causal nor a window"
     if band != EVERYTHING and (q.shape[2] > call.k.shape[2] or not band[0] <= 0 <= band[1]):
@@ -54,10 +50,6 @@ def unsupported_reason(call: Call) -> str | None:
         return f"the head dimension is {max(q.shape[3], v.shape[3])}, more than {LARGEST_HEAD - MULTIPLE}"
     if 0 in q.shape or 0 in call.k.shape:
         return "a dimension is 0"
-    if transformed(call):
-        return REASON
-    if call.untracked is not None:
-        return call.untracked
     return _wrong(device, q.dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkv._engine.call import Call, Result
+from qkv.engine import Call, Result
 from qkv.errors import InputError, one_of
 from qkv.kernels import editing, serve
 from qkv.nn import MultiHeadAttention

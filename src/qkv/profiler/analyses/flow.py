@@ -18,7 +18,7 @@ import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv._engine.call import RowState
+from qkv.engine import RowState
 from qkv.errors import InputError
 from qkv.models.loading import load_if_named
 from qkv.profiler.capture.datasets import calls_of, without_values

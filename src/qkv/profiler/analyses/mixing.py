@@ -12,7 +12,7 @@ import xarray as xr
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv._engine.call import at_least_float32
+from qkv.engine import at_least_float32
 from qkv.errors import InputError
 from qkv.models.loading import load_if_named
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids, token_text, vocabulary

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv._engine.call import Call, at_least_float32
+from qkv.engine import Call, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.client import name_of
 from qkv.huggingface.masks import LazyMask

@@ -20,8 +20,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qkv._engine.call import Call, Result, as_mask, at_least_float32
+from qkv import masks
 from qkv.biases import Dense
+from qkv.engine import Call, Result, as_mask, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import read_mask
 from qkv.masks import Causal, Mask, Shifted
@@ -338,7 +339,7 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
     b, h, n_queries, n_keys = weights.shape
     zeros = weights.new_zeros(b, h, 1, 1)
     q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k + torch.nan, as_mask(weights > 0), (Dense(weights),), normalizer=_AsGiven())
+    return Call.of(q, k, k + torch.nan, masks.Dense(weights > 0), (Dense(weights),), normalizer=_AsGiven())
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:

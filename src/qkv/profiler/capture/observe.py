@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from qkv import ring
-from qkv._engine.call import Call, Result, RowState, at_least_float32, detached
 from qkv.edits import ACTIVE, applied, with_head
+from qkv.engine import Call, Result, RowState, Shared, at_least_float32, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.client import EAGER_NAMES, Own, eager_of, function_of, is_known, name_of, routed, wrapped
@@ -46,7 +46,6 @@ from qkv.profiler.capture.inputs import Sequences, arguments_of, real_tokens, se
 from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
 from qkv.profiler.capture.residual import geometry, value_norms
 from qkv.profiler.data.variables import UNFUSED
-from qkv.ring import Shared
 from qkv.statistics import Local, Statistic, Streaming
 from qkv.statistics.measure import in_shares, measured, row_state, sweep
 from qkv.statistics.result import Statistics

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.kernels import edited
 from qkv.profiler.capture.datasets import calls_of

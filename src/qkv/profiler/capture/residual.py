@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from qkv._engine.call import Call, at_least_float32
+from qkv.engine import Call, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
 from qkv.normalizers import SumToOne

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv._engine.call import Call, RowState
 from qkv.biases import Dense as DenseBias
+from qkv.engine import Call, RowState
 from qkv.errors import InputError, nearest
 from qkv.masks import Dense, Region
 from qkv.models.loading import load_if_named

@@ -19,7 +19,7 @@ from cachetools import LRUCache
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv._engine.call import Call, RowState, at_least_float32
+from qkv.engine import Call, RowState, at_least_float32
 from qkv.errors import InputError
 from qkv.statistics.maps import HeadMap, Picture, checked_slice, is_masked, slice_call
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from qkv._engine.call import Result
+from qkv.engine import Result
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Special, batches, sequences_of, special_ids, token_text, tokens_of
 from qkv.profiler.capture.observe import ObservedCall, Observer, observe, unobserved

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.kernels import eager
 from qkv.masks import Region
 from qkv.statistics import Streaming

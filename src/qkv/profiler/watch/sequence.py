@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._engine.call import Call
+from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.masks import Causal, Dense, Mask, Region
 from qkv.profiler.capture.observe import PREFIX, WEIGHTS_ONLY, ObservedCall, Record, masses, weights_of

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Call
-from qkv._engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv._engine.tiles import LOG2_E, kept
-from qkv._engine.transforms import transformed
 from qkv.biases import ByDistance, SoftCap
+from qkv.engine.call import Call
+from qkv.engine.needs import Need, unmet
+from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
+from qkv.engine.tiles import LOG2_E, kept
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
 from qkv.statistics.reduce import Request
@@ -96,6 +96,9 @@ def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | 
     return found.get("distance"), found.get("cap"), next(iter(found), None) == "cap"
 
 
+OFFERS: tuple[Need, ...] = ("biases", "gradients", "tensors in closures")
+
+
 def unsupported_reason(call: Call, mass: Mapping[str, Mask]) -> str | None:
     """Why the kernels cannot compute the statistics of this call, or None if they can."""
     device = call.q.device.type
@@ -108,17 +111,11 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask]) -> str | None:
     if device in GPUS and _capability(call.q.device.index) < OLDEST_CARD:
         major, minor = _capability(call.q.device.index)
         return f"the card has compute capability {major}.{minor}; the Triton kernels are for 8.0 (Ampere) and newer"
-    if not call.normalizer.has_lse:
-        return f"the weights are a softmax, not {type(call.given.normalizer).__name__}"
-    if call.pairwise is not None:
-        return f"the score {type(call.pairwise).__name__} is not a product of query and key"
+    if (why := unmet(call, OFFERS)) is not None:
+        return why
     if _bias_forms(call) is None:
         names = ", ".join(type(bias).__name__ for bias in call.given.biases)
         return f"bias is {names}; the Triton kernels have at most one bias by distance and one SoftCap"
-    if call.values is not None or call.dropout_p or call.shift is not None:
-        return "values that depend on the distance, dropout and shifts are not a part of the Triton kernels"
-    if transformed(call):
-        return "they have no derivatives"
     if not call.q.dtype == call.k.dtype == call.v.dtype or call.q.dtype not in DTYPES:
         got = ", ".join(f"{name} is {x.dtype}" for name, x in (("q", call.q), ("k", call.k), ("v", call.v)))
         return f"{got}; the kernels take float32, bfloat16 or float16, the same for all three"

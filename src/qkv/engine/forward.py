@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Call
-from qkv._engine.sizes import sizes
-from qkv._engine.sweep import Block, Reducer, Tile, Workspace, groups, reduce_tiles
-from qkv._engine.tiles import LOG2_E, gumbel, uniform
 from qkv.biases.built_in import ByQuery
+from qkv.engine.call import Call
+from qkv.engine.sizes import sizes
+from qkv.engine.sweep import Block, Reducer, Tile, Workspace, groups, reduce_tiles
+from qkv.engine.tiles import LOG2_E, gumbel, uniform
 from qkv.masks import Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of

@@ -18,10 +18,10 @@ from cachetools import LRUCache
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._engine.call import Call, RowState, at_least_float32
-from qkv._engine.sizes import sizes
-from qkv._engine.transforms import transforming
 from qkv.biases import Bias
+from qkv.engine.call import Call, RowState, at_least_float32
+from qkv.engine.sizes import sizes
+from qkv.engine.transforms import transforming
 from qkv.errors import InputError
 from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
 from qkv.normalizers.base import checked_shape, weights_of

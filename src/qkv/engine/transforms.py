@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qkv._engine.call import Call, detached
+from qkv.engine.call import Call, detached
 from qkv.errors import InputError
-
-REASON = "it has no derivatives in torch.func transforms and in forward mode; eager does"
 
 
 def transforming() -> bool:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Call, at_least_float32
-from qkv._engine.forward import ForwardState, dropped
-from qkv._engine.sweep import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
-from qkv._engine.tiles import MASKED_SCORE
 from qkv.biases import Additive
 from qkv.biases.built_in import ByQuery, clipped
+from qkv.engine.call import Call, at_least_float32
+from qkv.engine.forward import ForwardState, dropped
+from qkv.engine.sweep import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
+from qkv.engine.tiles import MASKED_SCORE
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.level import TileWeights
 from qkv.partial import Partial, sink_gradient

@@ -1,4 +1,4 @@
-"""Forms of inputs: fewer dimensions, NumPy arrays, and the arguments of torch's functions.
+"""Forms of inputs: fewer dimensions, NumPy arrays, and autocast.
 
 Inputs are tensors or NumPy arrays of shape (batch, heads, length, head_dim), (batch, length, head_dim) or
 (length, head_dim); fewer dimensions mean one head. Under autocast, calls are computed in its dtype, as in torch's SDPA.
@@ -6,8 +6,7 @@ Inputs are tensors or NumPy arrays of shape (batch, heads, length, head_dim), (b
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
@@ -16,26 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv._engine.call import as_biases, as_mask
-from qkv._names import OTHER_NAMES
-from qkv.biases import Bias, Dense
-from qkv.errors import InputError, nearest
-from qkv.masks import Mask, from_sdpa
-from qkv.scores import Dot, Score
+from qkv.engine.call import Result
+from qkv.errors import InputError
 
-A = TypeVar("A", Tensor, np.ndarray)
 T = TypeVar("T")
-
-
-def refuse_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> None:
-    """Raise `InputError` for unknown arguments; for the names of other libraries it says what to pass instead."""
-    known = [x.name for x in inspect.signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
-    for name in unknown:
-        if name in OTHER_NAMES:
-            raise InputError(f"{function.__name__}: {name} is not an argument; pass {OTHER_NAMES[name]}")
-        raise InputError(
-            f"{function.__name__}: {name} is not an argument, expected one of {', '.join(known)}{nearest(name, known)}"
-        )
 
 
 @dataclass(frozen=True)
@@ -69,9 +52,12 @@ class Form:
             return x
         return (x.float() if x.dtype == torch.bfloat16 else x).detach().numpy()  # NumPy has no bfloat16
 
-    def returned(self, x: Any) -> Any:
-        """A tensor or a dataclass of tensors in the form of the inputs."""
-        return self.back(x) if isinstance(x, Tensor) else self.all_back(x)
+    def result(self, found: Result[Tensor], *, lse: bool, weights: bool) -> Result[Any]:
+        """The requested parts of a result in the form of the inputs."""
+        log_sums = self.back(found.lse) if lse and found.lse is not None else None
+        formed = self.back(found.weights) if weights and found.weights is not None else None
+        statistics = None if found.statistics is None else self.all_back(found.statistics)
+        return Result(self.back(found.out), log_sums, formed, statistics)
 
     def all_back(self, found: T) -> T:
         """A dataclass with all tensors in it, including nested ones, in the form of the inputs."""
@@ -103,31 +89,3 @@ def autocast_dtype(q: Any) -> torch.dtype | None:
     ):
         return None
     return torch.get_autocast_dtype(q.device.type)
-
-
-def from_torch_names(
-    lengths: tuple[int, int], mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None, score: Score | None,
-    attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-) -> tuple[Mask | Tensor | None, Bias | Sequence[Bias] | None, Score | None]:  # fmt: skip
-    """Mask, bias and score with torch's arguments added; `lengths` are the numbers of queries and keys.
-
-    >>> from_torch_names((3, 3), None, None, None, None, True, 0.5)
-    (Causal(), None, Dot(scale=0.5))
-    """
-    if scale is not None:
-        if score is not None:
-            raise InputError(f"scale is {scale} with score={type(score).__name__}, expected one of them")
-        score = Dot(scale)
-    if isinstance(attn_mask, Tensor) and attn_mask.dtype.is_floating_point:
-        bias = (*as_biases(bias), Dense(attn_mask))
-        attn_mask = None
-    if attn_mask is not None or is_causal:
-        if attn_mask is not None and mask is not None:
-            raise InputError("attn_mask is passed with a mask, expected one of them: True means may attend in both")
-        if attn_mask is not None and is_causal:
-            raise InputError("attn_mask is passed with is_causal=True, expected one of them, as in torch")
-        n_queries, n_keys = lengths
-        visible = from_sdpa(attn_mask, is_causal=is_causal, n_queries=n_queries, n_keys=n_keys)
-        own = as_mask(mask)
-        mask = visible if own is None else own & visible
-    return mask, bias, score

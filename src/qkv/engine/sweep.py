@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv._engine.call import Call
-from qkv._engine.sizes import sizes
-from qkv._engine.tiles import ScoreTiles, WeightTiles, all_finite, heads_together, spans, zero_masked_keys
+from qkv.engine.call import Call
+from qkv.engine.sizes import sizes
+from qkv.engine.tiles import ScoreTiles, WeightTiles, all_finite, heads_together, spans, zero_masked_keys
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
+import torch.utils._pytree as pytree
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from qkv._contract import overrides, unlisted_tensor
-from qkv._packages import user_frame
 from qkv.biases import Additive, Bias
 from qkv.biases import Dense as DenseBias
 from qkv.errors import InputError
@@ -22,6 +23,11 @@ from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.convert import block_visibility
 from qkv.normalizers import Normalizer, Pointwise, Softmax, SumToOne
 from qkv.scores import Dot, Pairwise, Product, Score
+
+if TYPE_CHECKING:
+    from qkv.statistics.result import Statistics
+
+A = TypeVar("A", Tensor, np.ndarray, default=Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,21 +77,22 @@ class Call:
 
     @staticmethod
     def of(
-        q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, biases: Sequence[Bias] = (),
-        score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
-        seed: int | None = None,
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None,
+        bias: Bias | Sequence[Bias] | None = None, score: Score | None = None, normalizer: Normalizer | None = None,
+        dropout_p: float = 0.0, seed: int | None = None,
     ) -> Call:  # fmt: skip
         """Check the arguments, project queries and keys, and bind the biases."""
+        mask, given_biases = as_mask(mask), as_biases(bias)
         score, normalizer = DOT if score is None else score, SOFTMAX if normalizer is None else normalizer
-        given = Given(q, k, v, mask, tuple(biases), score, normalizer)
+        given = Given(q, k, v, mask, given_biases, score, normalizer)
         _check_tensors(q, k, v)
         _check_kinds(given, dropout_p)
         batch, heads, n_queries, _ = q.shape
         grid = Grid(batch, heads, n_queries, k.shape[2], k.shape[2] - n_queries, q.device)
         if mask is not None:
             mask.check(grid)
-        for bias in given.biases:
-            bias.check(grid)
+        for one in given.biases:
+            one.check(grid)
         if mask is not None and torch.is_grad_enabled():
             if isinstance(score, Pairwise) or overrides(score, Score, "project"):
                 q, k = zero_masked_nonfinite(q, k, mask, grid, normalizer)
@@ -96,9 +103,9 @@ class Call:
             random = dropout_p > 0 or _draws(normalizer)
             seed = int(torch.randint(2**31, ())) if random else 0
         factor = score.factor(projected.shape[3])
-        biases = tuple(bias.bound(projected, grid, factor) for bias in given.biases)
-        for bias in biases:
-            bias.require()
+        biases = tuple(one.bound(projected, grid, factor) for one in given.biases)
+        for one in biases:
+            one.require()
         shift, divisor = _shift_and_divisor(normalizer, mask, grid, q)
         if getattr(normalizer, "divide", None) == "sum" and overrides(normalizer, Pointwise, "log_weight"):
             assert isinstance(normalizer, Pointwise)
@@ -186,15 +193,44 @@ class Call:
         return torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors().values())
 
 
-@dataclass(frozen=True, eq=False)
-class Result:
-    """Output of a kernel."""
+class Result(tuple[Any, ...], Generic[A]):
+    """The output of a call and the further results. As a tuple it holds those that are not None, in this order.
 
-    out: Float[Tensor, "b h nq dv"]
-    lse: Float[Tensor, "b h nq"] | None
-    """Log-sum-exp of the scores, if the normalizer has one."""
-    weights: Float[Tensor, "b h nq nk"] | None = None
-    """Attention weights, if the kernel forms them."""
+    >>> import torch, qkv
+    >>> q = k = v = torch.randn(1, 4, 100, 16)
+    >>> result = qkv.attend(q, k, v, return_lse=True)
+    >>> out, lse = result
+    >>> result.lse is lse, result.weights is None
+    (True, True)
+    """
+
+    out: A
+    """The output (b, h, nq, dv)."""
+    lse: A | None
+    """Log-sum-exp of the scores (b, h, nq), natural."""
+    weights: A | None
+    """Attention weights (b, h, nq, nk)."""
+    statistics: Statistics | None
+    """Statistics of the weights, as of `qkv.measure`."""
+
+    def __new__(
+        cls, out: A, lse: A | None = None, weights: A | None = None, statistics: Statistics | None = None
+    ) -> Result[A]:
+        result = super().__new__(cls, (x for x in (out, lse, weights, statistics) if x is not None))
+        result.out, result.lse, result.weights, result.statistics = out, lse, weights, statistics
+        return result
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.out, self.lse, self.weights, self.statistics
+
+    def __repr__(self) -> str:
+        named = zip(RESULTS, self.__getnewargs__(), strict=True)
+        return f"Result({', '.join(f'{name}={x!r}' for name, x in named if x is not None)})"
+
+
+RESULTS = ("out", "lse", "weights", "statistics")
+# torch.func.vmap and other transforms find the tensors in a result.
+pytree.register_pytree_node(Result, lambda result: ([*result.__getnewargs__()], None), lambda parts, _: Result(*parts))
 
 
 DOT, SOFTMAX = Dot(), Softmax()
@@ -441,24 +477,30 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
         raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")
     tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
     made = Dense(tensor)
-    if strictly_upper(made.tensor):
-        warnings.warn(
-            "mask is True strictly above the diagonal, so each query attends only to later keys. In qkv True means may "
-            "attend; pass ~mask if True means masked, or wrap it in qkv.masks.Dense if this is intended",
-            UserWarning,
-            stacklevel=user_frame(),
+    if (how := inverted(made.tensor)) is not None:
+        raise InputError(
+            f"mask is {how}, as where True means masked, but in qkv True means may attend; expected ~mask, or "
+            "blocked=mask of qkv.attend, or qkv.masks.Dense(mask) if this is meant"
         )
     return made
 
 
-def strictly_upper(mask: Tensor) -> bool:
-    """Whether a square boolean mask is True exactly above the diagonal, like torch's causal mask (True = masked)."""
+def inverted(mask: Bool[Tensor, "..."]) -> str | None:
+    """How a boolean mask looks as one in which True means masked, in words; None if it does not. Only on CPU.
+
+    >>> inverted(torch.ones(3, 3, dtype=torch.bool).triu(1))
+    'True everywhere above the diagonal, and False on it'
+    """
+    if mask.device.type != "cpu" or mask.ndim < 2:
+        return None
     n = mask.shape[-1]
-    if mask.shape[-2] != n or n < 2 or mask.device.type != "cpu":
-        return False
-    if bool(mask.diagonal(dim1=-2, dim2=-1).any()) or not bool(mask[..., 0, 1:].all()):  # cheap checks first
-        return False
-    return bool((mask == torch.ones(n, n, dtype=torch.bool).triu(1)).all())
+    if mask.shape[-2] == n >= 2:
+        suspect = mask[..., 0, 1:].all(-1) & ~mask.diagonal(dim1=-2, dim2=-1).all(-1)  # cheap checks first
+        upper = torch.ones(n, n, dtype=torch.bool).triu(1)
+        if bool(suspect.any()) and bool((mask | ~upper)[suspect].all(-1).all(-1).any()):
+            return "True everywhere above the diagonal, and False on it"
+    items = mask.flatten(1).any(1) if mask.ndim == 4 else mask.any()
+    return None if bool(items.all()) else "False for all queries and keys of a text"
 
 
 @dataclass(frozen=True, eq=False)

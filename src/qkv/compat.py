@@ -1,0 +1,145 @@
+"""Argument names of torch, transformers and courses: those that mean the same, and what to pass instead of the rest."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from qkv import masks
+from qkv.biases import Bias, Dense
+from qkv.engine.call import as_biases, as_mask
+from qkv.errors import InputError, nearest
+from qkv.masks import Mask, from_sdpa
+from qkv.scores import Dot, Score
+
+SIZES = {"embed_dim": "d_model", "num_heads": "heads", "n_heads": "heads"}
+INPUTS = {"query": "x", "key": "context"}
+_OF_MODULES = {
+    "nhead": "heads=",
+    "kdim": "d_context=, with fused=False",
+    "vdim": "d_context=, with fused=False",
+    "batch_first": "nothing: inputs are always (batch, length, d_model)",
+    "add_bias_kv": "key_bias=True, a learned key without a value",
+    "add_zero_attn": "attention=qkv.Attention(normalizer=qkv.normalizers.Softmax(sink=0.0))",
+    "dropout_p": "dropout=",
+    "attn_dropout": "dropout=",
+    "attention_dropout": "dropout=",
+    "attn_drop": "dropout=",
+    "proj_drop": "output_dropout=",
+    "resid_dropout": "output_dropout=",
+    "out_dropout": "output_dropout=",
+}
+_OF_CALLS = {
+    "attn_mask": "mask=~attn_mask, since True means may attend here, and a float one as a bias: "
+    "attention=qkv.Attention(bias=qkv.biases.Dense(tensor))",
+    "kv": "context=",
+    "memory": "context=",
+    "past_key_value": "cache=, one of qkv.cache",
+}
+
+
+def renamed(function: str, given: Mapping[str, Any], same: Mapping[str, str], known: Mapping[str, Any]) -> Any:
+    """The values of `known`, in which names with the same meaning in other libraries (`same`) fill what is None.
+
+    >>> renamed("MultiHeadAttention", {"num_heads": 8}, SIZES, {"d_model": 64, "heads": None})
+    [64, 8]
+    """
+    values = dict(known)
+    for name, value in given.items():
+        if name not in same or same[name] not in values:
+            raise InputError(f"{function}: {name} is not an argument{_advice(name, known)}")
+        if values[same[name]] is not None:
+            raise InputError(f"{function}: {name} and {same[name]} are both passed, expected one: they mean the same")
+        values[same[name]] = value
+    return list(values.values())
+
+
+def _advice(name: str, known: Mapping[str, Any]) -> str:
+    for names in (_OF_MODULES if "d_model" in known else _OF_CALLS, OTHER_NAMES):
+        if name in names:
+            return f"; pass {names[name]}"
+    return nearest(name, list(known))
+
+
+OTHER_NAMES = {
+    "attn_mask": "mask=, a boolean tensor that is True where a query may attend, or bias=qkv.biases.Dense(tensor) for "
+    "a float one",
+    "attention_mask": "mask=, True where a query may attend; for a tokenizer's: mask=(m == 1)[:, None, None, :]",
+    "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], since True means may attend here",
+    "is_causal": "mask=qkv.masks.Causal()",
+    "causal": "mask=qkv.masks.Causal()",
+    "scale": "score=qkv.scores.Dot(scale)",
+    "softmax_scale": "score=qkv.scores.Dot(scale)",
+    "dropout": "dropout_p=",
+    "dropout_rate": "dropout_p=",
+    "enable_gqa": "nothing: grouped-query attention follows from the number of key heads",
+    "need_weights": "return_weights=",
+    "return_attention": "return_weights=",
+    "output_attentions": "return_weights=",
+    "window_size": "mask=qkv.masks.Window(size)",
+    "alibi_slopes": "bias=qkv.biases.ALiBi(slopes)",
+    "softcap": "bias=qkv.biases.SoftCap(cap)",
+    "score_mod": "bias=, one of qkv.biases or your own",
+    "block_mask": "mask=, one of qkv.masks, or qkv.masks.from_flex(block_mask)",
+    "sinks": "normalizer=qkv.normalizers.Softmax(sink=logits)",
+}
+
+
+TORCH = ("attn_mask", "is_causal", "scale", "blocked")
+"""Arguments of torch's scaled_dot_product_attention, which `attend` takes, too; `blocked` is True where masked."""
+
+
+def refuse_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> None:
+    """Raise `InputError` for unknown arguments; for the names of other libraries it says what to pass instead."""
+    known = [x.name for x in inspect.signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
+    for name in unknown:
+        if name in OTHER_NAMES:
+            raise InputError(f"{function.__name__}: {name} is not an argument; pass {OTHER_NAMES[name]}")
+        raise InputError(
+            f"{function.__name__}: {name} is not an argument, expected one of {', '.join(known)}{nearest(name, known)}"
+        )
+
+
+def with_blocked(mask: Mask | Tensor | None, blocked: Tensor | None) -> Mask | Tensor | None:
+    """The mask with `blocked`, a boolean mask that is True where a query may *not* attend, as some courses have it.
+
+    >>> with_blocked(None, torch.ones(2, 2, dtype=torch.bool).triu(1)).dense(2, 2)[0, 0].int().tolist()
+    [[1, 0], [1, 1]]
+    """
+    if blocked is None:
+        return mask
+    if mask is not None:
+        raise InputError("mask and blocked are both passed, expected one of them: True means masked in blocked alone")
+    if isinstance(blocked, Mask):
+        raise InputError(f"blocked is {blocked!r}, expected a boolean tensor that is True where masked; pass mask=")
+    return as_mask(~masks.Dense(blocked).tensor)
+
+
+def composition_of(
+    function: Callable[..., object], names: Mapping[str, Any], q: Tensor, k: Tensor, mask: Mask | Tensor | None,
+    bias: Bias | Sequence[Bias] | None, score: Score | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Mask, bias and score with torch's arguments of attention added; other names are refused."""
+    refuse_unknown(function, {name: x for name, x in names.items() if name not in TORCH})
+    attn_mask, is_causal, scale, blocked = (names.get(name) for name in TORCH)
+    mask = with_blocked(mask, blocked)
+    if scale is not None:
+        if score is not None:
+            raise InputError(f"scale is {scale} with score={type(score).__name__}, expected one of them")
+        score = Dot(scale)
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype.is_floating_point:
+        bias = (*as_biases(bias), Dense(attn_mask))
+        attn_mask = None
+    if attn_mask is not None or is_causal:
+        if attn_mask is not None and mask is not None:
+            raise InputError("attn_mask is passed with a mask, expected one of them: True means may attend in both")
+        if attn_mask is not None and is_causal:
+            raise InputError("attn_mask is passed with is_causal=True, expected one of them, as in torch")
+        lengths = {"n_queries": q.shape[-2], "n_keys": k.shape[-2]}
+        visible = from_sdpa(attn_mask, is_causal=bool(is_causal), **lengths)
+        own = as_mask(mask)
+        mask = visible if own is None else own & visible
+    return {"mask": mask, "bias": bias, "score": score}

@@ -1,0 +1,17 @@
+"""The engine: a call of attention, and the loop over tiles that computes any composition, its gradients and statistics.
+
+These names are for the rest of the package: the profiler, models, caches and the lab import nothing else of it.
+docs/dev/engine.md describes them.
+"""
+
+from __future__ import annotations
+
+from qkv._packages import check_tested
+from qkv.engine.call import Call, Result, RowState, as_biases, as_mask, at_least_float32, detached, inverted
+from qkv.engine.sharded import Shared
+
+check_tested("torch")
+
+__all__ = [
+    "Call", "Result", "RowState", "Shared", "as_biases", "as_mask", "at_least_float32", "detached", "inverted",
+]  # fmt: skip

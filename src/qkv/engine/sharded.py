@@ -1,0 +1,314 @@
+"""How one sequence is sharded over the processes of a group, and a call on it (`Shared`).
+
+Under a causal mask, later queries have more visible keys. To balance the load, the sequence is cut into 2 P chunks for
+P processes, and the *shard* of process r is chunk r followed by chunk 2 P − 1 − r: every process then has the same
+number of visible pairs at every step of the ring (the order of Llama 3: Grattafiori et al. 2024, arXiv:2407.21783,
+§3.3.2). The communication is in `qkv.kernels.ring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Int
+from torch import Tensor
+
+from qkv._contract import overrides
+from qkv.biases import Bias
+from qkv.engine.call import Call, as_biases, as_mask
+from qkv.errors import InputError
+from qkv.masks import EMPTY, FULL, Grid, Mask, Region, Tiles
+from qkv.masks.base import Submask
+from qkv.normalizers import Normalizer
+from qkv.scores import Score
+
+
+def shard(x: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
+    """The shard of x for this process: chunks r and 2 P − 1 − r of 2 P along `dim`, concatenated.
+
+    Args:
+        x: tensor of the whole sequence, the same on every process; only the two chunks of this process are read.
+        group: process group of P processes, in which this process has rank r.
+        dim: sequence dimension; its size must be a multiple of 2 P. Pad other sequences, and mask the padding with
+            `qkv.masks.Padding`.
+
+    Returns:
+        A copy of 1 / P of x. Differentiable.
+
+    Raises:
+        InputError: for a length that is not a multiple of 2 P, or a group without this process.
+
+    Source: Grattafiori et al. 2024, arXiv:2407.21783, §3.3.2.
+
+    >>> import tempfile, torch, qkv
+    >>> import torch.distributed as dist
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    ...     x = torch.arange(6.0).view(1, 1, 6, 1)
+    ...     print(qkv.ring.shard(x, dist.group.WORLD).flatten().tolist())
+    ...     dist.destroy_process_group()
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    """
+    rank, size = rank_and_size(group)
+    if not -x.ndim <= dim < x.ndim:
+        raise InputError(f"shard: dim is {dim}, expected a dimension of x, which has {x.ndim}")
+    length = x.shape[dim]
+    if length == 0 or length % (2 * size):
+        raise InputError(
+            f"shard: x has length {length}, which {size} processes cannot cut into {2 * size} equal chunks; pad it to "
+            f"{max(1, -(-length // (2 * size))) * 2 * size} and mask the padding with qkv.masks.Padding"
+        )
+    chunks = x.chunk(2 * size, dim)
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
+
+
+def unshard(x: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
+    """All-gather the shards and restore the order of the sequence: the inverse of `shard`, on every process.
+
+    Not differentiable: a loss of the whole sequence would be computed once per process. Compute the loss of the local
+    tokens on each process instead, and sum the losses.
+
+    Args:
+        x: the shard of this process; of the same shape and dtype on every process.
+        group: process group over which the sequence is sharded.
+        dim: sequence dimension.
+
+    Raises:
+        InputError: if x requires a gradient, or cannot be a shard.
+    """
+    _, size = rank_and_size(group)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            "unshard: x requires a gradient, but unshard is not differentiable; compute the loss on shards, or pass "
+            "x.detach()"
+        )
+    if not -x.ndim <= dim < x.ndim or x.shape[dim] % 2:
+        raise InputError(f"unshard: x has shape {tuple(x.shape)}, expected an even length along dim {dim}: two chunks")
+    shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
+    with naming_lost("unshard", group):
+        dist.all_gather(shards, x.contiguous(), group=group)
+    halves = [one.chunk(2, dim) for one in shards]
+    return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)], dim)
+
+
+def positions(
+    length: int, group: dist.ProcessGroup, device: torch.device | str | None = None
+) -> Int[Tensor, " n_local"]:
+    """Positions of this process's tokens in a sequence of `length` tokens, for positional encodings.
+
+    Raises:
+        InputError: for a length that is not a multiple of 2 P.
+    """
+    return shard(torch.arange(length, device=device), group, dim=0)
+
+
+def rank_and_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Rank of this process in `group`, and the size of the group."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError(
+            f"group is {type(group).__name__}, expected a process group of torch.distributed that contains this "
+            "process, such as torch.distributed.group.WORLD after init_process_group"
+        )
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One chunk of queries against one chunk of keys: a rectangle of the whole score matrix."""
+
+    rows: slice
+    """Its queries among the queries of this process."""
+    keys: slice
+    """Its keys among the shard of keys that is currently held."""
+    region: Region
+    """Its place in the whole matrix."""
+    grid: Grid
+    """The whole matrix."""
+    mask: Mask | None = None
+    """Mask of the rectangle; None if all pairs are visible."""
+
+    def local_mask(self, mask: Mask) -> Mask:
+        """The mask of this rectangle, from a mask of the whole matrix."""
+        n_queries, n_keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+        # A call of this size puts query 0 at position n_keys − n_queries.
+        down = self.region.rows.start + self.grid.offset - (n_keys - n_queries)
+        right = self.region.columns.start
+        unchanged = mask.band is not None and down == right  # a band depends only on distances, which are the same
+        return mask if unchanged else Submask(mask, self.grid, down, right)
+
+    def block_status(self, mask: Mask) -> set[int]:
+        """Block status (EMPTY, PARTIAL or FULL) of the rectangle under `mask`, over all batch items and heads."""
+        rows, keys = self.region.rows, self.region.columns
+        spans = (rows.start, rows.stop - 1, keys.start, keys.stop - 1)
+        q_first, q_last, k_first, k_last = (torch.tensor([x]) for x in spans)
+        tiles = Tiles(q_first + self.grid.offset, q_last + self.grid.offset, k_first, k_last)
+        return set(mask.classify(tiles, self.grid).flatten().tolist())
+
+    def local_call(self, call: Call, k: Tensor, v: Tensor) -> Call:
+        """The call for this rectangle, without the sink, which is added once to the merged row."""
+        return replace(
+            call,
+            q=call.q[:, :, self.rows],
+            k=k[:, :, self.keys],
+            v=v[:, :, self.keys],
+            mask=self.mask,
+            biases=tuple(slice_bias(bias, self.region) for bias in call.biases),
+            sink=None,
+        )
+
+
+def slice_bias(bias: Bias, region: Region) -> Bias:
+    """A bound bias restricted to a rectangle of the matrix: views of its tensors."""
+    part = bias.part(region)
+    assert part is not None
+    return part
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """One attention call that is sharded over the processes of a group."""
+
+    call: Call
+    """The local queries, keys and values; its mask and its biases describe the whole matrix."""
+    grid: Grid
+    """The whole matrix."""
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(
+        group: dist.ProcessGroup,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | Tensor | None,
+        bias: Bias | Sequence[Bias] | None,
+        score: Score | None,
+        normalizer: Normalizer | None,
+    ) -> Shared:
+        """Check the arguments, also against the other processes, and build the call."""
+        mask, biases = as_mask(mask), as_biases(bias)
+        rank, size = rank_and_size(group)
+        _check_same_on_all_ranks(group, q, k, v)
+        if normalizer is not None and not normalizer.has_lse:
+            raise InputError(
+                f"group: normalizer is {type(normalizer).__name__}, expected Softmax, whose partial results merge"
+            )
+        call = Call.of(q, k, v, None, (), score, normalizer)
+        batch, heads, n_queries, _ = q.shape
+        for name, x in (("q", q), ("k", k)):
+            if x.shape[2] % 2:
+                raise InputError(
+                    f"group: {name} has {x.shape[2]} tokens on each of {size} processes, expected two chunks of equal "
+                    f"length; pad the sequence to a multiple of {2 * size} before qkv.ring.shard"
+                )
+        n_queries, n_keys = n_queries * size, k.shape[2] * size
+        grid = Grid(batch, heads, n_queries, n_keys, n_keys - n_queries, q.device)
+        if mask is not None:
+            mask.check(grid)
+        for one in biases:
+            one.check(grid)
+        bound = tuple(one.bound(call.q, grid, call.factor) for one in biases)
+        for one, made in zip(biases, bound, strict=True):
+            made.require()
+            if not overrides(made, Bias, "part"):
+                raise InputError(
+                    f"group: bias is {type(one).__name__}, which cannot be sharded; expected one with the method "
+                    "part(region), such as ALiBi, T5Bias, ByDistance, Dense or SoftCap"
+                )
+        return Shared(replace(call, mask=mask, biases=bound), grid, group, rank, size)
+
+    def pieces(self, source: int) -> Iterator[Piece]:
+        """The rectangles of the local queries and the keys of rank `source` that are not fully masked."""
+        rows, keys = self.call.q.shape[2] // 2, self.call.k.shape[2] // 2
+        for i, row in enumerate(self._chunks(self.rank)):
+            for j, column in enumerate(self._chunks(source)):
+                piece = Piece(_span(i, rows), _span(j, keys), Region(_span(row, rows), _span(column, keys)), self.grid)
+                status = {FULL} if self.call.mask is None else piece.block_status(self.call.mask)
+                if status == {FULL}:
+                    yield piece
+                elif status != {EMPTY}:
+                    assert self.call.mask is not None
+                    yield replace(piece, mask=piece.local_mask(self.call.mask))
+
+    def _chunks(self, rank: int) -> tuple[int, int]:
+        return rank, 2 * self.size - 1 - rank
+
+
+def _span(i: int, size: int) -> slice:
+    return slice(i * size, (i + 1) * size)
+
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _check_same_on_all_ranks(group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise on every process if shapes or dtypes differ between processes, which would otherwise deadlock."""
+    described = []
+    for x in (q, k, v):
+        shape = [*x.shape, 0, 0, 0, 0][:4] if isinstance(x, Tensor) else [0] * 4
+        dtype = _DTYPES.index(x.dtype) if isinstance(x, Tensor) and x.dtype in _DTYPES else -1
+        described += [*shape, dtype]
+    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    mine = torch.tensor([*described, int(wanted)], device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    with naming_lost("ring attention", group):
+        dist.all_gather(everyone, mine, group=group)
+    first, *others = (x.tolist() for x in everyone)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise InputError(
+                f"group: q, k and v differ between processes: process {rank} has {_describe(other)}, but process 0 has "
+                f"{_describe(first)}; expected shards of the same shape and dtype, from qkv.ring.shard"
+            )
+
+
+def _describe(described: list[int]) -> str:
+    tensors = []
+    for i, name in enumerate("qkv"):
+        *shape, dtype = described[5 * i : 5 * i + 5]
+        tensors.append(f"{name} {tuple(shape)} {_DTYPES[dtype] if dtype >= 0 else 'of another dtype'}")
+    return ", ".join(tensors) + (" with" if described[-1] else " without") + " gradient"
+
+
+TAG = 9_999
+"""The tag of messages that only test a connection: no process receives them."""
+
+
+@contextmanager
+def naming_lost(what: str, group: dist.ProcessGroup, peers: Sequence[int] = ()) -> Iterator[None]:
+    """An error of the communication inside becomes one that names the lost process.
+
+    Args:
+        what: what communicates; begins the sentence.
+        group: the process group.
+        peers: the ranks with which it communicates, if these are not all.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = " or ".join(map(str, dict.fromkeys(peers or _closed(group))))
+        whom = f"the process of rank {ranks} of the group" if ranks else "a process of the group"
+        raise RuntimeError(
+            f"{what}: the communication with {whom} failed ({str(error).partition(chr(10))[0][:200]}); if it was lost, "
+            "start all processes again, from a checkpoint"
+        ) from error
+
+
+def _closed(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a gloo group whose connection to this process is closed: sending to them raises at once."""
+    found = []
+    for peer in range(dist.get_world_size(group)) if dist.get_backend(group) == "gloo" else ():
+        if peer == dist.get_rank(group):
+            continue
+        try:
+            dist.isend(torch.zeros(1), group=group, group_dst=peer, tag=TAG)  # nobody waits for it
+        except RuntimeError:
+            found.append(peer)
+    return found
