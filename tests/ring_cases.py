@@ -124,13 +124,17 @@ MEASURED = (
 
 
 def run_by(size: int) -> tuple[str, ...]:
-    """The cases that so many processes run: two all of them, four every other one."""
-    return tuple(CASES)[:: size // 2]
+    """The cases that so many processes run: four every third one, two the others and the first."""
+    return _share(tuple(CASES), size)
 
 
 def measured_by(size: int) -> tuple[str, ...]:
-    """The cases whose statistics so many processes measure: two all of them, four every other one."""
-    return MEASURED[:: size // 2]
+    """The cases whose statistics so many processes measure."""
+    return _share(MEASURED, size)
+
+
+def _share(names: tuple[str, ...], size: int) -> tuple[str, ...]:
+    return names[::3] if size == 4 else tuple(name for n, name in enumerate(names) if n % 3 or n == 0)
 
 
 def measured(case: Case, move: Callable[..., Tensor], *group: Any) -> dict[str, Tensor]:
