@@ -370,6 +370,14 @@ def test_a_model_of_images_is_profiled_on_text_alone() -> None:
     assert list(got.groups) == ["text"]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("number", range(24))
+def test_random_runs_equal_eager_attention(number: int) -> None:
+    from fuzz.runs import mismatch
+
+    assert mismatch(11, number) is None
+
+
 # --- shapes and programs ----------------------------------------------------------------------------------------------
 
 COMPOSITIONS: dict[str, dict[str, Any]] = {

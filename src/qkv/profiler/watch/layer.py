@@ -139,6 +139,8 @@ class Layer:
     """A tensor of batch items where the batch was reordered."""
     measured: list[tuple[int, int, Statistics, Tensor | None] | Tensor] = field(default_factory=list)
     """Position of the first query, their number, statistics and weights of queries that are measured."""
+    waiting: tuple[int, int] = (0, 0)
+    """How many numbers of queries, and of scores, are held that are not measured."""
     known: int = 0
     """Number of keys of the text so far."""
     causal: bool = True
@@ -184,6 +186,8 @@ class Layer:
         else:
             scores = scores_of(call)[..., :n_keys]
             norms = None if observed.norms is None else observed.norms[:, :, None, :n_keys]
+        queries, others = self.waiting
+        self.waiting = queries + stays * given.q.numel(), others + (0 if scores is None else scores.numel())
         self.known = max(self.known, stop)
         self.causal &= observed.causal or call.q.shape[2] == 1
         if observed.keys is not None:
@@ -205,13 +209,10 @@ class Layer:
             )
         )
 
+    @property
     def full(self) -> bool:
         """Whether the newest calls must be measured, to save memory or because the cache has begun to change keys."""
-        waiting = [p for p in self.pieces if isinstance(p, Piece) and (p.q is not None or p.scores is not None)]
-        if len({p.q is None for p in waiting}) > 1:
-            return True
-        scores = sum(p.scores.numel() for p in waiting if p.scores is not None)
-        return sum(p.q.numel() for p in waiting if p.q is not None) > HELD or scores > SCORES
+        return self.waiting[0] > HELD or self.waiting[1] > SCORES or min(self.waiting) > 0
 
     def reorder(self, items: Int[Tensor, " b"]) -> None:
         """Select batch items."""
@@ -267,6 +268,7 @@ class Layer:
         else:
             record = self._measure(waiting, pieces, measures, real, joined)
         self.pieces = [p if isinstance(p, Tensor) else replace(p, q=None, scores=None) for p in self.pieces]
+        self.waiting = 0, 0
         return record
 
     def _measure(

@@ -285,10 +285,10 @@ class Sequence:
 
     def measure(self) -> None:
         """Measure what would take too much memory to keep."""
-        real, joined = self.ids(self.real), dict[Any, Any]()
-        for layer in self.layers.values():
-            if layer.made is None and layer.full():
-                layer.measure(self.measures, real, joined)
+        full = [layer for layer in self.layers.values() if layer.made is None and layer.full]
+        real, joined = self.ids(self.real) if full else None, dict[Any, Any]()
+        for layer in full:
+            layer.measure(self.measures, real, joined)
 
 
 def _until(parts: list[Any], length: int) -> list[Any]:
