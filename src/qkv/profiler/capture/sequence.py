@@ -10,9 +10,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
+from qkv.profiler.capture.caches import Stored, located
+from qkv.profiler.capture.layer import Layer, Piece, in_order, of_items
 from qkv.profiler.capture.record import Measures, ObservedCall, Record
-from qkv.profiler.watch.caches import Stored, located
-from qkv.profiler.watch.layer import Layer, Piece, in_order, of_items
 
 OF_TEXT = ("self", "text", "decoder")
 """Groups whose queries and keys are the tokens of the text."""
