@@ -239,7 +239,7 @@ class Sequence:
             if layer.group in (*OF_TEXT, "cross"):
                 layer.pieces = _until(layer.pieces, length)
                 layer.measured = _until(layer.measured, length)
-                if any(not isinstance(part, Tensor) and part[0] + part[1] > length for part in layer.measured):
+                if any(not isinstance(part, Tensor) and part[0][-1] >= length for part in layer.measured):
                     return None
             elif layer.made is not None:  # all beams of an item share what an encoder has read
                 items = len(layer.made.statistics.entropy)
@@ -300,7 +300,7 @@ def _until(parts: list[Any], length: int) -> list[Any]:
         if isinstance(part, Tensor):
             count += part.shape[1]
         else:
-            count = part.start + part.count if isinstance(part, Piece) else part[0] + part[1]
+            count = part.start + part.count if isinstance(part, Piece) else part[0][-1] + 1
         if count >= length:
             return parts[: i + 1]
     return list(parts)
