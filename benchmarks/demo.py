@@ -1,38 +1,57 @@
-"""The second half of `make demo`: the cost of exact statistics of a long context, compared with plain SDPA.
+"""`make demo`: profile a real language model where its package is installed, and the bundled model where it is not.
 
-python -m benchmarks.demo [--tokens 8192] [--out qkv-demo/long]
+python -m benchmarks.demo [--out qkv-demo]
 """
 
 from __future__ import annotations
 
+import importlib.util
+import shlex
 from pathlib import Path
 
 import tyro
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.mechanisms.timing import alone
 from qkv.cli import main as qkv_main
+from qkv.errors import InputError
+from qkv.models import gguf_files
+
+SMOLLM2 = (
+    'profile smollm2 --chat "Why do you attend to the first token?" --out {out}/chat',
+    "profile smollm2 --tokens 1024 --out {out}/text",
+)
+MINI = (
+    "profile --out {out}/mini",
+    "profile --tokens 512 --out {out}/text",
+    'generate qkv-mini "class Stack:" --tokens 120 --seed 0',
+)
 
 
-def demo(tokens: int = 8192, out: Path = Path("qkv-demo/long")) -> int:
-    """Run a 6 × 6 × 64 causal model at TOKENS plainly and profiled, each in a fresh process, and print the results."""
-    console = Console()
-    runs = {}
-    for job, what in (("plain", "torch SDPA, no statistics"), ("profile", "qkv profile: every statistic, exact")):
-        with console.status(f"{what} at {tokens:,} tokens …"):
-            runs[what] = alone("benchmarks.one_run", job, tokens, 6)
-    weights = 6 * 6 * tokens**2 * 4
-    title = f"One forward of 6 layers × 6 heads at {tokens:,} tokens"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for name in ("", "seconds", "peak memory"):
-        table.add_column(name, justify="right" if name else "left")
-    for what, run in runs.items():
-        table.add_row(what, f"{run['seconds']:.2f}", f"{run['peak'] / 1e9:.2f} GB")
-    table.add_row("[dim]the weights alone, had they been formed[/dim]", "", f"[dim]{weights / 1e9:.2f} GB[/dim]")
-    console.print(table)
-    return qkv_main(["profile", "random-gpt2", "--tokens", str(tokens), "--out", str(out)])
+def commands() -> tuple[str, ...]:
+    """The commands of the demonstration; says why if they are not about SmolLM2."""
+    missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    try:
+        gguf_files.find("smollm2")
+    except InputError as error:
+        print(f"The bundled model qkv-mini is profiled instead of SmolLM2: {error}")
+        return MINI
+    if missing:
+        print(f"The bundled model qkv-mini is profiled instead of SmolLM2: {missing[0]} is not installed")
+        return MINI
+    return SMOLLM2
+
+
+def demo(out: Path = Path("qkv-demo")) -> int:
+    """Run the commands, and say where the reports are."""
+    found = [command.format(out=shlex.quote(str(out))) for command in commands()]
+    for command in found:
+        print(f"\n$ qkv {command}", flush=True)
+        if code := qkv_main(shlex.split(command)):
+            return code
+    print("\nOpen the reports in a browser:")
+    for report in sorted(out.glob("*/report.html")):
+        print(f"  {report}")
+    print(f"Or explore them in the viewer: qkv view {report.parent} (the saved profile)")
+    return 0
 
 
 if __name__ == "__main__":

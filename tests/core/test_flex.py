@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import qkv
 from conftest import MASKS, close, rand, refused, triple
 from qkv import biases, masks
-from qkv.biases import ALiBi, Dense, RelativePosition, SoftCap, T5Bias
+from qkv.biases import ALiBi, RelativePosition, SoftCap, T5Bias, TensorBias
 from qkv.engine import Call
 from qkv.kernels import choose, eager
 from qkv.kernels.flex import kernel as flex
@@ -49,8 +49,8 @@ class Square(Pointwise):
 
 
 BIASES: dict[str, tuple[biases.Bias, ...]] = {
-    "dense": (Dense(rand(H, NQ, NK)),),
-    "cap after dense": (Dense(rand(H, 1, NK)), SoftCap(2.0)),
+    "dense": (TensorBias(rand(H, NQ, NK)),),
+    "cap after dense": (TensorBias(rand(H, 1, NK)), SoftCap(2.0)),
     "alibi": (ALiBi(biases.alibi_slopes(H).double()),),
     "t5": (T5Bias(rand(32, H)),),
     "relative": (RelativePosition(rand(5, D)),),
@@ -66,7 +66,7 @@ NORMALIZERS: dict[str, Normalizer] = {
     "softplus, sink": SoftplusSquared(sink=rand(H)),
     "softplus, key": SoftplusSquared(key=rand(H, D)),
 }
-LEARNED = {Dense: "tensor", T5Bias: "table", RelativePosition: "keys", ALiBi: "slopes"}
+LEARNED = {TensorBias: "tensor", T5Bias: "table", RelativePosition: "keys", ALiBi: "slopes"}
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 0.1}, "never forms"),
     ({"score": Additive(rand(4), rand(4, D), rand(4, D))}, "Additive"),
     ({"bias": RelativePosition(rand(5, D), rand(5, 5))}, "no values"),
-    ({"bias": Dense(rand(NQ, NK).requires_grad_())}, "no backward on CPU"),
+    ({"bias": TensorBias(rand(NQ, NK).requires_grad_())}, "no backward on CPU"),
     ({"normalizer": Identity()}, "nonnegative"),
     ({"normalizer": Hard()}, "one key"),
     ({"normalizer": type("Mine", (ReLU,), {"weight": lambda self, s: s - 1})()}, "Mine does not"),  # not inherited

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qkv
 from conftest import MASKS, close, largest_tensor, mask_trees, oracle, rand, set_sizes, set_tile, triple
 from qkv import attend, masks
-from qkv.biases import Dense, RelativePosition, SoftCap
+from qkv.biases import RelativePosition, SoftCap, TensorBias
 from qkv.engine import tiles
 from qkv.masks import Causal, Padding, Window
 from qkv.native import binding
@@ -325,7 +325,7 @@ def test_plan_reports_the_kernel_and_the_reasons(monkeypatch: pytest.MonkeyPatch
     assert (few.kernel, few.rejected["tiled"]) == ("native", "slower")
     assert qkv.plan(q.double(), k.double(), v.double(), bias=SoftCap(1.0)).kernel == "eager"
     set_sizes(monkeypatch, few_scores=0)
-    learned = Dense(torch.zeros(11, 13, requires_grad=True))
+    learned = TensorBias(torch.zeros(11, 13, requires_grad=True))
     for asked, kernel, against in (
         ({}, "native", {"tiled": "slower", "eager": "slower", "reference": "specification", "fused": "", "flex": ""}),
         ({"bias": RelativePosition(torch.zeros(3, 3))}, "tiled", {"native": "not one by distance"}),

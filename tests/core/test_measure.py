@@ -200,7 +200,7 @@ def test_statistics_computed_by_hand() -> None:
 def test_nan_in_padding_gives_zeros() -> None:
     q, k, _ = triple()
     k[0, :, :4] = math.nan
-    hides = biases.Dense(torch.where(torch.arange(13) % 3 == 0, -torch.inf, 0.0).double()[None])
+    hides = biases.TensorBias(torch.where(torch.arange(13) % 3 == 0, -torch.inf, 0.0).double()[None])
     got = qkv.measure(q, k, mask=Padding([9, 13], "left") & Causal(), bias=hides, mass={"near": Window(2)})
     for name, x in {**tensors_of(got), **got.mass}.items():
         assert not x.isnan().any(), name
@@ -283,7 +283,7 @@ def test_nan_is_ignored_in_uncounted_queries_and_kept_in_counted_ones() -> None:
 def test_statistics_ignore_values_and_are_detached_by_default() -> None:
     q, k, v = triple(grad=True)
     sink = rand(6).requires_grad_()
-    for bias in (None, biases.SoftCap(1.0), biases.Dense(rand(11, 13).requires_grad_())):
+    for bias in (None, biases.SoftCap(1.0), biases.TensorBias(rand(11, 13).requires_grad_())):
         got = qkv.measure(q, k, v, bias=bias, normalizer=Softmax(sink=sink))
         assert not any(getattr(got, name).requires_grad for name in [*TENSORS, "sink_mass"])
         assert torch.equal(got.entropy, qkv.measure(q, k, bias=bias, normalizer=Softmax(sink=sink)).entropy)

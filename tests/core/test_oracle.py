@@ -120,8 +120,8 @@ SIZES = {
 }
 BIASES: dict[str, Maker] = {
     "none": lambda m: None,
-    "dense": lambda m: biases.Dense(m.new(1, HEADS, m.size.nq, m.size.nk)),
-    "dense that hides": lambda m: biases.Dense(
+    "dense": lambda m: biases.TensorBias(m.new(1, HEADS, m.size.nq, m.size.nk)),
+    "dense that hides": lambda m: biases.TensorBias(
         torch.where(rand(m.size.nq, m.size.nk, seed=5) > 0.5, -torch.inf, 0.3).double()
     ),
     "alibi": lambda m: biases.ALiBi(),
@@ -130,7 +130,7 @@ BIASES: dict[str, Maker] = {
     "by distance": lambda m: biases.ByDistance(m.new(HEADS, m.size.nq + m.size.nk - 1)),
     "relative": lambda m: biases.RelativePosition(m.new(5, m.size.d), m.new(HEADS, 5, m.size.dv)),
     "dense, cap, relative": lambda m: (
-        biases.Dense(m.new(HEADS, m.size.nq, 1)),
+        biases.TensorBias(m.new(HEADS, m.size.nq, 1)),
         biases.SoftCap(0.8),
         biases.RelativePosition(m.new(HEADS, 3, m.size.d)),
     ),

@@ -149,7 +149,7 @@ def test_sdpa(shape: str, how: str, dtype: torch.dtype) -> None:
     ours, theirs = {
         "plain": ({}, {}),
         "bool": ({"mask": seen}, {"attn_mask": seen}),
-        "float": ({"bias": biases.Dense(bias)}, {"attn_mask": bias}),
+        "float": ({"bias": biases.TensorBias(bias)}, {"attn_mask": bias}),
         "scale": ({"score": Dot(0.7)}, {"scale": 0.7}),
         "causal": ({"mask": Causal()}, {"is_causal": True}),
     }[how]
@@ -160,7 +160,7 @@ def test_sdpa(shape: str, how: str, dtype: torch.dtype) -> None:
 
 def test_the_gradient_of_a_float_mask_is_sdpas() -> None:
     same(
-        lambda q, k, v, bias, **on: attend(q, k, v, bias=biases.Dense(bias), **on),
+        lambda q, k, v, bias, **on: attend(q, k, v, bias=biases.TensorBias(bias), **on),
         lambda q, k, v, bias: scaled_dot_product_attention(q, k, v, attn_mask=bias),
         [*triple(2, 4, 4), rand(4, 11, 13, seed=6)],
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import own_objects as own
 from conftest import rand
 from qkv import biases, features, masks, normalizers, scores
-from qkv.biases import Additive, Bias
+from qkv.biases import AdditiveBias, Bias
 from qkv.errors import InputError
 from qkv.masks import EMPTY, FULL, PARTIAL, Causal, Mask
 from qkv.normalizers import Pointwise, Sigmoid, SumToOne
@@ -135,18 +135,19 @@ def from_the_corner(self: Bias, region: masks.Region) -> Tensor:
 BIASES: list[tuple[str, Any]] = [
     (r"\w+: .*no method apply", bad(Bias)),
     ("tile: .*overrides apply", bad(
-        Additive, tile=lambda self, region: torch.zeros(1, 1, 1, 1), apply=lambda self, s, region: 2 * s)),
+        AdditiveBias, tile=lambda self, region: torch.zeros(1, 1, 1, 1), apply=lambda self, s, region: 2 * s)),
     ("apply: wrote", bad(Bias, apply=lambda self, s, region: s.mul_(2))),
     ("apply: .*is nan", bad(Bias, apply=lambda self, s, region: s.sqrt())),
-    ("tile: depends on the tile", bad(Additive, tile=from_the_corner)),
+    ("tile: depends on the tile", bad(AdditiveBias, tile=from_the_corner)),
     ("apply: returned torch.float32", bad(Bias, apply=lambda self, s, region: (s / 2).float())),
     ("apply_: got", bad(Bias, apply=lambda self, s, region: s / 2, apply_=lambda self, s, region: s.mul_(2))),
     ("gradients: of the scores", bad(
         Bias, apply=lambda self, s, region: torch.tanh(s), gradients=lambda self, before, region, slope, _: (slope,))),
     ("at: got", bad(  # rows are not positions
-        Additive, tile=lambda self, region: -distance(region), at=lambda self, s, b, h, i, j: s - 0.1 * (i - j).abs())),
+        AdditiveBias, tile=lambda self, region: -distance(region),
+        at=lambda self, s, b, h, i, j: s - 0.1 * (i - j).abs())),
     ("by_distance: got", bad(
-        Additive, tile=lambda self, region: -distance(region), by_distance=torch.zeros(1, NQ + NK - 1))),
+        AdditiveBias, tile=lambda self, region: -distance(region), by_distance=torch.zeros(1, NQ + NK - 1))),
     ("part: of a tile", bad(  # a part counts from 0, and so loses its place
         Bias, apply=lambda self, s, region: s - distance(region), part=lambda self, region: self)),
     ("by_score: ", bad(Bias, by_score=True, apply=lambda self, s, region: s * (1 + region.queries))),
@@ -291,7 +292,7 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
     (masks.bigbird(2, random=1), {"sizes": TINY}),
     (masks.Document([[0, 0, 0, 1, 1, -1, 1, 2, 2] * 2, [0, 1, 1, 1, 1, 2, 2, -1, -1] * 2]), {"sizes": SMALL}),
     (~masks.Prefix(NK), {"sizes": SMALL}),
-    (biases.Dense(learned(H, NQ, NK)), {"sizes": SMALL}),
+    (biases.TensorBias(learned(H, NQ, NK)), {"sizes": SMALL}),
     (biases.ALiBi(learned(H)), {"sizes": TILED}),
     (biases.RelativePosition(learned(5, D), learned(H, 5, DV)), {"sizes": SMALL}),
     (scores.General(learned(H, D, DK), 0.3), {"sizes": SMALL, "dim_k": DK}),

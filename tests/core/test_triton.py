@@ -264,7 +264,7 @@ def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
     ("settings", "reason"),
     [
         ({"mask": Strided(4)}, "Strided"),
-        ({"biases": (biases.Dense(torch.zeros(20, 20, device=DEVICE)),)}, "Dense"),
+        ({"biases": (biases.TensorBias(torch.zeros(20, 20, device=DEVICE)),)}, "TensorBias"),
         ({"biases": (biases.SoftCap(1.0), biases.ALiBi(), biases.SoftCap(2.0))}, "at most one .* SoftCap"),
         ({"normalizer": normalizers.Sigmoid()}, "Sigmoid"),
         ({"dtype": torch.float64}, "float64"),

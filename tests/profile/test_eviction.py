@@ -16,12 +16,14 @@ from torch import Tensor, nn
 import hf_models as hf
 from conftest import Command, enlarged, oracle, refused
 from qkv.cache import Evicting, HeavyHitters
+from qkv.engine import Call
 from qkv.figures.analyses import heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
 from qkv.models.loss import token_loss
-from qkv.profiler.analyses.eviction import Eviction, eviction, expiry, mass_lost, nats_of, policies_of
+from qkv.profiler.analyses.eviction import Eviction, _under_masks, eviction, expiry, mass_lost, nats_of, policies_of
+from qkv.profiler.analyses.policies import ONLINE, online_expiry
 from qkv.profiler.capture.datasets import calls_of
 
 FIRST = 2
@@ -144,6 +146,66 @@ def test_heavy_hitters_are_evicted_one_by_one() -> None:
     assert abs(float(together.sum()) - found) > 1e-3  # so it does matter
 
 
+def worth_of(policy: str, a: np.ndarray, k: np.ndarray, held: list[int], t: int, budget: int) -> np.ndarray:
+    """The worth of held keys by the papers' formulas, in loops; `a` (group, queries so far, keys), `k` (keys, d)."""
+    if policy == "knorm":
+        return np.array([-np.sqrt((k[j] ** 2).sum()) for j in held])
+    if policy == "keydiff":
+        anchor = np.mean([k[j] / np.linalg.norm(k[j]) for j in held], 0)
+        return np.array([-k[j] @ anchor / np.linalg.norm(k[j]) / np.linalg.norm(anchor) for j in held])
+    if policy == "tova":
+        return np.array([a[:, t - 1, j].mean() for j in held])
+    votes = [a[:, t - min(32, budget // 2) : t, j].sum() for j in held]
+    return np.array([sum(votes[max(0, i - 2) : i + 3]) / 5 for i in range(len(votes))])
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "tova", "keydiff", "knorm"])
+@pytest.mark.parametrize("budget", [4, 9])
+def test_policies_evict_by_the_formulas_of_their_papers(policy: str, budget: int) -> None:
+    g, n, heads, group, d = torch.Generator().manual_seed(3), 29, 2, 3, 5
+    q, k, v = (torch.randn(1, h, n, d, generator=g, dtype=torch.float64) for h in (heads * group, heads, heads))
+    call = Call.of(2 * q, k, v, Causal())
+    (online,) = (one for one in ONLINE if one.name == policy)
+    ends = online_expiry(call, online, budget)[0].numpy()
+    scores = 2 * (q[0].unflatten(0, (heads, group)) @ k[0, :, None].mT).numpy() / np.sqrt(d)
+    a = np.zeros((heads, group, n, n))
+    held = [[0] * 0 for _ in range(heads)]
+    for t in range(n):
+        for head in range(heads):
+            if len(held[head]) == budget:
+                of = a.reshape(1, heads * group, n, n)[0] if policy == "tova" else a[head]
+                worth = worth_of(policy, of, k[0, head].numpy(), held[head], t, budget)
+                recent = min(32, budget // 2) if policy == "snapkv" else 1
+                old = [i for i, j in enumerate(held[head]) if j <= t - recent]
+                held[head].remove(held[head][min(old, key=lambda i: worth[i])])
+            held[head].append(t)
+            row = np.exp(scores[head, :, t, held[head]])
+            a[head][:, t, held[head]] = (row / row.sum(0)).T
+            assert {j for j in range(t + 1) if t < ends[head, j]} == set(held[head]), (head, t)
+
+
+def test_a_forward_under_masks_equals_a_run_with_the_cache() -> None:
+    """Heavy hitters have both: what the masks keep is what the cache of each layer and key head holds."""
+    lm, ids = model(positions="rotary", sink=True), text(33)
+    for policy in (HEAVY, MEAN):
+        assert policy.cache is not None
+        with torch.no_grad():
+            logits = _under_masks(lm, ids, lambda call, policy=policy: policy.kept(call, 9))  # type: ignore[misc]
+        found = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
+        assert float(found) == pytest.approx(nats_of("caches", lm, ids, policy, 9, lambda tokens: None), rel=1e-9)
+
+
+def test_every_policy_runs_on_a_hugging_face_model() -> None:
+    names = ("window", "sinks", "heavy", "snapkv", "tova", "keydiff", "knorm")
+    found = of_hf("llama", policies=(*names, MeanAttention), budgets=(6, hf.LENGTH), first=FIRST)
+    assert found.loss is not None
+    rise = found.loss.set_index(["policy", "budget"])["delta_nats"]
+    for name in (*names, "mean"):
+        assert abs(rise[name, hf.LENGTH]) < 1e-5
+        assert abs(rise[name, 6]) > 1e-4
+    assert found.mass.groupby("policy")["mass_lost"].max().between(0.01, 1).all()
+
+
 def test_full_budget_loses_nothing_and_the_loss_is_a_mean_over_tokens() -> None:
     lm = model(positions="rotary")
     found = eviction(lm, text(27), budgets=(6, 27, 64), policies=POLICIES, first=FIRST)
@@ -199,7 +261,11 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("policies", "once", lambda: eviction(model(), text(9), policies=("heavy", "heavy"))),
     ("policies", "built-in", lambda: eviction(model(), text(9), policies=(HeavyHitters, Own))),
     ("policies", "Window", lambda: eviction(model(), text(9), policies=(Window,))),  # type: ignore[arg-type]
-    ("policies", "fixed mask", lambda: of_hf("llama")),
+    (
+        "policies",
+        "without biases",
+        lambda: eviction(model(normalizer="sigmoid"), text(9), policies=("tova",), budgets=(4,)),
+    ),
     ("budgets", "policy 'sinks'", lambda: eviction(model(), text(9), budgets=(4,))),
     ("budgets", "at least 2", lambda: eviction(model(), text(9), budgets=(1,), policies=("heavy",))),
     ("budgets", "empty", lambda: eviction(model(), text(9), budgets=())),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 
 import qkv
 from qkv.models import DecoderConfig, DecoderLM
+from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings
+from qkv.profiler.data.sinks import massive_sentence
+from smollm2 import heads, kept, residual
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +55,56 @@ def test_untrained_uniform_heads_do_not_count_as_retrieval() -> None:
     table = profile.types()
     assert (table["type"] == "uniform").all()
     assert not table["traits"].str.contains("retrieval").any()
+
+
+@pytest.fixture
+def smollm2(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Findings]:
+    """The findings of a small model, whose tables are replaced by the kept ones of SmolLM2."""
+    model = DecoderLM(DecoderConfig(vocab_size=100, d_model=36, layers=30, heads=9))
+
+    def of(text: str) -> Findings:
+        tokens = kept(text)["tokens"]
+        profile = qkv.profile(model, torch.arange(4)[None] + 1, probe=False, progress=False)
+        profile.data["key_token"].values[0] = tokens
+        profile.data.attrs["special_tokens"] = [token for token in tokens if token == "<|im_start|>"]
+        found = Findings(profile.data, profile.attrs)
+        monkeypatch.setitem(found.__dict__, "_sink_table", heads(text).assign(alpha_whole=0.0))
+        names, shares, counts = kept(text)["repeated"]
+        monkeypatch.setattr(tables, "repeated_shares", lambda data: (names, np.array(shares), np.array(counts)))
+        return found
+
+    return of
+
+
+def test_the_sentence_about_a_sinks_value_concludes_from_what_it_adds(smollm2: Callable[[str], Findings]) -> None:
+    """In SmolLM2 the value is short and adds much, which the norm alone would have called little."""
+    found = smollm2("chat")
+    table = heads("chat")[heads("chat")["alpha_first"] > 0.3]
+    assert table["value_norm_first"].median() < 0.3
+    assert table["contribution_first"].median() > 0.4
+    said = found.sinks.detail if found.sinks else ""
+    assert "0.24 × the mean of the other tokens, and 45 % of what the values add comes from it, although" in said
+    assert "little" not in said
+    assert "On other texts that begin with <|im_start|>, too: 147 on random tokens and 164 on one token" in said
+    drained = table.assign(contribution_first=0.02, alpha_whole=0.0)
+    found.__dict__["_sink_table"] = drained
+    found.__dict__.pop("sinks")
+    assert found.sinks is not None
+    assert "2.0 % of what the values add comes from it: little" in found.sinks.detail.replace("2 %", "2.0 %")
+
+
+def test_sinks_at_all_copies_of_a_token_have_a_sentence(smollm2: Callable[[str], Findings]) -> None:
+    (said,) = (str(one) for one in smollm2("text").all if "copies" in one.label)
+    assert said.startswith("57 of 270 heads have more than 30 % of the weight on the copies of one token. The tokens: ")
+    assert "“the” (26 copies: 56 heads of layers 3–10, up to 73 %)" in said
+
+
+def test_massive_activations_are_pairs_of_a_token_and_a_dimension() -> None:
+    assert kept("chat")["residual"]["massive"].count(1) == 17, "the same pair, at 17 depths"
+    said = massive_sentence(residual("chat"), np.array([kept("chat")["tokens"]]))
+    assert said.startswith(
+        "1 massive activation: '<|im_start|>' at position 0 in dimension 507, at depths 12–28, up to "
+    )
+    said = massive_sentence(residual("text"))
+    assert said.startswith("2 massive activations: the token at position 0 in dimension 507, at depths 12–28, up to ")
+    assert "dimension 247, at depth 12, up to" in said

@@ -34,12 +34,16 @@ def evict(
 
     Policies: window keeps the last keys. sinks keeps the first few and the last keys (StreamingLLM). heavy keeps the
     keys that received most attention, half of the cache, and the last keys (H2O); its attention on evicted keys is
-    computed from the attention received by the end of the text. An installed package can add policies (subclasses of
-    qkv.cache.Evicting, in the group of entry points qkv.policies).
+    computed from the attention received by the end of the text. tova keeps the keys that the last query attended to
+    most, snapkv those that the last queries did, keydiff those least like the mean of the keys, and knorm those of the
+    smallest norm. An installed package can add policies (subclasses of qkv.cache.Evicting, in the group of entry points
+    qkv.policies).
 
     qkv evict                                      (the small model that comes with qkv, on 512 tokens)
 
     qkv evict --budgets 16,64 --policies window,sinks
+
+    qkv evict smollm2 --policies sinks,heavy,snapkv,tova,keydiff,knorm    (a language model)
 
     qkv evict gpt2 --policies window,sinks         (a model from the Hugging Face hub)
 
@@ -50,9 +54,8 @@ def evict(
         budgets: Cache sizes: numbers of keys kept in each layer.
         policies: Eviction policies to compare.
         first: How many keys at the start of the text the policy "sinks" keeps.
-        run: Also run the model with each cache and measure its loss. Models of qkv use real caches; other models use
-            masks that keep the same keys (in sinks without rotating keys by their slot in the cache), which is possible
-            for window and sinks only.
+        run: Also run the model with each cache and measure its loss. Models of qkv use real caches, if there are any;
+            otherwise masks keep the same keys (in sinks without rotating keys by their slot in the cache).
         out: Folder for the results. It is created if it does not exist.
     """
 

@@ -86,6 +86,9 @@ def flow(
         print_line("Data", out / "flow.csv")
 
 
+LEAST = 0.0005  # a smaller share would be printed as < 0.1 %
+
+
 def _table(found: xr.DataArray, direction: str) -> pd.DataFrame:
     """The table in flow.csv: a row for each chosen token, depth and other token."""
     one = found.isel(text=0).assign_coords(position=("token", range(found.sizes["token"])))
@@ -97,7 +100,10 @@ def _table(found: xr.DataArray, direction: str) -> pd.DataFrame:
 
 def _show(console: Any, found: xr.DataArray, index: int, most: int = 8) -> None:
     """Print the tokens with the largest shares of one chosen token."""
+    import numpy as np
     from rich.text import Text
+
+    from qkv.profiler.data.frames import percent
 
     one = found.isel(text=0, chosen=index)
     backward = found.attrs["of"] == "queries"
@@ -110,9 +116,13 @@ def _show(console: Any, found: xr.DataArray, index: int, most: int = 8) -> None:
     )
     console.print(Text(title.format(_readable(name), at), style="bold"), soft_wrap=True)
     rows = table("token", ">position", ">share")
-    for token in share.argsort(kind="stable")[::-1][:most]:
-        if share[token] > 0:
-            rows.add_row(Text(_readable(str(names[token]))), f"{token:,}", f"{share[token]:.1%}")
+    largest = [token for token in share.argsort(kind="stable")[::-1][:most] if share[token] >= LEAST]
+    for token in largest:
+        rows.add_row(Text(_readable(str(names[token]))), f"{token:,}", percent(float(share[token])))
+    others = np.delete(share, largest)
+    others = others[others > 0]
+    if len(others):
+        rows.add_row(Text(f"{len(others):,} other tokens together", "dim"), "", percent(float(others.sum())))
     console.print(rows)
 
 

@@ -8,13 +8,14 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from qkv._untrusted import allow
-from qkv.cli.shared import Input, discard_output
+from qkv.cli.shared import PROFILE, Input, discard_output, folder, table
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from qkv.cache import Cache
     from qkv.models.decoder import DecoderLM, DecoderState
+    from qkv.models.loading import TextModel
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,12 @@ class Prompt(Input):
     """The model, and the text that it continues."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = "qkv-mini"
-    """"qkv-mini", a folder with a model saved by qkv, a folder with a GPT-2 or Llama model of Hugging Face, or the name
-    of such a model on the Hugging Face hub."""
+    """"qkv-mini", "smollm2", a folder with a model saved by qkv, a folder with a GPT-2 or Llama model of Hugging Face,
+    a GGUF file of one, or the name of such a model on the Hugging Face hub."""
     text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT]", help_behavior_hint="")] = None
     """The text to continue."""
+    chat: Annotated[str | None, tyro.conf.arg(metavar="QUESTION", help_behavior_hint="")] = None
+    """Answer this question, as the model's chat template writes it, instead of continuing a text."""
     tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 100
     """Largest number of new tokens. A model with learned positions stops at its last position."""
 
@@ -54,13 +58,19 @@ def generate(
     ] = (),
     seed: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     cache: Annotated[str, tyro.conf.arg(metavar="KIND")] = "full",
+    profile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-generate"),
 ) -> None:
     """Continue a text with a language model, and print the tokens as they are generated.
 
-    Standard output contains only the prompt and its continuation. Speed, size of the cache and the random seed are
-    printed to standard error.
+    Standard output contains only the prompt and its continuation, or the answer of a chat. Speed, size of the cache and
+    the random seed are printed to standard error.
 
     qkv generate qkv-mini "class Stack:"                         (the small Python model that comes with qkv)
+
+    qkv generate smollm2 --chat "Why is the sky blue?"           (a language model that answers)
+
+    qkv generate smollm2 --chat "Why is the sky blue?" --profile (and a report of what each new token attended to)
 
     qkv generate gpt2 "Once upon a time"                         (a model from the Hugging Face hub)
 
@@ -84,6 +94,9 @@ def generate(
             or heavy:H,R (the H keys that received most attention, and the last R). NAME:N,R is a policy of an installed
             package that keeps N keys, of them the last R (qkv.cache.Evicting in the group of entry points
             qkv.policies).
+        profile: Also measure what each new token attended to: the first token, the prompt (of a chat: the system's
+            text, the question, and what the template writes after it) and the answer itself. It needs the full cache.
+        out: Folder for the results of --profile.
     """
     from rich.console import Console
 
@@ -92,9 +105,11 @@ def generate(
     from qkv.models.loading import load_text_model
 
     allow(given.max_size)
-    if given.text is None and given.file is None:
-        raise InputError("prompt is missing, expected a text, or --file with a text file")
-    tokens, make_cache = given.tokens, _cache(cache)
+    if given.text is None and given.file is None and given.chat is None:
+        raise InputError("prompt is missing, expected a text, --file with a text file, or --chat with a question")
+    if profile and cache != "full":
+        raise InputError(f"--cache is {cache!r}, but --profile needs the full cache")
+    tokens, make_cache, new = given.tokens, _cache(cache), list[int]()
     sampling = Sampler(0.0 if greedy else temperature, top_k, top_p, min_p, repetition_penalty)
     with renamed(text="prompt"):
         text = given.passage()  # may wait for standard input, so the options are checked before
@@ -102,16 +117,24 @@ def generate(
     console = Console(stderr=True, highlight=False)
     with spinner(f"loading {given.model}"):
         loaded = load_text_model(given.model, dtype=given.dtype)
-        ids = loaded.encode(text)
+        with renamed(question="--chat"):
+            ids = loaded.encode(text, chat=given.chat is not None)
         most = _most_tokens(loaded.model, len(ids), tokens)
+        after = loaded.tokenizer.after(ids)
+
+        def decode(found: list[int]) -> str:  # called with all new tokens
+            new[:] = found
+            return after.decode(found)
+
         state = loaded.model.start(cache=lambda: make_cache(len(ids) + most))
         pieces = text_stream(
-            loaded.model, state, loaded.tokenizer.after(ids), ids,
+            loaded.model, state, replace(after, decode=decode), ids,
             max_new_tokens=most, sampling=sampling, end=loaded.end, seed=seed, stop=stop,
         )  # fmt: skip
         first = _first_piece(pieces, len(ids) + most)  # errors of the model appear before anything is printed
     before, start = state.seen, time.perf_counter()
-    _print(text, dim=True)
+    if given.chat is None:
+        _print(text, dim=True)
     try:
         if first is not None:
             _print(first)
@@ -126,6 +149,42 @@ def generate(
     if most < tokens and state.seen == loaded.model.config.context:
         notes.append(f"stopped at the model's last position, after {loaded.model.config.context:,} tokens")
     console.print(f"[dim]{' · '.join(notes)}[/dim]", soft_wrap=True)
+    if profile and new:
+        with folder(out):
+            _profile(loaded, [*ids, *new], len(ids), given.chat, out)
+
+
+def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | None, out: Path) -> None:
+    """Print the shares of the parts of the text, and write tables, a figure, a report and the profile."""
+    import torch
+    from rich.console import Console
+
+    from qkv._files import write_atomically
+    from qkv.figures.analyses import answer_figure
+    from qkv.figures.layout import save_figure
+    from qkv.profiler import run
+    from qkv.profiler.analyses.answers import answer_shares, parts_of
+    from qkv.profiler.data.frames import percent
+
+    text, tokenizer = torch.tensor(ids), loaded.tokenizer.whole
+    shares = answer_shares(loaded.model, text, parts_of(ids, prompt, tokenizer, question), prompt)
+    by_head = shares.mean("token")
+    names = tokenizer.convert_ids_to_tokens(ids[prompt:])
+    rows = table("part", ">share of the new tokens' attention", ">largest", "head", title="What the answer attends to")
+    for part in by_head:
+        layer, head = divmod(int(part.values.argmax()), part.sizes["head"])
+        rows.add_row(
+            str(part["part"].values), percent(float(part.mean())), percent(float(part.max())), f"L{layer} · H{head}"
+        )
+    Console(stderr=True).print(rows)
+    save_figure(answer_figure(shares, names, loaded.name), out / "answer.png")
+    by_token = shares.mean(("layer", "head")).to_dataframe("share").reset_index()
+    by_token.insert(2, "name", [names[at - prompt] for at in by_token["token"]])
+    for name, found in (("heads.csv", by_head.to_dataframe("share").reset_index()), ("tokens.csv", by_token)):
+        write_atomically(out / name, found.to_csv(index=False).encode())
+    found = run.profile(loaded.model, text, tokenizer=tokenizer, name=loaded.name, probe=False)
+    found.save(out / PROFILE)
+    print(f"Report   {found.report(out / 'report.html')}", file=sys.stderr)
 
 
 def _most_tokens(model: DecoderLM, prompt: int, tokens: int) -> int:

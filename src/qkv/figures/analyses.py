@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from qkv.figures.layout import (
     token_strip,
 )
 from qkv.profiler.data import tables
-from qkv.profiler.data.frames import layers_and_heads, percent
+from qkv.profiler.data.frames import counted, layers_and_heads, percent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from qkv.profiler.editing import Ablation
 
 
+PARTS = ("#b5493a", "#26748f", "#5b7f2b", "#b8860b", "#7c4a86")
 DIVERGING = LinearSegmentedColormap.from_list("qkv diverging", ("#26748f", "#f3f6f5", "#b5493a"))
 REMOVED = {"heads": "without the head", "means": "with the head's mean over tokens", "sinks": "without the head's sink"}
 
@@ -278,6 +280,37 @@ def _flow_subtitle(rollout: xr.DataArray, n: int) -> str:
 
 
 FAINTEST = 1e-3  # relative to the norm of a hidden state; smaller movements are drawn as none
+
+
+def answer_figure(shares: xr.DataArray, names: Sequence[str], model: str) -> Figure:
+    """What generated tokens attend to, by layer and by token: stacked shares of the parts of the text.
+
+    Args:
+        shares: see `qkv.profiler.analyses.answers.answer_shares`.
+        names: the names of the generated tokens.
+        model: its name.
+    """
+    figure, mean = Drawing(figsize=(10.4, 4.9)), shares.mean(("layer", "head", "token"))
+    largest = int(mean.values.argmax())
+    title = (
+        f"{percent(float(mean[largest]))} of the attention of new tokens goes to the {shares['part'].values[largest]}"
+    )
+    titled(figure, title, f"{model} · {counted(len(names), 'new token')} · mean shares of the rows that chose them")
+    panels = (("head", "token"), "layer"), (("layer", "head"), "token")
+    for index, (others, along_) in enumerate(panels):
+        axes = place(figure, 0.7 + 4.85 * index, 1.2, 4.3, 2.9)
+        plain(axes)
+        at, values = np.arange(shares.sizes[along_]), shares.mean(others).transpose("part", along_).values
+        axes.stackplot(at, values, labels=shares["part"].values, colors=PARTS, step="mid")
+        step = -(-len(at) // 14)
+        labels = [token_label(name) for name in names] if along_ == "token" else shares["layer"].values
+        axes.set_xticks(at[::step], labels[::step], rotation=45 if along_ == "token" else 0, fontsize=7)
+        axes.set_xlim(-0.5, len(at) - 0.5)
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PERCENT)
+        axes.set_title(f"by {along_}", loc="left", fontsize=9, color=INK, pad=20)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=7.5, labelcolor=MUTED)
+    return figure
 
 
 def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: int = 0, name: str = "") -> Figure:

@@ -18,7 +18,7 @@ from qkv._packages import LAB, explain, from_lab, lab_is_missing
 from qkv._untrusted import check_version, first_line, load_json
 from qkv.errors import InputError
 from qkv.models import config as configs
-from qkv.models import tensors
+from qkv.models import gguf_files, tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
 M = TypeVar("M", bound=nn.Module)
@@ -108,7 +108,8 @@ def load(folder: str | Path) -> nn.Module: ...
 def load(folder: str | Path) -> nn.Module:
     """Load a model that `save` wrote, in evaluation mode and with its saved dtypes, or a model that comes with qkv.
 
-    Models that come with qkv have float32 weights once loaded; the file of qkv-mini holds them in float16.
+    Models that come with qkv have float32 weights once loaded; the file of qkv-mini holds them in float16. A GGUF file
+    of a Llama or GPT-2, and ``"smollm2"``, become a `DecoderLM` with float32 weights.
 
     >>> type(load("qkv-reversal")).__name__
     'DecoderLM'
@@ -117,6 +118,10 @@ def load(folder: str | Path) -> nn.Module:
         InputError: if the folder has no model, the kind of model or a key of its configuration is unknown, or weights
             do not fit the model; the message lists all of them.
     """
+    if gguf_files.find(str(folder)) is not None:
+        from qkv.models.loading import load_text_model
+
+        return load_text_model(str(folder)).model
     own = folder_of(str(folder))
     folder = own or Path(folder)
     described = read_config(folder)

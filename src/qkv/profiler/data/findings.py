@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-SHARED = ("tokens", "dtype")  # options that all commands take, with the same meaning
+SHARED = ("chat", "tokens", "dtype")  # options that all commands take, with the same meaning
 OWN_TEXT = ("ablate", "evict")  # without a text, these commands take one of their own
 
 
@@ -87,7 +87,7 @@ class _Commands:
     def _written(self, name: str, *options: str) -> str:
         given = self._arguments
         words = ["qkv", name]
-        if given["model"] != "qkv-mini" or "text" in given or "file" in given:
+        if given["model"] != "qkv-mini" or {"text", "file", "chat"} & given.keys():
             words.append(given["model"])
         if "text" in given:
             words += ["--text", given["text"]] if name == "map" else [given["text"]]
@@ -127,6 +127,8 @@ _DOES = {  # predicates of "one head …" and of "many heads …"
     "uniform": ("spreads its weight evenly", "spread their weight evenly"),
     MIXED: ("has no single type", "have no single type"),
 }
+ADDS_LITTLE = 0.1  # a sink whose value gives at most this share of what the values add is said to add little
+SHORT = 0.7  # a value is called short if its norm is below this part of the mean of the others
 FADES = 0.9  # a trend is said to fall or rise if its last value differs from the first by more than this factor
 
 
@@ -190,9 +192,10 @@ class Findings:
 
     @cached_property
     def headline(self) -> str:
-        """One sentence: the heads with a sink at the first token, and the most common types of the others."""
+        """One sentence: heads with a sink at the first token, induction heads, and the most common other types."""
         total = len(self.types)
-        others = [(kind, n) for kind, n in self.kinds.items() if kind != "first token"][:3]
+        others = [(kind, n) for kind, n in self.kinds.items() if kind != "first token"]
+        others = sorted(others, key=lambda one: one[0] != "induction")[:3]  # the type that people ask for
         if MIXED in self.kinds and MIXED not in dict(others):
             others[-1] = (MIXED, self.kinds[MIXED])
         rest = listed([f"{n:,} {_does(kind, n)}" for kind, n in others]) if others else ""
@@ -272,7 +275,12 @@ class Findings:
             if table[f"alpha_{column}"].notna().any()
         ]
         if controls:
-            details.append(f"On other texts: {listed(controls)}")
+            special = data.attrs["special_tokens"]
+            begin = sorted({name for name in data["key_token"].values[:, 0] if name in special})
+            after = f" that begin with {listed(begin)}, too" if begin else ""
+            details.append(f"On other texts{after}: {listed(controls)}")
+        if added := self._added():
+            details.append(added)
         label = f"{_noun(total, prefix)} an attention sink at {first_token(data)} in {self.window}"
         strongest = _row(table, "alpha_first")
         kind = "sinks" if prefix or whole else "map"
@@ -280,6 +288,23 @@ class Findings:
 
     def _steps(self, kind: str, head: pd.Series) -> tuple[Step, ...]:
         return steps_of(kind, self._data, self._attrs, self._group, head)
+
+    def _added(self) -> str:
+        """What the value of the first token adds in the heads with a sink there, as measured; "" if it was not."""
+        table = self._sink_table
+        assert table is not None
+        if not {"value_norm_first", "contribution_first"} <= set(table):
+            return ""
+        rows = table[table["alpha_first"] > sinks.EPSILON]
+        norm, share = rows["value_norm_first"].median(), rows["contribution_first"].median()
+        if not (np.isfinite(norm) and np.isfinite(share)):
+            return ""
+        little, short = share <= ADDS_LITTLE, norm < SHORT
+        verdict = ": little" if little else ", although its value is short" if short else ""
+        return (
+            f"In the median of these heads, the norm of its value is {written(norm, 'ratio')} × the mean of the other "
+            f"tokens, and {percent(share)} of what the values add comes from it{verdict}"
+        )
 
     def _trend(self) -> str:
         """How the weight on the first token changes with the position of the query; "" if there is no such order."""
@@ -304,7 +329,7 @@ class Findings:
         """All findings, the most important first."""
         data, heads = self._data, self._heads
         shares = {name: float(np.nanmean(share)) for name, share in tables.destinations(data).items()}
-        found = [self.sinks, self._other_sinks(), self._first_share(shares["first"])]
+        found = [self.sinks, self._other_sinks(), self._copies(), self._first_share(shares["first"])]
         if shares["sink_logit"] > 0:
             meaning = "of all attention goes to the learned sink"
             found.append(Finding(percent(shares["sink_logit"]), meaning, "No token receives this weight."))
@@ -350,6 +375,32 @@ class Findings:
             self._steps("map", self.types.iloc[int(strongest)]),
         )
 
+    def _copies(self) -> Finding | None:
+        """Heads that put much weight on all copies of one ordinary token, none of which need be a sink."""
+        names, share, count = tables.repeated_shares(self._data)
+        if not names:
+            return None
+        best, largest = share.argmax(1), share.max(1)
+        chosen = largest > sinks.EPSILON
+        if not chosen.any():
+            return None
+        parts = []
+        for token in sorted(set(best[chosen]), key=lambda token: -(chosen & (best == token)).sum())[:3]:
+            heads = self._heads[chosen & (best == token)]
+            layers = np.unique(heads["layer"])
+            of = f"layer{'' if len(layers) == 1 else 's'} {sinks.ranges(layers)}"
+            parts.append(
+                f"“{names[token]}” ({count[token]:,} copies: {counted(len(heads), 'head')} of {of}, up to "
+                f"{percent(largest[chosen & (best == token)].max())})"
+            )
+        return Finding(
+            f"{chosen.sum():,} of {len(chosen):,}",
+            f"{_noun(len(chosen), int(chosen.sum()))} more than {percent(sinks.EPSILON)} of the weight on the copies "
+            "of one token",
+            f"The tokens: {listed(parts)}.",
+            self._steps("map", self._heads.loc[int(largest.argmax())]),
+        )
+
     def _special(self, share: float) -> Finding | None:
         special = tables.special_keys(self._data)
         special[:, 0] = False
@@ -369,6 +420,11 @@ class Findings:
         if found is not None and found[0] != self.kinds.get("first token", 0):
             earlier = found[0] - self.kinds.get("first token", 0)
             detail += f"; {earlier:,} more {_has(earlier)} a sink at the first token and another type, which goes first"
+        if self.is_long:
+            whole = type_table(self._data, whole=True)["type"].value_counts()
+            kinds = " · ".join(f"{n:,} {kind}" for kind, n in whole.items() if kind != MIXED) or "none"
+            if whole.get("first token", 0) != self.kinds.get("first token", 0):
+                detail += f". With sinks over {self._whole}: {kinds}"
         chosen = [kind for kind in ("induction", "previous token", "local", "delimiter", "self") if kind in named]
         if chosen:
             rows = self.types[self.types["type"] == chosen[0]]

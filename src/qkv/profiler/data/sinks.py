@@ -87,7 +87,7 @@ def sink_tokens(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
         "heads": is_sink[text, :, :, key].sum((1, 2)),
         "share_of_heads": is_sink[text, :, :, key].mean((1, 2)),
         "alpha": alphas.max((1, 2), initial=0),
-        "layers": [_ranges(data["layer"].values[one.any(1)]) for one in is_sink[text, :, :, key]],
+        "layers": [ranges(data["layer"].values[one.any(1)]) for one in is_sink[text, :, :, key]],
     }
     for name in ("key", "value"):
         if f"{name}_norm" in data:
@@ -95,6 +95,39 @@ def sink_tokens(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
             known = [one[~np.isnan(one)] for one in ratios]  # empty for a text of a single token
             rows[f"{name}_norm"] = np.array([one.mean() if len(one) else np.nan for one in known])
     return pd.DataFrame(rows).sort_values(["heads", "alpha"], ascending=False, kind="stable").reset_index(drop=True)
+
+
+def massive_sentence(stack: xr.Dataset, tokens: np.ndarray | None = None) -> str:
+    """The massive activations of a stack of layers: how many pairs of a token and a dimension, and which.
+
+    The three largest activations of each depth are known; further ones are counted only.
+
+    Args:
+        stack: hidden states, see `qkv.profiler.capture.residual.joined`.
+        tokens: the names of the tokens, (text, token), if they are known.
+    """
+    size, median = stack["largest"].values, stack["median"].values[..., None]
+    with np.errstate(invalid="ignore"):
+        is_massive = (size > stack.attrs["massive_above"]) & (size >= stack.attrs["massive_times_median"] * median)
+    found: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
+    for text, depth, rank in np.argwhere(is_massive):
+        at = int(stack["largest_token"][text, depth, rank]), int(stack["largest_dimension"][text, depth, rank])
+        ratio = float(size[text, depth, rank] / median[text, depth, 0])
+        found.setdefault((int(text), *at), []).append((int(stack["depth"][depth]), ratio))
+    if not found:
+        return f"no massive activations; the largest is {stack['ratio'].max().item():,.0f} × the median"
+    order = sorted(found.items(), key=lambda one: -max(ratio for _, ratio in one[1]))
+    parts = [
+        f"{'the token' if tokens is None else repr(str(tokens[text, token]))} at position {token:,} in dimension "
+        f"{dimension:,}, at depth{'' if len(seen) == 1 else 's'} {ranges(np.array([depth for depth, _ in seen]))}, up "
+        f"to {max(ratio for _, ratio in seen):,.0f} × the median"
+        for (text, token, dimension), seen in order[:3]
+    ]
+    more = f"; {len(found) - 3:,} more" if len(found) > 3 else ""
+    further = int(stack["massive"].sum()) - int(is_massive.sum())
+    more += f"; {further:,} smaller ones" if further > 0 else ""
+    what = "massive activation" if len(found) == 1 else "massive activations"
+    return f"{len(found):,} {what}: {'; '.join(parts)}{more}"
 
 
 def first_token_table(data: xr.Dataset) -> pd.DataFrame:
@@ -219,7 +252,7 @@ def _flat(x: np.ndarray | None, length: int) -> np.ndarray:
     return np.full(length, np.nan) if x is None else x.ravel()
 
 
-def _ranges(numbers: np.ndarray) -> str:
+def ranges(numbers: np.ndarray) -> str:
     """Sorted numbers as ranges: "0–3, 5" for 0, 1, 2, 3, 5."""
     parts: list[list[int]] = []
     for n in numbers.tolist():

@@ -279,6 +279,22 @@ def _token_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray]:
     return ["first token", *labels], np.hstack([first, total])
 
 
+def repeated_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Tokens that occur more than once after the first: names, the share of each head on them, and their number.
+
+    A share counts if it is at least `LIFT` times the token's share of the keys: (layer·head, token). Special tokens
+    are left out.
+    """
+    labels, shares = _token_shares(data)
+    valid = valid_keys(data)
+    valid[:, 0] = False
+    special, keys = set(data.attrs["special_tokens"]), data["key_token"].values[valid].tolist()
+    known = {f"“{readable(token)}”": token for token in sorted(set(keys) - special)}
+    chosen = [at for at, label in enumerate(labels) if label in known and keys.count(known[label]) > 1]
+    counts = np.array([keys.count(known[labels[at]]) for at in chosen], int)
+    return [readable(known[labels[at]]) for at in chosen], shares[:, chosen], counts
+
+
 def uniform_local(data: xr.Dataset) -> float:
     """The mass inside the local window under uniform attention."""
     window, shares = int(data.attrs["local_window"]), []

