@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="GGUF files are read with transformer
 from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gguf_model import TOKENS, tiny_llama, write_gguf
+from fuzz.files.gguf_model import TOKENS, tiny_llama, write_gguf
 from qkv.profiler.analyses.answers import answer_shares, parts_of
 
 IDS = torch.tensor([[0, 40, 41, 7, 96, 40, 41, 7, 1]])
