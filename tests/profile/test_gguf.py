@@ -12,6 +12,7 @@ import torch
 
 import qkv
 from conftest import Command, refused
+from qkv.cli.shared import saved_profile
 from qkv.models import gguf_files, loading
 
 pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
@@ -61,6 +62,7 @@ def test_files_alone_in_a_folder_and_without_an_ending_are_found(
     assert gguf_files.find(str(blob)) == blob
     assert gguf_files.find(str(alone)) == alone / "a.gguf"
     assert gguf_files.find("qkv-mini") is None
+    assert saved_profile(str(blob), "PROFILE|MODEL") is None, "qkv view takes it for a profile"
     (alone / "b.gguf").symlink_to(written[0])
     with refused("model", r"2 GGUF files.*a.gguf, b.gguf"):
         gguf_files.find(str(alone))
