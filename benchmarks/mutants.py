@@ -34,7 +34,7 @@ ROOMS = {  # of a folder of tests, what it tests
         "masks", "biases", "normalizers", "engine", "kernels", "statistics", "cache", "partial.py", "scores.py",
         "positions.py", "linear.py", "choice.py", "ring.py", "attention.py", "features.py", "nn",
     ),
-    "profile": ("profiler", "edits", "huggingface", "tracking"),
+    "profile": ("profiler", "edits.py", "huggingface", "tracking"),
     "view": ("figures", "plot", "page", "report", "server"),
 }  # fmt: skip
 BROAD = {"oracle", "laws", "measure", "profile", "report"}

@@ -41,13 +41,13 @@ MASKS: dict[str, Any] = {
 BIASES: dict[str, Any] = {
     "none": None,
     "`SoftCap(cap)`": biases.SoftCap(1.0),
-    "`Dense(tensor)`": biases.Dense(torch.zeros(N, N)),
+    "`Dense(tensor)`": biases.TensorBias(torch.zeros(N, N)),
     "`ByDistance(tensor)`": biases.ByDistance(torch.zeros(1, 2 * N - 1)),
     "`ALiBi()`": biases.ALiBi(),
     "`T5Bias(table)`": biases.T5Bias(torch.zeros(8, H)),
     "`RelativePosition(keys)`": biases.RelativePosition(torch.zeros(3, D)),
     "`RelativePosition(keys, values)`": biases.RelativePosition(torch.zeros(3, D), torch.zeros(3, D)),
-    "a learned bias, in training": biases.Dense(torch.zeros(N, N, requires_grad=True)),
+    "a learned bias, in training": biases.TensorBias(torch.zeros(N, N, requires_grad=True)),
 }
 SCORES: dict[str, Any] = {
     "`Dot()`": scores.Dot(),

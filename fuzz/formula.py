@@ -167,13 +167,13 @@ def biased(bias: Any, s: Tensor, q: Tensor, scale: float, rounding: Rounding) ->
     """All scores (b, h, nq, nk) after a bias; q are projected queries."""
     if _user_defined(bias):
         place = Place(*s.shape[-2:])
-        return s + bias.tile(place) if isinstance(bias, biases.Additive) else bias.apply(s, place)
+        return s + bias.tile(place) if isinstance(bias, biases.AdditiveBias) else bias.apply(s, place)
     rows, keys = torch.arange(s.shape[2])[:, None], torch.arange(s.shape[3])
     back = rows + s.shape[3] - s.shape[2] - keys
     match bias:
         case biases.SoftCap(cap):
             return cap * rounding.cancelling(torch.tanh(s / cap), s / cap)
-        case biases.Dense(tensor):
+        case biases.TensorBias(tensor):
             return s + tensor
         case biases.ByDistance(tensor):
             return s + tensor[:, rows - keys + s.shape[3] - 1]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv.biases import Additive, Bias
+from qkv.biases import AdditiveBias, Bias
 from qkv.masks import Mask
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.scores import Pairwise, Product
@@ -176,7 +176,7 @@ class Comb(Bias):
         return scores.masked_fill((region.queries - region.keys) % self.step == 1, -torch.inf)
 
 
-class Slanted(Additive):
+class Slanted(AdditiveBias):
     """−rate · |p − j|, with a learned rate for each head; without the dimension of the batch."""
 
     def __init__(self, rate: Tensor) -> None:
@@ -186,14 +186,14 @@ class Slanted(Additive):
         return -self.rate * (region.queries - region.keys).abs()
 
 
-class Ripple(Additive):
+class Ripple(AdditiveBias):
     """sin(0.3 p + 0.7 j), the same for all heads and batch items."""
 
     def tile(self, region: Any) -> Tensor:
         return torch.sin(0.3 * region.queries + 0.7 * region.keys)
 
 
-class Table(Additive):
+class Table(AdditiveBias):
     """A learned tensor that broadcasts to (b, h, nq, nk)."""
 
     def __init__(self, table: Tensor) -> None:

@@ -116,7 +116,7 @@ def _bias(draw: Draw, shape: Shape, d: int, *, values: bool) -> Part:
         return Part(f"SoftCap({cap})", lambda t: biases.SoftCap(cap))
     if kind == "dense":
         size = _broadcast(draw, shape)
-        return Part(f"Dense{size}", lambda t: biases.Dense(t["tensor"]), {"tensor": draw.normal(*size)})
+        return Part(f"Dense{size}", lambda t: biases.TensorBias(t["tensor"]), {"tensor": draw.normal(*size)})
     if kind == "alibi":
         if draw.chance(0.5):
             return Part("ALiBi()", lambda t: biases.ALiBi())
@@ -162,14 +162,14 @@ def _masking_bias(draw: Draw, shape: Shape) -> Part:
         return Part(f"own Comb({step})", lambda t: own.Comb(step))
     size = _broadcast(draw, shape)
     tensor = draw.normal(*size).masked_fill(draw.booleans(draw.choice([0.2, 0.7, 1.0]), *size), -torch.inf)
-    return Part(f"Dense{size} with −inf", lambda t: biases.Dense(t["tensor"]), {"tensor": tensor})
+    return Part(f"Dense{size} with −inf", lambda t: biases.TensorBias(t["tensor"]), {"tensor": tensor})
 
 
 def far(draw: Draw, shape: Shape, below: float) -> Part:
     """A bias that moves all scores, or those of some queries or some keys, far down."""
     size = draw.choice([(1, 1, 1, 1), (1, 1, shape.nq, 1), (1, 1, 1, shape.nk)])
     tensor = below * draw.booleans(0.7, *size).double()
-    return Part(f"Dense{size} of {below:g}", lambda t: biases.Dense(t["tensor"]), {"tensor": tensor})
+    return Part(f"Dense{size} of {below:g}", lambda t: biases.TensorBias(t["tensor"]), {"tensor": tensor})
 
 
 # --- normalizers ------------------------------------------------------------------------------------------------------

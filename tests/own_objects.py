@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from qkv.biases import Additive, Bias
+from qkv.biases import AdditiveBias, Bias
 from qkv.masks import Grid, Mask, Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.scores import Pairwise, Product
@@ -95,7 +95,7 @@ class Squeeze(Bias):
         return self.size.to(scores) * torch.tanh(scores) - 0.01 * (region.queries - region.keys).abs()
 
 
-class Slope(Additive):
+class Slope(AdditiveBias):
     """With a learned slope for each head."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import qkv
 from qkv import masks
-from qkv.biases import ALiBi, ByDistance, Dense, SoftCap, T5Bias
+from qkv.biases import ALiBi, ByDistance, SoftCap, T5Bias, TensorBias
 from qkv.engine.sizes import BY_DEVICE
 from qkv.normalizers import Softmax
 from qkv.scores import Additive
@@ -111,7 +111,7 @@ CASES = {
     "ALiBi, learned": Case(masks.Window(17), shape=(HEADS,), composed=lambda p: {"bias": ALiBi(p)}),
     "T5": Case(shape=(32, HEADS), composed=lambda p: {"bias": (T5Bias(p), SoftCap(2.0))}),
     "by distance, more keys": Case(CAUSAL, 2 * N, shape=(1, 3 * N - 1), composed=lambda p: {"bias": ByDistance(p)}),
-    "dense bias": Case(shape=(1, HEADS, N, N), composed=lambda p: {"bias": Dense(p)}),
+    "dense bias": Case(shape=(1, HEADS, N, N), composed=lambda p: {"bias": TensorBias(p)}),
     "additive": Case(CAUSAL, shape=(HEADS, D), composed=lambda p: {"score": Additive(p)}),
     "negative scale": Case(CAUSAL, composed=lambda p: {"score": qkv.scores.Dot(-0.4)}),
 }
@@ -124,13 +124,17 @@ MEASURED = (
 
 
 def run_by(size: int) -> tuple[str, ...]:
-    """The cases that so many processes run: two all of them, four every other one."""
-    return tuple(CASES)[:: size // 2]
+    """The cases that so many processes run: four every third one, two the others and the first."""
+    return _share(tuple(CASES), size)
 
 
 def measured_by(size: int) -> tuple[str, ...]:
-    """The cases whose statistics so many processes measure: two all of them, four every other one."""
-    return MEASURED[:: size // 2]
+    """The cases whose statistics so many processes measure."""
+    return _share(MEASURED, size)
+
+
+def _share(names: tuple[str, ...], size: int) -> tuple[str, ...]:
+    return names[::3] if size == 4 else tuple(name for n, name in enumerate(names) if n % 3 or n == 0)
 
 
 def measured(case: Case, move: Callable[..., Tensor], *group: Any) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from qkv import masks
-from qkv.biases import Bias, Dense
+from qkv.biases import Bias, TensorBias
 from qkv.engine.call import as_biases, as_mask
 from qkv.errors import InputError, nearest
 from qkv.masks import Mask, from_sdpa
@@ -34,7 +34,7 @@ _OF_MODULES = {
 }
 _OF_CALLS = {
     "attn_mask": "mask=~attn_mask, since True means may attend here, and a float one as a bias: "
-    "attention=qkv.Attention(bias=qkv.biases.Dense(tensor))",
+    "attention=qkv.Attention(bias=qkv.biases.TensorBias(tensor))",
     "kv": "context=",
     "memory": "context=",
     "past_key_value": "cache=, one of qkv.cache",
@@ -65,8 +65,8 @@ def _advice(name: str, known: Mapping[str, Any]) -> str:
 
 
 OTHER_NAMES = {
-    "attn_mask": "mask=, a boolean tensor that is True where a query may attend, or bias=qkv.biases.Dense(tensor) for "
-    "a float one",
+    "attn_mask": "mask=, a boolean tensor that is True where a query may attend, or "
+    "bias=qkv.biases.TensorBias(tensor) for a float one",
     "attention_mask": "mask=, True where a query may attend; for a tokenizer's: mask=(m == 1)[:, None, None, :]",
     "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], since True means may attend here",
     "is_causal": "mask=qkv.masks.Causal()",
@@ -131,7 +131,7 @@ def composition_of(
             raise InputError(f"scale is {scale} with score={type(score).__name__}, expected one of them")
         score = Dot(scale)
     if isinstance(attn_mask, Tensor) and attn_mask.dtype.is_floating_point:
-        bias = (*as_biases(bias), Dense(attn_mask))
+        bias = (*as_biases(bias), TensorBias(attn_mask))
         attn_mask = None
     if attn_mask is not None or is_causal:
         if attn_mask is not None and mask is not None:

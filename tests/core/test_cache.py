@@ -17,7 +17,7 @@ from torch import Tensor
 from conftest import MASKS, close, oracle, rand, refused, triple
 from qkv import Attention, InputError, attend, biases, kernels, masks, normalizers, scores
 from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
-from qkv.positions import DynamicNTK, Rotary, YaRN
+from qkv.positions import Rotary, YaRN
 
 B, H, HKV, N, D, DV = 2, 6, 3, 23, 7, 5
 CAUSAL = Attention(mask=masks.Causal())
@@ -131,18 +131,6 @@ def test_full_is_uncached_at_every_step(kind: str, normalizer: str, mask: str) -
         close(feed(Full(N + 2), attention, tokens(), sizes, rotary=rotary), want, eps=4096)
 
 
-@pytest.mark.parametrize("name", [name for name in MASKS if name != "none"])
-def test_full_combines_an_extra_mask_with_its_own(name: str) -> None:
-    whole = MASKS[name](N, N, B, H)
-    dense = whole.dense(N, N, batch=B, heads=H)
-
-    def extra(start: int, stop: int) -> dict[str, Any]:
-        return {"mask": masks.Dense(dense[:, :, start:stop, :stop])}
-
-    got = feed(Full(N), CAUSAL, tokens(), [5, 1, 1, 7, 1, 8], rotary=ROTARY, extra=extra)
-    close(got, uncached(CAUSAL, tokens(), ROTARY, whole & masks.Causal()))
-
-
 def test_full_with_padding_on_the_left_is_each_text_alone() -> None:
     pads = torch.tensor([4, 0])
     places = torch.arange(N)
@@ -248,14 +236,6 @@ def test_sinks_equal_attention_over_slots(name: str, sizes: tuple[int, int]) -> 
         cache = Sinks(sinks, window)
         close(feed(cache, attention, tokens(n), chunks, rotary=rotary), want, eps=4096)
         assert cache.length == min(n, sinks + window)
-
-
-def test_sinks_rotate_by_slots_far_beyond_the_trained_length() -> None:
-    """A scaling by length goes by slots in use: 7 of at most 8, though 61 tokens come."""
-    scaled = Exact(4, base=100.0, scaling=DynamicNTK(2.0, 8))
-    want = by_slots(tokens(61), 2, 5, ROTARY)
-    for sizes in ([1] * 61, [9, 1, 40, 11]):
-        close(feed(Sinks(2, 5), CAUSAL, tokens(61), sizes, rotary=scaled), want, eps=4096)
 
 
 @pytest.mark.parametrize(("make", "rows"), [(lambda: Full(70), 70), (lambda: Sinks(2, 5), None)], ids=["Full", "Sinks"])
@@ -403,15 +383,6 @@ def test_reorder_equals_starting_with_the_reordered_batch(name: str, rows: list[
     got = feed(cache, CAUSAL, gathered, sizes, rotary=ROTARY)
     feed(other, CAUSAL, gathered, [before], rotary=ROTARY)
     close(got, feed(other, CAUSAL, gathered, sizes, rotary=ROTARY))
-
-
-def test_reorder_accepts_an_empty_cache_and_rejects_wrong_rows() -> None:
-    cache = Full(5)
-    cache.reorder(torch.tensor([7]))
-    feed(cache, CAUSAL, tokens(), [1])
-    for rows in ([2], [-1], []):
-        with refused("rows"):
-            cache.reorder(torch.tensor(rows, dtype=torch.int64))
 
 
 SIZES: list[tuple[str, Callable[[], object]]] = [

@@ -13,16 +13,9 @@ import qkv
 from conftest import close, enlarged, rand, refused
 from qkv import Attention, cache, masks
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock, from_torch, to_torch
+from qkv.nn import MultiHeadAttention, from_torch, to_torch
 from qkv.positions import Rotary
-from qkv_lab.models import (
-    Classifier,
-    ClassifierConfig,
-    EncoderDecoder,
-    EncoderDecoderConfig,
-    RNNSeq2Seq,
-    RNNSeq2SeqConfig,
-)
+from qkv_lab.models import Classifier, ClassifierConfig
 
 CAUSAL = Attention(mask=masks.Causal())
 X = rand(1, 3, 24, dtype=torch.float32)
@@ -149,29 +142,6 @@ def test_wrong_arguments_are_refused(argument: str, call: Callable[[], object], 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["pre", "post"])
-def test_a_block_returns_the_weights_of_its_layers(place: Any) -> None:
-    torch.manual_seed(0)
-    parts = (MultiHeadAttention(24, 6, attention=CAUSAL), FeedForward(24))
-    block = TransformerBlock(*parts, cross=MultiHeadAttention(24, 3), place=place).double()
-    x, memory = rand(2, 5, 24), rand(2, 7, 24, seed=1)
-    out, weights, cross_weights = block(x, memory, return_weights=True)
-    close(out, block(x, memory))
-    inner = block.attention_norm(x) if place == "pre" else x
-    attended, want = block.attention(inner, return_weights=True)
-    close(weights, want)
-    assert block.cross is not None
-    assert block.cross_norm is not None
-    inner = block.cross_norm(x + attended) if place == "pre" else block.attention_norm(x + attended)
-    close(cross_weights, block.cross(inner, memory, return_weights=True)[1])
-    keys_values = block.cross.keys_values(memory)
-    close(block(x, keys_values=keys_values, return_weights=True)[2], cross_weights)
-    alone = TransformerBlock(MultiHeadAttention(24, 6), FeedForward(24), place=place).double()
-    out, weights = alone(x, return_weights=True, is_causal=True)
-    close(out, alone(x, mask=masks.Causal()))
-    assert not weights.triu(1).any()
-
-
 def outputs_of(model: nn.Module, call: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
     """The result of a call, with the values and the output of every attention in it, by the name of its module."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -226,37 +196,6 @@ def test_the_weights_of_a_model_are_differentiable() -> None:
         after = concentration()
         weight.add_(step, alpha=-2e-5)
         torch.testing.assert_close(slope, (after - concentration()) / 2e-5, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("place", ["pre", "post"])
-def test_an_encoder_decoder_returns_the_weights_of_both_halves(place: Any) -> None:
-    config = EncoderDecoderConfig(
-        11, 13, d_model=12, heads=3, d_hidden=10, layers=2, decoder_layers=3, context=9, dropout=0.0, place=place
-    )
-    model, target = enlarged(EncoderDecoder(config)), torch.tensor([[1, 4, 9, 3, 2], [1, 10, 5, 2, 0]])
-    source = torch.tensor([[3, 5, 8, 1, 2, 9, 10], [4, 7, 6, 2, 0, 0, 0]])
-    logits = model(source, target)
-    (again, weights), found = outputs_of(model, lambda: model(source, target, return_weights=True))
-    close(again, logits, eps=512)
-    assert [x.shape for x in (*weights.encoder, *weights.cross)] == [(2, 3, 7, 7)] * 2 + [(2, 3, 5, 7)] * 3
-    assert not any(x[1, :, :, 4:].any() for x in (*weights.encoder, *weights.cross))
-    assert not any(x.triu(1).any() for x in weights.decoder)
-    named = {f"encoder.blocks.{i}.attention.composition": x for i, x in enumerate(weights.encoder)}
-    named |= {f"decoder.blocks.{i}.attention.composition": x for i, x in enumerate(weights.decoder)}
-    check_weights(named | {f"decoder.blocks.{i}.cross.composition": x for i, x in enumerate(weights.cross)}, found)
-
-
-def test_alignments_of_every_head_are_differentiable() -> None:
-    model = enlarged(RNNSeq2Seq(RNNSeq2SeqConfig(11, 13, d_hidden=12, attention="multihead", heads=3, cell="rnn")))
-    weights = model.alignments(IDS, torch.tensor([[1, 4, 9], [1, 10, 5]]), per_head=True)
-    assert weights.shape == (2, 3, 3, 7)
-    assert not torch.allclose(weights[:, 0], weights[:, 1])
-    close(weights.sum(-1), torch.ones(2, 3, 3))
-    weights[:, 1].square().sum().backward()
-    assert isinstance(model.attention, MultiHeadAttention)
-    queries = model.attention.in_proj.weight.grad[:12]
-    assert queries[4:8].any()
-    assert not queries[:4].any()  # of the first head, which the loss does not contain
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------

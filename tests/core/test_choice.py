@@ -17,7 +17,7 @@ CASES = {
     "biased": {"mask": masks.Causal(), "bias": (biases.ALiBi(), biases.SoftCap(0.8))},
     "relative": {"bias": biases.RelativePosition(rand(5, 3))},
     "t5": {"bias": biases.T5Bias(rand(8, 6), max_distance=20)},
-    "dense": {"bias": biases.Dense(rand(6, 11, 13))},
+    "dense": {"bias": biases.TensorBias(rand(6, 11, 13))},
     "general": {"score": General(rand(6, 3, 3), 0.4)},
     "cosine": {"score": Cosine(3.0), "mask": masks.Window(4)},
     "additive": {"score": Additive(rand(6, 7), rand(7, 3), rand(7, 3))},

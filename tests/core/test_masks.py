@@ -204,12 +204,6 @@ def test_random_keys_are_distinct_and_reproducible(size: int) -> None:
         assert not torch.equal(RandomKeys(size, 8).dense(13, 13), seen)
 
 
-def test_random_keys_are_drawn_evenly() -> None:
-    counts = torch.stack([RandomKeys(4, seed).dense(32, 32)[0, 0].sum(0) for seed in range(50)]).double().sum(0)
-    assert counts.sum() == 50 * 32 * 4
-    assert ((counts - 200).abs() < 5 * 200**0.5).all()
-
-
 @pytest.mark.parametrize("near", [Window(3, ahead=2), Global([0, -1]), Causal(), Prefix(0), ~Prefix(0)], ids=str)
 @pytest.mark.parametrize("size", [1, 4, 20])
 def test_random_keys_besides_a_mask_are_additional(near: Mask, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,41 +213,6 @@ def test_random_keys_besides_a_mask_are_additional(near: Mask, size: int, monkey
     assert not (seen & more).any()
     assert torch.equal(more.sum(-1), (11 - seen.sum(-1)).clamp(max=size))
     built_in._draw.cache_clear()
-
-
-@pytest.mark.parametrize(("block", "random", "n"), [(1, 1, 40), (2, 0, 38), (4, 2, 40), (4, 1, 38), (5, 2, 38)])
-def test_bigbird_block_by_block(block: int, random: int, n: int) -> None:
-    """First and last blocks are global; other blocks attend to three blocks around their own and `random` more."""
-    seen = bigbird(block, random, seed=3).dense(n, n)[0, 0]
-    count = -(-n // block)
-    table = seen[::block, ::block]
-    assert torch.equal(table.repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :n], seen)  # whole blocks
-    for ends in (table[0], table[-1], table[:, 0], table[:, -1]):
-        assert ends.all()
-    i = torch.arange(count)
-    near = ((i[:, None] - i).abs() <= 1) | torch.isin(i, torch.tensor([0, count - 1]))
-    inside = slice(1, count - 1)
-    assert table[near].all()
-    assert torch.equal((table & ~near)[inside].sum(-1), (count - near.sum(-1)).clamp(max=random)[inside])
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("mask", "nq"), [(longformer(2), 13), (bigbird(2, 1), 13), (Padding([9]), 5)], ids=str)
-def test_a_plot_shows_the_dense_mask(mask: Mask, nq: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, seen = Grid.of(nq, 13), mask.dense(nq, 13)[0, 0].double()
-    assert np.array_equal(base.shares(mask, grid), seen.numpy())
-    axes = mask.plot(nq, 13)
-    (image,) = axes.get_images()
-    assert np.array_equal(np.asarray(image.get_array()), seen.numpy())
-    assert tuple(image.get_extent()) == (-0.5, 12.5, nq - 0.5, -0.5)
-    assert f"{1 - seen.mean():.0%} masked" in axes.get_title()
-    monkeypatch.setattr(base, "PAIRS", 4)  # a cell is now the visible share of a tile, also at the edges
-    shares = base.shares(mask, grid)
-    assert shares.shape == (-(-nq // 4), 4)
-    for (r, c), share in np.ndenumerate(shares):
-        assert share == pytest.approx(seen[r * 4 : (r + 1) * 4, c * 4 : (c + 1) * 4].mean().item())
 
 
 # --- classes of tiles -------------------------------------------------------------------------------------------------

@@ -70,9 +70,9 @@ BIASES: dict[str, Callable[[int, int, int, int], tuple[Bias, ...]]] = {
     "none": lambda b, h, nq, nk: (),
     "alibi": lambda b, h, nq, nk: (ALiBi(),),
     "t5": lambda b, h, nq, nk: (T5Bias(torch.randn(32, h)),),
-    "dense, masked": lambda b, h, nq, nk: (biases.Dense(dropped(torch.randn(b, h, nq, nk))),),
+    "dense, masked": lambda b, h, nq, nk: (biases.TensorBias(dropped(torch.randn(b, h, nq, nk))),),
     "of rows, cap, of keys": lambda b, h, nq, nk: (
-        biases.Dense(torch.randn(nq, 1)), SoftCap(3.0), biases.Dense(torch.randn(1, nk)),
+        biases.TensorBias(torch.randn(nq, 1)), SoftCap(3.0), biases.TensorBias(torch.randn(1, nk)),
     ),
 }  # fmt: skip
 
@@ -224,7 +224,7 @@ def test_nan_leaks_or_an_overflow_gives_numbers(
     keep = (torch.arange(k.shape[2]) != 3)[None]
     hole = torch.where(keep, 1.0, torch.nan)[0, :, None].to(dtype)
     last = torch.where(torch.arange(k.shape[2]) == k.shape[2] - 1, torch.inf, 1.0)[:, None].to(dtype)
-    no_key = biases.Dense(torch.full((q.shape[2], 1), -torch.inf))
+    no_key = biases.TensorBias(torch.full((q.shape[2], 1), -torch.inf))
     calls = {
         "masked": Call.of(q, k * hole, v * hole, Dense(keep)),
         "outside of a window": Call.of(q, k * hole, v * hole, Window(k.shape[2] - 3 - q.shape[2])),
@@ -257,8 +257,8 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
     wide = torch.zeros(1, 1, 4, 300)
     calls = {
         "sink logit": Call.of(q, k, v, None, (), None, Softmax(sink=torch.full((4,), torch.nan))),
-        "NaN in a bias": Call.of(q, k, v, None, (biases.Dense(torch.full((1, 1), torch.nan)),)),
-        "a bias below all scores": Call.of(q, k, v, None, (biases.Dense(torch.full((70, 70), -3e38)),)),
+        "NaN in a bias": Call.of(q, k, v, None, (biases.TensorBias(torch.full((1, 1), torch.nan)),)),
+        "a bias below all scores": Call.of(q, k, v, None, (biases.TensorBias(torch.full((70, 70), -3e38)),)),
         "vectors by distance": Call.of(q, k, v, None, (RelativePosition(torch.randn(5, 16)),)),
         "float64": Call.of(q.double(), k.double(), v.double()),
         "more than 256": Call.of(wide, wide, wide),
@@ -285,7 +285,7 @@ def test_nan_in_keys_masked_for_all_queries_reaches_gradients() -> None:
 def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
     q, k, _ = inputs(SHAPES["grouped heads"])
     for few in (q, q[:, :, -2:]):
-        low = biases.Dense(torch.linspace(0, -200, few.shape[2])[:, None])  # of the last query
+        low = biases.TensorBias(torch.linspace(0, -200, few.shape[2])[:, None])  # of the last query
         sums = qkv.measure(few, k, mask=Causal(), bias=low, normalizer=Softmax(sink=0.5), prefix_keys=k.shape[2])
         assert sums.prefix_sink_scores is not None
         mean = sums.received / sums.visible_queries
@@ -320,7 +320,7 @@ def test_a_window_without_a_call_gives_other_gradients() -> None:
 
 def test_another_default_dtype_or_device_changes_results() -> None:
     q, k, v = (x.requires_grad_() for x in inputs(SHAPES["grouped heads"]))
-    bias, found = biases.Dense(torch.randn(1, 70, requires_grad=True)), []
+    bias, found = biases.TensorBias(torch.randn(1, 70, requires_grad=True)), []
     for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
         torch.set_default_dtype(dtype)
         try:

@@ -15,7 +15,7 @@ import qkv
 from conftest import covering
 from qkv import native
 from qkv.biases import ALiBi, Bias, ByDistance, SoftCap, T5Bias
-from qkv.biases import Dense as Pairs
+from qkv.biases import TensorBias as Pairs
 from qkv.errors import InputError
 from qkv.masks import Blockwise, Causal, Dense, Mask, Prefix, Window
 from qkv.normalizers import Softmax

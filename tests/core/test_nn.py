@@ -110,23 +110,6 @@ def test_cross_attention(fused: bool) -> None:
         close(layer(x, x), layer(x))
 
 
-def test_einsum_attention_equals_multi_head_attention() -> None:
-    layer, x = layer_of(24, 6), rand(2, 9, 24)
-    mask = rand(2, 1, 9, 9, seed=1) > 0
-    mask[0, 0, 3] = False  # a query without visible keys
-    for one in (None, mask):
-        out, weights = layer(x, mask=one, return_weights=True)
-        close(EinsumAttention.of(layer)(x, one)[0], out)
-        close(EinsumAttention.of(layer)(x, one)[1], weights)
-    refusals = (
-        ({"kv_heads": 2}, "grouped heads"), ({"attention": CAUSAL}, "composition"), ({"sink": True}, "composition"),
-        ({"head_dim": 2}, "composition"), ({"cls": LinformerAttention, "length": 9, "rank": 2}, "composition"),
-    )  # fmt: skip
-    for options, match in refusals:
-        with refused("layer", match):
-            EinsumAttention.of(layer_of(24, 6, **options))
-
-
 def test_a_sink_and_a_key_bias_take_weight() -> None:
     x = rand(2, 9, 24)
     for options, name in (({"sink": True}, "normalizer_sink"), ({"key_bias": True}, "normalizer_key")):
@@ -136,28 +119,6 @@ def test_a_sink_and_a_key_bias_take_weight() -> None:
         assert (weights.sum(-1) < 1).all()
         layer(x).square().sum().backward()
         assert layer.composition.get_parameter(name).grad.abs().sum() > 0
-
-
-def test_each_projection_starts_xavier_uniform() -> None:
-    torch.manual_seed(0)
-    layer = MultiHeadAttention(512, 8, kv_heads=2)
-    q, k, v = layer.in_proj.weight.split(layer.widths)
-    for weight in (q, k, v, layer.out_proj.weight):
-        limit = (6 / sum(weight.shape)) ** 0.5
-        assert weight.abs().max() <= limit
-        assert weight.std().item() == pytest.approx(limit / 3**0.5, rel=0.02)
-    assert layer.in_proj.bias.abs().max() == layer.out_proj.bias.abs().max() == 0
-
-
-def test_dropout_acts_in_training_only() -> None:
-    layer, x = layer_of(24, 6, attention=Attention(dropout_p=0.5)), rand(1, 9, 24)
-    plain = layer_of(24, 6)
-    close(layer.eval()(x), plain(x))
-    torch.manual_seed(0)
-    first = layer.train()(x)
-    assert not torch.allclose(first, layer(x))
-    torch.manual_seed(0)
-    close(first, layer(x))
 
 
 # --- Composition ------------------------------------------------------------------------------------------------------
@@ -199,14 +160,6 @@ def test_learned_tensors_of_a_composition_are_parameters() -> None:
     assert layer.float()(x.float()).dtype == torch.float32
 
 
-def test_a_module_in_a_composition_is_registered() -> None:
-    features = nn.Sequential(nn.Linear(4, 8), nn.Softplus()).double()
-    layer = layer_of(24, 6, cls=LinearAttention, features=features)
-    assert {"composition.score_map.0.weight", "composition.score_map.0.bias"} <= dict(layer.named_parameters()).keys()
-    layer(rand(1, 9, 24)).square().sum().backward()
-    assert features[0].weight.grad.abs().sum() > 0
-
-
 # --- others -----------------------------------------------------------------------------------------------------------
 
 
@@ -246,18 +199,6 @@ def test_linear_attention() -> None:
         out, state = causal_layer.step(x[:, start:stop], state)
         outs.append(out)
     close(torch.cat(outs, 1), causal_layer(x))
-
-
-def test_linformer() -> None:
-    layer, x = layer_of(24, 6, cls=LinformerAttention, length=19, rank=5), rand(2, 13, 24)
-    q, k, v = (y.unflatten(-1, (6, 4)).transpose(1, 2) for y in layer.in_proj(x).chunk(3, -1))
-    k, v = layer.e[:13].T @ k, layer.f[:13].T @ v
-    out = (q @ k.transpose(2, 3) / 2).softmax(-1) @ v
-    close(layer(x), layer.out_proj(out.transpose(1, 2).flatten(2)))
-    padded = nn.functional.pad(x, (0, 0, 0, 4), value=3.0)
-    close(layer(padded, lengths=torch.tensor([13, 13]))[:, :13], layer(x))
-    assert layer(rand(1, 19, 24)).shape == (1, 19, 24)  # as long as can be
-    assert layer_of(24, 6, cls=LinformerAttention, length=9, rank=2, shared=True).f is None
 
 
 def test_sink_tokens_come_first_and_learn() -> None:
@@ -332,34 +273,11 @@ def test_torch_encoder_layer_converts_both_ways(options: dict[str, Any]) -> None
     close(torch.tensor(grads[0]), torch.tensor(grads[1]), eps=4096)
 
 
-def test_the_product_written_out_converts_to_torch() -> None:
-    dot = MultiHeadAttention(24, 6, attention=Attention(score=scores.Dot()))
-    assert isinstance(to_torch(dot), nn.MultiheadAttention)
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def heads_of(d_model: int = 24, heads: int = 6, **options: Any) -> MultiHeadAttention:
     return MultiHeadAttention(d_model, heads, **options)
-
-
-@pytest.mark.parametrize(
-    "padding", [masks.Padding([5, 7]), torch.arange(7) < torch.tensor([5, 7])[:, None, None, None]]
-)
-@pytest.mark.parametrize("inside", [False, True])
-def test_padded_tokens_count_as_queries_in_the_statistics_of_a_layer(padding: Any, inside: bool) -> None:
-    x, context = rand(2, 7, 24), rand(2, 11, 24, seed=1)
-    mask = qkv.masks.Causal() & padding if isinstance(padding, masks.Padding) else padding
-    layer = heads_of(attention=Attention(mask=mask) if inside else Attention()).double()
-    asked = {} if inside else {"mask": mask}
-    out, weights, statistics = layer(x, **asked, return_weights=True, return_statistics=True)
-    close(out, layer(x, **asked), eps=256)
-    counted = torch.arange(7) < torch.tensor([[5], [7]])
-    close(statistics.received, (weights * counted[:, None, :, None]).sum(2), eps=256)
-    if not inside:  # a context has padding of its own
-        cross = layer(x, context, return_statistics=True)[1]
-        close(cross.received.sum(-1), torch.full((2, 6), 7.0), eps=256)
 
 
 def block_of(*, norm_bias: bool = True, activation: str = "gelu", **options: Any) -> TransformerBlock:

@@ -158,7 +158,10 @@ def test_nan_masked_for_one_group_of_heads_does_not_reach_it(kernel: str) -> Non
 def test_the_log_sum_exp_of_bfloat16_queries_and_biases_is_rounded() -> None:
     q, k, v = (x.bfloat16() for x in triple(1, 2, 2, 29, 29, 8, 8))
     mask = Document(torch.arange(29) * 7 % 5)
-    added = (biases.Dense(rand(29, 29, seed=4).bfloat16()), biases.Dense(torch.full((1, 1), -200.0).bfloat16()))
+    added = (
+        biases.TensorBias(rand(29, 29, seed=4).bfloat16()),
+        biases.TensorBias(torch.full((1, 1), -200.0).bfloat16()),
+    )
     lse = attend(q, k, v, mask=mask, bias=added, score=scores.Dot(-0.7), return_lse=True)[1]
     exact = (x.double() for x in (q, k, v))
     want = attend(*exact, mask=mask, bias=added, score=scores.Dot(-0.7), kernel="eager", return_lse=True)[1]

@@ -78,8 +78,8 @@ INCOMPLETE: list[tuple[str, type, str]] = [  # the argument, and what the error 
     ("score", own(scores.Pairwise), r"scores\(q, k\)"),
     ("score", own(scores.Score), "Pairwise"),
     ("bias", own(biases.Bias), r"apply\(scores, region\)"),
-    ("bias", own(biases.Additive), r"tile\(region\)"),
-    ("bias", own(biases.Additive, tile=lambda self, r: torch.zeros(1), apply=lambda self, s, r: s), "apply.*tile"),
+    ("bias", own(biases.AdditiveBias), r"tile\(region\)"),
+    ("bias", own(biases.AdditiveBias, tile=lambda self, r: torch.zeros(1), apply=lambda self, s, r: s), "apply.*tile"),
     ("mask", own(masks.Mask), r"sees\(b, h, q, k, grid\)"),
     ("mask", own(masks.Mask, sees=lambda self, b, h, q, k, grid: (q - k) % 2), "int64"),
 ]
@@ -116,8 +116,8 @@ OVERRIDING: list[tuple[str, Any, dict[str, Any]]] = [  # an argument, and a call
     ),
     ("bias", own(biases.SoftCap, apply=lambda self, s, region: s / self.cap)(2.0), {"score": scores.Dot(6**-0.5 / 2)}),
     (
-        "bias", own(biases.Dense, tile=lambda self, region: -region.of(self.tensor))(TABLE),
-        {"bias": biases.Dense(-TABLE)},
+        "bias", own(biases.TensorBias, tile=lambda self, region: -region.of(self.tensor))(TABLE),
+        {"bias": biases.TensorBias(-TABLE)},
     ),
 ]  # fmt: skip
 
@@ -134,7 +134,7 @@ def test_an_overriding_subclass_loses_inherited_shortcuts(argument: str, made: A
 def test_an_overriding_bias_is_not_computed_by_its_inherited_form() -> None:
     changed = [made for argument, made, _ in OVERRIDING if argument == "bias"]
     assert [bias.form for bias in changed] == [None, None]
-    assert [bias.form for bias in (biases.Dense(TABLE), biases.SoftCap(2.0))] == ["tensor", "cap"]
+    assert [bias.form for bias in (biases.TensorBias(TABLE), biases.SoftCap(2.0))] == ["tensor", "cap"]
 
 
 # --- learned tensors --------------------------------------------------------------------------------------------------

@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,9 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from conftest import close, rand, triple
 from qkv import attend, biases, masks
-from qkv.biases import ALiBi, SoftCap, T5Bias
-from qkv.masks import Blockwise, Causal, Dense, Document, Padding, Window
-from qkv.normalizers import Entmax, Hard, Sigmoid, Softmax
+from qkv.biases import SoftCap, T5Bias
+from qkv.masks import Causal, Padding, Window
+from qkv.normalizers import Entmax, Softmax
 from qkv.scores import Dot
 
 pytestmark = [pytest.mark.usefixtures("tile4"), pytest.mark.slow]
@@ -151,7 +149,7 @@ def test_sdpa(shape: str, how: str, dtype: torch.dtype) -> None:
     ours, theirs = {
         "plain": ({}, {}),
         "bool": ({"mask": seen}, {"attn_mask": seen}),
-        "float": ({"bias": biases.Dense(bias)}, {"attn_mask": bias}),
+        "float": ({"bias": biases.TensorBias(bias)}, {"attn_mask": bias}),
         "scale": ({"score": Dot(0.7)}, {"scale": 0.7}),
         "causal": ({"mask": Causal()}, {"is_causal": True}),
     }[how]
@@ -162,59 +160,10 @@ def test_sdpa(shape: str, how: str, dtype: torch.dtype) -> None:
 
 def test_the_gradient_of_a_float_mask_is_sdpas() -> None:
     same(
-        lambda q, k, v, bias, **on: attend(q, k, v, bias=biases.Dense(bias), **on),
+        lambda q, k, v, bias, **on: attend(q, k, v, bias=biases.TensorBias(bias), **on),
         lambda q, k, v, bias: scaled_dot_product_attention(q, k, v, attn_mask=bias),
         [*triple(2, 4, 4), rand(4, 11, 13, seed=6)],
     )
-
-
-# --- torch: FlexAttention ---------------------------------------------------------------------------------------------
-
-FLEX_DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2])
-SLOPES = torch.tensor([0.5, 0.25, 0.9, 0.1, 0.7, 0.3])
-
-
-def _alibi(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return s - SLOPES[h].to(s) * (i - j).abs()
-
-
-def _cap(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return 0.8 * torch.tanh(s / 0.8)
-
-
-FLEX: dict[str, tuple[dict[str, Any], Any, Any]] = {  # ours, score_mod, mask_mod
-    "alibi, then soft cap": (
-        {"bias": (ALiBi(SLOPES), SoftCap(0.8))}, lambda s, *at: _cap(_alibi(s, *at), *at), None,
-    ),
-    "soft cap, then alibi": (
-        {"bias": (SoftCap(0.8), ALiBi(SLOPES))}, lambda s, *at: _alibi(_cap(s, *at), *at), None,
-    ),
-    "documents": (
-        {"mask": Document(FLEX_DOCUMENTS) & Causal()}, None,
-        lambda b, h, i, j: (FLEX_DOCUMENTS[i] == FLEX_DOCUMENTS[j]) & (i >= j),
-    ),
-    "prefix": ({"mask": masks.Prefix(5) | Causal()}, None, lambda b, h, i, j: (j < 5) | (i >= j)),
-    "window under alibi": (
-        {"mask": Window(6), "bias": ALiBi(SLOPES)}, _alibi, lambda b, h, i, j: (i >= j) & (i - j < 6),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FLEX)
-def test_flex_attention(name: str) -> None:
-    """Forward and lse: on CPU FlexAttention has no backward."""
-    flex = peer("torch.nn.attention.flex_attention", "FlexAttention")
-    ours, score_mod, mask_mod = FLEX[name]
-    dtype = torch.float32 if mask_mod is None else torch.float64
-    q, k, v = triple(2, 6, 3, 13, 13, 5, 7, dtype=dtype)
-    with quiet():  # it is not compiled, and says so
-        block = None if mask_mod is None else flex.create_block_mask(mask_mod, 2, 6, 13, 13, device="cpu")
-        asked = {"score_mod": score_mod, "block_mask": block, "enable_gqa": True, "return_lse": True}
-        want, lse = flex.flex_attention(q, k, v, **asked)
-    for kernel in KERNELS:
-        out, ours_lse = attend(q, k, v, kernel=kernel, return_lse=True, **ours)
-        close(out, want)
-        close(ours_lse, lse, dtype=dtype)
 
 
 # --- torch: MultiheadAttention ----------------------------------------------------------------------------------------
@@ -297,41 +246,7 @@ def test_layers_with_a_window(name: str, window: int) -> None:
     layers(layer, x, ours, lambda layer, x: layer(x, position_embeddings=still, attention_mask=hidden)[0])
 
 
-# --- transformers: ALiBi of bloom -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("heads", "padded"), [(3, 0), (4, 3), (7, 3)])
-def test_bloom_layer(heads: int, padded: int) -> None:
-    """Theirs adds slope · (key position), ours −slope · distance: softmax ignores the constant difference."""
-    bloom = of_transformers("bloom")
-    width, n = 5 * heads, 11
-    config = config_of("bloom", hidden_size=width, n_head=heads, hidden_dropout=0.0, attention_dropout=0.0)
-    layer = made(bloom.BloomAttention(config, layer_idx=0), torch.float32)
-    mask = Causal() & Padding([n, n - padded], "left")
-    real = torch.ones(2, n)
-    real[1, :padded] = 0
-    hidden = added(mask, n, n, torch.float32, batch=2)
-    alibi = bloom.build_alibi_tensor(real, heads, torch.float32)
-    rows = real[..., None]  # a query in the padding gets a mean of everything there, and zeros here
-
-    def ours(layer: Any, x: Tensor, **on: str) -> Tensor:
-        fused = layer.query_key_value(x).unflatten(-1, (heads, 3, 5)).permute(3, 0, 2, 1, 4)
-        return rows * layer.dense(merged(attend(*fused.unbind(0), mask=mask, bias=ALiBi(), **on)))
-
-    x = rand(2, n, width, dtype=torch.float32)
-    layers(layer, x, ours, lambda layer, x: rows * layer(x, torch.zeros_like(x), alibi, hidden)[0])
-
-
 # --- transformers: T5 -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_buckets_of_t5(bidirectional: bool) -> None:
-    t5 = of_transformers("t5")
-    ahead = torch.arange(-1100, 1101)
-    for buckets, furthest in ((32, 128), (8, 20), (4, 3), (64, 1000), (20, 128)):
-        theirs = t5.T5Attention._relative_position_bucket(ahead, bidirectional, buckets, furthest)
-        assert torch.equal(biases.t5_bucket(-ahead, buckets, furthest, bidirectional=bidirectional), theirs)
 
 
 def _t5_layer(decoder: bool, dtype: torch.dtype) -> Any:
@@ -357,72 +272,7 @@ def test_t5_layer(decoder: bool, n: int, dtype: torch.dtype) -> None:
     layers(layer, rand(2, n, 11, dtype=dtype), ours, lambda layer, x: layer(x, mask=hidden)[0])
 
 
-@pytest.mark.parametrize("past", [0, 6])
-def test_t5_bias_with_a_past(past: int) -> None:
-    layer = _t5_layer(True, torch.float64)
-    q, k = (torch.zeros(1, 3, n, 5, dtype=torch.float64) for n in (7, 7 + past))
-    table = T5Bias(layer.relative_attention_bias.weight, bidirectional=False, max_distance=20)
-    weights = attend(q, k, k, bias=table, return_weights=True)[1]
-    close(weights, layer.compute_bias(7, 7 + past, past_seen_tokens=past).softmax(-1))
-
-
 # --- transformers: BigBird and Longformer -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def numpy_state() -> Iterator[None]:
-    """BigBird seeds NumPy's generator, which is everyone's."""
-    state = np.random.get_state()
-    yield
-    np.random.set_state(state)
-
-
-@pytest.mark.parametrize(("training", "blocks", "random"), [(True, 13, 2), (True, 8, 1), (False, 15, 3)])
-@pytest.mark.usefixtures("numpy_state")
-def test_big_bird_layer(training: bool, blocks: int, random: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training, their random blocks are random. In eval they are all block 0, which a query then counts 1 + r times.
-
-    A key counted c times is a key with ln c added to its score: so far off is theirs from the model it trained.
-    """
-    big_bird = of_transformers("big_bird")
-    size, heads, n = 4, 3, 4 * blocks
-    config = config_of(
-        "big_bird", hidden_size=15, num_attention_heads=heads, block_size=size, num_random_blocks=random,
-        max_position_embeddings=n, use_bias=False,
-    )  # fmt: skip
-    layer = made(big_bird.BigBirdBlockSparseAttention(config, seed=5), torch.float64, train=training)
-    drawn: list[Any] = []
-    draw = layer._bigbird_block_rand_mask_with_head
-    monkeypatch.setattr(
-        layer, "_bigbird_block_rand_mask_with_head", lambda *a, **k: drawn.append(draw(*a, **k)) or drawn[-1]
-    )
-    real = torch.ones(2, n, dtype=torch.float64)
-    real[1, n - 6 :] = 0
-    blocked, band, rows, columns = big_bird.BigBirdModel.create_masks_for_block_sparse_attn(real, size)
-
-    def theirs(layer: Any, x: Tensor) -> Tensor:
-        return layer(x, band, rows, columns, blocked, blocked)[0] * real[..., None]
-
-    x = rand(2, n, 15)
-    theirs(layer, x)
-    table = torch.zeros(heads, blocks, blocks, dtype=torch.bool)
-    table[:, 1:-1] = torch.zeros(heads, blocks - 2, blocks).scatter_(2, torch.tensor(np.array(drawn[-1])).long(), 1) > 0
-    near = Window(2, ahead=1) | masks.Global([0, -1])
-    visible = Blockwise(near | Dense(table), size) & Padding([n, n - 6])
-    bias = None
-    if training:
-        assert ((near | Dense(table)).dense(blocks, blocks, heads=heads).sum(-1)[0, :, 2] == 5 + random).all()
-    else:
-        assert table[:, 1:-1].sum(-1).eq(1).all()  # block 0, `random` times over
-        again = torch.zeros(n, n, dtype=torch.float64)
-        again[size:-size, :size] = math.log(1 + random)
-        bias = biases.Dense(again)
-
-    def ours(layer: Any, x: Tensor, **on: str) -> Tensor:
-        q, k, v = (heads_of(p(x), heads) for p in (layer.query, layer.key, layer.value))
-        return merged(attend(q, k, v, mask=visible, bias=bias, **on)) * real[..., None]
-
-    layers(layer, x, ours, theirs)
 
 
 @pytest.mark.parametrize(("tokens", "window"), [((), 6), ((0, 7), 4)])  # at window 2 theirs fails
@@ -460,61 +310,6 @@ def test_longformer_layer(tokens: tuple[int, ...], window: int) -> None:
     layers(layer, rand(2, n, 15, dtype=torch.float32), ours, theirs, eps=128)
 
 
-# --- x-transformers ---------------------------------------------------------------------------------------------------
-
-
-def x_transformers() -> Any:
-    """Its module of layers; `Attend` of it is the lowest level that carries a mechanism."""
-    return peer("x_transformers.x_transformers", "the peer's own attention")
-
-
-def x_attend(heads: int, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
-    """`Attend`, which makes its softmax in float32 unless it is told of query-key normalisation."""
-    with quiet():
-        return x_transformers().Attend(heads=heads, **settings).to(dtype)
-
-
-X_WIDE = {"qk_norm": True}  # a softmax in the dtype of the input; the rest of `Attend` does not look at it
-X_MECHANISMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # our arguments, theirs
-    "sigmoid": ({"normalizer": Sigmoid(bias=0.0)}, {"sigmoid": True}),
-    "hard": ({"normalizer": Hard()}, {"hard": True}),
-    "zero key and value under a clamp": (
-        {"normalizer": Softmax(sink=0.0), "bias": SoftCap(0.9)},
-        X_WIDE | {"add_zero_kv": True, "softclamp_logits": True, "logit_softclamp_value": 0.9},
-    ),
-}
-
-
-@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.float64, True)])
-@pytest.mark.parametrize(("ours", "theirs"), X_MECHANISMS.values(), ids=X_MECHANISMS)
-def test_x_transformers_attend(dtype: torch.dtype, causal: bool, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    module = x_attend(4, dtype, causal=causal, **theirs)
-    mask = Causal() if causal else None
-    tensors = triple(2, 4, 4, 11, 13, 5, 7, dtype=dtype)
-    same(functools.partial(attend, mask=mask, **ours), lambda q, k, v: module(q, k, v)[0], tensors)
-
-
-def test_x_transformers_distances() -> None:
-    """−|q − k|²: the term of the query is constant for its keys; that of the key is one more entry of its vector."""
-    module = x_attend(4, l2_distance=True, scale=0.4, **X_WIDE)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor, **on: Any) -> Tensor:
-        longer = torch.cat([2 * q, -torch.ones_like(q[..., :1])], -1), torch.cat([k, (k * k).sum(-1, keepdim=True)], -1)
-        return attend(*longer, v, score=Dot(0.4), **on)
-
-    same(ours, lambda q, k, v: module(q, k, v)[0], triple(2, 4, 4, 11, 13, 5, 3), eps=2**12)
-
-
-def test_x_transformers_groups_heads_the_other_way_round() -> None:
-    """Its query head i uses key head i mod hkv; ours, like torch's and every model's, key head i // (h / hkv)."""
-    q, k, v = triple(2, 6, 3, 11, 13, 5, 7)
-    with quiet():
-        theirs = x_attend(6, **X_WIDE)(q, k, v)[0]
-    assert (attend(q, k, v) - theirs).abs().max() > 0.1
-    order = torch.arange(6).reshape(2, 3).T.flatten()  # heads that share a key head, side by side
-    close(attend(q[:, order], k, v), theirs[:, order])
-
-
 # --- entmax -----------------------------------------------------------------------------------------------------------
 
 
@@ -548,14 +343,3 @@ def test_entmax(shape: str, name: str, dtype: torch.dtype, temperature: float) -
     weights, want = attend(q, k, v, normalizer=normalizer, return_weights=True)[1], theirs(q, k)
     close(weights, want, eps=eps)
     assert torch.equal(weights == 0, want == 0) or name not in ("sparsemax", "entmax15")
-
-
-@pytest.mark.parametrize("name", ENTMAX)
-def test_entmax_of_what_is_visible(name: str) -> None:
-    """Row by row, theirs over the visible keys only."""
-    q, k, v = triple(1, 2, 2, 11, 11, 5, 7)
-    scores = q @ k.mT / 5**0.5
-    rows = [(_entmax(name, scores[:, :, i, : i + 1])[..., None] * v[:, :, : i + 1]).sum(2) for i in range(11)]
-    for kernel in ("tiled", "eager"):
-        out = attend(q, k, v, mask=Causal(), normalizer=Entmax(ENTMAX[name]), kernel=kernel)
-        close(out, torch.stack(rows, 2), eps=512)

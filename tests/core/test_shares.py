@@ -166,38 +166,6 @@ def test_rows_that_sum_to_zero_give_no_key_a_share() -> None:
     assert profile.data["received"].values.sum() == pytest.approx(5, rel=1e-5)
 
 
-def test_retrieval_counts_only_rows_with_attention() -> None:
-    """Half of the rows are empty; the others put all weight on keys that a streaming cache evicts."""
-    n = 400
-    scores = torch.full((n, n), -1.0)
-    scores[:, 100] = 1.0
-    scores[1::2] = -1.0
-    profile = handmade(scores, ReLU())
-    table = profile.types()
-    data = profile.data
-    far = np.arange(n) >= 272  # queries that see four times the kept keys
-    streaming = data["streaming_mass"].values[0, 0, 0][far].mean()
-    whole = (data["row_sum"].values[0, 0, 0] > 0).mean()
-    assert table["streaming"][0] == pytest.approx(streaming)
-    assert table["retrieval"][0] == pytest.approx(whole - streaming, abs=1e-6)
-    assert whole < 0.5
-
-
-@pytest.mark.parametrize("kind", UNNORMALISED)
-def test_probes_measure_shares(kind: str) -> None:
-    """At scores near 0 every row is even, whatever its sum: the probes see what they see of softmax."""
-    table = {}
-    for name in ("softmax", kind):
-        made = model(factor=0.01 if kind != "relu" else 1.0, **KINDS[name])
-        ids = torch.randint(50, (1, 83), generator=torch.Generator().manual_seed(2))
-        data = qkv.profile(made, ids, progress=False).data
-        table[name] = {x: data[x].values for x in data if str(x).startswith("probe_")}
-        assert all((x >= 0).all() and (x <= 1 + 1e-6).all() for x in table[name].values())
-    if kind != "relu":  # half of its weights are 0
-        for name, x in table["softmax"].items():
-            np.testing.assert_allclose(table[kind][name], x, rtol=0.02, err_msg=str(name))
-
-
 def test_sink_and_previous_have_one_definition_for_causal_and_bidirectional_models() -> None:
     """The mean over the queries after the first, so the same weights give the same numbers."""
     n = 30

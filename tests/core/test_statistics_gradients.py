@@ -213,7 +213,9 @@ def test_infinite_gradients_at_masked_rows_and_keys_are_dropped() -> None:
     q, k, _ = triple(b=1, nq=6, nk=6, grad=True)
     mask, hidden = masks.Dense((torch.arange(6) != 2)[None]), torch.zeros(6, 6).double()
     hidden[3] = -torch.inf
-    result = measure(q, k, mask=mask, bias=biases.Dense(hidden), mass={"all": masks.Prefix(6)}, differentiable=True)
+    result = measure(
+        q, k, mask=mask, bias=biases.TensorBias(hidden), mass={"all": masks.Prefix(6)}, differentiable=True
+    )
     loss = torch.log(result.received).sum() + torch.log(result.mass["all"]).sum() + torch.log(result.entropy).sum()
     grads = torch.autograd.grad(loss, (q, k))
     assert all(x.isfinite().all() for x in grads)
@@ -223,7 +225,7 @@ def test_infinite_gradients_at_masked_rows_and_keys_are_dropped() -> None:
 def test_gradients_with_a_bias_of_minus_infinity_and_little_mass() -> None:
     q, k, _ = triple(b=1, h=2, hkv=2, dtype=torch.float32, grad=True)
     hidden = torch.zeros(11, 13).masked_fill(torch.arange(13) % 3 == 0, -torch.inf)
-    result = measure(q, k, bias=biases.Dense(hidden), normalizer=Softmax(sink=60.0), differentiable=True)
+    result = measure(q, k, bias=biases.TensorBias(hidden), normalizer=Softmax(sink=60.0), differentiable=True)
     wide = [x.detach().double().requires_grad_() for x in (q, k)]
     weights = torch.softmax(wide[0] @ wide[1].mT / 3**0.5 + hidden, -1)  # a sink does not change shares
     want = torch.autograd.grad(formulas(weights)["entropy"].sum(), wide[0])[0]
@@ -309,7 +311,6 @@ HIDDEN_SCALE = torch.ones((), dtype=torch.float64, requires_grad=True)
         ({"prefix_keys": 3}, "differentiable", "with prefix_keys"),
         ({"bins": 3}, "differentiable", "with bins"),
         ({"statistics": [object()]}, "differentiable", "with statistics"),
-        ({"group": object()}, "differentiable", "with group"),
         ({"normalizer": normalizers.Hard()}, "differentiable", "Hard"),
         ({"normalizer": Closed()}, "differentiable", "Closed"),
     ],

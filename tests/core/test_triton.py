@@ -92,14 +92,13 @@ CASES = {
     "padding on the left": Case(
         (2, 2, 1), 70, 70, mask=Causal() & Padding([70, 41], side="left"), first=(0, 29), prefix_keys=16, queries=True,
     ),
-    "documents": Case((2, 2, 2), 70, 70, mask=Document(torch.arange(70) // 13 - 1) & Causal(), prefix_keys=9),
+    "documents": Case((1, 2, 2), 70, 70, mask=Document(torch.arange(70) // 13 - 1) & Causal(), prefix_keys=9),
     "a dense mask": Case(
         (2, 2, 2), 70, 75, mask=Dense(torch.arange(2 * 70 * 75).view(2, 1, 70, 75) % 3 == 0), queries=True, sink=True,
     ),
     "bfloat16": Case((1, 2, 1), 129, 129, d=32, mask=Causal(), dtype=torch.bfloat16, bins=4, prefix_keys=64),
     "float16": Case((1, 2, 2), 65, 65, mask=Window(9, ahead=3), dtype=torch.float16),
     "large scores": Case((1, 2, 2), 129, 129, mask=Causal(), factor=300.0, bins=4),
-    "alibi": Case((1, 3, 3), 65, 65, mask=Causal(), biases=(biases.ALiBi(),), sink=True, temperature=0.7, bins=4),
     "soft cap, then alibi": Case(
         (1, 2, 1), 63, 129, biases=(biases.SoftCap(2.0), biases.ALiBi()), prefix_keys=20, temperature=1.3, mass=FULL
     ),
@@ -263,7 +262,7 @@ def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
     ("settings", "reason"),
     [
         ({"mask": Strided(4)}, "Strided"),
-        ({"biases": (biases.Dense(torch.zeros(20, 20, device=DEVICE)),)}, "Dense"),
+        ({"biases": (biases.TensorBias(torch.zeros(20, 20, device=DEVICE)),)}, "TensorBias"),
         ({"biases": (biases.SoftCap(1.0), biases.ALiBi(), biases.SoftCap(2.0))}, "at most one .* SoftCap"),
         ({"normalizer": normalizers.Sigmoid()}, "Sigmoid"),
         ({"dtype": torch.float64}, "float64"),

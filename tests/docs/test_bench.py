@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.mechanisms import run, show
-from benchmarks.mechanisms.__main__ import main
-from benchmarks.mechanisms.contenders import MECHANISMS, Case, _alibi_score
-from qkv.biases import alibi_slopes
+from benchmarks.mechanisms import run
+from benchmarks.mechanisms.contenders import MECHANISMS, Case
 
 SAME = {"sdpa", "eager", "x-transformers"}
 OTHER = {("linear", "sdpa"), ("favor", "sdpa"), ("linformer", "sdpa")}  # these approximate softmax attention
@@ -54,39 +51,3 @@ def test_rivals_compute_the_same_on_the_device_of_the_case(name: str) -> None:
         job = contender(there, q, k, v)
         if job is not None and rival != "plain":
             assert job().is_meta, rival
-
-
-def test_flex_computes_the_same_score() -> None:
-    """The rival compiles, which is slow; its score function is checked uncompiled."""
-    h, i, j = torch.arange(8)[:, None, None], torch.arange(5)[:, None], torch.arange(5)
-    got = _alibi_score(torch.zeros(()), torch.tensor(0), h, i, j)
-    torch.testing.assert_close(got, -alibi_slopes(8)[:, None, None] * (i - j))
-
-
-def test_results_are_saved_loaded_printed_and_drawn(tmp_path: Path) -> None:
-    cells: list[str] = []
-    result = run.bench(["causal", "linformer"], [64, 96], heads=2, seconds=0, threads=1, on_cell=cells.append)
-    assert cells == [f"{name}, {n} tokens" for name in ("causal", "linformer") for n in (64, 96)]
-    run.save(result, tmp_path / "result.json")
-    loaded = run.load(tmp_path / "result.json")
-    assert loaded["mechanisms"]["causal"]["cells"] == result["mechanisms"]["causal"]["cells"]
-    text, cell = show.markdown(loaded), loaded["mechanisms"]["causal"]["cells"][96]
-    assert set(cell["seconds"]) >= {"qkv", "sdpa", "eager"}
-    assert f"{cell['ratios']['sdpa']:.3f}" in text
-    assert f"{1e3 * cell['seconds']['qkv']:.3g} ms" in text
-    assert cell["flops"] == 2 * 2 * 64 * 2 * (64 * 64 * 0.5 + 64 * 32 + 32 * 32 * 0.5)
-    show.figure(loaded, tmp_path / "result.png")
-    assert (tmp_path / "result.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_memory_of_a_mechanism_is_linear() -> None:
-    result = run.bench(["sigmoid"], [64], heads=2, seconds=0, threads=1, memory=[4096])
-    grown = result["mechanisms"]["sigmoid"]["memory"]
-    assert grown[4096] < 2 * 4096 * 4096 * 4 / 10  # a tenth of all its scores
-
-
-def test_command_writes_results_table_and_figure(tmp_path: Path) -> None:
-    options = ["sink", "--lengths", "48", "--queries", "1", "--heads", "2", "--seconds", "0", "--threads", "1"]
-    assert main([*options, "--out", str(tmp_path), "--name", "mine"]) == 0
-    assert {p.name for p in tmp_path.iterdir()} == {"mine.json", "mine.md", "mine.png"}

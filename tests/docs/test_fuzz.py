@@ -16,7 +16,7 @@ from qkv.engine import Call
 from qkv.native import binding
 from qkv.native.binding import Prepared, prepared
 
-CASES = 50
+CASES = 25
 
 
 def failures(seed: int, numbers: range) -> list[str]:

@@ -27,7 +27,9 @@ from qkv_lab.cli import train
 pytest.importorskip("transformers", reason="the pages profile models")
 WITH_PYTHON = [page for page in pages.pages() if pages.python(page)]
 SHORTER = {
+    "README.md": {"torch.randn(3, 1, 8, 4096, 64": "torch.randn(3, 1, 8, 512, 64"},
     "docs/howto/train-a-statistic.md": {"200": "20", "2048": "256"},
+    "docs/lab.md": {"steps=20": "steps=2"},
     "docs/labs/bahdanau.md": {"steps=250": "steps=20"},
     "docs/labs/reversal.md": {"steps, peak = 250": "steps, peak = 26"},
     "docs/labs/sinks.md": {"steps=200, every=20": "steps=4, every=2"},
@@ -51,11 +53,11 @@ class Shell:
 def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder, a process group of one, and the site's figure style.
 
-    The checks of `qkv.testing` run at two sizes, and FlexAttention without torch.compile, which took most of the time
+    The checks of `qkv.testing` run at one size, and FlexAttention without torch.compile, which took most of the time
     of these pages: tests/core runs both in full.
     """
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(parts, "SIZES", laws.SIZES[:2])
+    monkeypatch.setattr(parts, "SIZES", laws.SIZES[:1])
     monkeypatch.chdir(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import refused
 from qkv.models import checkpoint, load
 from qkv_lab import scenes
 from qkv_lab.align.models import SENTENCE, Aligners
@@ -68,23 +66,3 @@ def test_captions_are_of_the_scenes_of_the_evaluation(aligners: Aligners) -> Non
         assert np.sum(found["weights"], (1, 2)) == pytest.approx(1, abs=1e-5)
         assert np.shape(found["weights"])[1:] == (found["gh"], found["gw"]) == (10, 10)
     assert right >= 2
-
-
-REFUSALS = [
-    ("word", lambda aligners: aligners.align("qkv-translation", "the blck cat"), "'black'"),
-    ("text", lambda aligners: aligners.align("qkv-translation", " . "), "at least one"),
-    ("text", lambda aligners: aligners.align("qkv-translation", "the " * 50), "at most 40"),
-    ("text", lambda aligners: aligners.align("qkv-reversal", "a b"), "2 symbols"),
-    ("text", lambda aligners: aligners.align("qkv-reversal", "a b c d e z"), "'z'"),
-    ("model", lambda aligners: aligners.align("../qkv-mini", "a"), None),
-    ("scene", lambda aligners: aligners.caption(-1), None),
-    ("scene", lambda aligners: aligners.caption(256), None),
-]
-
-
-@pytest.mark.parametrize(("argument", "call", "match"), REFUSALS)
-def test_unknown_words_models_and_scenes_are_refused(
-    aligners: Aligners, argument: str, call: Callable[[Aligners], object], match: str | None
-) -> None:
-    with refused(argument, match):
-        call(aligners)

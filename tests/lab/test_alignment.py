@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 import papers
 from conftest import MASKS, close, enlarged, oracle, rand, refused, triple
-from qkv import attend, measure
-from qkv.engine import Call, Result
-from qkv.kernels import KERNELS, watching
-from qkv.masks import Causal, Dense, Mask, Padding
+from qkv import attend
+from qkv.masks import Causal, Padding
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.normalizers import Softmax
 
@@ -50,41 +48,7 @@ def luong_loops(
     return out, weights
 
 
-@pytest.mark.parametrize(("mask", "with_values"), [
-    (None, False), (Padding([7, 4]), True), (Dense(rand(B, 1, NQ, NK, seed=4) > -0.3), False),
-], ids=str)  # fmt: skip
-def test_additive(mask: Mask | None, with_values: bool) -> None:
-    module, query, keys, values = additive_inputs()
-    values = values if with_values else keys
-    shown = torch.ones(B, NQ, NK) if mask is None else mask.dense(NQ, NK, batch=B)[:, 0].expand(B, NQ, NK)
-    p, weights = papers.parameters(module), np.zeros((B, NQ, NK))
-    for b, i in np.ndindex(B, NQ):
-        weights[b, i] = papers.additive(p, query[b, i].numpy(), keys[b].numpy(), shown[b, i].bool().numpy())
-    want = weights @ values.numpy()
-    got = module(query, keys, values if with_values else None, mask=mask, return_weights=True)
-    close(got[0], want)
-    close(got[1], weights)
-    close(module(query, keys, values, mask=mask, projected=module.project(keys)), want)
-
-
 # Each score with each kind; over them, each half width with each list of lengths.
-@pytest.mark.parametrize(("score", "kind", "half_width", "lengths"), [
-    (score, kind, (1, 2, 10)[(i + j) % 3], (None, [7, 4], [1, 2])[(i + 2 * j) % 3])
-    for i, score in enumerate(SCORES) for j, kind in enumerate(KINDS)
-], ids=str)  # fmt: skip
-def test_luong(score: str, kind: str, half_width: int, lengths: list[int] | None) -> None:
-    module, query, keys = luong_inputs(score, kind, half_width)
-    options: dict[str, Tensor] = {} if lengths is None else {"lengths": torch.tensor(lengths)}
-    some = rand(B, 1, NQ, NK, seed=8) > 0.3
-    some[0, 0, 1] = False  # this query sees nothing
-    for step in (0, 3, 20) if kind == "local-m" else (3,):
-        for shown in (some, None):
-            want, weights = luong_loops(module, query, keys, lengths or [NK, NK], step, shown)
-            got = module(query, keys, step=step, mask=shown, return_weights=True, **options)
-            close(got[0], want)
-            close(got[1], weights)
-        close(module(query, keys, step=step, projected=module.project(keys), **options), want)
-        assert weights.any() == (step < 20), "with local-m at step 20 the source has ended"
 
 
 def gradients(module: nn.Module, *inputs: Tensor, **options: object) -> None:
@@ -132,38 +96,6 @@ def test_a_centre_exactly_on_a_key() -> None:
     close(out, want)
     close(got, weights)
     gradients(module, query, keys, lengths=torch.tensor([6, 2]))
-
-
-def test_observers_see_one_call_with_the_final_weights() -> None:
-    """Weights that do not sum to one are those of a softmax with a sink, which statistics see."""
-    module, query, keys = luong_inputs("concat", "local-p", 1)
-    seen: list[tuple[Call, Result]] = []
-    with watching(lambda call, result: seen.append((call, result))):
-        module(query, keys, lengths=torch.tensor([7, 4]))
-    [(call, result)] = seen
-    _, weights = luong_loops(module, query, keys, [7, 4])
-    assert weights.sum(-1).min() < 0.9
-    close(KERNELS["eager"].forward(call).weights[:, 0], weights)
-    close(result.out[:, 0], weights @ keys.numpy())
-    given = call.given
-    found = measure(
-        given.q, given.k, mask=given.mask, bias=given.biases, score=given.score, normalizer=given.normalizer
-    )
-    close(found.sink_mass[:, 0], 1 - weights.sum(-1))
-    close(found.received[:, 0], weights.sum(1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dtypes(dtype: torch.dtype) -> None:
-    for module, query, keys in (
-        additive_inputs()[:3],
-        luong_inputs("concat", "local-p"),
-        luong_inputs("dot", "global"),
-    ):
-        want = module(query, keys)
-        out = module.to(dtype)(query.to(dtype), keys.to(dtype))
-        assert out.dtype == dtype
-        torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.1)
 
 
 # --- a sink for each query --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import close, rand, refused
+from conftest import close, rand
 from qkv import course, masks
 from qkv.course import MultiHeadAttention, create_causal_mask, scaled_dot_product_attention
 
@@ -102,26 +102,3 @@ def test_layer_attends_to_a_memory_without_weights_if_asked() -> None:
     out, nothing = mha(X, MEMORY, return_attention=False)
     close32((out,), want[:1])
     assert nothing is None
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_wrong_calls_are_refused() -> None:
-    mha = MultiHeadAttention(24, 4)
-    hidden = CAUSAL == 0  # as in courses in which True hides
-    for theirs in (hidden, hidden[None, None], hidden.float()):
-        with refused("mask", match="~mask"):
-            mha(X, X, X, mask=theirs)
-    with refused("mask", match="other numbers"):
-        scaled_dot_product_attention(X, X, X, torch.full((6, 6), -1e9).triu(1))
-    with refused("mask", match="list"):
-        scaled_dot_product_attention(X, X, X, [[True]])  # type: ignore[arg-type]
-    with refused("causal", match="mask="):
-        mha(X, causal=X)
-    with refused("x"):
-        mha()
-    with refused("Q", match="both passed"):
-        mha(X, Q=X)
-    with refused("key", match="mask="):
-        mha(X, masks.Causal(), X)

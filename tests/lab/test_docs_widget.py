@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 STATIC = Path(__file__).parents[2] / "docs" / "_static"
-CHAPTER = Path(__file__).parents[2] / "docs" / "tutorial" / "03-by-hand.md"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 Matrix = list[list[float]]
 Q: Matrix = [[1, 0], [0.5, 1.5], [2, -1]]
@@ -113,40 +112,3 @@ def test_weights_and_outputs_equal_the_reference(page: Page, name: str) -> None:
     page.fill('input[name="temperature"]', "-1")
     _equals(page, _expected([Q[0], [99, 1.5], Q[2]], [[99, 1], *keys[1:]], values, NORMALIZERS[name](0.1)))
     assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
-
-
-def test_any_number_of_tokens_and_sizes_equals_the_reference(page: Page) -> None:
-    """New places are filled, numbers that were there are kept, and impossible sizes change nothing."""
-
-    def enter(name: str, value: str) -> None:
-        page.fill(f'input[name="{name}"]', value)
-        page.press(f'input[name="{name}"]', "Enter")
-
-    page.fill('[data-at="Q-0-0"]', "1.5")
-    enter("tokens", "a b c d e f g h i j k")
-    enter("d", "5")
-    enter("e", "3")
-    q, k, v = (_shown(page, name, size, 11) for name, size in (("Q", 5), ("K", 5), ("V", 3)))
-    assert q[0, :2].tolist() == [1.5, 0]
-    for matrix in (q, k, v):
-        assert matrix.std(0).min() > 0, "a new dimension is the same for all tokens"
-        assert matrix.std(1).min() > 0, "a new token is the same in all dimensions"
-    _equals(page, _expected(q, k, v, normalizers.Softmax()), 11, 11)
-    assert not page.is_visible("#bh-plane"), "values of three numbers are not points of a plane"
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "wide tables scroll in their box"
-    enter("d", "0")
-    assert page.get_attribute('input[name="d"]', "aria-invalid") == "true"
-    assert _shown(page, "Q", 5, 11).tolist() == q.tolist()
-    enter("tokens", "one")
-    assert _shown(page, "weights", 2, 1).tolist() == [[1, 1]]
-    page.click("text=Start again")
-    assert page.input_value('input[name="tokens"]') == "tea cools slowly"
-
-
-def test_chapter_uses_the_numbers_of_the_widget() -> None:
-    """The chapter computes with the initial numbers of the widget, and loads its two files."""
-    text = CHAPTER.read_text(encoding="utf-8")
-    for name, numbers in (("Q", Q), ("K", K), ("V", V)):  # those of the script are in the page of the tests above
-        assert f"{name} = np.array([{', '.join(f'[{a:.1f}, {b:.1f}]' for a, b in numbers)}])" in text
-    for name in ("by-hand.js", "by-hand.css"):
-        assert f"../_static/{name}" in text

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import refused
 from qkv.models import DecoderConfig
-from qkv_lab.experiments import small
 from qkv_lab.tasks import backcopy
 from qkv_lab.tasks.backcopy import Backcopy
 
@@ -139,38 +137,3 @@ def test_check_averages_weights_over_triggers_and_other_queries() -> None:
     for name, rows in found.items():
         torch.testing.assert_close(torch.tensor(checked[name]), torch.stack(rows).mean(0), rtol=1e-4, atol=1e-6)
     assert "sink_score" in checked
-
-
-REFUSALS: list[tuple[str, Any]] = [
-    ("symbols", lambda: Backcopy(symbols=4)),
-    ("triggers", lambda: Backcopy(triggers=40)),
-    ("first", lambda: Backcopy(first="none")),
-    ("length", lambda: Backcopy(length=5)),
-    ("unique", lambda: Backcopy(unique=0)),
-    ("unique", lambda: Backcopy(symbols=8, length=8, triggers=4, unique=20_000).batch(0, 2, 0)),
-    ("model.prefix", lambda: Backcopy(model=DecoderConfig(prefix=65))),
-    ("model.vocab_size", lambda: Backcopy(model=DecoderConfig(vocab_size=9)).build()),
-]
-
-
-@pytest.mark.parametrize(("argument", "make"), REFUSALS)
-def test_settings_out_of_range_are_refused(argument: str, make: Any) -> None:
-    with refused(argument):
-        make()
-
-
-@pytest.mark.slow
-def test_trained_model_has_a_sink_and_is_active_at_triggers() -> None:
-    task = Backcopy(length=32)
-    torch.manual_seed(0)
-    model, training = task.build(), replace(task.training(), steps=300, lr=1e-2, warmup=50)
-    small.fit(model, lambda step: task.loss(model, task.batch(step, 16, 0)), training)
-    with torch.no_grad():
-        evaluated, checked = task.evaluate(model), task.check(model)
-    assert evaluated["backcopy_accuracy"] > 0.9
-    assert evaluated["excess"] < 0.15
-    assert checked["sink_score"] == 1
-    assert checked["sink"][0][0] > 0.5
-    assert checked["other_first"][0][0] > 0.5 > 10 * checked["trigger_first"][0][0]
-    assert checked["trigger_previous"][0][0] > 0.6
-    assert checked["value_drain"][0][0] < 0.5

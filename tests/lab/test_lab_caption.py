@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-import torch
 
-from conftest import refused
 from qkv_lab import scenes
 from qkv_lab.scenes import COLOURS, PAD, RADIUS, SHAPES, VOCABULARY, Scenes
-from qkv_lab.tasks import caption
-from qkv_lab.tasks.caption import Caption, attention_to_objects
+from qkv_lab.tasks.caption import attention_to_objects
 
 
 def drawn(n: int = 200, seed: int = 0, *, held_out: bool = False) -> Scenes:
@@ -97,23 +92,6 @@ def test_attention_metrics_of_hand_made_weights() -> None:
     assert attention_to_objects(weights, held) == right
 
 
-def test_receptive_field_of_a_cell_is_centred_as_in_on_grid() -> None:
-    """A cell of the convolutions depends on the pixels around its centre."""
-    torch.manual_seed(0)
-    model = Caption().build()
-    for conv in model.features:
-        if isinstance(conv, torch.nn.Conv2d):
-            torch.nn.init.constant_(conv.weight, 1.0)
-    image = torch.rand(1, 3, 40, 40, requires_grad=True)
-    grid = model.features(image)
-    assert grid.shape[2:] == (10, 10)
-    for i, j in ((0, 0), (3, 5), (9, 9)):
-        (slope,) = torch.autograd.grad(grid[0, 0, i, j], image, retain_graph=True)
-        y, x = np.nonzero(slope[0].sum(0).numpy() > 0)
-        for axis, at in ((y, 4 * i), (x, 4 * j)):
-            assert (axis.min(), axis.max()) == (max(at - 3, 0), min(at + 3, 39))
-
-
 def test_attention_on_the_named_object_has_mass_one() -> None:
     """Hand-made weights on the object that the next token names; shifted by one token the mass is smaller."""
     held = drawn(50, held_out=True)
@@ -125,32 +103,3 @@ def test_attention_on_the_named_object_has_mass_one() -> None:
     assert attention_to_objects(weights, held)["mass"] == pytest.approx(1)
     for shift in (-1, 1):
         assert attention_to_objects(np.roll(weights, shift, 1), held)["mass"] < 0.7
-
-
-# --- the task ---------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_right_captions_match_exactly_and_their_words_have_outlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Caption(held_out=24)
-    model = task.build().eval()
-    held, (images, _) = task._held_out(model)
-    words = {
-        image.numpy().tobytes(): [token for token in tokens[1:].tolist() if token not in (scenes.END, PAD)]
-        for image, tokens in zip(images, held.captions, strict=True)
-    }
-    monkeypatch.setattr(caption, "_greedy_captions", lambda _, images: [words[x.numpy().tobytes()] for x in images])
-    assert task.evaluate(model)["exact_match"] == 1
-    figure = task.figures(model)["attention"]  # of a scene of 2 objects and one of 3, with two words each
-    assert sum("%" in text.get_text() for axes in figure.axes for text in axes.texts) == 2 * 2 + 2 * 3
-
-
-def test_settings_out_of_range_are_refused() -> None:
-    for argument, make in (
-        ("size", lambda: Caption(size=29)),
-        ("objects", lambda: Caption(objects=5)),
-        ("held_out", lambda: Caption(held_out=0)),
-        ("model.vocab_size", lambda: Caption(model=replace(Caption().model, vocab_size=7)).build()),
-    ):
-        with refused(argument):
-            make()

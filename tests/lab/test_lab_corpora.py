@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
-import types
 from pathlib import Path
 
 import networkx
 import pytest
 
 from conftest import refused
-from qkv.errors import InputError
 from qkv.profiler import corpora
 from qkv.profiler.corpora import load
 from qkv_lab.tokens import split, without_passages
@@ -106,68 +102,11 @@ def test_wrong_or_missing_downloads_are_refused_and_not_kept(cache: Path, monkey
         load("shakespeare")
 
 
-def test_failed_writes_are_refused_and_keep_the_old_file(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.write_text("a file where a folder should be")
-    with refused("QKV_CACHE"):
-        corpora.write_cached(cache / "x", b"x")
-    corpora.write_cached(tmp_path / "y", b"before")
-
-    def full(source: Path, target: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with refused("QKV_CACHE", match="No space left"):
-        corpora.write_cached(tmp_path / "y", b"after")
-    assert {p.name for p in tmp_path.iterdir()} == {"cache", "y"}
-    assert (tmp_path / "y").read_bytes() == b"before"
-
-
-class Rows(dict[str, list[object]]):
-    """The part of a dataset's interface that corpora use."""
-
-    @property
-    def column_names(self) -> list[str]:
-        return list(self)
-
-
-def install(monkeypatch: pytest.MonkeyPatch, version: str = "4.1.0") -> list[tuple[object, ...]]:
-    """Install a fake package `datasets` with one dataset; returns the list of its calls."""
-    calls: list[tuple[object, ...]] = []
-
-    def load_dataset(name: str, **options: object) -> Rows:
-        calls.append((name, options))
-        if name != "tiny/stories":
-            raise FileNotFoundError(f"Dataset '{name}' doesn't exist on the Hub\nmore")
-        return Rows(text=["Once", "upon", "Once", ""], title=["a", "b", "c", "d"], year=[1, 2, 3, 4])
-
-    module = types.ModuleType("datasets")
-    spec = types.SimpleNamespace(name="datasets")
-    module.__dict__.update(load_dataset=load_dataset, __version__=version, __spec__=spec)
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    return calls
-
-
-def test_dataset_gives_the_texts_of_a_column_if_the_package_is_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = install(monkeypatch)
-    assert sorted(load("hf:tiny/stories").documents) == ["Once", "upon"]
-    assert sorted(load("hf:tiny/stories:title").documents) == ["a", "b", "c", "d"]
-    assert calls == 2 * [("tiny/stories", {"split": "train"})]  # without trust_remote_code
-    install(monkeypatch, "2.18.0")
-    with pytest.raises(InputError, match="datasets 4 or newer"):
-        load("hf:tiny/stories")
-    monkeypatch.setattr(corpora.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install"):
-        load("hf:tiny/stories")
-
-
 def test_corpora_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
     (tmp_path / "empty.txt").write_bytes(b"\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.bin").write_bytes(b"\0")
-    install(monkeypatch)
     for name, match in (
         ("libary", "mean 'library'"),
         (str(tmp_path / "latin.txt"), "is not UTF-8"),
@@ -177,9 +116,6 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: py
         ("package:networkx.algorithms", "package:NAME"),
         ("package:../x", "package:NAME"),
         ("package:this", "package:NAME"),
-        ("hf:tiny/stories:body", "text, title, year"),
-        ("hf:tiny/stories:year", "rows are int"),
-        ("hf:none", "doesn't exist"),
         ("hf:", "hf:NAME:COLUMN"),
         ("hf:a:b:c", "hf:NAME:COLUMN"),
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from lab_tasks import THREE, Counting, Three, Tiny
 from qkv.errors import InputError
 from qkv.profiler import corpora
 from qkv_lab import Diverged, experiments
-from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, names, normalizers, scaling, streaming, texts
+from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, streaming, texts
 from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
 from qkv_lab.experiments.evidence import HOLDS, UNDECIDED, UNSEEN, Verdict
 from qkv_lab.experiments.page import table
@@ -109,16 +108,6 @@ def test_each_variant_has_the_number_of_seeds_that_is_asked_for(tmp_path: Path) 
     assert "qkv experiment three --seeds 6" in exact.json_path.read_text()
 
 
-def test_two_experiments_do_not_write_to_one_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(*_: object) -> dict[str, Measured]:
-        with refused("out", match="another experiment"):
-            run(Tiny(), tmp_path, quick=True)
-        return {variant: {"x": 1.0} for variant in THREE}
-
-    monkeypatch.setattr(Three, "compute", compute)
-    run(Three(), tmp_path, quick=False, seeds=2)
-
-
 def test_interrupted_experiment_does_not_repeat_finished_runs(
     tmp_path: Path, trained: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,31 +161,6 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     ):
         with refused(argument, match):
             call()
-
-
-def test_every_experiment_has_a_name_a_question_claims_and_a_figure() -> None:
-    every = [experiment(name) for name in names()]
-    assert [e.name for e in every] == list(names())
-    for e in every:
-        assert all(re.fullmatch(r"C\d{3}", claim) for claim in e.claims)
-        assert len(set(e.claims)) == len(e.claims) > 0
-        assert e.question.endswith("?")
-    assert {file.stem for file in DOCS.glob("*.png")} == set(BUILT_IN)
-
-
-def test_sweeps_have_distinct_settings_and_share_the_plain_run() -> None:
-    sweeps = [e for e in map(experiment, names()) if isinstance(e, Sweep)]
-    runs = {s.name: [key(row) for row in s.settings(0, False).values()] for s in sweeps}
-    plain = key(experiment("emergence").settings(0, False)["plain"])
-    for name, keys in runs.items():
-        assert len(set(keys)) == len(keys), name
-        assert plain in keys or name == "positions", name
-    assert len({k for keys in runs.values() for k in keys}) < 60
-
-
-def test_shared_keys_variants_have_equally_many_parameters() -> None:
-    models = [setting.task.build() for setting in experiment("shared_keys").settings(0, False).values()]
-    assert len({sum(p.numel() for p in model.parameters()) for model in models}) == 1
 
 
 def test_page_of_experiments_is_up_to_date() -> None:

@@ -10,17 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import qkv
 from conftest import refused
-from qkv.models import DecoderConfig, checkpoint
-from qkv.models.generation import generate
-from qkv.models.loading import load_model as load_profiled
-from qkv.models.loading import load_text_model
-from qkv.profiler import corpora
+from qkv.models import DecoderConfig
 from qkv_lab import tokens
 from qkv_lab.experiments.small import fit
 from qkv_lab.tasks.language import Language
-from qkv_lab.tokens import split
 
 SMALL = DecoderConfig.llama(d_model=32, layers=2, heads=2)
 
@@ -66,26 +60,6 @@ def test_windows_reach_both_ends_of_the_text_and_held_out_text_is_in_none(texts:
     assert found == {tuple(data[i : i + 24]) for i in range(3)}
 
 
-def test_further_corpora_are_trained_on_in_their_share_and_not_held_out(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokens, "LINE", 12)
-    held_out = split(corpora.load(str(texts)).documents)[1][0]
-    for name, text in {"capitals": "HELLO WORLD " * 40, "copy": held_out, "digits": "0123456789" * 40}.items():
-        (tmp_path / f"{name}.txt").write_text(text)
-    more = ", ".join(str(tmp_path / f"{name}.txt") for name in ("capitals", "copy", "digits"))
-    made, plain = task(texts, more=more, more_share=0.25), task(texts)
-    ids = made.batch(0, 2000, 0)["ids"]
-    texts_of = [bytes(row) for row in ids[:, 1:].tolist()]
-    assert sum(b" plus " not in x for x in texts_of) / 2000 == pytest.approx(0.25, abs=0.03)
-    assert all(any(part in x for x in texts_of) for part in (b"WORLD", b"6789012345"))
-    assert held_out.encode() not in made._more.astype("u1").tobytes()
-    assert torch.equal(made.unseen, plain.unseen)
-    assert torch.equal(task(texts, more=more, more_share=0.0).batch(3, 4, 5)["ids"], plain.batch(3, 4, 5)["ids"])
-    with refused("more"):
-        task(texts, more=str(tmp_path / "copy.txt")).build()
-
-
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_uniform_predictions_have_the_loss_of_the_vocabulary_size(tokenizer: str, texts: Path) -> None:
     made = task(texts, tokenizer=tokenizer)
@@ -100,22 +74,6 @@ def test_uniform_predictions_have_the_loss_of_the_vocabulary_size(tokenizer: str
     text = "".join(decode(row) for row in made.unseen.tolist())
     number = made.unseen[:, 1:].numel()
     assert found["bits_per_byte"] == pytest.approx(number * log(size, 2) / len(text.encode()), rel=1e-5)
-
-
-def test_longer_sequences_are_evaluated_by_place(texts: Path) -> None:
-    made = task(texts, longest=80, model=replace(SMALL, positions="learned"))
-    model = made.build().eval()
-    assert model.config.context == 80
-    with torch.no_grad():
-        found = made.evaluate(model)
-        ids = task(texts, context=80).unseen
-        losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none").mean(0)
-    assert found["places"] == ["13-24", "25-48", "49-80"]
-    expected = [losses[a:b].mean().item() for a, b in ((12, 24), (24, 48), (48, 80))]
-    assert found["loss_by_place"] == pytest.approx(expected, rel=1e-4)
-    assert found["longest_loss"] == found["loss_by_place"][-1]
-    assert set(made.figures(model)) == {"first_token", "places"}
-    assert "longest_loss" not in task(texts).evaluate(task(texts).build().eval())
 
 
 @pytest.mark.slow
@@ -141,28 +99,6 @@ def test_losses_are_mean_cross_entropies_and_that_of_writing_is_over_some_positi
     expected = losses[:, [n - 1 for n in range(3, 25, 3)]].mean().item()
     assert made.writing_loss(model) == pytest.approx(expected, rel=1e-4)
     assert "writing_loss" not in found
-
-
-@pytest.mark.parametrize(("tokenizer", "first"), [("bytes", "fixed"), ("bpe", "random"), ("bpe", "fixed")])
-def test_saved_model_generates_and_can_be_profiled(tokenizer: str, first: str, texts: Path, tmp_path: Path) -> None:
-    made = task(texts, tokenizer=tokenizer, first=first)
-    model = made.build()
-    checkpoint.save(model, tmp_path / "model")
-    for name, text in made.files().items():
-        (tmp_path / "model" / name).write_text(text, encoding="utf-8")
-    plain = tokens.from_json(made._data.tokenizer).encode("12 plus é")
-    expected = [model.vocabulary - 1, *plain] if first == "fixed" else plain
-
-    loaded = load_text_model(str(tmp_path / "model"))
-    ids = loaded.encode("12 plus é")
-    assert ids == expected
-    assert loaded.tokenizer.decode(ids) == "12 plus é"
-    rows = generate(loaded.model, loaded.model.start(), torch.tensor([ids]), max_new_tokens=5, seed=0)
-    assert isinstance(loaded.tokenizer.after(ids).decode(rows[0]), str)
-
-    profiled = load_profiled(str(tmp_path / "model"))
-    profile = qkv.profile(profiled.model, "12 plus é", tokenizer=profiled.tokenizer, progress=False)
-    assert profile.data.sizes["query"] == len(expected)
 
 
 REFUSALS: list[tuple[str, str | None, dict[str, object]]] = [

@@ -148,11 +148,3 @@ def test_a_name_that_is_taken_is_refused(install: Install) -> None:
             ask()
     assert type(experiments.experiment("heads")).__module__ == "qkv_lab.experiments.architecture"
     assert tasks.task_class("copy").__module__ == "qkv_lab.tasks.sequences"
-
-
-def test_a_name_that_two_packages_register_is_refused(install: Install) -> None:
-    for package in ("one", "two"):
-        install(package, {"experiments": {"dice": f"{package}:Dice"}})
-    for ask in (experiments.names, lambda: experiments.experiment("dice")):
-        with refused("experiment", match=r"one 1\.2 and two 1\.2"):
-            ask()

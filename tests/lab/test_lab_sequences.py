@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import refused
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv_lab import heads
 from qkv_lab.experiments.small import fit
@@ -179,14 +178,6 @@ def head_weights(pairs: heads.Pairs, n: int, weight: float = 1.0) -> np.ndarray:
     return w
 
 
-def maps_of(monkeypatch: pytest.MonkeyPatch, keys: Tensor, *, layers: int, at: tuple[int, int]) -> None:
-    """Replace the model's weights: the head `at` attends to `keys` (b, n), every other head to its own token."""
-    n = keys.shape[1]
-    weights = np.broadcast_to(np.eye(n), (len(keys), layers, 2, n, n)).copy()
-    weights[:, at[0], at[1]] = np.eye(n)[keys.numpy()]
-    monkeypatch.setattr(heads, "maps", lambda model, ids: weights)
-
-
 def test_scores_of_correct_half_correct_and_wrong_heads() -> None:
     pairs = Reversal(length=4).mirror()
     half = (pairs[0], np.where(np.arange(4) < 2, pairs[1], pairs[1] + 1))
@@ -219,39 +210,6 @@ def test_recall_scores_each_kind_of_head(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["induction"] == [[0, 0], [1, 0]]
     assert [round(x, 9) for x in np.ravel(found["previous"])] == [1, 0.125, 0.125, 1]  # query 1 on key 0 in each
     assert (found["induction_layer"], found["induction_head"], found["best"]) == (1, 0, 1)
-
-
-def test_coreference_check_finds_the_head_that_attends_to_the_antecedent(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Coreference(model=TINY)
-    keys = torch.arange(12).repeat(200, 1)
-    keys[:, -3] = torch.where(torch.arange(200) < 150, *task.nouns_of(task.unseen()[:200]))
-    maps_of(monkeypatch, keys, layers=2, at=(1, 0))
-    found = task.check(task.build().eval())
-    assert (found["best_layer"], found["best_head"], found["best"]) == (1, 0, 0.75)
-    assert found["antecedent"] == found["picks"] == [[0, 0], [0.75, 0]]
-    assert found["other"] == [[0, 0], [0.25, 0]]
-
-
-@pytest.mark.parametrize(("back", "shares"), [(1, (1.0, 0.0)), (4, (0.0, 1.0))])
-def test_lookup_check_finds_the_head_of_each_offset(
-    back: int, shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = Lookups(model=replace(TINY, layers=1))
-    maps_of(monkeypatch, (torch.arange(12) - back).clamp(min=0).repeat(100, 1), layers=1, at=(0, 1))
-    found = task.check(task.build())
-    assert (found["best_first"], found["best_second"]) == shares
-    assert found["first_head" if back == 1 else "second_head"] == [0, 1]
-    assert found["heads"] == 2, "the other look-up has no head, so that the first of equals is named"
-
-
-def test_hops_check_finds_the_hop_of_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Hops(places=7, hops=4, model=TINY)
-    keys = task.after(task.unseen()[:100])[..., 1]  # two hops ahead
-    maps_of(monkeypatch, keys, layers=2, at=(1, 1))
-    found = task.check(task.build())
-    assert (found["best_layer"], found["best_head"], found["best_hop"], found["best"]) == (1, 1, 2, 1.0)
-    assert found["best_by_hop"][1] == 1.0
-    assert max(found["best_by_hop"][0], found["best_by_hop"][2]) < 0.5
 
 
 # --- a model made by hand ---------------------------------------------------------------------------------------------
@@ -295,18 +253,6 @@ def test_hand_made_mirror_model_is_perfect_and_fails_without_its_head() -> None:
     assert task.evaluate(model)["token_accuracy"] == 1, "the model itself keeps its head"
 
 
-def test_accuracy_uses_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Reversal(length=3, symbols=10)
-    generated = task.unseen()[:, 4:].clone()
-    generated[:, 2] = 0
-    generated[:100, 1] = 0
-    monkeypatch.setattr(heads, "continued", lambda model, prompt, new: generated)
-    measured = task.evaluate(task.build())
-    right = 2 * len(generated) - 100
-    assert measured["token_accuracy"] == pytest.approx(right / (3 * len(generated)))
-    assert measured["sequence_accuracy"] == 0
-
-
 @pytest.mark.parametrize("prefix", [0, 33], ids=["causal", "without a mask"])
 @torch.no_grad()
 def test_continued_generates_greedily(prefix: int) -> None:
@@ -334,37 +280,6 @@ def test_without_heads_ablates_only_the_given_heads() -> None:
         before, after = (m.blocks[layer].attention.out_proj.weight.view(12, 3, 4) for m in (model, cut))
         for head in range(3):
             assert torch.equal(after[:, head], torch.zeros(12, 4) if head == gone else before[:, head])
-
-
-# --- configurations and refusals --------------------------------------------------------------------------------------
-
-
-REFUSALS: list[tuple[str, str | None, Any]] = [
-    ("length", None, lambda: Reversal(length=0)),
-    ("symbols", "makes 1 ", lambda: Reversal(symbols=1)),
-    ("symbols", "makes 196 ", lambda: Reversal(length=2)),
-    ("min_length", "max_length 4", lambda: Copy(min_length=5, max_length=4)),
-    ("min_length", "longest 9", lambda: Copy(longest=9)),
-    ("symbols", "makes 14 ", lambda: Copy(min_length=1)),
-    ("min_length", "symbols 16", lambda: Recall(max_length=17)),
-    ("symbols", "makes 240 ", lambda: Recall(min_length=2)),
-    ("gap", None, lambda: Recall(gap=-1)),
-    ("model.vocab_size", None, lambda: Reversal(model=DecoderConfig(vocab_size=99)).build()),
-    ("length", None, lambda: Coreference(length=4)),
-    ("nouns", None, lambda: Coreference(nouns=1)),
-    ("model.prefix", None, lambda: Coreference(model=replace(TINY, prefix=3)).build()),
-    ("first", None, lambda: Lookups(first=5)),
-    ("first", None, lambda: Lookups(longest=11)),
-    ("hops", None, lambda: Hops(hops=1)),
-    ("places", None, lambda: Hops(places=6)),
-    ("output_bias", None, lambda: DecoderConfig(output_bias=True)),
-]
-
-
-@pytest.mark.parametrize(("argument", "match", "make"), REFUSALS)
-def test_settings_out_of_range_are_refused(argument: str, match: str | None, make: Any) -> None:
-    with refused(argument, match):
-        make()
 
 
 # --- trained models ---------------------------------------------------------------------------------------------------

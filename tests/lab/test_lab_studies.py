@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import qkv
-from conftest import refused
 from qkv.cache import Cache, Full, Sliding
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loss import token_loss
-from qkv.scores import Dot
-from qkv_lab import tasks
-from qkv_lab.experiments import associations, bottleneck, mechanism, scaling, small
-from qkv_lab.task import Training
+from qkv_lab.experiments import mechanism, scaling
 
 
 def model(**changes: object) -> DecoderLM:
@@ -60,16 +54,6 @@ def test_sliding_cache_agrees_with_a_window_mask() -> None:
     assert np.abs(found / every - 1).max() > 1e-3
 
 
-def test_wrong_arguments_are_refused() -> None:
-    for argument, call in (
-        ("ids", lambda: nats(model(), some_texts(1), lambda: Full(4))),
-        ("chunk", lambda: nats(model(), some_texts(4), lambda: Full(4), chunk=0)),
-        ("changed", lambda: mechanism.movement(model(), some_texts(19), some_texts(18))),
-    ):
-        with refused(argument):
-            call()
-
-
 def test_changed_token_moves_only_later_ones_and_the_masked_first_token_none() -> None:
     lm, ids = model(), some_texts(19)
     assert (mechanism.movement(lm, ids, ids) == 0).all()
@@ -94,43 +78,8 @@ def test_residual_stream_and_attention_output_are_the_models() -> None:
     np.testing.assert_allclose(mechanism.output_ratio(lm, ids)[0], expected, rtol=1e-5)
 
 
-def test_share_of_queries_nearest_to_the_first_key_matches_a_loop() -> None:
-    q, k = torch.randn(2, 3, 9, 5, generator=torch.Generator().manual_seed(0))
-    cosine = torch.nn.functional.cosine_similarity(q[:, :, None], k[:, None], dim=-1)
-    hits = [cosine[b, i, : i + 1].argmax() == 0 for b in range(3) for i in range(2, 9)]
-    assert mechanism.nearest_first(q, k) == pytest.approx(np.mean(hits))
-
-
 def test_jacobian_norm_agrees_with_autograd() -> None:
     scores = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
     for row, found in zip(scores, scaling.jacobian_norm(scores), strict=True):
         jacobian = torch.autograd.functional.jacobian(lambda s: s.softmax(-1), row)
         torch.testing.assert_close(found, jacobian.norm())
-
-
-def test_fit_follows_the_schedule_and_stops_when_the_loss_is_not_finite() -> None:
-    layer = nn.Linear(1, 1, bias=False)
-    start = layer.weight.item()
-    plain = Training(steps=3, warmup=0, decay="none", weight_decay=0.0, clip=0.0, lr=0.5)
-    losses = small.fit(layer, lambda step: 3 * layer(torch.ones(1, 1)).sum(), plain)
-    assert layer.weight.item() == pytest.approx(start - 1.5, abs=1e-4), "Adam moves by the rate if slopes are constant"
-    assert len(losses) == 3
-    assert not layer.training
-    assert len(small.fit(layer, lambda step: layer(torch.full((1, 1), math.nan)).sum(), plain)) == 1
-
-
-def test_recall_of_a_recurrent_network_uses_the_loss_of_the_task() -> None:
-    torch.manual_seed(0)
-    lm = bottleneck.RecurrentLM(18, "GRU")
-    task = tasks.Recall(min_length=5, max_length=5)
-    ids = task.batch(0, 3, 0)["ids"]
-    expected = nn.functional.cross_entropy(lm(ids)[:, 5:-1].flatten(0, 1), ids[:, 6:].flatten())
-    torch.testing.assert_close(task.loss(lm, {"ids": ids}), expected)
-
-
-def test_hard_lookup_takes_the_value_of_the_best_key() -> None:
-    torch.manual_seed(0)
-    lookup = associations.Lookup(8, lambda _: Dot(), qkv.normalizers.Hard())
-    (query, keys, values), _ = associations.questions(5, 4, torch.Generator().manual_seed(0))
-    chosen = lookup.logits(query, keys).argmax(-1)
-    torch.testing.assert_close(lookup(query, keys, values), associations._taken(lookup, values, chosen))

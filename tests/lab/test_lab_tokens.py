@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 from conftest import refused
 from qkv.profiler import corpora
-from qkv.profiler.corpora import Corpus
 from qkv_lab import tokens
 from qkv_lab.tokens import baselines, open_tokens, prepare, split, write_tokens
 
@@ -123,17 +121,6 @@ def test_tokens_are_cached_until_text_or_settings_change(folder: Path, monkeypat
     assert prepare(str(folder), "bpe", 300).train.tolist() != prepared.train.tolist()
 
 
-def test_interrupted_preparation_is_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = tokens.encode_all
-    with monkeypatch.context() as patch:
-        calls = iter([whole])
-        patch.setattr(tokens, "encode_all", lambda *given: next(calls)(*given))  # noqa: PLW0108
-        with pytest.raises(StopIteration):
-            prepare(str(folder))
-    _, held_out = split(corpora.load(str(folder)).documents)
-    assert len(prepare(str(folder)).held_out) == len("\n\n".join(held_out).encode())
-
-
 def test_losses_are_those_of_the_formulas_token_by_token() -> None:
     generator = np.random.default_rng(0)
     train, texts = generator.integers(0, 5, 200).astype(np.uint16), generator.integers(0, 7, (3, 11))
@@ -149,24 +136,3 @@ def test_losses_are_those_of_the_formulas_token_by_token() -> None:
             bigram.append(-log(q))
     found = baselines(train, texts, 7)
     assert (found.unigram, found.bigram) == pytest.approx((np.mean(unigram), np.mean(bigram)))
-
-
-REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
-    ("vocab_size", None, lambda: tokens.train_bpe(WORDS, 256)),
-    ("vocab_size", "has only", lambda: tokens.train_bpe(WORDS, 5000)),
-    ("corpus", "too small", lambda: prepare("tiny.txt")),
-    ("tokenizer", None, lambda: prepare("tiny.txt", "words")),
-    ("texts", None, lambda: baselines(np.array([0, 1]), np.array([[0, 4]]), 4)),
-    ("train", None, lambda: baselines(np.array([0, 5]), np.array([[0, 1]]), 4)),
-    ("texts", "at least 2", lambda: baselines(np.array([0, 1]), np.array([[0]]), 4)),
-]
-
-
-@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
-def test_wrong_arguments_are_refused(
-    argument: str, match: str | None, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("QKV_CACHE", str(tmp_path))
-    monkeypatch.setattr(corpora, "load", lambda name: Corpus(name, ("tiny",)))
-    with refused(argument, match):
-        call()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from conftest import enlarged, refused
+from conftest import enlarged
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.decoder import NORMALIZERS
 from qkv_lab import heads
@@ -127,12 +127,3 @@ def test_hand_made_sink_is_found() -> None:
     assert found["value_drain"][0][0] < 0.001
     assert found["hidden_norm"] == [pytest.approx(2000, rel=0.001)]
     assert found["massive"][0] > 1000 or math.isinf(found["massive"][0])
-
-
-def test_attention_rejects_other_models_and_short_texts() -> None:
-    model = model_of()
-    with refused("model"):
-        heads.attention(nn.Linear(2, 2), ids_of(2, 3))
-    for ids in (ids_of(2, 1), ids_of(3)):
-        with refused("ids"):
-            heads.attention(model, ids)

@@ -9,7 +9,6 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -148,33 +147,6 @@ def test_full_disk_error_names_the_last_complete_checkpoint(tmp_path: Path, monk
     with refused("folder", match=r"step 8 .*No space left on device\).*checkpoint-00000004"):
         train(Counting(), TRAINING, tmp_path, progress=False)
     assert not list(tmp_path.glob(".*part"))
-
-
-REFUSALS: list[tuple[str, dict[str, Any], str | None]] = [
-    ("folder", {"lr": 0.1}, r"training\.lr: 0\.003"),  # another run is there
-    ("batch", {"accumulate": 3}, "multiple"),
-    ("batch", {"batch": 2**40}, "memory"),
-    ("steps", {"steps": 0}, None),
-    ("lr", {"lr": -1.0}, None),
-    ("lr", {"lr": float("nan")}, None),
-    ("beta2", {"beta2": 1.5}, None),
-]
-
-
-@pytest.mark.parametrize(("argument", "changed", "match"), REFUSALS)
-def test_wrong_settings_are_refused(whole: Path, argument: str, changed: dict[str, Any], match: str | None) -> None:
-    with refused(argument, match):
-        train(Counting(), replace(TRAINING, **changed), whole, progress=False)
-
-
-def test_folders_and_processes_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    with refused("folder", match="cannot write"):
-        train(Counting(), TRAINING, tmp_path / "file" / "run", progress=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun says
-    with refused("WORLD_SIZE"):
-        train(Counting(), TRAINING, tmp_path / "run", progress=False)
-    assert not (tmp_path / "run").exists()
 
 
 def test_bfloat16_keeps_float32_weights(tmp_path: Path) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 
 from conftest import refused
 from qkv.models import save
-from qkv_lab import grammar, lexicon, settings
-from qkv_lab.experiments.small import fit
+from qkv_lab import settings
 from qkv_lab.grammar import (
     Pair,
     Phrase,
@@ -139,36 +135,6 @@ def test_only_inserted_articles_have_no_alignment(pairs: list[Pair]) -> None:
         )
 
 
-def test_elisions_and_contractions_are_complete(pairs: list[Pair]) -> None:
-    for pair in pairs:
-        for word, after in itertools.pairwise(pair.target):
-            vowel = grammar.begins_with_vowel(after)
-            assert not (vowel and word in {"le", "la", "je", "me", "ne", "de", "que", "ce", "ma", "sa"})
-            assert vowel or not (word.endswith("'") or word in {"cet", "bel", "vieil", "nouvel"})
-            assert (word, after) not in grammar.CONTRACTED
-        assert not [after for word, after in itertools.pairwise(pair.source) if word == "a" and after[0] in "aeiou"]
-
-
-def test_articles_and_adjectives_agree_with_their_nouns(pairs: list[Pair]) -> None:
-    nouns = {n.french: (n.gender, False) for n in lexicon.NOUNS} | {
-        n.french_plural: (n.gender, True) for n in lexicon.NOUNS if n.french_plural and n.french_plural != n.french
-    }
-    same = {n.french for n in lexicon.NOUNS if n.french == n.french_plural}
-    articles = {"le": ("m", False), "la": ("f", False), "un": ("m", False), "une": ("f", False), "ma": ("f", False)}
-    after = {form: a for a in lexicon.ADJECTIVES if not a.before for form in a[1:5]}
-    checked = 0
-    for pair in pairs:
-        for (word, links), (noun_, gold) in itertools.pairwise(zip(pair.target, pair.alignment, strict=True)):
-            if word in articles and noun_ in nouns and links and gold:
-                assert nouns[noun_][0] == articles[word][0]
-                assert noun_ in same or nouns[noun_] == articles[word]
-                checked += 1
-            if word in nouns and word not in same and noun_ in after and gold and links and gold[0] < links[0]:
-                assert after[noun_].agree(*nouns[word]) == noun_
-                checked += 1
-    assert checked > 2000
-
-
 # --- the task ---------------------------------------------------------------------------------------------------------
 
 
@@ -269,34 +235,3 @@ def test_saved_model_translates_text(tmp_path: Path, architecture: str) -> None:
     (tmp_path / "vocabulary.json").write_text("[]")
     with refused("model", match="not a vocabulary"):
         translate(tmp_path, "the cat")
-
-
-REFUSALS: list[tuple[str, Any]] = [
-    ("english", lambda: noun("dragon")),
-    ("past", lambda: clause(subject("i"), verb("eat"), past=True)),
-    ("max_words", lambda: sentence(Random(0), 3)),
-    ("architecture", lambda: Translation(architecture="gru")),
-    ("max_words", lambda: Translation(max_words=31)),
-    ("held_out", lambda: Translation(held_out=0)),
-]
-
-
-@pytest.mark.parametrize(("argument", "call"), REFUSALS)
-def test_wrong_words_and_settings_are_refused(argument: str, call: Any) -> None:
-    with refused(argument):
-        call()
-
-
-@pytest.mark.slow
-def test_small_model_learns_short_sentences() -> None:
-    torch.manual_seed(0)
-    task = Translation(architecture="transformer", d_model=48, layers=1, max_words=4, held_out=30)
-    model = task.build()
-    training = replace(task.training(), steps=140, lr=8e-3, warmup=0, decay="none")
-    losses = fit(model, lambda step: task.loss(model, task.batch(step, 48, 0)), training)
-    with torch.no_grad():
-        found, checked = task.evaluate(model), task.check(model)
-    assert losses[0] > 5
-    assert found["loss"] < 0.9
-    assert found["exact_match"] > 0.4
-    assert checked["best_accuracy"] > 0.6

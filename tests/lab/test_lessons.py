@@ -12,33 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-import pages
 from conftest import Command, refused
 from qkv_lab import check
 from qkv_lab.answers import answer, child
-from qkv_lab.lessons.catalog import LESSONS, lesson
+from qkv_lab.lessons.catalog import lesson
 from qkv_lab.lessons.exercises import exercise, exercises
-from qkv_lab.lessons.page import Cell, cells
+from qkv_lab.lessons.page import Cell
 from qkv_lab.lessons.run import Runner
-
-
-def test_the_catalog_lists_every_page_with_the_minutes_of_the_index() -> None:
-    for part in ("labs", "tutorial"):
-        files = {path.stem for path in (pages.DOCS / part).glob("*.md")} - {"index"}
-        assert files == {one.name for one in LESSONS if one.part == part}
-    index = (pages.DOCS / "labs" / "index.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[.*?\]\((.+?)\.md\) \| (.+?) \| .+ \| (\d+) \|$", index, re.MULTILINE)
-    assert set(rows) == {(one.name, one.about, str(one.minutes)) for one in LESSONS if one.part == "labs"}
-
-
-@pytest.mark.parametrize("name", [one.name for one in LESSONS])
-def test_cells_are_those_that_the_site_runs(name: str) -> None:
-    one = lesson(name)
-    found = [cell for cell in cells(one.text()) if cell.kind == "code"]
-    expected = [b for b in pages.blocks(f"docs/{one.part}/{name}.md") if b.kind == "cell"]
-    assert [(cell.source, cell.tags) for cell in found] == [(block.code, block.tags) for block in expected]
-    texts = "\n".join(cell.source for cell in cells(one.text()) if cell.kind == "text")
-    assert not re.search(r"\]\((?!https?:)[^)]*(\.md|\.rst|#)", texts), "a link to a page that is not there"
 
 
 def test_every_check_has_an_exercise_and_a_solution(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,17 +61,6 @@ def test_a_chapter_runs_in_the_terminal(tmp_path: Path, command: Command) -> Non
     assert "[-0.553 -0.805]" in said
     assert "def attention" not in said, "the solution of the exercise is not hidden"
     assert [path.suffix for path in (tmp_path / "03-by-hand").iterdir()] == [".png"]
-
-
-def test_an_exercise_shows_its_hint_and_how_to_check_an_own_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    code = "from qkv.lab import check\n\n\ndef entropy(weights):\n    return -weights\n\n\ncheck.entropy(entropy);\n"
-    exercises()  # are read once, from the pages as they are
-    monkeypatch.setattr(type(LESSONS[0]), "text", lambda self: f"# A lab\n\n```{{code-cell}}\n{code}```\n")
-    said = command.succeeds("lab", "attention", "--out", tmp_path)
-    assert "✗ a number for each row" in said
-    assert "qkv check entropy FILE.py" in said
 
 
 def test_notebooks_are_valid_and_fold_solutions(tmp_path: Path, command: Command) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from conftest import check_slopes, close, refused
 from qkv_lab import models
-from qkv_lab.models import CaptionerConfig, EncoderDecoderConfig, RNNSeq2SeqConfig
+from qkv_lab.models import CaptionerConfig
 from teaching_models import CAPTIONER, CLASSIFIER, DECODERS, RECURRENT, SOURCE, TARGET, TRANSFORMER, build, given
 
 decoders = pytest.mark.parametrize("name", DECODERS)
@@ -109,80 +109,6 @@ def test_dropout_acts_only_in_training(config: Any) -> None:
             setattr(module, name, 0.5 if (module, name) == acting else 0.0)
         found = [model.loss(source, target).item() for _ in range(3)]
         assert len(set(found)) > 1, acting
-
-
-# --- learning ---------------------------------------------------------------------------------------------------------
-
-
-def reversals() -> tuple[Tensor, Tensor]:
-    """Eight sequences of up to six tokens, and the same backwards, between a start and an end."""
-    source, target = torch.randint(3, 12, (8, 6)), torch.zeros(8, 8, dtype=torch.int64)
-    source[:3, 4:] = 0
-    for row, ids in zip(target, source, strict=True):
-        real = ids[ids > 0].flip(0)
-        row[: len(real) + 2] = torch.tensor([1, *real, 2])
-    return source, target
-
-
-def scenes() -> tuple[Tensor, Tensor]:
-    """Eight images with a bright patch in a quarter, upright or lying, and captions that say so."""
-    shown, captions = torch.zeros(8, 1, 16, 16), []
-    for i in range(8):
-        row, column, lying = 8 * (i // 4), 8 * (i // 2 % 2), i % 2
-        height, width = (2, 6) if lying else (6, 2)
-        shown[i, 0, row + 1 : row + 1 + height, column + 1 : column + 1 + width] = 1
-        captions.append([1, 3 + i // 4, 5 + i // 2 % 2, 7 + lying, 2])
-    return shown, torch.tensor(captions)
-
-
-def fitted(config: Any, source: Tensor, target: Tensor, steps: int, lr: float) -> tuple[Any, float]:
-    """A trained model and its loss."""
-    model = getattr(models, type(config).__name__.removesuffix("Config"))(config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model.loss(source, target)
-        if loss < 0.02:
-            break
-        loss.backward()
-        optimizer.step()
-    return model.eval(), model.loss(source, target).item()
-
-
-CAPTIONS = CaptionerConfig(9, d_features=24, convolutions=2, d_embedding=16, d_hidden=32, d_attention=16, penalty=0.0)
-LEARNERS: dict[str, tuple[Any, int, float]] = {
-    "encoder-decoder": (
-        EncoderDecoderConfig(12, 12, d_model=32, heads=4, d_hidden=64, layers=1, dropout=0.0, context=10), 300, 5e-3,
-    ),
-    "recurrent": (
-        RNNSeq2SeqConfig(12, 12, d_embedding=16, d_hidden=32, attention="luong-general", cell="gru"), 150, 2e-2,
-    ),
-    "soft captioner": (CAPTIONS, 300, 1e-2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LEARNERS)
-def test_model_learns(name: str) -> None:
-    """Greedy decoding then gives the targets back."""
-    torch.manual_seed(0)
-    config, steps, lr = LEARNERS[name]
-    source, target = scenes() if isinstance(config, CaptionerConfig) else reversals()
-    model, loss = fitted(config, source, target, steps, lr)
-    assert loss < 0.05
-    state, written = model.start(source), [target[:, :1]]
-    for _ in range(target.shape[1] - 1):
-        written.append(model.step(written[-1], state).argmax(-1, keepdim=True))
-    assert torch.equal(torch.where(target > 0, torch.cat(written, 1), 0), target)
-
-
-def test_classifier_learns() -> None:
-    torch.manual_seed(0)
-    ids, labels = torch.randint(1, 20, (16, 8)), torch.arange(16) % 4
-    ids[:5, 5:] = 0
-    config = replace(CLASSIFIER, vocab_size=20, classes=4, d_model=32, heads=4, context=10)
-    model, loss = fitted(config, ids, labels, 60, 5e-3)
-    assert loss < 0.02
-    assert torch.equal(model(ids).argmax(-1), labels)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

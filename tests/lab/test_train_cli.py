@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import Command, refused
-from qkv import Attention
-from qkv_lab import experiments, settings, tasks
+from conftest import Command
+from qkv_lab import experiments, settings
 from qkv_lab import loop as lab
-from qkv_lab.cli.train import Run
 from qkv_lab.task import Training
 from qkv_lab.tasks.sequences import Reversal
 
@@ -88,57 +86,6 @@ def test_flags_override_toml_which_overrides_defaults(asked: Asked, command: Com
     assert (asked.task, asked.training) == (task, training)
 
 
-def test_compositions_are_set_in_code_alone(asked: Asked, command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    command.succeeds("train", "reversal", "--model.attention", "None")
-    assert asked.task == Reversal()
-    assert "in code alone" in ended(command, capsys, 2, "train", "reversal", "--model.attention", "Causal()")
-    own = replace(Reversal(), model=replace(Reversal().model, attention=Attention()))
-    with refused("attention"):
-        settings.to_toml(own, Training())
-    Path("x.toml").write_text('task = "reversal"\n[reversal]\nmodel.attention = "Causal()"\n')
-    with refused("reversal.model.attention"):
-        settings.from_toml(Path("x.toml"))
-
-
-def test_help_lists_tasks_and_the_values_of_a_config_file(
-    asked: Asked, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No two settings of a task share a flag; tests/contract has them all."""
-    for given in ([], ["--help"], ["-h"]):
-        said = words(command.succeeds("train", *given))
-        assert all(f" {name} " in said for name in tasks.names())
-    for name in tasks.names():
-        task = tasks.task_class(name)()
-        flags = [f.name for x in (task, Training(), Run) for f in fields(x) if f.name not in ("task", "training")]
-        assert len(set(flags)) == len(flags)
-    said = ended(command, capsys, 0, "train", "reversal", "--help")
-    assert f"(default: {Reversal.training().steps})" in said
-    assert "--model.kv-heads" in said
-    Path("x.toml").write_text('task = "reversal"\n[training]\nsteps = 77\n')
-    assert "(default: 77)" in ended(command, capsys, 0, "train", "--config", "x.toml", "--help")
-    assert asked.task is None
-
-
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["language", "reversal"])
-def test_finished_run_prints_metrics_and_paths(
-    name: str, asked: Asked, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what to do next, if the model reads text."""
-    reads = name == "language"
-    monkeypatch.setattr(tasks.task_class(name), "files", lambda _: {"tokenizer.json": "{}"} if reads else {})
-    said = command.succeeds("train", name, "--out", "my run")
-    for row in (r"loss +0\.25\b", r"best +0\.875\b", r"by/kind +3\b"):
-        assert re.search(rf"^ *{row}", said, re.MULTILINE), row
-    assert "mirrored" not in said
-    assert "lost" not in said
-    for path in ("my run/model ", "my run/figures: loss.png, mirror.png", "my run/run.toml"):
-        assert path in said
-    assert ("qkv profile 'my run/model'" in said) == ("qkv generate 'my run/model' \"def \"" in said) == reads
-
-
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -153,17 +100,6 @@ def test_bad_input_is_one_sentence_and_code_2(given: str, said: str, asked: Aske
     Path("x.toml").write_text('task = "reversal"\n')
     Path("y.toml").write_text('task = "reversal"\n[training]\nstepps = 3\n')
     assert said in command.refuses("train", *given.split())
-    assert asked.task is None
-
-
-@pytest.mark.parametrize(("flag", "said"), [
-    ("--lenght 3", "--length INT"), ("--steps few", "--steps"), ("--decay linear", "('cosine', 'none')"),
-    ("--model.layers 0", "layers is 0"), ("--config", "'--config'"),
-])  # fmt: skip
-def test_errors_name_the_wrong_flag(
-    flag: str, said: str, asked: Asked, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in ended(command, capsys, 2, "train", "reversal", *flag.split())
     assert asked.task is None
 
 
@@ -205,11 +141,3 @@ def test_experiments_are_listed_run_once_and_print_their_verdicts(ran: list[Any]
     for part in (f"C001 does not hold [{two}] 0.2, not 0.9", f"All of [{two}].", f"found/{two}.json"):
         assert part in said
     assert Path("found", "README.md").read_text().startswith("# Experiments")
-
-
-@pytest.mark.parametrize(("given", "said"), [
-    ([f"{NAMES[0]}x"], f"{NAMES[0]!r}?"), (["--jobs", "0"], "--jobs is 0"), (["--seeds", "1"], "--seeds is 1"),
-])  # fmt: skip
-def test_bad_arguments_start_no_experiment(given: list[str], said: str, ran: list[Any], command: Command) -> None:
-    assert said in command.refuses("experiment", NAMES[1], *given)
-    assert ran == []

@@ -98,8 +98,8 @@ OTHERS: list[dict[str, Any]] = [
     {"normalizer": normalizers.Hard()},
     {"normalizer": normalizers.EluPlusOne()},
     {"bias": biases.RelativePosition(rand(5, 3, seed=4))},
-    {"bias": (biases.Dense(rand(1, 13, seed=8)), biases.SoftCap(0.8)), "score": Dot(0.9)},
-    {"bias": biases.Dense(torch.where(rand(11, 13, seed=8) > 0, -torch.inf, 0.0))},
+    {"bias": (biases.TensorBias(rand(1, 13, seed=8)), biases.SoftCap(0.8)), "score": Dot(0.9)},
+    {"bias": biases.TensorBias(torch.where(rand(11, 13, seed=8) > 0, -torch.inf, 0.0))},
     {"score": Additive(rand(7, seed=1), rand(7, 3, seed=2), rand(7, 3, seed=3))},
 ]
 CASES = list(zip([n for n in MASKS if fits(n, 11, 13)], cycle(OTHERS)))
@@ -117,7 +117,7 @@ def test_maps_and_rectangles_match_dense_weights_for_every_part_of_a_call(name: 
 
 @pytest.mark.parametrize(("h", "hkv"), [(6, 2), (5, 1)])
 def test_maps_match_dense_weights_for_every_head_and_item(h: int, hkv: int) -> None:
-    arguments = {"mask": MASKS["dense of heads"](11, 13, 2, h), "bias": biases.Dense(rand(2, h, 11, 13, seed=8))}
+    arguments = {"mask": MASKS["dense of heads"](11, 13, 2, h), "bias": biases.TensorBias(rand(2, h, 11, 13, seed=8))}
     check(arguments, at=np.ndindex(2, h), h=h, hkv=hkv)
 
 

@@ -13,13 +13,12 @@ import pytest
 
 import qkv
 import research.sinks
-from conftest import Command, refused
+from conftest import Command
 from qkv.models import DecoderConfig, DecoderLM
 from research.claims import CLAIMS, Claim, Verdict, experiment, holds
 from research.claims import page as page_module
-from research.claims import results as results_module
 from research.claims.__main__ import main
-from research.claims.results import MissingResult, benchmark, result, results_in
+from research.claims.results import result
 from research.claims.settled import load
 from research.sinks import Study
 
@@ -78,15 +77,6 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return only
 
 
-def own_result(folder: Path, holds: str = "undecided") -> None:
-    """The result of the experiment `window` as a run of one's own writes it, with another verdict on C084."""
-    found = result("window")
-    interval = {"condition": "", "n": 5, "mean": 0.2, "low": -0.1, "high": 0.5, "bound": 0.1, "above": True}
-    found["verdicts"] = [{"claim": "C084", "holds": holds, "text": "0.2 (-0.1 to 0.5).", "intervals": [interval]}]
-    found |= {"level": 0.95, "command": "qkv experiment window --seeds 5"}
-    (folder / "window.json").write_text(json.dumps(found), encoding="utf-8")
-
-
 def test_verdicts_are_shown_with_the_experiment_behind_them_by_both_commands(run: Run, command: Command) -> None:
     said = run("c014", "C084")
     assert re.search(r"^C014 .*chapter, 4\.2\n", said)
@@ -99,26 +89,6 @@ def test_verdicts_are_shown_with_the_experiment_behind_them_by_both_commands(run
     for printed in (said, command.succeeds("claims", "C084", "C068")):
         assert "qkv experiment window" in printed
     assert "386" in command.succeeds("claims")
-
-
-def test_wrong_arguments_are_refused(run: Run, tmp_path: Path, command: Command) -> None:
-    for words, argument in (
-        (["C014", "C84"], "claim"),
-        (["--text", "x.txt"], "--text"),
-        (["--model", "minilm", "--results", tmp_path], "--results"),
-        (["C014", "--out", tmp_path], "--out"),
-        (["C014", "--model", "minilm"], "claim"),
-        (["--results", tmp_path], "--results"),
-    ):
-        said = run(*words, code=2)
-        assert said.startswith(f"claims: {argument}")
-        assert said.count("\n") == 1
-    assert "did you mean 'C084'?" in run("C84", code=2)
-    assert "did you mean 'C084'?" in command.refuses("claims", "C84")
-    own_result(tmp_path)
-    (tmp_path / "emergence.json").write_text("{}")
-    with results_in(tmp_path), refused("results", "emergence.json"):
-        result("emergence")
 
 
 def test_a_drifted_check_is_named_and_gives_exit_code_1(ledger: Callable[..., None], tmp_path: Path, run: Run) -> None:
@@ -142,23 +112,6 @@ def test_pages_are_written(
     assert "> One and one.\n\nIt is 2.\n" in page
     assert json.loads(page_module.PUBLISHED.read_text())[0]["verdict"] == "holds"
     assert "| **all** |" in (tmp_path / "pages" / "index.md").read_text(encoding="utf-8")
-
-
-def test_a_missing_result_names_the_command_that_makes_it(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_result(tmp_path)
-    said = run("C086", "--results", tmp_path, code=1)
-    assert f"qkv experiment norm_place --out {tmp_path}" in said.replace("\n", "")
-    with results_in(tmp_path), pytest.raises(MissingResult, match="C061"):
-        experiment("C061", "window")
-    with results_in(tmp_path), pytest.raises(MissingResult, match=r"streaming\.json"):
-        result("streaming")
-    assert result("streaming")["name"] == "streaming"  # the package's again
-    monkeypatch.setattr(results_module, "BENCHMARKS", tmp_path)
-    for missing, makes in ((lambda: result("nothing"), "qkv experiment"), (lambda: benchmark("x.json"), "make bench")):
-        with pytest.raises(MissingResult, match=makes):
-            missing()
 
 
 def test_a_model_is_judged_beside_others(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab.experiments.evidence import FAILS, HOLDS, UNSEEN
 from research.sinks import Study, effects, result, study
 from research.sinks.criteria import Sinks
-from research.sinks.effects import Added, FirstKey, Magnitudes, Rows, added, others, output_weights, peaks, replaced
+from research.sinks.effects import FirstKey, Magnitudes, Rows, others, peaks, replaced
 from research.sinks.measure import Chosen
 from research.sinks.run import NAMES, RESULTS
 from research.sinks.subject import Subject, Texts, default_texts, evaluated, prepared, self_attention
@@ -196,100 +196,6 @@ def test_verdicts_on_hand_made_models_which_are_saved_and_loaded(tmp_path: Path)
         Study.load(file)
 
 
-class Letters:
-    """A tokenizer of letters with a special token at each end."""
-
-    all_special_ids = (0, 1)
-
-    def __call__(self, text: str, *, add_special_tokens: bool = True, **_: object) -> dict[str, list[int]]:
-        ids = [ord(x) - 95 for x in text]
-        return {"input_ids": [0, *ids, 1] if add_special_tokens else ids}
-
-
-def test_other_first_tokens_and_random_tokens() -> None:
-    """The sink of the known head is on token 0, which the tokenizer puts first, and on no other token."""
-    found = study(made.with_known_head(), ["b" * 64 + "ca" * 500], tokenizer=Letters(), progress=False)
-    size = math.exp(made.STRENGTH)
-    with_mark, uniform = (np.mean([first / (first + i) for i in range(64)]) for first in (size, 1))
-    for text in found.lengths[64]["texts"]:
-        assert (text["strongest"], text["random"]) == pytest.approx((with_mark, with_mark))
-        assert [*text["other_first"], text["own_first"]] == pytest.approx([uniform] * 5)
-    verdict = found.verdicts[64][1]
-    assert (verdict.claim, verdict.holds) == ("C062", FAILS)
-    assert [interval.mean for interval in verdict.intervals] == [0, 0]
-
-
-@pytest.mark.parametrize("name", ["qkv", "gpt2", "llama", "bert"])
-def test_what_heads_add_sums_to_what_attention_adds(name: str) -> None:
-    model = MODELS[name]()
-    subject = Subject.of(model, IDS)
-    weights = output_weights(subject, IDS)
-    assert weights is not None
-    inside = {"qkv": "blocks.1.attention", "gpt2": "h.1.attn", "llama": "layers.1.self_attn",
-              "bert": "encoder.layer.1.attention.output.dense"}[name]  # fmt: skip
-    sums: list[Tensor] = []
-    module = model.get_submodule(inside)
-    handle = module.register_forward_hook(lambda _, __, out: sums.append(out if isinstance(out, Tensor) else out[0]))
-    subject.states(IDS)
-    handle.remove()
-    bias = {"gpt2": "c_proj", "bert": ""}.get(name)
-    shift = 0 if bias is None else module.get_submodule(bias).bias.detach()
-    scores, _, v = dense(subject, 1)
-    got = torch.einsum("bhnv,hvd->bnd", scores.softmax(-1) @ v, weights[1].double())
-    torch.testing.assert_close(got + shift, sums[0].double(), rtol=1e-5, atol=1e-5)
-
-
-def test_gated_attention_adds_no_known_part_of_a_head() -> None:
-    gated = enlarged(DecoderLM(DecoderConfig(vocab_size=97, d_model=24, layers=1, heads=2, gate="elementwise")))
-    assert output_weights(Subject.of(gated, IDS), IDS) is None
-    scaled = build("gemma2")  # a norm between attention and the residual
-    assert output_weights(Subject.of(scaled, IDS), IDS) is None
-
-
-def test_heads_are_compared_with_themselves() -> None:
-    """Pooled over the layers, heavy rows add more than light ones; in every head they add less."""
-    heads = [Added(0, 0, 0.02, 0.1), Added(1, 0, 2.0, 4.0)] * 2
-    texts = [{"added": [vars(one) for one in heads[:2]]}, {"added": [vars(heads[1])]}]
-    found = {"tokens": 64, "heads": [], "alpha": [[]], "adds": True, "depth": 0, "texts": texts}
-    for text in texts:
-        text |= {"strongest": 0.0, "often": 0.0, "magnitudes": [{"first": 1.0, "others": 1.0, "median": 1.0}]}
-    (effect,) = Sinks(found).effects(Sinks(found).results)["C075"]
-    assert list(effect.values) == pytest.approx([math.sqrt(0.2 * 0.5), 0.5])
-
-
-def test_rows_that_add_are_the_later_ones_with_much_and_little_weight() -> None:
-    model, ids = made.with_known_head(), made.texts(1, 40)
-    subject = Subject.of(model, ids)
-    weights = output_weights(subject, ids)
-    assert weights is not None
-    recording = subject.record(ids)
-    (row,) = (Rows.of(observed.call) for observed in recording.calls)
-    half = torch.arange(40) < 20
-    row.first[0, 0] = torch.where(half, 0.9, 0.1)
-    (found,) = added(recording, [row], weights)
-    call, x = recording.calls[0].call, recording.states[0][0]
-    ratio = (call.v[0, 0, :1] @ weights[0][0]).norm() / x.norm(dim=1)  # all weight is on the first token
-    assert found.heavy == pytest.approx(float(ratio[1:20].mean()), rel=1e-3)
-    assert found.light == pytest.approx(float(ratio[20:].mean()), rel=1e-3)
-    row.first[0, 0] = 0.9
-    assert added(recording, [row], weights) == []
-
-
-def test_only_later_tokens_of_a_causal_model_are_counted() -> None:
-    changed = IDS[:1].repeat(3, 1)
-    changed[1:, 5] = (changed[0, 5] + torch.tensor([1, 2])) % 97
-    for name in ("gpt2", "bert"):
-        subject = Subject.of(MODELS[name](), IDS)
-        x = subject.states(changed)[-1]
-        moved = [
-            float((x[r, i] - x[0, i]).norm() / x[0, i].norm())
-            for r in (1, 2)
-            for i in range(11)
-            if (i > 5 if name == "gpt2" else i != 5)
-        ]
-        assert effects.movement(subject, changed, 5) == pytest.approx(np.mean(moved))
-
-
 def test_the_cost_is_the_rise_of_the_loss(tmp_path: Path) -> None:
     """Of a Hugging Face model from a folder: the loss with the sink masked is that with `HideFirst` in its heads."""
     config = LlamaConfig(vocab_size=97, hidden_size=24, intermediate_size=16, num_hidden_layers=2,
@@ -334,27 +240,6 @@ REFUSALS: list[tuple[str, Any]] = [
 def test_models_that_cannot_be_studied_are_refused(reason: str, make: Any) -> None:
     with refused("model", reason):
         Subject.of(make(), IDS)
-
-
-def test_texts_are_cut_into_windows_of_different_texts_first() -> None:
-    model = DecoderLM(DecoderConfig(vocab_size=28, context=200, d_model=8, layers=1, heads=1))
-    many = ["ab" * 75 + "c"] * 5 + ["d" * 90] * 6
-    found = prepared(model, [*many, "e" * 99], Letters())
-    assert found.windows.shape == (16, 64)
-    assert found.windows[:, 0].tolist() == [*[2] * 5, *[5] * 6, 6, *[2] * 4]
-    ids = found.of(64)
-    assert ids[:, 0].eq(0).all()
-    assert ids[:, -1].eq(1).all()
-    assert torch.equal(found.without_special(64)[:, :-1], found.windows[:, :63])
-    noise = found.random(64, torch.Generator().manual_seed(0))
-    assert torch.equal(noise[:, [0, -1]], ids[:, [0, -1]])
-    assert noise[:, 1:-1].min() >= 2
-    with refused("texts"):
-        prepared(model, ["a" * 63] * 20, Letters())
-    with refused("texts"):
-        prepared(model, ["a" * 100] * 20, None)
-    with refused("model"):
-        prepared(DecoderLM(DecoderConfig(vocab_size=28, context=63, d_model=8, layers=1, heads=1)), many, Letters())
 
 
 @pytest.mark.parametrize("name", NAMES)

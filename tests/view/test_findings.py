@@ -9,12 +9,10 @@ import pytest
 import torch
 
 import qkv
-from drawn import all_text_is_on_the_page
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.sinks import massive_sentence
-from qkv.report.payload import payload
 from smollm2 import heads, kept, residual
 
 
@@ -26,19 +24,6 @@ def mini() -> qkv.Profile:
 @pytest.fixture(scope="module")
 def bert() -> qkv.Profile:
     return qkv.profile("minilm", "The cat sat on the mat.", progress=False)
-
-
-def test_report_figures_and_card_take_their_sentences_from_the_findings(mini: qkv.Profile) -> None:
-    found = Findings(mini.data, mini.attrs, mini.main)
-    (group,) = payload(mini)[0]["groups"]
-    assert group["texts"][0]["headline"] == found.headline
-    assert [tile["label"] for tile in group["texts"][0]["findings"]] == [one.label for one in mini.findings()]
-    assert found.headline in mini._repr_html_()
-    assert found.sinks is not None
-    for figure in (mini.plot.sink(), mini.plot.sinks()):
-        title = " ".join(text.get_text().replace("\n", " ") for text in figure.texts)
-        assert f"{found.sinks.value} {found.sinks.label}{found.whole_clause}" in title
-        all_text_is_on_the_page(figure)
 
 
 def test_numbers_of_the_findings_are_those_of_the_tables(mini: qkv.Profile, bert: qkv.Profile) -> None:

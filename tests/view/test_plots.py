@@ -20,7 +20,6 @@ import qkv
 from conftest import refused
 from drawn import all_text_is_on_the_page
 from qkv import masks, plot
-from qkv.errors import InputError
 from qkv.profiler import Profile
 
 WORDS = [
@@ -133,11 +132,6 @@ def test_all_text_is_on_the_page(name: str) -> None:
     all_text_is_on_the_page(figure)
 
 
-def test_notebooks_show_figures_and_axes() -> None:
-    for drawn in (plot.weights(weights(2, 2)), plot.heads(weights(2, 3, 3))):
-        assert drawn._repr_png_().startswith(b"\x89PNG")
-
-
 WEIGHTS_REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("w", lambda: plot.weights(torch.randn(4, 4))),
     ("w", lambda: plot.weights(torch.ones(4))),
@@ -188,16 +182,6 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_figures_of_a_long_text_draw_with_all_text_on_the_page(name: str) -> None:
-    all_text_is_on_the_page(FIGURES[name](made.long(2048)))
-
-
-@pytest.mark.parametrize("name", ["overview", "head"])
-def test_figures_of_learned_sinks_draw_with_all_text_on_the_page(name: str) -> None:
-    all_text_is_on_the_page(FIGURES[name](made.gpt(61, True)))
-
-
 @pytest.mark.parametrize("name", FIGURES | MORE)
 def test_vector_files_store_text_as_text(name: str) -> None:
     figure = (FIGURES | MORE)[name](made.encoder_decoder())
@@ -228,28 +212,6 @@ def test_states_figure_draws_a_line_for_each_stack_and_text() -> None:
     profile.residual = {"encoder": stacks["encoder"].drop_vars("cosine")}
     with refused("profile", match="again"):
         profile.plot.states()
-
-
-def test_figures_show_the_numbers_of_the_table_and_titles_the_finding() -> None:
-    profile = made.gpt()
-    heads = profile.heads()
-    figure = profile.plot.overview()
-    panels = [axes for axes in figure.axes if axes.get_title(loc="left")]
-    titles = [axes.get_title(loc="left") for axes in panels]
-    assert titles == [
-        "First token, %", "Previous token, %", "Self, %", "Local window, %", "Distance, tokens", "Entropy ratio",
-    ]  # fmt: skip
-    shown = np.asarray(panels[0].images[0].get_array())
-    np.testing.assert_allclose(shown.ravel(), heads["sink"])
-    shares = [axes.images[0].norm.vmax for axes in panels[:4]]
-    assert shares == [heads[["sink", "previous", "self", "local"]].max().max()] * 4, "shares have one scale"
-    assert panels[5].images[0].norm.vmax == 1
-    figure = made.encoder_decoder().plot.overview(group="cross")
-    titles = [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
-    assert titles == ["First token, %", "Entropy ratio"], "the others are undefined"
-    title = " ".join(text.get_text() for text in profile.plot.received().texts)
-    assert "“Once” at position 0 receives 23 % of all attention" in title
-    assert profile.plot.head(0, 1).texts[0].get_text() == "Layer 0, head 1: previous 100 %"
 
 
 def test_map_shows_the_weights() -> None:
@@ -339,37 +301,6 @@ def test_overlay_is_brightest_at_the_attended_cell() -> None:
     assert [axes.get_title(loc="left") for axes in one.axes] == ["the image", "cross"]
     brightest = np.asarray(one.axes[1].images[0].get_array())[..., 0]
     assert np.unravel_index(brightest.argmax(), brightest.shape) == (10, 10), "cell (1, 1) is centred on its corner"
-
-
-GRID = grid_profile()[0]
-IMAGE = np.zeros((4, 6, 3))
-PROFILES_REFUSED: list[tuple[str, str | None, Callable[[], object]]] = [
-    ("layer", "got 9", lambda: made.gpt().plot.head(9, 0)),
-    ("head", None, lambda: made.gpt().plot.map(0, -1)),
-    ("text", None, lambda: made.gpt().plot.received(3)),
-    ("statistic", None, lambda: made.gpt().plot.overview("magic")),
-    ("group", None, lambda: made.gpt().plot.alignment(0)),
-    ("layer", "head 1", lambda: made.encoder_decoder().plot.alignment(head=1)),
-    ("layer", "got 5", lambda: made.encoder_decoder().plot.alignment(5)),
-    ("grid", None, lambda: GRID.plot.overlay(IMAGE, (3, 3))),
-    ("query", None, lambda: GRID.plot.overlay(IMAGE, (2, 3), 3)),
-    ("image", "shape", lambda: GRID.plot.overlay(IMAGE[..., 0], (2, 3))),
-    ("image", "0 to 2", lambda: GRID.plot.overlay(IMAGE + np.arange(3.0), (2, 3))),
-]
-
-
-@pytest.mark.parametrize(("argument", "match", "call"), PROFILES_REFUSED)
-def test_figures_refuse_what_the_profile_lacks(argument: str, match: str | None, call: Callable[[], object]) -> None:
-    with refused(argument, match):
-        call()
-
-
-def test_figures_refuse_maps_that_are_not_stored_and_more_pictures_than_fit() -> None:
-    for call in (lambda: made.long(2048).plot.map(0, 0), lambda: made.long(2048).plot.alignment(group="self")):
-        with pytest.raises(InputError, match="no dense maps of text 0, which has 2048 tokens"):
-            call()
-    with pytest.raises(InputError, match="61 queries; expected at most 35"):
-        made.gpt().plot.overlay(IMAGE, (2, 3))
 
 
 def test_tokens_are_not_rendered_as_math() -> None:

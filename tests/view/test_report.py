@@ -8,7 +8,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,21 +236,6 @@ def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callabl
     assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
 
 
-def test_only_errors_are_shown_as_errors(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A browser reports sizes that it tells a frame later through the same event as an error."""
-    opened(page, made.gpt(), tmp_path)
-    said = "(message) => { dispatchEvent(new ErrorEvent('error', { message })); }"
-    page.evaluate(said, "ResizeObserver loop completed with undelivered notifications.")
-    assert page.locator("#trouble").is_hidden()
-    page.evaluate(said, "x is not defined")
-    assert "x is not defined" in page.locator("#trouble").inner_text()
-    asset = report.asset
-    remove = "delete globalThis.DecompressionStream;\n"
-    monkeypatch.setattr(report, "asset", lambda name: asset(name) + (remove if name == "dom.js" else ""))
-    assert opened(page, made.gpt(), tmp_path) == "error"
-    assert "a browser of 2023 or later" in page.locator("#trouble").inner_text()
-
-
 def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> None:
     profile = made.gpt()
     heads = profile.heads()
@@ -360,31 +344,3 @@ def test_hostile_strings_are_text() -> None:
     assert text("<a b='c' d=\"e\">&") == "&lt;a b=&#x27;c&#x27; d=&quot;e&quot;&gt;&amp;"
     assert text("א\u200f\n\u2028") == "א‹U+200F›‹U+000A›‹U+2028›"
     assert text("👩\u200d🔬") == "👩\u200d🔬"
-
-
-def test_a_page_shows_card_and_report(browser: Browser, tmp_path: Path) -> None:
-    profile = all_hostile()
-    file = tmp_path / "notebook.html"
-    frame_code = (
-        '<iframe sandbox="allow-scripts" style="width:100%;height:600px" '
-        f'srcdoc="{escape(report.render(profile), quote=True)}"></iframe>'
-    )
-    file.write_text(f'<!doctype html><meta charset="utf-8">{profile._repr_html_()}{frame_code}', "utf-8")
-    troubles: list[str] = []
-    page = browser.new_page(viewport={"width": 1000, "height": 900})
-    page.set_default_timeout(PATIENCE * 1000)
-    page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.goto(file.as_uri())
-    frame = page.frame_locator("iframe")
-    frame.locator(".grid button").first.wait_for()  # a frame that is out of view need not come to rest
-    assert frame.locator(".grid button").count() == 6
-    frame.locator(".grid button").nth(4).click()
-    frame.locator("#card h3", has_text="Layer 1, head 1").wait_for()
-    assert page.locator("rect").count() == 6
-    assert page.locator("rect").nth(5).bounding_box()["width"] > 15  # type: ignore[index]
-    assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
-    assert page.frames[1].evaluate("document.documentElement.dataset.pwned ?? null") is None
-    assert page.frames[1].evaluate("origin") == "null", "the frame has an opaque origin"
-    page.close()
-    assert troubles == []

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 import tomllib
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
@@ -27,18 +26,15 @@ import torch
 from fastapi import APIRouter
 
 import qkv
-import qkv_lab.align
 from conftest import refused
 from qkv.errors import InputError
 from qkv.models import loading
 from qkv.profiler import run
 from qkv.profiler.explore.pyramid import Cancelled
-from qkv.report.payload import payload
 from qkv.server import guard
 from qkv.server.app import create_app
 from qkv.server.guard import MAX_BODY, SECURITY, Connection, Guard
 from qkv.server.jobs import JobQueue, JobQueues
-from qkv.server.routes import _top_weights
 from qkv.server.run import _socket, serve_in_thread
 from qkv.server.session import Session, ViewerPage
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
@@ -155,18 +151,6 @@ def test_session_lists_all_sources_and_models(app: Guard, session: Session) -> N
     assert [x["kind"] for x in align["data"]["models"]] == ["translation", "reversal"]
 
 
-def test_page_and_curves_equal_the_payload_of_a_report(app: Guard, session: Session) -> None:
-    for source in session.sources:
-        assert source.profile is not None
-        page, blobs = payload(source.profile)
-        said = ask(app, f"/api/sources/{source.id}/page").json()
-        assert said == json.loads(json.dumps(page)) | {"effects": source.effects}
-        for g, data in enumerate(source.profile.groups.values()):
-            for t in range(data.sizes["text"]):
-                found = ask(app, f"/api/sources/{source.id}/curves/{g}/{t}").content
-                assert found == zlib.decompress(base64.b64decode(blobs[f"curves-{g}-{t}"]))
-
-
 def places(session: Session) -> Iterator[tuple[int, int, int, np.ndarray]]:
     """Source, group, text and unpadded weights (layer, head, query, key) of all texts with weights."""
     for source in session.sources:
@@ -237,35 +221,6 @@ def test_largest_weights_links_and_similar_heads_are_those_of_the_data_set(app: 
         near(np.array(said["values"], float), expected.loc[(1, 0)], 0, 1e-5)
 
 
-def test_weights_are_sorted_in_the_compute_thread(app: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sorting a long row must not block the event loop."""
-    seen: list[str] = []
-    find = np.lexsort
-    monkeypatch.setattr(np, "lexsort", lambda keys: (seen.append(threading.current_thread().name), find(keys))[-1])
-    for path in ("row/0/0/0/0?query=5", "column/0/0/0/0?key=5"):
-        assert ask(app, f"/api/sources/0/{path}&k=3").status_code == 200
-    assert seen == ["qkv compute"] * 2
-
-
-def test_equal_weights_are_listed_by_position() -> None:
-    weights = np.array([0.1, 0.4, 0.1, 0.4, 0.0], np.float32)
-    names = list("abcde")
-    for k, places in ((2, [1, 3]), (4, [1, 3, 0, 2]), (5, [1, 3, 0, 2, 4]), (9, [1, 3, 0, 2, 4])):
-        line = _top_weights(lambda stopped: weights, 0, names, names, k)(lambda: False)
-        assert [x.position for x in line.top] == places
-        assert line.rest == pytest.approx(float(np.delete(weights, places).sum()), abs=1e-8)
-
-
-def test_payload_omits_incomplete_hidden_states() -> None:
-    profile = qkv.profile("qkv-mini", "import os", progress=False, probe=False)
-    ((name, stack),) = profile.residual.items()
-    for missing in (None, "largest", "norm", "massive", "massive_above", "stack"):
-        without = stack.drop_vars(missing or [], errors="ignore")
-        without.attrs = {key: value for key, value in stack.attrs.items() if key != missing}
-        profile.residual = {name: without}
-        assert ("residual" in payload(profile)[0]["groups"][0]) == (missing is None), missing
-
-
 def test_intervention_changes_a_copy_and_not_the_model(app: Guard) -> None:
     row = "row-weights/0/0/0/0?query=5"
     assert 0 < floats(ask(app, f"/api/sources/4/{row}")).sum() < 0.9999
@@ -273,73 +228,6 @@ def test_intervention_changes_a_copy_and_not_the_model(app: Guard) -> None:
     assert post(app, "/api/interventions", {"source": 0, "normalizer": "off-by-one"}).json() == {"id": 4}
     for source, why in ((1, "expected a model"), (3, "cannot be edited")):
         assert why in sentence(post(app, "/api/interventions", {"source": source, "normalizer": "sigmoid"}), 400)
-
-
-def test_failed_intervention_is_prepared_again_with_the_same_id(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And copies of a model have none of its hooks: it may run with them in another thread."""
-
-    def fails(*_: Any, **options: Any) -> Any:
-        raise InputError("no profile today")
-
-    session, calls = Session("retried"), list[int]()
-    loaded = loading.load_model("qkv-mini")
-    session.add_model(loaded, "import os")
-    hook = next(loaded.model.children()).register_forward_hook(lambda *_: calls.append(1))
-    app = create_app(session)
-    asked = {"source": 0, "normalizer": "sigmoid"}
-    assert "not ready" in sentence(post(app, "/api/interventions", asked), 404)
-    session.prepare()
-    assert calls
-    calls.clear()
-    with monkeypatch.context() as patched, caplog.at_level(logging.CRITICAL, "qkv"):
-        patched.setattr("qkv.server.session.run.profile", fails)
-        for _ in range(2):
-            assert post(app, "/api/interventions", asked).json() == {"id": 1}
-            until(lambda: session.sources[1].state == "failed")
-            assert session.sources[1].error == "no profile today"
-    assert post(app, "/api/interventions", asked).json() == {"id": 1}
-    until(lambda: session.sources[1].state == "ready")
-    assert session.sources[1].error is None
-    assert len(session.sources) == 2
-    assert session.live is not None
-    assert post(app, "/api/live", ASKED).status_code == 200
-    assert not calls
-    hook.remove()
-
-
-def test_long_profile_serves_small_maps_and_explains_missing_weights(app: Guard, session: Session) -> None:
-    source, tiles = session.sources[2], f"/api/sources/2/tiles/{session.version}/0/0/1/2"
-    assert source.profile is not None
-    data = source.profile.data
-    shape = ask(app, "/api/sources/2/map/0/0/1/2").json()
-    assert (shape["kind"], shape["deepest"]) == ("small", 0)
-    assert (shape["pixel_queries"], shape["pixel_keys"]) == (int(data["bin_queries"][0]), int(data["bin_keys"][0]))
-    assert "qkv view MODEL" in shape["why"]
-    for pool in ("max", "mean"):
-        tile = ask(app, f"{tiles}/{pool}/0/0/0")
-        known = data[f"map_{pool}"].values[0, 1, 2]
-        assert (int(tile.headers["x-rows"]), int(tile.headers["x-columns"])) == known.shape
-        np.testing.assert_array_equal(floats(tile).reshape(known.shape), known)
-    assert "qkv view" in sentence(ask(app, "/api/sources/2/row-weights/0/0/1/2?query=3"), 400)
-    assert "expected 0/0" in sentence(ask(app, f"{tiles}/max/0/1/0"), 400)
-
-
-def test_profile_without_maps_and_a_session_without_models() -> None:
-    mini = loading.load_model("qkv-mini")
-    options: dict[str, Any] = {"map_tokens": 0, "map_bins": 0, "probe": False, "progress": False}
-    bare = Session("bare")
-    bare.add_profile(run.profile(mini.model, TEXT, tokenizer=mini.tokenizer, **options))
-    bare.prepare()
-    assert bare.live_description is not None
-    assert bare.live_description["model"] == "qkv-mini"
-    app = create_app(bare)
-    shape = ask(app, "/api/sources/0/map/0/0/0/0").json()
-    assert shape["kind"] == "none"
-    assert "no maps" in shape["why"]
-    assert "no maps" in sentence(ask(app, f"/api/sources/0/tiles/{bare.version}/0/0/0/0/max/0/0/0"), 400)
-    assert ask(app, "/api/sources/0/similar/0/0/0/0").json() == {"maps": None, "values": []}
 
 
 def blocks(part: np.ndarray, step: int, pooled: Any) -> np.ndarray:
@@ -430,22 +318,6 @@ def test_live_rejects_what_is_no_json(app: Guard, body: bytes, headers: dict[str
     response = ask(app, "/api/live", "POST", content=body, headers=headers)
     assert response.status_code in (400, 422), response.text
     sentence(response, response.status_code)
-
-
-def test_viewer_html_and_its_files_are_served(app: Guard) -> None:
-    page = ask(app, "/")
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    named = re.findall(r'(?:src|href)="(/?static/[\w.]+)"', page.text)
-    folders = Path(qkv.__file__).parent / "page", Path(qkv_lab.align.__file__).parent / "page"
-    files = {path.name: path for folder in folders for path in folder.iterdir()}
-    styles = {f"/static/{name}" for name in files if name.startswith("page_") and name.endswith(".css")}
-    assert styles < set(named)  # a new page needs no change of the HTML
-    for name in [*named, "/static/charts.js"]:
-        for encoding in ("gzip", "identity"):
-            found = ask(app, "/" + name.lstrip("/"), headers={"accept-encoding": encoding})
-            assert found.content == files[Path(name).name].read_bytes()
-            kind = "text/css" if name.endswith(".css") else "text/javascript"
-            assert found.headers["content-type"].startswith(kind)
 
 
 def test_answers_carry_the_security_headers_and_head_has_no_body(app: Guard) -> None:
@@ -731,25 +603,6 @@ def test_close_does_not_wait_for_a_job_that_never_looks_whether_it_should_stop()
     assert jobs.close(60)
 
 
-def test_compute_threads_use_all_cores() -> None:
-    """Even if another thread has set the number of threads to one while they start."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        jobs, session, found = JobQueue(), Session("threads"), list[int]()
-        session._has_small_models = True
-        session._add("a source", "profile", lambda source: found.append(torch.get_num_threads()))
-        torch.set_num_threads(1)
-        assert asyncio.run(jobs.run("x", lambda stopped: torch.get_num_threads())) == 3
-        torch.set_num_threads(1)  # the thread of the queue has set another number
-        session.start()
-        until(lambda: session.sources[0].state != "running")
-        assert found == [3]
-        jobs.close()
-    finally:
-        torch.set_num_threads(before)
-
-
 # --- a server and its connections -------------------------------------------------------------------------------------
 
 
@@ -816,23 +669,6 @@ def test_server_answers_under_two_hundred_concurrent_requests(session: Session, 
                 assert "try again" in sentence(x, 503)
         again = httpx.get(url + tiles[-1], timeout=60)
         assert len(floats(again)) == int(again.headers["x-rows"]) * int(again.headers["x-columns"])
-
-
-def test_session_reports_the_progress_of_a_map_and_its_end_answers_the_clients(
-    session: Session, crowded: Sluggish
-) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        with serve_in_thread(session) as url:
-            waits = pool.submit(httpx.get, url + tile_path(session), timeout=60)
-            until(lambda: httpx.get(f"{url}api/session").json()["computing"] == 0.25)
-            crowded.go.set()
-            assert waits.result().status_code == 200
-            assert httpx.get(f"{url}api/session").json()["computing"] is None
-            crowded.go.clear()
-            waits = pool.submit(httpx.get, url + tile_path(session, head=1), timeout=60)
-            until(lambda: len(crowded.begun) == 2)
-        assert crowded.stopped == crowded.begun[1:]
-        assert waits.result().status_code == 499
 
 
 def connected(url: str, request: str) -> socket.socket:

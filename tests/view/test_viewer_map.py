@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from viewer_fixture import HOSTILE, Served, Tab, check_pictures, floats, hostile, share, unseen
+from viewer_fixture import HOSTILE, Served, Tab, check_pictures, hostile, share, unseen
 
 pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
@@ -146,16 +146,6 @@ def test_zoomed_out_readout_shows_the_exact_weight_and_its_bin(view: Opens, serv
 # ---- tiles ----------------------------------------------------------------------------------------------------
 
 
-def test_whole_map_fills_the_window_and_requests_its_tiles(view: Opens) -> None:
-    one = view().open("map", "wide", head=1)
-    assert one.tiles() == {f"0/0/0/1/{tile}" for tile in view_of(one, 600, 600).tiles()}
-    assert len(one.tiles()) == 5  # four and the overview
-    assert one.page.evaluate("document.documentElement.scrollHeight - innerHeight") <= 0
-    canvas = one.page.locator(".map-canvas").bounding_box()
-    assert canvas["width"] * canvas["height"] > 0.5 * 1280 * 720
-    assert canvas["y"] + canvas["height"] <= 720
-
-
 @pytest.mark.slow
 def test_zooming_requests_each_tile_once(view: Opens) -> None:
     one = view().open("map", "wide")
@@ -184,103 +174,6 @@ def test_zooming_requests_each_tile_once(view: Opens) -> None:
     assert one.page.url == before
 
 
-def test_mean_pooling_requests_and_exports_mean_tiles(view: Opens, served: Served) -> None:
-    one = view().open("map", "wide")
-    since = len(one.requests)
-    one.page.click('.map-settings label:has-text("mean")')
-    one.arrives(pool="mean")
-    wanted = {f"0/0/0/0/{x}" for x in view_of(one, 600, 600).tiles("mean")} - {"0/0/0/0/max/0/0/0"}
-    assert one.tiles(since) == wanted
-    weights = served.profile("wide").data["weights"].values[0, 0, 0]
-    rows = one.table()
-    want = weights.reshape(300, 2, 300, 2).mean((1, 3))
-    np.testing.assert_allclose(np.reshape(floats(rows, "mean_weight"), (300, 300)), want, rtol=1e-5, atol=1e-9)
-    assert [int(rows[301][name]) for name in ("first_query", "last_query", "first_key", "last_key")] == [2, 3, 2, 3]
-
-
-def test_profile_without_maps_explains_why(view: Opens) -> None:
-    one = view().open("map", "long")
-    expect(one.page.locator(".map-why")).to_contain_text("no maps")
-    assert one.tiles() == set()
-    one.page.click("#export")
-    one.page.click("#export-menu [data-kind=csv]")
-    expect(one.page.locator("#troubles")).to_contain_text("no map to save")
-    one.problems.clear()  # the viewer logs what it shows
-
-
-# ---- address, keys, theme -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_address_restores_the_view(view: Opens, tab: Opens) -> None:
-    one = view().open("map", "wide", head=1)
-    one.page.click('.map-settings label:has-text("mean")')
-    one.page.click('.map-settings label:has-text("linear")')
-    one.page.fill('[aria-label="Query position"]', "512")
-    one.page.fill('[aria-label="Key position"]', "77")
-    one.press("Enter").arrives(cq=512, ck=77)
-    assert "z" in one.state
-    one.page.mouse.move(0, 0)
-    other = tab().follow(one.page.url)
-    assert other.page.url == one.settled().page.url
-    assert shown(other) == shown(one)
-    assert shown(one)[:2] == (512, 77)
-    assert other.text() == one.text()
-    stage = view_of(one, 600, 600)
-    for tab_ in (one, other):  # the same token at the same place
-        point(tab_, stage, 508, 80)
-    assert shown(other) == shown(one)
-
-
-def test_keys_move_the_crosshair_and_zoom(view: Opens, served: Served) -> None:
-    weights = served.profile("two").data["weights"].values[1, 0, 0]
-    one = view().open("map", "two", text=1, layer=0, head=0)
-    one.page.focus('[aria-label="Whole map (0)"]')
-    one.press("Shift+Tab", "Shift+Tab", "Shift+Tab")
-    one.until("document.activeElement.classList.contains('map-canvas')").settled()
-    start = shown(one)
-    one.press("ArrowUp", "ArrowUp", "ArrowRight").settled()
-    assert shown(one)[:2] == (start[0] - 2, start[1] + 1)
-    assert same(shown(one)[2], weights[start[0] - 2, start[1] + 1])
-    one.press("Enter").arrives(cq=start[0] - 2, ck=start[1] + 1)
-    assert "z" in one.press("+").settled().state
-    assert "z" not in one.press("0").settled().state
-    expect(one.page.locator("#live")).to_contain_text("exact weight")  # announced by a screen reader
-    assert "cq" not in one.press("Escape").settled().state
-    one.press("n").arrives(head=1)  # the next head
-
-
-def test_pin_is_shown_in_the_text_and_removed_with_the_view_by_another_text(view: Opens) -> None:
-    one = view().open("map", "two", layer=1, head=1, cq=5, ck=9)
-    assert shown(one)[:2] == (5, 9)
-    one.page.click('.map-pinned [data-key="text"]')
-    one.arrives("text", pins=5)
-    one.open("map", "two", text=1, layer=1, head=1, x=30, y=30, z=5, cq=30, ck=36)
-    one.page.select_option('#context [data-key="text"]', index=0)
-    one.arrives(text=0)
-    source = one.state["source"]
-    assert one.state == {"source": source, "group": "0", "text": "0", "layer": "1", "head": "1"}
-    assert "0/0/1/1/max/0/0/0" in one.tiles()
-    expect(one.page.locator(".map-readout")).to_contain_text("Point at the map")
-    expect(one.page.locator(".map-pinned button")).to_have_count(0)
-
-
-def test_failed_map_does_not_show_the_previous_head(tab: Opens) -> None:
-    one = tab()  # the route comes first, because it is not there at once in a page that is open
-    one.page.route("**/map/0/0/0/1", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
-    one.open("map", "wide").press("n")
-    expect(one.page.locator(".map-why")).to_contain_text("The disk is full.")
-    point(one, view_of(one, 600, 600), 433, 120)
-    assert one.page.locator(".map-weight").count() == 0
-    one.expect("500")
-    one.page.unroute("**/map/0/0/0/1")
-    one.page.click(".map-why button")
-    expect(one.page.locator(".map-why")).to_be_hidden()
-    expect(one.page.locator(".map-canvas")).to_have_attribute("aria-label", re.compile("[Hh]ead 1"))
-    point(one.settled(), view_of(one, 600, 600), 400, 120)
-    expect(one.page.locator(".map-weight")).to_be_visible()
-
-
 # ---- hostile tokens, export -----------------------------------------------------------------------------------
 
 
@@ -301,15 +194,3 @@ def test_readout_and_export_hold_hostile_tokens_literally(view: Opens) -> None:
     found = {(int(row["query"]), int(row["key"])): float(row["weight"]) for row in rows}
     assert found == {at: pytest.approx(weights[at], rel=1e-6) for at in np.ndindex(n, n)}
     check_pictures(one)
-
-
-@pytest.mark.slow
-def test_export_holds_the_visible_part(view: Opens, served: Served) -> None:
-    weights = served.profile("wide").data["weights"].values[0, 0, 0]
-    one = view().open("map", "wide", x=300, y=300, z=4)
-    stage = view_of(one, 600, 600)
-    (first, last), (left, right) = stage.rows, stage.columns
-    found = np.reshape(floats(one.table(), "weight"), (last - first + 1, right - left + 1))
-    np.testing.assert_allclose(found, weights[first : last + 1, left : right + 1], rtol=1e-6)
-    image = next(x for x in check_pictures(one).iter() if x.tag.endswith("}image"))
-    assert any(value.startswith("data:image/png;base64,") for value in image.attrib.values())

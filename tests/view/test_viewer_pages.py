@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-import qkv
 from qkv.models.loading import load_model
 from qkv.profiler.data import tables
 from qkv.report.payload import trimmed
 from qkv.server.live import Live
 from qkv_lab.align.models import Aligners
-from viewer_fixture import HOSTILE, LIVE_TEXT, Served, Tab, check_pictures, floats, percent, plain, serving, texts_of
+from viewer_fixture import HOSTILE, Served, Tab, check_pictures, floats, percent, plain, texts_of
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Route
+    pass
 
 pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
@@ -97,22 +95,6 @@ def test_dots_show_the_numbers_of_the_profile(view: Opens, mini: Served) -> None
     assert one.page.locator("main tbody tr").count() == len(profile.sink_tokens())
 
 
-def test_arrow_keys_move_between_dots_and_enter_selects(view: Opens, mini: Served) -> None:
-    one = view(mini).open("sinks", layer=1, head=3)
-    heads = mini.profile("mini").heads().set_index(["layer", "head"])["sink"]
-    chart, readout = one.page.locator(".sink-chart").first, one.page.locator(".sink-figure output").first
-    chart.focus()
-    one.press("ArrowLeft")
-    expect(readout).to_have_text(f"Layer 0, head 3 · {percent(heads[0, 3])}")
-    order = list(heads[2].sort_values().index)
-    at = order.index(3)
-    one.press("ArrowRight", "ArrowRight", "ArrowDown" if at else "ArrowUp")
-    head = order[at - 1] if at else order[1]
-    expect(readout).to_have_text(f"Layer 2, head {head} · {percent(heads[2, head])}")
-    one.press("Enter").arrives(layer=2, head=head)
-    expect(chart).to_be_focused()
-
-
 def test_intervention_is_overlaid_restored_and_exported(view: Opens, tab: Opens, mini: Served) -> None:
     one = view(mini).open("sinks")
     one.page.click("text=Off by one")
@@ -150,25 +132,6 @@ def test_intervention_is_overlaid_restored_and_exported(view: Opens, tab: Opens,
     largest = [x for stream in streams for x in stream["largest"].values[0, :, 0]]
     assert [int(row["depth"]) for row in depths] == [*range(len(largest) // 2)] * 2
     np.testing.assert_allclose(floats(depths, "largest_activation"), largest, rtol=1e-5)
-
-
-def test_profile_of_another_size_is_shown_below_and_an_unknown_one_reported(view: Opens, served: Served) -> None:
-    one = view().open("sinks", "gpt")
-    one.page.select_option('[data-key="after"]', label="two")
-    one.arrives(after=served.ids["two"])
-    expect(one.page.locator(".sinks-note")).to_contain_text("two has 2 layers × 4 heads instead of 3 × 5")
-    expect_titles(one, [WEIGHT] * 2)
-    rows = one.table()
-    assert [row["profile"] for row in rows] == ["gpt"] * 15 + ["two"] * 8
-    both = [served.profile("gpt").heads()["sink"], tables.head_table(served.profile("two").data)["sink"][:8]]
-    np.testing.assert_allclose(floats(rows[:15], "weight_on_first"), both[0], rtol=1e-5)
-    assert "open the model itself" in one.page.inner_text(".sinks-controls"), "a saved profile cannot run"
-    one.open("sinks", "gpt", after=99)
-    expect(one.page.locator(".sinks-note")).to_contain_text("no profile 99")
-    for source in ("cross", "long"):
-        one.open("sinks", source)
-        expect_titles(one, [WEIGHT])  # what was not measured has no chart
-        assert re.fullmatch(r"Layer 0, head \d+ · [\d.]+ %", pointed(one, 0, [0])[0])
 
 
 # ---- live -----------------------------------------------------------------------------------------------------
@@ -226,69 +189,6 @@ def test_live_page_answers_while_typing_and_keeps_a_long_text(tab: Opens, mini: 
     one.expect("400")
 
 
-def test_another_normalizer_changes_the_next_token(view: Opens, mini: Served, live: Live) -> None:
-    one = view(mini).open("live", prompt=LIVE_TEXT)
-    one.page.click('[data-key="quick-all"]')
-    one.page.click('.live-setting label:has-text("off-by-one")')
-    one.arrives(edits="o1-all")
-    layers, heads = live.description()["layers"], live.description()["heads"]
-    edits = [(layer, head, "off-by-one", 1.0) for layer in range(layers) for head in range(heads)]
-    answer = live.answer(asked(LIVE_TEXT, *edits))
-    assert answer["divergence"] > 0
-    check_bars(one, answer, edited=True)
-    expect(one.page.locator(".live-headline")).to_contain_text(f"KL divergence {nats(answer['divergence'])}")
-    check_sinks(one, answer, "after")
-    one.page.click('[data-key="reset"]')
-    check_bars(one, live.answer(asked(LIVE_TEXT)), edited=False)
-
-
-@pytest.mark.slow
-def test_keys_edit_a_head(view: Opens, tab: Opens, mini: Served, live: Live) -> None:
-    one = view(mini).open("live", prompt=LIVE_TEXT)
-    one.page.focus('.live-cell[tabindex="0"]')
-    one.press("ArrowRight", "ArrowDown", "Enter").arrives(at="1.1")
-    for _ in range(8):  # over the buttons to the normalizers
-        one.press("Tab")
-        if one.page.evaluate("document.activeElement.type") == "radio":
-            break
-    one.press("ArrowRight", "ArrowRight", "Tab").until("document.activeElement.dataset.key === 'temperature'")
-    one.press(*["ArrowRight"] * 6)  # each step is a factor of 10 to the power of 1/20
-    one.arrives(edits="s2-1.1")
-    answer = live.answer(asked(LIVE_TEXT, (1, 1, "sigmoid", 2.0), at=(1, 1)))
-    check_bars(one, answer, edited=True)
-    n = len(answer["tokens"])
-    maps = [np.frombuffer(base64.b64decode(answer[x]), "<f4").reshape(n, n) for x in ("map_before", "map")]
-    one.page.focus(".live-map >> nth=1")
-    one.press("ArrowDown", "ArrowDown", "ArrowRight")
-    expect(one.page.locator(".live-aside .readout")).to_contain_text(re.compile("^query 2 .* key 1 "))
-    said = plain(one.page.inner_text(".live-aside .readout"))
-    assert said.endswith(f"{percent(maps[0][2, 1])} → {percent(maps[1][2, 1])}")
-    other = tab(mini).follow(one.page.url)
-    check_bars(other, answer, edited=True)
-    expect(other.page.locator("#live-text")).to_have_value(LIVE_TEXT)
-
-
-@pytest.mark.slow
-def test_live_page_generates_steps_undoes_and_plays(view: Opens, mini: Served, live: Live) -> None:
-    one = view(mini).open("live", prompt="import os", heat=0)
-    box, found = one.page.locator("#live-text"), {"text": "import os", "ids": None}
-    for step in range(3):
-        one.page.get_by_role("button", name="Step").click()
-        found = live.step(asked(found["text"], ids=found["ids"], sampling_temperature=0.0, seed=0, step=step))
-        expect(box).to_have_value(found["text"])
-        expect(one.settled().page.locator(".live-headline")).to_contain_text("was sampled, with probability")
-    expect(one.page.locator(".live-token.live-made, .live-token.live-new")).to_have_count(3)
-    one.page.get_by_role("button", name="Undo").click()
-    expect(box).not_to_have_value(found["text"])
-    before = len(box.input_value())
-    one.page.get_by_role("button", name="Play").click()
-    one.eventually(lambda: len(box.input_value()) > before + 4)
-    assert one.page.get_attribute("html", "data-state") == "busy"
-    one.page.get_by_role("button", name="Stop").click()
-    expect(one.page.get_by_role("button", name="Play")).to_be_visible()
-    assert one.settled().state["prompt"] == box.input_value(), "nothing is written after the end"
-
-
 @pytest.mark.slow
 def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, live: Live) -> None:
     one = view(mini).open("live", prompt="x")
@@ -306,24 +206,6 @@ def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, l
     check_pictures(one)
     one.page.fill("#live-text", "")
     expect(one.page.locator("#live-trouble")).to_contain_text("Type some text")
-
-
-def test_typing_during_a_step_keeps_the_typed_text(view: Opens, mini: Served, live: Live) -> None:
-    one, held = view(mini), list["Route"]()  # the route comes first, because it is not there at once in an open page
-
-    def hold(route: Route) -> None:
-        held.append(route)
-
-    one.page.route("**/api/live/step", hold)
-    one.open("live", prompt="import os")
-    one.page.get_by_role("button", name="Step").click()
-    one.eventually(lambda: len(held) > 0)
-    one.page.fill("#live-text", "import sys")
-    one.arrives(prompt="import sys")
-    for route in held:
-        route.continue_()
-    check_bars(one, live.answer(asked("import sys")), edited=False)
-    expect(one.page.locator("#live-text")).to_have_value("import sys")
 
 
 # ---- compare and all maps -------------------------------------------------------------------------------------
@@ -360,46 +242,6 @@ def test_comparison_of_two_heads_shows_and_exports_their_numbers(view: Opens, se
     check_pictures(one)
 
 
-def similar(server: Served, name: str, text: int, head: tuple[int, int]) -> tuple[list[str], list[tuple[int, int]]]:
-    """The heads whose maps are most like those of a head, as the page writes them."""
-    values = server.profile(name).similarity(text).loc[head].sort_values(ascending=False, kind="stable")
-    return [f"L{layer} · H{k}{value:.2f}" for (layer, k), value in values.items()], list(values.index)
-
-
-def test_similar_heads_are_named_on_the_card_and_first_on_the_wall(view: Opens, served: Served, mini: Served) -> None:
-    one = view().open("overview", "two", text=1, layer=1, head=3)
-    names, heads = similar(served, "two", 1, (1, 3))
-    assert heads[0] == (1, 3)
-    expect(one.page.locator(".overview-similar a")).to_have_text(names[1:4])
-    one.page.click('[data-key="to-compare"]')
-    one.arrives("compare", blayer=heads[1][0], bhead=heads[1][1])
-    one = view(mini).open("wall", "mini", layer=2, head=1, sort="similar")
-    names, _ = similar(mini, "mini", 0, (2, 1))
-    assert one.page.locator(".wall-cell span").all_text_contents()[:10] == names[:10]
-    one.page.click('.wall-cell[data-layer="2"][data-head="1"]')
-    one.arrives("map", layer=2, head=1)
-
-
-def test_readout_of_a_pooled_map_names_the_blocks(tab: Opens) -> None:
-    """The last block is shorter than the others."""
-    profile = qkv.profile("qkv-mini", "x = 1\n" * 100, map_tokens=0, progress=False, probe=False)
-    n, block = int(profile.data["n_keys"][0]), int(profile.data["bin_keys"][0])
-    assert block > 1
-    assert n % block
-    with serving("pooled", lambda session: {"pooled": session.add_profile(profile, "pooled").id}) as server:
-        one = tab(server).open("compare", "pooled", layer=0, head=0)
-        one.page.focus(".compare-map >> nth=0")
-        readout = one.page.locator(".compare-readout")
-        one.press(*["ArrowDown"] * 7, "ArrowRight")
-        expect(readout).to_contain_text(f"query {7 * block}–{8 * block - 1} → key {block}–{2 * block - 1}")
-        one.press(*["Shift+ArrowDown"] * 13)
-        first = n - n % block
-        expect(readout).to_contain_text(f"query {first}–{n - 1}" if n - first > 1 else f"query {first} “")
-        cells = [row for row in one.table() if row["what"] == "largest_weight"]
-        assert len(cells) == (n // block + 1) ** 2
-        assert (cells[-1]["position"], cells[-1]["key"]) == (str(first), str(first))
-
-
 # ---- sequences and images -------------------------------------------------------------------------------------
 
 
@@ -421,19 +263,3 @@ def test_translation_shows_and_exports_its_weights(view: Opens, mini: Served, al
     one.page.fill("#align-text", "the purple zebra")
     expect(one.page.locator("#align-trouble")).not_to_be_empty()
     one.expect("400")
-
-
-@pytest.mark.slow
-def test_caption_shows_the_weights_of_the_selected_word(view: Opens, mini: Served, aligners: Aligners) -> None:
-    one = view(mini).open("align", view="captions", scene=2)
-    answer = aligners.caption(2)
-    words = one.page.locator(".align-multiple span")
-    expect(words).to_have_text(answer["words"])
-    one.page.click(".align-multiple >> nth=1")
-    one.arrives(word=1)
-    expect(one.page.locator(".align-figure .readout")).to_contain_text(percent(np.max(answer["weights"][1])))
-    np.testing.assert_allclose(floats(one.table(), "weight"), np.ravel(answer["weights"]), rtol=1e-6, atol=1e-12)
-    one.page.click('[aria-label="Next scene"]')
-    one.arrives(scene=3)
-    expect(words).to_have_text(aligners.caption(3)["words"])
-    check_pictures(one)

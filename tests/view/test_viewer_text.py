@@ -39,10 +39,6 @@ def check_listed(tab: Tab, side: str, weights: np.ndarray) -> None:
     assert [shown for _, shown in found] == [pytest.approx(weights[at], rel=0.051, abs=1e-4) for at in order]
 
 
-def expect_pinned(tab: Tab, positions: list[int]) -> None:
-    expect(tab.page.locator(".text-pin small")).to_have_text([str(at) for at in positions])
-
-
 def pointed(tab: Tab, at: int, side: str = "query") -> Tab:
     tab.page.hover(token(at, side))
     return tab.settled()
@@ -70,97 +66,6 @@ def test_panel_lists_the_largest_weights(view: Opens, served: Served, text: int)
     assert received == pytest.approx(weights[:, n - 1].sum() / n, rel=0.051)
 
 
-def test_cross_attention_shows_both_texts(view: Opens, served: Served) -> None:
-    weights = served.profile("cross").groups["cross"]["weights"].values[1, 0, 2, :4, :5]
-    one = view().open("text", "cross", group=2, text=1, layer=0, head=2)
-    pointed(one, 2)
-    expect(one.page.locator(".text-token p")).to_contain_text("query 2 of 4")
-    check_listed(one, "to", weights[2])
-    assert one.page.locator(".text-ties.from").count() == 0
-    pointed(one, 3, "key")
-    expect(one.page.locator(".text-token p")).to_contain_text("key 3 of 5")
-    check_listed(one, "from", weights[:, 3])
-    one.page.click(token(3, "key"))
-    one.arrives(pins="k3")
-
-
-def test_causal_text_lists_only_visible_tokens_and_shades_follow_the_weights(view: Opens, served: Served) -> None:
-    """In a causal text, the query at 3 attends to four keys."""
-    weights = served.profile("gpt").data["weights"].values[0, 0, 1]
-    one = view().open("text", "gpt", layer=0, head=1, pins=3)
-    check_listed(one, "to", weights[3])
-    assert len(listed(one, "to")) == 4
-    check_listed(one, "from", weights[:, 3])
-    one.open("text", "two", text=1, layer=0, head=1, pins=20)
-    weights = served.profile("two").data["weights"].values[1, 0, 1]
-    shades = one.js("shades", 37)
-    assert np.argmin(shades) == np.argmax(weights[20])
-    assert np.corrcoef(shades, np.sqrt(weights[20]))[0, 1] < -0.95
-
-
-def test_following_a_link_goes_one_layer_down(view: Opens, served: Served) -> None:
-    weights = served.profile("two").data["weights"].values[0, :, :, :23, :23]
-    one = view().open("text", "two", text=0, layer=1, head=0, pins=9)
-    items = one.page.locator(".text-links li")
-    row = weights[1, :, 9]
-    expect(items.locator("small")).to_have_text([str(at) for at in row.argmax(-1)])
-    shown = [share(text) for text in items.locator("b").all_inner_texts()]
-    assert shown == [pytest.approx(most, rel=0.051) for most in row.max(-1)]
-    links = one.page.inner_text(".text-linked")
-    pointed(one, 11)  # which keeps the links of the pin
-    expect(one.page.locator(".text-token p")).to_contain_text("token 11 of 23")
-    assert one.page.inner_text(".text-linked") == links
-    to = int(row[3].argmax())
-    one.page.click('[data-key="follow-3"]')
-    one.arrives(layer=0, head=3, trail="1.3.9", pins=to)
-    check_listed(one, "to", weights[0, 3, to])
-    one.page.click('[data-key="step-0"]')
-    one.arrives(layer=1, head=3, pins=9)
-
-
-# ---- pins, address, keys --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_pins_are_kept_in_the_address_and_the_history(view: Opens, tab: Opens) -> None:
-    one = view().open("text", "two", text=1, layer=1, head=1)
-    for at, pins in ((4, "4"), (30, "4,30"), (12, "4,30,12")):
-        one.page.click(token(at))
-        one.arrives(pins=pins)
-    one.page.click('[data-key="unpin-1"]')
-    one.page.mouse.move(5, 5)
-    expect_pinned(one.settled(), [4, 12])
-    other = tab().follow(one.page.url)
-    expect_pinned(other, [4, 12])
-    assert listed(other, "to") == listed(one, "to")
-    looks = """() => Array.from(document.querySelectorAll("[data-at]"),
-        (x) => [x.className, x.style.background, x.style.boxShadow])"""
-    assert other.page.evaluate(looks) == one.page.evaluate(looks)
-    expect_pinned(one.back(), [4, 30, 12])
-    expect_pinned(one.back(), [4, 30])
-
-
-def test_keys_select_pin_and_unpin(view: Opens, served: Served) -> None:
-    weights = served.profile("two").data["weights"].values[1, 0, 0]
-    one = view().open("text", "two", text=1, layer=0, head=0)
-    one.page.focus(FIND)
-    for _ in range(6):
-        one.press("Tab")
-        if one.page.evaluate("document.activeElement.getAttribute('role')") == "listbox":
-            break
-    one.press("ArrowRight", "ArrowRight", "ArrowRight", "Enter").arrives(pins=2)
-    expect(one.page.locator(token(2))).to_have_attribute("aria-selected", "true")
-    expect(one.page.locator(".flow")).to_have_attribute("aria-activedescendant", token(2)[1:])
-    check_listed(one, "to", weights[2])
-    one.press("End")
-    check_listed(one, "from", weights[:, 36])
-    expect(one.page.locator("#live")).to_contain_text("attends to")  # announced by a screen reader
-    one.press("ArrowUp").settled()
-    expect(one.page.locator(".text-token p")).not_to_contain_text("token 36")
-    one.press("Escape", "Escape").settled()
-    assert "pins" not in one.state
-
-
 # ---- long texts -----------------------------------------------------------------------------------------------
 
 
@@ -183,22 +88,6 @@ def test_long_text_is_rendered_in_part(view: Opens, served: Served) -> None:
     first = seen[0][0]
     assert 200 < len(seen) < 3000  # the whole view is filled with text
     assert seen == [[at, tokens[at]] for at in range(first, first + len(seen))]
-
-
-@pytest.mark.slow
-def test_scrolling_shows_every_token_once(view: Opens, served: Served) -> None:
-    """No token is missing or repeated at the borders of blocks."""
-    one = view().open("text", "wide")
-    seen: dict[int, str] = {}
-    for _ in range(12):
-        found = one.page.evaluate(
-            "() => Array.from(document.querySelectorAll('[data-at]'), (x) => [Number(x.dataset.at), x.textContent])"
-        )
-        assert len({at for at, _ in found}) == len(found)
-        seen |= dict(found)
-        one.page.locator(".flow").evaluate("(x) => { x.scrollTop += 500; }")
-        one.settled()
-    assert [seen[at].strip() for at in range(600)] == list(served.profile("wide").data["key_token"].values[0])
 
 
 # ---- hostile tokens, phones, export ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Base classes of biases: `Bias`, any function of a score and its position, and `Additive`, a tensor added to it."""
+"""Base classes of biases: `Bias`, any function of a score and its position; `AdditiveBias`, a tensor added to it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Form = Literal["distance", "tensor", "cap"]
 class Bias(Definition):
     """Base of all biases: any function of a score and its position. One method is required: `apply`.
 
-    A bias that is added to the score inherits from `Additive` instead, which fused kernels support. Gradients come from
-    autograd on the tile, also for every `nn.Parameter` among the object's attributes. `qkv.testing.check_bias` checks
-    an object.
+    A bias that is added to the score inherits from `AdditiveBias` instead, which fused kernels support. Gradients come
+    from autograd on the tile, also for every `nn.Parameter` among the object's attributes. `qkv.testing.check_bias`
+    checks an object.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -42,9 +42,11 @@ class Bias(Definition):
     """Whether the bias may have per-head parameters. `apply` then always gets all query heads."""
     by_distance: Tensor | None = None
     """The bias by distance, (heads or 1, nq + nk − 1), if the bound bias depends on nothing else: see `ByDistance`."""
+    constant: bool = False
+    """Whether the bound bias is finite and never changes, so that what follows from it may be kept."""
     form: Form | None = None
-    """What compiled kernels compute without calling a method: the tensor of a bound `ByDistance` or `Dense`, or the cap
-    of a `SoftCap`; None for every other bias."""
+    """What compiled kernels compute without calling a method: the tensor of a bound `ByDistance` or `TensorBias`, or
+    the cap of a `SoftCap`; None for every other bias."""
     value_table: Tensor | None = None
     """Vectors added to the values by clipped distance, (heads, 2 reach + 1, dv): see `RelativePosition`."""
 
@@ -111,10 +113,10 @@ class Bias(Definition):
         return self
 
 
-class Additive(Bias):
+class AdditiveBias(Bias):
     """Base of the biases that are added to the scores. One method is required: `tile`.
 
-    >>> class Diagonal(Additive):
+    >>> class Diagonal(AdditiveBias):
     ...     def tile(self, region):
     ...         return (region.queries == region.keys).float()[None, None]
     >>> from qkv import attend
@@ -135,10 +137,10 @@ class Additive(Bias):
     """``add_gradient(total, region, slope)`` adds the gradient of the bias's only tensor to `total`, of its shape."""
 
     def require(self) -> None:
-        require(self, Additive, "tile", "region", "the tensor to add to the scores of a region")
-        if overrides(self, Additive, "apply"):
+        require(self, AdditiveBias, "tile", "region", "the tensor to add to the scores of a region")
+        if overrides(self, AdditiveBias, "apply"):
             raise InputError(
-                f"{type(self).__name__}: an Additive bias overrides apply, but kernels add its tile; inherit from "
+                f"{type(self).__name__}: an AdditiveBias overrides apply, but kernels add its tile; inherit from "
                 "qkv.biases.Bias, or define only tile(region)"
             )
 
@@ -175,7 +177,7 @@ class Additive(Bias):
     at, part, tensors, with_tensors = Bias.at, Bias.part, Bias.tensors, Bias.with_tensors
 
 
-class TensorBias(Additive):
+class SingleTensorBias(AdditiveBias):
     """Base of the bound additive biases of this package: one tensor, which may need a gradient."""
 
     tensor: Tensor
@@ -184,7 +186,7 @@ class TensorBias(Additive):
     def tensors(self) -> dict[str, Tensor]:
         return {"tensor": self.tensor}
 
-    def with_tensors(self, tensors: dict[str, Tensor]) -> TensorBias:
+    def with_tensors(self, tensors: dict[str, Tensor]) -> SingleTensorBias:
         made: Any = self
-        bound: TensorBias = replace(made, **tensors)
+        bound: SingleTensorBias = replace(made, **tensors)
         return bound

@@ -11,14 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkv._contract import check_by_head
-from qkv.biases.base import Bias, TensorBias
+from qkv.biases.base import Bias, SingleTensorBias
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Region
 from qkv.masks.base import check_pairs
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(TensorBias):
+class TensorBias(SingleTensorBias):
     """A float tensor added to the scores, of a shape that broadcasts to (batch, heads, queries, keys).
 
     −inf masks a pair. Learnable if it requires a gradient.
@@ -26,7 +26,7 @@ class Dense(TensorBias):
     >>> from qkv import attend
     >>> q = k = torch.zeros(1, 1, 1, 8)
     >>> v = torch.ones(1, 1, 1, 8)
-    >>> round(attend(q, k, v, bias=Dense(torch.tensor([[3.0]])), return_lse=True)[1].item(), 5)
+    >>> round(attend(q, k, v, bias=TensorBias(torch.tensor([[3.0]])), return_lse=True)[1].item(), 5)
     3.0
     """
 
@@ -53,8 +53,8 @@ class Dense(TensorBias):
     def tile(self, region: Region) -> Tensor:
         return region.of(self.tensor)
 
-    def part(self, region: Region) -> Dense:
-        return Dense(region.of(self.tensor))
+    def part(self, region: Region) -> TensorBias:
+        return TensorBias(region.of(self.tensor))
 
     def add_gradient(self, total: Tensor, region: Region, slope: Tensor) -> None:
         inside = region.of(total)
@@ -66,7 +66,7 @@ class Dense(TensorBias):
 
 
 @dataclass(frozen=True, eq=False)
-class ByDistance(TensorBias):
+class ByDistance(SingleTensorBias):
     """A bias by distance p − j of query position and key: `tensor` is (heads or 1, nq + nk − 1).
 
     Entry t is added at distance t − (nk − 1) + (nk − nq); that of row i and key j is i − j + nk − 1. O(n) memory.
@@ -80,7 +80,6 @@ class ByDistance(TensorBias):
     tensor: Float[Tensor, "h distances"]
     n_keys: int | None = None  # set by `bound`
     by_query = False
-    _constant = False  # whether the tensor is finite and never changes, so that what follows from it may be kept
 
     @property
     def by_distance(self) -> Tensor:  # type: ignore[override]
@@ -152,7 +151,7 @@ def distances(grid: Grid) -> Int[Tensor, " distances"]:
 
 
 @dataclass(frozen=True, eq=False)
-class ByQuery(TensorBias):
+class ByQuery(SingleTensorBias):
     """A bias by query and clipped distance: `tensor` is (b, h, nq, 2 reach + 1), with entry clip(j − p) + reach."""
 
     tensor: Float[Tensor, "b h nq distances"]
@@ -296,7 +295,7 @@ def _alibi(slopes: Tensor, grid: Grid) -> ByDistance:
 def _of_paper(grid: Grid, dtype: torch.dtype) -> ByDistance:
     """ALiBi with the slopes of the paper; nobody may change its tensor."""
     made = _alibi(alibi_slopes(grid.heads, dtype).to(grid.device), grid)
-    object.__setattr__(made, "_constant", True)
+    object.__setattr__(made, "constant", True)
     return made
 
 

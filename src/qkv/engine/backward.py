@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qkv.biases import Additive
+from qkv.biases import AdditiveBias
 from qkv.biases.built_in import ByQuery, clipped
 from qkv.engine.call import Call, at_least_float32
 from qkv.engine.forward import ForwardState, dropped
@@ -242,7 +242,7 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         for i, bias in reversed(list(enumerate(call.biases))):
             known = bias.tensors()
             names = [name for name in known if f"bias {i} {name}" in self.totals]
-            if isinstance(bias, Additive) and bias.add_gradient is not None:
+            if isinstance(bias, AdditiveBias) and bias.add_gradient is not None:
                 for name in names:
                     bias.add_gradient(self.totals[f"bias {i} {name}"], region, slope)
                 continue

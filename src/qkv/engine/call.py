@@ -16,8 +16,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from qkv._contract import overrides, unlisted_tensor
-from qkv.biases import Additive, Bias
-from qkv.biases import Dense as DenseBias
+from qkv.biases import AdditiveBias, Bias, TensorBias
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.convert import block_visibility
@@ -111,7 +110,7 @@ class Call:
             assert isinstance(normalizer, Pointwise)
             # Weights divided by their sum are the softmax of their logarithms, which do not underflow.
             if shift is not None:
-                biases = (*biases, DenseBias(shift[..., None] * normalizer.temperature))
+                biases = (*biases, TensorBias(shift[..., None] * normalizer.temperature))
             kind = LogWeight if normalizer.by_head else LogWeightOfScore
             biases, normalizer, shift = (*biases, kind(normalizer)), Softmax(), None
         learned = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
@@ -139,7 +138,7 @@ class Call:
     @property
     def reshaped(self) -> Bias | None:
         """The first bias that is not additive, or None."""
-        return next((bias for bias in self.biases if not isinstance(bias, Additive)), None)
+        return next((bias for bias in self.biases if not isinstance(bias, AdditiveBias)), None)
 
     @property
     def by_head(self) -> bool:
@@ -453,7 +452,8 @@ def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
         wrong = next(b for b in several if not isinstance(b, Bias))
         what = f"the class {wrong.__name__}" if isinstance(wrong, type) else type(wrong).__name__
         raise InputError(
-            f"bias is {what}, expected one of qkv.biases or several in a tuple; wrap a float tensor in qkv.biases.Dense"
+            f"bias is {what}, expected one of qkv.biases or several in a tuple; wrap a float tensor in "
+            "qkv.biases.TensorBias"
         )
     return tuple(biases)
 
@@ -503,7 +503,7 @@ def inverted(mask: Bool[Tensor, "..."]) -> str | None:
     return None if bool(items.all()) else "False for all queries and keys of a text"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RowState:
     """Per-query normalizer state: log-sum-exp or threshold, sum of the weights, or the chosen key."""
 

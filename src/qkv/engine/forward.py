@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qkv.biases.built_in import ByQuery
-from qkv.engine.call import Call
+from qkv.engine.call import Call, RowState
 from qkv.engine.sizes import sizes
 from qkv.engine.sweep import Block, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import LOG2_E, gumbel, uniform
@@ -25,19 +25,13 @@ from qkv.normalizers.level import level_of_rows, level_slopes, pointwise, solve_
 from qkv.partial import Partial
 
 
-@dataclass(eq=False)
-class ForwardState:
-    """Output of the forward pass and the row state saved for the backward, (b, h, nq, …) in float32 or better."""
+@dataclass(eq=False, kw_only=True)
+class ForwardState(RowState):
+    """The row state of a forward pass with its output, (b, h, nq, …) in float32 or better, for the backward."""
 
     out: Tensor
-    level: Tensor | None = None
-    """Normalizer state of each row: log-sum-exp or threshold."""
     mean: Tensor | None = None
     """Mean of the values, weighted by −∂ weight / ∂ level; None where it equals `out`."""
-    total: Tensor | None = None
-    """Sum of the weights, if they are divided by it."""
-    chosen: Tensor | None = None
-    """The key chosen by each row in hard attention; −1 for none."""
     lse: Tensor | None = None
 
 
@@ -54,7 +48,7 @@ def forward_reducer(call: Call, *, training: bool = False) -> Forward:
     zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
     normalizer = call.normalizer
     reducer: type[_Softmax] | type[_Pointwise] | type[_Panels] = _Softmax
-    found = ForwardState(zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
+    found = ForwardState(out=zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
     if isinstance(normalizer, Pointwise):
         reducer, found.total = _Pointwise, torch.zeros_like(zeros) if normalizer.divide == "sum" else None
     elif normalizer.has_lse:

@@ -219,7 +219,7 @@ class Shared:
             if not overrides(made, Bias, "part"):
                 raise InputError(
                     f"group: bias is {type(one).__name__}, which cannot be sharded; expected one with the method "
-                    "part(region), such as ALiBi, T5Bias, ByDistance, Dense or SoftCap"
+                    "part(region), such as ALiBi, T5Bias, ByDistance, TensorBias or SoftCap"
                 )
         return Shared(replace(call, mask=mask, biases=bound), grid, group, rank, size)
 

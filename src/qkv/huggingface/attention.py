@@ -91,7 +91,7 @@ def call_of(
         chosen = _chosen(name, indices, query, key)
         mask = chosen if mask is None else mask & chosen
     if position_bias is not None:
-        bias = (biases.Dense(position_bias[..., : key.shape[2]]), *bias)
+        bias = (biases.TensorBias(position_bias[..., : key.shape[2]]), *bias)
     if softcap is not None:
         bias = (biases.SoftCap(softcap), *bias)
     return Call.of(query, key, value, mask, bias, Dot(scaling), Softmax(sink=s_aux), dropout), keys
@@ -151,7 +151,7 @@ def read_mask(mask: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tupl
     masked = mask <= torch.finfo(mask.dtype).min / 2  # models mask pairs by the lowest float as well as by −inf
     bias = mask.masked_fill(masked, 0)
     learned = mask.requires_grad  # a learned bias may start at 0
-    additive = (biases.Dense(bias),) if learned or bool(bias.any()) else ()
+    additive = (biases.TensorBias(bias),) if learned or bool(bias.any()) else ()
     return as_mask(~masked) if bool(masked.any()) else None, additive, None
 
 

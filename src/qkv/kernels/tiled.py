@@ -33,19 +33,20 @@ def forward(call: Call) -> Result:
 
 def row_state(call: Call) -> RowState:
     """The row state of a call, from a tiled forward: enough to compute any tile of its weights."""
-    found = forward_tiles(detached(call))
-    return RowState(found.level, found.total, found.chosen)
+    return forward_tiles(detached(call))
 
 
 def _compute(call: Call) -> tuple[Results, Results]:
     found = forward_tiles(call, training=True)
-    return (found.out.to(call.v.dtype), found.lse), (found.level, found.mean, found.total, found.chosen)
+    return (found.out.to(call.v.dtype), found.lse), (found.level, found.total, found.chosen, found.mean)
 
 
 def _backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
     (out, _), (grad, grad_lse) = results, grads
     assert out is not None
-    return backward(call, ForwardState(out, *more), torch.zeros_like(out) if grad is None else grad, grad_lse, wanted)
+    level, total, chosen, mean = more
+    state = ForwardState(level, total, chosen, out=out, mean=mean)
+    return backward(call, state, torch.zeros_like(out) if grad is None else grad, grad_lse, wanted)
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
@@ -54,4 +55,4 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
     `whole` may include other keys and a sink; `grad` and `grad_lse` are its gradients. `wanted` names tensors of the
     call.
     """
-    return backward(detached(call, learned=True), ForwardState(whole.out, whole.lse), grad, grad_lse, wanted)
+    return backward(detached(call, learned=True), ForwardState(whole.lse, out=whole.out), grad, grad_lse, wanted)

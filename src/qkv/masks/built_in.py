@@ -490,7 +490,7 @@ class Dense(_TensorMask):
             raise InputError(
                 f"mask is {kind_of(self.tensor)}, expected a boolean tensor that is True where a query may attend; "
                 "compare an integer mask with == (for example `ids == 1`), "
-                "and pass an additive 0 / −inf mask as bias=qkv.biases.Dense(tensor)"
+                "and pass an additive 0 / −inf mask as bias=qkv.biases.TensorBias(tensor)"
             )
         if not 2 <= self.tensor.ndim <= 4:
             raise InputError(

@@ -80,7 +80,7 @@ def _boolean(name: str, x: object, meaning: str) -> Tensor:
     if isinstance(x, Tensor) and x.dtype.is_floating_point:
         raise InputError(
             f"{name} is {x.dtype}, which torch adds to the scores, expected a boolean tensor (True = {meaning}); "
-            "pass it as bias=qkv.biases.Dense(tensor)"
+            "pass it as bias=qkv.biases.TensorBias(tensor)"
         )
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
         raise InputError(f"{name} is {kind_of(x)}, expected a boolean tensor (True = {meaning})")

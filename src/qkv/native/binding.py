@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._compiled import LIBRARY, MISSING, described
-from qkv.biases import Bias, ByDistance, SoftCap
-from qkv.biases.base import TensorBias
+from qkv.biases import Bias
+from qkv.biases.base import SingleTensorBias
 from qkv.engine.call import Call
 from qkv.engine.needs import Need, unmet
 from qkv.engine.tiles import kept
@@ -123,15 +123,10 @@ def unsupported_reason(call: Call) -> str | None:
     return None
 
 
-def _constant(bias: Bias) -> bool:
-    """Whether the bias is finite and never changes, so that its form for the library is found once."""
-    return isinstance(bias, ByDistance) and bias._constant
-
-
 def bias_is_finite(bias: Bias) -> bool:
     """Whether the numbers of a bias are small enough to be added to scores, or −∞, which masks a pair."""
     values: Tensor | None = getattr(bias, "tensor", None)
-    if values is None or _constant(bias):
+    if values is None or bias.constant:
         return True
     least, most = (float(x) for x in values.detach().aminmax())
     if least == -math.inf:
@@ -173,7 +168,7 @@ class Prepared:
 
     def with_biases(self, biases: Sequence[Bias], temperature: float = 1.0) -> None:
         """Add bound biases, before scores are divided by the temperature."""
-        known = vars(biases[0]).setdefault("native steps", {}) if len(biases) == 1 and _constant(biases[0]) else {}
+        known = vars(biases[0]).setdefault("native steps", {}) if len(biases) == 1 and biases[0].constant else {}
         if temperature not in known:
             known[temperature] = _steps(biases, temperature)
         steps, held = known[temperature]
@@ -271,10 +266,10 @@ def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor
     steps, held = (_Step * len(biases))(), list[Tensor]()
     for step, bias in zip(steps, biases, strict=True):
         step.factor = math.log2(math.e) / temperature
-        if isinstance(bias, SoftCap):
-            step.kind, step.factor = 2, bias.cap * step.factor
+        if bias.form == "cap":
+            step.kind, step.factor = 2, vars(bias)["cap"] * step.factor
             continue
-        assert isinstance(bias, TensorBias)
+        assert isinstance(bias, SingleTensorBias)
         if bias.form == "distance":
             x = torch.nn.functional.pad(bias.tensor.detach().float().flip(1), (0, PADDING))
             step.kind, step.strides = 0, (0, 0 if len(x) == 1 else x.stride(0), 0, 1)

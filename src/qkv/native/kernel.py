@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias, ByDistance
-from qkv.biases.base import TensorBias
+from qkv.biases.base import SingleTensorBias
 from qkv.engine.call import Call, Result, as_mask, detached
 from qkv.engine.transforms import Results, differentiable, kernel_once_differentiable, transforming
 from qkv.masks import Grid, Mask
@@ -204,7 +204,7 @@ class BiasSums:
     """The sums over batch items, heads and pairs that are the gradient of a bias."""
 
     def __init__(self, bias: Bias, call: Call) -> None:
-        assert isinstance(bias, TensorBias)
+        assert isinstance(bias, SingleTensorBias)
         (b, h, n_queries, _), n_keys = call.q.shape, call.k.shape[2]
         self.shape, strides = bias.tensor.shape, (0, 0, 0)
         self.by_distance = bias.form == "distance"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qkv import masks
 from qkv.attention import attend
-from qkv.biases import Dense
+from qkv.biases import TensorBias
 from qkv.engine import as_mask, at_least_float32
 from qkv.errors import InputError, at_least_one, one_of
 from qkv.kernels import watching
@@ -285,7 +285,7 @@ class LuongAttention(nn.Module):
 
     def _gaussian(
         self, q: Tensor, k: Tensor, exponent: Float[Tensor, "b 1 nq nk"], visible: Mask
-    ) -> tuple[Dense, Softmax]:
+    ) -> tuple[TensorBias, Softmax]:
         """A bias and a sink with which the softmax gives g · softmax(s), where g = exp(−exponent).
 
         Weights exp(s) g / Σ exp(s) are the softmax of s + ln g with a sink of mass Σ exp(s) (1 − g).
@@ -295,10 +295,10 @@ class LuongAttention(nn.Module):
         log_missing = torch.log(-torch.expm1(-exponent.clamp(min=1e-30)))
         with watching(None):  # an internal step of the softmax that follows: observers must not see it
             _, sink = attend(
-                q, k, k[..., :1], mask=visible, bias=Dense(log_missing), score=self._score(), kernel=_kernel(q[:, 0]),
-                return_lse=True,
+                q, k, k[..., :1], mask=visible, bias=TensorBias(log_missing), score=self._score(),
+                kernel=_kernel(q[:, 0]), return_lse=True,
             )  # fmt: skip
-        return Dense(-exponent), Softmax(sink=sink)
+        return TensorBias(-exponent), Softmax(sink=sink)
 
     def extra_repr(self) -> str:
         width = "" if self.kind == "global" else f", half_width={self.half_width}"

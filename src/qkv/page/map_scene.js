@@ -134,7 +134,7 @@ export function edges(layout, { received, entropy, scales }, colours) {
   shapes.push(
     { line: [from - 0.5, frame.y, from - 0.5, frame.y + frame.h], stroke: colours.line },
     { text: "entropy", x: from, y: frame.y - 22, fill: colours.soft, size: narrow ? 10.5 : 11 },
-    { text: `0–${scales.entropy.high.toFixed(1)} ${narrow ? "" : "nats"}`, x: from, y: frame.y - 8, fill: colours.soft, size: 11 },
+    { text: `${upTo(scales.entropy.high)} ${narrow ? "" : "nats"}`, x: from, y: frame.y - 8, fill: colours.soft, size: 11 },
   );
   return shapes;
 }
@@ -297,3 +297,6 @@ export function shapesAsSvg(shapes) {
     }, shape.text);
   });
 }
+
+/** A range from 0, which is not written as 0–0.0. */
+const upTo = (high) => high < 0.001 ? "< 0.001" : `0–${high < 0.095 ? high.toPrecision(1) : high.toFixed(1)}`;

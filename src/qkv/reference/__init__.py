@@ -84,7 +84,7 @@ def first_undefined(*parts: Any) -> str | None:
 
 DEFINED = frozenset((
     scores.Dot, scores.General, scores.Cosine, scores.Additive, scores.Features,
-    biases.SoftCap, biases.Dense, biases.ByDistance, biases.ALiBi, biases.T5Bias, biases.RelativePosition,
+    biases.SoftCap, biases.TensorBias, biases.ByDistance, biases.ALiBi, biases.T5Bias, biases.RelativePosition,
     masks.Causal, masks.Window, masks.Dilated, masks.Strided, masks.Prefix, masks.Global, masks.RandomKeys,
     masks.Padding, masks.Document, masks.Dense, masks.Predicate, masks.Blockwise, masks.Shifted, masks.And, masks.Or,
     masks.Not,

@@ -128,7 +128,7 @@ def apply_bias(
     match bias:
         case biases.SoftCap(cap):
             return cap * math.tanh(score / cap)
-        case biases.Dense(tensor):
+        case biases.TensorBias(tensor):
             where = tuple(x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True))
             return score + float(tensor.detach()[where])
         case biases.ByDistance(tensor):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qkv._contract import learned_tensors
 from qkv.attention import attend
-from qkv.biases import Additive, Bias
+from qkv.biases import AdditiveBias, Bias
 from qkv.errors import InputError, kind_of
 from qkv.kernels import KERNELS
 from qkv.masks import Causal, Dense, Grid, Mask, Padding, Region
@@ -324,9 +324,9 @@ class Composition:
 
 def method_of(thing: object) -> str:
     """The method that defines an object."""
-    if isinstance(thing, Bias) and not isinstance(thing, Additive):
+    if isinstance(thing, Bias) and not isinstance(thing, AdditiveBias):
         return "apply" if type(thing).apply is not Bias.apply else "bound"
-    kinds = {Mask: "sees", Pairwise: "scores", Score: "project", Additive: "tile"}
+    kinds = {Mask: "sees", Pairwise: "scores", Score: "project", AdditiveBias: "tile"}
     return next((method for kind, method in kinds.items() if isinstance(thing, kind)), "weight")
 
 

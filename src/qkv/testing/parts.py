@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv.biases import Additive, Bias
+from qkv.biases import AdditiveBias, Bias
 from qkv.errors import kind_of
 from qkv.masks import Region
 from qkv.normalizers import Identity, Normalizer, Pointwise, Sigmoid, Softmax, SumToOne
@@ -82,7 +82,7 @@ def check_bias(
     if not isinstance(bias, Bias):
         raise CheckFailed(
             f"check_bias: got {kind_of(bias)}, expected an object of a class that inherits from qkv.biases.Bias "
-            "or from Additive"
+            "or from AdditiveBias"
         )
     chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim, dim_v=dim_v)
     exact, first = converted(bias, torch.float64), chosen_sizes[0]
@@ -111,7 +111,7 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
     """Each score is a function of itself and its position, and shortcuts agree; the precision of what was added."""
     whole, before = size.whole, 2 * normal(size.batch, size.heads, size.queries, size.keys, seed=1)
     eps, method = torch.finfo(torch.float64).eps, method_of(bound)
-    if isinstance(bound, Additive):
+    if isinstance(bound, AdditiveBias):
         with calling(bound, "tile", "called"):
             eps = torch.finfo(bound.added(whole).dtype).eps
     rule = "a score must be a function of itself and its position only"
@@ -162,11 +162,11 @@ def _check_bias_gradients(bound: Bias, before: Tensor, whole: Region) -> None:
     slope = torch.where(after.detach().isfinite(), normal(*before.shape, seed=9), 0.0)
     tensors, definition = {"the scores": before, **learned}, method_of(bound)
     want = torch.autograd.grad(after, list(tensors.values()), slope, allow_unused=True)
-    if overrides(bound, Additive if isinstance(bound, Additive) else Bias, "gradients"):
+    if overrides(bound, AdditiveBias if isinstance(bound, AdditiveBias) else Bias, "gradients"):
         with torch.no_grad(), calling(bound, "gradients", "called"):
             got = bound.gradients(before.detach(), whole, slope.clone(), list(learned.values()))
             _same_gradients(bound, "gradients", tensors, got if learned else got[:1], want, definition)
-    if isinstance(bound, Additive) and bound.add_gradient is not None and learned:
+    if isinstance(bound, AdditiveBias) and bound.add_gradient is not None and learned:
         ((name, tensor),) = learned.items()
         total = torch.zeros_like(tensor, dtype=torch.float64)
         for rows in (slice(0, 2), slice(2, whole.rows.stop)):

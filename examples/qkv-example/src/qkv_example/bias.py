@@ -5,7 +5,7 @@ from torch import Tensor
 import qkv
 
 
-class Weekly(qkv.biases.Additive):
+class Weekly(qkv.biases.AdditiveBias):
     """Adds `bonus` to the scores of keys that are a multiple of seven tokens back."""
 
     def __init__(self, bonus: float = 1.0) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv.biases import Bias, Dense
+from qkv.biases import Bias, TensorBias
 from qkv.engine.call import Call, Result, at_least_float32, detached
 from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, has_triton
@@ -185,7 +185,7 @@ def _final_score(call: Call) -> ScoreMod:
     """FlexAttention's score_mod for softmax: the final score of a pair from `call.scale` · q·k."""
     biases, temperature = [_ready(bias, call) for bias in call.biases], call.normalizer.temperature
     temperature = temperature if call.biases else 1.0  # else `call.scale` includes it
-    shift = None if call.shift is None else _ready(Dense(call.shift[..., None]), call)
+    shift = None if call.shift is None else _ready(TensorBias(call.shift[..., None]), call)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         for bias in biases:
@@ -205,10 +205,10 @@ def _ready(bias: Bias, call: Call) -> Bias:
     narrow = torch.promote_types(tensor.dtype, wide) == wide and not tensor.requires_grad
     made = bias.with_tensors({"tensor": tensor.to(call.q.device, tensor.dtype if narrow else wide)})
     tensor = made.tensors()["tensor"]
-    if isinstance(made, Dense) and tensor.requires_grad and tensor.shape[2:] == (1, 1):
+    if made.form == "tensor" and tensor.requires_grad and tensor.shape[2:] == (1, 1):
         # torch 2.11 compiles no gradient for an element that depends on neither query nor key.
-        made = Dense(tensor.expand(-1, -1, call.q.shape[2], 1).contiguous())
-        tensor = made.tensor
+        made = made.with_tensors({"tensor": tensor.expand(-1, -1, call.q.shape[2], 1).contiguous()})
+        tensor = made.tensors()["tensor"]
     if tensor.requires_grad and tensor._is_view():
         # torch.compile gives no gradient, and no error, to a view that a score_mod captures (torch 2.13).
         object.__setattr__(made, "tensor", tensor.clone())  # the constructor would make a view again

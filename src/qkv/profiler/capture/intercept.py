@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qkv import masks
-from qkv.biases import Dense
+from qkv.biases import TensorBias
 from qkv.engine import Call, Result, as_mask, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import read_mask
@@ -314,7 +314,7 @@ def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
     mask = as_mask(~masked) if bool(masked.any()) else None
     zeros = scores.new_zeros(b, h, 1, 1)
     q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k + torch.nan, mask, (Dense(scores.masked_fill(masked, 0)),))
+    return Call.of(q, k, k + torch.nan, mask, (TensorBias(scores.masked_fill(masked, 0)),))
 
 
 class _AsGiven(Pointwise):
@@ -339,7 +339,7 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
     b, h, n_queries, n_keys = weights.shape
     zeros = weights.new_zeros(b, h, 1, 1)
     q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k + torch.nan, masks.Dense(weights > 0), (Dense(weights),), normalizer=_AsGiven())
+    return Call.of(q, k, k + torch.nan, masks.Dense(weights > 0), (TensorBias(weights),), normalizer=_AsGiven())
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:

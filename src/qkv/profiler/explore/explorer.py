@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.biases import Dense as DenseBias
+from qkv.biases import TensorBias
 from qkv.engine import Call, RowState
 from qkv.errors import InputError, nearest
 from qkv.masks import Dense, Region
@@ -445,7 +445,7 @@ def _joined(steps: list[ObservedCall]) -> Call:
         visible.append(keys.expand(b, h, 1, n_keys))
     zeros = weights.new_zeros(b, h, 1, 1)
     q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k, Dense(torch.cat(visible, 2)), (DenseBias(weights),), normalizer=Identity())
+    return Call.of(q, k, k, Dense(torch.cat(visible, 2)), (TensorBias(weights),), normalizer=Identity())
 
 
 def _checking(stopped: Stopped) -> Callable[[str], None]:
