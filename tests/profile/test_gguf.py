@@ -12,6 +12,7 @@ import torch
 
 import qkv
 from conftest import Command, refused
+from qkv.cli.shared import saved_profile
 from qkv.models import gguf_files, loading
 
 pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
@@ -20,7 +21,7 @@ pytest.importorskip("transformers", reason="GGUF files are read with transformer
 from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gguf_model import TOKENS, tiny_llama, write_gguf
+from fuzz.files.gguf_model import TOKENS, tiny_llama, write_gguf
 from qkv.profiler.analyses.answers import answer_shares, parts_of
 
 IDS = torch.tensor([[0, 40, 41, 7, 96, 40, 41, 7, 1]])
@@ -61,6 +62,7 @@ def test_files_alone_in_a_folder_and_without_an_ending_are_found(
     assert gguf_files.find(str(blob)) == blob
     assert gguf_files.find(str(alone)) == alone / "a.gguf"
     assert gguf_files.find("qkv-mini") is None
+    assert saved_profile(str(blob), "PROFILE|MODEL") is None, "qkv view takes it for a profile"
     (alone / "b.gguf").symlink_to(written[0])
     with refused("model", r"2 GGUF files.*a.gguf, b.gguf"):
         gguf_files.find(str(alone))

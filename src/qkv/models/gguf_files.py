@@ -83,7 +83,8 @@ class Header:
         gguf.GGUFReader, gguf.get_tensor_name_map = lambda path: self, functools.cache(gguf.get_tensor_name_map)
         loader.tqdm = lambda found, **kwargs: found
         try:
-            yield
+            with np.errstate(all="ignore"):  # a damaged file may have scales that are not finite
+                yield
         finally:
             gguf.GGUFReader, gguf.get_tensor_name_map, loader.tqdm = own
 
