@@ -345,7 +345,7 @@ def watch(
     The model computes by its own functions, so its outputs, gradients, random numbers and generated tokens do not
     change. Forwards that share a cache are one sequence: `generate` (greedy, sampled, beam search, assisted), a loop of
     your own, streaming with qkv's caches. Any other forward, such as a step of training, is a sequence of its own.
-    Dropout of the weights is left out of the statistics.
+    A copy of a cache continues its text as a sequence of its own. Dropout of the weights is left out of the statistics.
 
     Args:
         model: as in `qkv.profile`.
@@ -361,8 +361,8 @@ def watch(
         `Watched`, whose method `profile` gives a `Profile`.
 
     Raises:
-        InputError: if the model is watched already, attends by a function that qkv cannot recompute, or passes
-            arguments to its attention that qkv does not know.
+        InputError: if the model is watched already. A run is not stopped: what cannot be recorded is said in a warning
+            by `Watched.profile`, and named in ``attrs["unobserved"]``.
 
     >>> import torch, qkv
     >>> from qkv.models import DecoderConfig, DecoderLM
