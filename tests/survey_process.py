@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler.surveys import survey as surveys
-from qkv.profiler.surveys.corpus import Corpus, Document, of_texts
 from qkv.profiler.surveys.folder import Folder
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 4, "import os", "class A: pass\n" * 7, "x = 1; y = 2", "é" * 33, "for"]
@@ -27,26 +25,6 @@ def own(**changes: Any) -> DecoderLM:
 def own_survey(out: Path | str, texts: Any = TEXTS, model: Any = None, **settings: Any) -> surveys.Survey:
     settings = {"shards": 3, "batch_tokens": 90, "tokenizer": ByteTokenizer()} | settings
     return surveys.survey(model or own(), texts, out=out, **settings)
-
-
-@dataclass(frozen=True, slots=True)
-class Deadly(Document):
-    """A text that kills the process that reads it for the first time."""
-
-    mark: Path = Path()
-
-    def read(self) -> str:
-        if not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return Document.read(self)
-
-
-def deadly(mark: Path) -> Corpus:
-    """The corpus of `own_survey`, with a deadly text."""
-    found = of_texts(TEXTS)
-    *before, last = found.documents
-    return replace(found, documents=(*before, Deadly(last.name, last.size, text=last.text, mark=mark)))
 
 
 def main(out: Path | str, last: int) -> None:

@@ -72,21 +72,6 @@ def test_reinforce_estimates_the_gradient_of_the_expected_reward() -> None:
     assert want.abs().max() > 0.1
 
 
-def test_draws_come_from_torchs_generator_without_a_seed() -> None:
-    q, k, _ = triple(nq=40, nk=60)
-
-    def drawn(seed: int | None = None) -> torch.Tensor:
-        return choose_keys(q, k, seed=seed).index
-
-    torch.manual_seed(1)
-    first = drawn()
-    torch.manual_seed(1)
-    assert torch.equal(first, drawn())
-    assert not torch.equal(first, drawn())
-    assert torch.equal(drawn(4), drawn(4))
-    assert not torch.equal(drawn(4), drawn(5))
-
-
 def test_fully_masked_queries_choose_no_key() -> None:
     q, k, v = triple(nq=13, nk=7, grad=True)  # six queries before the first key
     choice = choose_keys(q, k, mask=masks.Causal(), seed=1)

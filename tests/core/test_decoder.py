@@ -219,6 +219,7 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HF)
 def test_hugging_face_checkpoints_give_equal_logits(name: str, tmp_path: Path) -> None:
     kind, changes = HF[name]
@@ -325,6 +326,7 @@ def test_gradients_against_finite_differences(name: str) -> None:
     check_slopes(model, lambda: model.loss(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 64, 2**22])
 def test_loss_equals_cross_entropy(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import qkv.models.loss

@@ -288,6 +288,7 @@ def test_learned_weights_are_refused_only_in_training(monkeypatch: pytest.Monkey
         same(*triple(), normalizer=learned)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_on_a_card")
 def test_a_weight_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By tracing it, where the kernel is compiled; if FlexAttention alone cannot compile it, by an error."""

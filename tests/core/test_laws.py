@@ -93,6 +93,7 @@ def test_identities_of_softmax(law: str, kernel: str) -> None:
         close(got, want, eps=512)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_random_compositions_of_masks(data: st.DataObject) -> None:
     """Output, lse and gradients on every kernel: fuzz/ varies the other parts, but does not shrink a failure."""

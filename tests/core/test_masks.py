@@ -161,6 +161,7 @@ def test_bottom_right_alignment_is_the_end_of_the_square(mask: Mask) -> None:
     assert torch.equal(Shifted(mask, 4).dense(2, 11), square[:, :, 4:6])  # two of eleven slots of a buffer
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_boolean_algebra(data: st.DataObject) -> None:
     grid, a = drawn(data)
@@ -218,6 +219,7 @@ def test_random_keys_besides_a_mask_are_additional(near: Mask, size: int, monkey
 # --- classes of tiles -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_full_tiles_are_full_and_empty_tiles_are_empty(data: st.DataObject) -> None:
     grid, mask = drawn(data)
@@ -260,6 +262,7 @@ def test_block_status_of_random_keys_is_exact(nq: int, nk: int, size: int) -> No
 # --- a mask as bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_bits_of_a_mask_differ_from_its_visible_pairs(data: st.DataObject) -> None:
     grid, mask = drawn(data, most=150)

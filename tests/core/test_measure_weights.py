@@ -97,6 +97,7 @@ def test_arguments_that_are_not_weights_are_refused(w: Any, mask: masks.Mask | N
         measure_weights(w, mask)
 
 
+@pytest.mark.slow
 def test_no_copy_of_the_weights_is_made() -> None:
     w = torch.full((1, 4, 1024, 1024), 1 / 1024)  # 16 MiB
     measure_weights(w)

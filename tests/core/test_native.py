@@ -184,6 +184,7 @@ def test_output_and_statistics_differ_from_those_of_the_tiles(
     check(shape, mask, bias, monkeypatch, sink=sink, padded=sink is not None, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bfloat16_products")
 @pytest.mark.parametrize(("shape", "mask", "bias", "sink"), covering(
     ["grouped heads", "few queries", "more queries than keys", "several tiles", "odd sizes"], MASKS, BIASES,

@@ -70,6 +70,7 @@ def test_a_sink_is_a_partial_result_without_a_value_that_counts_once(a: Partial,
     same(merge(a, b).with_sink(logit), merge(a.with_sink(logit), b))
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 99), cuts=st.sets(st.integers(1, 12), max_size=5), order=st.randoms(use_true_random=False))
 def test_attention_over_splits_of_the_keys_is_the_whole(seed: int, cuts: set[int], order: random.Random) -> None:
     q, k, v = triple(seed=seed)

@@ -247,6 +247,7 @@ def test_autocast_and_fewer_dimensions() -> None:
     close(grad, q.grad, eps=2, dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalizer", [None, normalizers.Sparsemax()], ids=str)
 def test_linear_memory(normalizer: Any) -> None:
     q, k, _ = triple(b=1, h=2, hkv=1, nq=2048, nk=2048, d=4, dtype=torch.float32, grad=True)

@@ -162,6 +162,7 @@ def close(got: Tensor | None, want: Tensor, what: str, allowed: float) -> None:
     assert float(off.max()) <= allowed, f"{what}: {float(off.max()):.2g} off, allowed {allowed:.2g}"
 
 
+@pytest.mark.slow
 def test_the_spread_of_a_head_that_attends_far_back_keeps_its_digits() -> None:
     """All weight on two neighbouring keys, 1,000 tokens before the query: float32 moments would lose the spread."""
     n = 1000
@@ -174,6 +175,7 @@ def test_the_spread_of_a_head_that_attends_far_back_keeps_its_digits() -> None:
     assert got.distance.item() == pytest.approx(n - 1.5, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_nan_and_infinity_in_padding_do_not_spread() -> None:
     q, k, v = Case((1, 2, 2), 70, 70).tensors()
     clean = [x.clone() for x in (k, v)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import papers
 from conftest import MASKS, close, enlarged, oracle, rand, refused, triple
 from qkv import attend
-from qkv.masks import Causal, Padding
+from qkv.masks import Causal, Dense, Padding
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.normalizers import Softmax
 
@@ -78,7 +78,9 @@ def test_gradients_of_luong(score: str, kind: str) -> None:
     mask[1] = False
     leaves = (query.requires_grad_(), keys.requires_grad_(), *module.parameters())
     whole = module(query, keys, mask=mask, lengths=lengths, step=2)
-    rows = [module(query[:, i : i + 1], keys, mask=mask[i : i + 1], lengths=lengths, step=2 + i) for i in range(NQ)]
+    rows = [
+        module(query[:, i : i + 1], keys, mask=Dense(mask[i : i + 1]), lengths=lengths, step=2 + i) for i in range(NQ)
+    ]
     close(torch.cat(rows, 1), whole)
     upstream = rand(*whole.shape, seed=9)
     want = torch.autograd.grad(whole, leaves, upstream)

@@ -44,22 +44,6 @@ def test_token_after_a_trigger_repeats_the_one_before(changes: dict[str, Any]) -
         assert (triggers > 0) == (task.triggers > 0)
 
 
-def test_ordinary_tokens_follow_the_transition_probabilities() -> None:
-    task = Backcopy(symbols=13, triggers=2)
-    chain = backcopy._chain(13, 2)
-    made = np.concatenate([sequences(task, step=step, size=500).numpy() for step in range(8)])
-    assert np.allclose(chain.probabilities.sum(1), 1)
-    before, after = made[:, :-1].ravel(), made[:, 1:].ravel()
-    for token in (0, *range(3, 14)):
-        counts = np.bincount(after[before == token], minlength=13)
-        expected = chain.probabilities[token] * counts.sum()
-        possible = expected > 0
-        assert counts[~possible].sum() == 0
-        chi = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
-        free = possible.sum() - 1
-        assert chi < free + 6 * np.sqrt(2 * free)  # six standard deviations above the mean of χ²
-
-
 def rows_of(task: Backcopy, steps: int, size: int, seed: int = 0) -> set[tuple[int, ...]]:
     return {tuple(row) for step in range(steps) for row in sequences(task, step=step, size=size, seed=seed).tolist()}
 

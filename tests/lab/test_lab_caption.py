@@ -22,6 +22,7 @@ def named(tokens: np.ndarray) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_caption_is_both_trained_on_and_held_out() -> None:
     train, held = ({scenes.text(c) for c in drawn(n, held_out=out).captions} for n, out in ((2000, False), (500, True)))
     assert not train & held

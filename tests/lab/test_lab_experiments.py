@@ -96,6 +96,7 @@ def test_experiment_trains_equal_settings_once_writes_its_results_and_draws_them
     assert again.figure_path.exists()
 
 
+@pytest.mark.slow
 def test_each_variant_has_the_number_of_seeds_that_is_asked_for(tmp_path: Path) -> None:
     result = run(Three(), tmp_path, quick=False)
     found = json.loads(result.json_path.read_text())

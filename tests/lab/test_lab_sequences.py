@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv_lab import heads
-from qkv_lab.experiments.small import fit
 from qkv_lab.tasks.relations import ADJECTIVES, IT, Coreference, Hops, Lookups
 from qkv_lab.tasks.sequences import Copy, Recall, Reversal
 
@@ -280,19 +279,3 @@ def test_without_heads_ablates_only_the_given_heads() -> None:
         before, after = (m.blocks[layer].attention.out_proj.weight.view(12, 3, 4) for m in (model, cut))
         for head in range(3):
             assert torch.equal(after[:, head], torch.zeros(12, 4) if head == gone else before[:, head])
-
-
-# --- trained models ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_reversal_is_learnt_by_mirror_heads() -> None:
-    torch.manual_seed(0)
-    task = Reversal(length=4, symbols=10, model=replace(Reversal().model, d_model=32))
-    model, training = task.build(), replace(task.training(), steps=200, lr=4e-3)
-    fit(model, lambda step: task.loss(model, task.batch(step, 24, 0)), training)
-    with torch.no_grad():
-        measured, found = task.evaluate(model), task.check(model)
-    assert measured["token_accuracy"] >= 0.99
-    assert found["best"] >= 0.95
-    assert found["without_mirrors"] < 0.3, "without mirror heads the model must fail"

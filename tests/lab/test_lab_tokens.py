@@ -31,6 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "texts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
 @given(
     text=st.text(st.characters(codec="utf-8")) | st.sampled_from(["", "<s>", " <s>a</s>", "\u0120\u010a", "a  \t\n"])
@@ -45,6 +46,7 @@ def test_any_text_is_decoded_unchanged_and_never_contains_bos(tokenizer: str, te
     assert tokens.encode_all(tokenizer, [text, text]).tolist() == ids + ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
 def test_transformers_reads_tokenizer_json_which_prepends_bos(tokenizer: str, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast

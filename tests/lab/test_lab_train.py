@@ -96,6 +96,7 @@ def test_interrupt_saves_a_checkpoint_and_says_how_to_resume(whole: Path, tmp_pa
     assert_same_weights(whole, folder)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     """Without dropout, which differs between parts of a batch."""
     quiet = Counting(model=replace(Counting().model, dropout=0.0))

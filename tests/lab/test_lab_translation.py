@@ -116,6 +116,7 @@ def test_known_phrases_are_translated_correctly(phrase: Phrase, english: str, fr
     assert links is None or list(found.alignment) == links
 
 
+@pytest.mark.slow
 def test_every_source_has_one_translation(every: list[Pair]) -> None:
     rng, known = Random(6), {}
     for pair in [*every, *(sentence(rng, 5) for _ in range(4_000))]:

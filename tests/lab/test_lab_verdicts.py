@@ -31,6 +31,7 @@ def outcome(*effects: Effect, **changes: Any) -> str:
     return judge(replace(ABOVE, **changes), effects).holds
 
 
+@pytest.mark.slow
 def test_interval_covers_the_mean_as_often_as_its_level_says() -> None:
     draws = np.random.default_rng(0).normal(3.0, 2.0, (500, 6))
     for level in (0.8, 0.95):

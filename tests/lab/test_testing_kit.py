@@ -40,6 +40,7 @@ TASKS: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_built_in_tasks_keep_the_laws(task: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The other tests of tasks are about what is special to each."""

@@ -26,6 +26,7 @@ def bert() -> qkv.Profile:
     return qkv.profile("minilm", "The cat sat on the mat.", progress=False)
 
 
+@pytest.mark.slow
 def test_numbers_of_the_findings_are_those_of_the_tables(mini: qkv.Profile, bert: qkv.Profile) -> None:
     for profile in (mini, bert):
         sinks, types, trend = profile.sinks(), profile.types()["type"], profile.sink_trend()

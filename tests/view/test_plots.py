@@ -11,7 +11,6 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -192,28 +191,6 @@ def test_vector_files_store_text_as_text(name: str) -> None:
     assert matplotlib.rcParams["svg.fonttype"] == "path", "the global setting is restored"
 
 
-def test_states_figure_draws_a_line_for_each_stack_and_text() -> None:
-    stacks = {
-        "encoder": xr.Dataset(
-            {"cosine": (("text", "depth"), [[0.1, 0.6, 0.2], [0.3, 0.8, 0.4]])}, {"n_tokens": ("text", [5, 7])}
-        ),
-        "decoder": xr.Dataset(
-            {"cosine": (("text", "depth"), [[0.1, 0.2], [0.1, 0.2]])}, {"n_tokens": ("text", [3, 3])}
-        ),
-    }
-    profile = made.encoder_decoder()
-    profile.residual = stacks
-    figure = profile.plot.states()
-    all_text_is_on_the_page(figure)
-    assert "at depth 1: cosine 0.70, against 0.20 at the input and 0.30" in " ".join(figure.texts[0].get_text().split())
-    lines = [line.get_ydata() for line in figure.axes[0].lines[1:]]
-    assert [len(line) for line in lines] == [3, 3, 3, 2, 2, 2]
-    np.testing.assert_allclose(lines[2], [0.2, 0.7, 0.3])
-    profile.residual = {"encoder": stacks["encoder"].drop_vars("cosine")}
-    with refused("profile", match="again"):
-        profile.plot.states()
-
-
 def test_map_shows_the_weights() -> None:
     profile = made.encoder_decoder()
     figure = profile.plot.map(1, 2, text=1, group="cross")
@@ -236,6 +213,7 @@ def pooled(profile: Profile, size: int) -> Profile:
     return Profile({"self": binned.assign_coords(bin_queries=("text", [size]), bin_keys=("text", [size]))})
 
 
+@pytest.mark.slow
 def test_map_of_a_long_text_shows_its_bins() -> None:
     profile = made.gpt()
     figure = pooled(profile, 8).plot.map(1, 2)
@@ -272,37 +250,7 @@ def test_alignment_shows_words_by_words() -> None:
     np.testing.assert_allclose(layer, weights[0].mean(0), rtol=1e-5)
 
 
-def grid_profile() -> tuple[Profile, np.ndarray]:
-    """Three queries over a class token and a grid of 2 × 3 cells; each attends mostly to one cell."""
-    weights = np.full((1, 1, 3, 7), 0.02)
-    for query, cell in enumerate((0, 4, 5)):
-        weights[0, 0, query, 1 + cell] = 0.86
-    names = [["<s>", "red", "cross"]], [["[CLS]", *"012345"]]
-    data = made.dataset_from_weights([weights], *names, name="cross", special=("[CLS]",))
-    return Profile({"cross": data}, {"model": "captioner"}), weights
-
-
-def test_overlay_is_brightest_at_the_attended_cell() -> None:
-    profile, _ = grid_profile()
-    image = np.full((20, 30, 3), 200, np.uint8)
-    figure = profile.plot.overlay(image, (2, 3))
-    all_text_is_on_the_page(figure)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["the image", "red", "cross", "(next)"]
-    pictures = [np.asarray(axes.images[0].get_array()) for axes in figure.axes]
-    np.testing.assert_allclose(pictures[0], 200 / 255)
-    for picture, (row, column) in zip(pictures[1:], ((0, 0), (1, 1), (1, 2)), strict=True):
-        cells = picture[..., 0].reshape(2, 10, 3, 10).mean((1, 3))
-        assert np.unravel_index(cells.argmax(), cells.shape) == (row, column)
-        assert picture.max() == pytest.approx(200 / 255, rel=0.05)
-        assert 0.15 < picture.min() / picture.max() < 0.3, "cells without weight are dark, but not black"
-    assert "86 % on one of 6 cells" in figure.axes[1].get_xlabel()
-    assert "1 keys outside the grid" in figure.texts[1].get_text()
-    one = profile.plot.overlay(image / 255, (2, 3), 1, corners=True)
-    assert [axes.get_title(loc="left") for axes in one.axes] == ["the image", "cross"]
-    brightest = np.asarray(one.axes[1].images[0].get_array())[..., 0]
-    assert np.unravel_index(brightest.argmax(), brightest.shape) == (10, 10), "cell (1, 1) is centred on its corner"
-
-
+@pytest.mark.slow
 def test_tokens_are_not_rendered_as_math() -> None:
     tokens = ["$x^2$", "_{", "$", "\\frac", "b", "c"]
     weights = made.softmax(np.random.default_rng(0).normal(size=(1, 1, 6, 6)))

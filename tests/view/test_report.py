@@ -185,25 +185,6 @@ def test_pooled_maps_in_a_report_are_those_of_the_profile(pooled: Profile, avera
         np.testing.assert_allclose(got[~large & visible], about["low"])
 
 
-def test_pooled_maps_that_are_too_large_are_pooled_further(pooled: Profile) -> None:
-    before, whole = pooled_maps(pooled.data, average=True)  # type: ignore[misc]
-    about, packed = pooled_maps(pooled.data, average=True, limit=len(whole) // 2)  # type: ignore[misc]
-    assert about["coarser"]
-    assert not before["coarser"]
-    assert len(packed) <= len(whole) // 2
-    size = about["bin_queries"], about["bin_keys"]
-    assert size == (2 * before["bin_queries"], 2 * before["bin_keys"])
-    got = about["low"] * (about["high"] / about["low"]) ** (
-        (unpacked(json.loads(packed)[9]).reshape(2, -1) - 1.0) / 254
-    )
-    dense = qkv.profile("qkv-mini", "x = [1, 2]\n" * 60, map_tokens=999, probe=False, progress=False).data["weights"]
-    weights = dense.values[0, 1, 3]
-    for row, column in ((3, 0), (about["rows"] - 1, about["columns"] - 1)):
-        part = weights[row * size[0] : (row + 1) * size[0], column * size[1] : (column + 1) * size[1]]
-        at = row * about["columns"] + column
-        np.testing.assert_allclose(got[:, at], [part.max(), part.mean()], rtol=0.03)
-
-
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from qkv.models.loading import load_model
-from qkv.profiler.data import tables
-from qkv.report.payload import trimmed
 from qkv.server.live import Live
 from qkv_lab.align.models import Aligners
 from viewer_fixture import HOSTILE, Served, Tab, check_pictures, floats, percent, plain, texts_of
@@ -206,40 +204,6 @@ def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, l
     check_pictures(one)
     one.page.fill("#live-text", "")
     expect(one.page.locator("#live-trouble")).to_contain_text("Type some text")
-
-
-# ---- compare and all maps -------------------------------------------------------------------------------------
-
-
-def test_comparison_of_two_heads_shows_and_exports_their_numbers(view: Opens, served: Served) -> None:
-    data = trimmed(served.profile("two").data, 0)
-    a, b = data["weights"].values[0, 0, 1, :23, :23], data["weights"].values[0, 1, 2, :23, :23]
-    one = view().open(
-        "compare", "two", layer=0, head=1, bsource=served.ids["two"], bgroup=0, btext=0, blayer=1, bhead=2
-    )
-    distance = np.abs(a - b).sum(-1) / 2
-    assert plain(one.page.inner_text(".compare-apart strong")) == percent(distance.mean())
-    one.page.focus(".compare-map >> nth=0")
-    one.press("ArrowDown", "ArrowDown", "ArrowRight")
-    expect(one.page.locator(".compare-readout")).to_contain_text(re.compile("^query 2 .* key 1 "))
-    found = re.findall(r"[AB] ([\d.]+) %", plain(one.page.inner_text(".compare-readout")))[:2]
-    assert [float(x) / 100 for x in found] == [pytest.approx(x[2, 1], rel=0.06, abs=1e-4) for x in (a, b)]
-    rows = one.table()
-
-    def both(what: str, *, whole: bool = False) -> np.ndarray:
-        chosen = [row for row in rows if row["what"] == what and bool(row["position"]) != whole]
-        return np.stack([floats(chosen, "a"), floats(chosen, "b")])
-
-    variation = [row for row in rows if row["what"] == "total_variation"]
-    np.testing.assert_allclose(floats(variation, "difference"), distance, rtol=1e-4)
-    entropy = data["entropy"].values[0, ..., :23]
-    np.testing.assert_allclose(both("entropy"), [entropy[0, 1], entropy[1, 2]], atol=2e-4)
-    heads = tables.head_table(data)["distance"]
-    np.testing.assert_allclose(both("distance", whole=True)[:, 0], [heads[1], heads[6]], rtol=1e-5)
-    places = [(int(row["position"]), int(row["key"])) for row in rows if row["what"] == "weight"]
-    assert places == list(np.ndindex(23, 23))
-    np.testing.assert_allclose(both("weight"), [a.ravel(), b.ravel()], rtol=1e-5)
-    check_pictures(one)
 
 
 # ---- sequences and images -------------------------------------------------------------------------------------
