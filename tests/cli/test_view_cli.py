@@ -59,26 +59,6 @@ def test_interrupt_before_the_model_is_ready_ends_a_public_server_quietly(tmp_pa
     assert "Traceback" not in process.errors
 
 
-def read_by(session: Any) -> list[Any]:
-    return [inputs for _, inputs, _ in session._models.values()]
-
-
-@pytest.mark.slow
-def test_profiles_and_models_open_side_by_side(here: None, served: list[Any], command: Command) -> None:
-    for words, sources, texts in (
-        ("found", [("profile", "qkv-mini (found)")], []),
-        ("found/profile.qkv.zip", [("profile", "qkv-mini (found/profile.qkv.zip)")], []),
-        (f"found {shlex.quote(TEXT)} --against qkv-mini", ["profile", "model"], [TEXT]),
-        ("qkv-mini --file text.py --against found", [("model", "qkv-mini"), ("profile", "qkv-mini (found)")], [TEXT]),
-    ):
-        command.succeeds("view", *shlex.split(words), "--port", 0)
-        session, options = served.pop()
-        found = [(x.kind, x.name) for x in session.sources]
-        assert (found if isinstance(sources[0], tuple) else [kind for kind, _ in found]) == sources
-        assert read_by(session) == texts
-        assert (options["host"], options["port"]) == ("127.0.0.1", 0)
-
-
 def test_the_address_is_printed_whole_and_opened_in_a_browser_unless_told_not_to(
     here: None, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

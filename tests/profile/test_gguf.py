@@ -99,6 +99,15 @@ def test_scaled_rotary_positions_are_read_from_the_file(tmp_path: Path, theta: f
         torch.testing.assert_close(qkv.models.load(str(file))(IDS), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_old_files_of_llama_3_divide_texts_as_llama_cpp_does(tmp_path: Path) -> None:
+    """They do not say that a text begins with a special token, and that words of the vocabulary are not divided."""
+    for pre, tokens in (("llama-bpe", ["<s>", "xy", "ab"]), ("default", ["x", "y", "ab"])):
+        file = write_gguf(tmp_path / f"{pre}.gguf", tiny_llama(), **{"tokenizer.ggml.pre": pre})
+        tokenizer = qkv.load(str(file))[1]
+        found = tokenizer.convert_ids_to_tokens(tokenizer("xy")["input_ids"])
+        assert [*found, *tokenizer.tokenize("ab")] == tokens
+
+
 WRONG = {
     "an unknown architecture": ({"architecture": "strange"}, "strange"),
     "positions that are scaled": ({"llama.rope.scaling.type": "yarn"}, "yarn"),

@@ -143,37 +143,6 @@ def test_zoomed_out_readout_shows_the_exact_weight_and_its_bin(view: Opens, serv
     assert same(share(re.search(r"mean (.*?%)", said)[1]), pooled.mean())
 
 
-# ---- tiles ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_zooming_requests_each_tile_once(view: Opens) -> None:
-    one = view().open("map", "wide")
-    before, far = one.page.url, view_of(one, 600, 600)
-    point(one, far, 450, 150)
-    held = []
-    for _ in range(5):  # a map smaller than the stage stays centred; afterwards the token under the pointer stays
-        url = one.page.url
-        one.page.mouse.wheel(0, -240)
-        one.eventually(lambda url=url: one.page.url != url).settled()
-        held.append(shown(one)[:2])
-    assert np.ptp(held[2:], axis=0).max() <= 2, held
-    near = view_of(one, 600, 600)
-    assert near.scale > 8 * far.scale
-    assert {f"0/0/0/0/{tile}" for tile in near.tiles()} <= one.tiles()
-    one.page.focus(".map-canvas")
-    since = len(one.requests)
-    one.press("0").settled()
-    assert "z" not in one.state
-    # The readout of a bin requests its mean, too; tiles that were shown before are cached.
-    assert [tile for tile in one.tiles(since) if "/max/" in tile] == []
-    assert "z" in one.back().state
-    for _ in range(5):  # each turn of the wheel is an entry of the history
-        if one.page.url != before:
-            one.back()
-    assert one.page.url == before
-
-
 # ---- hostile tokens, export -----------------------------------------------------------------------------------
 
 

@@ -179,6 +179,20 @@ def scale_rotary(config: Any, header: Header) -> None:
                 raise ValueError(f"its {ROTARY_FACTORS} is not the scaling of Llama 3, expected that or none")
 
 
+OF_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "tekken")
+
+
+def complete_tokenizer(tokenizer: Any, header: Header) -> None:
+    """Give a tokenizer what llama.cpp takes for granted of those of Llama 3, and transformers does not.
+
+    Whole words in the vocabulary are not divided, and a text begins with the first token unless the file denies it.
+    """
+    if tokenizer is not None and header.get("tokenizer.ggml.pre") in OF_LLAMA3:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+        if "tokenizer.ggml.add_bos_token" not in header.fields:
+            tokenizer.add_bos_token = True
+
+
 def check_complete(model: Any, missing: Any, header: Header, *, head: bool) -> None:
     """Raise ValueError unless a model has all weights of a file, and no others.
 

@@ -234,6 +234,7 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Load
             )  # fmt: skip
             gguf_files.check_complete(model, report["missing_keys"], header, head=head)
             tokenizer = _tokenizer(folder, name, **options)
+            gguf_files.complete_tokenizer(tokenizer, header)
     except InputError:
         raise
     except Exception as error:  # an entry of the file can be wrong in any way
