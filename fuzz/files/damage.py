@@ -42,9 +42,20 @@ def damaged(data: bytes, name: str, random: Random) -> tuple[bytes, str, bool]:
         kinds += [_zip, _zip, _zip, _bomb]
     elif name.endswith(".safetensors"):
         kinds += [_safetensors, _safetensors]
+    elif name.endswith(".gguf"):
+        kinds += [_gguf, _gguf, _gguf]
     kind = random.choice(kinds)
     made, what = kind(data, random)
     return made, what, kind is _bytes
+
+
+def _gguf(data: bytes, random: Random) -> tuple[bytes, str]:
+    """Another number in the header: a count, a length, a type, an offset or an entry of the metadata."""
+    end = data.index(b"output_norm.weight") + 60
+    form = random.choice(["<I", "<Q", "<f"])
+    at = random.randrange(4, end - struct.calcsize(form))
+    value = random.choice([0, 1, 2, 7, 255, 2**31, 2**32 - 1] + [2**40, 2**60, 2**63, 2**64 - 1] * (form == "<Q"))
+    return data[:at] + struct.pack(form, value) + data[at + struct.calcsize(form) :], f"{value} at {at} as {form}"
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

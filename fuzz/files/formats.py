@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -84,10 +85,21 @@ FORMATS: dict[str, Format] = {
     "tokens": Format(("tokens.json", "tokens.bin"), lambda f: tokens.open_tokens(f / "tokens.bin", "golden")),
 }
 
+HAS_GGUF = importlib.util.find_spec("gguf") is not None
+if HAS_GGUF:
+    FORMATS |= {
+        "GGUF": Format(("tiny.gguf",), lambda f: loading.load_model(str(f / "tiny.gguf"))),
+        "GGUF text": Format(("tiny.gguf",), lambda f: load_text_model(str(f / "tiny.gguf"))),
+    }
+
 
 def write(folder: Path) -> None:
     """Write the valid files of all formats."""
     shutil.copytree(GOLDEN, folder, dirs_exist_ok=True)
+    if HAS_GGUF:
+        from fuzz.files.gguf_model import tiny_llama, write_gguf
+
+        write_gguf(folder / "tiny.gguf", tiny_llama())
     (folder / "gpt2").mkdir()
     d, layers, vocabulary, context = 8, 1, 257, 16
     shapes = {"wte.weight": (vocabulary, d), "wpe.weight": (context, d), "ln_f.weight": (d,), "ln_f.bias": (d,)}

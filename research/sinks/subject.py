@@ -18,7 +18,7 @@ from qkv.models import DecoderLM, checkpoint
 from qkv.normalizers import Softmax
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import Special, batches, positions, special_ids, tokens_of, vocabulary
-from qkv.profiler.capture.observe import WEIGHTS_ONLY, ObservedCall
+from qkv.profiler.capture.record import WEIGHTS_ONLY, ObservedCall
 from qkv.profiler.capture.residual import layer_of, observe_residual
 
 

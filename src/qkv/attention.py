@@ -21,7 +21,7 @@ from qkv.biases import Bias
 from qkv.compat import composition_of
 from qkv.engine.call import A, Call, Result, dot_softmax
 from qkv.engine.inputs import Form, autocast_dtype
-from qkv.engine.sizes import LARGEST_HEAD
+from qkv.engine.sizes import LARGEST_HEAD, readable
 from qkv.engine.tiles import all_finite
 from qkv.engine.transforms import transformed, transforming
 from qkv.errors import InputError
@@ -178,7 +178,7 @@ def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Ten
     For one decoded token, or in a small model, building a `Call` takes longer than the attention. In compiled code, an
     operator also serves padding and sinks.
     """
-    traced = torch.compiler.is_compiling() or (isinstance(q, Tensor) and (q.is_meta or hasattr(q, "fake_mode")))
+    traced = isinstance(q, Tensor) and not readable(q)
     mask, bias = attention.mask, attention.bias
     if traced and bias is not None:
         return None

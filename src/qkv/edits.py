@@ -5,7 +5,7 @@ Your own edit inherits from `Edit` and defines `apply`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,10 +19,25 @@ from qkv._contract import require
 from qkv.engine import Call, Result
 from qkv.errors import InputError, kind_of
 from qkv.kernels import serve, serving
+from qkv.masks.base import Submask
 from qkv.statistics.result import Statistics
 
 __all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
 __dir__ = __all__.copy
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Where the queries and keys of a call are in the text."""
+
+    start: int | None
+    """Position of the first query; None if the keys are not the tokens of the text that has the queries."""
+    keys_at: int
+    """Position of the first key; the others follow."""
+    queries: Bool[Tensor, "b nq"] | None
+    """True at real tokens, False at padding; None if all are real."""
+    first: int | Int[Tensor, " b"]
+    """Position of the first token that is not padding; one for each batch item where padding is on the left."""
 
 
 @dataclass(eq=False)
@@ -35,14 +50,34 @@ class Head:
     """Number of the query head."""
     output: Float[Tensor, "b nq dv"]
     """Its output before the output projection, as the model computes it or as earlier edits left it."""
-    queries: Bool[Tensor, "b nq"] | None
-    """True at real tokens, False at padding; None if all are real."""
-    first: int | Int[Tensor, " b"]
-    """Position of the first key of the text; one for each batch item where padding is on the left."""
+    place: Callable[[], Placed]
+    """Tells where the queries and keys are in the text."""
     call: Call
     """The attention call of its layer, with all heads."""
     changed: Call | None = field(default=None, init=False)
     """The call after `recompute`."""
+
+    @property
+    def queries(self) -> Bool[Tensor, "b nq"] | None:
+        """True at real tokens, False at padding; None if all are real."""
+        return self.place().queries
+
+    @property
+    def first(self) -> int | Int[Tensor, " b"]:
+        """Position of the first token of the text; one for each batch item where padding is on the left."""
+        return self.place().first
+
+    def of_text(self, mask: masks.Mask) -> masks.Mask:
+        """A mask of the whole text so far, for the queries and keys of the call."""
+        call, place = self.call, self.place()
+        n_queries, n_keys = call.q.shape[2], call.k.shape[2]
+        if place.start is None or (n_queries == n_keys and place.start == place.keys_at == 0):
+            return mask
+        stop = max(place.start + n_queries, place.keys_at + n_keys)
+        grid = masks.Grid(len(call.q), call.q.shape[1], stop, stop, 0, call.q.device)
+        mask.check(grid)
+        down = place.start - (n_keys - n_queries)
+        return Submask(mask, grid, down, place.keys_at)
 
     def recompute(
         self,
@@ -54,7 +89,7 @@ class Head:
         """The output with other weights, in linear memory.
 
         Args:
-            mask: in addition to the mask of the model, by ``&``.
+            mask: of the queries and keys of the call, in addition to the mask of the model, by ``&``.
             normalizer: in place of that of the model, with its sink.
             temperature: divides the scores, in addition to the temperature of the normalizer.
         """
@@ -141,17 +176,9 @@ ACTIVE: WeakKeyDictionary[nn.Module, list[Edits]] = WeakKeyDictionary()
 
 
 def applied(
-    model: nn.Module,
-    module: str,
-    group: str,
-    layer: int,
-    call: Call,
-    result: Result,
-    *,
-    queries: Tensor | None,
-    first: int | Tensor,
+    model: nn.Module, module: str, group: str, layer: int, place: Callable[[], Placed], call: Call, result: Result, *,
     editable: bool,
-) -> tuple[Result, dict[int, Call]]:
+) -> tuple[Result, dict[int, Call]]:  # fmt: skip
     """The result of a call after all edits of its layer, and the calls of the heads whose weights changed."""
     changed: dict[int, Call] = {}
     for edits in ACTIVE.get(model, ()):
@@ -166,7 +193,7 @@ def applied(
             if not 0 <= number < heads:
                 raise InputError(f"edits has head {number} of {module}, expected 0 to {heads - 1}")
             name = f"head {number} of {module}"
-            head = Head(name, number, result.out[:, number], queries, first, changed.get(number, call))
+            head = Head(name, number, result.out[:, number], place, changed.get(number, call))
             out = result.out.clone()
             out[:, number] = edited(edit, head)
             result = Result(out, result.lse, result.weights)
@@ -308,7 +335,7 @@ class Mask(Edit):
         self.mask = mask
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
-        return head.recompute(mask=self.mask)
+        return head.recompute(mask=head.of_text(self.mask))
 
 
 class HideFirst(Edit):
@@ -321,7 +348,7 @@ class HideFirst(Edit):
             at = first if len(first) == 1 else first[b.flatten()]
             return (k != at) | (q == k)
 
-        return head.recompute(mask=masks.Predicate(sees))
+        return head.recompute(mask=head.of_text(masks.Predicate(sees)))
 
 
 BY_NAME = {"zero": Zero, "mean": Mean}

@@ -21,7 +21,9 @@ from conftest import largest_tensor, refused
 from qkv.errors import InputError
 from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import probes
-from qkv.profiler.capture.observe import Observer, Record, copied_to_cpu, observe, unobserved
+from qkv.profiler.capture.observe import observe, unobserved
+from qkv.profiler.capture.observer import Observer
+from qkv.profiler.capture.record import Measures, Record, copied_to_cpu
 from qkv.profiler.capture.residual import nth
 from qkv.profiler.run import profile
 
@@ -31,7 +33,7 @@ def observer_of(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) ->
     masks = {which: inputs.get(f"{which}attention_mask") for which in ("", "decoder_")}
     known = {which: {m.shape[1]: m.bool()} for which, m in masks.items() if m is not None and m.ndim == 2}
     real = {"key_masks": known.get("", {}), "query_masks": known.get("decoder_", {})}
-    return Observer(model, **{"local_window": hf_zoo.LOCAL} | real | settings)
+    return Observer(model, measures=Measures(**{"local_window": hf_zoo.LOCAL} | settings), **real)
 
 
 def observed(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> tuple[list[Record], Any]:

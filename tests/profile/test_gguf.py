@@ -12,6 +12,7 @@ import torch
 
 import qkv
 from conftest import Command, refused
+from qkv.cli.shared import saved_profile
 from qkv.models import gguf_files, loading
 
 pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
@@ -20,7 +21,7 @@ pytest.importorskip("transformers", reason="GGUF files are read with transformer
 from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gguf_model import TOKENS, tiny_llama, write_gguf
+from fuzz.files.gguf_model import TOKENS, tiny_llama, write_gguf
 from qkv.profiler.analyses.answers import answer_shares, parts_of
 
 IDS = torch.tensor([[0, 40, 41, 7, 96, 40, 41, 7, 1]])
@@ -61,6 +62,7 @@ def test_files_alone_in_a_folder_and_without_an_ending_are_found(
     assert gguf_files.find(str(blob)) == blob
     assert gguf_files.find(str(alone)) == alone / "a.gguf"
     assert gguf_files.find("qkv-mini") is None
+    assert saved_profile(str(blob), "PROFILE|MODEL") is None, "qkv view takes it for a profile"
     (alone / "b.gguf").symlink_to(written[0])
     with refused("model", r"2 GGUF files.*a.gguf, b.gguf"):
         gguf_files.find(str(alone))
@@ -95,6 +97,15 @@ def test_scaled_rotary_positions_are_read_from_the_file(tmp_path: Path, theta: f
         expected = model(IDS).logits
         torch.testing.assert_close(qkv.load(str(file), head=True)[0](IDS).logits, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(qkv.models.load(str(file))(IDS), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_old_files_of_llama_3_divide_texts_as_llama_cpp_does(tmp_path: Path) -> None:
+    """They do not say that a text begins with a special token, and that words of the vocabulary are not divided."""
+    for pre, tokens in (("llama-bpe", ["<s>", "xy", "ab"]), ("default", ["x", "y", "ab"])):
+        file = write_gguf(tmp_path / f"{pre}.gguf", tiny_llama(), **{"tokenizer.ggml.pre": pre})
+        tokenizer = qkv.load(str(file))[1]
+        found = tokenizer.convert_ids_to_tokens(tokenizer("xy")["input_ids"])
+        assert [*found, *tokenizer.tokenize("ab")] == tokens
 
 
 WRONG = {

@@ -14,7 +14,7 @@ import hf_models as hf
 from conftest import close, largest_tensor, rand, refused
 from qkv.kernels import eager
 from qkv.profiler.capture.intercept import all_routed, as_scores, of_multi_head, of_scores, of_sdpa
-from qkv.profiler.capture.observe import Observer
+from qkv.profiler.capture.observer import Observer
 from qkv.profiler.run import profile
 from qkv.reference import statistics
 from qkv.statistics.measure import row_state, sweep

@@ -18,8 +18,9 @@ import hf_models as hf
 import qkv
 from conftest import refused
 from qkv.huggingface.attention import call_of
-from qkv.profiler.capture import observe as observation
-from qkv.profiler.capture.observe import Observer, observe
+from qkv.profiler.capture import observer as observation
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer
 
 NAME = "mine"
 

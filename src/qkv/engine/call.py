@@ -17,6 +17,7 @@ from typing_extensions import TypeVar
 
 from qkv._contract import overrides, unlisted_tensor
 from qkv.biases import AdditiveBias, Bias, TensorBias
+from qkv.engine.sizes import readable
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.convert import block_visibility
@@ -311,6 +312,8 @@ def zero_masked_nonfinite(
     q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer
 ) -> tuple[Tensor, Tensor]:
     """Zero NaN or ∞ in keys that are masked for all queries, and in fully masked queries: 0 · NaN in the backward."""
+    if not readable(q):
+        return q, k
     keyed = isinstance(normalizer, SumToOne) and normalizer.key is not None  # a learned key is visible to every query
     clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
     if clean_q and clean_k:

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,18 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+def recorded() -> bool:
+    """Whether a program is recorded by torch.compile, torch.export or torch.jit.trace, whose numbers cannot be read."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
+
+
+def shape_only(x: Tensor) -> bool:
+    """Whether a tensor has a shape and no numbers, on the meta device or as a fake tensor."""
+    return (x.is_meta or hasattr(x, "fake_mode")) and not recorded()
+
+
+def readable(x: Tensor) -> bool:
+    """Whether a decision may depend on the numbers of a tensor."""
+    return not (x.is_meta or hasattr(x, "fake_mode") or recorded())

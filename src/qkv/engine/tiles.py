@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkv.biases import Bias
 from qkv.engine.call import Call, RowState, at_least_float32
-from qkv.engine.sizes import sizes
+from qkv.engine.sizes import readable, sizes
 from qkv.engine.transforms import transforming
 from qkv.errors import InputError
 from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
@@ -168,7 +168,7 @@ class ScoreTiles:
 
     def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
         """Final scores of q·k: with biases, divided by the temperature; not masked."""
-        in_place = not torch.is_grad_enabled()
+        in_place = not torch.is_grad_enabled() and not torch._C._is_tracing()
         for bias in self.call.biases:
             product = self.apply(bias, product, rows, columns, in_place=in_place)
         divided = self.call.normalizer.temperature != 1 and not self.linear
@@ -276,12 +276,12 @@ def zero_masked_keys(
         return x
     used = visible.any(2)
     masked = ~(used if used.shape[1] == 1 else used.unflatten(1, (x.shape[1], -1)).any(2))
-    return x.masked_fill(masked[..., None], 0) if masked.any() else x
+    return x if readable(x) and not masked.any() else x.masked_fill(masked[..., None], 0)
 
 
 def all_finite(*tensors: Tensor) -> bool:
     """True if all numbers are finite, so that masked ones cannot turn into NaN. A sum that overflows gives False."""
-    return all(math.isfinite(x.sum().item()) for x in tensors)
+    return all(readable(x) and math.isfinite(x.sum().item()) for x in tensors)
 
 
 def block_status(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h r c"]:

@@ -24,6 +24,9 @@ from qkv.masks import Causal, Mask
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
 
+MASKED = -9984.0
+"""Numbers added to scores that are at most this, −10⁴ in bfloat16, mask a pair like −inf: models use −10⁴, −10⁹ and the
+lowest float."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # Arguments without effect on the weights: bookkeeping, or already in the mask.
 INERT = {
@@ -148,7 +151,7 @@ def read_mask(mask: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tupl
     mask = mask[..., :n_keys]
     if mask.dtype == torch.bool:
         return as_mask(mask), (), None
-    masked = mask <= torch.finfo(mask.dtype).min / 2  # models mask pairs by the lowest float as well as by −inf
+    masked = mask <= MASKED
     bias = mask.masked_fill(masked, 0)
     learned = mask.requires_grad  # a learned bias may start at 0
     additive = (biases.TensorBias(bias),) if learned or bool(bias.any()) else ()

@@ -16,15 +16,16 @@ from typing import TypeVar, cast
 
 import torch
 
-from qkv.engine.call import Call, Result
+from qkv.engine.call import Call, Result, at_least_float32
 from qkv.engine.sharded import Shared
-from qkv.engine.sizes import sizes
+from qkv.engine.sizes import recorded, shape_only, sizes
 from qkv.errors import InputError
 from qkv.kernels import eager, linear, loops, ring, tiled
 from qkv.kernels.flex import kernel as flex
 from qkv.kernels.fused import kernel as fused
 from qkv.native import kernel as native
 from qkv.native.binding import is_finite
+from qkv.normalizers import SumToOne
 
 __all__ = ["KERNELS", "Call", "Result"]
 __dir__ = __all__.copy
@@ -169,6 +170,10 @@ def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
 
 def attention(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
     """The result of a call on the chosen kernel; of scores or outputs that are not finite, on one that takes them."""
+    if shape_only(call.q):
+        return _shapes(call, weights=weights)
+    if recorded():
+        return _recorded(call, kernel)
     result: Result | None = KERNELS[pick(call, kernel, weights=weights)].forward(call)
     if result is None and kernel != "auto":
         raise InputError(
@@ -176,6 +181,36 @@ def attention(call: Call, kernel: str = "auto", *, weights: bool = False) -> Res
             "overflow; expected finite numbers, or kernel='tiled'"
         )
     return tiled.forward(call) if result is None else result
+
+
+def _shapes(call: Call, *, weights: bool) -> Result:
+    """The result of tensors without numbers."""
+    shape, dtype = call.q.shape[:3], at_least_float32(call.q.dtype)
+    out = call.v.new_empty(*shape, call.v.shape[3])
+    if call.needs_grad:
+        out = out + sum(0 * x.sum() for x in call.tensors().values() if x.requires_grad)
+    lse = call.q.new_empty(shape, dtype=dtype) if call.given.normalizer.has_lse else None
+    return Result(out, lse, call.q.new_empty(*shape, call.k.shape[2]) if weights else None)
+
+
+def _recorded(call: Call, kernel: str) -> Result:
+    """The result in a program that torch records, which has no decisions by numbers."""
+    if kernel not in ("auto", "eager"):
+        raise InputError(f"kernel is {kernel!r} in a program that torch records, expected 'auto' or 'eager'")
+    if torch._C._is_tracing() and isinstance(call.normalizer, SumToOne) and not call.normalizer.has_lse:
+        raise InputError(
+            f"normalizer is {type(call.normalizer).__name__}, whose rows are solved in as many steps as their numbers "
+            "need, so that torch.jit.trace cannot record it; expected Softmax or a Pointwise normalizer"
+        )
+    try:
+        return eager.forward(call)
+    except RuntimeError as error:
+        if "DataDependent" not in type(error).__name__:
+            raise
+        raise InputError(
+            "normalizer or mask of this call decides by numbers, so torch.export cannot record it; expected another "
+            "composition, such as a Softmax"
+        ) from error
 
 
 def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, weights: bool) -> Result:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from qkv._packages import LAB, explain, from_lab, lab_is_missing
 from qkv._untrusted import check_version, first_line, load_json
 from qkv.errors import InputError
 from qkv.models import config as configs
-from qkv.models import gguf_files, tensors
+from qkv.models import tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
 M = TypeVar("M", bound=nn.Module)
@@ -101,27 +101,8 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     return folder
 
 
-@overload
-def load(folder: Literal["qkv-mini", "qkv-reversal"]) -> DecoderLM: ...
-@overload
-def load(folder: str | Path) -> nn.Module: ...
 def load(folder: str | Path) -> nn.Module:
-    """Load a model that `save` wrote, in evaluation mode and with its saved dtypes, or a model that comes with qkv.
-
-    Models that come with qkv have float32 weights once loaded; the file of qkv-mini holds them in float16. A GGUF file
-    of a Llama or GPT-2, and ``"smollm2"``, become a `DecoderLM` with float32 weights.
-
-    >>> type(load("qkv-reversal")).__name__
-    'DecoderLM'
-
-    Raises:
-        InputError: if the folder has no model, the kind of model or a key of its configuration is unknown, or weights
-            do not fit the model; the message lists all of them.
-    """
-    if gguf_files.find(str(folder)) is not None:
-        from qkv.models.loading import load_text_model
-
-        return load_text_model(str(folder)).model
+    """Load a model that `save` wrote, or one that comes with qkv: see `qkv.models.load`."""
     own = folder_of(str(folder))
     folder = own or Path(folder)
     described = read_config(folder)

@@ -83,7 +83,8 @@ class Header:
         gguf.GGUFReader, gguf.get_tensor_name_map = lambda path: self, functools.cache(gguf.get_tensor_name_map)
         loader.tqdm = lambda found, **kwargs: found
         try:
-            yield
+            with np.errstate(all="ignore"):  # a damaged file may have scales that are not finite
+                yield
         finally:
             gguf.GGUFReader, gguf.get_tensor_name_map, loader.tqdm = own
 
@@ -176,6 +177,20 @@ def scale_rotary(config: Any, header: Header) -> None:
             plain = base ** -(torch.arange(len(inverse), dtype=torch.float64) / len(inverse))
             if factors.shape != plain.shape or not torch.allclose(plain / inverse, factors, rtol=1e-4):
                 raise ValueError(f"its {ROTARY_FACTORS} is not the scaling of Llama 3, expected that or none")
+
+
+OF_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "tekken")
+
+
+def complete_tokenizer(tokenizer: Any, header: Header) -> None:
+    """Give a tokenizer what llama.cpp takes for granted of those of Llama 3, and transformers does not.
+
+    Whole words in the vocabulary are not divided, and a text begins with the first token unless the file denies it.
+    """
+    if tokenizer is not None and header.get("tokenizer.ggml.pre") in OF_LLAMA3:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+        if "tokenizer.ggml.add_bos_token" not in header.fields:
+            tokenizer.add_bos_token = True
 
 
 def check_complete(model: Any, missing: Any, header: Header, *, head: bool) -> None:

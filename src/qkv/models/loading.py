@@ -159,6 +159,28 @@ def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
     return Loaded(name, model, ByteTokenizer() if size == ByteTokenizer.vocab_size else None)
 
 
+@overload
+def load_own(folder: Literal["qkv-mini", "qkv-reversal"]) -> DecoderLM: ...
+@overload
+def load_own(folder: str | Path) -> nn.Module: ...
+def load_own(folder: str | Path) -> nn.Module:
+    """Load a model that `save` wrote, in evaluation mode and with its saved dtypes, or a model that comes with qkv.
+
+    Models that come with qkv have float32 weights once loaded; the file of qkv-mini holds them in float16. A GGUF file
+    of a Llama or GPT-2, and ``"smollm2"``, become a `DecoderLM` with float32 weights.
+
+    >>> type(load_own("qkv-reversal")).__name__
+    'DecoderLM'
+
+    Raises:
+        InputError: if the folder has no model, the kind of model or a key of its configuration is unknown, or weights
+            do not fit the model; the message lists all of them.
+    """
+    if gguf_files.find(str(folder)) is not None:
+        return load_text_model(str(folder)).model
+    return checkpoint.load(folder)
+
+
 # --- models of Hugging Face -------------------------------------------------------------------------------------------
 
 
@@ -212,6 +234,7 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Load
             )  # fmt: skip
             gguf_files.check_complete(model, report["missing_keys"], header, head=head)
             tokenizer = _tokenizer(folder, name, **options)
+            gguf_files.complete_tokenizer(tokenizer, header)
     except InputError:
         raise
     except Exception as error:  # an entry of the file can be wrong in any way

@@ -14,6 +14,7 @@ from qkv._contract import overrides
 from qkv.biases import Bias, ByDistance
 from qkv.biases.base import SingleTensorBias
 from qkv.engine.call import Call, Result, as_mask, detached
+from qkv.engine.sizes import recorded
 from qkv.engine.transforms import Results, differentiable, kernel_once_differentiable, transforming
 from qkv.masks import Grid, Mask
 from qkv.native import binding, ranges_of
@@ -55,7 +56,7 @@ def directly(
     The mask is a band in which each query sees its own position. A bias is one by distance, if no gradients are wanted,
     as with `no_grad`.
     """
-    if torch.compiler.is_compiling() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+    if recorded() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return None
     if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         return None

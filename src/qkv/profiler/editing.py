@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,11 @@ from qkv.edits import ACTIVE, BY_NAME, SELF, Edit, Edits, Head, HideFirst, Mean,
 from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
 from qkv.profiler.capture.datasets import calls_of
-from qkv.profiler.capture.inputs import batches
-from qkv.profiler.capture.observe import OBSERVERS, Observer, observe, prepare
+from qkv.profiler.capture.inputs import arguments_of, batches
+from qkv.profiler.capture.observe import OBSERVERS, methods, observe
+from qkv.profiler.capture.observer import Observer
+from qkv.profiler.watch.caches import listening
+from qkv.profiler.watch.texts import Texts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,14 +73,34 @@ def edit(model: nn.Module, edits: Mapping[Key, Edit | str]) -> Iterator[None]:
             yield
         else:
             observer = Observer(model, beside=True, collect=lambda observed: None, for_edits=True)
-            observer.on_begin = lambda module, args, named: prepare(observer, module, args, named)
-            with observe(observer):
+            texts = Texts(records=False)
+            observer.on_begin = partial(_begins, texts, observer)
+            observer.on_end = partial(_ends, texts, observer)
+            with observe(observer), methods(model, observer), listening(texts.selected):
                 yield
     finally:
         stack.remove(active)
     missing = [place for place in active.by_place if place not in active.met]
     if missing and active.ran:
         raise InputError(f"edits has {_shown(missing[0])}, at which {type(model).__name__} has no attention")
+
+
+def _begins(texts: Texts, observer: Observer, owner: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    if observer.run.forward is None:
+        run, batch = observer.run, arguments_of(owner, args, named)
+        run.forward = texts.begin(
+            owner, observer.names.get(id(owner), ""), batch, batch.get("past_key_values"), observer.model
+        )
+        run.key_masks, run.query_masks, run.sequences = run.forward.key_masks, run.forward.query_masks, run.forward.read
+        observer.restart(paused=False)
+
+
+def _ends(texts: Texts, observer: Observer, owner: Any, output: Any) -> None:
+    forward = observer.run.forward
+    if forward is not None and forward.owner is owner:
+        observer.run.forward = None
+        with suppress(InputError):  # then its text is lost, which only edits of positions need
+            texts.end(forward, output)
 
 
 def head_outputs(

@@ -22,9 +22,11 @@ from qkv.errors import InputError
 from qkv.models.loading import load_if_named
 from qkv.native.binding import description
 from qkv.profiler.capture import probes
-from qkv.profiler.capture.datasets import datasets
+from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids
-from qkv.profiler.capture.observe import Observer, observe, unobserved
+from qkv.profiler.capture.observe import observe, unobserved
+from qkv.profiler.capture.observer import Observer
+from qkv.profiler.capture.record import Measures
 from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, observe_residual
 from qkv.profiler.corpora import default_text
 from qkv.profiler.data.frames import COLUMNS
@@ -130,13 +132,11 @@ def profile(
         for batch in runs_on:
             sequences = sequences_of(model, batch)
             source, queries = real_tokens(model, batch, sequences)
+            _check_real(source | queries)
             observer = Observer(
                 model,
                 layers,
-                local_window,
-                map_tokens,
-                map_bins,
-                statistics,
+                Measures(local_window, map_tokens, map_bins, statistics),
                 query_masks=queries,
                 key_masks=source,
                 sequences=sequences,
@@ -150,7 +150,8 @@ def profile(
                 model(**batch)
             runs.append((batch, _checked(observer, partial)))
             residuals.append(hidden)
-    groups = datasets([observer for _, observer in runs], tokenizer, local_window)
+    recorded = [Recorded(o.records, o.sequences, statistics, o.group) for _, o in runs]
+    groups = datasets(recorded, tokenizer, local_window)
     probed = _probe(model, runs[0][1], tokenizer, groups, layers) if probe else "not requested"
     attrs = {
         "model": loaded.name,
@@ -205,6 +206,14 @@ def _check_settings(local_window: int, map_tokens: int, map_bins: int, layers: C
         raise InputError(f"layers is {sorted(layers)}, expected layer numbers from 0")
 
 
+def _check_real(masks: Mapping[int, Tensor]) -> None:
+    for mask in masks.values():
+        if len(empty := (~mask.any(1)).nonzero()):
+            raise InputError(
+                f"inputs has only padding in text {int(empty[0])}, expected at least one token in each text"
+            )
+
+
 def _checked_heads(model: nn.Module, heads: Mapping[str, int]) -> Mapping[str, int]:
     modules = {name or type(model).__name__ for name, _ in model.named_modules()} if heads else ()
     for name, number in heads.items():
@@ -220,7 +229,7 @@ def _checked(observer: Observer, partial: bool) -> Observer:
     names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
     reason = next((f" ({name}: {observer.unreadable[name]})" for name in missing if name in observer.unreadable), "")
     names += reason
-    if not observer.fired and not (observer.expected and not partial):
+    if not observer.fired and not (missing and observer.expected and not partial):
         raise InputError(
             f"model {name} made no attention call that qkv can observe, expected calls of qkv's attention, "
             "transformers' attention interface or torch's attention functions, or one softmax in a module with "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv._contract import require
-from qkv.edits import Edit, Head, edited
+from qkv.edits import Edit, Head, Placed, edited
 from qkv.engine import Call
 from qkv.errors import InputError, kind_of
 from qkv.kernels import serve
@@ -267,7 +267,7 @@ def check_edit(edit: Edit, *, heads: int = 4, width: int = WIDTH) -> None:
         out = serve(call).out
         found = []
         for _ in range(2):
-            head = Head("head 1 of a test call", 1, out[:, 1].clone(), queries, 0, call)
+            head = Head("head 1 of a test call", 1, out[:, 1].clone(), lambda: Placed(0, 0, queries, 0), call)
             with calling(edit, "apply", where):
                 found.append(edited(edit, head))
             if not torch.equal(head.output, out[:, 1]):

@@ -54,7 +54,7 @@ from qkv.models.loss import token_loss
 from qkv.profiler.analyses.policies import ONLINE, OfCache, Online, held_keys
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
-from qkv.profiler.capture.observe import ObservedCall
+from qkv.profiler.capture.record import ObservedCall
 from qkv.statistics.measure import in_shares, row_state, sweep
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from qkv.errors import InputError
 from qkv.models.loading import load_if_named
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import Tokens, batches, sequences_of
-from qkv.profiler.capture.observe import ObservedCall
+from qkv.profiler.capture.record import ObservedCall
 from qkv.statistics.measure import row_state
 from qkv.statistics.products import weights_matmul, weights_transposed_matmul
 

@@ -6,17 +6,20 @@ A call holds queries, keys, values and the mask, so the memory is linear in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from qkv.errors import InputError
-from qkv.profiler.capture.inputs import Tokens, real_tokens, sequences_of
-from qkv.profiler.capture.observe import PREFIX, ObservedCall, Observer, Record, observe
+from qkv.profiler.capture.inputs import Sequences, Tokens, real_tokens, sequences_of
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer
+from qkv.profiler.capture.record import PREFIX, ObservedCall, Record
 from qkv.profiler.capture.residual import principal_shares
 from qkv.profiler.data.variables import BIN, BY_HEAD, HEAD, TEXT, VARIABLES, Variable, custom_attrs
 from qkv.statistics import Statistic, Streaming
@@ -82,13 +85,23 @@ def without_values(observed: ObservedCall) -> ObservedCall:
 PADDED = ("query", "key", "query_bin", "key_bin")  # dimensions that are padded to the longest text
 
 
-def datasets(observers: list[Observer], tokenizer: Any, local_window: int) -> dict[str, xr.Dataset]:
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """The records of one run."""
+
+    records: list[Record]
+    sequences: Sequences
+    statistics: Sequence[Statistic] = ()
+    group: ProcessGroup | None = None
+
+
+def datasets(runs: list[Recorded], tokenizer: Any, local_window: int) -> dict[str, xr.Dataset]:
     """One data set for each group, with the runs concatenated along `text`."""
     parts: dict[str, list[xr.Dataset]] = {}
-    for observer in observers:
-        for group, records in grouped(observer.records).items():
-            tokens = Tokens(observer.sequences, tokenizer, group, observer.group)
-            parts.setdefault(group, []).append(_dataset(records, tokens, local_window, observer.statistics))
+    for run in runs:
+        for group, records in grouped(run.records).items():
+            tokens = Tokens(run.sequences, tokenizer, group, run.group)
+            parts.setdefault(group, []).append(_dataset(records, tokens, local_window, run.statistics))
     return {group: _joined(found) for group, found in parts.items()}
 
 

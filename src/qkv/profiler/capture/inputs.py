@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,12 @@ def batches(
         yield _prepared(model, batch)
 
 
-def arguments_of(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(
+    module: nn.Module | Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
+) -> dict[str, Any]:
     """The arguments of a module's forward by name, those of ``**kwargs`` among them."""
+    if not isinstance(module, nn.Module):  # a method that counts as a forward
+        return dict(named)
     signature = inspect.signature(module.forward)
     found = dict(signature.bind_partial(*args, **named).arguments)
     for name, parameter in signature.parameters.items():
@@ -205,7 +209,8 @@ def _named(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check_ids(model: nn.Module, sequences: Sequences) -> None:
     """Check the number of tokens and their ids against the model's configuration, as far as it states limits."""
-    limit = positions(model)
+    rotary = any("rotary" in type(module).__name__.lower() for module in model.modules())  # has no last position
+    limit = None if rotary else positions(model)
     for argument, x in (("inputs", sequences.source), ("target", sequences.target)):
         if x is None:
             continue

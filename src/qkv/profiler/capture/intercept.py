@@ -249,8 +249,6 @@ def of_sdpa(
     if is_causal:
         mask = Causal() if n_queries == n_keys else Shifted(Causal(), 0)
     bias: tuple[Any, ...] = ()
-    if attn_mask is not None and attn_mask.is_floating_point():
-        attn_mask = attn_mask.masked_fill(attn_mask <= attn_mask.amax(-1, keepdim=True) - FAR, -torch.inf)
     if attn_mask is not None:
         if len(lead) == 2 or attn_mask.ndim == 2:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
@@ -317,7 +315,7 @@ def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
     return Call.of(q, k, k + torch.nan, mask, (TensorBias(scores.masked_fill(masked, 0)),))
 
 
-class _AsGiven(Pointwise):
+class AsGiven(Pointwise):
     """The score is the weight."""
 
     def weight(self, scores: Tensor) -> Tensor:
@@ -339,7 +337,7 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
     b, h, n_queries, n_keys = weights.shape
     zeros = weights.new_zeros(b, h, 1, 1)
     q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k + torch.nan, masks.Dense(weights > 0), (TensorBias(weights),), normalizer=_AsGiven())
+    return Call.of(q, k, k + torch.nan, masks.Dense(weights > 0), (TensorBias(weights),), normalizer=AsGiven())
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:

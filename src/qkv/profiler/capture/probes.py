@@ -26,7 +26,7 @@ from qkv.errors import InputError
 from qkv.kernels import edited
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
-from qkv.profiler.capture.observe import ObservedCall, weights_of
+from qkv.profiler.capture.record import ObservedCall, weights_of
 from qkv.profiler.data.variables import VARIABLES
 from qkv.statistics.measure import rows_in_shares
 

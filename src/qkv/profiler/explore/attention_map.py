@@ -15,7 +15,7 @@ from qkv.models.loading import load_if_named
 from qkv.profiler.capture import inputs
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import Sequences, Tokens, batches, sequences_of
-from qkv.profiler.capture.observe import ObservedCall
+from qkv.profiler.capture.record import ObservedCall
 from qkv.profiler.explore.pyramid import Pyramid, deepest, new_tile_cache
 from qkv.statistics.maps import HeadMap, Picture, checked_slice
 from qkv.statistics.measure import row_state

@@ -25,7 +25,9 @@ from qkv.models.loading import load_if_named
 from qkv.normalizers import Identity
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
-from qkv.profiler.capture.observe import ObservedCall, Observer, observe, weights_of
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer
+from qkv.profiler.capture.record import ObservedCall, weights_of
 from qkv.profiler.explore.pyramid import (
     POLL_SECONDS,
     Cancelled,

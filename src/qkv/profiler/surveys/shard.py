@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from qkv.engine import Result
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Special, batches, sequences_of, special_ids, token_text, tokens_of
-from qkv.profiler.capture.observe import ObservedCall, Observer, observe, unobserved
+from qkv.profiler.capture.observe import observe, unobserved
+from qkv.profiler.capture.observer import Observer
+from qkv.profiler.capture.record import ObservedCall
 from qkv.profiler.data.types import is_delimiter
 from qkv.profiler.data.variables import UNFUSED
 from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, Quantities, number, of_description

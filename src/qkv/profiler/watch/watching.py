@@ -4,82 +4,36 @@ from __future__ import annotations
 
 import datetime
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from qkv.cache.base import attending
 from qkv.errors import InputError
 from qkv.models.loading import name_of_model
 from qkv.native.binding import description
-from qkv.profiler.capture.datasets import datasets
-from qkv.profiler.capture.inputs import Sequences, arguments_of, real_tokens, sequences_of
-from qkv.profiler.capture.observe import ObservedCall, Observer, observe
+from qkv.profiler.capture.datasets import Recorded, datasets
+from qkv.profiler.capture.inputs import Sequences, arguments_of
+from qkv.profiler.capture.intercept import unwatched
+from qkv.profiler.capture.observe import methods, observe
+from qkv.profiler.capture.observer import Observer
+from qkv.profiler.capture.record import Measures, ObservedCall, Record
 from qkv.profiler.profiles import Profile
 from qkv.profiler.run import versions
-from qkv.profiler.watch.rows import Places
-from qkv.profiler.watch.sequence import Sequence, in_order, without_unused
+from qkv.profiler.watch.caches import is_known, keeps, listening, located
+from qkv.profiler.watch.layer import Layer, of_items
+from qkv.profiler.watch.sequence import OF_TEXT, Sequence
+from qkv.profiler.watch.texts import Forward, Texts
 
-SELECT = ("reorder_cache", "reorder", "batch_select_indices")
-REPEAT, CROP = "batch_repeat_interleave", "crop"
-
-
-class Followed:
-    """Reports every change of one cache object until it is released; the cache itself works as before.
-
-    Args:
-        cache: a cache of transformers, or the state of one of qkv's models.
-        on_reorder: callback with the batch items in their new order.
-        on_crop: callback with the number of newest tokens that are removed.
-    """
-
-    def __init__(self, cache: Any, on_reorder: Callable[[Tensor], None], on_crop: Callable[[int], None]) -> None:
-        self.cache = weakref.ref(cache)
-        self.batch = 0
-        """Number of batch items, which `batch_repeat_interleave` needs."""
-        self._replaced: list[str] = []
-        self._inside = False
-        self._on_reorder, self._on_crop = on_reorder, on_crop
-        for name in SELECT:
-            self._replace(cache, name, lambda rows: on_reorder(rows.detach()))
-        self._replace(cache, REPEAT, self._repeated)
-        self._replace(cache, CROP, lambda tokens: on_crop(abs(int(tokens))))
-
-    def _repeated(self, repeats: int) -> None:
-        self._on_reorder(torch.arange(self.batch).repeat_interleave(repeats))
-
-    def _replace(self, cache: Any, name: str, report: Callable[[Any], None]) -> None:
-        own = getattr(cache, name, None)
-        if own is None or name in vars(cache):
-            return
-
-        def method(*args: Any, **named: Any) -> Any:
-            if not self._inside:  # one such method may call another
-                report(next(iter((*args, *named.values()))))
-            self._inside, before = True, self._inside
-            try:
-                return own(*args, **named)
-            finally:
-                self._inside = before
-
-        vars(cache)[name] = method
-        self._replaced.append(name)
-
-    def release(self) -> None:
-        cache = self.cache()
-        for name in self._replaced if cache is not None else ():
-            vars(cache).pop(name, None)
-        self._replaced.clear()
-
-
-KEEP_KEYS = ("DynamicCache", "StaticCache", "EncoderDecoderCache", "Full")
-"""Caches of transformers and of qkv whose keys stay what they were when they were added; others evict or round them."""
+HELD = 2**25
+"""So many numbers of texts whose cache is gone are held at most, in case that a copy of the cache continues them."""
 
 
 class Watched:
@@ -95,25 +49,22 @@ class Watched:
     """
 
     def __init__(
-        self, model: nn.Module, every: int, layers: Collection[int] | None, tokenizer: Any, local_window: int,
-        map_tokens: int,
-    ) -> None:  # fmt: skip
-        self.model = model
-        self.every, self.layers, self.tokenizer = every, layers, tokenizer
-        self.local_window, self.map_tokens = local_window, map_tokens
-        self.sequences: list[Sequence] = []
-        """In the order in which the model began to read them."""
+        self, model: nn.Module, every: int, layers: Collection[int] | None, tokenizer: Any, measures: Measures
+    ) -> None:
+        self.model, self.every, self.layers, self.tokenizer, self.measures = model, every, layers, tokenizer, measures
+        self.texts = Texts(measures)
         self.seconds = 0.0
         """Time spent on measuring."""
-        self._encoded: list[Sequence] = []  # texts that an encoder has read, before the decoder begins
-        self._followed: list[tuple[Followed, Sequence]] = []
-        self._forward: Any = None  # what began the forward that runs: a module, or a method
-        self._sequence: Sequence | None = None  # None while a forward is not recorded
-        self._calls: dict[tuple[str, str], int] = {}
-        self._cache: Any = None
-        self._keeps_keys = False  # whether the cache of the forward that runs neither evicts nor rounds keys
-        self._new: tuple[Sequence, int, int] | None = None  # sequence, tokens before this forward, and its tokens
-        self._reads = 0  # forwards without a cache
+        self.unrecorded: dict[str, str] = {}
+        """What could not be recorded, and why."""
+        self.returned: list[tuple[Sequence, int]] = []
+        """The texts that `generate` returned, in order: sequence and batch item."""
+        self._reads = 0  # forwards that begin a text
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """In the order in which the model began to read them."""
+        return self.texts.sequences
 
     def __repr__(self) -> str:
         forwards = sum(s.forwards for s in self.sequences)
@@ -137,9 +88,19 @@ class Watched:
         chosen = chosen if isinstance(chosen, list) else [chosen]
         chosen = [s for s in chosen if s.layers]
         if not chosen:
-            raise InputError("watched has no attention, expected the model to run inside the context of qkv.watch")
-        observers = [self._as_observed(s) for s in chosen]
-        groups = datasets(observers, self.tokenizer, self.local_window)
+            missing = "; ".join(f"{where}: {reason}" for where, reason in self.unrecorded.items())
+            raise InputError(
+                "watched has no attention, expected the model to run inside the context of qkv.watch"
+                + (f"; not recorded: {missing}" if missing else "")
+            )
+        started = time.perf_counter()
+        with torch.no_grad():
+            groups = datasets([self._recorded(s) for s in chosen], self.tokenizer, self.measures.local_window)
+        self.seconds += time.perf_counter() - started
+        if self.unrecorded:
+            missing = "; ".join(f"{where}: {reason}" for where, reason in self.unrecorded.items())
+            warnings.warn(f"not recorded: {missing}", stacklevel=2)
+        before = [sum(s.items for s in chosen[:i]) for i in range(len(chosen))]
         attrs = {
             "model": name_of_model(self.model),
             "dtype": str(next((p.dtype for p in self.model.parameters()), "unknown")).removeprefix("torch."),
@@ -150,25 +111,33 @@ class Watched:
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(self.seconds, 3),
             "text_preview": self._preview(chosen[0]),
-            "unobserved": [],
+            "unobserved": sorted(self.unrecorded),
             "sources": chosen[0].sources,
             "checks": [checked.attrs() for checked in chosen[0].checks],
             "probes": "not run: the model was watched",
             "forwards": [s.forwards for s in chosen],
             "evicted": any(s.evicted for s in chosen),
+            "returned": [before[i] + item for s, item in self.returned for i, one in enumerate(chosen) if one is s],
         }
         return Profile(groups, attrs, {})
 
-    def _as_observed(self, sequence: Sequence) -> Observer:
+    def _recorded(self, sequence: Sequence) -> Recorded:
         source, target = sequence.ids(sequence.source), sequence.ids(sequence.target)
         if sequence.two and source is not None and target is not None and len(target) != len(source):
             source = source.repeat_interleave(len(target) // len(source), 0)  # beams read the same text
-        observer = Observer(self.model, sequences=Sequences(source, target, two=sequence.two))
-        for layer in sequence.layers.values():
-            if self.layers is None or layer.number in self.layers:
-                rows = layer.total if layer.group == "encoder" or not sequence.tokens else sequence.tokens
-                observer.records.append(layer.record(rows, None if target is None else len(target)))
-        return observer
+        records = []
+        for record in sequence.records(self.layers):
+            items = len(record.statistics.entropy)
+            repeats = len(target) // items if record.group == "encoder" and target is not None else 1
+            repeated = torch.arange(items).repeat_interleave(repeats)
+            records.append(record if repeats == 1 else of_items(record, repeated))
+        real = sequence.ids(sequence.real)
+        if real is not None and not bool(real.any(1).all()):
+            kept = real.any(1).nonzero()[:, 0]
+            self.unrecorded["texts of padding only"] = f"{len(real) - len(kept)} have no token"
+            records = [of_items(x, kept) if len(x.statistics.entropy) == len(real) else x for x in records]
+            source, target = (x[kept] if x is not None and len(x) == len(real) else x for x in (source, target))
+        return Recorded(records, Sequences(source, target, two=sequence.two), self.measures.statistics)
 
     def _preview(self, sequence: Sequence) -> str:
         ids = sequence.ids(sequence.source or sequence.target)
@@ -182,130 +151,179 @@ class Watched:
 
     def begins(self, observer: Observer, owner: Any, batch: Mapping[str, Any], cache: Any) -> None:
         """A forward begins: find the sequence that it continues, and decide whether to record it."""
-        if self._forward is not None:
+        run = observer.run
+        if run.forward is not None:
             return
-        if torch._C._current_graph_task_id() >= 0:  # gradient checkpointing computes a layer again in the backward
+        if torch._C._current_graph_task_id() >= 0:  # a part of a forward that is computed again for the gradients
             observer.restart(paused=True)
             return
-        self._forward, self._calls = owner, {}
-        known = next((s for f, s in self._followed if f.cache() is cache), None) if cache is not None else None
-        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-        of_encoder = isinstance(owner, nn.Module) and observer.names.get(id(owner), "").rpartition(".")[2] == "encoder"
-        sequence = known or (self._encoded.pop() if self._encoded and not of_encoder else None)
-        sequence = sequence or Sequence(self.map_tokens, self.local_window)
-        read = sequences_of(owner, tensors) if isinstance(owner, nn.Module) else Sequences(batch["tokens"])
-        masks = real_tokens(owner, tensors, read) if isinstance(owner, nn.Module) else _padding(batch, cache)
-        observer.key_masks, observer.query_masks, observer.sequences = *masks, read
-        sequence.two |= read.two or bool(sequence.layers and known is None and not of_encoder)
-        recorded = of_encoder or (self._reads if known is None else sequence.reads) % self.every == 0
-        ids = read.target if read.two else read.source
-        if sequence.two and not read.two and not of_encoder and ids is not None:
-            sequence.target.append(ids.detach())
-        elif ids is not None:
-            (sequence.target if read.two else sequence.source).append(ids.detach())
-            if read.two and read.source is not None and not sequence.source:
-                sequence.source.append(read.source.detach())
-        n = _length(tensors, ids)
-        self._new = sequence, sequence.tokens, n
-        if not of_encoder:
-            sequence.tokens += n
-            self._reads += known is None
-        self._sequence = sequence if recorded else None
-        sequence.forwards += recorded
+        forward = self.texts.begin(owner, observer.names.get(id(owner), ""), batch, cache, self.model)
+        sequence = forward.sequence
+        run.forward, run.key_masks, run.query_masks = forward, forward.key_masks, forward.query_masks
+        run.sequences = forward.read
+        if forward.begins:
+            finished = self.texts.finished
+            while sum(s.held_numbers() for s in finished) > HELD:
+                self._settle(finished.pop(0))
+        if forward.lost is not None:
+            self._note(f"forwards with {type(cache).__name__}", forward.lost)
+        recorded = forward.of_encoder or (self._reads if forward.begins else sequence.reads) % self.every == 0
+        self._reads += forward.begins and not forward.of_encoder
+        forward.recorded = recorded and forward.lost is None
+        sequence.forwards += forward.recorded
         sequence.reads += 1
-        observer.restart(paused=not recorded)
-        self._cache = cache
-        self._keeps_keys = type(getattr(cache, "caches", [cache])[0]).__name__ in KEEP_KEYS
-        if known is None and cache is not None:
-            self._follow(cache, sequence)
+        observer.restart(paused=not forward.recorded)
 
     def ends(self, observer: Observer, owner: Any, output: Any) -> None:
         """A forward has ended."""
-        if self._forward is not owner or self._new is None:
+        forward = observer.run.forward
+        if forward is None or forward.owner is not owner:
             return
-        sequence = self._new[0]
-        of_encoder = isinstance(owner, nn.Module) and observer.names.get(id(owner), "").rpartition(".")[2] == "encoder"
-        cache = getattr(output, "past_key_values", None)
-        if cache is not None and not any(f.cache() is cache for f, _ in self._followed):
-            self._follow(cache, sequence)
-        if of_encoder:
-            self._encoded.append(sequence)
-        elif sequence.layers and not any(s is sequence for s in self.sequences):
-            self.sequences.append(sequence)
+        observer.run.forward, sequence = None, forward.sequence
         sequence.sources |= observer.sources
         sequence.checks = sequence.checks or list(observer.checks)
-        self._forward = self._sequence = self._new = self._cache = None
-
-    def _follow(self, cache: Any, sequence: Sequence) -> None:
         try:
-            self._followed.append((Followed(cache, sequence.reorder, sequence.crop), sequence))
-        except TypeError:  # tuples of tensors, which nothing can refer to; each forward is then a sequence
-            return
+            may_continue = self.texts.end(forward, output)
+        except InputError as error:
+            self._note(f"forwards with {type(forward.cache).__name__}", error)
+            may_continue = True
+        if not may_continue:
+            self._settle(sequence)
+        else:
+            started = time.perf_counter()
+            with torch.no_grad(), unwatched():
+                sequence.measure()
+            self.seconds += time.perf_counter() - started
 
-    def add(self, observed: ObservedCall) -> None:
-        """A call of attention in the forward that runs."""
-        if self._sequence is None or self._new is None:
-            return
+    def _settle(self, sequence: Sequence) -> None:
+        """Measure a text that no forward continues, to save memory."""
         started = time.perf_counter()
-        sequence, before, n = self._new
-        given = observed.call.given
-        given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())  # without the graph
-        group = sequence.groups.setdefault(observed.module, observed.group)
-        observed = replace(observed, group=group, call=replace(observed.call, given=given))
-        key = observed.group, observed.module
-        n_queries = observed.call.q.shape[2]
-        stepwise = n_queries == 1 and n != 1 and observed.group == "cross"  # one query at a time over the same keys
-        step = self._calls.get(key, 0)
-        self._calls[key] = step + 1
-        layer = sequence.layer(observed, 0 if stepwise else step)
-        if self.layers is None or layer.number in self.layers:
-            start = before + step if stepwise else before if observed.group != "encoder" else 0
-            read = start + n_queries
-            if observed.group not in ("cross", "encoder") and attending() is None and read < observed.call.k.shape[2]:
-                observed = without_unused(observed, read)
-            with torch.no_grad():
-                places = self._at(observed, sequence, start)
-                layer.add(observed, places, keeps_keys=self._keeps_keys, whole=self._cache is None)
-            for followed, of in self._followed:
-                if of is sequence:
-                    followed.batch = len(observed.call.q)
+        with torch.no_grad(), unwatched():
+            sequence.settle(self.layers)
         self.seconds += time.perf_counter() - started
 
-    def _at(self, observed: ObservedCall, sequence: Sequence, start: int) -> Places:
-        """The positions of the queries and keys of a call."""
-        n_queries, n_keys, device = observed.call.q.shape[2], observed.call.k.shape[2], observed.call.q.device
-        first = sequence.first.setdefault(observed.group, observed.first)
+    def add(self, observer: Observer, observed: ObservedCall) -> None:
+        """A call of attention in the forward that runs."""
+        forward = observer.run.forward
+        if forward is None or not forward.recorded or observer.run.paused:
+            return
+        started = time.perf_counter()
+        group = forward.sequence.groups.setdefault(observed.module, observed.group)
+        try:
+            with torch.no_grad(), unwatched():
+                self._add(observer, replace(observed, group=group), forward)
+        except InputError as error:
+            self._note(observed.module, error)
+        self.seconds += time.perf_counter() - started
+
+    def _add(self, observer: Observer, observed: ObservedCall, forward: Forward) -> None:
+        sequence, n, n_queries = forward.sequence, forward.tokens, observed.call.q.shape[2]
+        cross = observed.group == "cross"
+        stepwise = cross and n_queries == 1 and n != 1  # one query at a time over the same keys
+        of_text = n_queries == n and observed.group in OF_TEXT and not forward.of_encoder
+        layer = sequence.layer(observed, 0 if stepwise else observed.own)
+        if self.layers is not None and layer.number not in self.layers:
+            return
+        if not (of_text or (cross and n_queries in (1, n) and not forward.of_encoder)):
+            if layer.pieces or layer.made is not None:
+                raise InputError(
+                    f"model attends in {observed.module} to what is no token of the text in several forwards; the "
+                    "first is recorded"
+                )
+            layer.made = self._record(observed, layer)
+            return
+        layer.own_keys = cross
+        if not cross:
+            forward.sees(observed)
+        step = forward.steps.get(observed.module, 0)
+        forward.steps[observed.module] = step + 1
+        start, stays, index = forward.before + step * stepwise, True, None
+        keys_at: int | Tensor = 0
         if (cache := attending()) is not None:
-            keys = cache.key_positions(n_keys, n_queries)
+            at = cache.key_positions(observed.call.k.shape[2], n_queries)
+            keys_at, stays = _first_of(at), keeps(cache)
             sequence.evicted |= cache.length < cache.seen
-            return Places(torch.arange(start, start + n_queries, device=device), keys, first, self.local_window)
-        first_key = 0 if observed.group in ("cross", "encoder") else start + n_queries - n_keys
-        sequence.evicted |= first_key > 0
-        return in_order(start, n_queries, first_key, n_keys, first, self.local_window, device)
+            index = next((i for i, one in enumerate(forward.cache.caches) if one is cache), None)
+        elif not cross:
+            index = getattr(observer.modules.get(observed.module), "layer_idx", None)
+            keys_at = sequence.keys_at(observed, start, n, index)
+            if forward.cache is not None and not is_known(forward.cache) and start:
+                old = observed.call.given.k[:, :, : observed.call.k.shape[2] - n]
+                _, at = located(old, layer.keys(), None, start - old.shape[2], sequence.ids(sequence.real))
+                keys_at = torch.cat([at, torch.arange(start, start + n, device=at.device).expand(*at.shape[:2], n)], 2)
+            elif forward.cache is not None:
+                stays = _keeps(forward.cache, index)
+            sequence.evicted |= isinstance(keys_at, Tensor) or keys_at > 0
+        if cross and (layer.known not in (0, observed.call.k.shape[2])):
+            raise InputError(f"model attends to other keys than before in {observed.module}")
+        if index is not None and not cross:
+            sequence.cached[index] = layer
+        if layer.made is not None:
+            raise InputError(f"model attends in {observed.module} after its text was measured as a whole")
+        layer.add(observed, start, keys_at, None if cross else start + n, stays=stays)
+        if not forward.may_cache and not stepwise:
+            layer.made = layer.record(self.measures, sequence.ids(sequence.real), start + n, {})
+            layer.pieces.clear()
 
-    def release(self) -> None:
-        for followed, _ in self._followed:
-            followed.release()
+    def _record(self, observed: ObservedCall, layer: Layer) -> Record:
+        _, statistics, weights = self.measures.of(observed, norms=observed.norms)
+        return Record(
+            layer.module, layer.group, layer.number, statistics, observed.vectors, weights, observed.queries,
+            observed.keys, observed.causal,
+        )  # fmt: skip
+
+    def returns(self, ids: Tensor, sequences: list[Sequence], pad: set[int]) -> None:
+        """`generate` has returned token ids: find the texts in which they were read, all but the last token of each.
+
+        Args:
+            ids: (b, n), padded at the end.
+            sequences: what was read meanwhile.
+            pad: ids of tokens that may be padding.
+        """
+        for sequence in sequences[-1:]:
+            if not any(part.ndim == 1 for part in sequence.read):
+                self.returned += [(sequence, i) for i in range(min(len(ids), sequence.items))]
+                continue
+            found: dict[tuple[int, int], Sequence] = {}
+            for row in ids.cpu():
+                n = len(row)
+                while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
+                    n -= 1
+                for length in range(len(row) - 1, max(0, n - 3), -1):  # the last token is not read
+                    read = sequence.at(length)
+                    same = [] if read is None or read.shape[1] != length else (read == row[:length]).all(1).nonzero()
+                    if len(same):
+                        item = int(same[0])
+                        if length == sequence.tokens:
+                            now = sequence.ids(sequence.read)
+                            final = [] if now is None else (now == row[:length]).all(1).nonzero().tolist()
+                            if final:
+                                self.returned.append((sequence, final[0][0]))
+                                break
+                        if (length, item) not in found and (copy := sequence.as_of(length, item)) is not None:
+                            found[length, item] = copy
+                            self.sequences.append(copy)
+                        if (length, item) in found:
+                            self.returned.append((found[length, item], 0))
+                        break
+
+    def _note(self, where: str, error: InputError) -> None:
+        self.unrecorded.setdefault(where, str(error))
 
 
-def _length(tensors: Mapping[str, Tensor], ids: Tensor | None) -> int:
-    """The number of tokens that a forward reads."""
-    if ids is not None:
-        return ids.shape[1]
-    for name in ("decoder_inputs_embeds", "inputs_embeds"):
-        if name in tensors:
-            return tensors[name].shape[1]
-    return 0
+def _first_of(at: Int[Tensor, "..."]) -> int | Tensor:
+    """The first of positions that follow each other; else all of them, (b, hkv, nk)."""
+    if at.ndim > 1:
+        return at
+    first = int(at[0])
+    return first if int(at[-1]) - first == len(at) - 1 else at[None, None]
 
 
-def _padding(batch: Mapping[str, Any], state: Any) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Masks of the real tokens of a state of qkv, by length."""
-    padding = getattr(state, "padding", None)
-    if padding is None:
-        return {}, {}
-    n = state.seen + batch["tokens"].shape[1]
-    real = torch.arange(n, device=padding.device) >= padding[:, None]
-    return {n: real}, {n: real}
+def _keeps(cache: Any, index: int | None) -> bool:
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None)
+    if not isinstance(layers, list):
+        return False
+    return all(keeps(layer) for layer in (layers if index is None else layers[index : index + 1]))
 
 
 _WATCHED: WeakSet[nn.Module] = WeakSet()
@@ -366,17 +384,24 @@ def watch(
             f"model {type(model).__name__} is watched already; expected one qkv.watch at a time, which records "
             "everything that the model does inside"
         )
-    watched = Watched(model, every, layers, tokenizer, local_window, map_tokens)
-    observer = Observer(model, local_window=local_window, collect=watched.add, beside=True, heads=heads or {})
+    measures = Measures(local_window, map_tokens, 64)
+    watched = Watched(model, every, layers, tokenizer, measures)
+    observer = Observer(model, measures=measures, beside=True, partial=True, heads=heads or {})
+    observer.unreadable = watched.unrecorded
+    observer.collect = lambda observed: watched.add(observer, observed)
     observer.on_begin = lambda module, args, named: _begun(watched, observer, module, args, named)
     observer.on_end = lambda module, output: watched.ends(observer, module, output)
     try:
-        with observe(observer), _methods(model, observer, watched):
+        with (
+            observe(observer),
+            methods(model, observer),
+            _generating(model, watched),
+            listening(watched.texts.selected),
+        ):
             _WATCHED.add(model)
             yield watched
     finally:
         _WATCHED.discard(model)
-        watched.release()
 
 
 def _begun(watched: Watched, observer: Observer, module: nn.Module, args: tuple[Any, ...], named: Any) -> None:
@@ -385,28 +410,28 @@ def _begun(watched: Watched, observer: Observer, module: nn.Module, args: tuple[
 
 
 @contextmanager
-def _methods(model: nn.Module, observer: Observer, watched: Watched) -> Iterator[None]:
-    """Inside, methods of qkv's models that read tokens without `forward` count as forwards: a step of generation, and
-    the hidden states of which a loss is computed."""
-    names = [name for name in ("step", "hidden") if hasattr(model, name) and hasattr(model, "start")]
-    for name in names:
-        vars(model)[name] = _counted(getattr(model, name), observer, watched)
+def _generating(model: nn.Module, watched: Watched) -> Iterator[None]:
+    """Inside, the texts that a model of transformers returns from `generate` are noted."""
+    own = getattr(model, "generate", None)
+    if own is None or not hasattr(model, "generation_config"):
+        yield
+        return
+
+    def generate(*args: Any, **named: Any) -> Any:
+        before = len(watched.sequences)
+        made = own(*args, **named)
+        ids = getattr(made, "sequences", made)
+        if isinstance(ids, Tensor) and ids.ndim == 2:
+            config: Any = model.generation_config
+            ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+            watched.returns(ids, watched.sequences[before:], {x for x in (config.pad_token_id, *ends) if x is not None})
+        return made
+
+    had = vars(model).get("generate")
+    vars(model)["generate"] = generate
     try:
         yield
     finally:
-        for name in names:
-            vars(model).pop(name, None)
-
-
-def _counted(own: Callable[..., Any], observer: Observer, watched: Watched) -> Callable[..., Any]:
-    """A method that reads tokens, and counts as a forward."""
-
-    def method(tokens: Tensor, *state: Any, **named: Any) -> Any:
-        cache = next(iter((*state, *named.values())), None)
-        watched.begins(observer, method, {"tokens": tokens}, cache)
-        try:
-            return own(tokens, *state, **named)
-        finally:
-            watched.ends(observer, method, None)
-
-    return method
+        vars(model).pop("generate")
+        if had is not None:
+            vars(model)["generate"] = had

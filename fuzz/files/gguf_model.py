@@ -15,7 +15,7 @@ CHAT = (
 )
 LETTERS = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
 """Bytes as byte-level vocabularies spell them; the last two are the space and the newline."""
-TOKENS = ["<s>", "</s>", *LETTERS, "ab"]
+TOKENS = ["<s>", "</s>", *LETTERS, "ab", "xy"]  # no merge makes the last one
 NAMES = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
@@ -52,8 +52,8 @@ def write_gguf(path: Path, model: LlamaForCausalLM, **changes: Any) -> Path:
         writer.add_uint32(key, number)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     writer.add_float32("llama.rope.freq_base", config.rope_parameters["rope_theta"])
-    for key, text in {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default"}.items():
-        writer.add_string(key, text)
+    writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_string("tokenizer.ggml.pre", str(changes.pop("tokenizer.ggml.pre", "default")))
     writer.add_string("tokenizer.chat_template", CHAT)
     writer.add_array("tokenizer.ggml.tokens", TOKENS)
     writer.add_array("tokenizer.ggml.token_type", [3, 3] + [1] * (len(TOKENS) - 2))

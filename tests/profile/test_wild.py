@@ -1,0 +1,415 @@
+"""Situations from public reports: what is recorded is what one forward over the same tokens and masks gives.
+
+Each test is a kind of situation: gradient checkpointing, caches that a user copies or prunes, padding over many steps,
+images, edits that speak of positions, masks of finite numbers, texts of padding only, beams, runs that must go on.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_watch import OF_WHOLE_FORWARDS, same, tokens
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache, StaticCache
+
+import hf_models as hf
+import hf_zoo
+import qkv
+from conftest import refused
+
+IDS = torch.randint(5, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+LEFT, RIGHT, INNER = (torch.ones(2, 12, dtype=torch.long) for _ in range(3))
+LEFT[1, :5] = 0
+RIGHT[1, 7:] = 0
+INNER[1, 3:6] = 0
+
+
+def causal_lm(name: str = "llama", implementation: str | None = None, **settings: Any) -> Any:
+    sizes = {"max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None} | settings
+    return hf.build(name, implementation, suffix="ForCausalLM", **sizes)
+
+
+def whole(model: Any, ids: Tensor, mask: Tensor | None = None, **others: Tensor) -> qkv.Profile:
+    """The profile of one forward."""
+    inputs: dict[str, Any] = {"input_ids": ids, **others}
+    if mask is not None:
+        more = torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=mask.dtype)
+        inputs["attention_mask"] = torch.cat([mask, more], 1)
+        inputs.setdefault("position_ids", (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0))
+    return qkv.profile(model, inputs, probe=False, progress=False)
+
+
+# --- gradient checkpointing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_gradients_of_edits_under_checkpointing_are_those_without(reentrant: bool, inside: bool) -> None:
+    edits: Any = {(0, 2): "zero", (1, 1): "mean", (1, 3): qkv.edits.HideFirst(), (0, 0): qkv.edits.Temperature(0.5)}
+
+    def gradients(checkpoint: bool) -> dict[str, Tensor]:
+        model = causal_lm().train()
+        if checkpoint:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        with qkv.edit(model, edits):
+            loss = model(IDS, attention_mask=LEFT, labels=IDS, use_cache=False).loss
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    want, got = gradients(False), gradients(True)
+    assert want.keys() == got.keys()
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, atol=1e-5, rtol=1e-4)
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def step_by_step(model: Any, cache: Any, ids: Tensor, by: int = 1) -> None:
+    for part in ids.split(by, 1):
+        model(part, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_copy_of_a_cache_is_a_fork_of_its_text_and_the_users_object() -> None:
+    model, more, others = causal_lm(), IDS[:, :3] + 1, IDS[:, 4:8]
+    with qkv.watch(model) as watched:
+        cache = DynamicCache(config=model.config)
+        model(IDS, past_key_values=cache)
+        mine = copy.deepcopy(cache)
+        step_by_step(model, cache, more)
+        step_by_step(model, mine, others, by=2)
+        last = copy.deepcopy(mine)
+        last.crop(-4)
+        torch.save(cache, io.BytesIO())
+        step_by_step(model, last, more[:, :1])
+    assert (cache.get_seq_length(), mine.get_seq_length(), last.get_seq_length()) == (15, 16, 13)
+    assert not any(callable(x) for x in vars(cache).values())
+    for i, new in enumerate((more, others, more[:, :1])):
+        same(watched.profile(i), whole(model, torch.cat([IDS, new], 1)))
+
+
+def pruned_by_user(cache: Any, keep: Tensor) -> None:
+    for i, layer in enumerate(cache.layers):
+        chosen = keep.roll(i, -1)[..., None].expand(len(layer.keys), layer.keys.shape[1], -1, layer.keys.shape[3])
+        layer.keys, layer.values = layer.keys.gather(2, chosen), layer.values.gather(2, chosen)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_forward", [False, True], ids=["between forwards", "by a hook of the forward"])
+def test_keys_of_a_pruned_cache_stay_at_their_tokens(in_forward: bool) -> None:
+    model, n = causal_lm(), IDS.shape[1]
+    keep = torch.tensor([[[0, 1, 2, 9, 10, 11], [11, 3, 5, 0, 8, 2]]]).expand(2, -1, -1)  # other keys in each head
+
+    def run(model: Any, **settings: Any) -> list[Any]:
+        cache, outputs = DynamicCache(config=model.config), []
+        handle = None
+        if in_forward:
+            handle = model.model.layers[-1].register_forward_hook(lambda *_: pruned_by_user(cache, keep))
+        model(IDS, past_key_values=cache)
+        if handle is None:
+            pruned_by_user(cache, keep)
+        else:
+            handle.remove()
+        for t in range(3):
+            at = torch.full((2, 1), n + t)
+            outputs.append(model(IDS[:, t : t + 1], past_key_values=cache, position_ids=at, **settings))
+        return outputs
+
+    with qkv.watch(model) as watched:
+        run(model)
+    want = run(causal_lm("llama", "eager"), output_attentions=True)
+    got = watched.profile().data["weights"].values
+    assert watched.profile().attrs["evicted"]
+    for t, out in enumerate(want):
+        for layer, weights in enumerate(out.attentions):
+            heads = weights.shape[1] // keep.shape[1]
+            at = torch.cat([keep.roll(layer, -1), torch.arange(n, n + t + 1).expand(2, 2, -1)], 2)
+            expected = torch.zeros(2, weights.shape[1], n + 3)
+            expected.scatter_(2, at.repeat_interleave(heads, 1), weights[:, :, 0])
+            np.testing.assert_allclose(got[:, layer, :, n + t], expected, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["select", "repeat", "rows", "static", "offloaded", "reset"])
+def test_batch_items_that_a_cache_selects_are_followed(change: str) -> None:
+    model = causal_lm()
+    cache: Any = DynamicCache(config=model.config)
+    if change in ("static", "reset"):
+        cache = StaticCache(config=model.config, max_cache_len=32)
+    items = torch.tensor([1, 1, 0]) if change == "repeat" else torch.tensor([1, 0])
+    with qkv.watch(model) as watched:
+        model(IDS, past_key_values=cache)
+        if change == "select":
+            cache.batch_select_indices(items)
+        elif change == "repeat":
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([2, 3, 0]))
+        elif change == "static":
+            cache.reorder_cache(items)
+        elif change == "reset":
+            cache.reset()
+            items = torch.arange(2)
+        else:  # what a user may do with the tensors
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[items].clone(), layer.values[items].clone()
+        step_by_step(model, cache, IDS[items, 3:6])
+    before = IDS[items] if change != "reset" else IDS[:, :0]
+    same(watched.profile(-1), whole(model, torch.cat([before, IDS[items, 3:6]], 1)))
+
+
+@torch.no_grad()
+def test_a_cache_that_was_filled_before_is_said_and_the_run_goes_on() -> None:
+    model, cache = causal_lm(), DynamicCache()
+    model(IDS, past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    want = model(IDS[:, :1], past_key_values=twin).logits
+    with qkv.watch(model) as watched:
+        assert torch.equal(model(IDS[:, :1], past_key_values=cache).logits, want)
+        model(IDS, use_cache=False)
+    with pytest.warns(UserWarning, match="filled outside"):
+        same(watched.profile(), whole(model, IDS), but=set())
+
+
+# --- masks over many steps --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "static", "chunks"])
+@pytest.mark.parametrize("mask", [LEFT, RIGHT, INNER], ids=["left", "right", "inner"])
+@pytest.mark.parametrize("name", ["mistral", "llama4", "gemma3", "llama"])
+def test_rows_of_padded_texts_are_those_of_one_forward(name: str, mask: Tensor, kind: str) -> None:
+    model = causal_lm(name)
+    cache: Any = StaticCache(config=model.config, max_cache_len=24) if kind == "static" else None
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    ids = torch.cat([IDS, IDS[:, :6] + 1], 1)
+    real = torch.cat([mask, torch.ones(2, 6, dtype=torch.long)], 1)
+    places = (real.cumsum(1) - 1).clamp(min=0)
+    with qkv.watch(model) as watched:
+        start = 0
+        for n in [5, 7, 1, 1, 3, 1] if kind == "chunks" else [12, *[1] * 6]:
+            at = slice(start, start + n)
+            model(ids[:, at], attention_mask=real[:, : at.stop], position_ids=places[:, at], past_key_values=cache)
+            start += n
+    same(watched.profile(), whole(model, ids, real))
+
+
+@torch.no_grad()
+def test_a_mask_that_changes_between_steps_holds_for_its_own_step() -> None:
+    model, eager = causal_lm(), causal_lm("llama", "eager")
+    want, rows = [], []
+    for one, run in ((eager, want), (model, rows)):
+        cache = DynamicCache(config=one.config)
+        with qkv.watch(model) as watched:
+            out = one(IDS, past_key_values=cache, output_attentions=one is eager)
+            run.append(out.attentions[0] if one is eager else None)
+            for t in range(4):
+                mask = torch.ones(2, 13 + t, dtype=torch.long)
+                mask[0, t : t + 2] = 0
+                at = torch.full((2, 1), 12 + t)
+                out = one(IDS[:, t : t + 1], attention_mask=mask, position_ids=at, past_key_values=cache,
+                          output_attentions=one is eager)  # fmt: skip
+                run.append(out.attentions[0] if one is eager else None)
+    got = watched.profile().data
+    for t, weights in enumerate(want[1:]):
+        np.testing.assert_allclose(got["weights"].values[:, 0, :, 12 + t, : 13 + t], weights[:, :, 0], atol=1e-5)
+        assert got["visible"].values[:, 0, 0, 12 + t].tolist() == [11 + t, 13 + t]
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vlm", "paligemma", "llava", "mllama", "idefics3"])
+def test_watch_of_images_is_the_profile_of_the_same_inputs(name: str) -> None:
+    if name not in hf_zoo.ALL:
+        pytest.skip(f"no {name} in the zoo")
+    model, batch = hf_zoo.build(name), hf_zoo.inputs(name)
+    want = model(**batch)[0]
+    with qkv.watch(model) as watched:
+        assert torch.equal(model(**batch)[0], want)
+    same(watched.profile(), qkv.profile(model, batch, probe=False, progress=False), but=set())
+
+
+# --- edits that speak of positions ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mistral", "llama"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_edits_speak_of_positions_in_the_text(name: str, kind: str) -> None:
+    model = causal_lm(name)
+    cache: Any = StaticCache(config=model.config, max_cache_len=24) if kind == "static" else None
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    edits: Any = {
+        (0, 1): qkv.edits.HideFirst(), (1, 0): qkv.edits.HideFirst(), (1, 2): qkv.edits.Mask(qkv.masks.Window(4)),
+        (0, 0): qkv.edits.Mask(~qkv.masks.Prefix(2) | qkv.masks.Window(3)),
+    }  # fmt: skip
+    places = (LEFT.cumsum(1) - 1).clamp(min=0)
+    plain = model(IDS, attention_mask=LEFT, position_ids=places, use_cache=False).logits[:, -1]
+    with qkv.edit(model, edits):
+        want = model(IDS, attention_mask=LEFT, position_ids=places, use_cache=False).logits[:, -1]
+        start = 0
+        for n in (9, 1, 2):
+            at = slice(start, start + n)
+            got = model(IDS[:, at], attention_mask=LEFT[:, : at.stop], position_ids=places[:, at],
+                        past_key_values=cache).logits[:, -1]  # fmt: skip
+            start += n
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(plain, want, atol=1e-2)
+
+
+# --- masks of finite numbers, and texts without tokens ----------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float16).min, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_finite_numbers_that_mask_count_as_minus_infinity(implementation: str, low: float) -> None:
+    model, causal = causal_lm("llama", implementation), torch.ones(12, 12).tril().bool()
+
+    def profile(low: float) -> qkv.Profile:
+        mask = torch.zeros(2, 1, 12, 12).masked_fill(~causal, low)
+        return qkv.profile(model, {"input_ids": IDS, "attention_mask": mask}, progress=False, probe=False)
+
+    got, want = profile(low), profile(-torch.inf)
+    same(got, want, but=set())
+    assert got.data.attrs["causal"] is want.data.attrs["causal"] is True
+
+
+@torch.no_grad()
+def test_a_text_of_padding_only_is_refused_or_left_out() -> None:
+    model, mask = causal_lm(), torch.tensor([[1] * 12, [0] * 12])
+    with refused("inputs", match="only padding in text 1"):
+        qkv.profile(model, {"input_ids": IDS, "attention_mask": mask}, progress=False)
+    with qkv.watch(model) as watched:
+        model(IDS, attention_mask=mask, use_cache=False)
+    with pytest.warns(UserWarning, match="1 have no token"):
+        same(watched.profile(), whole(model, IDS[:1]), but=set())
+
+
+# --- beams ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_returned_beams_are_texts_of_the_profile(name: str) -> None:
+    model = (
+        hf.build("t5", suffix="ForConditionalGeneration", num_decoder_layers=2, eos_token_id=11)
+        if name == "t5"
+        else causal_lm(eos_token_id=[11, 12, 13, 14, 15, 16])
+    )
+    with qkv.watch(model) as watched:
+        out = model.generate(IDS, num_beams=4, num_return_sequences=3, max_new_tokens=12, do_sample=False)
+    got = watched.profile()
+    assert len(got.attrs["returned"]) == len(out) == 6
+    group = "decoder" if name == "t5" else "self"
+    for text, row in zip(got.attrs["returned"], out.tolist(), strict=True):
+        read = [int(x) for x in got.groups[group]["query_token"].values[text] if x]
+        assert row[: len(read)] == read
+        assert all(x in (0, 11) for x in row[len(read) + 1 :])
+        if name == "llama":
+            mine = got.groups[group]["weights"].values[text, :, :, : len(read), : len(read)]
+            want = whole(model, torch.tensor([read])).data["weights"].values[0]
+            np.testing.assert_allclose(mine, want, atol=2e-5)
+
+
+# --- runs that qkv must not stop --------------------------------------------------------------------------------------
+
+
+def test_a_run_in_another_thread_is_recorded() -> None:
+    model, outs = causal_lm(), list[Tensor]()
+    with qkv.watch(model) as watched:
+        for _ in range(2):
+            thread = threading.Thread(
+                target=lambda: outs.append(model.generate(IDS, max_new_tokens=3, do_sample=False))
+            )
+            thread.start()
+            thread.join()
+    same(watched.profile(0), whole(model, outs[0][:, :-1]))
+    assert len(watched.sequences) == 2
+
+
+@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_models_with_a_bias_by_position_generate_in_every_way(options: dict[str, Any]) -> None:
+    t5 = hf.build("t5", suffix="ForConditionalGeneration", num_decoder_layers=2, eos_token_id=96)
+    ids = IDS[:1].repeat(1, 2)
+    run: Callable[[], Tensor] = lambda: t5.generate(ids, max_new_tokens=9, do_sample=False, **options)  # noqa: E731
+    want = run()
+    with qkv.watch(t5) as watched:
+        assert torch.equal(run(), want)
+    got = watched.profile()
+    inputs = {"input_ids": ids, "decoder_input_ids": tokens(got, "decoder")}
+    same(got, qkv.profile(t5, inputs, probe=False, progress=False), but=OF_WHOLE_FORWARDS)
+
+
+@torch.no_grad()
+def test_models_run_beyond_the_positions_of_their_training() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = causal_lm(max_position_embeddings=8, rope_parameters=rope)
+    with qkv.watch(model) as watched:
+        model(IDS, use_cache=False)
+    same(watched.profile(), whole(model, IDS), but=set())
+
+
+@torch.no_grad()
+def test_a_model_of_images_is_profiled_on_text_alone() -> None:
+    model = hf_zoo.build("llava")
+    got = qkv.profile(model, {"input_ids": IDS % 90}, probe=False, progress=False)
+    assert list(got.groups) == ["text"]
+
+
+# --- shapes and programs ----------------------------------------------------------------------------------------------
+
+COMPOSITIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"mask": qkv.masks.Window(3)},
+    "prefix": {"mask": qkv.masks.Prefix(2) | qkv.masks.Causal()},
+    "alibi": {"bias": qkv.biases.ALiBi()},
+    "sigmoid": {"normalizer": qkv.normalizers.Sigmoid()},
+    "sink": {"normalizer": qkv.normalizers.Softmax(sink=0.0)},
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@pytest.mark.parametrize("kernel", ["auto", "tiled", "eager", "reference"])
+def test_tensors_without_numbers_give_shapes(kernel: str, name: str) -> None:
+    x = torch.empty(2, 4, 10, 8, device="meta", requires_grad=True)
+    out = qkv.attend(x, x, x, kernel=kernel, **COMPOSITIONS[name])
+    assert out.is_meta
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert x.grad is not None
+    with FakeTensorMode():
+        fake = torch.randn(2, 4, 10, 8)
+        assert qkv.attend(fake, fake, fake, kernel=kernel, **COMPOSITIONS[name]).shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_exported_and_traced_layers_compute_what_the_layer_does(name: str) -> None:
+    layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(**COMPOSITIONS[name])).eval()
+    x, other = torch.randn(2, 1, 10, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for program in (torch.export.export(layer, (x,)).module(), torch.jit.trace(layer, (x,))):
+            torch.testing.assert_close(program(other), layer(other), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_torch_cannot_record_is_refused() -> None:
+    x = torch.randn(1, 10, 32)
+    layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(normalizer=qkv.normalizers.Sparsemax())).eval()
+    for record in (torch.export.export, torch.jit.trace):
+        with refused("normalizer"):
+            record(layer, (x,))
