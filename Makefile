@@ -6,7 +6,7 @@ OUT    ?= qkv-demo
 ROOMS  := core profile view cli lab research docs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) test-llm fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) test-llm fuzz fuzz-runs fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -59,6 +59,9 @@ SEED  ?= 0
 
 fuzz: venv  ## test CASES=10000 random compositions from SEED=0 against a dense float64 formula; a failure prints how to replay it
 	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --jobs 2
+
+fuzz-runs: venv  ## run CASES=10000 random models from SEED=0 under qkv.watch and compare with eager attention; a failure prints how to replay it
+	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.runs --cases $(CASES) --seed $(SEED)
 
 fuzz-files: venv  ## open CASES=10000 damaged and hostile files from SEED=0; a failure prints how to replay it
 	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.files --cases $(CASES) --seed $(SEED)

@@ -370,6 +370,14 @@ def test_a_model_of_images_is_profiled_on_text_alone() -> None:
     assert list(got.groups) == ["text"]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("number", range(24))
+def test_random_runs_equal_eager_attention(number: int) -> None:
+    from fuzz.runs import mismatch
+
+    assert mismatch(11, number) is None
+
+
 # --- shapes and programs ----------------------------------------------------------------------------------------------
 
 COMPOSITIONS: dict[str, dict[str, Any]] = {
@@ -406,7 +414,7 @@ def test_exported_and_traced_layers_compute_what_the_layer_does(name: str) -> No
             torch.testing.assert_close(program(other), layer(other), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_what_torch_cannot_record_is_refused() -> None:
     x = torch.randn(1, 10, 32)
     layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(normalizer=qkv.normalizers.Sparsemax())).eval()

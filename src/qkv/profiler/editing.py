@@ -21,12 +21,12 @@ from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import ACTIVE, BY_NAME, SELF, Edit, Edits, Head, HideFirst, Mean, Place, Zero
 from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
+from qkv.profiler.capture.caches import listening
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import arguments_of, batches
 from qkv.profiler.capture.observe import OBSERVERS, methods, observe
 from qkv.profiler.capture.observer import Observer
-from qkv.profiler.watch.caches import listening
-from qkv.profiler.watch.texts import Texts
+from qkv.profiler.capture.texts import Texts
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -27,6 +27,7 @@ from qkv.huggingface.client import is_known, routed, wrapped
 from qkv.kernels import serving
 from qkv.nn.composition import Composition
 from qkv.profiler.capture.checking import recorded_inputs
+from qkv.profiler.capture.intercept import all_routed
 from qkv.profiler.capture.observer import Observer
 
 
@@ -244,8 +245,13 @@ def _hooked(observer: Observer) -> Iterator[None]:
 
     handles: list[Any] = []
     try:
-        for module in observer.model.modules():
-            if not isinstance(module, Composition):  # its calls belong to the layer that contains it
+        around = {name[:i] for name in observer.expected for i, x in enumerate(f"{name}.") if x == "."}
+        routed = all_routed(observer.model, observer.names, observer.expected)
+        for name, module in observer.model.named_modules():
+            of_torch = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+            if isinstance(module, Composition) or of_torch:  # its calls belong to the layer that contains it
+                continue
+            if not name or not routed or name in around:
                 handles += hooks(module)
         yield
     finally:

@@ -25,10 +25,20 @@ from qkv.profiler.capture import inputs
 from qkv.profiler.capture.checking import Checked, RecordedInputs, check_rows, compared, compared_weights, returned
 from qkv.profiler.capture.inputs import Sequences
 from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
-from qkv.profiler.capture.reading import is_causal, readings, served, shared_statistics
-from qkv.profiler.capture.record import PREFIX, WEIGHTS_ONLY, Measures, ObservedCall, Record, copied_to_cpu
-from qkv.profiler.watch.layer import Layer
-from qkv.profiler.watch.texts import Forward
+from qkv.profiler.capture.layer import Layer
+from qkv.profiler.capture.record import (
+    PREFIX,
+    WEIGHTS_ONLY,
+    Measures,
+    ObservedCall,
+    Record,
+    copied_to_cpu,
+    is_causal,
+    readings,
+    served,
+    shared_statistics,
+)  # fmt: skip
+from qkv.profiler.capture.texts import Forward
 from qkv.statistics.measure import sweep
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention"

@@ -19,18 +19,18 @@ from qkv.cache.base import attending
 from qkv.errors import InputError
 from qkv.models.loading import name_of_model
 from qkv.native.binding import description
+from qkv.profiler.capture.caches import is_known, keeps, listening, located
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import unwatched
+from qkv.profiler.capture.layer import Layer, of_items
 from qkv.profiler.capture.observe import methods, observe
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, ObservedCall, Record
+from qkv.profiler.capture.sequence import OF_TEXT, Sequence
+from qkv.profiler.capture.texts import Forward, Texts
 from qkv.profiler.profiles import Profile
 from qkv.profiler.run import versions
-from qkv.profiler.watch.caches import is_known, keeps, listening, located
-from qkv.profiler.watch.layer import Layer, of_items
-from qkv.profiler.watch.sequence import OF_TEXT, Sequence
-from qkv.profiler.watch.texts import Forward, Texts
 
 HELD = 2**25
 """So many numbers of texts whose cache is gone are held at most, in case that a copy of the cache continues them."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from qkv.cache.base import attending
 from qkv.edits import Placed
 from qkv.errors import InputError
+from qkv.profiler.capture.caches import listening, stored
 from qkv.profiler.capture.inputs import Sequences, real_tokens, sequences_of
 from qkv.profiler.capture.record import Measures, ObservedCall
-from qkv.profiler.watch.caches import listening, stored
-from qkv.profiler.watch.sequence import Sequence
+from qkv.profiler.capture.sequence import Sequence
 
 
 @dataclass(eq=False)

@@ -25,6 +25,7 @@ from qkv.masks.convert import parts
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.profiler.capture.intercept import AsGiven
 from qkv.profiler.capture.record import PREFIX, Measures, ObservedCall, Record, mapped
+from qkv.profiler.data.variables import UNFUSED
 from qkv.scores import Score
 from qkv.statistics.result import Statistics
 
@@ -137,8 +138,10 @@ class Layer:
     """The keys are not the tokens of the text that has the queries, as in cross-attention."""
     pieces: list[Piece | Tensor] = field(default_factory=list)
     """A tensor of batch items where the batch was reordered."""
-    measured: list[tuple[int, int, Statistics, Tensor | None] | Tensor] = field(default_factory=list)
-    """Position of the first query, their number, statistics and weights of queries that are measured."""
+    measured: list[Part | Tensor] = field(default_factory=list)
+    """The queries that are measured; a tensor of batch items as in `pieces`."""
+    waiting: tuple[int, int] = (0, 0)
+    """How many numbers of queries, and of scores, are held that are not measured."""
     known: int = 0
     """Number of keys of the text so far."""
     causal: bool = True
@@ -184,6 +187,8 @@ class Layer:
         else:
             scores = scores_of(call)[..., :n_keys]
             norms = None if observed.norms is None else observed.norms[:, :, None, :n_keys]
+        queries, others = self.waiting
+        self.waiting = queries + stays * given.q.numel(), others + (0 if scores is None else scores.numel())
         self.known = max(self.known, stop)
         self.causal &= observed.causal or call.q.shape[2] == 1
         if observed.keys is not None:
@@ -205,13 +210,10 @@ class Layer:
             )
         )
 
+    @property
     def full(self) -> bool:
         """Whether the newest calls must be measured, to save memory or because the cache has begun to change keys."""
-        waiting = [p for p in self.pieces if isinstance(p, Piece) and (p.q is not None or p.scores is not None)]
-        if len({p.q is None for p in waiting}) > 1:
-            return True
-        scores = sum(p.scores.numel() for p in waiting if p.scores is not None)
-        return sum(p.q.numel() for p in waiting if p.q is not None) > HELD or scores > SCORES
+        return self.waiting[0] > HELD or self.waiting[1] > SCORES or min(self.waiting) > 0
 
     def reorder(self, items: Int[Tensor, " b"]) -> None:
         """Select batch items."""
@@ -233,10 +235,10 @@ class Layer:
             elif piece.start < length:
                 kept.append(piece.first(length - piece.start))
         for part in self.measured:
-            if not isinstance(part, Tensor) and part[0] + part[1] > length:
+            if not isinstance(part, Tensor) and part[0][-1] >= length:
                 raise InputError(
-                    f"the cache was cropped to {length} tokens, inside of {part[1]} tokens from {part[0]} on that were "
-                    "measured together; expected a crop of newer tokens"
+                    f"the cache was cropped to {length} tokens, before token {part[0][-1]}, which was measured with "
+                    "earlier ones; expected a crop of newer tokens"
                 )
         self.pieces, self.known = kept, self.known if self.own_keys else length
 
@@ -267,6 +269,7 @@ class Layer:
         else:
             record = self._measure(waiting, pieces, measures, real, joined)
         self.pieces = [p if isinstance(p, Tensor) else replace(p, q=None, scores=None) for p in self.pieces]
+        self.waiting = 0, 0
         return record
 
     def _measure(
@@ -289,12 +292,7 @@ class Layer:
             statistics = replace(statistics, prefix_sink_scores=None)
         elif start >= PREFIX + first:
             statistics = replace(statistics, prefix_sink_scores=torch.zeros_like(statistics.prefix_sink_scores))  # type: ignore[arg-type]
-        for at in _runs(rows.tolist()):
-            of_run = slice(at.start, at.stop)
-            mine = of_rows(statistics, of_run, sums=at.start == rows[0])
-            self.measured.append(
-                (start + at.start, at.stop - at.start, mine, None if weights is None else weights[:, :, of_run])
-            )
+        self.measured.append(([start + int(row) for row in rows], start, statistics, weights))
         return record if whole else None
 
     def _observed(
@@ -376,7 +374,7 @@ class Layer:
         if made is not None and nothing_before and made.statistics.entropy.shape[2] == total:
             return made
         found = in_order(copy.measured, of_items)
-        statistics, weights = joined_statistics(found, total, copy.known if self.own_keys else total)
+        statistics, weights = joined_statistics(found, total, copy.known if self.own_keys else total, measures)
         keys = self.padding if self.own_keys else real
         small = weights is not None and max(weights.shape[2:]) <= measures.map_tokens
         return Record(
@@ -428,31 +426,8 @@ def _norms(pieces: list[Piece], n_keys: int) -> Float[Tensor, "b h nk"] | None:
 
 
 PER_KEY = ("received", "visible_queries")
-OTHER = (*PER_KEY, "prefix_sink_scores", "thumbnail", "mass", "own")
-
-
-def _by_name(statistics: Statistics, of_query: Callable[[Tensor], Tensor], of_key: Callable[[Tensor], Tensor]) -> Any:
-    """The statistics with every tensor changed by one of two functions."""
-
-    def change(name: str, x: Any) -> Any:
-        if x is None or name == "thumbnail":
-            return None
-        if name in ("mass", "own"):
-            return {key: (of_query if _over_queries(one, statistics) else of_key)(one) for key, one in x.items()}
-        return (of_key if name in (*PER_KEY, "prefix_sink_scores") else of_query)(x)
-
-    return replace(statistics, **{f.name: change(f.name, getattr(statistics, f.name)) for f in fields(Statistics)})
-
-
-def _over_queries(x: Tensor, statistics: Statistics) -> bool:
-    return x.shape[2] == statistics.entropy.shape[2]
-
-
-def of_rows(statistics: Statistics, rows: slice, *, sums: bool) -> Statistics:
-    """The statistics of some queries; the sums over all queries stay with one part, and are 0 in the others."""
-    return _by_name(statistics, lambda x: x[:, :, rows], lambda x: x if sums else torch.zeros_like(x))
-
-
+Part = tuple[list[int], int, Statistics, Tensor | None]
+"""The positions of the queries that were recorded, that of the first query, and statistics and weights of all."""
 T = TypeVar("T")
 
 
@@ -462,57 +437,46 @@ def of_items(value: T, items: Int[Tensor, " b"]) -> T:
 
 
 def joined_statistics(
-    found: list[tuple[int, int, Statistics, Tensor | None]], total: int, n_keys: int
+    found: list[Part], total: int, n_keys: int, measures: Measures
 ) -> tuple[Statistics, Tensor | None]:
     """The statistics and weights of all queries, NaN for those that no part has."""
     one = found[0][2]
     batch, heads = one.entropy.shape[:2]
-    where = torch.cat([torch.arange(start, start + n) for start, n, *_ in found]).to(one.entropy.device)
+    where = torch.tensor([row for rows, *_ in found for row in rows], device=one.entropy.device)
+    over_keys = {s.name for s in (*UNFUSED, *measures.statistics) if s.over == "key"}
 
-    def by_query(values: list[Tensor | None]) -> Tensor | None:
+    def rows_of(part: Part, x: Tensor) -> Tensor:
+        return x[:, :, torch.tensor(part[0], device=x.device) - part[1]]
+
+    def by_query(values: list[Any]) -> Tensor | None:
         if any(x is None for x in values):
             return None
-        rows = torch.cat([x.float() for x in values if x is not None], 2)
+        rows = torch.cat([rows_of(part, x).float() for part, x in zip(found, values, strict=True)], 2)
         return rows.new_full((batch, heads, total), torch.nan).index_copy_(2, where, rows)
 
-    def by_key(values: list[Tensor | None]) -> Tensor | None:
-        if any(x is None for x in values):
-            return None
-        return sum(_padded(x, n_keys) for x in values if x is not None)  # type: ignore[return-value]
+    def by_key(values: list[Any]) -> Tensor | None:
+        return None if any(x is None for x in values) else sum(_padded(x, n_keys) for x in values)  # type: ignore[return-value]
 
     def joined(name: str) -> Any:
         values = [getattr(part[2], name) for part in found]
         if name == "thumbnail":
             return None
         if name in ("mass", "own"):
-            return {
-                key: (by_query if _over_queries(x, one) else by_key)([v[key] for v in values])
-                for key, x in values[0].items()
-            }
+            return {key: (by_key if key in over_keys else by_query)([v[key] for v in values]) for key in values[0]}
         if name == "prefix_sink_scores":
             return None if any(x is None for x in values) else sum(values)
         return (by_key if name in PER_KEY else by_query)(values)
 
     statistics = Statistics(**{f.name: joined(f.name) for f in fields(Statistics)})
-    if len(where) != total or any(part[3] is None for part in found):
+    weights = [None if part[3] is None else _padded(rows_of(part, part[3]), n_keys, 3) for part in found]
+    if len(where) != total or any(x is None for x in weights):
         return statistics, None
-    return statistics, torch.cat([_padded(part[3], n_keys, 3) for part in found], 2)  # type: ignore[arg-type]
+    return statistics, torch.cat([x for x in weights if x is not None], 2)
 
 
 def _padded(x: Tensor, n: int, dim: int = 2) -> Tensor:
     short = n - x.shape[dim]
     return x if short <= 0 else torch.nn.functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, short))
-
-
-def _runs(numbers: list[int]) -> list[range]:
-    """Numbers that follow each other."""
-    found: list[range] = []
-    for n in numbers:
-        if found and found[-1].stop == n:
-            found[-1] = range(found[-1].start, n + 1)
-        else:
-            found.append(range(n, n + 1))
-    return found
 
 
 def _after(x: Tensor, n: int, skipped: int) -> Tensor:

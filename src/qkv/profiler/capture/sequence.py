@@ -10,9 +10,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
+from qkv.profiler.capture.caches import Stored, located
+from qkv.profiler.capture.layer import Layer, Piece, in_order, of_items
 from qkv.profiler.capture.record import Measures, ObservedCall, Record
-from qkv.profiler.watch.caches import Stored, located
-from qkv.profiler.watch.layer import Layer, Piece, in_order, of_items
 
 OF_TEXT = ("self", "text", "decoder")
 """Groups whose queries and keys are the tokens of the text."""
@@ -239,7 +239,7 @@ class Sequence:
             if layer.group in (*OF_TEXT, "cross"):
                 layer.pieces = _until(layer.pieces, length)
                 layer.measured = _until(layer.measured, length)
-                if any(not isinstance(part, Tensor) and part[0] + part[1] > length for part in layer.measured):
+                if any(not isinstance(part, Tensor) and part[0][-1] >= length for part in layer.measured):
                     return None
             elif layer.made is not None:  # all beams of an item share what an encoder has read
                 items = len(layer.made.statistics.entropy)
@@ -285,10 +285,10 @@ class Sequence:
 
     def measure(self) -> None:
         """Measure what would take too much memory to keep."""
-        real, joined = self.ids(self.real), dict[Any, Any]()
-        for layer in self.layers.values():
-            if layer.made is None and layer.full():
-                layer.measure(self.measures, real, joined)
+        full = [layer for layer in self.layers.values() if layer.made is None and layer.full]
+        real, joined = self.ids(self.real) if full else None, dict[Any, Any]()
+        for layer in full:
+            layer.measure(self.measures, real, joined)
 
 
 def _until(parts: list[Any], length: int) -> list[Any]:
@@ -300,7 +300,7 @@ def _until(parts: list[Any], length: int) -> list[Any]:
         if isinstance(part, Tensor):
             count += part.shape[1]
         else:
-            count = part.start + part.count if isinstance(part, Piece) else part[0] + part[1]
+            count = part.start + part.count if isinstance(part, Piece) else part[0][-1] + 1
         if count >= length:
             return parts[: i + 1]
     return list(parts)
