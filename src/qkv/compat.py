@@ -106,6 +106,7 @@ def refuse_unknown(function: Callable[..., object], unknown: Mapping[str, object
 def with_blocked(mask: Mask | Tensor | None, blocked: Tensor | None) -> Mask | Tensor | None:
     """The mask with `blocked`, a boolean mask that is True where a query may *not* attend, as some courses have it.
 
+    >>> import torch
     >>> with_blocked(None, torch.ones(2, 2, dtype=torch.bool).triu(1)).dense(2, 2)[0, 0].int().tolist()
     [[1, 0], [1, 1]]
     """

@@ -176,7 +176,7 @@ def c171() -> Verdict:
 @claim("C173", "notebook", "8.2", "The softmax of a row of nothing but −∞ is NaN.")
 def c173() -> Verdict:
     row = torch.full((3,), -INF).softmax(-1)
-    ours = qkv.attend(*torch.randn(3, 1, 1, 3, 4), mask=torch.zeros(3, 3, dtype=torch.bool))
+    ours = qkv.attend(*torch.randn(3, 1, 1, 3, 4), mask=~qkv.masks.Prefix(3))
     return holds(
         bool(row.isnan().all()) and bool((ours == 0).all()),
         f"It is {row.tolist()}. `qkv` defines such a row as no attention at all: its output is 0.",

@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkv import biases
-from qkv.engine import Call, as_mask
+from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.huggingface.masks import LazyMask
-from qkv.masks import Causal, Mask
+from qkv.masks import Causal, Dense, Mask
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
 
@@ -150,12 +150,12 @@ def read_mask(mask: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tupl
         raise InputError(f"attention_mask is {_brief(mask)}, expected a tensor of 4 dimensions, bool or float")
     mask = mask[..., :n_keys]
     if mask.dtype == torch.bool:
-        return as_mask(mask), (), None
+        return Dense(mask), (), None
     masked = mask <= MASKED
     bias = mask.masked_fill(masked, 0)
     learned = mask.requires_grad  # a learned bias may start at 0
     additive = (biases.TensorBias(bias),) if learned or bool(bias.any()) else ()
-    return as_mask(~masked) if bool(masked.any()) else None, additive, None
+    return Dense(~masked) if bool(masked.any()) else None, additive, None
 
 
 def _chosen(name: str, indices: Tensor, query: Tensor, key: Tensor) -> Mask:
@@ -169,7 +169,7 @@ def _chosen(name: str, indices: Tensor, query: Tensor, key: Tensor) -> Mask:
         )
     kept = indices.clamp(max=n_keys).long()  # indices may point to unused slots of a static cache
     chosen = torch.zeros(batch, n_queries, n_keys + 1, dtype=torch.bool, device=query.device)
-    return as_mask(chosen.scatter_(2, kept, True)[:, None, :, :n_keys])  # type: ignore[return-value]
+    return Dense(chosen.scatter_(2, kept, True)[:, None, :, :n_keys])
 
 
 def _causality(name: str, module: nn.Module, is_causal: bool | None) -> Mask | None:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from qkv import masks
 from qkv.biases import TensorBias
-from qkv.engine import Call, Result, as_mask, at_least_float32
+from qkv.engine import Call, Result, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import read_mask
 from qkv.masks import Causal, Mask, Shifted
@@ -309,7 +309,7 @@ def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
     scores = scores.to(at_least_float32(scores.dtype))
     lowest = torch.finfo(scores.dtype).min / 2
     masked = scores <= (scores.amax(-1, keepdim=True) - FAR).clamp(min=lowest)
-    mask = as_mask(~masked) if bool(masked.any()) else None
+    mask = masks.Dense(~masked) if bool(masked.any()) else None
     zeros = scores.new_zeros(b, h, 1, 1)
     q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
     return Call.of(q, k, k + torch.nan, mask, (TensorBias(scores.masked_fill(masked, 0)),))

@@ -29,7 +29,7 @@ from qkv.profiler.data.variables import UNFUSED
 from qkv.scores import Score
 from qkv.statistics.result import Statistics
 
-HELD = 2**24
+HELD = 2**22
 """So many numbers of queries of a layer are held at most; then they are measured, and only their keys are kept."""
 SCORES = 2**22
 """So many scores are held at most where a cache does not keep its keys."""
