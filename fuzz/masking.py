@@ -10,6 +10,7 @@ from fuzz import own
 from fuzz.draw import Draw
 from fuzz.parts import Shape
 from qkv import masks
+from qkv.engine import inverted
 
 
 def mask(draw: Draw, shape: Shape) -> tuple[str, Any]:
@@ -68,7 +69,7 @@ def simple(draw: Draw, shape: Shape) -> tuple[str, Any]:
         size = tuple(draw.choice([1, n]) for n in (shape.b, shape.h, shape.nq, nk))
         size = size[2:] if draw.chance(0.2) else size
         tensor = draw.booleans(draw.choice([0.1, 0.5, 0.9]), *size)
-        return f"{kind} {size}", masks.Dense(tensor) if kind == "dense" else tensor
+        return f"{kind} {size}", masks.Dense(tensor) if kind == "dense" or inverted(tensor) else tensor
     if kind == "predicate":
         return "Predicate((q + b) * 3 + k + h) % 4 > 0", masks.Predicate(_predicate)
     if kind == "blockwise":
