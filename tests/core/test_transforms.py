@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import qkv
 from conftest import close, rand, refused, triple
@@ -193,3 +196,23 @@ def test_training_after_inference(name: str, n: int) -> None:
     torch.testing.assert_close(out.detach(), want, atol=1e-5, rtol=1e-5)
     out.sum().backward()
     assert q.grad is not None
+
+
+def test_a_result_keeps_its_parts_under_transforms_checkpoints_and_copies() -> None:
+    q, k, v = triple()
+
+    def asked(q: Tensor) -> Any:
+        return attend(q, k, v, return_lse=True)
+
+    want = asked(q)
+    result, tangent = torch.func.jvp(asked, (q,), (torch.ones_like(q),))
+    copies = copy.deepcopy(want), pickle.loads(pickle.dumps(want))
+    for got in (result, *copies, checkpoint(asked, q, use_reentrant=False)):
+        assert got.weights is None
+        close(got.lse, want.lse)
+    assert tangent.lse.shape == want.lse.shape
+    out, lse = checkpoint(asked, q.requires_grad_(), use_reentrant=True)  # torch makes a plain tuple of it
+    slope = torch.autograd.grad(sum(x.sum() for x in asked(q)), q)[0]
+    (out.sum() + lse.sum()).backward()
+    assert q.grad is not None
+    close(q.grad, slope)

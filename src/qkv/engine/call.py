@@ -229,8 +229,12 @@ class Result(tuple[Any, ...], Generic[A]):
 
 
 RESULTS = ("out", "lse", "weights", "statistics")
-# torch.func.vmap and other transforms find the tensors in a result.
-pytree.register_pytree_node(Result, lambda result: ([*result.__getnewargs__()], None), lambda parts, _: Result(*parts))
+# torch.func.jvp and other transforms find the tensors in a result.
+pytree.register_pytree_node(
+    Result,
+    lambda result: ([*result], [name for name in RESULTS if getattr(result, name) is not None]),
+    lambda parts, names: Result(**dict(zip(names, parts, strict=True))),
+)
 
 
 DOT, SOFTMAX = Dot(), Softmax()
