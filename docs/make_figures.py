@@ -18,6 +18,7 @@ import linear_error
 import make_coverage
 import make_larger
 import make_launches
+import make_layout
 import make_matrix
 import make_quantities
 import make_screenshots
@@ -322,6 +323,7 @@ if __name__ == "__main__":
     masks()
     linear_error.linear_error(DOCS / "figures" / "linear_error.png")
     (DOCS / "matrix.md").write_text(make_matrix.page())
+    make_layout.main()
     (DOCS / "coverage.md").write_text(make_coverage.page(make_coverage.every_row()))
     sinks()
     minilm()

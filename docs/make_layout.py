@@ -1,6 +1,6 @@
 """Draws docs/figures/layout.png: the packages of qkv in layers, from their imports.
 
-PYTHONPATH=src:lab:tests:. .venv/bin/python docs/make_layout.py
+PYTHONPATH=. .venv/bin/python docs/make_layout.py, which `make figures` runs, too.
 
 A package stands one layer above the highest package that it imports. The number is its lines of Python.
 """

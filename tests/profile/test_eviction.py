@@ -155,12 +155,12 @@ def worth_of(policy: str, a: np.ndarray, k: np.ndarray, held: list[int], t: int,
         return np.array([-k[j] @ anchor / np.linalg.norm(k[j]) / np.linalg.norm(anchor) for j in held])
     if policy == "tova":
         return np.array([a[:, t - 1, j].mean() for j in held])
-    votes = [a[:, t - min(32, budget // 2) : t, j].sum() for j in held]
+    votes = [a[:, t - max(1, min(32, budget // 2)) : t, j].sum() for j in held]
     return np.array([sum(votes[max(0, i - 2) : i + 3]) / 5 for i in range(len(votes))])
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "tova", "keydiff", "knorm"])
-@pytest.mark.parametrize("budget", [4, 9])
+@pytest.mark.parametrize("budget", [1, 4, 9])
 def test_policies_evict_by_the_formulas_of_their_papers(policy: str, budget: int) -> None:
     g, n, heads, group, d = torch.Generator().manual_seed(3), 29, 2, 3, 5
     q, k, v = (torch.randn(1, h, n, d, generator=g, dtype=torch.float64) for h in (heads * group, heads, heads))
@@ -175,7 +175,7 @@ def test_policies_evict_by_the_formulas_of_their_papers(policy: str, budget: int
             if len(held[head]) == budget:
                 of = a.reshape(1, heads * group, n, n)[0] if policy == "tova" else a[head]
                 worth = worth_of(policy, of, k[0, head].numpy(), held[head], t, budget)
-                recent = min(32, budget // 2) if policy == "snapkv" else 1
+                recent = max(1, min(32, budget // 2)) if policy == "snapkv" else 1
                 old = [i for i, j in enumerate(held[head]) if j <= t - recent]
                 held[head].remove(held[head][min(old, key=lambda i: worth[i])])
             held[head].append(t)

@@ -32,7 +32,7 @@ from qkv.profiler.capture.texts import Forward, Texts
 from qkv.profiler.profiles import Profile
 from qkv.profiler.run import versions
 
-HELD = 2**25
+HELD_AFTER = 2**25
 """So many numbers of texts whose cache is gone are held at most, in case that a copy of the cache continues them."""
 
 
@@ -163,7 +163,7 @@ class Watched:
         run.sequences = forward.read
         if forward.begins:
             finished = self.texts.finished
-            while sum(s.held_numbers() for s in finished) > HELD:
+            while sum(s.held_numbers() for s in finished) > HELD_AFTER:
                 self._settle(finished.pop(0))
         if forward.lost is not None:
             self._note(f"forwards with {type(cache).__name__}", forward.lost)
