@@ -91,7 +91,8 @@ class SnapKV(Online):
     """Li et al. 2024 (arXiv:2404.14469), §4: keys that the last w queries attended to, smoothed over neighbours.
 
     worth = mean over 5 neighbouring held keys of Σ over the last w = max(1, min(32, ⌊B/2⌋)) queries of A[q, k], summed
-    over the heads of a group; the last w keys stay. The paper chooses once, at the end of the prompt; here at every step.
+    over the heads of a group; the last w keys stay. The paper chooses once, at the end of the prompt; here at every
+    step.
     """
 
     name, meaning = "snapkv", "keys that the last queries attended to most, and these"

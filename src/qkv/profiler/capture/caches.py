@@ -176,8 +176,8 @@ class _Listening:
         def method(cache: Any, *args: Any, **named: Any) -> Any:
             if getattr(self.inside, "on", False):  # one such method may call another
                 return own(cache, *args, **named)
-            items = next(iter((*args, *named.values())))
-            if name == "batch_repeat_interleave":
+            items = next(iter((*args, *named.values())), None)
+            if name == "batch_repeat_interleave" and items is not None:
                 held = stored(cache)
                 items = torch.arange(len(next(iter(held.values())).keys) if held else 0).repeat_interleave(items)
             self.inside.on = True
@@ -186,7 +186,7 @@ class _Listening:
             finally:
                 self.inside.on = False
             for listener in list(self.listeners):
-                listener(cache, None if name == CROP else torch.as_tensor(items).detach().clone())
+                listener(cache, None if name == CROP or items is None else torch.as_tensor(items).detach().clone())
             return made
 
         method.reports = True  # type: ignore[attr-defined]
