@@ -74,7 +74,7 @@ def _map(axes: Axes, table: pd.DataFrame, column: str, label: str) -> AxesImage:
     grid = table.pivot(index="layer", columns="head", values=column)
     picture = layer_by_head(axes, grid, Normalize(0, max(1.0, float(grid.max(axis=None)))), ticks=8)
     over = int((table[column] > EPSILON).sum())
-    axes.set_title(f"{label}: {over} of {len(table)} heads", fontsize=8.5, color=INK, loc="left", pad=5)
+    axes.set_title(f"{label}\n{over} of {len(table)} heads", fontsize=8.5, color=INK, loc="left", pad=5)
     axes.set_xlabel("head", fontsize=8, color=MUTED)
     for (i, j), value in np.ndenumerate(grid.to_numpy()):
         if value > EPSILON:
