@@ -42,7 +42,7 @@ CHROMIUM = "--headless --no-sandbox --disable-gpu --no-first-run --disable-backg
 
 
 def pictures() -> None:
-    """Figures of a trained BERT, and a screenshot of the beginning of the default report."""
+    """Figures of a trained BERT, and a screenshot of the beginning of a report on SmolLM2."""
     figures = DOCS / "figures"
     figures.mkdir(exist_ok=True)
     profile = qkv.profile("minilm", default_text(), command="qkv profile minilm")
@@ -54,7 +54,8 @@ def pictures() -> None:
         print("no chromium: the screenshot of the report stays as it is")
         return
     with tempfile.TemporaryDirectory() as folder:
-        assert cli.main(["profile", "--out", folder]) == 0
+        asked = ["profile", "smollm2", "--chat", "Why is the sky blue?", "--out", folder]
+        assert cli.main(asked) == 0
         report = Path(folder) / "report.html"
         shot = f"--screenshot={figures / 'report.png'}"
         size = ["--window-size=1280,1800", "--virtual-time-budget=6000", f"--user-data-dir={folder}/chromium"]
