@@ -22,7 +22,9 @@ from qkv.kernels import serve, serving
 from qkv.masks.base import Submask
 from qkv.statistics.result import Statistics
 
-__all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
+__all__ = [
+    "Edit", "Head", "HideFirst", "Mean", "Patch", "Scale", "Steer", "Temperature", "WithMask", "WithNormalizer", "Zero",
+]  # fmt: skip
 __dir__ = __all__.copy
 
 
@@ -306,7 +308,7 @@ class Temperature(Edit):
         return head.recompute(temperature=self.temperature)
 
 
-class Normalizer(Edit):
+class WithNormalizer(Edit):
     """Gives the head another normalizer, such as ``qkv.normalizers.Softmax(sink=0.0)``, softmax off by one.
 
     Args:
@@ -322,7 +324,7 @@ class Normalizer(Edit):
         return head.recompute(normalizer=self.normalizer)
 
 
-class Mask(Edit):
+class WithMask(Edit):
     """Restricts the head by a mask besides that of the model, such as ``qkv.masks.Window(64)``.
 
     Args:

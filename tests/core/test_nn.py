@@ -83,7 +83,7 @@ def by_hand(layer: MultiHeadAttention, x: Tensor, context: Tensor | None = None,
 
 @pytest.mark.parametrize("options", [
     {}, {"bias": False}, {"fused": False}, {"kv_heads": 3}, {"kv_heads": 1, "fused": False}, {"qk_norm": True},
-    {"gate": "elementwise"}, {"gate": "head", "kv_heads": 2}, {"head_dim": 5}, {"head_dim": 5, "v_head_dim": 7},
+    {"gate": "elementwise"}, {"gate": "head", "kv_heads": 2}, {"head_dim": 5}, {"head_dim": (5, 7)},
 ], ids=str)  # fmt: skip
 def test_multi_head_attention_equals_a_loop_over_heads(options: dict[str, Any]) -> None:
     layer, x = layer_of(24, 6, **options), rand(2, 11, 24)

@@ -76,7 +76,6 @@ class Observer:
     records: list[Record] = field(default_factory=list)
     fired: list[str] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
-    heads: Mapping[str, int] = field(default_factory=dict)  # number of heads of modules that do not state it, by name
     checks: list[Checked] = field(default_factory=list)  # comparisons with the model's own attention function
     group: ProcessGroup | None = None  # the processes that share the sequence, if there are several
     sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
@@ -290,7 +289,7 @@ class Observer:
         if all_routed(self.model, self.names, self.expected):
             return nullcontext()  # reading every function of torch takes time
         return Intercept(
-            self.model, self.names, self.expected, self.intercepted, self._check_torch, self.unreadable, self.heads,
+            self.model, self.names, self.expected, self.intercepted, self._check_torch, self.unreadable,
             beside=self.beside,
         )  # fmt: skip
 

@@ -338,7 +338,6 @@ def watch(
     tokenizer: Any = None,
     local_window: int = 8,
     map_tokens: int = 384,
-    heads: Mapping[str, int] | None = None,
 ) -> Iterator[Watched]:
     """Record the attention of everything that a model does inside, as exact statistics in linear memory.
 
@@ -355,7 +354,6 @@ def watch(
         tokenizer: gives the names of tokens in the profile.
         local_window: `local` is the weight on keys at most this many tokens away.
         map_tokens: whole weight matrices are kept for sequences up to this long.
-        heads: as in `qkv.profile`.
 
     Yields:
         `Watched`, whose method `profile` gives a `Profile`.
@@ -386,7 +384,7 @@ def watch(
         )
     measures = Measures(local_window, map_tokens, 64)
     watched = Watched(model, every, layers, tokenizer, measures)
-    observer = Observer(model, measures=measures, beside=True, partial=True, heads=heads or {})
+    observer = Observer(model, measures=measures, beside=True, partial=True)
     observer.unreadable = watched.unrecorded
     observer.collect = lambda observed: watched.add(observer, observed)
     observer.on_begin = lambda module, args, named: _begun(watched, observer, module, args, named)
