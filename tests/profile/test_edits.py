@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from qkv.errors import InputError
 from qkv.kernels import eager, watching
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Softmax
-from qkv.profiler.analyses.edits import AS_TRAINED, Intervention, attention_layers, edited, everywhere
+from qkv.profiler.analyses.edits import AS_TRAINED, Edit, attention_layers, edited, everywhere
 
 NAMES = {"softmax": "softmax", "off-by-one": "off_by_one", "sigmoid": "sigmoid"}
 
@@ -64,7 +63,7 @@ def test_editing_all_heads_equals_a_model_built_with_the_normalizer(name: str, m
 @torch.no_grad()
 def test_different_edits_in_one_layer_give_the_weights_of_eager() -> None:
     model, ids = model_of(positions="alibi"), ids_of()
-    edits = [Intervention(1, 0, "off-by-one"), Intervention(1, 2, "sigmoid", 0.5), Intervention(1, 3, AS_TRAINED, 3.0)]
+    edits = [Edit(1, 0, "off-by-one"), Edit(1, 2, "sigmoid", 0.5), Edit(1, 3, AS_TRAINED, 3.0)]
     normalizers = {0: Softmax(sink=0.0), 1: Softmax(), 3: Softmax(3.0)}
     seen: dict[int, torch.Tensor] = {}
     calls: list[Call] = []
@@ -92,7 +91,7 @@ def test_different_edits_in_one_layer_give_the_weights_of_eager() -> None:
 @torch.no_grad()
 def test_edits_act_in_cached_generation_as_in_a_full_forward() -> None:
     model, ids = model_of(positions="rotary"), ids_of(12)
-    with edited(model, [Intervention(0, 1, "sigmoid"), Intervention(1, 3, "off-by-one", 0.5)]):
+    with edited(model, [Edit(0, 1, "sigmoid"), Edit(1, 3, "off-by-one", 0.5)]):
         whole = model(ids)[:, -1]
         state = model.start()
         model.step(ids[:, :7], state)
@@ -104,8 +103,7 @@ def test_a_learned_sink_is_kept_as_trained_and_removed_by_softmax() -> None:
     model, ids = model_of(sink=True), ids_of()
     torch.nn.init.constant_(model.blocks[0].attention.composition.normalizer_sink, 2.0)
     seen: dict[int, torch.Tensor] = {}
-    changes = [Intervention(0, 0, AS_TRAINED, 2.0), Intervention(0, 1, "softmax")]
-    with edited(model, changes, on_weights=seen.__setitem__):
+    with edited(model, [Edit(0, 0, AS_TRAINED, 2.0), Edit(0, 1, "softmax")], on_weights=seen.__setitem__):
         model(ids)
     sums = seen[0].sum(-1)[0]
     assert sums[0].min() < 0.9
@@ -126,7 +124,7 @@ def test_profile_inside_measures_the_edited_weights() -> None:
         np.testing.assert_allclose(np.nan_to_num(data["weights"].values[0, layer]), want, rtol=0, atol=1e-5)
         shares = want / want.sum(-1, keepdims=True)
         np.testing.assert_allclose(data["sink"].values[0, layer], shares[:, :, 0], rtol=0, atol=1e-5)
-    with edited(model, [Intervention(1, 2, "sigmoid")]), pytest.raises(InputError, match="all heads of a layer"):
+    with edited(model, [Edit(1, 2, "sigmoid")]), pytest.raises(InputError, match="all heads of a layer"):
         qkv.profile(model, ids, progress=False, probe=False)
 
 
@@ -152,12 +150,12 @@ def test_edits_do_not_reach_other_models_or_threads_and_end_with_an_error() -> N
 
 REFUSALS: list[tuple[str, Callable[[], object]]] = [
     ("model", lambda: attention_layers(torch.nn.Linear(2, 2))),
-    ("layer", lambda: edited(model_of(), [Intervention(3, 0)]).__enter__()),
-    ("head", lambda: edited(model_of(), [Intervention(0, 4)]).__enter__()),
-    ("head", lambda: edited(model_of(), [Intervention(0, -1)]).__enter__()),
-    ("edits", lambda: edited(model_of(), [Intervention(0, 0), Intervention(0, 0, "sigmoid")]).__enter__()),
-    ("normalizer", lambda: Intervention(0, 0, "softmin")),
-    *(("temperature", lambda t=t: Intervention(0, 0, "softmax", t)) for t in (0.0, -1.0, math.nan, math.inf, 1e4)),
+    ("layer", lambda: edited(model_of(), [Edit(3, 0)]).__enter__()),
+    ("head", lambda: edited(model_of(), [Edit(0, 4)]).__enter__()),
+    ("head", lambda: edited(model_of(), [Edit(0, -1)]).__enter__()),
+    ("edits", lambda: edited(model_of(), [Edit(0, 0), Edit(0, 0, "sigmoid")]).__enter__()),
+    ("normalizer", lambda: Edit(0, 0, "softmin")),
+    *(("temperature", lambda t=t: Edit(0, 0, "softmax", t)) for t in (0.0, -1.0, float("nan"), float("inf"), 1e4)),
 ]
 
 
@@ -175,7 +173,7 @@ def test_a_temperature_divides_the_scores_of_any_normalizer(normalizer: str) -> 
     model = model_of(normalizer=normalizer)
     result = {}
     for temperature in (1.0, 2.0, 1e3):
-        with edited(model, [Intervention(0, 0, AS_TRAINED, temperature)]):
+        with edited(model, [Edit(0, 0, AS_TRAINED, temperature)]):
             result[temperature] = model(ids_of())
     assert torch.equal(result[1.0], model(ids_of()))
     with torch.no_grad():

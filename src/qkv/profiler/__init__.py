@@ -1,6 +1,6 @@
 """Profile models: observe their attention, compute exact statistics, and save, plot and report them."""
 
-from qkv.profiler.analyses.edits import Intervention, edited, everywhere
+from qkv.profiler.analyses.edits import Edit, edited, everywhere
 from qkv.profiler.analyses.eviction import Eviction, eviction
 from qkv.profiler.analyses.flow import flow_to, rollout
 from qkv.profiler.analyses.mixing import mixing
@@ -18,9 +18,9 @@ __all__ = [
     "Ablation",
     "AttentionMap",
     "Comparison",
+    "Edit",
     "Eviction",
     "Explorer",
-    "Intervention",
     "Profile",
     "Survey",
     "ablation",

@@ -21,7 +21,7 @@ from qkv.models.generation import evaluating
 from qkv.models.loading import Loaded
 from qkv.normalizers import Sigmoid, Softmax
 from qkv.profiler.analyses import edits as own_edits
-from qkv.profiler.analyses.edits import AS_TRAINED, Intervention, attention_layers, edited
+from qkv.profiler.analyses.edits import AS_TRAINED, Edit, attention_layers, edited
 from qkv.profiler.capture.inputs import device_of, positions, token_text
 from qkv.profiler.editing import Key, edit
 from qkv.profiler.run import profile
@@ -54,7 +54,7 @@ class LiveModel(Protocol):
     most_tokens: int | None
     """The largest number of tokens; None if there is no limit."""
 
-    def run(self, ids: Sequence[int], edits: list[Intervention]) -> Answer:
+    def run(self, ids: Sequence[int], edits: list[Edit]) -> Answer:
         """One forward over the tokens, with these edits."""
 
 
@@ -81,7 +81,7 @@ class _Own:
         self.heads = [layer.heads for layer in attention_layers(model)]
         self.most_tokens: int | None = model.config.context
 
-    def run(self, ids: Sequence[int], edits: list[Intervention]) -> Answer:
+    def run(self, ids: Sequence[int], edits: list[Edit]) -> Answer:
         weights: list[Tensor] = []
         with (
             evaluating(self.model),
@@ -103,9 +103,9 @@ class _HuggingFace:
         if "sink_mass" in data or not data.attrs["causal"]:
             raise InputError("model has a learned sink or sees the future, expected a causal softmax")
         self.heads = [data.sizes["head"]] * data.sizes["layer"]
-        self.run([0, 0], [Intervention(0, 0, "off-by-one")])
+        self.run([0, 0], [Edit(0, 0, "off-by-one")])
 
-    def run(self, ids: Sequence[int], edits: list[Intervention]) -> Answer:
+    def run(self, ids: Sequence[int], edits: list[Edit]) -> Answer:
         changes: dict[Key, of_heads.Edit | str] = {(one.layer, one.head): _of_head(one) for one in edits}
         with torch.no_grad(), evaluating(self.model), edit(self.model, changes) if changes else nullcontext():
             logits = self.model(torch.tensor([list(ids)], device=device_of(self.model))).logits[:, -1].float().cpu()
@@ -129,7 +129,7 @@ def everywhere(model: nn.Module, normalizer: str) -> Callable[[], AbstractContex
         )
     data = _profiled(model, [0, 0])
     every = itertools.product(range(data.sizes["layer"]), range(data.sizes["head"]))
-    made: dict[Key, of_heads.Edit | str] = {at: _of_head(Intervention(*at, normalizer)) for at in every}
+    made: dict[Key, of_heads.Edit | str] = {at: _of_head(Edit(*at, normalizer)) for at in every}
     return lambda: edit(model, made)
 
 
@@ -141,7 +141,7 @@ def _profiled(model: nn.Module, ids: Sequence[int]) -> xr.Dataset:
     return found.data
 
 
-def _of_head(one: Intervention) -> of_heads.Edit:
+def _of_head(one: Edit) -> of_heads.Edit:
     match one.normalizer:
         case "off-by-one":
             return of_heads.WithNormalizer(Softmax(one.temperature, sink=0.0))
@@ -282,7 +282,7 @@ class Live:
             raise InputError(f"text has {len(ids)} tokens, expected 1 to {most}")
         return ids
 
-    def _edits(self, request: LiveRequest) -> list[Intervention]:
+    def _edits(self, request: LiveRequest) -> list[Edit]:
         """The edits that have an effect. This also checks the requested head."""
         assert self.model is not None
         own, heads = self.model.own, self.model.heads
@@ -291,12 +291,12 @@ class Live:
         if not 0 <= request.head < heads[request.layer]:
             raise InputError(f"head is {request.head}, expected 0 to {heads[request.layer] - 1}")
         return [  # an edit to the trained normalizer at temperature 1 has no effect
-            Intervention(e.layer, e.head, AS_TRAINED if e.normalizer == own else e.normalizer, e.temperature)
+            Edit(e.layer, e.head, AS_TRAINED if e.normalizer == own else e.normalizer, e.temperature)
             for e in request.edits
             if e.normalizer != own or e.temperature != 1
         ]
 
-    def _run(self, ids: list[int], edits: list[Intervention]) -> ForwardPass:
+    def _run(self, ids: list[int], edits: list[Edit]) -> ForwardPass:
         assert self.model is not None
         logits, weights = self.model.run(ids, edits)
         used = {(e.layer, e.head): e.normalizer for e in edits if e.normalizer != AS_TRAINED}

@@ -29,13 +29,13 @@ OnWeights = Callable[[int, Float[Tensor, "b h nq nk"]], None]
 
 
 @dataclass(frozen=True)
-class Intervention:
+class Edit:
     """An intervention on one head: another normalizer, and a temperature by which its scores are divided.
 
     With ``"as trained"`` the head keeps its normalizer, and its temperature is multiplied by `temperature`.
 
-    >>> Intervention(0, 3, "off-by-one")
-    Intervention(layer=0, head=3, normalizer='off-by-one', temperature=1.0)
+    >>> Edit(0, 3, "off-by-one")
+    Edit(layer=0, head=3, normalizer='off-by-one', temperature=1.0)
     """
 
     layer: int
@@ -65,7 +65,7 @@ def attention_layers(model: nn.Module) -> list[MultiHeadAttention]:
     return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
 
 
-def everywhere(model: nn.Module, normalizer: str, temperature: float = 1.0) -> list[Intervention]:
+def everywhere(model: nn.Module, normalizer: str, temperature: float = 1.0) -> list[Edit]:
     """The same edit for all heads of a model.
 
     >>> import qkv
@@ -75,12 +75,12 @@ def everywhere(model: nn.Module, normalizer: str, temperature: float = 1.0) -> l
     >>> bool(found.data["weights"].sum("key").min() < 0.9)  # the rest went to no key
     True
     """
-    heads = [(layer, n) for layer, module in enumerate(attention_layers(model)) for n in range(module.heads)]
-    return [Intervention(layer, head, normalizer, temperature) for layer, head in heads]
+    layers = enumerate(attention_layers(model))
+    return [Edit(layer, head, normalizer, temperature) for layer, module in layers for head in range(module.heads)]
 
 
 @contextmanager
-def edited(model: nn.Module, edits: Iterable[Intervention], *, on_weights: OnWeights | None = None) -> Iterator[None]:
+def edited(model: nn.Module, edits: Iterable[Edit], *, on_weights: OnWeights | None = None) -> Iterator[None]:
     """Inside, the model runs with these edits; its parameters do not change.
 
     Only calls of this thread and of this model are edited. Of nested contexts the innermost applies. `qkv.profile`
@@ -98,7 +98,7 @@ def edited(model: nn.Module, edits: Iterable[Intervention], *, on_weights: OnWei
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model, ids = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)), torch.tensor([[1, 2, 3]])
     >>> before = model(ids)
-    >>> with edited(model, [Intervention(0, 3, "sigmoid"), Intervention(1, 0, temperature=0.5)]):
+    >>> with edited(model, [Edit(0, 3, "sigmoid"), Edit(1, 0, temperature=0.5)]):
     ...     after = model(ids)
     >>> torch.equal(model(ids), before), torch.equal(after, before)
     (True, False)
@@ -118,7 +118,7 @@ def edited(model: nn.Module, edits: Iterable[Intervention], *, on_weights: OnWei
 class _Editor:
     """Tracks which layer is running, and applies the edits of its heads to its attention call."""
 
-    def __init__(self, edits: dict[int, dict[int, Intervention]], on_weights: OnWeights | None) -> None:
+    def __init__(self, edits: dict[int, dict[int, Edit]], on_weights: OnWeights | None) -> None:
         self.edits, self.on_weights = edits, on_weights
         self.layer: int | None = None
 
@@ -161,8 +161,8 @@ class _Editor:
 _ACTIVE: ContextVar[_Editor | None] = ContextVar("qkv editor of a model", default=None)
 
 
-def _by_layer(layers: list[MultiHeadAttention], edits: Iterable[Intervention]) -> dict[int, dict[int, Intervention]]:
-    found: dict[int, dict[int, Intervention]] = {}
+def _by_layer(layers: list[MultiHeadAttention], edits: Iterable[Edit]) -> dict[int, dict[int, Edit]]:
+    found: dict[int, dict[int, Edit]] = {}
     for edit in edits:
         if not 0 <= edit.layer < len(layers):
             raise InputError(f"edit: layer is {edit.layer}, expected 0 to {len(layers) - 1}")
