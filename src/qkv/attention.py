@@ -25,7 +25,8 @@ from qkv.engine.sizes import LARGEST_HEAD, readable
 from qkv.engine.tiles import all_finite
 from qkv.engine.transforms import transformed, transforming
 from qkv.errors import InputError
-from qkv.kernels import opaque, serve, serve_with_call, watched
+from qkv.kernels import attention as computed
+from qkv.kernels import opaque, serve, watched
 from qkv.masks import Mask
 from qkv.native import kernel as native
 from qkv.normalizers import Normalizer
@@ -166,10 +167,14 @@ def _with_statistics(call: Call, kernel: str, weights: bool, queries: Bool[Tenso
     if kernel == "auto" and not (weights or call.dropout_p or call.needs_grad or transformed(call) or watched()):
         result, _, statistics = measured(call, output=True, queries=queries)
         assert result is not None
-    else:
-        result, served = serve_with_call(call, kernel, weights=weights)
-        statistics = measured(replace(served, dropout_p=0.0), queries=queries)[-1]
-    return Result(result.out, result.lse, result.weights, statistics)
+        return Result(result.out, result.lse, result.weights, statistics)
+
+    def with_statistics(one: Call) -> Result[Tensor]:
+        result = computed(one, kernel, weights=weights)
+        statistics = measured(replace(one, dropout_p=0.0), queries=queries)[-1]
+        return Result(result.out, result.lse, result.weights, statistics)
+
+    return serve(call, kernel, weights=weights, compute=with_statistics)
 
 
 def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
