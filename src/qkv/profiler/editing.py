@@ -42,8 +42,8 @@ def edit(model: nn.Module, edits: Mapping[Key, Edit | str]) -> Iterator[None]:
     """Inside, single heads of a model compute something else.
 
     Heads that are not edited keep the model's own output, bit for bit, and no n × n tensor is formed. Gradients flow
-    through the edits. `qkv.profile` and `qkv.watch` inside record the edited model; `watch` refuses edits that change
-    weights. The model is restored on exit, also after an error.
+    through the edits. `qkv.profile` and `qkv.watch` inside record the edited model. The model is restored on exit, also
+    after an error.
 
     Args:
         model: as in `qkv.profile`; its attention must be that of qkv, transformers' interface or torch's SDPA.
