@@ -25,7 +25,8 @@ from qkv.engine.sizes import LARGEST_HEAD, readable
 from qkv.engine.tiles import all_finite
 from qkv.engine.transforms import transformed, transforming
 from qkv.errors import InputError
-from qkv.kernels import opaque, serve, serve_with_call, watched
+from qkv.kernels import attention as computed
+from qkv.kernels import opaque, serve, watched
 from qkv.masks import Mask
 from qkv.native import kernel as native
 from qkv.normalizers import Normalizer
@@ -170,13 +171,16 @@ def _with_statistics(call: Call, kernel: str, weights: bool, queries: Bool[Tenso
             result, statistics = gradients.with_gradients(call, measured, output=True, queries=queries)
             assert result is not None
             return Result(result.out, result.lse, None, statistics)
-    result, served = serve_with_call(call, kernel, weights=weights)
-    served = replace(served, dropout_p=0.0)
-    if served.needs_grad and gradients.unsupported_reason(served) is None:
-        statistics = gradients.with_gradients(served, measured, queries=queries)[1]
-    else:
-        statistics = measured(served, queries=queries)[-1]
-    return Result(result.out, result.lse, result.weights, statistics)
+
+    def with_statistics(one: Call) -> Result[Tensor]:
+        result, one = computed(one, kernel, weights=weights), replace(one, dropout_p=0.0)
+        if one.needs_grad and gradients.unsupported_reason(one) is None:
+            statistics = gradients.with_gradients(one, measured, queries=queries)[1]
+        else:
+            statistics = measured(one, queries=queries)[-1]
+        return Result(result.out, result.lse, result.weights, statistics)
+
+    return serve(call, kernel, weights=weights, compute=with_statistics)
 
 
 def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:

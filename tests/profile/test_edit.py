@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -153,8 +154,29 @@ def test_profile_and_watch_inside_and_outside_record_the_edited_model(llama: Any
     assert np.abs(inside[:, 1] - plain[:, 1]).max() > 1e-3
     for found in (watched, around):
         np.testing.assert_allclose(found.profile().data["entropy"].values, inside, atol=2e-5)
-    with refused("edits", match=r"only qkv\.profile"), qkv.watch(llama), qkv.edit(llama, {(0, 1): edits.HideFirst()}):
-        llama(**inputs)
+
+
+@torch.no_grad()
+def test_edits_of_weights_are_recorded_inside_a_watch_from_where_they_begin(llama: Any) -> None:
+    ids = hf.inputs("llama")["input_ids"]
+    change = {(0, 1): edits.HideFirst(), (1, 2): edits.Temperature(0.5), (1, 0): "sigmoid"}
+    rows: list[np.ndarray] = []
+    for edit in (nullcontext(), qkv.edit(llama, change)):
+        with edit:
+            rows.append(qkv.profile(llama, ids, probe=False, progress=False).data["weights"].values)
+    with qkv.watch(llama) as throughout, qkv.edit(llama, change):
+        cache = llama(ids[:, :5]).past_key_values
+        for t in range(5, ids.shape[1]):
+            cache = llama(ids[:, t : t + 1], past_key_values=cache).past_key_values
+    np.testing.assert_allclose(throughout.profile().data["weights"].values, rows[1], atol=1e-5)
+    with qkv.watch(llama) as later:
+        cache = llama(ids[:, :5]).past_key_values
+        with qkv.edit(llama, {(0, 1): edits.HideFirst()}):
+            cache = llama(ids[:, 5:], past_key_values=cache).past_key_values
+    got = later.profile().data["weights"].values[:, 0]
+    np.testing.assert_allclose(got[:, :, :5], rows[0][:, 0, :, :5], atol=1e-5)
+    np.testing.assert_allclose(got[:, 1, 5:], rows[1][:, 0, 1, 5:], atol=1e-5)
+    np.testing.assert_allclose(got[:, 2, 5:], rows[0][:, 0, 2, 5:], atol=1e-5)
 
 
 @torch.no_grad()
