@@ -401,9 +401,9 @@ class HideFirst(Edit):
 BY_NAME: dict[str, Edit] = {
     "zero": Zero(),
     "mean": Mean(),
-    "softmax": Normalizer(normalizers.Softmax()),
-    "off-by-one": Normalizer(normalizers.Softmax(sink=0.0)),
-    "sigmoid": Normalizer(normalizers.Sigmoid()),
+    "softmax": WithNormalizer(normalizers.Softmax()),
+    "off-by-one": WithNormalizer(normalizers.Softmax(sink=0.0)),
+    "sigmoid": WithNormalizer(normalizers.Sigmoid()),
 }
 """``softmax``, without any sink; ``off-by-one``, a softmax with an additional logit of 0 that belongs to no key;
 ``sigmoid``, with the library's bias of −ln of the number of visible keys."""
