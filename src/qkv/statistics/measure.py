@@ -365,7 +365,7 @@ def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, to
             corner = region.rows.start, region.columns.start
             some = replace(request, queries=queries)
             of_rows = RowState(rows.level[:, :, piece.rows])
-            add_tiles(piece.local_call(call, k, k), StatisticsReducer(of_rows, some, part, shared.grid, corner))
+            add_tiles(shared.part(call, k, k, piece), StatisticsReducer(of_rows, some, part, shared.grid, corner))
         key_totals.add(*here.values())
     totals.of |= dict(zip(of_keys, key_totals.finish(), strict=True))
 
