@@ -8,8 +8,7 @@ import torch
 import qkv
 from conftest import close, rand, refused, triple
 from qkv import attend, biases, choose_keys, masks
-from qkv.engine import Call
-from qkv.kernels import KERNELS
+from qkv.kernels import KERNELS, Call
 from qkv.normalizers import Hard
 from qkv.scores import Additive, Cosine, General
 

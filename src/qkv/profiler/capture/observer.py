@@ -289,8 +289,8 @@ class Observer:
         self.on_call(name)
         observed = self._observed(name, call, keys)
         if observed.step:  # one of several queries over the same keys
-            result = compute(call)
-            return self._receive(observed, result, {}) if self._keeps(observed.layer) else result
+            own = compute(call)
+            return self._receive(observed, own, {}) if self._keeps(observed.layer) else own
         if self.run.forward is not None:
             self.run.forward.attends(self.modules.get(name), observed.group)
         result, changed = known, dict[int, Call]()
