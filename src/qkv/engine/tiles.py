@@ -155,15 +155,15 @@ class ScoreTiles:
         parts = []
         for some in spans(rows.stop - rows.start, max(1, sizes(self.q.device).most_pairs // numbers)):
             q, k = self.queries_and_keys(slice(rows.start + some.start, rows.start + some.stop), columns)
-            made = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
+            scores = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
             expected = torch.Size((*q.shape[:3], k.shape[2]))
-            if not isinstance(made, Tensor) or made.shape != expected:
-                got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            if not isinstance(scores, Tensor) or scores.shape != expected:
+                got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
                 raise InputError(
                     f"{type(score).__name__}: scores returned {got} for q {tuple(q.shape)} and k {tuple(k.shape)}, "
                     f"expected {tuple(expected)}; a per-head parameter has shape (heads, 1, 1)"
                 )
-            parts.append(made.to(self.dtype))
+            parts.append(scores.to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
@@ -182,8 +182,8 @@ class ScoreTiles:
         if not bias.by_head:
             return bias.apply_(scores, region) if in_place else bias.apply(scores, region)
         region = replace(region, heads=slice(0, self.call.q.shape[1]))
-        made = self.with_all_heads(lambda x: bias.apply(x, region), scores)
-        return checked_shape(bias, made, scores, "apply")
+        biased = self.with_all_heads(lambda x: bias.apply(x, region), scores)
+        return checked_shape(bias, biased, scores, "apply")
 
     def weights(
         self, scores: Float[Tensor, "b h q k"], level: Float[Tensor, "b h q"] | None

@@ -49,8 +49,8 @@ def forward(call: Call) -> Result:
         scores = scores.masked_fill(~visible, -torch.inf)
     weights, lse = _weights(call, scores)
     if call.dropout_p:
-        kept = uniform(call.seed, whole, call.grid) >= call.dropout_p
-        weights = weights * kept / (1 - call.dropout_p)
+        stays = uniform(call.seed, whole, call.grid) >= call.dropout_p
+        weights = weights * stays / (1 - call.dropout_p)
     out = tiles.weigh(weights, v.to(tiles.dtype).flatten(0, 1))
     if call.values is not None:
         out = out + _relative(call, weights)

@@ -76,10 +76,10 @@ def measure_weights(
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
     totals = Totals(call, request)
     add_tiles(call, _Given(weights, request, totals))
-    found = finished(call, RowState(), request, totals)
-    assert found.row_sum is not None
-    _check_row_sums(weights, found.row_sum, request.queries, unnormalized=unnormalized)
-    back: Statistics = form.all_back(found)
+    measurement = finished(call, RowState(), request, totals)
+    assert measurement.row_sum is not None
+    _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)
+    back: Statistics = form.all_back(measurement)
     return back
 
 

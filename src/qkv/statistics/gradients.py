@@ -248,12 +248,12 @@ def _input_gradients(
     grad_out, out = grads.pop("out", None), values.pop("out", None)
     grads = {name: x.to(wide).masked_fill(~visible if name == "received" else empty, 0) for name, x in grads.items()}
     if rows.level is not None and needed.isdisjoint(call.learned):
-        found = statistics_gradients(
+        gradients = statistics_gradients(
             call, values, grads, lse=rows.level, mass=mass, masks=masks, firsts=firsts,
             queries=queries, wanted=needed, out=out, grad_out=grad_out,
         )  # fmt: skip
-        if found is not None:
-            return found
+        if gradients is not None:
+            return gradients
     assert grad_out is None, "the call was not one that is differentiated in one pass"
     if queries is not None:
         call = replace(call, mask=_and_queries(call.mask, queries))

@@ -90,10 +90,10 @@ def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] 
 
 def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | None:
     """The bias by distance and the soft cap of a call, and whether the cap comes first; None if there are others."""
-    found: dict[str | None, Any] = {bias.form: bias for bias in call.biases}
-    if len(found) < len(call.biases) or not found.keys() <= {"distance", "cap"}:
+    by_form: dict[str | None, Any] = {bias.form: bias for bias in call.biases}
+    if len(by_form) < len(call.biases) or not by_form.keys() <= {"distance", "cap"}:
         return None
-    return found.get("distance"), found.get("cap"), next(iter(found), None) == "cap"
+    return by_form.get("distance"), by_form.get("cap"), next(iter(by_form), None) == "cap"
 
 
 OFFERS: tuple[Need, ...] = ("biases", "gradients", "tensors in closures")
