@@ -37,9 +37,9 @@ from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
-from qkv.statistics.built_in import PrefixSinkScores
+from qkv.statistics.built_in import FIELDS, PrefixSinkScores
 from qkv.statistics.gradients import with_gradients
-from qkv.statistics.reduce import FIELDS, Request, StatisticsReducer, Totals, add_tiles, own_statistics
+from qkv.statistics.reduce import Request, StatisticsReducer, Totals, add_tiles, own_statistics
 from qkv.statistics.result import Statistics, Thumbnail, share_of_first
 from qkv.statistics.triton import host as triton
 
