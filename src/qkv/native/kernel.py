@@ -15,7 +15,7 @@ from qkv.biases import Bias, ByDistance
 from qkv.biases.base import SingleTensorBias
 from qkv.engine.call import Call, Result, as_mask, detached
 from qkv.engine.sizes import recorded
-from qkv.engine.transforms import Results, differentiable, kernel_once_differentiable, transforming
+from qkv.engine.transforms import Results, differentiable, once_differentiable, transforming
 from qkv.masks import Grid, Mask
 from qkv.native import binding, ranges_of
 from qkv.native.binding import CPU, BiasGradient, Gradients, Prepared, empty, library, of_tensors, prepared, run
@@ -147,7 +147,7 @@ class _Plain(torch.autograd.Function):
             )  # fmt: skip
             run(library().qkv_gradients, scores)  # type: ignore[union-attr]
         grads = tuple(x.to(q.dtype) for x in grads)
-        return *kernel_once_differentiable("native", grads, (q, k, v, grad)), None, None, None
+        return *once_differentiable("native", grads, (q, k, v, grad)), None, None, None
 
 
 def gradients_of(

@@ -19,7 +19,7 @@ from torch import Tensor
 from qkv.engine.call import Call, Result
 from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv.engine.transforms import kernel_once_differentiable
+from qkv.engine.transforms import once_differentiable
 from qkv.partial import Partial, sink_gradient
 
 MULTIPLE = 8  # head dimensions are padded to a multiple of it
@@ -107,7 +107,7 @@ class _Fused(torch.autograd.Function):
             grads = _backward(tensors, lse, ctx.random, ctx.scale, ctx.band)
             gradients = (*(g[..., :d].to(q.dtype) for g in grads), grad_sink)
         inputs = [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]
-        return *kernel_once_differentiable("fused", gradients, inputs), None, None
+        return *once_differentiable("fused", gradients, inputs), None, None
 
 
 SINK_ROWS = 16  # queries for each program of the kernel that merges a sink
