@@ -22,7 +22,7 @@ from qkv.biases import AdditiveBias
 from qkv.biases.built_in import ByQuery, clipped
 from qkv.engine.call import Call, at_least_float32
 from qkv.engine.forward import ForwardState, dropped
-from qkv.engine.sweep import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
+from qkv.engine.tile_loop import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import MASKED_SCORE
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.level import TileWeights

@@ -16,7 +16,7 @@ from torch import Tensor
 from qkv.biases.built_in import ByQuery
 from qkv.engine.call import Call, RowState
 from qkv.engine.sizes import sizes
-from qkv.engine.sweep import Block, Reducer, Tile, Workspace, groups, reduce_tiles
+from qkv.engine.tile_loop import Block, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import LOG2_E, gumbel, uniform
 from qkv.masks import Region
 from qkv.normalizers import Pointwise, SumToOne

@@ -35,13 +35,13 @@ _CACHE: LRUCache[Hashable, tuple[Any, int]] = LRUCache(2**27, getsizeof=lambda e
 _LOCK = threading.Lock()
 
 
-def kept(
-    mask: Mask, grid: Grid, key: Hashable, make: Callable[[], T], nbytes: Callable[[T], int] = lambda made: 0
+def cached_for_mask(
+    mask: Mask, grid: Grid, key: Hashable, make: Callable[[], T], nbytes: Callable[[T], int] = lambda result: 0
 ) -> T:
     """``make()``, or what it returned for an equal mask, grid and key before; nobody may change it.
 
-    Only masks that compare by value are kept, as tensors and functions inside of a mask may change. Nothing is kept
-    while decoding, where each step has another grid. `nbytes` is the memory of what was made.
+    Only masks that compare by value have entries, as tensors and functions inside of a mask may change. Decoding has
+    none, since each step has another grid. `nbytes` is the memory of a result.
     """
     if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
         return make()
@@ -49,15 +49,15 @@ def kept(
     with _LOCK:
         entry = _CACHE.get(place)
     if entry is not None:
-        found: T = entry[0]
-        return found
+        cached: T = entry[0]
+        return cached
     with torch.inference_mode(False):  # an inference tensor could not be used in training
-        made = make()
-    size = ENTRY + nbytes(made)
+        result = make()
+    size = ENTRY + nbytes(result)
     if size <= LARGEST:
         with _LOCK:
-            _CACHE[place] = made, size
-    return made
+            _CACHE[place] = result, size
+    return result
 
 
 def _other_tensors() -> bool:
@@ -229,7 +229,9 @@ class ScoreTiles:
 
         tiles = -(-grid.n_queries // rows) * -(-grid.n_keys // columns)
         return (
-            status() if mask is None else kept(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
+            status()
+            if mask is None
+            else cached_for_mask(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
         )
 
     def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
@@ -245,7 +247,7 @@ class ScoreTiles:
         def masked() -> Tensor:
             return ~mask.visible(self.region(rows, columns), self.call.grid)
 
-        self._patterns[key] = kept(mask, self.call.grid, ("masked", *key), masked, _nbytes)
+        self._patterns[key] = cached_for_mask(mask, self.call.grid, ("masked", *key), masked, _nbytes)
         return self._patterns[key]
 
     def weigh(

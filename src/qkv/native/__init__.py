@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.engine.call import Call
-from qkv.engine.tiles import kept
+from qkv.engine.tiles import cached_for_mask
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native.binding import Prepared, attend, empty, prepared, visibility
@@ -159,4 +159,4 @@ def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:
         each = [torch.stack([x.expand(batch, -1) for x in pair]) for pair in spans]
         return torch.stack(each).int().contiguous()
 
-    return kept(mask, grid, "native ranges", ranges)
+    return cached_for_mask(mask, grid, "native ranges", ranges)

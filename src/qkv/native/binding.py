@@ -22,7 +22,7 @@ from qkv.biases import Bias
 from qkv.biases.base import SingleTensorBias
 from qkv.engine.call import Call
 from qkv.engine.needs import Need, unmet
-from qkv.engine.tiles import kept
+from qkv.engine.tiles import cached_for_mask
 from qkv.masks import And, Grid, Mask
 from qkv.masks.convert import MaskBits, mask_bits, parts
 
@@ -335,7 +335,7 @@ def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
     cells = None
     if others:
         other = functools.reduce(And, others)
-        cells = kept(
+        cells = cached_for_mask(
             other, grid, "native bits", lambda: mask_bits(other, grid, LARGEST_MASK), lambda x: x.nbytes if x else 0
         )
         if cells is None:

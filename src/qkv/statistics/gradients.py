@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, summed, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32
-from qkv.engine.sweep import Group, Tile, Workspace, groups, reduce_tiles, tile_size
+from qkv.engine.tile_loop import Group, Tile, Workspace, groups, reduce_tiles, tile_size
 from qkv.engine.transforms import Results, differentiable, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque

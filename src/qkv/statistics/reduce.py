@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qkv.engine.call import Call, RowState, at_least_float32
 from qkv.engine.sizes import sizes
-from qkv.engine.sweep import Group, Reducer, Tile, groups, reduce_tiles
+from qkv.engine.tile_loop import Group, Reducer, Tile, groups, reduce_tiles
 from qkv.engine.tiles import WeightTiles
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask, Region
