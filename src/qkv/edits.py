@@ -33,8 +33,8 @@ class Placed:
 
     start: int | None
     """Position of the first query; None if the keys are not the tokens of the text that has the queries."""
-    keys_at: int
-    """Position of the first key; the others follow."""
+    keys_at: int | Int[Tensor, "b hkv nk"]
+    """Position of the first key, if the others follow it; else those of all keys."""
     queries: Bool[Tensor, "b nq"] | None
     """True at real tokens, False at padding; None if all are real."""
     first: int | Int[Tensor, " b"]
@@ -77,14 +77,17 @@ class Head:
     def of_text(self, mask: masks.Mask) -> masks.Mask:
         """A mask of the whole text so far, for the queries and keys of the call."""
         call, place = self.call, self.place()
-        n_queries, n_keys = call.q.shape[2], call.k.shape[2]
-        if place.start is None or (n_queries == n_keys and place.start == place.keys_at == 0):
+        (b, h, n_queries, _), (_, hkv, n_keys, _), at = call.q.shape, call.k.shape, place.keys_at
+        if place.start is None or (n_queries == n_keys and isinstance(at, int) and place.start == at == 0):
             return mask
-        stop = max(place.start + n_queries, place.keys_at + n_keys)
-        grid = masks.Grid(len(call.q), call.q.shape[1], stop, stop, 0, call.q.device)
+        stop = max(place.start + n_queries, at + n_keys if isinstance(at, int) else 0)
+        grid = masks.Grid(b, h, stop, stop, 0, call.q.device)
         mask.check(grid)
-        down = place.start - (n_keys - n_queries)
-        return Submask(mask, grid, down, place.keys_at)
+        if isinstance(at, int):
+            return Submask(mask, grid, place.start - (n_keys - n_queries), at)
+        shown = mask.visible(masks.Region(slice(place.start, place.start + n_queries), slice(0, stop)), grid)
+        at = at.to(shown.device).repeat_interleave(h // hkv, 1)[:, :, None].expand(-1, -1, n_queries, -1)
+        return masks.Dense(shown.expand(b, h, -1, -1).gather(3, at))
 
     def recompute(
         self,
@@ -130,6 +133,9 @@ class Edit:
     ...     def apply(self, head):
     ...         return head.output / 2
     """
+
+    positional = True
+    """Whether it asks where queries and keys are in the text, which must be followed then."""
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
         """The output of the head instead of ``head.output``, of the same shape."""
@@ -270,6 +276,8 @@ def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistic
 class Zero(Edit):
     """Removes the head: its output is 0."""
 
+    positional = False
+
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
         return torch.zeros_like(head.output)
 
@@ -296,6 +304,8 @@ class Scale(Edit):
         factor: a number, or a tensor (for gradients: which heads matter) that broadcasts with (b, nq, dv).
     """
 
+    positional = False
+
     def __init__(self, factor: float | Tensor) -> None:
         self.factor = factor
 
@@ -309,6 +319,8 @@ class Steer(Edit):
     Args:
         vector: (dv,), or what broadcasts with (b, nq, dv).
     """
+
+    positional = False
 
     def __init__(self, vector: Float[Tensor, "*b dv"]) -> None:
         self.vector = vector
@@ -328,6 +340,8 @@ class Patch(Edit):
         output: (b, nq, dv), from `qkv.profiler.head_outputs` of a run on a text of the same length.
     """
 
+    positional = False
+
     def __init__(self, output: Float[Tensor, "b nq dv"]) -> None:
         self.output = output
 
@@ -341,6 +355,8 @@ class Temperature(Edit):
     Args:
         temperature: above 1 for more even weights, below 1 for sharper ones.
     """
+
+    positional = False
 
     def __init__(self, temperature: float) -> None:
         if not temperature > 0:
@@ -357,6 +373,8 @@ class Normalizer(Edit):
     Args:
         normalizer: in place of the model's, whose learned sink, if it has one, is dropped.
     """
+
+    positional = False
 
     def __init__(self, normalizer: normalizers.Normalizer) -> None:
         if not isinstance(normalizer, normalizers.Normalizer):

@@ -159,7 +159,7 @@ class Layer:
 
     def add(
         self, observed: ObservedCall, start: int, keys_at: int | Tensor, limit: int | None, *, stays: bool,
-        changed: Mapping[int, Call] | None = None,
+        changed: Mapping[int, Call] | None = None, queries: bool = True,
     ) -> None:  # fmt: skip
         """Add the queries of a call.
 
@@ -171,6 +171,7 @@ class Layer:
                 are not the tokens of the text.
             stays: the keys and values of earlier calls are still what they were.
             changed: the calls of heads whose weights an edit changed.
+            queries: keep the queries, and not the keys alone.
 
         Raises:
             InputError: if queries see keys that are no tokens of the text.
@@ -197,12 +198,13 @@ class Layer:
         if stays:
             fresh = min(stop - self.known, n_keys)
             skipped = stop - self.known - fresh  # keys of forwards that were not recorded, and that are gone
-            new = _after(given.k, n_keys - fresh, skipped), _after(given.v, n_keys - fresh, skipped)
-        else:
+            values = given.v if queries else given.v[..., :0]
+            new = _after(given.k, n_keys - fresh, skipped), _after(values, n_keys - fresh, skipped)
+        elif queries:
             scores = scores_of(call)[..., :n_keys]
             norms = None if observed.norms is None else observed.norms[:, :, None, :n_keys]
-        queries, others = self.waiting
-        self.waiting = queries + stays * given.q.numel(), others + (0 if scores is None else scores.numel())
+        held, others = self.waiting
+        self.waiting = held + stays * queries * given.q.numel(), others + (0 if scores is None else scores.numel())
         self.known = max(self.known, stop)
         self.causal &= observed.causal or call.q.shape[2] == 1
         if observed.keys is not None:
@@ -211,7 +213,7 @@ class Layer:
             Piece(
                 start,
                 call.q.shape[2],
-                given.q.detach() if stays else None,
+                given.q.detach() if stays and queries else None,
                 scores,
                 new,
                 keys_at,

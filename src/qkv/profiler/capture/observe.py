@@ -26,9 +26,18 @@ from qkv.errors import InputError
 from qkv.huggingface.client import is_known, routed, wrapped
 from qkv.kernels import serving
 from qkv.nn.composition import Composition
+from qkv.profiler.capture.caches import listening
 from qkv.profiler.capture.checking import recorded_inputs
 from qkv.profiler.capture.intercept import all_routed
 from qkv.profiler.capture.observer import Observer
+
+
+@contextmanager
+def following(observer: Observer) -> Iterator[None]:
+    """Inside, `observer` receives the calls of its model and tells which texts it reads, beside the model."""
+    assert observer.texts is not None
+    with observe(observer), methods(observer.model, observer), listening(observer.texts.selected):
+        yield
 
 
 @contextmanager
@@ -75,13 +84,11 @@ def _counted(own: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
 
     def method(tokens: Tensor, *state: Any, **named: Any) -> Any:
         cache = next(iter((*state, *named.values())), None)
-        assert observer.on_begin is not None
-        assert observer.on_end is not None
-        observer.on_begin(method, (), {"tokens": tokens, "past_key_values": cache})
+        observer.begins(method, {"tokens": tokens, "past_key_values": cache})
         try:
             return own(tokens, *state, **named)
         finally:
-            observer.on_end(method, None)
+            observer.ends(method, None)
 
     return method
 

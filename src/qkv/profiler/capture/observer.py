@@ -26,11 +26,11 @@ from qkv.kernels import serving
 from qkv.masks import Dense
 from qkv.profiler.capture import inputs
 from qkv.profiler.capture.checking import Checks, RecordedInputs, returned
-from qkv.profiler.capture.inputs import Sequences
+from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
 from qkv.profiler.capture.record import WEIGHTS_ONLY, Measures, ObservedCall, Record, is_causal, served
 from qkv.profiler.capture.recorder import Recorder
-from qkv.profiler.capture.texts import Forward
+from qkv.profiler.capture.texts import Forward, Texts
 
 Receive = Callable[[ObservedCall, Result | None, Mapping[int, Call]], Result]
 """Receives an observed call, its result after the edits, and the calls of single heads whose weights an edit changed;
@@ -70,9 +70,7 @@ class Observer:
     heads: Mapping[str, int] = field(default_factory=dict)  # number of heads of modules that do not state it, by name
     sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
     partial: bool = False  # list modules whose attention cannot be read instead of raising an error
-    beside: bool = False  # the model computes by its own functions, in any mode, and the calls are received
-    on_begin: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # of an outermost forward
-    on_end: Callable[[Any, Any], None] | None = None
+    texts: Texts | None = None  # which texts the model reads; it computes by its own functions then, in any mode
 
     def __post_init__(self) -> None:
         root = type(self.model).__name__
@@ -81,7 +79,7 @@ class Observer:
         routed = [module for module in self.modules.values() if routes(module)]
         self.expected = [self.names[id(module)] for module in routed]
         self.checks = Checks(self.model, {id(module): function_of(module) for module in routed})
-        self.recorder = Recorder(self.measures)
+        self.recorder, self.beside = Recorder(self.measures), self.texts is not None
         self.ran: set[int] = set()  # modules whose forward was running
         self._two_sided = inputs.is_two_sided(self.modules)
         self._numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before
@@ -105,11 +103,6 @@ class Observer:
                 query_masks=self.query_masks, key_masks=self.key_masks, sequences=self.sequences
             )  # fmt: skip
         return self._runs[thread]
-
-    def restart(self, *, paused: bool) -> None:
-        """Forget the calls so far, before another forward; no call is recorded while `paused`."""
-        self.run.paused = paused
-        self.run.made.clear()
 
     def foreign(self) -> bool:
         """True in a thread other than the one that observes, unless the observer lets the model compute."""
@@ -226,8 +219,8 @@ class Observer:
         if not run.running:
             if threading.get_ident() != self._thread:
                 run.opened.enter_context(serving(self.observe_call))
-            if self.on_begin is not None:
-                self.on_begin(module, args, named)
+            if self.texts is not None:
+                self.begins(module, arguments_of(module, args, named))
             known = bool(self.fired) and not {"sdpa", "softmax"} & set(self.sources.values())
             if self.beside and not known and not self._skips():  # reading every torch function takes time
                 run.opened.enter_context(self.intercept())
@@ -242,8 +235,27 @@ class Observer:
         if not run.running:
             run.steps.clear()
             run.opened.close()
-            if self.on_end is not None:
-                self.on_end(module, output)
+            self.ends(module, output)
+
+    def begins(self, owner: Any, batch: Mapping[str, Any]) -> None:
+        """A forward begins: find the text that it reads. It may be part of another forward, which reads the text."""
+        run = self.run
+        if self.texts is None or run.forward is not None:
+            return
+        run.made.clear()
+        if torch._C._current_graph_task_id() >= 0:  # a part of a forward that is computed again for the gradients
+            run.paused = True
+            return
+        forward = self.texts.begin(owner, self.names.get(id(owner), ""), batch, self.model)
+        run.forward, run.key_masks, run.query_masks = forward, forward.key_masks, forward.query_masks
+        run.sequences, run.paused = forward.read, not forward.recorded
+
+    def ends(self, owner: Any, output: Any) -> None:
+        """A forward has ended."""
+        forward = self.run.forward
+        if self.texts is not None and forward is not None and forward.owner is owner:
+            self.run.forward = None
+            self.texts.end(forward, output)
 
     @contextmanager
     def again(self, run: Run, edits: Sequence[Edits]) -> Iterator[None]:
@@ -312,7 +324,12 @@ class Observer:
             call, changed = changed[0], {}  # all heads have the same edit
         seen = replace(observed, call=detached(call))
         with unwatched():
-            return (self.receive or self.recorder)(seen, result, changed)
+            if self.texts is None:
+                return (self.receive or self.recorder)(seen, result, changed)
+            assert result is not None
+            if self.run.forward is not None:
+                self.texts.add(self.run.forward, self.modules.get(observed.module), seen, changed)
+            return result
 
     def _keeps(self, layer: int) -> bool:
         return self.layers is None or layer in self.layers
@@ -332,7 +349,7 @@ class Observer:
                 name, n_queries=n_queries, n_keys=n_keys, causal=causal, two_sided=self._two_sided,
                 sequences=run.sequences,
             )  # fmt: skip
-            steps = self.receive is None and n_queries == 1 and not causal
+            steps = self.receive is None and self.texts is None and n_queries == 1 and not causal
         before, first_step = run.steps.pop(name, (None, None))
         if steps and first_step is not None and before is not None and torch.equal(before, call.k):
             run.steps[name] = before, replace(first_step, step=(first_step.step or 0) + 1)
@@ -362,13 +379,13 @@ class Observer:
         """Where the queries and keys of a call are in the text."""
         call, forward = observed.call, self.run.forward
         if forward is not None:
-            return forward.place(observed)
+            return forward.place(observed, self.modules.get(observed.module))
         start = None if observed.group == "cross" else call.k.shape[2] - call.q.shape[2]
         return Placed(start, 0, observed.queries, observed.first)
 
     def _shared(self, name: str, shared: Shared, result: Result) -> Result:
         """Record a call whose sequence several processes share: each records the statistics of the whole sequence."""
-        if self.receive is not None:
+        if self.receive is not None or self.texts is not None:
             raise InputError(
                 f"model shares its sequence with other processes in {name}; expected a call in one process, because "
                 "only statistics are exchanged between processes"

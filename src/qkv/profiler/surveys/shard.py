@@ -206,7 +206,7 @@ class Surveyor:
 
         def receive(observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
             if changed:
-                raise InputError(f"edits changes the weights of heads in {observed.module}, expected no edits in a survey")
+                raise InputError(f"edits changes weights in {observed.module}, expected no edits in a survey")
             if observed.call.q.shape[2] != batch.ids.shape[1]:
                 raise InputError(
                     f"model does not attend from all tokens of a text at once in {observed.module}, so texts cannot be "

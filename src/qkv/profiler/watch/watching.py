@@ -12,32 +12,27 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 
-from qkv.cache.base import attending
-from qkv.engine import Call, Result
+from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.models.loading import name_of_model
 from qkv.native.binding import description
-from qkv.profiler.capture.caches import is_known, keeps, listening, located
+from qkv.profiler.capture.checking import Checked
 from qkv.profiler.capture.datasets import Recorded, datasets
-from qkv.profiler.capture.inputs import Sequences, arguments_of
+from qkv.profiler.capture.inputs import Sequences
 from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.layer import of_items
-from qkv.profiler.capture.observe import methods, observe
+from qkv.profiler.capture.observe import following
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, ObservedCall
-from qkv.profiler.capture.sequence import OF_TEXT, Sequence
+from qkv.profiler.capture.sequence import Sequence
 from qkv.profiler.capture.texts import Forward, Texts
 from qkv.profiler.profiles import Profile
 from qkv.profiler.run import versions
 
-HELD_AFTER = 2**25
-"""So many numbers of texts whose cache is gone are held at most, in case that a copy of the cache continues them."""
 
-
-class Watched:
+class Watched(Texts):
     """What was recorded inside `watch`.
 
     >>> import torch, qkv
@@ -52,8 +47,9 @@ class Watched:
     def __init__(
         self, model: nn.Module, every: int, layers: Collection[int] | None, tokenizer: Any, measures: Measures
     ) -> None:
-        self.model, self.every, self.layers, self.tokenizer, self.measures = model, every, layers, tokenizer, measures
-        self.texts = Texts(measures)
+        super().__init__(measures)
+        self.model, self.every, self.layers, self.tokenizer = model, every, layers, tokenizer
+        self.checks: list[Checked] = []
         self.seconds = 0.0
         """Time spent on measuring."""
         self.unrecorded: dict[str, str] = {}
@@ -61,11 +57,6 @@ class Watched:
         self.returned: list[tuple[Sequence, int]] = []
         """The texts that `generate` returned, in order: sequence and batch item."""
         self._reads = 0  # forwards that begin a text
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """In the order in which the model began to read them."""
-        return self.texts.sequences
 
     def __repr__(self) -> str:
         forwards = sum(s.forwards for s in self.sequences)
@@ -114,7 +105,7 @@ class Watched:
             "text_preview": self._preview(chosen[0]),
             "unobserved": sorted(self.unrecorded),
             "sources": chosen[0].sources,
-            "checks": [checked.attrs() for checked in chosen[0].checks],
+            "checks": [checked.attrs() for checked in self.checks],
             "probes": "not run: the model was watched",
             "forwards": [s.forwards for s in chosen],
             "evicted": any(s.evicted for s in chosen),
@@ -150,127 +141,52 @@ class Watched:
 
     # --- what the model does ------------------------------------------------------------------------------------------
 
-    def begins(self, observer: Observer, owner: Any, batch: Mapping[str, Any], cache: Any) -> None:
-        """A forward begins: find the sequence that it continues, and decide whether to record it."""
-        run = observer.run
-        if run.forward is not None:
-            return
-        if torch._C._current_graph_task_id() >= 0:  # a part of a forward that is computed again for the gradients
-            observer.restart(paused=True)
-            return
-        forward = self.texts.begin(owner, observer.names.get(id(owner), ""), batch, cache, self.model)
+    def begin(self, owner: Any, name: str, batch: Mapping[str, Any], model: nn.Module) -> Forward:
+        """A forward begins: decide whether to record it."""
+        forward = super().begin(owner, name, batch, model)
         sequence = forward.sequence
-        run.forward, run.key_masks, run.query_masks = forward, forward.key_masks, forward.query_masks
-        run.sequences = forward.read
-        if forward.begins:
-            finished = self.texts.finished
-            while sum(s.held_numbers() for s in finished) > HELD_AFTER:
-                self._settle(finished.pop(0))
         if forward.lost is not None:
-            self._note(f"forwards with {type(cache).__name__}", forward.lost)
-        recorded = forward.of_encoder or (self._reads if forward.begins else sequence.reads) % self.every == 0
+            self._note(f"forwards with {type(forward.cache).__name__}", forward.lost)
+        due = forward.of_encoder or (self._reads if forward.begins else sequence.reads) % self.every == 0
         self._reads += forward.begins and not forward.of_encoder
-        forward.recorded = recorded and forward.lost is None
+        forward.recorded &= due
         sequence.forwards += forward.recorded
         sequence.reads += 1
-        observer.restart(paused=not forward.recorded)
+        return forward
 
-    def ends(self, observer: Observer, owner: Any, output: Any) -> None:
-        """A forward has ended."""
-        forward = observer.run.forward
-        if forward is None or forward.owner is not owner:
-            return
-        observer.run.forward, sequence = None, forward.sequence
-        sequence.sources |= observer.sources
-        sequence.checks = sequence.checks or list(observer.checks)
+    def end(self, forward: Forward, output: Any) -> None:
+        sequence, may_continue = forward.sequence, True
         try:
-            may_continue = self.texts.end(forward, output)
+            may_continue = self.ended(forward, output)
         except InputError as error:
             self._note(f"forwards with {type(forward.cache).__name__}", error)
-            may_continue = True
         if not may_continue:
-            self._settle(sequence)
-        else:
-            started = time.perf_counter()
-            with torch.no_grad(), unwatched():
-                sequence.measure()
-            self.seconds += time.perf_counter() - started
+            self.release(sequence)
+            return
+        with self._measuring():
+            sequence.measure()
 
-    def _settle(self, sequence: Sequence) -> None:
-        """Measure a text that no forward continues, to save memory."""
-        started = time.perf_counter()
-        with torch.no_grad(), unwatched():
+    def release(self, sequence: Sequence) -> None:
+        with self._measuring():
             sequence.settle(self.layers)
-        self.seconds += time.perf_counter() - started
 
     def add(
-        self, observer: Observer, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]
-    ) -> Result:
-        """A call of attention in the forward that runs."""
-        forward = observer.run.forward
-        assert result is not None
-        if forward is None or not forward.recorded:
-            return result
-        started = time.perf_counter()
+        self, forward: Forward, module: nn.Module | None, observed: ObservedCall, changed: Mapping[int, Call]
+    ) -> None:
         group = forward.sequence.groups.setdefault(observed.module, observed.group)
+        forward.sequence.sources[observed.module] = observed.source
         try:
-            with torch.no_grad():
-                self._add(observer, replace(observed, group=group), changed, forward)
+            with self._measuring():
+                forward.add(replace(observed, group=group), module, changed, self.layers, self.measures)
         except InputError as error:
             self._note(observed.module, error)
-        self.seconds += time.perf_counter() - started
-        return result
 
-    def _add(
-        self, observer: Observer, observed: ObservedCall, changed: Mapping[int, Call], forward: Forward
-    ) -> None:
-        sequence, n, n_queries = forward.sequence, forward.tokens, observed.call.q.shape[2]
-        cross = observed.group == "cross"
-        stepwise = cross and n_queries == 1 and n != 1  # one query at a time over the same keys
-        of_text = n_queries == n and observed.group in OF_TEXT and not forward.of_encoder
-        layer = sequence.layer(observed, 0 if stepwise else observed.own)
-        if self.layers is not None and layer.number not in self.layers:
-            return
-        if not (of_text or (cross and n_queries in (1, n) and not forward.of_encoder)):
-            if layer.pieces or layer.made is not None:
-                raise InputError(
-                    f"model attends in {observed.module} to what is no token of the text in several forwards; the "
-                    "first is recorded"
-                )
-            _, layer.made = self.measures.record(replace(observed, layer=layer.number), None, changed)
-            return
-        layer.own_keys = cross
-        if not cross:
-            forward.sees(observed)
-        step = forward.steps.get(observed.module, 0)
-        forward.steps[observed.module] = step + 1
-        start, stays, index = forward.before + step * stepwise, True, None
-        keys_at: int | Tensor = 0
-        if (cache := attending()) is not None:
-            at = cache.key_positions(observed.call.k.shape[2], n_queries)
-            keys_at, stays = _first_of(at), keeps(cache)
-            sequence.evicted |= cache.length < cache.seen
-            index = next((i for i, one in enumerate(forward.cache.caches) if one is cache), None)
-        elif not cross:
-            index = getattr(observer.modules.get(observed.module), "layer_idx", None)
-            keys_at = sequence.keys_at(observed, start, n, index)
-            if forward.cache is not None and not is_known(forward.cache) and start:
-                old = observed.call.given.k[:, :, : observed.call.k.shape[2] - n]
-                _, at = located(old, layer.keys(), None, start - old.shape[2], sequence.ids(sequence.real))
-                keys_at = torch.cat([at, torch.arange(start, start + n, device=at.device).expand(*at.shape[:2], n)], 2)
-            elif forward.cache is not None:
-                stays = _keeps(forward.cache, index)
-            sequence.evicted |= isinstance(keys_at, Tensor) or keys_at > 0
-        if cross and (layer.known not in (0, observed.call.k.shape[2])):
-            raise InputError(f"model attends to other keys than before in {observed.module}")
-        if index is not None and not cross:
-            sequence.cached[index] = layer
-        if layer.made is not None:
-            raise InputError(f"model attends in {observed.module} after its text was measured as a whole")
-        layer.add(observed, start, keys_at, None if cross else start + n, stays=stays, changed=changed)
-        if not forward.may_cache and not stepwise:
-            layer.made = layer.record(self.measures, sequence.ids(sequence.real), start + n, {})
-            layer.pieces.clear()
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        started = time.perf_counter()
+        with torch.no_grad(), unwatched():
+            yield
+        self.seconds += time.perf_counter() - started
 
     def returns(self, ids: Tensor, sequences: list[Sequence], pad: set[int]) -> None:
         """`generate` has returned token ids: find the texts in which they were read, all but the last token of each.
@@ -309,21 +225,6 @@ class Watched:
 
     def _note(self, where: str, error: InputError) -> None:
         self.unrecorded.setdefault(where, str(error))
-
-
-def _first_of(at: Int[Tensor, "..."]) -> int | Tensor:
-    """The first of positions that follow each other; else all of them, (b, hkv, nk)."""
-    if at.ndim > 1:
-        return at
-    first = int(at[0])
-    return first if int(at[-1]) - first == len(at) - 1 else at[None, None]
-
-
-def _keeps(cache: Any, index: int | None) -> bool:
-    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None)
-    if not isinstance(layers, list):
-        return False
-    return all(keeps(layer) for layer in (layers if index is None else layers[index : index + 1]))
 
 
 _WATCHED: WeakSet[nn.Module] = WeakSet()
@@ -386,27 +287,14 @@ def watch(
         )
     measures = Measures(local_window, map_tokens, 64)
     watched = Watched(model, every, layers, tokenizer, measures)
-    observer = Observer(model, measures=measures, beside=True, partial=True, heads=heads or {})
-    observer.unreadable = watched.unrecorded
-    observer.receive = lambda observed, result, changed: watched.add(observer, observed, result, changed)
-    observer.on_begin = lambda module, args, named: _begun(watched, observer, module, args, named)
-    observer.on_end = lambda module, output: watched.ends(observer, module, output)
+    observer = Observer(model, texts=watched, partial=True, heads=heads or {}, unreadable=watched.unrecorded)
+    watched.checks = observer.checks
     try:
-        with (
-            observe(observer),
-            methods(model, observer),
-            _generating(model, watched),
-            listening(watched.texts.selected),
-        ):
+        with following(observer), _generating(model, watched):
             _WATCHED.add(model)
             yield watched
     finally:
         _WATCHED.discard(model)
-
-
-def _begun(watched: Watched, observer: Observer, module: nn.Module, args: tuple[Any, ...], named: Any) -> None:
-    batch = arguments_of(module, args, named)
-    watched.begins(observer, module, batch, batch.get("past_key_values"))
 
 
 @contextmanager
