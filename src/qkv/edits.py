@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from qkv.engine import Call, Result
 from qkv.errors import InputError, kind_of
 from qkv.kernels import attention
 from qkv.masks.base import Submask
-from qkv.statistics.result import Statistics
+from qkv.statistics.result import with_head
 
 __all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
 __dir__ = __all__.copy
@@ -251,26 +251,6 @@ def _with_columns(x: Tensor, columns: Mapping[int, Tensor]) -> Tensor:
     for number, column in columns.items():
         x[:, number] = column
     return x
-
-
-def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistics:
-    """The statistics of a layer, with those of one head from `other`."""
-
-    def one(mine: Any, its: Any) -> Any:
-        if isinstance(mine, Tensor) or isinstance(its, Tensor):
-            both = torch.full_like(its, 0) if mine is None else mine.clone()
-            both[:, head] = torch.nan if its is None else its[:, head]
-            return both
-        if isinstance(mine, Mapping):
-            return {name: one(x, its[name]) for name, x in mine.items()}
-        if mine is None:
-            return None
-        return replace(mine, maximum=one(mine.maximum, its.maximum), mean=one(mine.mean, its.mean))  # a thumbnail
-
-    found = {f.name: one(getattr(statistics, f.name), getattr(other, f.name)) for f in fields(Statistics)}
-    if other.sink_mass is None and found["sink_mass"] is not None:
-        found["sink_mass"][:, head] = 0  # no weight on a sink that is not there
-    return Statistics(**found)
 
 
 class Zero(Edit):

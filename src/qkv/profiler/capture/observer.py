@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from qkv.edits import ACTIVE, Edits, Placed, applied
 from qkv.engine import Call, Result, Shared, detached
@@ -89,10 +88,6 @@ class Observer:
     @property
     def records(self) -> list[Record]:
         return self.recorder.records
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        return self.recorder.group
 
     @property
     def run(self) -> Run:
@@ -301,13 +296,12 @@ class Observer:
         self.fired.append(name)
         self.on_call(name)
         observed = self._observed(name, call, keys)
+        result, changed = known, dict[int, Call]()
         if observed.step:  # one of several queries over the same keys
             result = compute(call)
-            return self._receive(observed, result, {}) if self._keeps(observed.layer) else result
-        if self.run.forward is not None:
+        elif self.run.forward is not None:
             self.run.forward.attends(self.modules.get(name), observed.group)
-        result, changed = known, dict[int, Call]()
-        if ACTIVE.get(self.model):
+        if ACTIVE.get(self.model) and not observed.step:
             editable = editable and observed.step is None and observed.source not in WEIGHTS_ONLY
             result, changed = applied(
                 self.model, name, observed.group, observed.layer, partial(self._place, observed), call,
@@ -316,19 +310,15 @@ class Observer:
         if self.run.paused or not self._keeps(observed.layer):
             return compute(call) if result is None else result
         result = compute(call) if result is None and not fused else result
-        return self._receive(observed, result, changed)
-
-    def _receive(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
-        call = observed.call
         if len(changed) == call.q.shape[1] and len({id(one) for one in changed.values()}) == 1:
             call, changed = changed[0], {}  # all heads have the same edit
-        seen = replace(observed, call=detached(call))
+        observed = replace(observed, call=detached(call))
         with unwatched():
             if self.texts is None:
-                return (self.receive or self.recorder)(seen, result, changed)
+                return (self.receive or self.recorder)(observed, result, changed)
             assert result is not None
             if self.run.forward is not None:
-                self.texts.add(self.run.forward, self.modules.get(observed.module), seen, changed)
+                self.texts.add(self.run.forward, self.modules.get(name), observed, changed)
             return result
 
     def _keeps(self, layer: int) -> bool:

@@ -116,9 +116,7 @@ class Forward:
         layer = sequence.layer(replace(observed, own=0) if stepwise else observed)
         if layers is not None and layer.number not in layers:
             return
-        if self.of_encoder or not (
-            (n_queries == n and observed.group in OF_TEXT) or (cross and n_queries in (1, n))
-        ):
+        if self.of_encoder or not ((n_queries == n and observed.group in OF_TEXT) or (cross and n_queries in (1, n))):
             if layer.pieces or layer.made is not None:
                 raise InputError(
                     f"model attends in {observed.module} to what is no token of the text in several forwards; the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.models.loading import name_of_model
-from qkv.native.binding import description
 from qkv.profiler.capture.checking import Checked
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences
@@ -29,7 +27,7 @@ from qkv.profiler.capture.record import Measures, ObservedCall
 from qkv.profiler.capture.sequence import Sequence
 from qkv.profiler.capture.texts import Forward, Texts
 from qkv.profiler.profiles import Profile
-from qkv.profiler.run import versions
+from qkv.profiler.run import attributes, preview
 
 
 class Watched(Texts):
@@ -93,16 +91,9 @@ class Watched(Texts):
             missing = "; ".join(f"{where}: {reason}" for where, reason in self.unrecorded.items())
             warnings.warn(f"not recorded: {missing}", stacklevel=2)
         before = [sum(s.items for s in chosen[:i]) for i in range(len(chosen))]
-        attrs = {
-            "model": name_of_model(self.model),
-            "dtype": str(next((p.dtype for p in self.model.parameters()), "unknown")).removeprefix("torch."),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "versions": versions(),
-            "native_library": description(),
-            "command": "",
-            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "seconds": round(self.seconds, 3),
-            "text_preview": self._preview(chosen[0]),
+        ids = chosen[0].ids(chosen[0].source or chosen[0].target)
+        attrs = attributes(self.model, name_of_model(self.model), self.seconds) | {
+            "text_preview": "no token ids" if ids is None else preview(ids, self.tokenizer),
             "unobserved": sorted(self.unrecorded),
             "sources": chosen[0].sources,
             "checks": [checked.attrs() for checked in self.checks],
@@ -130,14 +121,6 @@ class Watched(Texts):
             records = [of_items(x, kept) if len(x.statistics.entropy) == len(real) else x for x in records]
             source, target = (x[kept] if x is not None and len(x) == len(real) else x for x in (source, target))
         return Recorded(records, Sequences(source, target, two=sequence.two), self.measures.statistics)
-
-    def _preview(self, sequence: Sequence) -> str:
-        ids = sequence.ids(sequence.source or sequence.target)
-        if ids is None:
-            return "no token ids"
-        if not hasattr(self.tokenizer, "decode"):
-            return f"{ids.shape[1]:,} token ids"
-        return " ".join(str(self.tokenizer.decode(ids[0, :64], skip_special_tokens=True)).split())[:200]
 
     # --- what the model does ------------------------------------------------------------------------------------------
 
