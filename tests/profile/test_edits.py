@@ -31,13 +31,6 @@ def ids_of(n: int = 20) -> torch.Tensor:
     return torch.randint(50, (1, n), generator=torch.Generator().manual_seed(0))
 
 
-def built_with(model: DecoderLM, normalizer: str) -> DecoderLM:
-    """The same parameters in a model built with another normalizer."""
-    other = DecoderLM(replace(model.config, normalizer=normalizer)).eval()
-    other.load_state_dict(model.state_dict())
-    return other
-
-
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -51,7 +44,9 @@ def test_editing_all_heads_equals_a_model_built_with_the_normalizer(name: str, m
     model, ids = model_of(**more), ids_of()
     with qkv.edit(model, everywhere(model, name)):
         result = model(ids)
-    torch.testing.assert_close(result, built_with(model, NAMES[name])(ids), rtol=0, atol=1e-6)
+    built = DecoderLM(replace(model.config, normalizer=NAMES[name])).eval()
+    built.load_state_dict(model.state_dict())
+    torch.testing.assert_close(result, built(ids), rtol=0, atol=1e-6)
     if name != "softmax":
         assert (result - model(ids)).abs().max() > 1e-3
 
