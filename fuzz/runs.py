@@ -195,7 +195,8 @@ def _pruned(run: Run, model: Any, cache: Any, ids: Tensor) -> Texts:
         model(ids[:, at : at + 1], past_key_values=cache, position_ids=torch.full((len(ids), 1), at))
     visible = torch.ones(n + 3, n + 3).tril().bool()
     visible[n:, :n] &= keep
-    return ids, torch.ones_like(ids), {"attention_mask": visible.expand(len(ids), 1, -1, -1)}
+    added = torch.zeros(n + 3, n + 3).masked_fill(~visible, torch.finfo(torch.float32).min)
+    return ids, torch.ones_like(ids), {"attention_mask": added.expand(len(ids), 1, -1, -1)}
 
 
 @torch.no_grad()

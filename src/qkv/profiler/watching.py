@@ -42,19 +42,13 @@ class Watched(Texts):
     Watched(1 sequences, 1 forwards)
     """
 
-    def __init__(
-        self, model: nn.Module, every: int, layers: Collection[int] | None, tokenizer: Any, measures: Measures
-    ) -> None:
-        super().__init__(measures)
-        self.model, self.every, self.layers, self.tokenizer = model, every, layers, tokenizer
-        self.checks: list[Checked] = []
-        self.seconds = 0.0
-        """Time spent on measuring."""
-        self.unrecorded: dict[str, str] = {}
-        """What could not be recorded, and why."""
-        self.returned: list[tuple[Sequence, int]] = []
-        """The texts that `generate` returned, in order: sequence and batch item."""
-        self._reads = 0  # forwards that begin a text
+    def __init__(self, model: nn.Module, tokenizer: Any, recording: _Recording, checks: list[Checked]) -> None:
+        self._model, self._tokenizer, self._recording, self._checks = model, tokenizer, recording, checks
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """In the order in which the model began to read them."""
+        return self._recording.sequences
 
     def __repr__(self) -> str:
         forwards = sum(s.forwards for s in self.sequences)
@@ -74,33 +68,34 @@ class Watched(Texts):
         Raises:
             InputError: if nothing was recorded.
         """
+        recording, unrecorded = self._recording, self._recording.unrecorded
         chosen = self.sequences if sequence is None else self.sequences[sequence]
         chosen = chosen if isinstance(chosen, list) else [chosen]
         chosen = [s for s in chosen if s.layers]
         if not chosen:
-            missing = "; ".join(f"{where}: {reason}" for where, reason in self.unrecorded.items())
+            missing = "; ".join(f"{where}: {reason}" for where, reason in unrecorded.items())
             raise InputError(
                 "watched has no attention, expected the model to run inside the context of qkv.watch"
                 + (f"; not recorded: {missing}" if missing else "")
             )
-        started = time.perf_counter()
-        with torch.no_grad():
-            groups = datasets([self._recorded(s) for s in chosen], self.tokenizer, self.measures.local_window)
-        self.seconds += time.perf_counter() - started
-        if self.unrecorded:
-            missing = "; ".join(f"{where}: {reason}" for where, reason in self.unrecorded.items())
+        with recording.measuring():
+            groups = datasets([self._recorded(s) for s in chosen], self._tokenizer, recording.measures.local_window)
+        if unrecorded:
+            missing = "; ".join(f"{where}: {reason}" for where, reason in unrecorded.items())
             warnings.warn(f"not recorded: {missing}", stacklevel=2)
         before = [sum(s.items for s in chosen[:i]) for i in range(len(chosen))]
         ids = chosen[0].ids(chosen[0].source or chosen[0].target)
-        attrs = attributes(self.model, name_of_model(self.model), self.seconds) | {
-            "text_preview": "no token ids" if ids is None else preview(ids, self.tokenizer),
-            "unobserved": sorted(self.unrecorded),
+        attrs = attributes(self._model, name_of_model(self._model), recording.seconds) | {
+            "text_preview": "no token ids" if ids is None else preview(ids, self._tokenizer),
+            "unobserved": sorted(unrecorded),
             "sources": chosen[0].sources,
-            "checks": [checked.attrs() for checked in self.checks],
+            "checks": [checked.attrs() for checked in self._checks],
             "probes": "not run: the model was watched",
             "forwards": [s.forwards for s in chosen],
             "evicted": any(s.evicted for s in chosen),
-            "returned": [before[i] + item for s, item in self.returned for i, one in enumerate(chosen) if one is s],
+            "returned": [
+                before[i] + item for s, item in recording.returned for i, one in enumerate(chosen) if one is s
+            ],
         }
         return Profile(groups, attrs, {})
 
@@ -109,7 +104,7 @@ class Watched(Texts):
         if sequence.two and source is not None and target is not None and len(target) != len(source):
             source = source.repeat_interleave(len(target) // len(source), 0)  # beams read the same text
         records = []
-        for record in sequence.records(self.layers):
+        for record in sequence.records(self._recording.layers):
             items = len(record.statistics.entropy)
             repeats = len(target) // items if record.group == "encoder" and target is not None else 1
             repeated = torch.arange(items).repeat_interleave(repeats)
@@ -117,12 +112,25 @@ class Watched(Texts):
         real = sequence.ids(sequence.real)
         if real is not None and not bool(real.any(1).all()):
             kept = real.any(1).nonzero()[:, 0]
-            self.unrecorded["texts of padding only"] = f"{len(real) - len(kept)} have no token"
+            self._recording.unrecorded["texts of padding only"] = f"{len(real) - len(kept)} have no token"
             records = [of_items(x, kept) if len(x.statistics.entropy) == len(real) else x for x in records]
             source, target = (x[kept] if x is not None and len(x) == len(real) else x for x in (source, target))
-        return Recorded(records, Sequences(source, target, two=sequence.two), self.measures.statistics)
+        return Recorded(records, Sequences(source, target, two=sequence.two), self._recording.measures.statistics)
 
-    # --- what the model does ------------------------------------------------------------------------------------------
+
+class _Recording(Texts):
+    """Records what a model attends to, and which of its texts `generate` returned."""
+
+    def __init__(self, measures: Measures, every: int, layers: Collection[int] | None) -> None:
+        super().__init__(measures)
+        self.every, self.layers = every, layers
+        self.seconds = 0.0
+        """Time spent on measuring."""
+        self.unrecorded: dict[str, str] = {}
+        """What could not be recorded, and why."""
+        self.returned: list[tuple[Sequence, int]] = []
+        """The texts that `generate` returned, in order: sequence and batch item."""
+        self._reads = 0  # forwards that begin a text
 
     def begin(self, owner: Any, name: str, batch: Mapping[str, Any], model: nn.Module) -> Forward:
         """A forward begins: decide whether to record it."""
@@ -146,11 +154,11 @@ class Watched(Texts):
         if not may_continue:
             self.release(sequence)
             return
-        with self._measuring():
+        with self.measuring():
             sequence.measure()
 
     def release(self, sequence: Sequence) -> None:
-        with self._measuring():
+        with self.measuring():
             sequence.settle(self.layers)
 
     def add(
@@ -159,13 +167,13 @@ class Watched(Texts):
         group = forward.sequence.groups.setdefault(observed.module, observed.group)
         forward.sequence.sources[observed.module] = observed.source
         try:
-            with self._measuring():
+            with self.measuring():
                 forward.add(replace(observed, group=group), module, changed, self.layers, self.measures)
         except InputError as error:
             self._note(observed.module, error)
 
     @contextmanager
-    def _measuring(self) -> Iterator[None]:
+    def measuring(self) -> Iterator[None]:
         started = time.perf_counter()
         with torch.no_grad(), unwatched():
             yield
@@ -268,20 +276,18 @@ def watch(
             f"model {type(model).__name__} is watched already; expected one qkv.watch at a time, which records "
             "everything that the model does inside"
         )
-    measures = Measures(local_window, map_tokens, 64)
-    watched = Watched(model, every, layers, tokenizer, measures)
-    observer = Observer(model, texts=watched, partial=True, heads=heads or {}, unreadable=watched.unrecorded)
-    watched.checks = observer.checks
+    recording = _Recording(Measures(local_window, map_tokens, 64), every, layers)
+    observer = Observer(model, texts=recording, partial=True, heads=heads or {}, unreadable=recording.unrecorded)
     try:
-        with following(observer), _generating(model, watched):
+        with following(observer), _generating(model, recording):
             _WATCHED.add(model)
-            yield watched
+            yield Watched(model, tokenizer, recording, observer.checks)
     finally:
         _WATCHED.discard(model)
 
 
 @contextmanager
-def _generating(model: nn.Module, watched: Watched) -> Iterator[None]:
+def _generating(model: nn.Module, recording: _Recording) -> Iterator[None]:
     """Inside, the texts that a model of transformers returns from `generate` are noted."""
     own = getattr(model, "generate", None)
     if own is None or not hasattr(model, "generation_config"):
@@ -289,13 +295,15 @@ def _generating(model: nn.Module, watched: Watched) -> Iterator[None]:
         return
 
     def generate(*args: Any, **named: Any) -> Any:
-        before = len(watched.sequences)
+        before = len(recording.sequences)
         made = own(*args, **named)
         ids = getattr(made, "sequences", made)
         if isinstance(ids, Tensor) and ids.ndim == 2:
             config: Any = model.generation_config
             ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-            watched.returns(ids, watched.sequences[before:], {x for x in (config.pad_token_id, *ends) if x is not None})
+            recording.returns(
+                ids, recording.sequences[before:], {x for x in (config.pad_token_id, *ends) if x is not None}
+            )
         return made
 
     had = vars(model).get("generate")

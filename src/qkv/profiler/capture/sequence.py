@@ -249,8 +249,8 @@ class Sequence:
             return None
         for layer in copy.layers.values():
             if layer.group in (*OF_TEXT, "cross"):
-                layer.pieces = _until(layer.pieces, length)
-                layer.measured = _until(layer.measured, length)
+                for one in (layer, *layer.heads.values()):
+                    one.pieces, one.measured = _until(one.pieces, length), _until(one.measured, length)
                 if any(not isinstance(part, Tensor) and part[0][-1] >= length for part in layer.measured):
                     return None
             elif layer.made is not None:  # all beams of an item share what an encoder has read

@@ -128,7 +128,8 @@ class Forward:
         layer.own_keys = cross
         step = self.steps.get(observed.module, 0)
         self.steps[observed.module] = step + 1
-        start, keys_at, stays = self.before + step * stepwise, 0, True
+        start, stays = self.before + step * stepwise, True
+        keys_at: int | Tensor = 0
         if not cross:
             self.sees(observed)
             keys_at, stays = self.keys_at(observed, start, module)
