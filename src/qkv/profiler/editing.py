@@ -68,7 +68,7 @@ def edit(model: nn.Module, edits: Mapping[Key, Edit | str]) -> Iterator[None]:
     stack = ACTIVE.setdefault(model, [])
     stack.append(active)
     try:
-        if OBSERVERS.get(model, 0):  # a profile or a watch around this context computes the attention
+        if OBSERVERS.get(model):  # a profile or a watch around this context computes the attention
             yield
         else:
             texts = Texts(keys=any(one.positional for one in active.by_place.values()))

@@ -49,18 +49,13 @@ def observe(observer: Observer) -> Iterator[Observer]:
     models every call is a layer. With `Observer.beside` the model is neither put into evaluation mode nor detached from
     autograd: its own functions compute, and the calls are collected beside them.
     """
-    model = observer.model
-    _refuse_split_heads(model)
-    OBSERVERS[model] = OBSERVERS.get(model, 0) + 1
-    try:
-        with _observed(observer):
-            yield observer
-    finally:
-        OBSERVERS[model] -= 1
+    _refuse_split_heads(observer.model)
+    with _observed(observer):
+        yield observer
 
 
-OBSERVERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""How many contexts observe a model."""
+OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()
+"""Who observes a model."""
 
 
 @contextmanager
@@ -177,8 +172,6 @@ class _Checkpoints:
 
 _checkpoints = _Checkpoints()
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_BESIDE: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""How many contexts watch or edit a model: they last as long as the user likes."""
 
 
 @contextmanager
@@ -187,15 +180,15 @@ def _alone(observer: Observer) -> Iterator[None]:
     model = observer.model
     lock = _LOCKS.setdefault(model, threading.RLock())
     while not lock.acquire(timeout=0.05):
-        if _BESIDE.get(model, 0):
+        if any(one.beside for one in OBSERVERS.get(model, ())):  # they last as long as the user likes
             raise InputError(
                 f"model {type(model).__name__} is watched or edited by another thread; expected one thread at a time"
             )
-    _BESIDE[model] = _BESIDE.get(model, 0) + observer.beside
+    OBSERVERS.setdefault(model, []).append(observer)
     try:
         yield
     finally:
-        _BESIDE[model] -= observer.beside
+        OBSERVERS[model].remove(observer)
         lock.release()
 
 

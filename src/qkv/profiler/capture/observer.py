@@ -24,7 +24,7 @@ from qkv.huggingface.client import Own, function_of
 from qkv.kernels import serving
 from qkv.masks import Dense
 from qkv.profiler.capture import inputs
-from qkv.profiler.capture.checking import Checks, RecordedInputs, returned
+from qkv.profiler.capture.checking import Checks, Inputs, returned
 from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
 from qkv.profiler.capture.record import WEIGHTS_ONLY, Measures, ObservedCall, Record, is_causal, served
@@ -194,7 +194,7 @@ class Observer:
             beside=self.beside,
         )  # fmt: skip
 
-    def record_returned(self, recorded: RecordedInputs) -> None:
+    def record_returned(self, recorded: Inputs) -> None:
         """For modules whose calls could not be read, record the weights that the model itself returns, if it does."""
         unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
         if not unread:
