@@ -30,7 +30,7 @@ from qkv.profiler.profiles import Profile
 from qkv.profiler.run import attributes, preview
 
 
-class Watched(Texts):
+class Watched:
     """What was recorded inside `watch`.
 
     >>> import torch, qkv
