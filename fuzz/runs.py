@@ -39,7 +39,7 @@ EDITS: dict[str, Any] = {
     "none": {},
     "outputs": {(0, 1): "zero", (1, 0): qkv.edits.Scale(0.5)},
     "weights": {(0, 1): "off-by-one", (1, 0): qkv.edits.Temperature(0.5)},
-    "positions": {(0, 1): qkv.edits.HideFirst(), (1, 0): qkv.edits.Mask(qkv.masks.Window(3))},
+    "positions": {(0, 1): qkv.edits.HideFirst(), (1, 0): qkv.edits.WithMask(qkv.masks.Window(3))},
 }
 PADDING = ("none", "left", "right", "inner")
 CACHES = ("dynamic", "static")

@@ -23,7 +23,9 @@ from qkv.kernels import attention
 from qkv.masks.base import Submask
 from qkv.statistics.result import with_head
 
-__all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
+__all__ = [
+    "Edit", "Head", "HideFirst", "Mean", "Patch", "Scale", "Steer", "Temperature", "WithMask", "WithNormalizer", "Zero",
+]  # fmt: skip
 __dir__ = __all__.copy
 
 
@@ -347,7 +349,7 @@ class Temperature(Edit):
         return head.recompute(temperature=self.temperature)
 
 
-class Normalizer(Edit):
+class WithNormalizer(Edit):
     """Gives the head another normalizer, such as ``qkv.normalizers.Softmax(sink=0.0)``, softmax off by one.
 
     Args:
@@ -365,7 +367,7 @@ class Normalizer(Edit):
         return head.recompute(normalizer=self.normalizer)
 
 
-class Mask(Edit):
+class WithMask(Edit):
     """Restricts the head by a mask besides that of the model, such as ``qkv.masks.Window(64)``.
 
     Args:
@@ -397,9 +399,9 @@ class HideFirst(Edit):
 BY_NAME: dict[str, Edit] = {
     "zero": Zero(),
     "mean": Mean(),
-    "softmax": Normalizer(normalizers.Softmax()),
-    "off-by-one": Normalizer(normalizers.Softmax(sink=0.0)),
-    "sigmoid": Normalizer(normalizers.Sigmoid()),
+    "softmax": WithNormalizer(normalizers.Softmax()),
+    "off-by-one": WithNormalizer(normalizers.Softmax(sink=0.0)),
+    "sigmoid": WithNormalizer(normalizers.Sigmoid()),
 }
 """``softmax``, without any sink; ``off-by-one``, a softmax with an additional logit of 0 that belongs to no key;
 ``sigmoid``, with the library's bias of −ln of the number of visible keys."""

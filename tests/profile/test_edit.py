@@ -97,10 +97,10 @@ FIRST_KEY = ~SQUARE
 FIRST_KEY[1:, 0] = True
 WEIGHTS: dict[str, tuple[edits.Edit, Callable[[Tensor], Tensor]]] = {
     "temperature": (edits.Temperature(2.0), lambda s: (s / 2).softmax(-1)),
-    "window": (edits.Mask(qkv.masks.Window(5)), lambda s: s.masked_fill(SQUARE.tril(-5), -torch.inf).softmax(-1)),
+    "window": (edits.WithMask(qkv.masks.Window(5)), lambda s: s.masked_fill(SQUARE.tril(-5), -torch.inf).softmax(-1)),
     "no first token": (edits.HideFirst(), lambda s: s.masked_fill(FIRST_KEY, -torch.inf).softmax(-1)),
-    "sigmoid": (edits.Normalizer(qkv.normalizers.Sigmoid(bias=0.0)), torch.sigmoid),
-    "off by one": (edits.Normalizer(qkv.normalizers.Softmax(sink=0.0)), off_by_one),
+    "sigmoid": (edits.WithNormalizer(qkv.normalizers.Sigmoid(bias=0.0)), torch.sigmoid),
+    "off by one": (edits.WithNormalizer(qkv.normalizers.Softmax(sink=0.0)), off_by_one),
 }
 
 
@@ -273,7 +273,7 @@ def test_an_edit_of_ones_own_is_applied_and_checked(llama: Any) -> None:
 def test_every_edit_fulfils_its_contract() -> None:
     for edit in (
         edits.Zero(), edits.Mean(), edits.Scale(2.0), edits.Steer(torch.ones(6)), edits.Temperature(0.5),
-        edits.Mask(qkv.masks.Window(3)), edits.HideFirst(), edits.Normalizer(qkv.normalizers.Sigmoid()), Halve(),
+        edits.WithMask(qkv.masks.Window(3)), edits.WithNormalizer(qkv.normalizers.Sigmoid()), edits.HideFirst(), Halve()
     ):  # fmt: skip
         check_edit(edit)
 

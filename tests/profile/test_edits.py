@@ -61,7 +61,7 @@ def edited_weights(model: DecoderLM, ids: torch.Tensor, edits: dict[Any, Any]) -
 @torch.no_grad()
 def test_different_edits_in_one_layer_give_the_weights_of_eager() -> None:
     model, ids = model_of(positions="alibi"), ids_of()
-    half = qkv.edits.Normalizer(Sigmoid().with_temperature(0.5))
+    half = qkv.edits.WithNormalizer(Sigmoid().with_temperature(0.5))
     edits = {(1, 0): "off-by-one", (1, 2): half, (1, 3): qkv.edits.Temperature(3.0)}
     normalizers = {0: Softmax(sink=0.0), 1: Softmax(), 3: Softmax(3.0)}
     calls: list[Call] = []

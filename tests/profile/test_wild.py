@@ -255,8 +255,8 @@ def test_edits_speak_of_positions_in_the_text(name: str, kind: str) -> None:
     cache: Any = StaticCache(config=model.config, max_cache_len=24) if kind == "static" else None
     cache = DynamicCache(config=model.config) if cache is None else cache
     edits: Any = {
-        (0, 1): qkv.edits.HideFirst(), (1, 0): qkv.edits.HideFirst(), (1, 2): qkv.edits.Mask(qkv.masks.Window(4)),
-        (0, 0): qkv.edits.Mask(~qkv.masks.Prefix(2) | qkv.masks.Window(3)),
+        (0, 1): qkv.edits.HideFirst(), (1, 0): qkv.edits.HideFirst(), (1, 2): qkv.edits.WithMask(qkv.masks.Window(4)),
+        (0, 0): qkv.edits.WithMask(~qkv.masks.Prefix(2) | qkv.masks.Window(3)),
     }  # fmt: skip
     places = (LEFT.cumsum(1) - 1).clamp(min=0)
     plain = model(IDS, attention_mask=LEFT, position_ids=places, use_cache=False).logits[:, -1]
@@ -276,7 +276,7 @@ def test_edits_speak_of_positions_in_the_text(name: str, kind: str) -> None:
 @pytest.mark.parametrize("watch", [True, False])
 @pytest.mark.parametrize("keep", [[0, 1, 2, 9, 10, 11], [2, 3, 9, 11], [0, 1, 2, 3, 4]], ids=str)
 def test_edits_speak_of_positions_in_a_text_whose_cache_was_pruned(keep: list[int], watch: bool) -> None:
-    model, edits = causal_lm(), {(0, 1): qkv.edits.HideFirst(), (1, 2): qkv.edits.Mask(qkv.masks.Window(5))}
+    model, edits = causal_lm(), {(0, 1): qkv.edits.HideFirst(), (1, 2): qkv.edits.WithMask(qkv.masks.Window(5))}
     ids, visible = torch.cat([IDS, IDS[:, :1]], 1), torch.ones(13, 13).tril().bool()
     visible[12, [i for i in range(12) if i not in keep]] = False
     with qkv.edit(model, edits):  # type: ignore[arg-type]

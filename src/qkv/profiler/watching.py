@@ -230,7 +230,6 @@ def watch(
     tokenizer: Any = None,
     local_window: int = 8,
     map_tokens: int = 384,
-    heads: Mapping[str, int] | None = None,
 ) -> Iterator[Watched]:
     """Record the attention of everything that a model does inside, as exact statistics in linear memory.
 
@@ -247,7 +246,6 @@ def watch(
         tokenizer: gives the names of tokens in the profile.
         local_window: `local` is the weight on keys at most this many tokens away.
         map_tokens: whole weight matrices are kept for sequences up to this long.
-        heads: as in `qkv.profile`.
 
     Yields:
         `Watched`, whose method `profile` gives a `Profile`.
@@ -277,7 +275,7 @@ def watch(
             "everything that the model does inside"
         )
     recording = _Recording(Measures(local_window, map_tokens, 64), every, layers)
-    observer = Observer(model, texts=recording, partial=True, heads=heads or {}, unreadable=recording.unrecorded)
+    observer = Observer(model, texts=recording, partial=True, unreadable=recording.unrecorded)
     try:
         with following(observer), _generating(model, recording):
             _WATCHED.add(model)

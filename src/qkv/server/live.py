@@ -59,11 +59,11 @@ class HeadEdit(NamedTuple):
 def _change(normalizer: str, temperature: float) -> edits.Edit:
     match normalizer:
         case "softmax":
-            return edits.Normalizer(Softmax(temperature))
+            return edits.WithNormalizer(Softmax(temperature))
         case "off-by-one":
-            return edits.Normalizer(Softmax(temperature, sink=0.0))
+            return edits.WithNormalizer(Softmax(temperature, sink=0.0))
         case "sigmoid":
-            return edits.Normalizer(Sigmoid().with_temperature(temperature))
+            return edits.WithNormalizer(Sigmoid().with_temperature(temperature))
     return edits.Temperature(temperature)
 
 

@@ -66,7 +66,6 @@ class Observer:
     sequences: Sequences = field(default_factory=Sequences)
     fired: list[str] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
-    heads: Mapping[str, int] = field(default_factory=dict)  # number of heads of modules that do not state it, by name
     sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
     partial: bool = False  # list modules whose attention cannot be read instead of raising an error
     texts: Texts | None = None  # which texts the model reads; it computes by its own functions then, in any mode
@@ -190,7 +189,7 @@ class Observer:
         if all_routed(self.model, self.names, self.expected):
             return nullcontext()  # reading every function of torch takes time
         return Intercept(
-            self.model, self.names, self.expected, self.intercepted, self.checks.of_torch, self.unreadable, self.heads,
+            self.model, self.names, self.expected, self.intercepted, self.checks.of_torch, self.unreadable,
             beside=self.beside,
         )  # fmt: skip
 
