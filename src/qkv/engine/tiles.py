@@ -228,11 +228,9 @@ class ScoreTiles:
             return torch.where(low == high, low, PARTIAL).tolist()
 
         tiles = -(-grid.n_queries // rows) * -(-grid.n_keys // columns)
-        return (
-            status()
-            if mask is None
-            else cached_for_mask(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
-        )
+        if mask is None:
+            return status()
+        return cached_for_mask(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
 
     def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
         """Which pairs of a tile are masked. The pattern of a band mask depends only on the offset and is cached."""
