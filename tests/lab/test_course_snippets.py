@@ -1,7 +1,4 @@
-"""Lessons of five courses: each runs with its import changed, and gives what the lesson's formula gives.
-
-The names, the order and the masks of the calls are those that students of the courses type.
-"""
+"""The classes and functions of five courses: called as lessons call them, they give what the lessons' formulas give."""
 
 from __future__ import annotations
 
@@ -12,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from conftest import close, rand
-from qkv import course, masks
-from qkv.course import MultiHeadAttention, create_causal_mask, scaled_dot_product_attention
+from conftest import close, rand, refused
+from qkv import masks
+from qkv_lab import course
+from qkv_lab.course import MultiHeadAttention, create_causal_mask, scaled_dot_product_attention
 
 CAUSAL = torch.ones(6, 6).tril()
+FUTURE = torch.ones(6, 6).triu(1).bool()  # True hides, as two of the courses have it
 X, MEMORY = rand(2, 6, 24, dtype=torch.float32), rand(2, 9, 24, seed=1, dtype=torch.float32)
+IDS = torch.arange(12).view(2, 6)
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -30,34 +30,32 @@ def formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> t
     return weights @ v.double(), weights
 
 
-def heads_formula(
-    mha: course.MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None
+def of_heads(
+    state: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Concat(head_1, …, head_h) W_O with the parameters of a layer."""
-    layer = mha.layer
-    split = [
-        (x @ w.T + b).unflatten(-1, (layer.heads, layer.head_dim)).transpose(1, 2).double()
-        for x, w, b in zip((query, key, value), layer.in_proj.weight.chunk(3), layer.in_proj.bias.chunk(3), strict=True)
-    ]
-    out, weights = formula(*split, visible)
-    return out.transpose(1, 2).flatten(2) @ layer.out_proj.weight.T.double() + layer.out_proj.bias, weights
+    """Concat(head_1, …, head_h) W_O of a state dict with the names of the lessons, with or without biases, 4 heads."""
+
+    def projected(name: str, x: Tensor) -> Tensor:
+        return x @ state[f"{name}.weight"].T.double() + state.get(f"{name}.bias", torch.zeros(1)).double()
+
+    split = [projected(f"W_{name}", x.double()) for name, x in zip("qkv", (query, key, value), strict=True)]
+    out, weights = formula(*(x.unflatten(-1, (4, -1)).transpose(1, 2) for x in split), visible)
+    return projected("W_o", out.transpose(1, 2).flatten(2)), weights
 
 
-def close32(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+def close32(got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
     """Equal within roundings of float32, in which lessons compute."""
     for one, other in zip(got, want, strict=True):
         close(one, other, eps=256, dtype=torch.float32)
 
 
-# --- the function -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8), (2, 1, 4, 8)], ids=str)
-def test_function_takes_tokens_with_and_without_batch_and_heads(shape: tuple[int, ...]) -> None:
+def test_functions_take_tokens_with_and_without_batch_and_heads(shape: tuple[int, ...]) -> None:
     q, k, v = (rand(*shape, seed=i, dtype=torch.float32) for i in range(3))
-    close32(scaled_dot_product_attention(q, k, v), formula(q, k, v))
+    close32(course.simple_attention(q, k, v), formula(q, k, v))
     visible = create_causal_mask(4)
-    close32(scaled_dot_product_attention(q, k, v, visible), formula(q, k, v, visible))
+    close32(scaled_dot_product_attention(Q=q, K=k, V=v, mask=visible), formula(q, k, v, visible))
+    close32(course.causal_attention(q, k, v), formula(q, k, v, visible))
     arrays = scaled_dot_product_attention(q.numpy(), k.numpy(), v.numpy(), visible.numpy())
     assert all(isinstance(x, np.ndarray) for x in arrays)
     close32(tuple(map(torch.from_numpy, arrays)), formula(q, k, v, visible))
@@ -69,36 +67,162 @@ def test_a_mask_of_items_may_hide_all_keys_of_a_query() -> None:
     close32(scaled_dot_product_attention(x, x, x, mask), formula(x, x, x, mask > 0))
 
 
-# --- the layer --------------------------------------------------------------------------------------------------------
-
 Call = Callable[[Any], tuple[Tensor, Tensor]]
 CALLS: dict[str, tuple[Call, bool]] = {  # and whether it is causal
     "one input": (lambda mha: mha(X), False),
     "three inputs": (lambda mha: mha(X, X, X), False),
     "names": (lambda mha: mha(query=X, key=X, value=X), False),
     "capital names": (lambda mha: mha(Q=X, K=X, V=X), False),
-    "x": (lambda mha: mha(x=X), False),
     "mask as the second": (lambda mha: mha(X, CAUSAL[None, None]), True),
-    "mask of two dimensions as the second": (lambda mha: mha(X, create_causal_mask(6)), True),
-    "mask by name": (lambda mha: mha(X, X, X, mask=CAUSAL), True),
+    "mask by name": (lambda mha: mha(x=X, mask=CAUSAL), True),
     "mask of integers": (lambda mha: mha(query=X, key=X, value=X, mask=CAUSAL.int()[None, None]), True),
     "mask object": (lambda mha: mha(X, masks.Causal()), True),
+    "mask in which True hides": (lambda mha: mha(X, X, X, blocked=FUTURE), True),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_layer_is_called_as_lessons_call_it(name: str) -> None:
-    torch.manual_seed(0)
     mha = MultiHeadAttention(24, n_heads=4)
-    assert mha.head_dim == 6
     call, causal = CALLS[name]
-    close32(call(mha), heads_formula(mha, X, X, X, CAUSAL > 0 if causal else None))
+    close32(call(mha), of_heads(mha.state_dict(), X, X, X, CAUSAL > 0 if causal else None))
 
 
 def test_layer_attends_to_a_memory_without_weights_if_asked() -> None:
     mha = MultiHeadAttention(d_model=24, num_heads=4)
-    want = heads_formula(mha, X, MEMORY, MEMORY)
+    want = of_heads(mha.state_dict(), X, MEMORY, MEMORY)
     close32(mha(Q=X, K=MEMORY, V=MEMORY), want)
     out, nothing = mha(X, MEMORY, return_attention=False)
     close32((out,), want[:1])
     assert nothing is None
+
+
+def test_layer_has_what_lessons_read() -> None:
+    mha = MultiHeadAttention(24, 4)
+    assert (mha.d_model, mha.num_heads, mha.n_heads, mha.d_k, mha.d_v, mha.head_dim) == (24, 4, 4, 6, 6, 6)
+    assert mha.scale == math.sqrt(6)
+    split = mha.split_heads(X, 2)
+    assert split.shape == (2, 4, 6, 6)
+    assert torch.equal(mha.merge_heads(split), X)
+    assert torch.equal(mha.combine_heads(split), X)
+
+
+def linear(name: str, into: int, out: int, *, bias: bool = True) -> dict[str, Tensor]:
+    return {f"{name}.weight": rand(out, into, seed=out) / 5} | ({f"{name}.bias": rand(out, seed=into)} if bias else {})
+
+
+def layer(prefix: str = "", *, bias: bool) -> dict[str, Tensor]:
+    return {k: v for name in "qkvo" for k, v in linear(f"{prefix}W_{name}", 24, 24, bias=bias).items()}
+
+
+def einsum(prefix: str = "") -> dict[str, Tensor]:
+    sides = {f"{prefix}W_{name}": rand(24, 4, 6, seed=i) for i, name in enumerate("qkv")}
+    return sides | {f"{prefix}W_o": rand(4, 6, 24, seed=3)}
+
+
+def block(attention: dict[str, Tensor], ff: str) -> dict[str, Tensor]:
+    norms = {k: v for name in ("norm1", "norm2") for k, v in linear(name, 24, 24).items()}
+    norms = {k: v if v.ndim == 1 else v[0] for k, v in norms.items()}
+    return norms | attention | linear(f"{ff}.0", 24, 96) | linear(f"{ff}.2", 96, 24)
+
+
+STATES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    "layer with biases": (lambda: MultiHeadAttention(24, 4, bias=False), layer(bias=True)),
+    "layer without biases": (lambda: MultiHeadAttention(24, 4), layer(bias=False)),
+    "block of the labs": (lambda: course.TransformerBlock(24, 4, 96), block(layer("attn.", bias=False), "ff")),
+    "block of the build-along": (lambda: course.TransformerBlock(24, 4), block(einsum("attention."), "ffn")),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_dict_of_a_lesson_loads(name: str) -> None:
+    make, state = STATES[name]
+    module = make()
+    module.load_state_dict(dict(state))
+    assert sum(p.numel() for p in module.parameters()) == sum(x.numel() for x in state.values())
+    if "layer" in name:
+        close32(module(X), of_heads(state, X, X, X))
+
+
+def test_einsum_layer_is_the_layer_whose_matrices_it_has() -> None:
+    attention = course.EinsumAttention(24, 4)
+    w = dict(attention.named_parameters())
+    state = {f"{n}.weight": (x.flatten(1).T if n != "W_o" else x.flatten(0, 1).T).detach() for n, x in w.items()}
+    close32(attention(X, CAUSAL), of_heads(state, X, X, X, CAUSAL > 0))
+    close32(attention(X, blocked=FUTURE), attention(X, masks.Causal()))
+    nothing = CAUSAL.clone()
+    nothing[0] = 0  # the first query sees nothing, in the first head of which the output is 0
+    assert not attention(X, nothing)[0][:, 0].any()
+
+
+LOGITS: dict[str, tuple[Callable[[], Any], int, tuple[int, ...]]] = {
+    "MinimalTransformer": (lambda: course.MinimalTransformer(1000), 3_542_528, (2, 6, 1000)),
+    "TinyTransformer": (lambda: course.TinyTransformer(16, 32, 4, 2, 13), 26_672, (2, 6, 16)),
+    "Seq2SeqWithAttention": (lambda: course.Seq2SeqWithAttention(100, 120), 359_800, (2, 6, 120)),
+}
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_models_have_the_parameters_and_the_outputs_of_the_lessons(name: str) -> None:
+    make, count, shape = LOGITS[name]
+    model = make().eval()
+    assert sum(p.numel() for p in model.parameters()) == count
+    logits = {
+        "MinimalTransformer": lambda ids: model(ids, return_attentions=True)[0],
+        "TinyTransformer": lambda ids: model(ids, mask=create_causal_mask(6))[0],
+        "Seq2SeqWithAttention": lambda ids: model(IDS, ids),
+    }[name]
+    first, later = logits(IDS), logits(torch.cat([IDS[:, :5], IDS[:, :1]], 1))
+    assert first.shape == shape
+    close(first[:, :5], later[:, :5], eps=256, dtype=torch.float32)  # no logit depends on later tokens
+
+
+def test_numpy_classes_give_their_formulas() -> None:
+    x = rand(5, 8)
+    found = course.ScaledDotProductAttention(8).forward(x.numpy(), x.numpy(), x.numpy(), CAUSAL[:5, :5].numpy())
+    close32(tuple(map(torch.from_numpy, found)), formula(x, x, x, CAUSAL[:5, :5] > 0))
+    additive = course.BahdanauAttention(8)
+    state, states = np.ones((8, 1)), [row[:, None] for row in x.numpy()]
+    scores = [(additive.va.T @ np.tanh(additive.Wa @ h + additive.Ua @ state)).item() for h in states]
+    weights = torch.tensor(scores, dtype=torch.float64).softmax(-1)
+    want = ((weights @ x)[:, None], weights)
+    close32(tuple(map(torch.from_numpy, additive.compute_attention(state, states))), want)
+
+
+def test_pictures_and_measures_run(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = course.generate_reversal_data(3, 5, 16)
+    assert torch.equal(data[:, :5].flip(1), data[:, 6:])
+    model = course.TinyTransformer(16, 8, 2, 1, 13)
+    weights = course.visualize_attention(model, data, 1)
+    assert [w.shape for w in weights] == [(1, 2, 10, 10)]
+    assert (tmp_path / "attention_visualization.png").exists()
+    assert len(course.visualize_attention(["a"] * 10, weights[0], head=1).axes) == 2
+    course.plot_attention(weights[0][0, 0])
+    course.analyze_attention_heads(model, data, 5)
+    course.measure_first_token_attention(weights, ["a"] * 10)
+    course.experiment_sigmoid_attention()
+    for one in (course.test_attention, course.test_mha, course.test_transformer):
+        one()
+    printed = capsys.readouterr().out
+    for text in ("Layer 1, Head 2:", "Layer  0: mean=", "sigmoid: weights", "3,542,528"):
+        assert text in printed
+    tokenizer = course.Tokenizer()
+    assert tokenizer.decode(tokenizer.encode("The cat")) == "The cat"
+    assert max(tokenizer.encode("The cat")) < tokenizer.vocab_size
+
+
+INVERTED: dict[str, Callable[[], object]] = {
+    "function": lambda: scaled_dot_product_attention(X, X, X, FUTURE),
+    "layer": lambda: MultiHeadAttention(24, 4)(X, X, X, FUTURE),
+    "einsum layer": lambda: course.EinsumAttention(24, 4)(X, FUTURE),
+    "block": lambda: course.TransformerBlock(24, 4)(X, FUTURE),
+    "NumPy class": lambda: course.ScaledDotProductAttention(24).forward(*[X[0].numpy()] * 3, FUTURE.numpy()),
+    "model": lambda: course.TinyTransformer(16)(IDS, FUTURE),
+}
+
+
+@pytest.mark.parametrize("name", INVERTED)
+def test_a_mask_in_which_true_hides_is_taken_upside_down(name: str) -> None:
+    with refused("mask", match="blocked=mask"):
+        INVERTED[name]()
