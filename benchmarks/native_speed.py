@@ -107,10 +107,9 @@ def _training(repeats: int) -> dict[str, float]:
             return torch.autograd.grad(qkv.attend(q, k, v, mask=CAUSAL), (q, k, v), slope)
 
         def with_statistics(q: Tensor = q, k: Tensor = k, v: Tensor = v, slope: Tensor = slope) -> object:
-            out = qkv.attend(q, k, v, mask=CAUSAL)
-            found = qkv.measure(q, k, mask=CAUSAL, differentiable=True)
-            assert found.lse is not None
-            loss = (out * slope).sum() + found.entropy.sum() + found.lse.sum() + found.received.square().sum()
+            out, of_weights = qkv.attend(q, k, v, mask=CAUSAL, return_statistics=True)
+            loss = (out * slope).sum() + of_weights.received.square().sum()
+            loss = loss + of_weights.entropy.sum() + of_weights.lse.sum()
             return torch.autograd.grad(loss, (q, k, v))
 
         jobs: Jobs = {"SDPA": by_torch, "training": by_qkv, "training with gradients of statistics": with_statistics}
