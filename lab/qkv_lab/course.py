@@ -96,9 +96,6 @@ def scaled_dot_product_attention(
     Returns:
         ``(output, weights)``: (…, nq, dv) and (…, nq, nk).
 
-    Raises:
-        InputError: for shapes that do not fit, and for a mask in which True hides.
-
     >>> x = torch.randn(2, 5, 8)
     >>> output, weights = scaled_dot_product_attention(x, x, x, mask=create_causal_mask(5))
     >>> output.shape, weights.shape
@@ -228,23 +225,11 @@ class MultiHeadAttention(nn.Module):
         blocked: Tensor | np.ndarray | None = None,
         **other_names: Any,
     ) -> tuple[Tensor, Any]:
-        """Output and weights.
+        """``(output, weights)``: (b, nq, d_model), and (b, h, nq, nk) or None without `return_attention`.
 
-        Args:
-            query: input for queries, and also for keys and values if they are None. `x` and `Q` are accepted, too.
-            key: input for keys (b, nk, d_model), also called `K`. A tensor with two or four dimensions is the mask, for
-                lessons that call ``mha(x, mask)``.
-            value: input for values, also called `V`; that for keys if None.
-            mask: True or 1 where a query may attend; broadcasts to (b, h, nq, nk).
-            return_attention: whether to form the weights.
-            blocked: a mask in the other convention, True or 1 where a query may *not* attend.
-            **other_names: `x`, `Q`, `K` and `V`; every other name raises an error that says what to pass.
-
-        Returns:
-            ``(output, weights)``: (b, nq, d_model), and (b, h, nq, nk) or None.
-
-        Raises:
-            InputError: for shapes that do not fit, for unknown names, and for a mask in which True hides.
+        Keys are the queries if they are None, and values the keys. `x`, `Q`, `K` and `V` are accepted, too. A second
+        argument of two or four dimensions is the mask, for lessons that call ``mha(x, mask)``. Masks are those of
+        `scaled_dot_product_attention`.
         """
         given = {"query": query, "key": key, "value": value}
         query, key, value = renamed("MultiHeadAttention", other_names, INPUTS, given)
@@ -263,9 +248,6 @@ class MultiHeadAttention(nn.Module):
         )  # fmt: skip
         out, weights = found if return_attention else (found, None)
         return self.out_dropout(self.W_o(self.combine_heads(out))), weights
-
-    if TYPE_CHECKING:
-        __call__ = forward  # calling the module has the types of `forward`
 
 
 class EinsumAttention(nn.Module):
@@ -343,20 +325,9 @@ class TransformerBlock(nn.Module):
         x = x + self.dropout1(attended)
         return x + self.ff(self.norm2(x)), weights
 
-    if TYPE_CHECKING:
-        __call__ = forward  # calling the module has the types of `forward`
-
 
 class MinimalTransformer(nn.Module):
-    """A causal language model of `TransformerBlock` with learned positions and tied embeddings.
-
-    >>> model = MinimalTransformer(1000)
-    >>> sum(p.numel() for p in model.parameters())
-    3542528
-    >>> logits, attentions = model(torch.zeros(2, 16, dtype=torch.long), return_attentions=True)
-    >>> logits.shape, len(attentions)
-    (torch.Size([2, 16, 1000]), 4)
-    """
+    """A causal language model of `TransformerBlock` with learned positions and tied embeddings."""
 
     def __init__(
         self, vocab_size: int, d_model: int = 256, n_heads: int = 4, n_layers: int = 4, d_ff: int = 1024,
@@ -382,12 +353,7 @@ class MinimalTransformer(nn.Module):
 
 
 class TinyTransformer(nn.Module):
-    """A stack of `TransformerBlock` with `EinsumAttention`, for tasks on sequences; its mask is an argument.
-
-    >>> model = TinyTransformer(16, d_model=32, num_heads=4, num_layers=2, max_seq_len=13)
-    >>> sum(p.numel() for p in model.parameters())
-    26672
-    """
+    """A stack of `TransformerBlock` with `EinsumAttention`, for tasks on sequences; its mask is an argument."""
 
     def __init__(
         self, vocab_size: int, d_model: int = 64, num_heads: int = 4, num_layers: int = 2, max_seq_len: int = 128
@@ -411,12 +377,7 @@ class TinyTransformer(nn.Module):
 
 
 class Seq2SeqWithAttention(nn.Module):
-    """An LSTM encoder, and an LSTM decoder that attends to its states with four heads.
-
-    >>> model = Seq2SeqWithAttention(100, 120)
-    >>> model(torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)).shape
-    torch.Size([2, 3, 120])
-    """
+    """An LSTM encoder, and an LSTM decoder that attends to its states with four heads."""
 
     def __init__(
         self, input_vocab_size: int, output_vocab_size: int, embedding_dim: int = 64, hidden_dim: int = 128

@@ -1,6 +1,6 @@
 """Checks of the labs' exercises: a correct answer passes, and each mistake fails with its own hint.
 
-The answers in the docstrings of the checks, which pass as well, are run with the other doctests.
+The solutions in the labs, which pass as well, run in test_lessons.
 """
 
 from __future__ import annotations

@@ -177,7 +177,8 @@ def _show(task: Task, trained: Trained) -> None:
     model = trained.folder / MODEL
     named = shlex.quote(str(model))
     examples = {"language": '"def "', "translation": '"the black cat"'}
-    hints = [f"qkv profile {named}", *(f"qkv generate {named} {x}" for name, x in examples.items() if name == task.name)]
+    hints = [f"qkv profile {named}"]
+    hints += [f"qkv generate {named} {examples[task.name]}"] if task.name in examples else []
     figures = ", ".join(p.name for p in sorted((trained.folder / FIGURES).glob("*.png")))
     console = Console(highlight=False)
     console.print(table)

@@ -163,9 +163,6 @@ class Layer:
             limit: number of tokens of the text so far; later keys are unused rows of a static cache. None if the keys
                 are not the tokens of the text.
             stays: the keys and values of earlier calls are still what they were.
-
-        Raises:
-            InputError: if queries see keys that are no tokens of the text.
         """
         call, given = observed.call, observed.call.given
         n_keys = given.k.shape[2]

@@ -148,11 +148,7 @@ class Sequence:
         self.held = {i: one.state for i, one in found.items()}
 
     def selects(self, found: dict[int, Stored], items: Tensor | None, *, records: bool) -> None:
-        """Its cache has selected batch items, or was cropped if `items` is None.
-
-        Raises:
-            InputError: as for `remember`.
-        """
+        """Its cache has selected batch items, or was cropped if `items` is None."""
         length = max((one.length for i, one in found.items() if i not in self.apart), default=0)
         if items is not None:
             self.reorder(items)
@@ -161,11 +157,7 @@ class Sequence:
         self.remember(found, records=records)
 
     def follow(self, found: dict[int, Stored], *, records: bool) -> None:
-        """Bring the sequence to what its cache, or a copy of it, now holds, before the next forward.
-
-        Raises:
-            InputError: as for `remember`.
-        """
+        """Bring the sequence to what its cache, or a copy of it, now holds, before the next forward."""
         untouched = set(found) == set(self.held) and all(one.is_in(self.held[i]) for i, one in found.items())
         if not (untouched and self._expects(found)):
             self._locate(found, records=records)

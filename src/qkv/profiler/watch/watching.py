@@ -80,9 +80,6 @@ class Watched:
 
         Args:
             sequence: which sequences, by index or slice of `sequences`; all if None.
-
-        Raises:
-            InputError: if nothing was recorded.
         """
         chosen = self.sequences if sequence is None else self.sequences[sequence]
         chosen = chosen if isinstance(chosen, list) else [chosen]
