@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import qkv
 from conftest import rand, refused, triple
 from qkv import masks, normalizers
-from qkv.statistics import BUILT_IN, Streaming, measure_weights
+from qkv.statistics import BUILT_IN, PrefixSinkScores, Streaming, measure_weights
 
 UNKNOWN = {"lse", "sink_mass"}  # weights alone do not determine them
 
@@ -51,8 +51,8 @@ def test_statistics_of_weights_equal_those_of_the_queries_and_keys(
     q, k, _ = triple(2, 3, 3, nq, nk, 8)
     weights = qkv.attend(q, k, k, return_weights=True, mask=mask, normalizer=normalizer)[1]
     options: dict[str, Any] = {
-        "mass": {"near": masks.Window(3)}, "prefix_keys": 4, "bins": 5,
-        "statistics": [BUILT_IN["entropy"], Streaming(2, 3)],
+        "mass": {"near": masks.Window(3)}, "bins": 5,
+        "statistics": [BUILT_IN["entropy"], Streaming(2, 3), PrefixSinkScores(4)],
     }  # fmt: skip
     unnormalized = isinstance(normalizer, normalizers.Sigmoid)
     found = measure_weights(weights, mask, unnormalized=unnormalized, **options)
