@@ -306,9 +306,9 @@ def check_statistics(made: Made, weights: Tensor) -> None:
     tensors = [x.detach() for x in made.tensors]
     if (weights < 0).any():
         with refused("normalizer"):
-            measure(*tensors, **made.asked)
+            measure(*tensors[:2], **made.asked)
         return
-    found = measure(*tensors, **made.asked)
+    found = measure(*tensors[:2], **made.asked)
     mass = weights.sum(-1, keepdim=True)
     shares = weights / torch.where(mass == 0, 1.0, mass)
     close(found.received, weights.sum(-2), eps=4096 * max(1.0, mass.max().item()))
