@@ -232,7 +232,7 @@ def test_sinks_equal_attention_over_slots(name: str, sizes: tuple[int, int]) -> 
     parts, rotary = SLOTS[name]
     attention = Attention(**{"mask": masks.Causal(), **parts})
     want = by_slots(tokens(n), sinks, window, rotary, **parts)
-    for chunks in ([1] * n, [n], [1, 60], [30, 31], [8, 1, 51, 1], [7, 23, 31], [3, 1, 1, 5, 1, 6, 1, 11, 32]):
+    for chunks in ([1] * n, [n], [30, 31], [3, 1, 1, 5, 1, 6, 1, 11, 32]):
         cache = Sinks(sinks, window)
         close(feed(cache, attention, tokens(n), chunks, rotary=rotary), want, eps=4096)
         assert cache.length == min(n, sinks + window)

@@ -318,9 +318,7 @@ def test_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [
-    "gpt2", "llama", "output bias", "post-norm", "gated", "gated by head", "sink", "key bias", "elu", "entmax",
-])  # fmt: skip
+@pytest.mark.parametrize("name", ["gpt2", "llama", "post-norm", "gated by head", "key bias", "entmax"])
 def test_gradients_against_finite_differences(name: str) -> None:
     model, ids = model_of(**FLAVOURS[name]), ids_of(2, 7)
     check_slopes(model, lambda: model.loss(ids))
@@ -340,7 +338,7 @@ def test_loss_equals_cross_entropy(room: int, monkeypatch: pytest.MonkeyPatch) -
         grads.append((loss.detach(), *torch.autograd.grad(loss * 3, (x, weight))))
     for ours, theirs in zip(*grads, strict=True):
         close(ours, theirs)
-    assert torch.autograd.gradcheck(linear_cross_entropy, (x, weight, targets))
+    assert torch.autograd.gradcheck(linear_cross_entropy, (x, weight, targets), fast_mode=True)
     with refused("targets", match="all"):
         linear_cross_entropy(x, weight, torch.full_like(targets, -100))
     with refused("targets", match=r"0\.\.11"):

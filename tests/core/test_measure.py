@@ -64,10 +64,11 @@ def tensors_of(result: Statistics) -> dict[str, Tensor]:
 # --- against materialised weights -------------------------------------------------------------------------------------
 
 SIZES = [(11, 13), (13, 7), (1, 13)]
-CASES = [
-    (name, [*HEADS.values()][(i + j) % 3], nq, nk)
-    for i, name in enumerate(MASKS) for j, (nq, nk) in enumerate(SIZES) if i % 3 != j and fits(name, nq, nk)
-]  # fmt: skip
+CASES = [  # another size and grouping for each mask
+    (name, [*HEADS.values()][i % len(HEADS)], *sizes[i // 3 % len(sizes)])
+    for i, name in enumerate(MASKS)
+    if (sizes := [size for size in SIZES if fits(name, *size)])
+]
 
 
 @pytest.mark.parametrize(("name", "heads", "nq", "nk"), CASES)

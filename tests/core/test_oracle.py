@@ -115,7 +115,7 @@ SIZES = {
     "9 on 5": Size(2, HEADS, 2, 9, 5, 3, 2),
     "11 on 13": Size(2, HEADS, 2, 11, 13, 3, 5),
     "13 on 7": Size(2, HEADS, 1, 13, 7, 3, 2),
-    **{f"{nq} on {nk}": Size(2, 2, 1, nq, nk, 2, 3) for nq, nk in ((29, 43), (43, 29))},
+    **{f"{nq} on {nk}": Size(1, 2, 1, nq, nk, 2, 3) for nq, nk in ((29, 43), (43, 29))},
     **{f"{nq} on {nk}": Size(1, 2, 1, nq, nk, 3, 5) for nq, nk in ((1, 63), (63, 1), (65, 65), (17, 257), (257, 17))},
 }
 BIASES: dict[str, Maker] = {
@@ -200,35 +200,39 @@ def possible(x: Any, y: Any) -> bool:
 
 SHORT, BANDS, AWKWARD = list(SIZES)[:6], list(SIZES)[8:10], list(SIZES)[10:]
 EXACT = [torch.float64, torch.float32]
-ELSEWHERE = ("softmax", "softmax off by one", "identity", "identity by keys")  # in the tables below
+BESIDE = ("softmax", "softmax off by one", "elu + 1 by sum", "relu", "entmax 1.3")  # those that resemble another
+OF_LINEAR = ("identity", "identity by sum", "identity by keys")
 CELLS = [
     Cell(*cell)
     for cell in covering(
-        [name for name in NORMALIZERS if name not in ELSEWHERE], KINDS_OF_MASKS,
-        [name for name in BIASES if name != "alibi"], list(SCORES), SHORT, EXACT, [3, 4],
+        [name for name in NORMALIZERS if name not in BESIDE + OF_LINEAR], KINDS_OF_MASKS,
+        [name for name in BIASES if name not in ("alibi", "dense", "by distance")], list(SCORES), SHORT, EXACT, [3, 5],
         possible=possible,
+    )
+] + [
+    Cell(*cell)
+    for cell in covering(
+        BESIDE, KINDS_OF_MASKS[1:4], ["alibi", "dense", "by distance"], ["dot", "negative dot", "general"], SHORT[:3],
     )
 ]  # fmt: skip
 SOFTMAX = [  # what flash and FlexAttention serve, which is rare above
     Cell(*cell)
     for cell in covering(
-        ["softmax", "softmax and sink", "softmax and key"], list(MASKS),
-        ["none", "dense that hides", "alibi"], ["dot", "negative dot", "general"],
-        ["11 on 13", "13 on 7", "one query"], EXACT, [3, 4, 8],
+        ["softmax", "softmax and sink"], list(MASKS), ["none", "alibi"], ["dot", "negative dot"],
+        ["11 on 13", "13 on 7"], EXACT, [4, 8],
         possible=possible,
     )
 ]  # fmt: skip
 LINEAR = [
     Cell(normalizer, mask, score=score, size=size, dtype=dtype)
     for normalizer, mask, score, size, dtype in covering(
-        ["identity", "identity by sum", "identity by keys"],
+        OF_LINEAR,
         ["none", "causal", "padding", "left padding, causal", "dense columns", "window"],
-        ["features", "dot"], SHORT, EXACT,
+        ["features", "dot"], ["grouped heads", "one query", "9 on 5"], EXACT,
     )
 ]  # fmt: skip
 LONG = [
-    Cell(mask=f"{x} back, {y} ahead", size=size, tile=tile)
-    for (x, y), size, tile in covering(WINDOWS, BANDS, [4, 8, 16])
+    Cell(mask=f"{x} back, {y} ahead", size=size, tile=tile) for (x, y), size, tile in covering(WINDOWS, BANDS, [4, 16])
 ] + [
     Cell(mask=mask, size=size, dtype=torch.float32, tile=None)
     for mask, size in covering(["causal", "padding, window"], AWKWARD)
