@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conftest import MASKS, close, oracle, rand, refused, triple
+from own_objects import MeanAttention
 from qkv import Attention, InputError, attend, biases, kernels, masks, normalizers, scores
 from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
 from qkv.positions import Rotary, YaRN
@@ -301,13 +302,6 @@ class Oldest(Evicting):
 
     def worth(self, received: Tensor, queries: Tensor) -> Tensor:
         return -queries
-
-
-class MeanAttention(Evicting):
-    """Attention received, divided by the number of queries that could give it; changes its arguments."""
-
-    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
-        return received.div_(queries)
 
 
 HITTERS: dict[str, dict[str, Any]] = {

@@ -19,6 +19,7 @@ from torch._inductor import config
 
 import qkv
 from conftest import MASKS, close, rand, refused, triple
+from own_objects import SoftplusSquared
 from qkv import biases, masks
 from qkv.biases import ALiBi, RelativePosition, SoftCap, T5Bias, TensorBias
 from qkv.engine import Call
@@ -30,13 +31,6 @@ from qkv.scores import Additive
 
 B, H, HKV, NQ, NK, D = 2, 6, 2, 11, 13, 3
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled FlexAttention needs CUDA")
-
-
-class SoftplusSquared(SumToOne):
-    """Its weight depends on score and level separately, so that −∂w/∂level is not ∂w/∂s."""
-
-    def weight(self, scores: Tensor, level: Tensor) -> Tensor:
-        return nn.functional.softplus(1.5 * scores - level) ** 2
 
 
 class Square(Pointwise):
