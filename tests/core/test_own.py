@@ -33,7 +33,7 @@ def results(tensors: tuple[Tensor, ...], asked: dict[str, Any], kernel: str) -> 
 @pytest.mark.slow
 def test_one_object_of_each_kind_is_exact_and_trains_in_linear_memory() -> None:
     """A mask, a score, a bias and a normalizer of one's own in one call, long enough for tiles."""
-    n = 600
+    n = 900
     asked = {"mask": Diagonals(), "score": Manhattan(), "bias": Squeeze(), "normalizer": HeavyTail(sink=0.0)}
     tensors = tuple(x.float() for x in triple(1, HEADS, 2, n, n, 4, 4))
     found: list[Tensor] = []

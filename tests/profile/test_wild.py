@@ -30,6 +30,7 @@ LEFT, RIGHT, INNER = (torch.ones(2, 12, dtype=torch.long) for _ in range(3))
 LEFT[1, :5] = 0
 RIGHT[1, 7:] = 0
 INNER[1, 3:6] = 0
+SIDES = {"left": LEFT, "right": RIGHT, "inner": INNER}
 
 
 def causal_lm(name: str = "llama", implementation: str | None = None, **settings: Any) -> Any:
@@ -188,15 +189,15 @@ def test_a_cache_that_was_filled_before_is_said_and_the_run_goes_on() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "mask", "kind"),
-    covering(["mistral", "llama4", "gemma3", "llama"], [LEFT, RIGHT, INNER], ["dynamic", "static", "chunks"]),
+    ("name", "side", "kind"),
+    covering(["mistral", "llama4", "gemma3", "llama"], list(SIDES), ["dynamic", "static", "chunks"]),
 )
-def test_rows_of_padded_texts_are_those_of_one_forward(name: str, mask: Tensor, kind: str) -> None:
+def test_rows_of_padded_texts_are_those_of_one_forward(name: str, side: str, kind: str) -> None:
     model = causal_lm(name)
     cache: Any = StaticCache(config=model.config, max_cache_len=24) if kind == "static" else None
     cache = DynamicCache(config=model.config) if cache is None else cache
     ids = torch.cat([IDS, IDS[:, :6] + 1], 1)
-    real = torch.cat([mask, torch.ones(2, 6, dtype=torch.long)], 1)
+    real = torch.cat([SIDES[side], torch.ones(2, 6, dtype=torch.long)], 1)
     places = (real.cumsum(1) - 1).clamp(min=0)
     with qkv.watch(model) as watched:
         start = 0
