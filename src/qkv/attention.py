@@ -30,6 +30,7 @@ from qkv.masks import Mask
 from qkv.native import kernel as native
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
+from qkv.statistics import gradients
 from qkv.statistics.measure import directly, measure, measured
 from qkv.statistics.result import Statistics
 
@@ -101,8 +102,10 @@ def attend(
             Only `Softmax` has one.
         return_weights: also return the weights, (b, h, nq, nk). They are formed only on request.
         return_statistics: also return the statistics of the weights that `measure` returns, from the same pass. They
-            are those before dropout, and detached. If a gradient or the weights are wanted, or a kernel is requested by
-            name, they take another pass. `measure` has the options: masses, padded queries, thumbnails, own statistics.
+            are those before dropout. If gradients are wanted, they carry them as with ``measure(differentiable=True)``;
+            under transforms of torch.func, and for `Hard`, they are detached. If the weights are wanted, or a kernel is
+            requested by name, they take another pass. `measure` has the options: masses, padded queries, thumbnails,
+            own statistics.
         **torch_names: torch's arguments: `attn_mask`, boolean as `mask` or numbers that are added to the scores;
             `is_causal`, a causal mask whose *first* query is aligned with the first key, combined with `mask` by AND
             (``mask=Causal()`` is the same with nq = nk); `scale`, for ``score=Dot(scale)``. And `blocked`, a boolean
@@ -162,13 +165,22 @@ def compute(
 
 
 def _with_statistics(call: Call, kernel: str, weights: bool, queries: Bool[Tensor, "b nq"] | None) -> Result[Tensor]:
-    """The result of a call with the statistics of its weights: one pass, unless gradients or weights are wanted."""
-    if kernel == "auto" and not (weights or call.dropout_p or call.needs_grad or transformed(call) or watched()):
-        result, _, statistics = measured(call, output=True, queries=queries)
-        assert result is not None
+    """The result of a call with the statistics of its weights: one pass each way, unless weights are wanted."""
+    if kernel == "auto" and not (weights or call.dropout_p or transformed(call) or watched()):
+        if not call.needs_grad:
+            result, _, statistics = measured(call, output=True, queries=queries)
+            assert result is not None
+            return Result(result.out, result.lse, None, statistics)
+        if gradients.in_one_pass(call):
+            result, statistics = gradients.with_gradients(call, measured, output=True, queries=queries)
+            assert result is not None
+            return Result(result.out, result.lse, None, statistics)
+    result, served = serve_with_call(call, kernel, weights=weights)
+    served = replace(served, dropout_p=0.0)
+    if served.needs_grad and gradients.unsupported_reason(served) is None:
+        statistics = gradients.with_gradients(served, measured, queries=queries)[1]
     else:
-        result, served = serve_with_call(call, kernel, weights=weights)
-        statistics = measured(replace(served, dropout_p=0.0), queries=queries)[-1]
+        statistics = measured(served, queries=queries)[-1]
     return Result(result.out, result.lse, result.weights, statistics)
 
 

@@ -247,8 +247,9 @@ def _backward(call: Call, results: Results, more: Results, grads: Results, wante
 def statistics_gradients(
     call: Call, values: Mapping[str, Tensor], grads: Mapping[str, Tensor], *, lse: Tensor, mass: Tensor,
     masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, wanted: Collection[str],
+    out: Tensor | None, grad_out: Tensor | None,
 ) -> dict[str, Tensor] | None:  # fmt: skip
-    """Gradients of q, k, the sink and the biases in `wanted`, or None if the library cannot compute them.
+    """Gradients of q, k, v, the sink and the biases in `wanted`, or None if the library cannot compute them.
 
     Args:
         call: the attention call, without tensors that require gradients.
@@ -260,6 +261,8 @@ def statistics_gradients(
         firsts: the first key of the text of each batch item.
         queries: the queries that count.
         wanted: the names of the tensors whose gradients are needed.
+        out: the output, if `grad_out` is given.
+        grad_out: the gradient of the output.
     """
     if binding.unsupported_reason(call) is not None or not binding.is_finite(call):
         return None
@@ -295,7 +298,8 @@ def statistics_gradients(
         arguments["range_batch"] = 0 if batches == 1 else call.grid.n_queries
         more |= {"grad_masses": torch.stack(grad_masses), "masses": torch.stack(masses)}
     back = gradients_of(
-        call, lse, arguments=arguments, wanted=wanted, grad_lse=grad_lse, grad_received=grads.get("received"),
+        call, lse, out=out if grad_out is not None else None, grad=grad_out, arguments=arguments, wanted=wanted,
+        grad_lse=grad_lse, grad_received=grads.get("received"),
         mass=mass if rows and call.sink is not None else None, **more,
     )  # fmt: skip
     if at_sink is not None and call.sink is not None:

@@ -134,7 +134,7 @@ def measure(
                 q = q.masked_fill(~queries[:, None, :, None], 0)  # NaN in padding must not reach gradients
             call = Call.of(q, k, v, mask, bias, score, normalizer)
             if differentiable:
-                return form.all_back(with_gradients(call, _measure_call, **options))
+                return form.all_back(with_gradients(call, measured, **options)[1])
             return form.all_back(measured(call, **detached_options, **options)[-1])
 
 
@@ -150,12 +150,6 @@ def directly(
         return None
     found = native.measured(made, output=output, firsts=[0] * q.shape[0])
     return found if found is None or found[0] is None or v.dtype == torch.float32 else (found[0].to(v.dtype), found[1])
-
-
-def _measure_call(call: Call, **options: Any) -> tuple[RowState, Statistics]:
-    """The normalizer state of a call, and its statistics."""
-    _, rows, statistics = measured(call, **options)
-    return rows, statistics
 
 
 def _check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"]) -> None:
