@@ -144,15 +144,6 @@ def test_steps_after_a_whole_prefix_equal_forward_and_less_is_refused() -> None:
             model.step(ids, model.start(3, cache=make))
 
 
-def test_sliding_cache_equals_a_window_mask() -> None:
-    ids = ids_of(1, 25)
-    windowed, model = (model_of(positions="rotary", window=w) for w in (6, None))
-    state = model.start(1, cache=lambda: Sliding(6))
-    for i in range(25):
-        logits = model.step(ids[:, i : i + 1], state)
-    close(logits, windowed(ids)[:, -1].detach(), eps=4096)
-
-
 @pytest.mark.parametrize("make", [lambda: Full(29), *EVICTING])
 def test_state_from_inference_mode_works_outside_of_it(make: Callable[[], Any]) -> None:
     model, ids, ends = model_of(positions="rotary"), ids_of(2, 12), []
