@@ -106,7 +106,8 @@ class MultiHeadAttention(nn.Module):
         **other_names: Any,
     ) -> None:
         super().__init__()
-        self.layer = Layer(d_model, num_heads, dropout=dropout, output_dropout=output_dropout, bias=bias, **other_names)
+        self.layer = Layer(d_model, num_heads, dropout=dropout, bias=bias, **other_names)
+        self.dropout = nn.Dropout(output_dropout)
         self.d_model, self.num_heads, self.head_dim = self.layer.d_model, self.layer.heads, self.layer.head_dim
 
     @overload
@@ -163,9 +164,9 @@ class MultiHeadAttention(nn.Module):
             key, mask = None, key
         if isinstance(key, Mask):
             raise InputError(f"key is {key!r}, expected a tensor (batch, length, d_model); pass a mask as mask=")
-        return self.layer(
-            query, key, value, mask=_visible(mask, blocked), need_weights=return_attention, average_attn_weights=False
-        )
+        options: dict[str, Any] = {"need_weights": return_attention, "average_attn_weights": False}
+        output, weights = self.layer(query, key, value, mask=_visible(mask, blocked), **options)
+        return self.dropout(output), weights
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`

@@ -5,6 +5,7 @@ Your own edit inherits from `Edit` and defines `apply`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -18,11 +19,13 @@ from qkv import masks, normalizers
 from qkv._contract import require
 from qkv.engine import Call, Result
 from qkv.errors import InputError, kind_of
-from qkv.kernels import serve, serving
+from qkv.kernels import attention
 from qkv.masks.base import Submask
 from qkv.statistics.result import Statistics
 
-__all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
+__all__ = [
+    "Edit", "Head", "HideFirst", "Mean", "Patch", "Scale", "Steer", "Temperature", "WithMask", "WithNormalizer", "Zero",
+]  # fmt: skip
 __dir__ = __all__.copy
 
 
@@ -53,9 +56,15 @@ class Head:
     place: Callable[[], Placed]
     """Tells where the queries and keys are in the text."""
     call: Call
-    """The attention call of its layer, with all heads."""
+    """The attention call of its layer, with all heads, as earlier edits left it."""
+    compute: Callable[[Call], Result] = attention
+    """Computes another call of the layer, with all that is requested besides the output."""
+    computed: dict[Any, tuple[Call, Result, tuple[Any, ...]]] = field(default_factory=dict)
+    """What `recompute` has computed for heads of the layer: one call for all that have the same edit."""
     changed: Call | None = field(default=None, init=False)
     """The call after `recompute`."""
+    result: Result | None = field(default=None, init=False)
+    """Its result."""
 
     @property
     def queries(self) -> Bool[Tensor, "b nq"] | None:
@@ -94,14 +103,17 @@ class Head:
             temperature: divides the scores, in addition to the temperature of the normalizer.
         """
         call = self.call if self.changed is None else self.changed
-        given = call.given
-        both = mask if given.mask is None else given.mask if mask is None else given.mask & mask
-        chosen = given.normalizer if normalizer is None else normalizer
-        if temperature != 1:
-            chosen = chosen.with_temperature(chosen.temperature * temperature)
-        self.changed = Call.of(given.q, given.k, given.v, both, given.biases, given.score, chosen)
-        with serving(None):
-            return serve(self.changed).out[:, self.number]
+        key, given = (id(call), id(mask), id(normalizer), temperature), call.given
+        if key not in self.computed:
+            both = mask if given.mask is None else given.mask if mask is None else given.mask & mask
+            chosen = given.normalizer if normalizer is None else normalizer
+            if temperature != 1:
+                chosen = chosen.with_temperature(chosen.temperature * temperature)
+            made = Call.of(given.q, given.k, given.v, both, given.biases, given.score, chosen)
+            made_of = call, mask, normalizer  # kept, so that no other object gets their ids
+            self.computed[key] = made, self.compute(made), made_of
+        self.changed, self.result, _ = self.computed[key]
+        return self.result.out[:, self.number]
 
     def all_keys(self, edit: Edit) -> None:
         """Raise `InputError` if the call has fewer queries than keys, as a step of generation has."""
@@ -176,11 +188,26 @@ ACTIVE: WeakKeyDictionary[nn.Module, list[Edits]] = WeakKeyDictionary()
 
 
 def applied(
-    model: nn.Module, module: str, group: str, layer: int, place: Callable[[], Placed], call: Call, result: Result, *,
-    editable: bool,
+    model: nn.Module, module: str, group: str, layer: int, place: Callable[[], Placed], call: Call, result: Result,
+    compute: Callable[[Call], Result], *, editable: bool,
 ) -> tuple[Result, dict[int, Call]]:  # fmt: skip
-    """The result of a call after all edits of its layer, and the calls of the heads whose weights changed."""
-    changed: dict[int, Call] = {}
+    """The result of a call after all edits of its layer, and the calls of the heads whose weights changed.
+
+    Args:
+        model: the model that runs.
+        module: the name of the module that attends.
+        group: kind of attention.
+        layer: number of the layer.
+        place: tells where the queries and keys are in the text.
+        call: the attention call.
+        result: its result by the model.
+        compute: computes another call of the layer.
+        editable: False if its weights are all that is known of it.
+    """
+    changed: dict[int, Head] = {}
+    outputs: dict[int, Tensor] = {}
+    computed: dict[Any, Any] = {}
+    heads = call.q.shape[1]
     for edits in ACTIVE.get(model, ()):
         found = edits.of(module, group, layer)
         if found and not editable:
@@ -188,18 +215,38 @@ def applied(
                 f"edits has {module}, which forms its weights itself, so that its heads cannot be edited; expected "
                 "attention of qkv, of transformers' attention interface or of torch's scaled_dot_product_attention"
             )
-        heads = call.q.shape[1]
         for number, edit in found.items():
             if not 0 <= number < heads:
                 raise InputError(f"edits has head {number} of {module}, expected 0 to {heads - 1}")
-            name = f"head {number} of {module}"
-            head = Head(name, number, result.out[:, number], place, changed.get(number, call))
-            out = result.out.clone()
-            out[:, number] = edited(edit, head)
-            result = Result(out, result.lse, result.weights)
+            before = changed[number].changed if number in changed else None
+            output, name = outputs.get(number, result.out[:, number]), f"head {number} of {module}"
+            head = Head(name, number, output, place, before or call, compute, computed)
+            outputs[number] = edited(edit, head)
             if head.changed is not None:
-                changed[number] = head.changed
-    return result, changed
+                changed[number] = head
+    if not outputs:
+        return result, {}
+
+    def joined(name: str) -> Any:
+        x, columns = getattr(result, name), {n: getattr(head.result, name) for n, head in changed.items()}
+        if x is None or any(y is None for y in columns.values()):
+            return None
+        if not isinstance(x, Tensor):
+            return functools.reduce(lambda all_, n: with_head(all_, columns[n], n), columns, x)
+        return _with_columns(x, {n: y[:, n] for n, y in columns.items()})
+
+    made = Result(_with_columns(result.out, outputs), joined("lse"), joined("weights"), joined("statistics"))
+    return made, {number: head.changed for number, head in changed.items() if head.changed is not None}
+
+
+def _with_columns(x: Tensor, columns: Mapping[int, Tensor]) -> Tensor:
+    """A copy with other numbers in some heads."""
+    if not columns:
+        return x
+    x = x.clone()
+    for number, column in columns.items():
+        x[:, number] = column
+    return x
 
 
 def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistics:
@@ -306,7 +353,7 @@ class Temperature(Edit):
         return head.recompute(temperature=self.temperature)
 
 
-class Normalizer(Edit):
+class WithNormalizer(Edit):
     """Gives the head another normalizer, such as ``qkv.normalizers.Softmax(sink=0.0)``, softmax off by one.
 
     Args:
@@ -322,7 +369,7 @@ class Normalizer(Edit):
         return head.recompute(normalizer=self.normalizer)
 
 
-class Mask(Edit):
+class WithMask(Edit):
     """Restricts the head by a mask besides that of the model, such as ``qkv.masks.Window(64)``.
 
     Args:
@@ -351,4 +398,12 @@ class HideFirst(Edit):
         return head.recompute(mask=head.of_text(masks.Predicate(sees)))
 
 
-BY_NAME = {"zero": Zero, "mean": Mean}
+BY_NAME: dict[str, Edit] = {
+    "zero": Zero(),
+    "mean": Mean(),
+    "softmax": WithNormalizer(normalizers.Softmax()),
+    "off-by-one": WithNormalizer(normalizers.Softmax(sink=0.0)),
+    "sigmoid": WithNormalizer(normalizers.Sigmoid()),
+}
+"""``softmax``, without any sink; ``off-by-one``, a softmax with an additional logit of 0 that belongs to no key;
+``sigmoid``, with the library's bias of −ln of the number of visible keys."""

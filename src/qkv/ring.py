@@ -20,6 +20,7 @@ from qkv.kernels import opaque, serve_shared, serving
 from qkv.masks import Mask
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
+from qkv.statistics.built_in import PrefixSinkScores
 from qkv.statistics.measure import sweep
 from qkv.statistics.result import Statistics
 
@@ -111,7 +112,7 @@ def measure(
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
-    prefix_keys: int | None = None,
+    statistics: Sequence[PrefixSinkScores] = (),
 ) -> Statistics:
     """`qkv.measure` over the whole sequence, of which each process of the group holds a shard.
 
@@ -126,7 +127,7 @@ def measure(
         mass: masks by name, of the whole sequence, as in `qkv.measure`.
         first: the first key of the text in the whole sequence.
         queries: which queries of this process count.
-        prefix_keys: as in `qkv.measure`; the result covers the whole sequence on every process.
+        statistics: ``[PrefixSinkScores(length)]``, whose result covers the whole sequence on every process.
 
     Returns:
         The statistics of this process's queries and keys.
@@ -148,5 +149,5 @@ def measure(
     shared = Shared.of(group, q, k, k[..., :1], mask, bias, score, normalizer)
     with serving(None):
         lse = serve_shared(shared).lse
-    options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries, "prefix_keys": prefix_keys}
+    options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries, "statistics": statistics}
     return sweep(shared.call, RowState(lse), shared=shared, **options)

@@ -256,8 +256,8 @@ def test_edits_speak_of_positions_in_the_text(name: str, kind: str) -> None:
     cache: Any = StaticCache(config=model.config, max_cache_len=24) if kind == "static" else None
     cache = DynamicCache(config=model.config) if cache is None else cache
     edits: Any = {
-        (0, 1): qkv.edits.HideFirst(), (1, 0): qkv.edits.HideFirst(), (1, 2): qkv.edits.Mask(qkv.masks.Window(4)),
-        (0, 0): qkv.edits.Mask(~qkv.masks.Prefix(2) | qkv.masks.Window(3)),
+        (0, 1): qkv.edits.HideFirst(), (1, 0): qkv.edits.HideFirst(), (1, 2): qkv.edits.WithMask(qkv.masks.Window(4)),
+        (0, 0): qkv.edits.WithMask(~qkv.masks.Prefix(2) | qkv.masks.Window(3)),
     }  # fmt: skip
     places = (LEFT.cumsum(1) - 1).clamp(min=0)
     plain = model(IDS, attention_mask=LEFT, position_ids=places, use_cache=False).logits[:, -1]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qkv.errors import InputError, nearest
 from qkv.models import DecoderLM, Sampler, checkpoint, generate, load
-from qkv.profiler.analyses.edits import edited
+from qkv.profiler.run import profile
 from qkv_lab import heads, scenes, settings
 from qkv_lab.models import Captioner, RNNSeq2Seq
 from qkv_lab.scenes import END, START, Scenes
@@ -135,10 +135,10 @@ def _reverse(text: str) -> dict[str, Any]:
     prompt = [*(heads.FIRST_SYMBOL + letters.index(word) for word in words), heads.SEPARATOR]
     output: list[int] = heads.continued(model, torch.tensor([prompt]), n)[0].tolist()
     tokens = torch.tensor([[*prompt, *output[:-1]]])
-    maps: list[Tensor] = []
-    with torch.no_grad(), edited(model, [], on_weights=lambda layer, weights: maps.append(weights[0])):
+    with torch.no_grad():
         logits = model(tokens)
-    weights = torch.stack(maps)[:, :, n:, : n + 1]
+    found = profile(model, tokens, probe=False, map_bins=0, progress=False).data["weights"].values[0]
+    weights = torch.from_numpy(found[:, :, n:, : n + 1].copy())
     names = {heads.FIRST_SYMBOL + i: letter for i, letter in enumerate(letters)}
     target = [names.get(token, SEPARATOR if token == heads.SEPARATOR else "–") for token in output]
     return _answer([*words, SEPARATOR], target, weights, _probabilities(logits[0, n:], output))

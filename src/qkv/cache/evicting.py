@@ -139,7 +139,7 @@ class Evicting(Cache):
         }
         keys, values = whole["keys"], whole["values"]
         out: Tensor = attend_with(attention, own, q, keys, values)
-        whole["received"] += _of_key_heads(attention.measure(q, keys, values).received, k.shape[1])
+        whole["received"] += _of_key_heads(attention.measure(q, keys).received, k.shape[1])
         if keys.shape[2] > self._most:
             slots = self._kept_slots(whole["received"], whole["positions"], self.seen + k.shape[2])
             whole = {

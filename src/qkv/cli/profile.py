@@ -190,7 +190,7 @@ def profile(
     passage = given.passage()
 
     def profiled(loaded: loading.Loaded, inputs: Any) -> Profile:
-        return run.profile(
+        made = run.profile(
             loaded.model,
             inputs,
             tokenizer=loaded.tokenizer,
@@ -201,9 +201,9 @@ def profile(
             probe=not no_probe,
             statistics=own,
             partial=partial,
-            name=loaded.name,
-            command=shlex.join(["qkv", *sys.argv[1:]]),
         )
+        made.attrs |= {"model": loaded.name, "command": shlex.join(["qkv", *sys.argv[1:]])}
+        return made
 
     with folder(out):
         other = None if against is None else saved_profile(against, "--against")

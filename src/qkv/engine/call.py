@@ -20,6 +20,7 @@ from qkv.biases import AdditiveBias, Bias, TensorBias
 from qkv.engine.sizes import readable
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region
+from qkv.masks.base import mask_of_part
 from qkv.masks.convert import block_visibility
 from qkv.normalizers import Normalizer, Pointwise, Softmax, SumToOne
 from qkv.scores import Dot, Pairwise, Product, Score
@@ -163,6 +164,22 @@ class Call:
             biases.append(bias.with_tensors(inside) if inside else bias)
         plain = {name: x for name, x in tensors.items() if name in PLAIN}
         return replace(self, biases=tuple(biases), **plain)  # type: ignore[arg-type]
+
+    def part(self, queries: slice, keys: slice, place: Region | None = None, grid: Grid | None = None) -> Call:
+        """The call of some queries and keys, a rectangle of the score matrix. No query or key is copied.
+
+        If this call is a shard of a longer sequence, its mask and its biases are those of the whole matrix, `grid`, in
+        which `place` is the rectangle.
+        """
+        assert self.values is None, "a part counts distances from its own first token"
+        grid = self.grid if grid is None else grid
+        place = Region(queries, keys, offset=grid.offset) if place is None else place
+        return replace(
+            self, q=self.q[:, :, queries], k=self.k[:, :, keys], v=self.v[:, :, keys],
+            mask=None if self.mask is None else mask_of_part(self.mask, grid, place),
+            biases=tuple(bias.part(place) for bias in self.biases), sink=_along(self.sink, queries),
+            shift=_along(self.shift, queries), divisor=_along(self.divisor, queries),
+        )  # fmt: skip
 
     @cached_property
     def untracked(self) -> str | None:
@@ -520,3 +537,13 @@ class RowState:
     """Sum of pointwise weights, if they are divided by it; 1 where the sum is 0."""
     chosen: Int[Tensor, "b h nq"] | None = None
     """The key chosen by hard attention; −1 for none."""
+
+    def part(self, queries: slice, keys: slice) -> RowState:
+        """The state of some rows, over all keys, for the `Call.part` of these queries and keys."""
+        chosen = None if self.chosen is None else self.chosen[:, :, queries] - keys.start
+        return RowState(_along(self.level, queries), _along(self.total, queries), chosen)
+
+
+def _along(x: Tensor | None, queries: slice) -> Tensor | None:
+    """The slice of x (b, h, nq) or (b, h, 1) for some queries."""
+    return x if x is None or x.shape[2] == 1 else x[:, :, queries]

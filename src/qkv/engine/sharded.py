@@ -20,9 +20,9 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv.biases import Bias
 from qkv.engine.call import Call, as_biases, as_mask
+from qkv.engine.tiles import block_status
 from qkv.errors import InputError
-from qkv.masks import EMPTY, FULL, Grid, Mask, Region, Tiles
-from qkv.masks.base import Submask
+from qkv.masks import EMPTY, Grid, Mask, Region, Tiles
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
 
@@ -126,46 +126,6 @@ class Piece:
     """Its keys among the shard of keys that is currently held."""
     region: Region
     """Its place in the whole matrix."""
-    grid: Grid
-    """The whole matrix."""
-    mask: Mask | None = None
-    """Mask of the rectangle; None if all pairs are visible."""
-
-    def local_mask(self, mask: Mask) -> Mask:
-        """The mask of this rectangle, from a mask of the whole matrix."""
-        n_queries, n_keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
-        # A call of this size puts query 0 at position n_keys − n_queries.
-        down = self.region.rows.start + self.grid.offset - (n_keys - n_queries)
-        right = self.region.columns.start
-        unchanged = mask.band is not None and down == right  # a band depends only on distances, which are the same
-        return mask if unchanged else Submask(mask, self.grid, down, right)
-
-    def block_status(self, mask: Mask) -> set[int]:
-        """Block status (EMPTY, PARTIAL or FULL) of the rectangle under `mask`, over all batch items and heads."""
-        rows, keys = self.region.rows, self.region.columns
-        spans = (rows.start, rows.stop - 1, keys.start, keys.stop - 1)
-        q_first, q_last, k_first, k_last = (torch.tensor([x]) for x in spans)
-        tiles = Tiles(q_first + self.grid.offset, q_last + self.grid.offset, k_first, k_last)
-        return set(mask.classify(tiles, self.grid).flatten().tolist())
-
-    def local_call(self, call: Call, k: Tensor, v: Tensor) -> Call:
-        """The call for this rectangle, without the sink, which is added once to the merged row."""
-        return replace(
-            call,
-            q=call.q[:, :, self.rows],
-            k=k[:, :, self.keys],
-            v=v[:, :, self.keys],
-            mask=self.mask,
-            biases=tuple(slice_bias(bias, self.region) for bias in call.biases),
-            sink=None,
-        )
-
-
-def slice_bias(bias: Bias, region: Region) -> Bias:
-    """A bound bias restricted to a rectangle of the matrix: views of its tensors."""
-    part = bias.part(region)
-    assert part is not None
-    return part
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,13 +188,17 @@ class Shared:
         rows, keys = self.call.q.shape[2] // 2, self.call.k.shape[2] // 2
         for i, row in enumerate(self._chunks(self.rank)):
             for j, column in enumerate(self._chunks(source)):
-                piece = Piece(_span(i, rows), _span(j, keys), Region(_span(row, rows), _span(column, keys)), self.grid)
-                status = {FULL} if self.call.mask is None else piece.block_status(self.call.mask)
-                if status == {FULL}:
-                    yield piece
-                elif status != {EMPTY}:
-                    assert self.call.mask is not None
-                    yield replace(piece, mask=piece.local_mask(self.call.mask))
+                place = Region(_span(row, rows), _span(column, keys), offset=self.grid.offset)
+                tile = Tiles.of_spans([place.rows], [place.columns], self.grid)
+                if bool((block_status(self.call.mask, tile, self.grid) != EMPTY).any()):
+                    yield Piece(_span(i, rows), _span(j, keys), place)
+
+    def part(self, call: Call, k: Tensor, v: Tensor, piece: Piece) -> Call:
+        """The call of a piece, with the shard of keys and values that is currently held.
+
+        It has no sink, which is added once to the merged row.
+        """
+        return replace(call, k=k, v=v, sink=None).part(piece.rows, piece.keys, piece.region, self.grid)
 
     def _chunks(self, rank: int) -> tuple[int, int]:
         return rank, 2 * self.size - 1 - rank

@@ -309,6 +309,17 @@ class Submask(OtherGrid):
         return self.mask.visible(replace(region, rows=rows, columns=columns), self.grid)
 
 
+def mask_of_part(mask: Mask, grid: Grid, part: Region) -> Mask | None:
+    """The mask of a rectangle of a matrix, in a matrix of the rectangle's size; None if all its pairs are visible."""
+    if bool((mask.classify(Tiles.of_spans([part.rows], [part.columns], grid), grid) == FULL).all()):
+        return None
+    n_queries, n_keys = part.rows.stop - part.rows.start, part.columns.stop - part.columns.start
+    # A matrix of this size has query 0 at position n_keys − n_queries.
+    down, right = part.rows.start + grid.offset - (n_keys - n_queries), part.columns.start
+    unchanged = mask.band is not None and down == right  # a band depends only on distances, which are the same
+    return mask if unchanged else Submask(mask, grid, down, right)
+
+
 @dataclass(frozen=True)
 class And(_Two):
     """Intersection: visible where both masks are visible.

@@ -31,7 +31,6 @@ def measure_weights(
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
-    prefix_keys: int | None = None,
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
     unnormalized: bool = False,
@@ -49,7 +48,6 @@ def measure_weights(
         mass: as in `measure`.
         first: as in `measure`.
         queries: as in `measure`; weights of rows that do not count may be NaN.
-        prefix_keys: as in `measure`.
         bins: as in `measure`.
         statistics: as in `measure`.
         unnormalized: whether rows may sum to more than 1, as those of sigmoid attention. By default such rows are
@@ -74,7 +72,7 @@ def measure_weights(
     zero = weights.new_zeros(1, 1, 1, 1, dtype=at_least_float32(weights.dtype))
     q, k = zero.expand(b, h, n_queries, 1), zero.expand(b, h, n_keys, 1)
     call = Call.of(q, k, k, mask)
-    options: dict[str, Any] = {"mass": mass, "first": first, "prefix_keys": prefix_keys, "bins": bins}
+    options: dict[str, Any] = {"mass": mass, "first": first, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
     totals = Totals(call, request)
     add_tiles(call, _Given(weights, request, totals))

@@ -26,7 +26,7 @@ from torch import Tensor
 from qkv import native
 from qkv.biases import Bias
 from qkv.compat import refuse_unknown
-from qkv.engine.call import Call, Result, RowState, at_least_float32, detached, dot_softmax
+from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax
 from qkv.engine.inputs import Form, autocast_dtype
 from qkv.engine.sharded import Shared, positions
 from qkv.errors import InputError
@@ -37,6 +37,7 @@ from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
+from qkv.statistics.built_in import PrefixSinkScores
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import FIELDS, Request, StatisticsReducer, Totals, add_tiles, own_statistics
 from qkv.statistics.result import Statistics, Thumbnail, share_of_first
@@ -46,7 +47,6 @@ from qkv.statistics.triton import host as triton
 def measure(
     q: Any,
     k: Any,
-    v: Any = None,
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
     bias: Bias | Sequence[Bias] | None = None,
@@ -55,7 +55,6 @@ def measure(
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
-    prefix_keys: int | None = None,
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
     differentiable: bool = False,
@@ -67,7 +66,6 @@ def measure(
         q: queries, (b, h, nq, dq), (b, nq, dq) or (nq, dq), tensors or arrays as in `attend`. The results lack the same
             dimensions as q.
         k: keys, (b, hkv, nk, dk); ``h`` must be a multiple of ``hkv`` (grouped heads are contiguous).
-        v: not needed: no statistic depends on values.
         mask: True where a query may attend.
         bias: as in `attend`.
         score: as in `attend`.
@@ -76,14 +74,14 @@ def measure(
             `mask` have weight 0. For single tokens use ``Dense(chosen[None, :])``.
         first: the first key of the text, for `sink`; one for each batch item if padding is on the left.
         queries: True where a query counts; the rest (padding) give zeros and add nothing to `received`.
-        prefix_keys: number of first keys of the text for which to compute `prefix_sink_scores`; None skips them.
         bins: largest number of bins on each side of the `thumbnail`; a bin holds the smallest sufficient power of two
             of keys or queries. None: no thumbnail.
-        statistics: further statistics, such as user-defined ones (see `qkv.statistics.Statistic`); returned as `own`.
+        statistics: further statistics, such as `PrefixSinkScores(64)` or your own (see `qkv.statistics.Statistic`);
+            returned as `own`.
         differentiable: whether `entropy`, `effective_keys`, `distance`, `sink`, `self_`, `previous`, `next_`,
             `sink_mass`, `lse`, `received` and every `mass` carry gradients to q, k and all learned tensors of the
             composition, in linear memory. The other fields are detached. First derivatives only; cannot be combined
-            with `prefix_keys`, `bins`, `statistics`, NumPy arrays or `Hard`.
+            with `bins`, `statistics`, NumPy arrays or `Hard`.
         **unknown: rejected, as in `attend`.
 
     Returns:
@@ -110,28 +108,30 @@ def measure(
     if unknown:
         refuse_unknown(measure, unknown)
     if not (differentiable or mass or statistics or (type(first), first) != (int, 0)) and (
-        queries is None and prefix_keys is None and bins is None
+        queries is None and bins is None
     ):
-        found = directly(q, k, k if v is None else v, mask, bias, score, normalizer, output=False)
+        found = directly(q, k, k, mask, bias, score, normalizer, output=False)
         if found is not None:
             return found[1]
     options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
-    detached_options: dict[str, Any] = {"prefix_keys": prefix_keys, "bins": bins, "statistics": statistics}
+    detached_options: dict[str, Any] = {"bins": bins, "statistics": statistics}
     if differentiable:
         for name, value in (detached_options | {"statistics": statistics or None}).items():
             if value is not None:
                 raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        form, (q, k, v) = Form.of(q, k, k if v is None else v)
+        form, (q, k) = Form.of(q, k)
         if differentiable and form.array:
             raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
         dtype = autocast_dtype(q)
         if dtype is not None:
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+            q, k = q.to(dtype), k.to(dtype)
         with torch.autocast(q.device.type, enabled=False) if dtype is not None else nullcontext():
             if differentiable and queries is not None and isinstance(q, Tensor) and q.ndim == 4:
                 _check_queries(queries, q)
                 q = q.masked_fill(~queries[:, None, :, None], 0)  # NaN in padding must not reach gradients
+            tables = [one.value_table for one in as_biases(bias) if one.value_table is not None]
+            v = k[..., :1].expand(*k.shape[:-1], tables[0].shape[-1]) if tables else k  # no statistic depends on values
             call = Call.of(q, k, v, mask, bias, score, normalizer)
             if differentiable:
                 return form.all_back(with_gradients(call, measured, **options)[1])
@@ -264,8 +264,8 @@ def finished(call: Call, rows: RowState, request: Request, totals: Totals, share
     if totals.pooled is not None:
         thumbnail = Thumbnail.of(totals.pooled[0], totals.pooled[1], call.q.shape[2], call.k.shape[2], *totals.bins)
     if request.prefix_keys is not None:
-        total, count = _of_prefix(values["prefix_sink_scores"], request.prefix_keys, request.firsts, shared)
-        prefix = total / count.clamp(min=1)
+        total, count = _of_prefix(totals.of["prefix_sink_scores"], request.prefix_keys, request.firsts, shared)
+        prefix = (total / count.clamp(min=1)).to(values["sink"].dtype)
     if (norms := request.value_norms) is not None:
         contribution = share_of_first(values["sink"], values["value_norms"], norms, request.firsts)
     return Statistics(
@@ -333,6 +333,8 @@ def checked(
     if bins is not None and shared is not None:
         raise InputError(f"bins is {bins} with a group, expected None: a bin of a thumbnail may span processes")
     statistics = validated(statistics)
+    for one in (x for x in statistics if isinstance(x, PrefixSinkScores)):
+        prefix_keys, statistics = one.length, tuple(x for x in statistics if x is not one)
     if statistics and shared is not None:
         raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
     for statistic in statistics:
@@ -363,7 +365,7 @@ def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, to
             corner = region.rows.start, region.columns.start
             some = replace(request, queries=queries)
             of_rows = RowState(rows.level[:, :, piece.rows])
-            add_tiles(piece.local_call(call, k, k), StatisticsReducer(of_rows, some, part, shared.grid, corner))
+            add_tiles(shared.part(call, k, k, piece), StatisticsReducer(of_rows, some, part, shared.grid, corner))
         key_totals.add(*here.values())
     totals.of |= dict(zip(of_keys, key_totals.finish(), strict=True))
 

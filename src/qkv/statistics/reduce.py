@@ -23,6 +23,7 @@ from qkv.statistics.built_in import (
     Entropy,
     Mass,
     Next,
+    PrefixSinkScores,
     Previous,
     Received,
     Self,
@@ -49,21 +50,6 @@ class RowSum(Statistic):
 
     def tile(self, tile: WeightTile) -> Tensor:
         return tile.weights.sum(-1, dtype=torch.float64)
-
-
-class PrefixSinkScores(Statistic):
-    """The weight on a key, averaged over those of the first `length` queries of the text that may attend to it."""
-
-    name, over, parts = "prefix_sink_scores", "key", 2
-    definition = "mean weight that the first queries of the text put on the key"
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        early = (tile.queries >= tile.first) & (tile.queries < tile.first + self.length)
-        weights, counts = ((x * early).sum(-2, dtype=torch.float64) for x in (tile.weights, tile.counted))
-        return torch.stack([weights, counts.expand_as(weights)])
 
 
 class Product(Statistic):

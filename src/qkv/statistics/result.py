@@ -85,9 +85,9 @@ class Statistics:
     visible_queries: Float[Tensor, "b h nk"]
     """How many queries may attend to each key; `received` divided by it is the mean weight they put on the key."""
     prefix_sink_scores: Float[Tensor, "b h prefix"] | None = None
-    """Sink scores of the first `prefix_keys` keys of the text: the weight on each, averaged over those of the first
-    `prefix_keys` queries that may attend to it. Under a causal mask it equals the score of the prefix alone (α_k of Gu
-    et al. 2025, arXiv:2410.10781, section 3)."""
+    """Sink scores of the first `length` keys of the text, if `PrefixSinkScores(length)` was passed: the weight on each,
+    averaged over those of the first `length` queries that may attend to it. Under a causal mask it equals the score of
+    the prefix alone (α_k of Gu et al. 2025, arXiv:2410.10781, section 3)."""
     thumbnail: Thumbnail | None = None
     """The attention map pooled to a few bins, if `bins` was passed."""
     sink_mass: Float[Tensor, "b h nq"] | None = None

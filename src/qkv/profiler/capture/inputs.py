@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -307,9 +307,9 @@ def of_call(name: str, *, n_queries: int, n_keys: int, causal: bool, two_sided: 
     return "cross" if two_sided or from_target else "encoder"
 
 
-def is_two_sided(model: nn.Module) -> bool:
+def is_two_sided(names: Iterable[str]) -> bool:
     """True if some modules are called encoder and some decoder."""
-    sides = {found[1] for name, _ in model.named_modules() if (found := _SIDE.search(f"{name}."))}
+    sides = {found[1] for name in names if (found := _SIDE.search(f"{name}."))}
     return len(sides) == 2
 
 

@@ -7,7 +7,7 @@ text. Otherwise each call gives its scores, which are measured with those of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any, TypeVar
@@ -150,10 +150,17 @@ class Layer:
     padding: Bool[Tensor, "b nk"] | None = None
     """True at real keys, where they are not tokens of the text that has the queries."""
 
-    def fork(self) -> Layer:
-        return replace(self, pieces=list(self.pieces), measured=list(self.measured))
+    heads: dict[int, Layer] = field(default_factory=dict)
+    """The same layer with other weights, of which single heads are used: those whose weights an edit has changed."""
 
-    def add(self, observed: ObservedCall, start: int, keys_at: int | Tensor, limit: int | None, *, stays: bool) -> None:
+    def fork(self) -> Layer:
+        heads = {head: layer.fork() for head, layer in self.heads.items()}
+        return replace(self, pieces=list(self.pieces), measured=list(self.measured), heads=heads)
+
+    def add(
+        self, observed: ObservedCall, start: int, keys_at: int | Tensor, limit: int | None, *, stays: bool,
+        changed: Mapping[int, Call] | None = None,
+    ) -> None:  # fmt: skip
         """Add the queries of a call.
 
         Args:
@@ -163,10 +170,17 @@ class Layer:
             limit: number of tokens of the text so far; later keys are unused rows of a static cache. None if the keys
                 are not the tokens of the text.
             stays: the keys and values of earlier calls are still what they were.
+            changed: the calls of heads whose weights an edit changed.
 
         Raises:
             InputError: if queries see keys that are no tokens of the text.
         """
+        changed = changed or {}
+        for head in changed:
+            self.heads.setdefault(head, self.fork())
+        for head, layer in self.heads.items():
+            layer.heads.clear()
+            layer.add(replace(observed, call=changed.get(head, observed.call)), start, keys_at, limit, stays=stays)
         call, given = observed.call, observed.call.given
         n_keys = given.k.shape[2]
         if limit is not None and isinstance(keys_at, int) and keys_at + n_keys > limit:
@@ -217,6 +231,8 @@ class Layer:
 
     def reorder(self, items: Int[Tensor, " b"]) -> None:
         """Select batch items."""
+        for layer in self.heads.values():
+            layer.reorder(items)
         self.pieces.append(items)
         self.measured.append(items)
         if self.padding is not None:
@@ -228,6 +244,8 @@ class Layer:
         Raises:
             InputError: if their queries are measured together with earlier ones.
         """
+        for layer in self.heads.values():
+            layer.crop(length)
         kept: list[Piece | Tensor] = []
         for piece in self.pieces:
             if isinstance(piece, Tensor) or piece.start + piece.count <= length:
@@ -258,6 +276,8 @@ class Layer:
             real: True at real tokens of the text, (b, n); None if all are real.
             joined: masks of joined calls that other layers have.
         """
+        for layer in self.heads.values():
+            layer.measure(measures, real, joined)
         pieces = in_order(self.pieces, Piece.of_items)
         waiting = [p for p in pieces if p.q is not None or p.scores is not None]
         if not waiting:
@@ -368,6 +388,11 @@ class Layer:
         """
         if self.made is not None:
             return self.made
+        if self.heads:
+            record = replace(self, heads={}).record(measures, real, total, joined)
+            for head, layer in self.heads.items():
+                record = record.with_head(head, layer.record(measures, real, total, joined))
+            return record
         copy = self.fork()  # so that more calls can follow
         nothing_before = not any(isinstance(x, tuple) for x in self.measured)
         made = copy.measure(measures, real, joined)

@@ -99,7 +99,7 @@ def _observed(observer: Observer) -> Iterator[Observer]:
         with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
             with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
                 yield observer
-            observer.finish()
+            observer.recorder.finish(observer.run.query_masks)
         observer.record_returned(recorded)
     finally:
         for module in training:
@@ -225,7 +225,7 @@ def _routed(observer: Observer) -> Iterator[None]:
     """Route the model's attention through transformers' interface to the observer."""
     if not observer.expected:
         yield
-    elif not observer.beside and all(map(is_known, observer.functions.values())):
+    elif not observer.beside and all(map(is_known, observer.checks.functions.values())):
         with routed(observer.model, observer.attend):
             yield
     else:  # the model's own functions run as they are, with the masks that they expect

@@ -21,9 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from qkv.edits import ACTIVE
 from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.kernels import edited
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
 from qkv.profiler.capture.record import ObservedCall, weights_of
@@ -156,7 +156,7 @@ def probe(
     start, end = _frame(ids[0].cpu(), set(special))
     of_layers = None if layers is None else frozenset(layers)
     asked = (tuple(start.tolist()), tuple(end.tolist()), frozenset(special), of_layers)
-    now = None if edited() else fingerprint(model)
+    now = None if ACTIVE.get(model) else fingerprint(model)
     before, kept = _KEPT.get(model, (None, {}))
     if now is None or now != before:
         kept = {}

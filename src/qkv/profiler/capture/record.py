@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from qkv import ring
+from qkv.edits import with_head
 from qkv.engine import Call, Result, at_least_float32, detached
 from qkv.errors import InputError
 from qkv.huggingface.client import is_known, name_of
@@ -41,6 +40,14 @@ class Record:
     keys: Tensor | None
     causal: bool
 
+    def with_head(self, head: int, other: Record) -> Record:
+        """The record with the numbers of one head from another."""
+        weights = self.weights
+        if weights is not None and other.weights is not None:
+            weights = weights.clone()
+            weights[:, head] = other.weights[:, head]
+        return replace(self, statistics=with_head(self.statistics, other.statistics, head), weights=weights)
+
 
 @dataclass(frozen=True, eq=False)
 class ObservedCall:
@@ -58,6 +65,8 @@ class ObservedCall:
     source: str  # as in `attrs["sources"]` of `qkv.profile`; a source in `WEIGHTS_ONLY` has no vectors (v is NaN)
     own: int = 0
     """How many calls the module has made in this forward before."""
+    step: int | None = None
+    """The number of its only query, if the module attends step by step to the same keys."""
 
     @property
     def norms(self) -> Tensor | None:
@@ -126,6 +135,30 @@ class Measures:
             )
         short = max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens
         return result, statistics, weights_of(call) if short else None
+
+    def record(
+        self, observed: ObservedCall, result: Result | None = None, changed: Mapping[int, Call] | None = None
+    ) -> tuple[Result, Record]:
+        """Measure a call of a whole text.
+
+        Args:
+            observed: the call.
+            result: its result, if it has been computed.
+            changed: the calls of single heads whose weights an edit changed.
+        """
+        result, statistics, weights = self.of(observed, result, observed.norms)
+        found = (statistics, observed.vectors, weights)
+        if statistics.entropy.device.type != "cpu":
+            found = copied_to_cpu(found)  # those of all layers could fill a card
+        record = Record(
+            observed.module, observed.group, observed.layer, *found, observed.queries, observed.keys, observed.causal
+        )
+        others: dict[int, Record] = {}  # several heads may share a call
+        for head, call in (changed or {}).items():
+            if id(call) not in others:
+                _, others[id(call)] = self.record(replace(observed, call=detached(call)))
+            record = record.with_head(head, others[id(call)])
+        return result, record
 
 
 def weights_of(call: Call) -> Tensor:
@@ -209,21 +242,6 @@ def served(call: Call) -> Result:
     """The result of a call that the observer itself records."""
     with serving(None):
         return serve(call)
-
-
-def shared_statistics(statistics: Statistics, group: ProcessGroup) -> Statistics:
-    """The statistics of a whole sequence, gathered from processes that each have those of their own shard."""
-
-    def whole(x: Tensor | None) -> Tensor | None:
-        return None if x is None else ring.unshard(x, group)
-
-    by_token = {
-        f.name: whole(getattr(statistics, f.name))
-        for f in fields(Statistics)
-        if f.name not in ("mass", "own", "prefix_sink_scores", "thumbnail")
-    }
-    mass = {name: whole(x) for name, x in statistics.mass.items()}
-    return replace(statistics, **by_token, mass=mass)  # type: ignore[arg-type]
 
 
 def is_causal(mask: Mask | None) -> bool:

@@ -535,7 +535,7 @@ def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
     >>> import qkv
     >>> mini, tokenizer = qkv.load("qkv-mini")
     >>> found = [qkv.profile(mini, "for name in names:", tokenizer=tokenizer, progress=False)]
-    >>> with qkv.profiler.edited(mini, qkv.profiler.everywhere(mini, "off-by-one")):
+    >>> with qkv.edit(mini, qkv.profiler.everywhere(mini, "off-by-one")):
     ...     found.append(qkv.profile(mini, "for name in names:", tokenizer=tokenizer, probe=False, progress=False))
     >>> said = effect_of("off-by-one", *(profile.data for profile in found))
     >>> "had a sink at the first token in this text of 6 tokens, " in said

@@ -201,4 +201,4 @@ def _only_group(model: nn.Module, sequences: Sequences) -> str | None:
     routed = {inputs.of_transformers(name, model) for name, module in model.named_modules() if routes(module)}
     if len(routed) == 1:
         return routed.pop()
-    return None if routed or sequences.two or inputs.is_two_sided(model) else "self"
+    return None if routed or sequences.two or inputs.is_two_sided(dict(model.named_modules())) else "self"

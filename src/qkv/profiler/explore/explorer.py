@@ -23,7 +23,7 @@ from qkv.errors import InputError, nearest
 from qkv.masks import Dense, Region
 from qkv.models.loading import load_if_named
 from qkv.normalizers import Identity
-from qkv.profiler.capture.datasets import calls_of, without_values
+from qkv.profiler.capture.datasets import calls_of, collecting, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
@@ -318,7 +318,8 @@ class Explorer:
             put((self._id, run, observed[0].group, calls), cached)
             return _layer(observed, cached.call, targets)
 
-        observer = Observer(self.model, query_masks=targets, key_masks=source, sequences=sequences, collect=collect)
+        observer = Observer(self.model, query_masks=targets, key_masks=source, sequences=sequences,
+                            receive=collecting(collect))  # fmt: skip
         observer.on_call = _checking(stopped)
         with observe(observer):
             self.model(**batch)

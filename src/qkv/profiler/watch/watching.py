@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from qkv.cache.base import attending
+from qkv.engine import Call, Result
 from qkv.errors import InputError
 from qkv.models.loading import name_of_model
 from qkv.native.binding import description
@@ -23,10 +24,10 @@ from qkv.profiler.capture.caches import is_known, keeps, listening, located
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import unwatched
-from qkv.profiler.capture.layer import Layer, of_items
+from qkv.profiler.capture.layer import of_items
 from qkv.profiler.capture.observe import methods, observe
 from qkv.profiler.capture.observer import Observer
-from qkv.profiler.capture.record import Measures, ObservedCall, Record
+from qkv.profiler.capture.record import Measures, ObservedCall
 from qkv.profiler.capture.sequence import OF_TEXT, Sequence
 from qkv.profiler.capture.texts import Forward, Texts
 from qkv.profiler.profiles import Profile
@@ -202,21 +203,25 @@ class Watched:
             sequence.settle(self.layers)
         self.seconds += time.perf_counter() - started
 
-    def add(self, observer: Observer, observed: ObservedCall) -> None:
+    def add(
+        self, observer: Observer, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]
+    ) -> Result:
         """A call of attention in the forward that runs."""
         forward = observer.run.forward
-        if forward is None or not forward.recorded or observer.run.paused:
-            return
+        assert result is not None
+        if forward is None or not forward.recorded:
+            return result
         started = time.perf_counter()
         group = forward.sequence.groups.setdefault(observed.module, observed.group)
         try:
-            with torch.no_grad(), unwatched():
-                self._add(observer, replace(observed, group=group), forward)
+            with torch.no_grad():
+                self._add(observer, replace(observed, group=group), changed, forward)
         except InputError as error:
             self._note(observed.module, error)
         self.seconds += time.perf_counter() - started
+        return result
 
-    def _add(self, observer: Observer, observed: ObservedCall, forward: Forward) -> None:
+    def _add(self, observer: Observer, observed: ObservedCall, changed: Mapping[int, Call], forward: Forward) -> None:
         sequence, n, n_queries = forward.sequence, forward.tokens, observed.call.q.shape[2]
         cross = observed.group == "cross"
         stepwise = cross and n_queries == 1 and n != 1  # one query at a time over the same keys
@@ -230,7 +235,7 @@ class Watched:
                     f"model attends in {observed.module} to what is no token of the text in several forwards; the "
                     "first is recorded"
                 )
-            layer.made = self._record(observed, layer)
+            _, layer.made = self.measures.record(replace(observed, layer=layer.number), None, changed)
             return
         layer.own_keys = cross
         if not cross:
@@ -260,17 +265,10 @@ class Watched:
             sequence.cached[index] = layer
         if layer.made is not None:
             raise InputError(f"model attends in {observed.module} after its text was measured as a whole")
-        layer.add(observed, start, keys_at, None if cross else start + n, stays=stays)
+        layer.add(observed, start, keys_at, None if cross else start + n, stays=stays, changed=changed)
         if not forward.may_cache and not stepwise:
             layer.made = layer.record(self.measures, sequence.ids(sequence.real), start + n, {})
             layer.pieces.clear()
-
-    def _record(self, observed: ObservedCall, layer: Layer) -> Record:
-        _, statistics, weights = self.measures.of(observed, norms=observed.norms)
-        return Record(
-            layer.module, layer.group, layer.number, statistics, observed.vectors, weights, observed.queries,
-            observed.keys, observed.causal,
-        )  # fmt: skip
 
     def returns(self, ids: Tensor, sequences: list[Sequence], pad: set[int]) -> None:
         """`generate` has returned token ids: find the texts in which they were read, all but the last token of each.
@@ -338,7 +336,6 @@ def watch(
     tokenizer: Any = None,
     local_window: int = 8,
     map_tokens: int = 384,
-    heads: Mapping[str, int] | None = None,
 ) -> Iterator[Watched]:
     """Record the attention of everything that a model does inside, as exact statistics in linear memory.
 
@@ -355,7 +352,6 @@ def watch(
         tokenizer: gives the names of tokens in the profile.
         local_window: `local` is the weight on keys at most this many tokens away.
         map_tokens: whole weight matrices are kept for sequences up to this long.
-        heads: as in `qkv.profile`.
 
     Yields:
         `Watched`, whose method `profile` gives a `Profile`.
@@ -386,9 +382,9 @@ def watch(
         )
     measures = Measures(local_window, map_tokens, 64)
     watched = Watched(model, every, layers, tokenizer, measures)
-    observer = Observer(model, measures=measures, beside=True, partial=True, heads=heads or {})
+    observer = Observer(model, measures=measures, beside=True, partial=True)
     observer.unreadable = watched.unrecorded
-    observer.collect = lambda observed: watched.add(observer, observed)
+    observer.receive = lambda observed, result, changed: watched.add(observer, observed, result, changed)
     observer.on_begin = lambda module, args, named: _begun(watched, observer, module, args, named)
     observer.on_end = lambda module, output: watched.ends(observer, module, output)
     try:
