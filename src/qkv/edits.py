@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from qkv.engine import Call, Result
 from qkv.errors import InputError, kind_of
 from qkv.kernels import attention
 from qkv.masks.base import Submask
-from qkv.statistics.result import Statistics
+from qkv.statistics.result import with_head
 
 __all__ = [
     "Edit", "Head", "HideFirst", "Mean", "Patch", "Scale", "Steer", "Temperature", "WithMask", "WithNormalizer", "Zero",
@@ -35,8 +35,8 @@ class Placed:
 
     start: int | None
     """Position of the first query; None if the keys are not the tokens of the text that has the queries."""
-    keys_at: int
-    """Position of the first key; the others follow."""
+    keys_at: int | Int[Tensor, "b hkv nk"]
+    """Position of the first key, if the others follow it; else those of all keys."""
     queries: Bool[Tensor, "b nq"] | None
     """True at real tokens, False at padding; None if all are real."""
     first: int | Int[Tensor, " b"]
@@ -79,14 +79,17 @@ class Head:
     def of_text(self, mask: masks.Mask) -> masks.Mask:
         """A mask of the whole text so far, for the queries and keys of the call."""
         call, place = self.call, self.place()
-        n_queries, n_keys = call.q.shape[2], call.k.shape[2]
-        if place.start is None or (n_queries == n_keys and place.start == place.keys_at == 0):
+        (b, h, n_queries, _), (_, hkv, n_keys, _), at = call.q.shape, call.k.shape, place.keys_at
+        if place.start is None or (n_queries == n_keys and isinstance(at, int) and place.start == at == 0):
             return mask
-        stop = max(place.start + n_queries, place.keys_at + n_keys)
-        grid = masks.Grid(len(call.q), call.q.shape[1], stop, stop, 0, call.q.device)
+        stop = max(place.start + n_queries, at + n_keys if isinstance(at, int) else 0)
+        grid = masks.Grid(b, h, stop, stop, 0, call.q.device)
         mask.check(grid)
-        down = place.start - (n_keys - n_queries)
-        return Submask(mask, grid, down, place.keys_at)
+        if isinstance(at, int):
+            return Submask(mask, grid, place.start - (n_keys - n_queries), at)
+        shown = mask.visible(masks.Region(slice(place.start, place.start + n_queries), slice(0, stop)), grid)
+        at = at.to(shown.device).repeat_interleave(h // hkv, 1)[:, :, None].expand(-1, -1, n_queries, -1)
+        return masks.Dense(shown.expand(b, h, -1, -1).gather(3, at))
 
     def recompute(
         self,
@@ -132,6 +135,9 @@ class Edit:
     ...     def apply(self, head):
     ...         return head.output / 2
     """
+
+    positional = True
+    """Whether it asks where queries and keys are in the text, which must be followed then."""
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
         """The output of the head instead of ``head.output``, of the same shape."""
@@ -249,28 +255,10 @@ def _with_columns(x: Tensor, columns: Mapping[int, Tensor]) -> Tensor:
     return x
 
 
-def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistics:
-    """The statistics of a layer, with those of one head from `other`."""
-
-    def one(mine: Any, its: Any) -> Any:
-        if isinstance(mine, Tensor) or isinstance(its, Tensor):
-            both = torch.full_like(its, 0) if mine is None else mine.clone()
-            both[:, head] = torch.nan if its is None else its[:, head]
-            return both
-        if isinstance(mine, Mapping):
-            return {name: one(x, its[name]) for name, x in mine.items()}
-        if mine is None:
-            return None
-        return replace(mine, maximum=one(mine.maximum, its.maximum), mean=one(mine.mean, its.mean))  # a thumbnail
-
-    found = {f.name: one(getattr(statistics, f.name), getattr(other, f.name)) for f in fields(Statistics)}
-    if other.sink_mass is None and found["sink_mass"] is not None:
-        found["sink_mass"][:, head] = 0  # no weight on a sink that is not there
-    return Statistics(**found)
-
-
 class Zero(Edit):
     """Removes the head: its output is 0."""
+
+    positional = False
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
         return torch.zeros_like(head.output)
@@ -298,6 +286,8 @@ class Scale(Edit):
         factor: a number, or a tensor (for gradients: which heads matter) that broadcasts with (b, nq, dv).
     """
 
+    positional = False
+
     def __init__(self, factor: float | Tensor) -> None:
         self.factor = factor
 
@@ -311,6 +301,8 @@ class Steer(Edit):
     Args:
         vector: (dv,), or what broadcasts with (b, nq, dv).
     """
+
+    positional = False
 
     def __init__(self, vector: Float[Tensor, "*b dv"]) -> None:
         self.vector = vector
@@ -330,6 +322,8 @@ class Patch(Edit):
         output: (b, nq, dv), from `qkv.profiler.head_outputs` of a run on a text of the same length.
     """
 
+    positional = False
+
     def __init__(self, output: Float[Tensor, "b nq dv"]) -> None:
         self.output = output
 
@@ -343,6 +337,8 @@ class Temperature(Edit):
     Args:
         temperature: above 1 for more even weights, below 1 for sharper ones.
     """
+
+    positional = False
 
     def __init__(self, temperature: float) -> None:
         if not temperature > 0:
@@ -359,6 +355,8 @@ class WithNormalizer(Edit):
     Args:
         normalizer: in place of the model's, whose learned sink, if it has one, is dropped.
     """
+
+    positional = False
 
     def __init__(self, normalizer: normalizers.Normalizer) -> None:
         if not isinstance(normalizer, normalizers.Normalizer):

@@ -29,7 +29,7 @@ ORDER = {
         "statistics", "choice", "_plan", "_operator", "attention", "ring",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
-        "profiler", "profiler.watch", "tracking",
+        "profiler", "tracking",
         "figures", "plot", "page", "report", "server", "cli",
     ],
     "qkv_lab": [

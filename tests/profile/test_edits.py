@@ -31,13 +31,6 @@ def ids_of(n: int = 20) -> torch.Tensor:
     return torch.randint(50, (1, n), generator=torch.Generator().manual_seed(0))
 
 
-def built_with(model: DecoderLM, normalizer: str) -> DecoderLM:
-    """The same parameters in a model built with another normalizer."""
-    other = DecoderLM(replace(model.config, normalizer=normalizer)).eval()
-    other.load_state_dict(model.state_dict())
-    return other
-
-
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -51,7 +44,9 @@ def test_editing_all_heads_equals_a_model_built_with_the_normalizer(name: str, m
     model, ids = model_of(**more), ids_of()
     with qkv.edit(model, everywhere(model, name)):
         result = model(ids)
-    torch.testing.assert_close(result, built_with(model, NAMES[name])(ids), rtol=0, atol=1e-6)
+    built = DecoderLM(replace(model.config, normalizer=NAMES[name])).eval()
+    built.load_state_dict(model.state_dict())
+    torch.testing.assert_close(result, built(ids), rtol=0, atol=1e-6)
     if name != "softmax":
         assert (result - model(ids)).abs().max() > 1e-3
 
@@ -89,17 +84,6 @@ def test_different_edits_in_one_layer_give_the_weights_of_eager() -> None:
 
 
 @torch.no_grad()
-def test_edits_act_in_cached_generation_as_in_a_full_forward() -> None:
-    model, ids = model_of(positions="rotary"), ids_of(12)
-    cold = qkv.edits.WithNormalizer(Softmax(0.5, sink=0.0))
-    with qkv.edit(model, {(0, 1): "sigmoid", (1, 3): cold}):
-        whole = model(ids)[:, -1]
-        state = model.start()
-        model.step(ids[:, :7], state)
-        torch.testing.assert_close(model.step(ids[:, 7:], state), whole, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
 def test_a_learned_sink_is_kept_by_a_temperature_and_removed_by_softmax() -> None:
     model, ids = model_of(sink=True), ids_of()
     torch.nn.init.constant_(model.blocks[0].attention.composition.normalizer_sink, 2.0)
@@ -123,19 +107,6 @@ def test_lse_and_weights_that_a_layer_returns_are_those_of_its_edits() -> None:
     torch.testing.assert_close(edited[:, [0, 2, 3]], weights[:, [0, 2, 3]], rtol=0, atol=0)
     torch.testing.assert_close(edited_lse[:, 1], torch.logaddexp(lse[:, 1], torch.tensor(0.0)))
     torch.testing.assert_close(edited[:, 1], weights[:, 1] * torch.sigmoid(lse[:, 1])[..., None])
-
-
-@torch.no_grad()
-def test_edits_do_not_reach_other_models_and_end_with_an_error() -> None:
-    model, other, ids = model_of(), model_of(), ids_of()
-    before = model(ids)
-    with qkv.edit(model, everywhere(model, "sigmoid")):
-        assert torch.equal(other(ids), before)
-        assert not torch.equal(model(ids), before)
-    with pytest.raises(ZeroDivisionError), qkv.edit(model, everywhere(model, "sigmoid")):
-        raise ZeroDivisionError
-    assert torch.equal(model(ids), before)
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("normalizer", ["entmax", "sigmoid"])

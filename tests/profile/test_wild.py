@@ -10,6 +10,7 @@ import copy
 import io
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -271,6 +272,23 @@ def test_edits_speak_of_positions_in_the_text(name: str, kind: str) -> None:
             start += n
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(plain, want, atol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("watch", [True, False])
+@pytest.mark.parametrize("keep", [[0, 1, 2, 9, 10, 11], [2, 3, 9, 11], [0, 1, 2, 3, 4]], ids=str)
+def test_edits_speak_of_positions_in_a_text_whose_cache_was_pruned(keep: list[int], watch: bool) -> None:
+    model, edits = causal_lm(), {(0, 1): qkv.edits.HideFirst(), (1, 2): qkv.edits.WithMask(qkv.masks.Window(5))}
+    ids, visible = torch.cat([IDS, IDS[:, :1]], 1), torch.ones(13, 13).tril().bool()
+    visible[12, [i for i in range(12) if i not in keep]] = False
+    with qkv.edit(model, edits):  # type: ignore[arg-type]
+        want = model(ids, attention_mask=visible.expand(2, 1, -1, -1), use_cache=False).logits[:, -1]
+    with qkv.watch(model) if watch else nullcontext(), qkv.edit(model, edits):  # type: ignore[arg-type]
+        cache = model(IDS).past_key_values
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, keep], layer.values[:, :, keep]
+        got = model(ids[:, 12:], past_key_values=cache, position_ids=torch.full((2, 1), 12)).logits[:, -1]
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 # --- masks of finite numbers, and texts without tokens ----------------------------------------------------------------

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,12 @@ from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import ACTIVE, BY_NAME, SELF, Edit, Edits, Head, HideFirst, Mean, Place, Zero
-from qkv.engine import Call, Result
 from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
-from qkv.profiler.capture.caches import listening
 from qkv.profiler.capture.datasets import calls_of
-from qkv.profiler.capture.inputs import arguments_of, batches
-from qkv.profiler.capture.observe import OBSERVERS, methods, observe
+from qkv.profiler.capture.inputs import batches
+from qkv.profiler.capture.observe import OBSERVERS, following
 from qkv.profiler.capture.observer import Observer
-from qkv.profiler.capture.record import ObservedCall
 from qkv.profiler.capture.texts import Texts
 
 if TYPE_CHECKING:
@@ -72,43 +68,17 @@ def edit(model: nn.Module, edits: Mapping[Key, Edit | str]) -> Iterator[None]:
     stack = ACTIVE.setdefault(model, [])
     stack.append(active)
     try:
-        if OBSERVERS.get(model, 0):  # a profile or a watch around this context computes the attention
+        if OBSERVERS.get(model):  # a profile or a watch around this context computes the attention
             yield
         else:
-            observer = Observer(model, beside=True, receive=_returned)
-            texts = Texts(records=False)
-            observer.on_begin = partial(_begins, texts, observer)
-            observer.on_end = partial(_ends, texts, observer)
-            with observe(observer), methods(model, observer), listening(texts.selected):
+            texts = Texts(keys=any(one.positional for one in active.by_place.values()))
+            with following(Observer(model, texts=texts)):
                 yield
     finally:
         stack.remove(active)
     missing = [place for place in active.by_place if place not in active.met]
     if missing and active.ran:
         raise InputError(f"edits has {_shown(missing[0])}, at which {type(model).__name__} has no attention")
-
-
-def _returned(observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
-    assert result is not None
-    return result
-
-
-def _begins(texts: Texts, observer: Observer, owner: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    if observer.run.forward is None:
-        run, batch = observer.run, arguments_of(owner, args, named)
-        run.forward = texts.begin(
-            owner, observer.names.get(id(owner), ""), batch, batch.get("past_key_values"), observer.model
-        )
-        run.key_masks, run.query_masks, run.sequences = run.forward.key_masks, run.forward.query_masks, run.forward.read
-        observer.restart(paused=False)
-
-
-def _ends(texts: Texts, observer: Observer, owner: Any, output: Any) -> None:
-    forward = observer.run.forward
-    if forward is not None and forward.owner is owner:
-        observer.run.forward = None
-        with suppress(InputError):  # then its text is lost, which only edits of positions need
-            texts.end(forward, output)
 
 
 def everywhere(model: nn.Module, change: Edit | str) -> dict[Key, Edit | str]:

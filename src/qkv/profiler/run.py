@@ -139,26 +139,20 @@ def profile(
                 model(**batch)
             runs.append((batch, _checked(observer, partial)))
             residuals.append(hidden)
-    recorded = [Recorded(o.records, o.sequences, statistics, o.group) for _, o in runs]
+    recorded = [Recorded(o.records, o.sequences, statistics, o.recorder.group) for _, o in runs]
     groups = datasets(recorded, tokenizer, local_window)
     probed = _probe(model, runs[0][1], tokenizer, groups, layers) if probe else "not requested"
-    attrs = {
-        "model": loaded.name,
-        "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "versions": versions(),
-        "native_library": description(),
-        "command": "",
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.perf_counter() - started, 3),
+    ids = runs[0][1].sequences.source
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in runs[0][0].items() if isinstance(x, Tensor))
+    attrs = attributes(model, loaded.name, time.perf_counter() - started) | {
         "peak_memory_bytes": _peak_memory(),
-        "text_preview": _preview(*runs[0], tokenizer),
+        "text_preview": shapes if ids is None else preview(ids, tokenizer),
         "unobserved": unobserved(runs[0][1]),
         "sources": runs[0][1].sources,
         "checks": [checked.attrs() for checked in runs[0][1].checks],
         "probes": probed,
     }
-    is_shared = runs[0][1].group is not None  # then a process has the hidden states of its own shard only
+    is_shared = runs[0][1].recorder.group is not None  # then a process has the hidden states of its own shard only
     return Profile(groups, attrs, {} if is_shared else by_stack(residuals))
 
 
@@ -167,7 +161,7 @@ def _probe(
 ) -> str:
     """Add the scores of the synthetic texts to the groups; returns "run", or the reason why they were not run."""
     ids = observer.sequences.source
-    if observer.group is not None:
+    if observer.recorder.group is not None:
         return "not run: several processes share the sequence"
     if ids is None:
         return "not run: the model does not read token ids"
@@ -229,6 +223,20 @@ def _checked(observer: Observer, partial: bool) -> Observer:
 _version = functools.cache(version)  # it reads a file
 
 
+def attributes(model: nn.Module, name: str, seconds: float) -> dict[str, Any]:
+    """The attributes of a profile that tell what was measured, with which versions, and when."""
+    return {
+        "model": name,
+        "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "versions": versions(),
+        "native_library": description(),
+        "command": "",
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 3),
+    }
+
+
 def versions() -> dict[str, str]:
     found = {"qkv": qkv.__version__, "torch": torch.__version__, "python": platform.python_version()}
     with suppress(PackageNotFoundError):
@@ -248,11 +256,8 @@ def _peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _preview(batch: Mapping[str, Tensor], observer: Observer, tokenizer: Any) -> str:
-    """The beginning of the first text, or the shapes of the inputs if they are not text."""
-    ids = observer.sequences.source
-    if ids is None:
-        return ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items() if isinstance(x, Tensor))
+def preview(ids: Tensor, tokenizer: Any) -> str:
+    """The beginning of the first text."""
     if not hasattr(tokenizer, "decode"):
         return f"{ids.shape[1]:,} token ids"
     return " ".join(str(tokenizer.decode(ids[0, :64], skip_special_tokens=True)).split())[:200]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +143,26 @@ def field_of(name: str) -> str:
     ('self_', 'entropy')
     """
     return f"{name}_" if name in ("self", "next") else name
+
+
+def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistics:
+    """The statistics of a layer, with those of one head from `other`."""
+
+    def one(mine: Any, its: Any) -> Any:
+        if isinstance(mine, Tensor) or isinstance(its, Tensor):
+            both = torch.full_like(its, 0) if mine is None else mine.clone()
+            both[:, head] = torch.nan if its is None else its[:, head]
+            return both
+        if isinstance(mine, Mapping):
+            return {name: one(x, its[name]) for name, x in mine.items()}
+        if mine is None:
+            return None
+        return replace(mine, maximum=one(mine.maximum, its.maximum), mean=one(mine.mean, its.mean))  # a thumbnail
+
+    found = {f.name: one(getattr(statistics, f.name), getattr(other, f.name)) for f in fields(Statistics)}
+    if other.sink_mass is None and found["sink_mass"] is not None:
+        found["sink_mass"][:, head] = 0  # no weight on a sink that is not there
+    return Statistics(**found)
 
 
 def share_of_first(sink: Tensor, contributions: Tensor, norms: Tensor, firsts: Sequence[int]) -> Tensor:

@@ -245,30 +245,27 @@ RETURNED = {  # fields of transformers' outputs, and the groups that they hold
 }
 
 
-class RecordedInputs:
-    """A forward pre-hook that records the model's arguments, to call it again."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(self.calls) < 2:  # two are enough to know that the model ran more than once (text generation, say)
-            self.calls.append((args, kwargs))
+Inputs = list[tuple[tuple[Any, ...], dict[str, Any]]]
+"""Arguments of the calls of a model; of two calls at most, which tell that it ran more than once (generation, say)."""
 
 
 @contextmanager
-def recorded_inputs(model: nn.Module) -> Iterator[RecordedInputs]:
+def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
     """Inside, the arguments of every call of the model are recorded."""
-    recorded = RecordedInputs()
-    handle = model.register_forward_pre_hook(recorded, with_kwargs=True)
+    calls: Inputs = []
+
+    def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.extend([(args, kwargs)][: 2 - len(calls)])
+
+    handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
-        yield recorded
+        yield calls
     finally:
         handle.remove()
 
 
 @torch.no_grad()
-def returned(model: nn.Module, recorded: RecordedInputs, modules: list[str], observed: set[str]) -> dict[str, Tensor]:
+def returned(model: nn.Module, recorded: Inputs, modules: list[str], observed: set[str]) -> dict[str, Tensor]:
     """Weights (batch, heads, nq, nk) that the model returns for `modules`, by their names, if they are unambiguous.
 
     The model runs again and forms all of its weights. The weights of a kind of attention are used only if as many
@@ -282,9 +279,9 @@ def returned(model: nn.Module, recorded: RecordedInputs, modules: list[str], obs
         observed: kinds of attention (`qkv.profiler.capture.inputs`) of which some modules were observed.
     """
     banded = hasattr(getattr(model, "config", None), "attention_window")  # Longformer and LED return weights in bands
-    if not modules or len(recorded.calls) != 1 or banded or not type(model).__module__.startswith("transformers."):
+    if not modules or len(recorded) != 1 or banded or not type(model).__module__.startswith("transformers."):
         return {}
-    args, kwargs = recorded.calls[0]
+    args, kwargs = recorded[0]
     try:
         outputs = model(*args, **kwargs | {"output_attentions": True})
     except (TypeError, ValueError):  # the model cannot return weights; its modules are reported as unobserved

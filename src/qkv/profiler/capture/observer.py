@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from qkv.edits import ACTIVE, Edits, Placed, applied
 from qkv.engine import Call, Result, Shared, detached
@@ -25,12 +24,12 @@ from qkv.huggingface.client import Own, function_of
 from qkv.kernels import serving
 from qkv.masks import Dense
 from qkv.profiler.capture import inputs
-from qkv.profiler.capture.checking import Checks, RecordedInputs, returned
-from qkv.profiler.capture.inputs import Sequences
+from qkv.profiler.capture.checking import Checks, Inputs, returned
+from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
 from qkv.profiler.capture.record import WEIGHTS_ONLY, Measures, ObservedCall, Record, is_causal, served
 from qkv.profiler.capture.recorder import Recorder
-from qkv.profiler.capture.texts import Forward
+from qkv.profiler.capture.texts import Forward, Texts
 
 Receive = Callable[[ObservedCall, Result | None, Mapping[int, Call]], Result]
 """Receives an observed call, its result after the edits, and the calls of single heads whose weights an edit changed;
@@ -69,9 +68,7 @@ class Observer:
     unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
     sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
     partial: bool = False  # list modules whose attention cannot be read instead of raising an error
-    beside: bool = False  # the model computes by its own functions, in any mode, and the calls are received
-    on_begin: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # of an outermost forward
-    on_end: Callable[[Any, Any], None] | None = None
+    texts: Texts | None = None  # which texts the model reads; it computes by its own functions then, in any mode
 
     def __post_init__(self) -> None:
         root = type(self.model).__name__
@@ -80,7 +77,7 @@ class Observer:
         routed = [module for module in self.modules.values() if routes(module)]
         self.expected = [self.names[id(module)] for module in routed]
         self.checks = Checks(self.model, {id(module): function_of(module) for module in routed})
-        self.recorder = Recorder(self.measures)
+        self.recorder, self.beside = Recorder(self.measures), self.texts is not None
         self.ran: set[int] = set()  # modules whose forward was running
         self._two_sided = inputs.is_two_sided(self.modules)
         self._numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before
@@ -92,10 +89,6 @@ class Observer:
         return self.recorder.records
 
     @property
-    def group(self) -> ProcessGroup | None:
-        return self.recorder.group
-
-    @property
     def run(self) -> Run:
         """What the model does in this thread."""
         thread = threading.get_ident()
@@ -104,11 +97,6 @@ class Observer:
                 query_masks=self.query_masks, key_masks=self.key_masks, sequences=self.sequences
             )  # fmt: skip
         return self._runs[thread]
-
-    def restart(self, *, paused: bool) -> None:
-        """Forget the calls so far, before another forward; no call is recorded while `paused`."""
-        self.run.paused = paused
-        self.run.made.clear()
 
     def foreign(self) -> bool:
         """True in a thread other than the one that observes, unless the observer lets the model compute."""
@@ -205,7 +193,7 @@ class Observer:
             beside=self.beside,
         )  # fmt: skip
 
-    def record_returned(self, recorded: RecordedInputs) -> None:
+    def record_returned(self, recorded: Inputs) -> None:
         """For modules whose calls could not be read, record the weights that the model itself returns, if it does."""
         unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
         if not unread:
@@ -225,8 +213,8 @@ class Observer:
         if not run.running:
             if threading.get_ident() != self._thread:
                 run.opened.enter_context(serving(self.observe_call))
-            if self.on_begin is not None:
-                self.on_begin(module, args, named)
+            if self.texts is not None:
+                self.begins(module, arguments_of(module, args, named))
             known = bool(self.fired) and not {"sdpa", "softmax"} & set(self.sources.values())
             if self.beside and not known and not self._skips():  # reading every torch function takes time
                 run.opened.enter_context(self.intercept())
@@ -241,8 +229,27 @@ class Observer:
         if not run.running:
             run.steps.clear()
             run.opened.close()
-            if self.on_end is not None:
-                self.on_end(module, output)
+            self.ends(module, output)
+
+    def begins(self, owner: Any, batch: Mapping[str, Any]) -> None:
+        """A forward begins: find the text that it reads. It may be part of another forward, which reads the text."""
+        run = self.run
+        if self.texts is None or run.forward is not None:
+            return
+        run.made.clear()
+        if torch._C._current_graph_task_id() >= 0:  # a part of a forward that is computed again for the gradients
+            run.paused = True
+            return
+        forward = self.texts.begin(owner, self.names.get(id(owner), ""), batch, self.model)
+        run.forward, run.key_masks, run.query_masks = forward, forward.key_masks, forward.query_masks
+        run.sequences, run.paused = forward.read, not forward.recorded
+
+    def ends(self, owner: Any, output: Any) -> None:
+        """A forward has ended."""
+        forward = self.run.forward
+        if self.texts is not None and forward is not None and forward.owner is owner:
+            self.run.forward = None
+            self.texts.end(forward, output)
 
     @contextmanager
     def again(self, run: Run, edits: Sequence[Edits]) -> Iterator[None]:
@@ -288,13 +295,12 @@ class Observer:
         self.fired.append(name)
         self.on_call(name)
         observed = self._observed(name, call, keys)
-        if observed.step:  # one of several queries over the same keys
-            own = compute(call)
-            return self._receive(observed, own, {}) if self._keeps(observed.layer) else own
-        if self.run.forward is not None:
-            self.run.forward.attends(self.modules.get(name), observed.group)
         result, changed = known, dict[int, Call]()
-        if ACTIVE.get(self.model):
+        if observed.step:  # one of several queries over the same keys
+            result = compute(call)
+        elif self.run.forward is not None:
+            self.run.forward.attends(self.modules.get(name), observed.group)
+        if ACTIVE.get(self.model) and not observed.step:
             editable = editable and observed.step is None and observed.source not in WEIGHTS_ONLY
             result, changed = applied(
                 self.model, name, observed.group, observed.layer, partial(self._place, observed), call,
@@ -303,15 +309,16 @@ class Observer:
         if self.run.paused or not self._keeps(observed.layer):
             return compute(call) if result is None else result
         result = compute(call) if result is None and not fused else result
-        return self._receive(observed, result, changed)
-
-    def _receive(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
-        call = observed.call
         if len(changed) == call.q.shape[1] and len({id(one) for one in changed.values()}) == 1:
             call, changed = changed[0], {}  # all heads have the same edit
-        seen = replace(observed, call=detached(call))
+        observed = replace(observed, call=detached(call))
         with unwatched():
-            return (self.receive or self.recorder)(seen, result, changed)
+            if self.texts is None:
+                return (self.receive or self.recorder)(observed, result, changed)
+            assert result is not None
+            if self.run.forward is not None:
+                self.texts.add(self.run.forward, self.modules.get(name), observed, changed)
+            return result
 
     def _keeps(self, layer: int) -> bool:
         return self.layers is None or layer in self.layers
@@ -331,7 +338,7 @@ class Observer:
                 name, n_queries=n_queries, n_keys=n_keys, causal=causal, two_sided=self._two_sided,
                 sequences=run.sequences,
             )  # fmt: skip
-            steps = self.receive is None and n_queries == 1 and not causal
+            steps = self.receive is None and self.texts is None and n_queries == 1 and not causal
         before, first_step = run.steps.pop(name, (None, None))
         if steps and first_step is not None and before is not None and torch.equal(before, call.k):
             run.steps[name] = before, replace(first_step, step=(first_step.step or 0) + 1)
@@ -361,13 +368,13 @@ class Observer:
         """Where the queries and keys of a call are in the text."""
         call, forward = observed.call, self.run.forward
         if forward is not None:
-            return forward.place(observed)
+            return forward.place(observed, self.modules.get(observed.module))
         start = None if observed.group == "cross" else call.k.shape[2] - call.q.shape[2]
         return Placed(start, 0, observed.queries, observed.first)
 
     def _shared(self, name: str, shared: Shared, result: Result) -> Result:
         """Record a call whose sequence several processes share: each records the statistics of the whole sequence."""
-        if self.receive is not None:
+        if self.receive is not None or self.texts is not None:
             raise InputError(
                 f"model shares its sequence with other processes in {name}; expected a call in one process, because "
                 "only statistics are exchanged between processes"

@@ -53,7 +53,17 @@ def fingerprint(model: nn.Module) -> Hashable | None:
     if any(map(_hooked, modules)) or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
     try:
-        state = _StatePickler.pickled([_attributes(m) for m in modules], {id(m): i for i, m in enumerate(modules)})
+        places, digests = {id(m): i for i, m in enumerate(modules)}, dict[int, bytes]()
+
+        def brief(x: Any) -> Any:  # all modules have the same configuration
+            if not hasattr(x, "__dict__") or isinstance(x, nn.Module | Tensor):
+                return x
+            if id(x) not in digests:
+                digests[id(x)] = xxhash.xxh3_128_digest(_StatePickler.pickled(x, places))
+            return digests[id(x)]
+
+        attributes = [{name: brief(x) for name, x in _attributes(m).items()} for m in modules]
+        state = _StatePickler.pickled(attributes, places)
     except Exception:  # pickling runs code of the attributes, which can raise anything
         return None
     autocast = tuple(
