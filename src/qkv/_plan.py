@@ -87,9 +87,6 @@ class Plan:
         Args:
             form: ``"text"``, or ``"mermaid"`` for a flowchart that GitHub, notebooks and documentation sites draw.
 
-        Raises:
-            InputError: for another form.
-
         >>> import torch, qkv
         >>> q, k, v = torch.zeros(1, 4, 100, 16), torch.zeros(1, 2, 120, 16), torch.zeros(1, 2, 120, 8)
         >>> print(qkv.plan(q, k, v, mask=qkv.masks.Window(64), kernel="tiled").diagram())
@@ -253,11 +250,7 @@ def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
 
 
 def drawn(steps: Sequence[Step], form: Literal["text", "mermaid"]) -> str:
-    """The steps as text or as a Mermaid chart.
-
-    Raises:
-        InputError: for another form.
-    """
+    """The steps as text or as a Mermaid chart."""
     if form == "text":
         return _text(steps)
     if form == "mermaid":

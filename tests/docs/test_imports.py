@@ -35,7 +35,7 @@ ORDER = {
     "qkv_lab": [
         "experiments.evidence", "draw", "task", "lexicon", "grammar", "scenes", "log", "heads", "tokens",
         "models", "course", "translation", "tasks", "settings", "resume", "loop", "experiments", "testing",
-        "check", "answers", "lessons", "align", "cli",
+        "check", "lessons", "answers", "align", "cli",
     ],
     "research": ["sinks", "claims"],
 }  # fmt: skip

@@ -64,9 +64,6 @@ class Watched:
 
         Args:
             sequence: which sequences, by index or slice of `sequences`; all if None.
-
-        Raises:
-            InputError: if nothing was recorded.
         """
         recording, unrecorded = self._recording, self._recording.unrecorded
         chosen = self.sequences if sequence is None else self.sequences[sequence]

@@ -139,8 +139,7 @@ class _Given(StatisticsReducer):
         if not (lowest >= 0 and highest < float("inf")):
             raise InputError(
                 f"w holds {lowest:.3g} to {highest:.3g} among queries {tile.rows.start} to {tile.rows.stop - 1}, "
-                "expected weights of 0 or more: apply the softmax to scores first; pass queries= to leave out rows "
-                "without weights"
+                "expected weights of 0 or more; pass queries= to leave out rows without weights"
             )
         self.add(tile, weights, None)
 

@@ -87,9 +87,6 @@ def measure(
     Returns:
         `Statistics`, float32 (float64 for float64 inputs), on the device of the inputs.
 
-    Raises:
-        InputError: for arguments that do not fit together.
-
     >>> import torch, qkv
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> s = qkv.measure(q, k, mask=qkv.masks.Causal(), mass={"last two": qkv.masks.Window(2)})
