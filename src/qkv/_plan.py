@@ -149,10 +149,10 @@ def plan(
     queries, keys, values = (x if dtype is None else x.to(dtype) for x in tensors)
     call = Call.of(queries, keys, values, mask, bias, score, normalizer, dropout_p)
     name, reason, rejected = choose(call, kernel, weights=return_weights)
-    found = cost(name, call)
+    price = cost(name, call)
     b, h, n_queries, _ = call.q.shape
-    share = found.pairs / (b * h * n_queries * call.k.shape[2])
-    return Plan(name, reason, rejected, found, share, steps_of(call, name), engine(call))
+    share = price.pairs / (b * h * n_queries * call.k.shape[2])
+    return Plan(name, reason, rejected, price, share, steps_of(call, name), engine(call))
 
 
 def cost(kernel: str, call: Call) -> Cost:

@@ -284,9 +284,9 @@ class Attention:
         dropout_p = self.dropout_p if training else 0.0
         if kernel == "auto" and not (dropout_p or return_lse or return_weights or watched()):
             if return_statistics:
-                found = directly(q, k, v, self.mask, self.bias, self.score, self.normalizer)
-                if found is not None:
-                    return Result(found[0], statistics=found[1])
+                measurement = directly(q, k, v, self.mask, self.bias, self.score, self.normalizer)
+                if measurement is not None:
+                    return Result(measurement[0], statistics=measurement[1])
             elif (out := _one_operation(self, q, k, v)) is not None:
                 return out
         result = compute(

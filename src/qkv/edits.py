@@ -182,12 +182,12 @@ class Edits:
         names: tuple[tuple[str | None, str | int], ...] = ((group, layer), (None, module))
         if group in SELF:
             names = (*names, (None, layer))
-        found = {}
+        edits = {}
         for place, edit in self.by_place.items():
             if place[:2] in names:
                 self.met.add(place)
-                found[place[2]] = edit
-        return found
+                edits[place[2]] = edit
+        return edits
 
 
 ACTIVE: WeakKeyDictionary[nn.Module, list[Edits]] = WeakKeyDictionary()

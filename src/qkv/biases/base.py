@@ -177,11 +177,11 @@ class AdditiveBias(Bias):
 
     def added(self, region: Region) -> Float[Tensor, "#b #h #q #k"]:
         """`tile`, with a check of its result; missing leading dimensions are added."""
-        made = self.tile(region)
-        if not isinstance(made, Tensor) or made.ndim > 4 or not made.dtype.is_floating_point:
-            name, got = type(self).__name__, kind_of(made)
+        tile = self.tile(region)
+        if not isinstance(tile, Tensor) or tile.ndim > 4 or not tile.dtype.is_floating_point:
+            name, got = type(self).__name__, kind_of(tile)
             raise InputError(f"{name}: tile returned {got}, expected floats that broadcast to (b, h, q, k)")
-        return made[(None,) * (4 - made.ndim)]
+        return tile[(None,) * (4 - tile.ndim)]
 
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
         return scores + self.added(region).to(scores)

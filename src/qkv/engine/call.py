@@ -119,12 +119,12 @@ class Call:
         if isinstance(score, Pairwise):
             learned |= {f"score {name}": x for name, x in score.tensors().items()}
         pairwise = score if isinstance(score, Pairwise) else None
-        made = Call(
+        call = Call(
             projected, keys, v, mask, biases, factor, pairwise, normalizer, _sink(given, projected), shift, divisor,
             _values(given), dropout_p, seed, given, learned,
         )  # fmt: skip
-        vars(made)["grid"] = grid
-        return made
+        vars(call)["grid"] = grid
+        return call
 
     @cached_property
     def grid(self) -> Grid:
@@ -190,20 +190,20 @@ class Call:
         region = Region(
             slice(0, 1), slice(0, 1), slice(0, 1), slice(0, self.q.shape[1]), self.grid.offset, self.q.device
         )
-        found = None
+        reason = None
         with torch.enable_grad():
             if isinstance(self.normalizer, Pointwise) and user_defined(self.normalizer):
-                found = _closed_over(self.normalizer, self.normalizer.weight(like), self.normalizer.tensors())
+                reason = _closed_over(self.normalizer, self.normalizer.weight(like), self.normalizer.tensors())
             elif isinstance(self.normalizer, SumToOne) and user_defined(self.normalizer):
-                found = _closed_over(self.normalizer, self.normalizer.weight(like, like), self.normalizer.tensors())
+                reason = _closed_over(self.normalizer, self.normalizer.weight(like, like), self.normalizer.tensors())
             if self.pairwise is not None and user_defined(self.pairwise):
                 q, k = (x[:1, :, :1].detach().to(like) for x in (self.q, self.k))
                 k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-                found = found or _closed_over(self.pairwise, self.pairwise.scores(q, k), self.pairwise.tensors())
+                reason = reason or _closed_over(self.pairwise, self.pairwise.scores(q, k), self.pairwise.tensors())
             for bias in self.biases:
                 if user_defined(bias):
-                    found = found or _closed_over(bias, bias.apply(like, region), bias.tensors())
-        return found
+                    reason = reason or _closed_over(bias, bias.apply(like, region), bias.tensors())
+        return reason
 
     @property
     def needs_grad(self) -> bool:
@@ -263,8 +263,8 @@ def detached(call: Call, *, learned: bool = False) -> Call:
     """The same call with detached tensors; `learned` keeps the learned tensors of user-defined objects attached."""
     if not call.learned and not any(x.requires_grad for x in call.tensors().values()):
         return call
-    made = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
-    return made if learned else replace(made, learned={})
+    plain = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
+    return plain if learned else replace(plain, learned={})
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -339,10 +339,10 @@ def zero_masked_nonfinite(
     clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
     if clean_q and clean_k:
         return q, k
-    found = block_visibility(mask, grid, 128)
+    visibility = block_visibility(mask, grid, 128)
     if not clean_q:
-        q = q.masked_fill(~found.queries.expand(*q.shape[:2], -1)[..., None], 0)
-    return q, k if clean_k else k.masked_fill(~found.keys[:, None, :, None], 0)
+        q = q.masked_fill(~visibility.queries.expand(*q.shape[:2], -1)[..., None], 0)
+    return q, k if clean_k else k.masked_fill(~visibility.keys[:, None, :, None], 0)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -500,13 +500,13 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
     if isinstance(mask, type) and issubclass(mask, Mask):
         raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")
     tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
-    made = Dense(tensor)
-    if (how := inverted(made.tensor)) is not None:
+    dense = Dense(tensor)
+    if (how := inverted(dense.tensor)) is not None:
         raise InputError(
             f"mask is {how}, as where True means masked, but in qkv True means may attend; expected ~mask, or "
             "blocked=mask of qkv.attend, or qkv.masks.Dense(mask) if this is meant"
         )
-    return made
+    return dense
 
 
 def inverted(mask: Bool[Tensor, "..."]) -> str | None:

@@ -174,9 +174,9 @@ class Shared:
         for one in biases:
             one.check(grid)
         bound = tuple(one.bound(call.q, grid, call.factor) for one in biases)
-        for one, made in zip(biases, bound, strict=True):
-            made.require()
-            if not overrides(made, Bias, "part"):
+        for one, whole in zip(biases, bound, strict=True):
+            whole.require()
+            if not overrides(whole, Bias, "part"):
                 raise InputError(
                     f"group: bias is {type(one).__name__}, which cannot be sharded; expected one with the method "
                     "part(region), such as ALiBi, T5Bias, ByDistance, TensorBias or SoftCap"
@@ -218,9 +218,9 @@ def _check_same_on_all_ranks(group: dist.ProcessGroup, q: Tensor, k: Tensor, v: 
         shape = [*x.shape, 0, 0, 0, 0][:4] if isinstance(x, Tensor) else [0] * 4
         dtype = _DTYPES.index(x.dtype) if isinstance(x, Tensor) and x.dtype in _DTYPES else -1
         described += [*shape, dtype]
-    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
+    needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    mine = torch.tensor([*described, int(wanted)], device=device)
+    mine = torch.tensor([*described, int(needs_grad)], device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with naming_lost("ring attention", group):
         dist.all_gather(everyone, mine, group=group)
@@ -267,12 +267,12 @@ def naming_lost(what: str, group: dist.ProcessGroup, peers: Sequence[int] = ()) 
 
 def _closed(group: dist.ProcessGroup) -> list[int]:
     """The ranks of a gloo group whose connection to this process is closed: sending to them raises at once."""
-    found = []
+    closed = []
     for peer in range(dist.get_world_size(group)) if dist.get_backend(group) == "gloo" else ():
         if peer == dist.get_rank(group):
             continue
         try:
             dist.isend(torch.zeros(1), group=group, group_dst=peer, tag=TAG)  # nobody waits for it
         except RuntimeError:
-            found.append(peer)
-    return found
+            closed.append(peer)
+    return closed

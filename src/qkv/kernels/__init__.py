@@ -20,7 +20,7 @@ from qkv.engine.call import Call, Result, at_least_float32
 from qkv.engine.sharded import Shared
 from qkv.engine.sizes import recorded, shape_only, sizes
 from qkv.errors import InputError
-from qkv.kernels import eager, linear, loops, ring, tiled
+from qkv.kernels import eager, linear, reference, ring, tiled
 from qkv.kernels.flex import kernel as flex
 from qkv.kernels.fused import kernel as fused
 from qkv.native import kernel as native
@@ -38,7 +38,7 @@ KERNELS: dict[str, ModuleType] = {
     "flex": flex,
     "tiled": tiled,
     "eager": eager,
-    "reference": loops,
+    "reference": reference,
 }
 """All kernels by the name that `attend` takes. Add your own kernel here."""
 

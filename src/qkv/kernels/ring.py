@@ -111,9 +111,9 @@ def _forward(shared: Shared, call: Call, choose: Choose) -> tuple[Tensor, Tensor
     for source, (k, v) in blocks(shared, call.k, call.v):
         for piece in shared.pieces(source):
             part = shared.part(call, k, v, piece)
-            found = choose(part, set()).forward(part)
+            result = choose(part, set()).forward(part)
             at = (slice(None), slice(None), piece.rows)
-            whole = merge(Partial(out[at], lse[at]), Partial(found.out, found.lse))
+            whole = merge(Partial(out[at], lse[at]), Partial(result.out, result.lse))
             out[at], lse[at] = whole.out, whole.lse
     whole = Partial(out, lse) if call.sink is None else Partial(out, lse).with_sink(call.sink)
     return whole.out.to(call.v.dtype), whole.lse

@@ -233,9 +233,9 @@ class MultiHeadAttention(nn.Module):
             mask = causal if own is None else causal & own
         more: list[Any] = []
         if cache is not None:
-            asked = {"return_weights": return_weights, "need_weights": need_weights}
-            asked["return_statistics"] = return_statistics
-            for name in (name for name, yes in asked.items() if yes):
+            requests = {"return_weights": return_weights, "need_weights": need_weights}
+            requests["return_statistics"] = return_statistics
+            for name in (name for name, yes in requests.items() if yes):
                 raise InputError(f"{name} is True with a cache, which returns the output alone; expected False")
             attention, extra_mask = self.composition.attention, as_mask(mask)
             out = cache.attend(attention, q, k, v, rotary=self.rotary, positions=positions, mask=extra_mask)
@@ -291,11 +291,11 @@ class MultiHeadAttention(nn.Module):
         if self.fused:
             rows = slice(sum(self.widths[:first]), sum(self.widths[:stop]))
             bias = None if self.in_proj.bias is None else self.in_proj.bias[rows]
-            found = F.linear(x, self.in_proj.weight[rows], bias).split(self.widths[first:stop], -1)
+            projected = F.linear(x, self.in_proj.weight[rows], bias).split(self.widths[first:stop], -1)
         else:
-            found = tuple(layer(x) for layer in (self.q_proj, self.k_proj, self.v_proj)[first:stop])
+            projected = tuple(layer(x) for layer in (self.q_proj, self.k_proj, self.v_proj)[first:stop])
         heads = (self.heads, self.kv_heads, self.kv_heads)[first:stop]
-        return tuple(self._heads(part, n) for part, n in zip(found, heads, strict=True))
+        return tuple(self._heads(part, n) for part, n in zip(projected, heads, strict=True))
 
     def _project(
         self,

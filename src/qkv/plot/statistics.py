@@ -18,7 +18,7 @@ from qkv.plot.given import array, layers, token_lists
 from qkv.plot.single import label, label_inches, scale, written
 from qkv.profiler.data.frames import STATISTICS
 from qkv.profiler.profiles import Profile
-from qkv.statistics.given import measure_weights
+from qkv.statistics.from_weights import measure_weights
 from qkv.statistics.result import Statistics
 
 SHORTEST = 1.0  # inches of a colour bar

@@ -317,3 +317,26 @@ class Streaming(Mass):
             "weight on what a streaming cache keeps: the first `streaming_first` and last `streaming_last` keys",
         )
         self.label = "Streaming"
+
+
+class RowSum(Statistic):
+    """The sum of a query's weights.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> qkv.measure(x, x, statistics=[RowSum()]).own["row_sum"][0, 0].tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+
+    name, definition = "row_sum", "sum of the query's weights"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return tile.weights.sum(-1, dtype=torch.float64)
+
+
+FIELDS: dict[str, Statistic] = {
+    "entropy": Entropy(), "sink": Sink(), "self_": Self(), "previous": Previous(), "next_": Next(),
+    "distance": Distance(), "spread": Spread(), "effective_keys": EffectiveKeys(), "visible": Visible(),
+    "received": Received(), "visible_queries": VisibleQueries(), "row_sum": RowSum(),
+}  # fmt: skip
+"""The statistics that `measure` always returns, by their field of `Statistics`."""

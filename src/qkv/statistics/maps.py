@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv.engine.call import Call, RowState, detached
 from qkv.engine.sizes import sizes
-from qkv.engine.sweep import Block, Group, Reducer, Tile, Workspace, reduce_tiles
+from qkv.engine.tile_loop import Block, Group, Reducer, Tile, Workspace, reduce_tiles
 from qkv.engine.tiles import ScoreTiles, WeightTiles, block_status
 from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles

@@ -37,9 +37,9 @@ from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
-from qkv.statistics.built_in import PrefixSinkScores
+from qkv.statistics.built_in import FIELDS, PrefixSinkScores
 from qkv.statistics.gradients import with_gradients
-from qkv.statistics.reduce import FIELDS, Request, StatisticsReducer, Totals, add_tiles, own_statistics
+from qkv.statistics.reduce import Request, StatisticsReducer, Totals, add_tiles, own_statistics
 from qkv.statistics.result import Statistics, Thumbnail, share_of_first
 from qkv.statistics.triton import host as triton
 
@@ -107,9 +107,9 @@ def measure(
     if not (differentiable or mass or statistics or (type(first), first) != (int, 0)) and (
         queries is None and bins is None
     ):
-        found = directly(q, k, k, mask, bias, score, normalizer, output=False)
-        if found is not None:
-            return found[1]
+        measurement = directly(q, k, k, mask, bias, score, normalizer, output=False)
+        if measurement is not None:
+            return measurement[1]
     options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
     detached_options: dict[str, Any] = {"bins": bins, "statistics": statistics}
     if differentiable:
@@ -142,11 +142,13 @@ def directly(
     """The output, if it is wanted, and the statistics of a call that needs no `Call` and no gradients, else None."""
     if not isinstance(q, Tensor) or (plain := dot_softmax(score, normalizer, q, bias)) is None or plain[1] is not None:
         return None
-    made = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
-    if made is None or (output and native_kernel.tracked(q, k, v)):
+    arguments = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
+    if arguments is None or (output and native_kernel.tracked(q, k, v)):
         return None
-    found = native.measured(made, output=output, firsts=[0] * q.shape[0])
-    return found if found is None or found[0] is None or v.dtype == torch.float32 else (found[0].to(v.dtype), found[1])
+    measurement = native.measured(arguments, output=output, firsts=[0] * q.shape[0])
+    if measurement is None or measurement[0] is None or v.dtype == torch.float32:
+        return measurement
+    return measurement[0].to(v.dtype), measurement[1]
 
 
 def _check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"]) -> None:
@@ -172,9 +174,9 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     """
     call = detached(call)
     request = checked(call, call.grid, **options)
-    found = _fused(call, request, output=output)
-    if found is not None:
-        out, lse, statistics = found
+    results = _fused(call, request, output=output)
+    if results is not None:
+        out, lse, statistics = results
         return None if out is None else Result(out, lse), RowState(lse), statistics
     result = attention(call) if output else None
     rows = row_state(call, None if result is None else result.lse)
@@ -193,9 +195,9 @@ def sweep(
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
-    found = None if shared is not None else _fused(call, request, output=False)
-    if found is not None:  # one pass, which computes the log-sum-exp again
-        return found[-1]
+    results = None if shared is not None else _fused(call, request, output=False)
+    if results is not None:  # one pass, which computes the log-sum-exp again
+        return results[-1]
     return _by_definition(call, rows if isinstance(rows, RowState) else RowState(rows), request, shared)
 
 
@@ -218,9 +220,9 @@ def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None
     are added from tiles of weights.
     """
     by, way = (native, native.attend_and_measure) if call.q.device.type == "cpu" else (triton, _by_triton)
-    if by.unsupported_reason(call, request.mass) or (found := way(call, request, output=output)) is None:
+    if by.unsupported_reason(call, request.mass) or (results := way(call, request, output=output)) is None:
         return None
-    out, lse, statistics = found
+    out, lse, statistics = results
     if request.statistics:
         assert statistics.row_sum is not None
         rows = _counted(call, RowState(lse), request)
@@ -283,11 +285,11 @@ def _of_prefix(x: Tensor, length: int, firsts: Sequence[int], shared: Shared | N
     keys = torch.arange(n, device=device) if shared is None else positions(shared.grid.n_keys, shared.group, device)
     at = keys - torch.tensor(firsts, device=device)[:, None]
     at = torch.where((at >= 0) & (at < length), at, length)
-    found = x.new_zeros(*x.shape[:3], length + 1).scatter_add_(3, at[:, None].expand_as(x), x)[..., :length]
+    numbers = x.new_zeros(*x.shape[:3], length + 1).scatter_add_(3, at[:, None].expand_as(x), x)[..., :length]
     if shared is not None:
-        found = found.contiguous()
-        dist.all_reduce(found, group=shared.group)
-    return found
+        numbers = numbers.contiguous()
+        dist.all_reduce(numbers, group=shared.group)
+    return numbers
 
 
 def _sink_mass(call: Call, rows: RowState) -> Tensor:

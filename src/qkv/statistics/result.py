@@ -105,14 +105,14 @@ class Statistics:
     @classmethod
     def _of(cls, numbers: Tensor, places: Mapping[Any, Place]) -> Statistics:
         """The statistics in one tensor of numbers; a field becomes a tensor when it is first read."""
-        made = cls.__new__(cls)
-        vars(made).update(_numbers=numbers, _places=places, mass={}, own={})
-        vars(made)["row_sum"] = made._view("row_sum")  # `__getattr__` is not asked for fields with a default
-        return made
+        statistics = cls.__new__(cls)
+        vars(statistics).update(_numbers=numbers, _places=places, mass={}, own={})
+        vars(statistics)["row_sum"] = statistics._view("row_sum")  # `__getattr__` gets no fields with a default
+        return statistics
 
     def _view(self, name: str | int) -> Tensor:
-        found: Tensor = vars(self)["_numbers"].as_strided(*vars(self)["_places"][name])
-        return found
+        values: Tensor = vars(self)["_numbers"].as_strided(*vars(self)["_places"][name])
+        return values
 
     if not TYPE_CHECKING:
 

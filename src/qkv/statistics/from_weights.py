@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkv.engine.call import Call, RowState, at_least_float32
 from qkv.engine.inputs import Form
-from qkv.engine.sweep import Group, Tile
+from qkv.engine.tile_loop import Group, Tile
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask
 from qkv.statistics.base import Statistic
@@ -75,11 +75,11 @@ def measure_weights(
     options: dict[str, Any] = {"mass": mass, "first": first, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
     totals = Totals(call, request)
-    add_tiles(call, _Given(weights, request, totals))
-    found = finished(call, RowState(), request, totals)
-    assert found.row_sum is not None
-    _check_row_sums(weights, found.row_sum, request.queries, unnormalized=unnormalized)
-    back: Statistics = form.all_back(found)
+    add_tiles(call, _WeightsReducer(weights, request, totals))
+    measurement = finished(call, RowState(), request, totals)
+    assert measurement.row_sum is not None
+    _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)
+    back: Statistics = form.all_back(measurement)
     return back
 
 
@@ -117,7 +117,7 @@ def _tensor(w: Any) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-class _Given(StatisticsReducer):
+class _WeightsReducer(StatisticsReducer):
     """Statistics of weights that are given, as a tensor (b, h, nq, nk)."""
 
     def __init__(self, weights: Tensor, request: Request, totals: Totals) -> None:
