@@ -125,7 +125,7 @@ MEASURED = (
 
 
 def run_by(size: int) -> tuple[str, ...]:
-    """The cases that so many processes run: four every third one, two the others and the first."""
+    """The cases that so many processes run: four every fifth one, two the others and the first."""
     return _share(tuple(CASES), size)
 
 
@@ -135,7 +135,7 @@ def measured_by(size: int) -> tuple[str, ...]:
 
 
 def _share(names: tuple[str, ...], size: int) -> tuple[str, ...]:
-    return names[::3] if size == 4 else tuple(name for n, name in enumerate(names) if n % 3 or n == 0)
+    return names[::5] if size == 4 else tuple(name for n, name in enumerate(names) if n % 5 or n == 0)
 
 
 def measured(case: Case, move: Callable[..., Tensor], *group: Any) -> dict[str, Tensor]:
