@@ -3,7 +3,7 @@
 Every row calls the public functions, so it stays valid when another kernel serves. `python -m benchmarks native`
 measures all rows. `python -m benchmarks.native_speed --quick` prints them for 2,048 tokens in place of 8,192, and with
 `--flex` also those beside FlexAttention, which needs a C++ compiler. The rate of the two products of causal attention
-stands beside that of a loop of fused multiply-adds in registers, which no product exceeds, and of torch's matrix product.
+stands beside that of a loop of fused multiply-adds in registers, which no product exceeds, and of torch's product.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _measure(made: Case, expected: Expected, report: Report) -> None:
     """Compare every statistic of `measure`."""
     try:
         leaves = made.leaves()
-        got = qkv.measure(*(leaves[x] for x in "qkv"), mask=made.mask, **made.made(leaves), **made.named)
+        got = qkv.measure(*(leaves[x] for x in "qk"), mask=made.mask, **made.made(leaves), **made.named)
     except Exception as error:
         report.mismatches.append(Mismatch("measure", "error", f"{type(error).__name__}: {error}"))
         return

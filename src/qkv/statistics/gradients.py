@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, summed, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32
-from qkv.engine.sweep import Group, Tile, Workspace, groups, reduce_tiles, tile_size
+from qkv.engine.tile_loop import Group, Tile, Workspace, groups, reduce_tiles, tile_size
 from qkv.engine.transforms import Results, differentiable, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
@@ -31,9 +31,8 @@ from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_slopes
 from qkv.statistics.base import Statistic, WeightTile
-from qkv.statistics.built_in import Mass
+from qkv.statistics.built_in import FIELDS, Mass
 from qkv.statistics.products import weights_matmul
-from qkv.statistics.reduce import FIELDS
 from qkv.statistics.result import Statistics
 
 OfQueries = Float[Tensor, "b h nq"]
@@ -248,12 +247,12 @@ def _input_gradients(
     grad_out, out = grads.pop("out", None), values.pop("out", None)
     grads = {name: x.to(wide).masked_fill(~visible if name == "received" else empty, 0) for name, x in grads.items()}
     if rows.level is not None and needed.isdisjoint(call.learned):
-        found = statistics_gradients(
+        gradients = statistics_gradients(
             call, values, grads, lse=rows.level, mass=mass, masks=masks, firsts=firsts,
             queries=queries, wanted=needed, out=out, grad_out=grad_out,
         )  # fmt: skip
-        if found is not None:
-            return found
+        if gradients is not None:
+            return gradients
     assert grad_out is None, "the call was not one that is differentiated in one pass"
     if queries is not None:
         call = replace(call, mask=_and_queries(call.mask, queries))
