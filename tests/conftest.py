@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import sys
@@ -33,6 +34,15 @@ from qkv.scores import Score
 torch.set_num_threads(1)  # the tests are many small products: threads would only wait for one another
 settings.register_profile("qkv", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("qkv")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports make millions of objects, none of them garbage: the collector never looks at them."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
