@@ -14,7 +14,7 @@ import pytest
 
 import qkv
 from conftest import Command
-from forked import Forked, run_command
+from forked import Forked, view_without_end
 
 pytest.importorskip("transformers", reason="loading models needs transformers")
 TEXT = "def one():\n    return 1\n"
@@ -46,8 +46,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.slow
 def test_interrupt_before_the_model_is_ready_ends_a_public_server_quietly(tmp_path: Path) -> None:
-    words = ("view", "random-gpt2", "--tokens", 4096, "--host", "0.0.0.0", "--port", 0, "--no-browser")
-    process = Forked(run_command, *words, folder=tmp_path, HF_HUB_OFFLINE="1")
+    words = ("qkv-mini", "--host", "0.0.0.0", "--port", 0, "--no-browser")
+    process = Forked(view_without_end, *words, folder=tmp_path, HF_HUB_OFFLINE="1")
     process.has_said("\n")
     assert process.out.startswith("Viewer"), process.out
     url = httpx.URL(process.out.split()[1])

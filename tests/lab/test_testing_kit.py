@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from lab_tasks import Counting
@@ -223,7 +224,7 @@ BROKEN_EXPERIMENTS: list[tuple[str, Any]] = [
 def test_an_experiment_that_breaks_a_law_is_refused(
     law: str, entries: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, entry in entries.items():
+    for name, entry in {"figure": lambda self, results: Figure(), **entries}.items():
         monkeypatch.setattr(Computed, name, entry)  # a class that pickle finds
     with pytest.raises(CheckFailed) as raised:
         check_experiment(Computed())
