@@ -1,7 +1,4 @@
-"""Checks of the labs' exercises: a correct answer passes, and each mistake fails with its own hint.
-
-The answers in the docstrings of the checks, which pass as well, are run with the other doctests.
-"""
+"""Checks of the labs' exercises: solutions pass, as do the answers in docstrings, and each mistake has its own hint."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from torch.nn import functional as F
 
 from conftest import refused
 from qkv_lab import check
+from qkv_lab.answers import answer
 
 Answer = Callable[..., Any]
 
@@ -37,15 +35,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
 
 def one_head(change: Answer = lambda out, weights: (out, weights), **mistake: Any) -> Answer:
     return lambda q, k, v, mask=None: change(*attend(q, k, v, mask, **mistake))
-
-
-def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
-    """The largest score of a row, powers, their sum."""
-    visible = torch.ones(1) if mask is None else mask
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(visible == 0, -1e30)
-    parts = (scores - scores.amax(-1, keepdim=True)).exp() * visible
-    weights = parts / parts.sum(-1, keepdim=True).clamp(min=1e-30)
-    return weights @ v, weights
 
 
 def tempered(scale: Callable[[float, float], float], softmax: Answer = lambda s: s.softmax(-1)) -> Answer:
@@ -196,30 +185,7 @@ def mirrored(weights: Any, length: int, late: int = 0) -> Any:
     return (weights[:, :, length + late + place].argmax(-1) == length - 1 - place).double()
 
 
-# --- right and wrong --------------------------------------------------------------------------------------------------
-
-RIGHT: dict[str, Answer] = {
-    "attention": by_hand,
-    "entropy": lambda w: -(w * w.clamp(min=1e-30).log()).sum(-1),
-    "temperature": tempered(lambda d, t: d**-0.5 / t),
-    "causal_mask": lambda n: torch.arange(n)[:, None] >= torch.arange(n),
-    "multi_head": multi(),
-    "dropout": dropped(lambda w, p, t: w * coins(w, p) / (1 - p) if t else w),
-    "cross_attention": crossed(),
-    "first_token": lambda w: torch.stack([layer[:, 1:, 0].mean() for layer in w]),
-    "sink_rate": lambda w, t=0.3: sum(x > t for x in w[..., 0].mean(-1).flatten()) / w[..., 0, 0].numel(),
-    "key_bias": keyed(),
-    "off_by_one": one_more(lambda top: top.clamp(min=0)),
-    "parameter_count": counted,
-    "sink_token": before(lambda d: torch.randn(1, 1, d)),
-    "stable_softmax": softmax,
-    "soft_lookup": lambda q, k, v: softmax(q @ k.T * q.shape[-1] ** -0.5) @ v,
-    "online_softmax": online(),
-    "additive_score": additive,
-    "alignment_accuracy": accuracy,
-    "einsum_attention": einsum(),
-    "reversal_score": lambda weights, length: mirrored(weights, length).float().mean((0, 2)),
-}
+# --- wrong ------------------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[str, str, Answer]] = [  # the exercise, a part of the hint, the answer
     ("attention", "expected a pair", one_head(lambda out, weights: out)),
@@ -292,11 +258,11 @@ def judged(name: str, answer: Answer, capsys: pytest.CaptureFixture[str]) -> lis
 
 
 @pytest.mark.parametrize("name", check.__all__)
-def test_correct_answer_passes_and_draws_nothing_from_the_global_generators(
+def test_solution_passes_and_draws_nothing_from_the_global_generators(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1]
-    lines = judged(name, RIGHT[name], capsys)
+    lines = judged(name, answer.solution(name), capsys)
     assert lines[-1].startswith("✓ "), lines
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert np.array_equal(np.random.get_state()[1], numpy_state)
