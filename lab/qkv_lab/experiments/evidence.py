@@ -155,7 +155,8 @@ def confidence(values: Sequence[float], level: float = 1 - ERROR) -> tuple[float
     mean = float(np.mean(values))
     if len(values) == 1:
         return mean, -math.inf, math.inf
-    half = float(stdtrit(len(values) - 1, (1 + level) / 2) * np.std(values, ddof=1) / math.sqrt(len(values)))
+    error = np.std(values, ddof=1) / math.sqrt(len(values))
+    half = float(stdtrit(len(values) - 1, (1 + level) / 2) * error)
     return mean, mean - half, mean + half
 
 
