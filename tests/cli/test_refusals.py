@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from conftest import Command
+from fuzz.files.formats import GOLDEN as FORMATS
 from qkv.models import DecoderConfig, DecoderLM, checkpoint
 
 pytest.importorskip("transformers", reason="loading models needs transformers")
 TABLE = tomllib.loads((Path(__file__).parent / "refusals.toml").read_text("utf-8"))
 ROWS = [(name, *row) for name, rows in TABLE.items() for row in rows]
-GOLDEN = Path(__file__).parents[1] / "golden" / "profile.qkv.zip"
+GOLDEN = FORMATS / "profile.qkv.zip"
 FILES = {
     "x.txt": b"def one():\n    return 1\n", "bytes.bin": b"\xff\xfe\x00\x80", "bad.toml": b"task = ",
     "x.toml": b'task = "reversal"\n', "y.toml": b'task = "reversal"\n[training]\nstepps = 3\n',

@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from conftest import Command
+from fuzz.files.formats import GOLDEN as FORMATS
 from forked import Forked, view_without_end
 
 pytest.importorskip("transformers", reason="loading models needs transformers")
-GOLDEN = Path(__file__).parents[1] / "golden" / "profile.qkv.zip"
+GOLDEN = FORMATS / "profile.qkv.zip"
 
 
 @pytest.mark.slow
