@@ -2,14 +2,21 @@
 
 Every row calls the public functions, so it stays valid when another kernel serves. `python -m benchmarks native`
 measures all rows. `python -m benchmarks.native_speed --quick` prints them for 2,048 tokens in place of 8,192, and with
-`--flex` also those beside FlexAttention, which needs a C++ compiler.
+`--flex` also those beside FlexAttention, which needs a C++ compiler. The rate of the two products of causal attention
+stands beside that of a loop of fused multiply-adds in registers, which no product exceeds, and of torch's product.
 """
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +43,7 @@ def native(quick: bool = False, flex: bool = True) -> dict[str, Any]:
     repeats = 5 if quick else 9
     with torch.no_grad():
         rows = _with_statistics(n, repeats, torch.float32) | _with_statistics(n, repeats, torch.bfloat16)
-        rows |= _smallest(50 if quick else 300) | _decoding(repeats)
+        rows |= _rates(n, repeats) | _smallest(50 if quick else 300) | _decoding(repeats)
         if flex:
             rows |= _beside_flex(n, repeats)
     return {"engine": description()} | rows | _training(repeats)
@@ -52,6 +59,55 @@ def _with_statistics(n: int, repeats: int, dtype: torch.dtype) -> dict[str, floa
         for what in ("output and statistics", "statistics", "output"):
             rows[f"time: {what} / SDPA, {name}, {shape}"] = median_ratio(seconds, what, "SDPA")
     return rows
+
+
+def _rates(n: int, repeats: int) -> dict[str, float]:
+    """Billions of operations a second in the two products of causal attention, and in loops that do nothing else."""
+    shape = (1, 6, n, 64)
+    q, k, v = _tensors(shape)
+    a = torch.randn(1024, 1024)
+    seconds = alternating(_calls(q, k, v) | {"a product of matrices": lambda: a @ a}, repeats)
+    operations = dict.fromkeys(seconds, 4 * shape[1] * n * (n + 1) / 2 * shape[3])
+    operations |= {"statistics": operations["SDPA"] / 2, "a product of matrices": 2 * 1024.0**3}
+    rates = {f"GFLOP/s: {x}, {shape}": operations[x] / statistics.median(seconds[x]) / 1e9 for x in seconds}
+    return rates | ({} if (most := _most()) is None else {"GFLOP/s: fused multiply-adds in registers": most})
+
+
+FMA = """
+typedef float vf __attribute__((vector_size(VL * 4)));
+double loop(long n) { /* 12 sums of VL floats, each the factor of its own next step */
+    double all = 0;
+    #pragma omp parallel reduction(+:all)
+    {
+        vf x[12];
+        for (int i = 0; i < 12; i++) x[i] = (vf){0} + (float)i;
+        for (long j = 0; j < n; j++)
+            _Pragma("GCC unroll 12") for (int i = 0; i < 12; i++) x[i] = x[i] * 0.999f + 0.001f;
+        for (int i = 0; i < 12; i++) all += x[i][0];
+    }
+    return all;
+}
+"""
+
+
+def _most(steps: int = 10_000_000) -> float | None:
+    """Billions of operations a second of fused multiply-adds in registers; None without a C compiler."""
+    if (compiler := shutil.which("cc")) is None:
+        return None
+    width = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "fma.c"), Path(folder, "fma.so")
+        source.write_text(FMA)
+        options = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC", f"-DVL={width}"]
+        subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True)
+        loop = ctypes.CDLL(str(library)).loop
+    loop.argtypes, loop.restype = [ctypes.c_long], ctypes.c_double
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        loop(steps)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * 12 * width * steps * THREADS / best / 1e9
 
 
 def _calls(q: Tensor, k: Tensor, v: Tensor) -> Jobs:
@@ -107,10 +163,9 @@ def _training(repeats: int) -> dict[str, float]:
             return torch.autograd.grad(qkv.attend(q, k, v, mask=CAUSAL), (q, k, v), slope)
 
         def with_statistics(q: Tensor = q, k: Tensor = k, v: Tensor = v, slope: Tensor = slope) -> object:
-            out = qkv.attend(q, k, v, mask=CAUSAL)
-            found = qkv.measure(q, k, mask=CAUSAL, differentiable=True)
-            assert found.lse is not None
-            loss = (out * slope).sum() + found.entropy.sum() + found.lse.sum() + found.received.square().sum()
+            out, of_weights = qkv.attend(q, k, v, mask=CAUSAL, return_statistics=True)
+            loss = (out * slope).sum() + of_weights.received.square().sum()
+            loss = loss + of_weights.entropy.sum() + of_weights.lse.sum()
             return torch.autograd.grad(loss, (q, k, v))
 
         jobs: Jobs = {"SDPA": by_torch, "training": by_qkv, "training with gradients of statistics": with_statistics}

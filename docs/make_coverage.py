@@ -57,8 +57,7 @@ transformers' functions) runs as it is, so the model's output does not change. E
 * it is not, but the function returns weights whose product with the values is its output: these weights are measured;
 * neither: the model is refused. With `partial=True` the modules are listed instead.
 
-A module that forms its scores itself must state its number of heads, in an attribute such as `num_heads` or by
-`qkv.profile(model, inputs, heads={{"layers.0.attention": 8}})`.
+A module that forms its scores itself must state its number of heads, in an attribute such as `num_heads`.
 """
 EXACT, SDPA, FORMED = "exact", "exact, by SDPA", "from weights the model forms"
 PARTIAL, UNSUPPORTED = "partial", "not supported"

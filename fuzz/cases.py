@@ -15,6 +15,7 @@ from fuzz.parts import Part, Shape
 from fuzz.statistics import Request
 from fuzz.visible import dense
 from qkv import masks
+from qkv.statistics import PrefixSinkScores
 
 DTYPES = {torch.float64: 3.0, torch.float32: 5.0, torch.bfloat16: 2.0}
 HUGE = 1e4
@@ -217,14 +218,15 @@ def _learn(draw: Draw, names: list[str]) -> set[str]:
 def _random_request(draw: Draw, shape: Shape) -> tuple[Request, dict[str, Any], str]:
     """Random arguments of `measure`, and the description of the mask in `mass`."""
     named: dict[str, Any] = {}
-    first = [0] * shape.b
+    first, prefix = [0] * shape.b, None
     if draw.chance(0.3):
         first = [draw.integer(0, shape.nk - 1) for _ in range(shape.b)]
         named["first"] = torch.tensor(first)
     if draw.chance(0.2):
         named["queries"] = draw.booleans(0.7, shape.b, shape.nq)
     if draw.chance(0.3):
-        named["prefix_keys"] = draw.integer(1, 12)
+        prefix = draw.integer(1, 12)
+        named["statistics"] = [PrefixSinkScores(prefix)]
     if draw.chance(0.3):
         named["bins"] = draw.integer(1, 9)
     mass, text = {}, ""
@@ -233,4 +235,4 @@ def _random_request(draw: Draw, shape: Shape) -> tuple[Request, dict[str, Any], 
         inner = _masked(inner)
         named["mass"] = {"inner": inner}
         mass = {"inner": dense(inner, shape.b, shape.h, shape.nq, shape.nk)}
-    return Request(first, named.get("queries"), named.get("prefix_keys"), named.get("bins"), mass), named, text
+    return Request(first, named.get("queries"), prefix, named.get("bins"), mass), named, text

@@ -19,6 +19,7 @@ from qkv.kernels import KERNELS
 NEVER_REFUSE = ("auto", "eager", "measure")
 NO_GRADIENTS = ("flex", "reference")  # on CPU
 FEW_PAIRS = 300  # most pairs, over all heads, for the reference, which computes them in loops
+FEW_TOLERANCES = 4  # an error of up to so many tolerances is judged again by more samples of rounding errors
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _measure(made: Case, expected: Expected, report: Report) -> None:
     """Compare every statistic of `measure`."""
     try:
         leaves = made.leaves()
-        got = qkv.measure(*(leaves[x] for x in "qkv"), mask=made.mask, **made.made(leaves), **made.named)
+        got = qkv.measure(*(leaves[x] for x in "qk"), mask=made.mask, **made.made(leaves), **made.named)
     except Exception as error:
         report.mismatches.append(Mismatch("measure", "error", f"{type(error).__name__}: {error}"))
         return
@@ -153,10 +154,14 @@ def _compare(values: dict[str, Tensor], expected: Expected, kernel: str, report:
             continue
         wide = got.double()
         off = torch.where(wide == want, 0.0, (wide - want).abs())  # equal infinities are equal
-        ratio = torch.nan_to_num(off / tolerance, nan=torch.inf)
         skipped = expected.skipped(name)
         if skipped is not None:
-            ratio = ratio.masked_fill(skipped, 0)
+            off = off.masked_fill(skipped, 0)
+        ratio = torch.nan_to_num(off / tolerance, nan=torch.inf)
+        if 1 < float(ratio.max()) < FEW_TOLERANCES:
+            expected.add_samples(kernel)
+            tolerance = expected.tolerance(name, kernel)
+            ratio = torch.nan_to_num(off / tolerance, nan=torch.inf)
         worst = float(ratio.max())
         report.tightest[name] = max(worst, report.tightest.get(name, 0.0))
         if worst > 1:

@@ -21,6 +21,8 @@ from qkv import normalizers
 from qkv.native import binding
 
 SAMPLES = 3
+MORE_SAMPLES = 24
+"""The samples that decide on an error of a few tolerances: three seldom show the largest change."""
 MARGIN = 32
 """A kernel accumulates many rounding errors, in another order."""
 OF_WEIGHTS = tuple(f"measure {name}" for name in ("sink", "self_", "previous", "next_", "row_sum"))
@@ -89,12 +91,12 @@ class Expected:
             found = attention(*(leaves[x] for x in "qkv"), case.visible, rounding=rounding, near=near, **made)
         return Run(leaves, made["normalizer"], found)
 
-    def _samples(self, kernel: str) -> list[tuple[Run, Rounding]]:
+    def _samples(self, kernel: str, numbers: range = range(SAMPLES)) -> list[tuple[Run, Rounding]]:
         of, _ = sizes(self.case, kernel)
         level = self.exact.found.level
         near = None if level is None else level.detach()[..., None]
         found = []
-        for n in range(SAMPLES):
+        for n in numbers:
             rounding = Random(of, Draw(self.case.seed, self.case.number, f"rounding {n}").generator)
             found.append((self._evaluate(rounding, near), rounding))
         return found
@@ -137,7 +139,13 @@ class Expected:
             off = [torch.zeros_like(want)]
             off += [torch.where(want.isfinite(), x[name] - want, 0.0).abs() for x in all_values]
             changes[name] = torch.stack(off).amax(0) * scale
+            if of in self._changes:
+                changes[name] = torch.maximum(changes[name], self._changes[of][name])
         self._changes[of] = changes
+
+    def add_samples(self, kernel: str) -> None:
+        """Estimate the tolerances for a kernel from more samples."""
+        self._add_changes(kernel, self._samples(kernel, range(SAMPLES, SAMPLES + MORE_SAMPLES)))
 
     def skipped(self, name: str) -> Tensor | None:
         """Mask of the results that depend on rounding, which broadcasts to the value, or None."""

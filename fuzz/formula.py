@@ -323,7 +323,10 @@ def _pointwise(normalizer: Any, final: Tensor, masked: Tensor, n_visible: Tensor
         return Normalized(weights / n_visible, None, None, final)
     if divide == "sum":
         weights = rounding.weights(weights)
-        total = weights.sum(-1, keepdim=True)
+        largest = weights.detach().abs().amax(-1, keepdim=True)
+        largest = torch.where(largest == 0, 1.0, largest)  # without it, the square of a small sum would underflow
+        total = (weights / largest).sum(-1, keepdim=True)
         total = torch.where(total == 0, 1.0, total)
-        return Normalized(weights / total, None, None, final, None, total[..., 0], total.abs().log()[..., 0])
+        anchor = (total.abs().log() + largest.log())[..., 0]
+        return Normalized(weights / largest / total, None, None, final, None, (total * largest)[..., 0], anchor)
     return Normalized(weights, None, None, final)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from qkv.biases import AdditiveBias, Bias
+from qkv.cache import Evicting
 from qkv.masks import Grid, Mask, Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.scores import Pairwise, Product
@@ -48,8 +49,10 @@ class Ramp(Pointwise):
 
 
 class SoftplusSquared(SumToOne):
+    """Its weight depends on score and level separately, so that −∂w/∂level is not ∂w/∂s."""
+
     def weight(self, scores: Tensor, level: Tensor) -> Tensor:
-        return softplus(scores - level) ** 2
+        return softplus(1.5 * scores - level) ** 2
 
 
 class HeavyTail(SumToOne, nn.Module):
@@ -133,3 +136,12 @@ class Taken(Statistic):
 
     def by_head(self, values: np.ndarray, counted: np.ndarray) -> np.ndarray:
         return np.asarray(np.nanmax(np.where(counted[:, None, None], values, np.nan), -1))
+
+
+class MeanAttention(Evicting):
+    """A policy: the attention received per query that could attend; it changes its arguments."""
+
+    name = "mean"
+
+    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        return received.div_(queries)

@@ -29,6 +29,7 @@ from qkv.biases import ALiBi, ByDistance, SoftCap, T5Bias, TensorBias
 from qkv.engine.sizes import BY_DEVICE
 from qkv.normalizers import Softmax
 from qkv.scores import Additive
+from qkv.statistics import PrefixSinkScores
 
 N = 56  # tokens: 2 × 2 chunks of 14, 2 × 4 of 7
 BATCH, HEADS, KEY_HEADS, D, DV = 2, 6, 2, 3, 5
@@ -78,7 +79,7 @@ class Case:
         loss = (out * slope).sum()
         if self.lse:
             loss = loss + torch.where(lse.isfinite(), lse * slope_lse, 0).sum()
-        found = {"out": out.detach(), "lse": lse.detach(), "received": statistics.received}
+        found = {"out": out.detach(), "lse": lse.detach(), "received": statistics.received.detach()}
         inputs += [] if parameter is None else [parameter]
         return found | dict(zip(("dq", "dk", "dv", "parameter"), torch.autograd.grad(loss, inputs), strict=False))
 
@@ -124,7 +125,7 @@ MEASURED = (
 
 
 def run_by(size: int) -> tuple[str, ...]:
-    """The cases that so many processes run: four every third one, two the others and the first."""
+    """The cases that so many processes run: four every fifth one, two the others and the first."""
     return _share(tuple(CASES), size)
 
 
@@ -134,7 +135,7 @@ def measured_by(size: int) -> tuple[str, ...]:
 
 
 def _share(names: tuple[str, ...], size: int) -> tuple[str, ...]:
-    return names[::3] if size == 4 else tuple(name for n, name in enumerate(names) if n % 3 or n == 0)
+    return names[::5] if size == 4 else tuple(name for n, name in enumerate(names) if n % 5 or n == 0)
 
 
 def measured(case: Case, move: Callable[..., Tensor], *group: Any) -> dict[str, Tensor]:
@@ -153,7 +154,7 @@ def measured(case: Case, move: Callable[..., Tensor], *group: Any) -> dict[str, 
         mass={"near": masks.Window(6, ahead=5), "odd": masks.Predicate(lambda b, h, q, k: k % 2 == 1)},
         first=torch.tensor([0, 9]),
         queries=move(counted, 1),
-        prefix_keys=12,
+        statistics=[PrefixSinkScores(12)],
         **case.composed(None if parameter is None else parameter.detach()),
     )
     named = {f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("mass", "own", "thumbnail")}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from qkv._lazy import lazy
 
 if TYPE_CHECKING:
-    from qkv_lab import check, course, experiments, grammar, heads, models, scenes, tasks, testing, translation
+    from qkv_lab import check, course, experiments, heads, models, scenes, tasks, testing, translation
     from qkv_lab.loop import Diverged, Interrupted, Trained, train
     from qkv_lab.task import Task, Training
     from qkv_lab.translation import translate
@@ -25,7 +25,6 @@ __all__ = [
     "check",
     "course",
     "experiments",
-    "grammar",
     "heads",
     "models",
     "scenes",
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 _MODULES = (
-    "check", "course", "experiments", "grammar", "heads", "models", "scenes", "tasks", "testing",
+    "check", "course", "experiments", "heads", "models", "scenes", "tasks", "testing",
     "translation",
 )  # fmt: skip
 _NAMES = {

@@ -18,32 +18,6 @@ from qkv.errors import InputError
 from qkv_lab import lexicon
 from qkv_lab.lexicon import Adjective, Gender, Noun, Verb
 
-__all__ = [
-    "Pair",
-    "Phrase",
-    "Word",
-    "adjective",
-    "begins_with_vowel",
-    "both",
-    "clause",
-    "conjunction",
-    "finished",
-    "joined",
-    "late_adverb",
-    "noun",
-    "noun_phrase",
-    "predicate",
-    "prepositional",
-    "pronoun_object",
-    "relative_subject",
-    "subject",
-    "that",
-    "verb",
-    "vocabularies",
-]
-__dir__ = __all__.copy
-
-
 T = TypeVar("T")
 VOWELS = frozenset("aeiouhâàéèêëîïôûœ")
 ELIDED = {"le": "l'", "la": "l'", "je": "j'", "me": "m'", "ne": "n'", "de": "d'", "que": "qu'"}

@@ -24,26 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIRST_SYMBOL",
-    "PAD",
     "SEPARATOR",
-    "bars",
-    "best",
-    "check_enough",
     "continued",
     "drawn",
-    "head_names",
-    "held_out",
     "loss_after",
     "maps",
-    "marked",
-    "mean_weight",
     "share_of_strongest",
-    "show_map",
-    "show_scores",
     "without_heads",
 ]
 __dir__ = __all__.copy
-
 
 THRESHOLD = SINK_THRESHOLD
 """A head with more than this mean weight on the first key has a sink."""
@@ -84,9 +73,6 @@ def attention(model: DecoderLM, ids: Int[Tensor, "b n"]) -> dict[str, Any]:
           arXiv:2402.17762, §2).
 
         All of them are the numbers of `qkv.profile`, which defines them: `Profile.sinks` and `Profile.residual`.
-
-    Raises:
-        InputError: if the model is not a `DecoderLM`, or the texts have fewer than two tokens.
 
     >>> from qkv.models import DecoderConfig
     >>> model = DecoderLM(DecoderConfig(vocab_size=9, d_model=8, layers=1, heads=2, normalizer="off_by_one"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from qkv._progress import Bar, bar
 from qkv._untrusted import SizeError, free_memory
 from qkv.errors import InputError
 from qkv.models import checkpoint, tensors
+from qkv.models.loading import SAMPLE
 from qkv_lab import log, resume, settings
 from qkv_lab.task import Batch, Task, Training
 
@@ -290,7 +292,7 @@ def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         checkpoint.save(model, unfinished)
-        for name, text in task.files().items():
+        for name, text in {SAMPLE: sample(task, model), **task.files()}.items():
             (unfinished / name).write_text(text, encoding="utf-8")
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         unfinished.replace(folder / MODEL)
@@ -306,6 +308,14 @@ def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
         raise InputError(
             f"folder: cannot write to {folder} ({error.strerror}); the checkpoints are complete"
         ) from error
+
+
+def sample(task: Task, model: nn.Module) -> str:
+    """The first training sequence as the inputs of the model, in JSON: commands run on it if they get no text."""
+    inputs = inspect.signature(model.forward).parameters
+    batch = {name: x for name, x in task.batch(0, 1, 0).items() if name in inputs}
+    short = {name: x.double().round(decimals=3) if x.is_floating_point() else x for name, x in batch.items()}
+    return json.dumps({name: x.tolist() for name, x in short.items()}) + "\n"
 
 
 class _StopRequests:

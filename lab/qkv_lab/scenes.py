@@ -10,25 +10,8 @@ from jaxtyping import Bool, Float, Float32, Int
 
 from qkv.errors import InputError
 
-__all__ = [
-    "COLOURS",
-    "END",
-    "PAD",
-    "SHAPES",
-    "START",
-    "TOKEN",
-    "VOCABULARY",
-    "Descriptions",
-    "Scenes",
-    "caption",
-    "draw",
-    "held",
-    "longest",
-    "on_grid",
-    "text",
-]
+__all__ = ["END", "START", "VOCABULARY", "draw", "on_grid", "text"]
 __dir__ = __all__.copy
-
 
 COLOURS = {
     "red": (0.95, 0.1, 0.1),

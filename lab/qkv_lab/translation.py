@@ -39,22 +39,7 @@ from qkv_lab.grammar import (
 from qkv_lab.lexicon import Adjective, Noun, Verb
 from qkv_lab.models import EncoderDecoder, RNNSeq2Seq
 
-__all__ = [
-    "END",
-    "PAD",
-    "SPECIAL",
-    "START",
-    "Translation",
-    "Vocabulary",
-    "cross_weights",
-    "greedy",
-    "padded",
-    "read_vocabulary",
-    "sentence",
-    "translate",
-    "vocabularies",
-    "vocabulary_file",
-]
+__all__ = ["START", "greedy", "sentence", "vocabularies"]
 __dir__ = __all__.copy
 
 
@@ -399,9 +384,6 @@ def translate(
         model: a model of the task `translation`, the folder that it was saved in, or ``"qkv-translation"``.
         text: words separated by spaces; case and final punctuation are ignored.
         vocabulary: the vocabularies of source and target; read from the folder if None.
-
-    Raises:
-        InputError: if a word is not in the vocabulary, or the text has no words.
 
     >>> " ".join(translate("qkv-translation", "the black cat").target)
     'le chat noir'

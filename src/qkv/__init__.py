@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from qkv.profiler.editing import edit
     from qkv.profiler.profiles import Profile
     from qkv.profiler.run import profile
-    from qkv.profiler.watch.watching import Watched, watch
+    from qkv.profiler.watching import Watched, watch
     from qkv.statistics.measure import measure
     from qkv.statistics.result import Statistics
 
@@ -113,7 +113,7 @@ _NAMES = {
     "qkv.models.loading": ("load",),
     "qkv.profiler.profiles": ("Profile",),
     "qkv.profiler.run": ("profile",),
-    "qkv.profiler.watch.watching": ("Watched", "watch"),
+    "qkv.profiler.watching": ("Watched", "watch"),
     "qkv.statistics.measure": ("measure",),
     "qkv.statistics.result": ("Statistics",),
 }

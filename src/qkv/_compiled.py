@@ -27,5 +27,5 @@ def described(level: int | None = None, reason: str | None = None) -> str:
         reason = MISSING
     if reason is not None:
         return f"{reason}; tiles of tensor operations serve"
-    found = "" if level is None else f" ({INSTRUCTIONS.get(level, platform.machine())})"
-    return f"the native library{found} computes attention with its statistics on CPU"
+    level_name = "" if level is None else f" ({INSTRUCTIONS.get(level, platform.machine())})"
+    return f"the native library{level_name} computes attention with its statistics on CPU"

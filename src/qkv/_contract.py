@@ -78,13 +78,13 @@ def learned_tensors(thing: object) -> dict[str, Tensor]:
     >>> sorted(learned_tensors(SimpleNamespace(scale=scale, name="mine", parts=[nn.Linear(2, 2)])))
     ['parts.0.bias', 'parts.0.weight', 'scale']
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     visited: set[int] = set()
     for name, x in _tensors(thing, "", set()):
         if x.requires_grad and id(x) not in visited:
             visited.add(id(x))
-            found[name] = x
-    return found
+            tensors[name] = x
+    return tensors
 
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.device, torch.dtype, torch.Size)

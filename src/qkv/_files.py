@@ -49,8 +49,8 @@ def scheme_of(address: str | os.PathLike[str]) -> str | None:
     >>> scheme_of("s3://bucket/x"), scheme_of("folder/x"), scheme_of("file:///x")
     ('s3', None, None)
     """
-    found = _SCHEME.match(os.fspath(address))
-    scheme = found[1].lower() if found else None
+    match = _SCHEME.match(os.fspath(address))
+    scheme = match[1].lower() if match else None
     return None if scheme in _LOCAL else scheme
 
 

@@ -88,16 +88,17 @@ def attention_gradients(
     with torch.no_grad():
         call = _call(q, k, v, keep, sink, before, after, scale)
         if native.unsupported_reason(call) is None and is_finite(call):
-            found = native.gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse)
+            gradients = native.gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse)
         else:
             if call.mask is not None:
                 q, _ = zero_masked_nonfinite(q, k[:, :, :0], call.mask, call.grid, call.normalizer)
                 call = _call(q, k, v, keep, sink, before, after, scale)
-            wanted = {"q", "k", "v", "sink"} - ({"sink"} if sink is None else set())
-            found = tiled.gradients(call, Partial(out, lse), grad, grad_lse, wanted)
+            names = {"q", "k", "v", "sink"} - ({"sink"} if sink is None else set())
+            gradients = tiled.gradients(call, Partial(out, lse), grad, grad_lse, names)
         inputs = {"q": q, "k": k, "v": v, "sink": q.new_empty(0) if sink is None else sink}
         dq, dk, dv, dsink = (
-            found[name].to(x.dtype).reshape(x.shape).contiguous() if name in found else x for name, x in inputs.items()
+            gradients[name].to(x.dtype).reshape(x.shape).contiguous() if name in gradients else x
+            for name, x in inputs.items()
         )
         return dq, dk, dv, dsink
 

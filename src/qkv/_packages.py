@@ -45,7 +45,7 @@ def lab_is_missing(purpose: str) -> str:
 
 def from_lab(public: str, module: str, name: str) -> Any:
     """The attribute `name` of a module of qkv-lab that is also known as `public`."""
-    if name.startswith("__"):  # Python asks every module for such names
+    if name.startswith("__") and name != "__all__":  # Python asks every module for such names
         raise AttributeError(f"module {public!r} has no attribute {name!r}")
     if importlib.util.find_spec(LAB) is None:
         raise ModuleNotFoundError(lab_is_missing(public), name=LAB)

@@ -87,9 +87,6 @@ class Plan:
         Args:
             form: ``"text"``, or ``"mermaid"`` for a flowchart that GitHub, notebooks and documentation sites draw.
 
-        Raises:
-            InputError: for another form.
-
         >>> import torch, qkv
         >>> q, k, v = torch.zeros(1, 4, 100, 16), torch.zeros(1, 2, 120, 16), torch.zeros(1, 2, 120, 8)
         >>> print(qkv.plan(q, k, v, mask=qkv.masks.Window(64), kernel="tiled").diagram())
@@ -152,10 +149,10 @@ def plan(
     queries, keys, values = (x if dtype is None else x.to(dtype) for x in tensors)
     call = Call.of(queries, keys, values, mask, bias, score, normalizer, dropout_p)
     name, reason, rejected = choose(call, kernel, weights=return_weights)
-    found = cost(name, call)
+    price = cost(name, call)
     b, h, n_queries, _ = call.q.shape
-    share = found.pairs / (b * h * n_queries * call.k.shape[2])
-    return Plan(name, reason, rejected, found, share, steps_of(call, name), engine(call))
+    share = price.pairs / (b * h * n_queries * call.k.shape[2])
+    return Plan(name, reason, rejected, price, share, steps_of(call, name), engine(call))
 
 
 def cost(kernel: str, call: Call) -> Cost:
@@ -253,11 +250,7 @@ def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
 
 
 def drawn(steps: Sequence[Step], form: Literal["text", "mermaid"]) -> str:
-    """The steps as text or as a Mermaid chart.
-
-    Raises:
-        InputError: for another form.
-    """
+    """The steps as text or as a Mermaid chart."""
     if form == "text":
         return _text(steps)
     if form == "mermaid":

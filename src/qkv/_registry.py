@@ -49,10 +49,10 @@ class Registry:
             return built_in
         registered = self._registered()
         if name not in registered:
-            known = dict.fromkeys((*self.built_in, *registered))
-            if not known:
+            names = dict.fromkeys((*self.built_in, *registered))
+            if not names:
                 raise InputError(f"{self.kind} is {name!r}, but no installed package registers one in {self.group}")
-            raise InputError(f"{self.kind} is {name!r}, expected one of {', '.join(known)}{nearest(name, known)}")
+            raise InputError(f"{self.kind} is {name!r}, expected one of {', '.join(names)}{nearest(name, names)}")
         entry = self._only(name, registered[name])
         about = f"{self.kind} {name!r} of the installed package {_package(entry)}"
         try:

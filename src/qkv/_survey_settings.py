@@ -86,10 +86,10 @@ class Settings:
         if self.only_shards is None:
             return range(self.shards)
         given = f"only_shards is {self.only_shards!r}"
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.only_shards)
-        if not found:
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.only_shards)
+        if not match:
             raise InputError(f"{given}, expected i/N with two whole numbers, for example 0/4")
-        first, of = int(found[1]), int(found[2])
+        first, of = int(match[1]), int(match[2])
         if of == 0:
             raise InputError(f"{given}, expected at least one part, for example 0/1")
         if first >= of:
@@ -105,12 +105,12 @@ class Settings:
 def takes_settings(function: F) -> F:
     """Write the settings into the signature and the docstring of a function that takes them as ``**settings``."""
     signature, types = inspect.signature(function), get_type_hints(Settings)
-    kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     own = [
         p.replace(kind=p.KEYWORD_ONLY, annotation=types[p.name])
         for p in inspect.signature(Settings).parameters.values()
     ]
-    function.__signature__ = signature.replace(parameters=[*kept, *own])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*parameters, *own])  # type: ignore[attr-defined]
     assert function.__doc__
     assert Settings.__doc__
     texts = Settings.__doc__.partition("Args:\n")[2].rstrip()

@@ -85,10 +85,10 @@ def in_bytes(size: int | str, argument: str = "size") -> int:
     >>> in_bytes("500 MB"), in_bytes("2 GiB"), in_bytes(7)
     (500000000, 2147483648, 7)
     """
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) *(?:([KMGT])(i?))?B?", str(size).strip(), re.IGNORECASE)
-    if isinstance(size, bool) or not found or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) *(?:([KMGT])(i?))?B?", str(size).strip(), re.IGNORECASE)
+    if isinstance(size, bool) or not match or float(match[1]) == 0:
         raise InputError(f"{argument} is {size!r}, expected bytes, such as 500MB, 8GB or 2GiB")
-    number, unit, binary = found.groups()
+    number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper()))
 
 
@@ -206,11 +206,11 @@ def parse_json(data: bytes | str) -> Any:
     entries = OBJECT * text.count("{") + ARRAY * text.count("[") + ENTRY * text.count(",")
     Budget(len(text), ratio=1).take(len(text) + entries)
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    check_nested(found)
-    return found
+    check_nested(value)
+    return value
 
 
 TOO_DEEP = f"it is nested more than {DEPTH} levels deep"
@@ -265,10 +265,10 @@ def read_zip(source: Path | io.BytesIO) -> tuple[dict[str, bytes], Budget]:
     if isinstance(source, io.BytesIO):
         return _members(source, source.getbuffer().nbytes)
     with _File(source) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a file")
-        return _members(file, found.st_size)
+        return _members(file, status.st_size)
 
 
 def _members(file: _File | io.BytesIO, stored: int) -> tuple[dict[str, bytes], Budget]:
@@ -281,22 +281,22 @@ def _members(file: _File | io.BytesIO, stored: int) -> tuple[dict[str, bytes], B
 
 
 def _inflated(file: _File | io.BytesIO, budget: Budget) -> tuple[dict[str, bytes], Budget]:
-    found: dict[str, bytes] = {}
+    entries: dict[str, bytes] = {}
     with zipfile.ZipFile(file) as archive:
         if isinstance(file, _File):
             file.most = sys.maxsize
         for member in archive.infolist():
             budget.take(member.file_size)
-            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.filename in found:
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.filename in entries:
                 raise ValueError(f"its member {member.filename[:80]!r} is compressed in another way, or is there twice")
-            found[member.filename] = b""
+            entries[member.filename] = b""
         for member in archive.infolist():
             with archive.open(member) as opened:
                 data = opened.read(member.file_size + 1)  # `read()` would inflate everything before it is cut
             if len(data) != member.file_size:
                 raise ValueError(f"its member {member.filename[:80]!r} is truncated")
-            found[member.filename] = data
-    return found, budget
+            entries[member.filename] = data
+    return entries, budget
 
 
 def parse_array(data: bytes) -> np.ndarray:

@@ -25,11 +25,13 @@ from qkv.engine.sizes import LARGEST_HEAD, readable
 from qkv.engine.tiles import all_finite
 from qkv.engine.transforms import transformed, transforming
 from qkv.errors import InputError
-from qkv.kernels import opaque, serve, serve_with_call, watched
+from qkv.kernels import attention as computed
+from qkv.kernels import opaque, serve, watched
 from qkv.masks import Mask
 from qkv.native import kernel as native
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
+from qkv.statistics import gradients
 from qkv.statistics.measure import directly, measure, measured
 from qkv.statistics.result import Statistics
 
@@ -44,7 +46,6 @@ class _Options(TypedDict, total=False):
     score: Score | None
     normalizer: Normalizer | None
     dropout_p: float
-    dropout_seed: int | None
     kernel: str
     attn_mask: Tensor | None
     is_causal: bool
@@ -72,7 +73,6 @@ def attend(
     score: Score | None = None,
     normalizer: Normalizer | None = None,
     dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     return_weights: bool = False,
@@ -92,17 +92,17 @@ def attend(
         score: the function that compares a query and a key: one of `qkv.scores`; `Dot`, scaled by 1/√d, if None.
         normalizer: the function from scores to weights: one of `qkv.normalizers`; `Softmax()` if None.
         dropout_p: probability with which each weight is dropped; the remaining weights are scaled up. Pass 0 at
-            inference.
-        dropout_seed: seed of dropout and of the draws of `Hard`; from torch's generator if None. The same seed drops
-            the same pairs on every kernel.
+            inference. After the same `torch.manual_seed`, every kernel drops the same pairs.
         kernel: ``"auto"``, or the name of a kernel that must serve the call: one of ``"linear"``,
             ``"native"``, ``"flash"``, ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
         return_lse: also return the log-sum-exp of the scores, (b, h, nq), natural, float32 or better; differentiable.
             Only `Softmax` has one.
         return_weights: also return the weights, (b, h, nq, nk). They are formed only on request.
         return_statistics: also return the statistics of the weights that `measure` returns, from the same pass. They
-            are those before dropout, and detached. If a gradient or the weights are wanted, or a kernel is requested by
-            name, they take another pass. `measure` has the options: masses, padded queries, thumbnails, own statistics.
+            are those before dropout. If gradients are wanted, they carry them as with ``measure(differentiable=True)``;
+            under transforms of torch.func, and for `Hard`, they are detached. If the weights are wanted, or a kernel is
+            requested by name, they take another pass. `measure` has the options: masses, padded queries, thumbnails,
+            own statistics.
         **torch_names: torch's arguments: `attn_mask`, boolean as `mask` or numbers that are added to the scores;
             `is_causal`, a causal mask whose *first* query is aligned with the first key, combined with `mask` by AND
             (``mask=Causal()`` is the same with nq = nk); `scale`, for ``score=Dot(scale)``. And `blocked`, a boolean
@@ -112,10 +112,6 @@ def attend(
     Returns:
         ``out`` (b, h, nq, dv). If anything else is requested, a `Result` with ``out``, ``lse``, ``weights`` and
         ``statistics``, which unpacks as a tuple of what is requested, in this order.
-
-    Raises:
-        InputError: for arguments that do not fit together, a kernel that cannot serve them, or a user-defined object
-            that lacks its defining method.
 
     Under autocast every composition is computed in the dtype of autocast. See docs/conventions.md for vmap,
     torch.func, forward mode and second derivatives.
@@ -129,16 +125,15 @@ def attend(
     (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
     """
     return Attention(mask, bias, score, normalizer, dropout_p)(
-        q, k, v, training=True, dropout_seed=dropout_seed, kernel=kernel, return_lse=return_lse,
-        return_weights=return_weights, return_statistics=return_statistics, **torch_names,
+        q, k, v, training=True, kernel=kernel, return_lse=return_lse, return_weights=return_weights,
+        return_statistics=return_statistics, **torch_names,
     )  # fmt: skip
 
 
 @opaque
 def compute(
-    attention: Attention, q: Any, k: Any, v: Any, *, dropout_p: float = 0.0, seed: int | None = None,
-    kernel: str = "auto", lse: bool = False, weights: bool = False, statistics: bool = False,
-    queries: Bool[Tensor, "b nq"] | None = None,
+    attention: Attention, q: Any, k: Any, v: Any, *, dropout_p: float = 0.0, kernel: str = "auto", lse: bool = False,
+    weights: bool = False, statistics: bool = False, queries: Bool[Tensor, "b nq"] | None = None,
 ) -> Result[Any]:  # fmt: skip
     """The output of a composition, and all that is requested of lse, weights and statistics.
 
@@ -150,7 +145,7 @@ def compute(
         tensors = [x.to(dtype) for x in tensors]
     with nullcontext() if dtype is None else torch.autocast(tensors[0].device.type, enabled=False):
         parts = (attention.mask, attention.bias, attention.score, attention.normalizer)
-        call = Call.of(tensors[0], tensors[1], tensors[2], *parts, dropout_p, seed)
+        call = Call.of(tensors[0], tensors[1], tensors[2], *parts, dropout_p)
         if lse and not call.given.normalizer.has_lse:
             name = type(call.given.normalizer).__name__
             raise InputError(f"return_lse is True, but {name} has no log-sum-exp; only Softmax has one")
@@ -162,14 +157,26 @@ def compute(
 
 
 def _with_statistics(call: Call, kernel: str, weights: bool, queries: Bool[Tensor, "b nq"] | None) -> Result[Tensor]:
-    """The result of a call with the statistics of its weights: one pass, unless gradients or weights are wanted."""
-    if kernel == "auto" and not (weights or call.dropout_p or call.needs_grad or transformed(call) or watched()):
-        result, _, statistics = measured(call, output=True, queries=queries)
-        assert result is not None
-    else:
-        result, served = serve_with_call(call, kernel, weights=weights)
-        statistics = measured(replace(served, dropout_p=0.0), queries=queries)[-1]
-    return Result(result.out, result.lse, result.weights, statistics)
+    """The result of a call with the statistics of its weights: one pass each way, unless weights are wanted."""
+    if kernel == "auto" and not (weights or call.dropout_p or transformed(call) or watched()):
+        if not call.needs_grad:
+            result, _, statistics = measured(call, output=True, queries=queries)
+            assert result is not None
+            return Result(result.out, result.lse, None, statistics)
+        if gradients.in_one_pass(call):
+            result, statistics = gradients.with_gradients(call, measured, output=True, queries=queries)
+            assert result is not None
+            return Result(result.out, result.lse, None, statistics)
+
+    def with_statistics(one: Call) -> Result[Tensor]:
+        result, one = computed(one, kernel, weights=weights), replace(one, dropout_p=0.0)
+        if one.needs_grad and gradients.unsupported_reason(one) is None:
+            statistics = gradients.with_gradients(one, measured, queries=queries)[1]
+        else:
+            statistics = measured(one, queries=queries)[-1]
+        return Result(result.out, result.lse, result.weights, statistics)
+
+    return serve(call, kernel, weights=weights, compute=with_statistics)
 
 
 def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
@@ -223,7 +230,6 @@ class _CallOptions(TypedDict, total=False):
     """The arguments of an `Attention` on which the type of its result does not depend."""
 
     training: bool
-    dropout_seed: int | None
     kernel: str
     attn_mask: Tensor | None
     is_causal: bool
@@ -266,26 +272,26 @@ class Attention:
         return_statistics: bool = False, **options: Unpack[_CallOptions],
     ) -> Result[A]: ...  # fmt: skip
     def __call__(
-        self, q: Any, k: Any, v: Any, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
+        self, q: Any, k: Any, v: Any, *, training: bool = False, kernel: str = "auto",
         return_lse: bool = False, return_weights: bool = False, return_statistics: bool = False, **torch_names: Any,
     ) -> Any:  # fmt: skip
         """`attend` with this composition; without dropout unless `training`."""
         if torch_names:
             parts = composition_of(attend, torch_names, q, k, self.mask, self.bias, self.score)
             options: dict[str, Any] = {"return_weights": return_weights, "return_statistics": return_statistics}
-            options |= {"training": training, "dropout_seed": dropout_seed, "kernel": kernel, "return_lse": return_lse}
+            options |= {"training": training, "kernel": kernel, "return_lse": return_lse}
             return replace(self, **parts)(q, k, v, **options)
         dropout_p = self.dropout_p if training else 0.0
         if kernel == "auto" and not (dropout_p or return_lse or return_weights or watched()):
             if return_statistics:
-                found = directly(q, k, v, self.mask, self.bias, self.score, self.normalizer)
-                if found is not None:
-                    return Result(found[0], statistics=found[1])
+                measurement = directly(q, k, v, self.mask, self.bias, self.score, self.normalizer)
+                if measurement is not None:
+                    return Result(measurement[0], statistics=measurement[1])
             elif (out := _one_operation(self, q, k, v)) is not None:
                 return out
         result = compute(
-            self, q, k, v, dropout_p=dropout_p, seed=dropout_seed, kernel=kernel, lse=return_lse,
-            weights=return_weights, statistics=return_statistics,
+            self, q, k, v, dropout_p=dropout_p, kernel=kernel, lse=return_lse, weights=return_weights,
+            statistics=return_statistics,
         )  # fmt: skip
         return result if return_lse or return_weights or return_statistics else result.out
 
@@ -296,6 +302,6 @@ class Attention:
         options: dict[str, Any] = {"kernel": kernel, "return_weights": return_weights}
         return plan(q, k, v, **self._parts(), **options, dropout_p=self.dropout_p if training else 0.0)
 
-    def measure(self, q: A, k: A, v: A | None = None, **options: Any) -> Statistics:
+    def measure(self, q: A, k: A, **options: Any) -> Statistics:
         """`measure` with this composition; `options` are the other arguments of `measure`."""
-        return measure(q, k, v, **self._parts(), **options)
+        return measure(q, k, **self._parts(), **options)

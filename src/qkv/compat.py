@@ -17,20 +17,22 @@ from qkv.scores import Dot, Score
 
 SIZES = {"embed_dim": "d_model", "num_heads": "heads", "n_heads": "heads"}
 INPUTS = {"query": "x", "key": "context"}
+OF_OUTPUT = "nothing, and the output to torch.nn.Dropout; TransformerBlock has dropout="
 _OF_MODULES = {
     "nhead": "heads=",
     "kdim": "d_context=, with fused=False",
     "vdim": "d_context=, with fused=False",
     "batch_first": "nothing: inputs are always (batch, length, d_model)",
-    "add_bias_kv": "key_bias=True, a learned key without a value",
+    "add_bias_kv": 'sink="key", a learned key without a value',
     "add_zero_attn": "attention=qkv.Attention(normalizer=qkv.normalizers.Softmax(sink=0.0))",
     "dropout_p": "dropout=",
     "attn_dropout": "dropout=",
     "attention_dropout": "dropout=",
     "attn_drop": "dropout=",
-    "proj_drop": "output_dropout=",
-    "resid_dropout": "output_dropout=",
-    "out_dropout": "output_dropout=",
+    "proj_drop": OF_OUTPUT,
+    "resid_dropout": OF_OUTPUT,
+    "out_dropout": OF_OUTPUT,
+    "output_dropout": OF_OUTPUT,
 }
 _OF_CALLS = {
     "attn_mask": "mask=~attn_mask, since True means may attend here, and a float one as a bias: "

@@ -5,8 +5,9 @@ Your own edit inherits from `Edit` and defines `apply`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,11 +19,13 @@ from qkv import masks, normalizers
 from qkv._contract import require
 from qkv.engine import Call, Result
 from qkv.errors import InputError, kind_of
-from qkv.kernels import serve, serving
+from qkv.kernels import attention
 from qkv.masks.base import Submask
-from qkv.statistics.result import Statistics
+from qkv.statistics.result import with_head
 
-__all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
+__all__ = [
+    "Edit", "Head", "HideFirst", "Mean", "Patch", "Scale", "Steer", "Temperature", "WithMask", "WithNormalizer", "Zero",
+]  # fmt: skip
 __dir__ = __all__.copy
 
 
@@ -32,8 +35,8 @@ class Placed:
 
     start: int | None
     """Position of the first query; None if the keys are not the tokens of the text that has the queries."""
-    keys_at: int
-    """Position of the first key; the others follow."""
+    keys_at: int | Int[Tensor, "b hkv nk"]
+    """Position of the first key, if the others follow it; else those of all keys."""
     queries: Bool[Tensor, "b nq"] | None
     """True at real tokens, False at padding; None if all are real."""
     first: int | Int[Tensor, " b"]
@@ -53,9 +56,15 @@ class Head:
     place: Callable[[], Placed]
     """Tells where the queries and keys are in the text."""
     call: Call
-    """The attention call of its layer, with all heads."""
+    """The attention call of its layer, with all heads, as earlier edits left it."""
+    compute: Callable[[Call], Result] = attention
+    """Computes another call of the layer, with all that is requested besides the output."""
+    computed: dict[Any, tuple[Call, Result, tuple[Any, ...]]] = field(default_factory=dict)
+    """What `recompute` has computed for heads of the layer: one call for all that have the same edit."""
     changed: Call | None = field(default=None, init=False)
     """The call after `recompute`."""
+    result: Result | None = field(default=None, init=False)
+    """Its result."""
 
     @property
     def queries(self) -> Bool[Tensor, "b nq"] | None:
@@ -70,14 +79,17 @@ class Head:
     def of_text(self, mask: masks.Mask) -> masks.Mask:
         """A mask of the whole text so far, for the queries and keys of the call."""
         call, place = self.call, self.place()
-        n_queries, n_keys = call.q.shape[2], call.k.shape[2]
-        if place.start is None or (n_queries == n_keys and place.start == place.keys_at == 0):
+        (b, h, n_queries, _), (_, hkv, n_keys, _), at = call.q.shape, call.k.shape, place.keys_at
+        if place.start is None or (n_queries == n_keys and isinstance(at, int) and place.start == at == 0):
             return mask
-        stop = max(place.start + n_queries, place.keys_at + n_keys)
-        grid = masks.Grid(len(call.q), call.q.shape[1], stop, stop, 0, call.q.device)
+        stop = max(place.start + n_queries, at + n_keys if isinstance(at, int) else 0)
+        grid = masks.Grid(b, h, stop, stop, 0, call.q.device)
         mask.check(grid)
-        down = place.start - (n_keys - n_queries)
-        return Submask(mask, grid, down, place.keys_at)
+        if isinstance(at, int):
+            return Submask(mask, grid, place.start - (n_keys - n_queries), at)
+        shown = mask.visible(masks.Region(slice(place.start, place.start + n_queries), slice(0, stop)), grid)
+        at = at.to(shown.device).repeat_interleave(h // hkv, 1)[:, :, None].expand(-1, -1, n_queries, -1)
+        return masks.Dense(shown.expand(b, h, -1, -1).gather(3, at))
 
     def recompute(
         self,
@@ -94,14 +106,17 @@ class Head:
             temperature: divides the scores, in addition to the temperature of the normalizer.
         """
         call = self.call if self.changed is None else self.changed
-        given = call.given
-        both = mask if given.mask is None else given.mask if mask is None else given.mask & mask
-        chosen = given.normalizer if normalizer is None else normalizer
-        if temperature != 1:
-            chosen = chosen.with_temperature(chosen.temperature * temperature)
-        self.changed = Call.of(given.q, given.k, given.v, both, given.biases, given.score, chosen)
-        with serving(None):
-            return serve(self.changed).out[:, self.number]
+        key, given = (id(call), id(mask), id(normalizer), temperature), call.given
+        if key not in self.computed:
+            both = mask if given.mask is None else given.mask if mask is None else given.mask & mask
+            chosen = given.normalizer if normalizer is None else normalizer
+            if temperature != 1:
+                chosen = chosen.with_temperature(chosen.temperature * temperature)
+            made = Call.of(given.q, given.k, given.v, both, given.biases, given.score, chosen)
+            made_of = call, mask, normalizer  # kept, so that no other object gets their ids
+            self.computed[key] = made, self.compute(made), made_of
+        self.changed, self.result, _ = self.computed[key]
+        return self.result.out[:, self.number]
 
     def all_keys(self, edit: Edit) -> None:
         """Raise `InputError` if the call has fewer queries than keys, as a step of generation has."""
@@ -120,6 +135,9 @@ class Edit:
     ...     def apply(self, head):
     ...         return head.output / 2
     """
+
+    positional = True
+    """Whether it asks where queries and keys are in the text, which must be followed then."""
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
         """The output of the head instead of ``head.output``, of the same shape."""
@@ -164,23 +182,38 @@ class Edits:
         names: tuple[tuple[str | None, str | int], ...] = ((group, layer), (None, module))
         if group in SELF:
             names = (*names, (None, layer))
-        found = {}
+        edits = {}
         for place, edit in self.by_place.items():
             if place[:2] in names:
                 self.met.add(place)
-                found[place[2]] = edit
-        return found
+                edits[place[2]] = edit
+        return edits
 
 
 ACTIVE: WeakKeyDictionary[nn.Module, list[Edits]] = WeakKeyDictionary()
 
 
 def applied(
-    model: nn.Module, module: str, group: str, layer: int, place: Callable[[], Placed], call: Call, result: Result, *,
-    editable: bool,
+    model: nn.Module, module: str, group: str, layer: int, place: Callable[[], Placed], call: Call, result: Result,
+    compute: Callable[[Call], Result], *, editable: bool,
 ) -> tuple[Result, dict[int, Call]]:  # fmt: skip
-    """The result of a call after all edits of its layer, and the calls of the heads whose weights changed."""
-    changed: dict[int, Call] = {}
+    """The result of a call after all edits of its layer, and the calls of the heads whose weights changed.
+
+    Args:
+        model: the model that runs.
+        module: the name of the module that attends.
+        group: kind of attention.
+        layer: number of the layer.
+        place: tells where the queries and keys are in the text.
+        call: the attention call.
+        result: its result by the model.
+        compute: computes another call of the layer.
+        editable: False if its weights are all that is known of it.
+    """
+    changed: dict[int, Head] = {}
+    outputs: dict[int, Tensor] = {}
+    computed: dict[Any, Any] = {}
+    heads = call.q.shape[1]
     for edits in ACTIVE.get(model, ()):
         found = edits.of(module, group, layer)
         if found and not editable:
@@ -188,42 +221,44 @@ def applied(
                 f"edits has {module}, which forms its weights itself, so that its heads cannot be edited; expected "
                 "attention of qkv, of transformers' attention interface or of torch's scaled_dot_product_attention"
             )
-        heads = call.q.shape[1]
         for number, edit in found.items():
             if not 0 <= number < heads:
                 raise InputError(f"edits has head {number} of {module}, expected 0 to {heads - 1}")
-            name = f"head {number} of {module}"
-            head = Head(name, number, result.out[:, number], place, changed.get(number, call))
-            out = result.out.clone()
-            out[:, number] = edited(edit, head)
-            result = Result(out, result.lse, result.weights)
+            before = changed[number].changed if number in changed else None
+            output, name = outputs.get(number, result.out[:, number]), f"head {number} of {module}"
+            head = Head(name, number, output, place, before or call, compute, computed)
+            outputs[number] = edited(edit, head)
             if head.changed is not None:
-                changed[number] = head.changed
-    return result, changed
+                changed[number] = head
+    if not outputs:
+        return result, {}
 
-
-def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistics:
-    """The statistics of a layer, with those of one head from `other`."""
-
-    def one(mine: Any, its: Any) -> Any:
-        if isinstance(mine, Tensor) or isinstance(its, Tensor):
-            both = torch.full_like(its, 0) if mine is None else mine.clone()
-            both[:, head] = torch.nan if its is None else its[:, head]
-            return both
-        if isinstance(mine, Mapping):
-            return {name: one(x, its[name]) for name, x in mine.items()}
-        if mine is None:
+    def joined(name: str) -> Any:
+        x, columns = getattr(result, name), {n: getattr(head.result, name) for n, head in changed.items()}
+        if x is None or any(y is None for y in columns.values()):
             return None
-        return replace(mine, maximum=one(mine.maximum, its.maximum), mean=one(mine.mean, its.mean))  # a thumbnail
+        if not isinstance(x, Tensor):
+            return functools.reduce(lambda all_, n: with_head(all_, columns[n], n), columns, x)
+        return _with_columns(x, {n: y[:, n] for n, y in columns.items()})
 
-    found = {f.name: one(getattr(statistics, f.name), getattr(other, f.name)) for f in fields(Statistics)}
-    if other.sink_mass is None and found["sink_mass"] is not None:
-        found["sink_mass"][:, head] = 0  # no weight on a sink that is not there
-    return Statistics(**found)
+    made = Result(_with_columns(result.out, outputs), joined("lse"), joined("weights"), joined("statistics"))
+    return made, {number: head.changed for number, head in changed.items() if head.changed is not None}
+
+
+def _with_columns(x: Tensor, columns: Mapping[int, Tensor]) -> Tensor:
+    """A copy with other numbers in some heads."""
+    if not columns:
+        return x
+    x = x.clone()
+    for number, column in columns.items():
+        x[:, number] = column
+    return x
 
 
 class Zero(Edit):
     """Removes the head: its output is 0."""
+
+    positional = False
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
         return torch.zeros_like(head.output)
@@ -251,6 +286,8 @@ class Scale(Edit):
         factor: a number, or a tensor (for gradients: which heads matter) that broadcasts with (b, nq, dv).
     """
 
+    positional = False
+
     def __init__(self, factor: float | Tensor) -> None:
         self.factor = factor
 
@@ -264,6 +301,8 @@ class Steer(Edit):
     Args:
         vector: (dv,), or what broadcasts with (b, nq, dv).
     """
+
+    positional = False
 
     def __init__(self, vector: Float[Tensor, "*b dv"]) -> None:
         self.vector = vector
@@ -283,6 +322,8 @@ class Patch(Edit):
         output: (b, nq, dv), from `qkv.profiler.head_outputs` of a run on a text of the same length.
     """
 
+    positional = False
+
     def __init__(self, output: Float[Tensor, "b nq dv"]) -> None:
         self.output = output
 
@@ -297,6 +338,8 @@ class Temperature(Edit):
         temperature: above 1 for more even weights, below 1 for sharper ones.
     """
 
+    positional = False
+
     def __init__(self, temperature: float) -> None:
         if not temperature > 0:
             raise InputError(f"temperature is {temperature}, expected a positive number")
@@ -306,12 +349,14 @@ class Temperature(Edit):
         return head.recompute(temperature=self.temperature)
 
 
-class Normalizer(Edit):
+class WithNormalizer(Edit):
     """Gives the head another normalizer, such as ``qkv.normalizers.Softmax(sink=0.0)``, softmax off by one.
 
     Args:
         normalizer: in place of the model's, whose learned sink, if it has one, is dropped.
     """
+
+    positional = False
 
     def __init__(self, normalizer: normalizers.Normalizer) -> None:
         if not isinstance(normalizer, normalizers.Normalizer):
@@ -322,7 +367,7 @@ class Normalizer(Edit):
         return head.recompute(normalizer=self.normalizer)
 
 
-class Mask(Edit):
+class WithMask(Edit):
     """Restricts the head by a mask besides that of the model, such as ``qkv.masks.Window(64)``.
 
     Args:
@@ -351,4 +396,12 @@ class HideFirst(Edit):
         return head.recompute(mask=head.of_text(masks.Predicate(sees)))
 
 
-BY_NAME = {"zero": Zero, "mean": Mean}
+BY_NAME: dict[str, Edit] = {
+    "zero": Zero(),
+    "mean": Mean(),
+    "softmax": WithNormalizer(normalizers.Softmax()),
+    "off-by-one": WithNormalizer(normalizers.Softmax(sink=0.0)),
+    "sigmoid": WithNormalizer(normalizers.Sigmoid()),
+}
+"""``softmax``, without any sink; ``off-by-one``, a softmax with an additional logit of 0 that belongs to no key;
+``sigmoid``, with the library's bias of −ln of the number of visible keys."""

@@ -33,9 +33,9 @@ class InputError(ValueError):
 
         The name of the class if the error is about an object, such as a mask without its method.
         """
-        found = _HEAD.match(str(self))
-        assert found is not None
-        of, word = found["of"], found["word"]
+        match = _HEAD.match(str(self))
+        assert match is not None
+        of, word = match["of"], match["word"]
         return of if of is not None and (word is None or word in _NO_NAMES) else word or ""
 
 

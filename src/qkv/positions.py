@@ -217,8 +217,8 @@ class Llama3(_ByFactor):
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:
         plain = _frequencies(dim, base)
         turns = self.original * plain / (2 * math.pi)  # full turns over the original length
-        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-        return torch.lerp(plain / self.factor, plain, kept)
+        share = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return torch.lerp(plain / self.factor, plain, share)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from qkv.kernels import opaque, serve_shared, serving
 from qkv.masks import Mask
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
+from qkv.statistics.built_in import PrefixSinkScores
 from qkv.statistics.measure import sweep
 from qkv.statistics.result import Statistics
 
@@ -74,9 +75,6 @@ def attend(
     Returns:
         ``out`` of this process's queries, or a `Result` with all that is requested.
 
-    Raises:
-        InputError: for arguments that do not fit together, or that differ between processes.
-
     Source: Liu et al. 2023, arXiv:2310.01889.
 
     >>> import tempfile, torch, qkv
@@ -111,7 +109,7 @@ def measure(
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
-    prefix_keys: int | None = None,
+    statistics: Sequence[PrefixSinkScores] = (),
 ) -> Statistics:
     """`qkv.measure` over the whole sequence, of which each process of the group holds a shard.
 
@@ -126,13 +124,10 @@ def measure(
         mass: masks by name, of the whole sequence, as in `qkv.measure`.
         first: the first key of the text in the whole sequence.
         queries: which queries of this process count.
-        prefix_keys: as in `qkv.measure`; the result covers the whole sequence on every process.
+        statistics: ``[PrefixSinkScores(length)]``, whose result covers the whole sequence on every process.
 
     Returns:
         The statistics of this process's queries and keys.
-
-    Raises:
-        InputError: for arguments that do not fit together, or that differ between processes.
 
     >>> import tempfile, torch, qkv
     >>> import torch.distributed as dist
@@ -148,5 +143,5 @@ def measure(
     shared = Shared.of(group, q, k, k[..., :1], mask, bias, score, normalizer)
     with serving(None):
         lse = serve_shared(shared).lse
-    options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries, "prefix_keys": prefix_keys}
+    options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries, "statistics": statistics}
     return sweep(shared.call, RowState(lse), shared=shared, **options)

@@ -271,11 +271,11 @@ class Additive(Pairwise):
         squashed, vector = self._squashed(q, k)
         slope = slope[..., None]
         inside = slope * vector * (1 - squashed * squashed)
-        found = [inside.sum(3), inside.sum(2)]
+        gradients = [inside.sum(3), inside.sum(2)]
         if learned:
             of_vector = (slope * squashed).sum((0, 2, 3))
-            found.append(of_vector if self.vector.ndim == 2 else of_vector.sum(0))
-        return tuple(found)
+            gradients.append(of_vector if self.vector.ndim == 2 else of_vector.sum(0))
+        return tuple(gradients)
 
 
 def Concat(  # noqa: N802  (named like a class because it constructs a score)

@@ -109,7 +109,7 @@ REFUSALS: list[tuple[str, Callable[[], object], str | None]] = [
     # names of other libraries are answered with ours
     ("batch_first", made(batch_first=True), "batch, length"),
     ("kdim", made(kdim=3), "d_context="),
-    ("proj_drop", made(proj_drop=0.1), "output_dropout="),
+    ("proj_drop", made(proj_drop=0.1), "torch.nn.Dropout"),
     ("hedas", made(hedas=2), "'heads'"),
     ("attn_mask", called(X, attn_mask=X), "mask=~attn_mask"),
     ("past_key_value", called(X, past_key_value=X), "cache="),
@@ -128,7 +128,6 @@ REFUSALS: list[tuple[str, Callable[[], object], str | None]] = [
     # probabilities
     ("dropout", made(dropout=1.0), None),
     ("dropout", made(dropout=-0.1), None),
-    ("output_dropout", made(output_dropout=1.0), None),
     ("dropout", made(dropout=0.1, attention=Attention(dropout_p=0.2)), None),
 ]
 

@@ -8,6 +8,7 @@ import torch
 import qkv
 from conftest import close, rand, refused, triple
 from qkv import attend, biases, choose_keys, masks
+from qkv.kernels import KERNELS, Call
 from qkv.normalizers import Hard
 from qkv.scores import Additive, Cosine, General
 
@@ -47,8 +48,8 @@ def test_take_returns_the_values_of_hard_attention(sample: bool) -> None:
     q, k, v = triple()
     choice = choose_keys(q, k, mask=masks.Causal(), sample=sample, seed=5)
     for kernel in ("tiled", "eager"):
-        out = attend(q, k, v, mask=masks.Causal(), normalizer=Hard(sample=sample), dropout_seed=5, kernel=kernel)
-        close(choice.take(v), out)
+        call = Call.of(q, k, v, masks.Causal(), normalizer=Hard(sample=sample), seed=5)
+        close(choice.take(v), KERNELS[kernel].forward(call).out)
 
 
 def test_without_sampling_the_best_key_is_chosen() -> None:

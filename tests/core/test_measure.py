@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import qkv
 from conftest import MASKS, close, fits, largest_tensor, oracle, rand, refused, set_sizes, set_tile, triple  # fmt: skip
-from qkv import attend, biases, masks, normalizers, reference
-from qkv.kernels import editing, watching
-from qkv.masks import Causal, Mask, Padding, Window
+from qkv import InputError, attend, biases, masks, normalizers, reference
+from qkv.kernels import serving
+from qkv.masks import Causal, Dense, Mask, Padding, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
+from qkv.statistics import BUILT_IN, Local, Mass, PrefixSinkScores, Sink, Streaming, measure_weights
+from qkv.statistics.gradients import DIFFERENTIABLE
 from qkv.statistics.measure import Statistics
+from qkv.statistics.result import field_of
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
 TESTED_SEPARATELY = {
@@ -64,10 +69,11 @@ def tensors_of(result: Statistics) -> dict[str, Tensor]:
 # --- against materialised weights -------------------------------------------------------------------------------------
 
 SIZES = [(11, 13), (13, 7), (1, 13)]
-CASES = [
-    (name, [*HEADS.values()][(i + j) % 3], nq, nk)
-    for i, name in enumerate(MASKS) for j, (nq, nk) in enumerate(SIZES) if i % 3 != j and fits(name, nq, nk)
-]  # fmt: skip
+CASES = [  # another size and grouping for each mask
+    (name, [*HEADS.values()][i % len(HEADS)], *sizes[i // 3 % len(sizes)])
+    for i, name in enumerate(MASKS)
+    if (sizes := [size for size in SIZES if fits(name, *size)])
+]
 
 
 @pytest.mark.parametrize(("name", "heads", "nq", "nk"), CASES)
@@ -95,8 +101,8 @@ RETURNED: dict[str, dict[str, Any]] = {
     "bias and score": {"bias": biases.SoftCap(0.8), "score": Dot(0.3)},
     "sigmoid": {"mask": Window(5), "normalizer": normalizers.Sigmoid()},
     "sparsemax": {"mask": Causal(), "normalizer": normalizers.Sparsemax()},
-    "draws": {"normalizer": normalizers.Hard(sample=True), "dropout_seed": 3},
-    "dropout": {"dropout_p": 0.5, "dropout_seed": 3},
+    "draws": {"normalizer": normalizers.Hard(sample=True)},
+    "dropout": {"dropout_p": 0.5},
     "eager": {"mask": Causal(), "kernel": "eager"},
     "tiled": {"mask": Causal(), "kernel": "tiled"},
 }
@@ -107,29 +113,36 @@ RETURNED: dict[str, dict[str, Any]] = {
 def test_statistics_that_attend_returns_differ_from_those_of_measure(name: str, dtype: torch.dtype) -> None:
     """With and without gradients of the output, whose values do not depend on the statistics."""
     asked = RETURNED[name]
-    composed = {key: x for key, x in asked.items() if key not in ("kernel", "dropout_p", "dropout_seed")}
+    composed = {key: x for key, x in asked.items() if key not in ("kernel", "dropout_p")}
     tensors = triple(nq=11, nk=13, dtype=dtype)
+    torch.manual_seed(3)
     want = attend(*tensors, **asked)
     for grad in (False, True):
         q, k, v = (x.clone().requires_grad_(grad) for x in tensors)
+        torch.manual_seed(3)
         out, found = attend(q, k, v, **asked, return_statistics=True)
         close(out, want)
         assert out.requires_grad == grad
         expected = qkv.measure(q, k, **composed) if name != "draws" else found  # of other draws
         for field, x in tensors_of(expected).items():
             if x is not None:
-                close(getattr(found, field), x.detach(), eps=1024)
-                assert not getattr(found, field).requires_grad
+                assert not x.requires_grad or name == "draws", "detached by default"
+                close(getattr(found, field).detach(), x.detach(), eps=1024)
+                assert getattr(found, field).requires_grad == (grad and name != "draws" and field in DIFFERENTIABLE)
     weights, found = attend(*tensors, **{**asked, "kernel": "auto"}, return_weights=True, return_statistics=True)[1:]
     if name != "dropout":
         close(found.received, weights.sum(-2), eps=1024)
 
 
-def test_returned_statistics_are_not_those_of_the_edited_call() -> None:
+def test_returned_statistics_are_those_of_the_edited_call() -> None:
     q, k, v = triple(nq=11, nk=13)
     seen: list[Any] = []
-    edit = editing(lambda call, weights: dataclasses.replace(call, mask=Window(3)))
-    with edit, watching(lambda call, result: seen.append(call)):
+
+    def edit(call: Any, compute: Any, fused: bool) -> Any:
+        seen.append(dataclasses.replace(call, mask=Window(3)))
+        return compute(seen[-1])
+
+    with serving(edit):
         out, found = attend(q, k, v, mask=Causal(), return_statistics=True)
     want, expected = attend(q, k, v, mask=Window(3), return_statistics=True)
     close(out, want)
@@ -231,7 +244,7 @@ def test_visible_queries_prefix_scores_and_thumbnail(name: str, nq: int, nk: int
     visible = (masks.Prefix(nk) if mask is None else mask).dense(nq, nk, batch=2, heads=6).expand(2, 6, -1, -1)
     counts = rand(2, nq, seed=5) > -0.5
     first = torch.tensor([2, 0])
-    got = qkv.measure(q, k, mask=mask, first=first, queries=counts, prefix_keys=5, bins=bins)
+    got = qkv.measure(q, k, mask=mask, first=first, queries=counts, statistics=[PrefixSinkScores(5)], bins=bins)
     weights = torch.where(counts[:, None, :, None], oracle(q, k, v, mask=mask)[2], 0.0)
     visible = visible & counts[:, None, :, None]
     close(got.visible_queries, visible.sum(2).double())
@@ -278,15 +291,6 @@ def test_nan_is_ignored_in_uncounted_queries_and_kept_in_counted_ones() -> None:
     for name in ("entropy", "effective_keys", "distance", "spread", "sink", "lse"):
         assert getattr(spoilt, name)[0, :, 7:].isnan().all(), name
         assert not getattr(spoilt, name)[0, :, :7].isnan().any(), name
-
-
-def test_statistics_ignore_values_and_are_detached_by_default() -> None:
-    q, k, v = triple(grad=True)
-    sink = rand(6).requires_grad_()
-    for bias in (None, biases.SoftCap(1.0), biases.TensorBias(rand(11, 13).requires_grad_())):
-        got = qkv.measure(q, k, v, bias=bias, normalizer=Softmax(sink=sink))
-        assert not any(getattr(got, name).requires_grad for name in [*TENSORS, "sink_mass"])
-        assert torch.equal(got.entropy, qkv.measure(q, k, bias=bias, normalizer=Softmax(sink=sink)).entropy)
 
 
 @pytest.mark.parametrize(
@@ -343,3 +347,137 @@ def test_spread_has_the_documented_resolution() -> None:
         square = want.spread.square()
         rounding = 2 * 1.2e-7 * want.lse.abs().max()  # of a score, and so the relative rounding of its weight
         assert ((got.spread.double().square() - square).abs() < 0.002 + rounding * square).all()
+
+
+# --- objects of statistics --------------------------------------------------------------------------------------------
+
+OBJECTS = {
+    "causal": (13, 13, Causal(), torch.float64),
+    "window": (11, 17, Window(4) & Causal(), torch.float32),
+    "tiles": (300, 270, None, torch.float32),
+    "holes": (17, 19, Dense(rand(2, 1, 17, 19) < -0.3), torch.float64),
+}
+
+
+@pytest.mark.parametrize(("nq", "nk", "mask", "dtype"), OBJECTS.values(), ids=OBJECTS)
+def test_measure_agrees_with_the_statistic_objects(nq: int, nk: int, mask: Mask | None, dtype: torch.dtype) -> None:
+    q, k = rand(2, 6, nq, 8, dtype=dtype), rand(2, 3, nk, 8, seed=1, dtype=dtype)
+    counted = torch.ones(2, nq, dtype=torch.bool)
+    counted[1, : nq // 3] = False
+    mass = {s.name: s.mask for s in (Local(3), Streaming())}
+    statistics = (*BUILT_IN.values(), Local(3), Streaming())
+    result = qkv.measure(q, k, mask=mask, queries=counted, mass=mass, statistics=statistics)
+    for name in BUILT_IN:
+        fused, by_object = getattr(result, field_of(name)), result.own[name]
+        size = 1e-9 if dtype == torch.float64 else 2e-4
+        torch.testing.assert_close(fused, by_object, rtol=size / 10, atol=size, msg=name)
+    for name, inside in result.mass.items():
+        torch.testing.assert_close(inside, result.own[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_tile_holds_the_first_key_of_its_text() -> None:
+    q, k, _ = triple()
+    result = qkv.measure(q, k, first=torch.tensor([3, 0]), statistics=[Sink()])
+    close(result.own["sink"], result.sink)
+
+
+def test_statistics_reject_masks_that_do_not_fit() -> None:
+    q, k, _ = triple()
+    larger = torch.ones(40, 40, dtype=torch.bool)
+    with pytest.raises(InputError, match="40"):
+        qkv.measure(q, k, statistics=[Mass("large", Dense(larger))])
+    with refused("mask"):
+        Mass("tensor", larger)  # type: ignore[arg-type]
+    with refused("statistics", "one Sink object"):
+        qkv.measure(q, k, statistics=Sink())  # type: ignore[arg-type]
+
+
+# --- of weights -------------------------------------------------------------------------------------------------------
+
+UNKNOWN = {"lse", "sink_mass"}  # weights alone do not determine them
+
+
+def same(found: Any, expected: Any) -> None:
+    """All fields that weights determine are equal."""
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    elif isinstance(expected, Mapping):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            same(found[name], expected[name])
+    elif dataclasses.is_dataclass(expected):
+        for name in (field.name for field in dataclasses.fields(expected)):
+            same(getattr(found, name), None if name in UNKNOWN else getattr(expected, name))
+    else:
+        assert found == expected
+
+
+CALLS: dict[str, tuple[int, int, Mask | None, normalizers.Normalizer]] = {
+    "causal, several tiles": (300, 300, Causal(), Softmax()),
+    "window with a learned sink": (37, 37, Window(5), Softmax(sink=1.0)),
+    "cross-attention": (7, 19, None, Softmax()),
+    "rows without keys": (9, 9, Padding([6, 3], "left") & Causal(), Softmax()),
+    "sigmoid": (12, 15, None, normalizers.Sigmoid(bias=0.0)),
+}
+
+
+@pytest.mark.parametrize(("nq", "nk", "mask", "normalizer"), CALLS.values(), ids=CALLS)
+def test_statistics_of_weights_equal_those_of_the_queries_and_keys(
+    nq: int, nk: int, mask: Mask | None, normalizer: normalizers.Normalizer
+) -> None:
+    q, k, _ = triple(2, 3, 3, nq, nk, 8)
+    weights = qkv.attend(q, k, k, return_weights=True, mask=mask, normalizer=normalizer)[1]
+    options: dict[str, Any] = {
+        "mass": {"near": Window(3)}, "bins": 5,
+        "statistics": [BUILT_IN["entropy"], Streaming(2, 3), PrefixSinkScores(4)],
+    }  # fmt: skip
+    unnormalized = isinstance(normalizer, normalizers.Sigmoid)
+    found = measure_weights(weights, mask, unnormalized=unnormalized, **options)
+    same(found, qkv.measure(q, k, mask=mask, normalizer=normalizer, **options))
+
+
+def test_queries_that_do_not_count_may_hold_nan() -> None:
+    q, queries = rand(2, 1, 6, 4), torch.arange(6) < torch.tensor([[6], [4]])
+    weights = qkv.attend(q, q, q, mask=Causal(), return_weights=True)[1]
+    weights[1, :, 4:] = float("nan")
+    found = measure_weights(weights, Causal(), queries=queries)
+    same(found, qkv.measure(q, q, mask=Causal(), queries=queries))
+
+
+def test_results_have_the_form_of_the_weights() -> None:
+    weights = rand(3, 5, 7).softmax(-1)
+    assert measure_weights(weights).received.shape == (3, 7)
+    assert isinstance(measure_weights(weights[0].numpy()).entropy, np.ndarray)
+    assert measure_weights(weights[0].tolist()).entropy.shape == (5,)
+    half = measure_weights(weights.bfloat16().requires_grad_())
+    assert half.entropy.dtype == torch.float32
+    assert not half.entropy.requires_grad
+
+
+REFUSED: list[tuple[Any, Mask | None]] = [
+    (rand(4, 4), None),  # scores
+    (rand(4, 4).abs() + 1, None),  # positive scores
+    (torch.full((4, 4), float("nan")), None),
+    (torch.full((4, 4), 0.25), Causal()),  # weight on masked pairs
+    (torch.full((300, 300), 1 / 300), Window(4)),  # in tiles that are empty
+    (torch.ones(4), None),
+    (torch.eye(4).int(), None),
+    (torch.eye(4).to_sparse(), None),
+    (torch.eye(4, device="meta"), None),
+    ((torch.ones(1, 2, 4, 4),) * 3, None),  # all layers at once
+]
+
+
+@pytest.mark.parametrize(("w", "mask"), REFUSED)
+def test_arguments_that_are_not_weights_are_refused(w: Any, mask: Mask | None) -> None:
+    with refused("w"):
+        measure_weights(w, mask)
+
+
+@pytest.mark.slow
+def test_no_copy_of_the_weights_is_made() -> None:
+    w = torch.full((1, 4, 1024, 1024), 1 / 1024)  # 16 MiB
+    measure_weights(w)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        measure_weights(w)
+    assert 0 < max(event.cpu_memory_usage for event in profiled.events()) <= w.nbytes / 8

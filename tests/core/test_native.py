@@ -24,7 +24,7 @@ from qkv.engine import Call
 from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Window
 from qkv.normalizers import Softmax
 from qkv.statistics import measure
-from qkv.statistics.built_in import Local, Streaming
+from qkv.statistics.built_in import Local, PrefixSinkScores, Streaming
 from qkv.statistics.result import Statistics
 
 ROOT = Path(__file__).parents[2]
@@ -287,7 +287,8 @@ def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
     q, k, _ = inputs(SHAPES["grouped heads"])
     for few in (q, q[:, :, -2:]):
         low = biases.TensorBias(torch.linspace(0, -200, few.shape[2])[:, None])  # of the last query
-        sums = qkv.measure(few, k, mask=Causal(), bias=low, normalizer=Softmax(sink=0.5), prefix_keys=k.shape[2])
+        scores = PrefixSinkScores(k.shape[2])
+        sums = qkv.measure(few, k, mask=Causal(), bias=low, normalizer=Softmax(sink=0.5), statistics=[scores])
         assert sums.prefix_sink_scores is not None
         mean = sums.received / sums.visible_queries
         torch.testing.assert_close(sums.prefix_sink_scores[..., -1], mean[..., -1])

@@ -121,6 +121,31 @@ def test_gradients_of_statistics_differ_from_those_of_the_tiles(shape: str, mask
     assert_close(found(torch.float32), found(torch.float64))
 
 
+@pytest.mark.parametrize(("shape", "mask", "bias"), [*covering(SHAPES, MASKS, BIASES)][::3])
+def test_one_pass_gives_other_gradients_of_output_and_statistics_than_the_weights(
+    shape: str, mask: str, bias: str
+) -> None:
+    made = MASKS[mask](torch.rand(SHAPES[shape][0], SHAPES[shape][4]) > 0.3)
+    sinks = [torch.linspace(-2, 2, SHAPES[shape][1])] if bias != "none" else []
+    names = [x for x in DIFFERENTIABLE if sinks or x != "sink_mass"]
+
+    def found(dtype: torch.dtype, kernel: str) -> list[Tensor]:
+        leaves = [x.to(dtype).detach().clone().requires_grad_() for x in (*inputs_of_shape, *sinks)]
+        normalizer = Softmax(sink=leaves[3] if sinks else None)
+        out, *_, got = qkv.attend(
+            *leaves[:3], mask=made, bias=BIASES[bias], normalizer=normalizer, kernel=kernel, return_statistics=True
+        )
+        results = [out, *(getattr(got, name) for name in names)]
+        results = [x.masked_fill(x == -torch.inf, 0) for x in results]
+        generator = torch.Generator().manual_seed(0)
+        grads = [torch.randn(x.shape, generator=generator) / x.detach().abs().max().clamp(min=1) for x in results]
+        loss = sum(((x * grad).sum() for x, grad in zip(results, grads, strict=True)), torch.zeros(()))
+        return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
+
+    inputs_of_shape = inputs(shape)
+    assert_close(found(torch.float32, "auto"), found(torch.float64, "eager"))
+
+
 def test_half_precision_differs_from_the_weights_by_more_than_its_rounding() -> None:
     tensors = [x.bfloat16() for x in inputs("several tiles")]
     want = results([x.double() for x in tensors], None, "eager", mask=Causal())

@@ -83,7 +83,7 @@ def by_hand(layer: MultiHeadAttention, x: Tensor, context: Tensor | None = None,
 
 @pytest.mark.parametrize("options", [
     {}, {"bias": False}, {"fused": False}, {"kv_heads": 3}, {"kv_heads": 1, "fused": False}, {"qk_norm": True},
-    {"gate": "elementwise"}, {"gate": "head", "kv_heads": 2}, {"head_dim": 5}, {"head_dim": 5, "v_head_dim": 7},
+    {"gate": "elementwise"}, {"gate": "head", "kv_heads": 2}, {"head_dim": 5}, {"head_dim": (5, 7)},
 ], ids=str)  # fmt: skip
 def test_multi_head_attention_equals_a_loop_over_heads(options: dict[str, Any]) -> None:
     layer, x = layer_of(24, 6, **options), rand(2, 11, 24)
@@ -112,7 +112,7 @@ def test_cross_attention(fused: bool) -> None:
 
 def test_a_sink_and_a_key_bias_take_weight() -> None:
     x = rand(2, 9, 24)
-    for options, name in (({"sink": True}, "normalizer_sink"), ({"key_bias": True}, "normalizer_key")):
+    for options, name in (({"sink": "logit"}, "normalizer_sink"), ({"sink": "key"}, "normalizer_key")):
         layer = layer_of(24, 6, attention=CAUSAL, **options)
         assert name in dict(layer.composition.named_parameters())
         weights = layer(x, return_weights=True)[1]
@@ -312,7 +312,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     *(("module", match, lambda options=options: to_torch(heads_of(**options))) for match, options in (
         ("grouped heads", {"kv_heads": 2}), ("a gate", {"gate": "head"}), ("rotary", {"rotary": Rotary(4)}),
         ("norms of queries", {"qk_norm": True}), ("a head dimension", {"head_dim": 5}),
-        ("another normalizer", {"sink": True}), ("another score", {"attention": Attention(score=scores.Cosine())}),
+        ("another normalizer", {"sink": "logit"}), ("another score", {"attention": Attention(score=scores.Cosine())}),
         ("biases of scores", {"attention": Attention(bias=qkv.biases.ALiBi())}),
     )),
     ("module", "cross-attention", lambda: to_torch(block_of(cross=heads_of()))),

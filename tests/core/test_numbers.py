@@ -120,8 +120,9 @@ IDS = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 2, [0] * 9 + [-1] * 2])
 HIDING = [(Padding([9, 9]) & Causal(), "kv"), (Document(IDS), "qkv"), (Padding([9, 9]) & Window(3), "kv")]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", POISONED)
+@pytest.mark.parametrize(
+    ("name", "bad"), [(name, bad) for n, name in enumerate(POISONED) for bad in (math.nan, (-1) ** n * math.inf)]
+)
 def test_nan_in_masked_entries_changes_no_output_and_no_gradient(name: str, bad: float) -> None:
     """NaN or ∞ in padded keys and values, and in queries without visible keys."""
     asked, served = POISONED[name], set()

@@ -23,8 +23,8 @@ import qkv
 import ring_cases
 from conftest import MASKS, close, fits, rand, refused
 from qkv import masks
-from qkv.engine.sharded import Piece
-from qkv.masks import EMPTY, FULL, Grid, Region
+from qkv.masks import Grid, Region
+from qkv.masks.base import mask_of_part
 from qkv.masks.convert import grid_mod
 from qkv.profiler.capture.datasets import calls_of
 from qkv.statistics import Mass
@@ -170,7 +170,7 @@ def test_of_a_shared_sequence_maps_and_own_statistics_are_refused(alone: dist.Pr
     ("name", "sizes"), [(x, n) for x in MASKS for n in ((8, 16), (16, 8)) if x != "none" and fits(x, *n)]
 )
 def test_a_mask_seen_from_a_piece_is_its_part_of_the_whole(name: str, sizes: tuple[int, int]) -> None:
-    """Every pair of chunks: its visible pairs, its block status, and the results of kernels on it."""
+    """Every pair of chunks: its visible pairs, also as FlexAttention asks for them."""
     (nq, nk), b, h = sizes, 2, 3
     mask = MASKS[name](nq, nk, b, h)
     assert mask is not None
@@ -179,16 +179,8 @@ def test_a_mask_seen_from_a_piece_is_its_part_of_the_whole(name: str, sizes: tup
     for row in range(0, nq, nq // 4):
         for column in range(0, nk, nk // 4):
             rows, keys = slice(row, row + nq // 4), slice(column, column + nk // 4)
-            piece = Piece(slice(0, nq // 4), slice(0, nk // 4), Region(rows, keys), grid)
-            seen = piece.local_mask(mask)
-            want, kinds = whole[:, :, rows, keys], piece.block_status(mask)
+            seen, want = mask_of_part(mask, grid, Region(rows, keys)) or masks.Prefix(nk), whole[:, :, rows, keys]
             assert torch.equal(seen.dense(nq // 4, nk // 4, batch=b, heads=h).expand_as(want), want)
             here = Grid.of(nq // 4, nk // 4, b, h)
             pair = torch.meshgrid(*map(torch.arange, want.shape), indexing="ij")
             assert torch.equal(grid_mod(seen, here)(*pair).expand_as(want), want)
-            assert kinds != {EMPTY} or not want.any()
-            assert kinds != {FULL} or want.all()
-            if seen.band is not None:
-                low, high = seen.band
-                back = torch.arange(nq // 4)[:, None] + (nk - nq) // 4 - torch.arange(nk // 4)
-                assert torch.equal(((back >= low) & (back <= high)).expand_as(want), want)

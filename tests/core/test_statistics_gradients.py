@@ -250,13 +250,13 @@ def test_autocast_and_fewer_dimensions() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("normalizer", [None, normalizers.Sparsemax()], ids=str)
 def test_linear_memory(normalizer: Any) -> None:
-    q, k, _ = triple(b=1, h=2, hkv=1, nq=2048, nk=2048, d=4, dtype=torch.float32, grad=True)
+    q, k, _ = triple(b=1, h=2, hkv=1, nq=1024, nk=1024, d=4, dtype=torch.float32, grad=True)
 
     def run() -> None:
         result = measure(q, k, mask=Window(300), normalizer=normalizer, mass={"near": Window(64)}, differentiable=True)
         (result.entropy.sum() + result.received.square().sum() + result.mass["near"].sum()).backward()
 
-    assert largest_tensor(run) < 2048**2 // 4
+    assert largest_tensor(run) < 1024**2 // 4
 
 
 # --- differentiable fields and rejected arguments ---------------------------------------------------------------------
@@ -282,11 +282,11 @@ def test_differentiable_does_not_change_the_numbers() -> None:
 
 
 def test_only_tensors_that_require_gradients_get_them() -> None:
-    q, k, v = triple(grad=True)
+    q, k, _ = triple()
     sink = nn.Parameter(rand(6))
-    measure(q.detach(), k.detach(), v, normalizer=Softmax(sink=sink), differentiable=True).sink_mass.sum().backward()
+    measure(q, k, normalizer=Softmax(sink=sink), differentiable=True).sink_mass.sum().backward()
     assert sink.grad is not None
-    assert v.grad is None
+    assert q.grad is None
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -309,7 +309,6 @@ HIDDEN_SCALE = torch.ones((), dtype=torch.float64, requires_grad=True)
 @pytest.mark.parametrize(
     ("arguments", "argument", "match"),
     [
-        ({"prefix_keys": 3}, "differentiable", "with prefix_keys"),
         ({"bins": 3}, "differentiable", "with bins"),
         ({"statistics": [object()]}, "differentiable", "with statistics"),
         ({"normalizer": normalizers.Hard()}, "differentiable", "Hard"),

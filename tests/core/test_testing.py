@@ -289,7 +289,7 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
     (masks.Window(3, ahead=2), {"sizes": TURNED}),
     (masks.Padding([4, 6], "left") & masks.Causal(), {"sizes": TURNED}),
     (masks.RandomKeys(3, seed=1), {"sizes": SMALL}),
-    (masks.bigbird(2, random=1), {"sizes": TINY}),
+    (masks.bigbird(2, random=1), {"sizes": SMALL}),
     (masks.Document([[0, 0, 0, 1, 1, -1, 1, 2, 2] * 2, [0, 1, 1, 1, 1, 2, 2, -1, -1] * 2]), {"sizes": SMALL}),
     (~masks.Prefix(NK), {"sizes": SMALL}),
     (biases.TensorBias(learned(H, NQ, NK)), {"sizes": SMALL}),
@@ -304,8 +304,11 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
     (normalizers.Identity("sum"), {"sizes": SMALL}),
     (normalizers.Entmax(1.5, temperature=0.6, sink=learned(H)), {"sizes": SMALL}),
     (normalizers.Hard(sample=True), {"sizes": SMALL}),
-    *((make(), {"sizes": SMALL}) for make in (own.Share, own.HeavyTail, own.Manhattan, own.Squeeze, own.Diagonals)),
-    *((make(), {"sizes": TILED}) for make in (own.Ramp, own.Slope, Kernel)),
+    *(
+        (make(), {"sizes": SMALL})
+        for make in (own.Share, own.HeavyTail, own.Ramp, own.Manhattan, own.Squeeze, own.Slope, own.Diagonals)
+    ),
+    (Kernel(), {"sizes": TILED}),
     *((statistic, {"heads": 1}) for statistic in (Local(2), Kurtosis(), own.Heavy(), own.Taken())),
 ]
 

@@ -18,6 +18,7 @@ from conftest import close, rand, refused, triple
 from own_objects import HEADS, HeavyTail, Manhattan, Ramp, SoftplusSquared, Squeeze
 from qkv import InputError, attend, biases, masks, normalizers, scores
 from qkv.masks import Causal, Global, RandomKeys, Window, built_in
+from qkv.statistics import PrefixSinkScores
 from qkv.statistics.triton import host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in its jvp
@@ -132,10 +133,10 @@ def test_autocast_gives_one_dtype_to_every_composition(name: str, n: int) -> Non
         assert torch.nn.functional.scaled_dot_product_attention(q, q, q).dtype == got.dtype == torch.bfloat16
         assert torch.is_autocast_enabled("cpu")
         assert attend(q.double(), k.double(), v.double(), **asked).dtype == torch.float64
-        entropy = qkv.measure(q.detach(), k.detach(), v.detach(), **asked).entropy
+        entropy = qkv.measure(q.detach(), k.detach(), **asked).entropy
     close(got.detach(), attend(*half, **asked).detach(), eps=4)
     assert entropy.dtype == torch.float32
-    close(entropy, qkv.measure(*half, **asked).entropy)
+    close(entropy, qkv.measure(*half[:2], **asked).entropy)
     got.float().square().sum().backward()
     assert q.grad.dtype == torch.float32
     assert q.grad.abs().max() > 0
@@ -163,7 +164,7 @@ def test_a_tensor_cached_in_inference_mode_is_an_ordinary_one(name: str) -> None
 
 def _statistics(q: Tensor, k: Tensor, _: Tensor) -> Tensor:
     training = q.requires_grad
-    more: dict[str, Any] = {} if training else {"prefix_keys": 8, "bins": 8}
+    more: dict[str, Any] = {} if training else {"statistics": [PrefixSinkScores(8)], "bins": 8}
     found = qkv.measure(q, k, mask=Causal(), mass={"near": Window(9)}, differentiable=training, **more)
     return found.entropy + found.distance + found.mass["near"]
 

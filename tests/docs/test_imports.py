@@ -29,13 +29,13 @@ ORDER = {
         "statistics", "choice", "_plan", "_operator", "attention", "ring",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
-        "profiler", "profiler.watch", "tracking",
+        "profiler", "tracking",
         "figures", "plot", "page", "report", "server", "cli",
     ],
     "qkv_lab": [
         "experiments.evidence", "draw", "task", "lexicon", "grammar", "scenes", "log", "heads", "tokens",
         "models", "course", "translation", "tasks", "settings", "resume", "loop", "experiments", "testing",
-        "check", "answers", "lessons", "align", "cli",
+        "check", "lessons", "answers", "align", "cli",
     ],
     "research": ["sinks", "claims"],
 }  # fmt: skip

@@ -90,3 +90,18 @@ def test_functions_named_in_how_it_works_exist() -> None:
     for path, name in named:
         module = importlib.import_module(path.removesuffix("/__init__").replace("/", "."))
         operator.attrgetter(name)(module)  # raises an error that tells the name
+
+
+def test_a_public_function_takes_at_most_twelve_arguments() -> None:
+    records = r"[\w.]+\.(Call|Statistics|survey|Training|\w+Config)\("  # and settings: their arguments are fields
+    for line in (Path(__file__).parents[1] / "contract/names.txt").read_text().splitlines():
+        arguments = re.sub(r"\([^()]*\)", "", line.partition("(")[2]).split(", ")
+        named = [x for x in arguments if x != "self" and not x.startswith("*")]
+        assert len(named) <= 12 or re.match(records, line), line
+
+
+def test_no_two_public_classes_of_qkv_have_one_name() -> None:
+    found: dict[str, type] = {}
+    for module in (importlib.import_module(name) for name in modules("qkv")):
+        for thing in (getattr(module, name) for name in module.__all__):
+            assert not isinstance(thing, type) or found.setdefault(thing.__name__, thing) is thing, thing

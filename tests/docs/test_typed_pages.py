@@ -27,7 +27,6 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.nn import AdditiveAttention, LuongAttention, MultiHeadAttention, TransformerBlock
 from qkv.statistics import Statistics
 from qkv_lab import course
-from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig, EncoderDecoderWeights
 
 
 def returns(x: Tensor, array: np.ndarray, flag: bool, name: str) -> None:
@@ -52,11 +51,6 @@ def returns(x: Tensor, array: np.ndarray, flag: bool, name: str) -> None:
     assert_type(block(x, return_weights=flag), Any)
     decoder = DecoderLM(DecoderConfig(attention=attention))
     assert_type(decoder(x, return_weights=True), tuple[Tensor, tuple[Tensor, ...]])
-    translator = EncoderDecoder(EncoderDecoderConfig(9, 9))
-    assert_type(translator(x, x, return_weights=True), tuple[Tensor, EncoderDecoderWeights])
-    lesson = course.MultiHeadAttention(8, num_heads=2)
-    assert_type(lesson(x, x, x), tuple[Tensor, Tensor])
-    assert_type(lesson(x, return_attention=False), tuple[Tensor, None])
     assert_type(course.scaled_dot_product_attention(array, array, array), tuple[np.ndarray, np.ndarray])
     additive = AdditiveAttention(8, 8, 8)
     assert_type(additive(x, x), Tensor)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import qkv
+from conftest import Command
 from qkv import models
 from qkv.models import DecoderLM, checkpoint
-from qkv.models.loading import load_text_model
+from qkv.models.loading import SAMPLE, load_model, load_text_model
 from qkv.profiler.corpora import default_text
-from qkv_lab import settings, translate
+from qkv_lab import grammar, settings, translate
+from qkv_lab.loop import sample
+from qkv_lab.tasks import names, task_class
 
 
 def bundled(name: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -77,3 +81,35 @@ def test_mini_has_low_loss_on_python_and_has_sinks() -> None:
     started = loaded.encode("import os\nimport sys\n\nclass Stack:\n    def __init__(self")
     following = int(loaded.model(torch.tensor([started]))[0, -1].argmax())
     assert loaded.tokenizer.decode([following]).startswith((",", "):"))
+
+
+@pytest.mark.parametrize("words", [
+    "map qkv-reversal", "map qkv-translation", "map qkv-caption", "flow qkv-reversal", "ablate qkv-reversal",
+    "evict qkv-reversal",
+])  # fmt: skip
+def test_a_command_without_text_runs_on_the_sample_of_a_bundled_model(
+    words: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "it runs on a sample of its training data" in command(*words.split()).err
+    assert any(tmp_path.rglob("*.png"))
+
+
+def test_generate_with_a_translator_translates(command: Command) -> None:
+    assert (
+        command.succeeds("generate", "qkv-translation", "I love deep learning") == "j' aime l' apprentissage profond\n"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "language"])
+def test_the_folder_of_a_run_does_not_open(name: str, tmp_path: Path) -> None:
+    """The folder of the run and that of its model, each with the model, inputs and the names of words."""
+    task, model = task_class(name)(), task_class(name)().build()
+    checkpoint.save(model, tmp_path / "model")
+    for file, text in {SAMPLE: sample(task, model), **task.files()}.items():
+        (tmp_path / "model" / file).write_text(text, encoding="utf-8")
+    loaded = load_model(str(tmp_path))
+    assert loaded.sample is not None
+    profile = qkv.profile(loaded.model, loaded.sample, tokenizer=loaded.tokenizer, probe=False, progress=False)
+    if name == "translation":
+        assert set(profile.data["query_token"].values[0]) <= set(grammar.vocabularies()[1]) | {"<start>", "<end>", ""}

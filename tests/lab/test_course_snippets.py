@@ -1,7 +1,4 @@
-"""Lessons of five courses: each runs with its import changed, and gives what the lesson's formula gives.
-
-The names, the order and the masks of the calls are those that students of the courses type.
-"""
+"""The classes and functions of five courses: called as lessons call them, they give what the lessons' formulas give."""
 
 from __future__ import annotations
 
@@ -14,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import close, rand
-from qkv import course, masks
-from qkv.course import MultiHeadAttention, create_causal_mask, scaled_dot_product_attention
+from conftest import close, rand, refused
+from qkv import masks
+from qkv_lab import course
+from qkv_lab.course import MultiHeadAttention, create_causal_mask, scaled_dot_product_attention
 
 CAUSAL = torch.ones(6, 6).tril()
+FUTURE = torch.ones(6, 6).triu(1).bool()  # True hides, as two of the courses have it
 X, MEMORY = rand(2, 6, 24, dtype=torch.float32), rand(2, 9, 24, seed=1, dtype=torch.float32)
+IDS = torch.arange(12).view(2, 6)
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -30,46 +30,36 @@ def formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> t
     return weights @ v.double(), weights
 
 
-def heads_formula(
-    mha: course.MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None
+def of_heads(
+    state: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Concat(head_1, …, head_h) W_O with the parameters of a layer."""
-    layer = mha.layer
-    split = [
-        (x @ w.T + b).unflatten(-1, (layer.heads, layer.head_dim)).transpose(1, 2).double()
-        for x, w, b in zip((query, key, value), layer.in_proj.weight.chunk(3), layer.in_proj.bias.chunk(3), strict=True)
-    ]
-    out, weights = formula(*split, visible)
-    return out.transpose(1, 2).flatten(2) @ layer.out_proj.weight.T.double() + layer.out_proj.bias, weights
+    """Concat(head_1, …, head_h) W_O of a state dict with the names of the lessons, with or without biases, 4 heads."""
+
+    def projected(name: str, x: Tensor) -> Tensor:
+        return x @ state[f"{name}.weight"].T.double() + state.get(f"{name}.bias", torch.zeros(1)).double()
+
+    split = [projected(f"W_{name}", x.double()) for name, x in zip("qkv", (query, key, value), strict=True)]
+    out, weights = formula(*(x.unflatten(-1, (4, -1)).transpose(1, 2) for x in split), visible)
+    return projected("W_o", out.transpose(1, 2).flatten(2)), weights
 
 
-def close32(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+def close32(got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
     """Equal within roundings of float32, in which lessons compute."""
     for one, other in zip(got, want, strict=True):
         close(one, other, eps=256, dtype=torch.float32)
 
 
-# --- the function -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8), (2, 1, 4, 8)], ids=str)
-def test_function_takes_tokens_with_and_without_batch_and_heads(shape: tuple[int, ...]) -> None:
+def test_functions_take_tokens_with_and_without_batch_and_heads(shape: tuple[int, ...]) -> None:
     q, k, v = (rand(*shape, seed=i, dtype=torch.float32) for i in range(3))
-    close32(scaled_dot_product_attention(q, k, v), formula(q, k, v))
+    close32(course.simple_attention(q, k, v), formula(q, k, v))
     visible = create_causal_mask(4)
-    close32(scaled_dot_product_attention(q, k, v, visible), formula(q, k, v, visible))
+    close32(scaled_dot_product_attention(Q=q, K=k, V=v, mask=visible), formula(q, k, v, visible))
+    close32(course.causal_attention(q, k, v), formula(q, k, v, visible))
     arrays = scaled_dot_product_attention(q.numpy(), k.numpy(), v.numpy(), visible.numpy())
     assert all(isinstance(x, np.ndarray) for x in arrays)
     close32(tuple(map(torch.from_numpy, arrays)), formula(q, k, v, visible))
 
-
-def test_a_mask_of_items_may_hide_all_keys_of_a_query() -> None:
-    x, mask = X[:, :4], torch.ones(2, 4, 4)
-    mask[1, 2] = 0
-    close32(scaled_dot_product_attention(x, x, x, mask), formula(x, x, x, mask > 0))
-
-
-# --- the layer --------------------------------------------------------------------------------------------------------
 
 Call = Callable[[Any], tuple[Tensor, Tensor]]
 CALLS: dict[str, tuple[Call, bool]] = {  # and whether it is causal
@@ -77,28 +67,102 @@ CALLS: dict[str, tuple[Call, bool]] = {  # and whether it is causal
     "three inputs": (lambda mha: mha(X, X, X), False),
     "names": (lambda mha: mha(query=X, key=X, value=X), False),
     "capital names": (lambda mha: mha(Q=X, K=X, V=X), False),
-    "x": (lambda mha: mha(x=X), False),
     "mask as the second": (lambda mha: mha(X, CAUSAL[None, None]), True),
-    "mask of two dimensions as the second": (lambda mha: mha(X, create_causal_mask(6)), True),
-    "mask by name": (lambda mha: mha(X, X, X, mask=CAUSAL), True),
+    "mask by name": (lambda mha: mha(x=X, mask=CAUSAL), True),
     "mask of integers": (lambda mha: mha(query=X, key=X, value=X, mask=CAUSAL.int()[None, None]), True),
     "mask object": (lambda mha: mha(X, masks.Causal()), True),
+    "mask in which True hides": (lambda mha: mha(X, X, X, blocked=FUTURE), True),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_layer_is_called_as_lessons_call_it(name: str) -> None:
-    torch.manual_seed(0)
     mha = MultiHeadAttention(24, n_heads=4)
-    assert mha.head_dim == 6
     call, causal = CALLS[name]
-    close32(call(mha), heads_formula(mha, X, X, X, CAUSAL > 0 if causal else None))
+    close32(call(mha), of_heads(mha.state_dict(), X, X, X, CAUSAL > 0 if causal else None))
 
 
 def test_layer_attends_to_a_memory_without_weights_if_asked() -> None:
     mha = MultiHeadAttention(d_model=24, num_heads=4)
-    want = heads_formula(mha, X, MEMORY, MEMORY)
+    want = of_heads(mha.state_dict(), X, MEMORY, MEMORY)
     close32(mha(Q=X, K=MEMORY, V=MEMORY), want)
     out, nothing = mha(X, MEMORY, return_attention=False)
     close32((out,), want[:1])
     assert nothing is None
+    assert (mha.d_model, mha.num_heads, mha.n_heads, mha.d_k, mha.d_v, mha.head_dim) == (24, 4, 4, 6, 6, 6)
+    assert mha.scale == math.sqrt(6)
+    assert torch.equal(mha.merge_heads(mha.split_heads(X, 2)), X)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_state_dict_of_a_lesson_loads(bias: bool) -> None:
+    theirs, ours = (MultiHeadAttention(24, 4, bias=one) for one in (bias, not bias))
+    ours.load_state_dict(theirs.state_dict())
+    close32(ours(X), theirs(X))
+    assert set(ours.state_dict()) == {f"W_{x}.{y}" for x in "qkvo" for y in ("weight", *["bias"] * bias)}
+    block, same = course.TransformerBlock(24, attention=course.EinsumAttention(24, 4)), course.TransformerBlock(24, 4)
+    state = {k.replace("attn.", "attention.").replace("ff.", "ffn."): x for k, x in block.state_dict().items()}
+    same.load_state_dict(state)  # with the names of the build-along
+    close32(same(X), block(X))
+
+
+def test_einsum_layer_is_the_layer_whose_matrices_it_has() -> None:
+    attention = course.EinsumAttention(24, 4)
+    w = dict(attention.named_parameters())
+    state = {f"{n}.weight": (x.flatten(1).T if n != "W_o" else x.flatten(0, 1).T).detach() for n, x in w.items()}
+    close32(attention(X, CAUSAL), of_heads(state, X, X, X, CAUSAL > 0))
+    close32(attention(X, blocked=FUTURE), attention(X, masks.Causal()))
+
+
+def test_models_have_the_parameters_and_the_outputs_of_the_lessons() -> None:
+    minimal, tiny, seq2seq = (
+        course.MinimalTransformer(1000), course.TinyTransformer(16, 32, 4, 2, 13), course.Seq2SeqWithAttention(100, 120)
+    )  # fmt: skip
+    counts = [sum(p.numel() for p in model.parameters()) for model in (minimal, tiny, seq2seq)]
+    assert counts == [3_542_528, 26_672, 359_800]
+    logits = [minimal(IDS, return_attentions=True)[0], tiny(IDS, mask=create_causal_mask(6))[0], seq2seq(IDS, IDS)]
+    assert [x.shape for x in logits] == [(2, 6, 1000), (2, 6, 16), (2, 6, 120)]
+
+
+def test_numpy_classes_give_their_formulas() -> None:
+    x = rand(5, 8)
+    found = course.ScaledDotProductAttention(8).forward(x.numpy(), x.numpy(), x.numpy(), CAUSAL[:5, :5].numpy())
+    close32(tuple(map(torch.from_numpy, found)), formula(x, x, x, CAUSAL[:5, :5] > 0))
+    additive = course.BahdanauAttention(8)
+    state, states = np.ones((8, 1)), [row[:, None] for row in x.numpy()]
+    scores = [(additive.va.T @ np.tanh(additive.Wa @ h + additive.Ua @ state)).item() for h in states]
+    weights = torch.tensor(scores, dtype=torch.float64).softmax(-1)
+    want = ((weights @ x)[:, None], weights)
+    close32(tuple(map(torch.from_numpy, additive.compute_attention(state, states))), want)
+
+
+def test_pictures_and_measures_run(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = course.generate_reversal_data(3, 5, 16)
+    assert torch.equal(data[:, :5].flip(1), data[:, 6:])
+    model = course.TinyTransformer(16, 8, 2, 1, 13)
+    weights = course.visualize_attention(model, data, 1)
+    assert [w.shape for w in weights] == [(1, 2, 10, 10)]
+    assert (tmp_path / "attention_visualization.png").exists()
+    assert len(course.visualize_attention(["a"] * 10, weights[0], head=1).axes) == 2
+    course.plot_attention(weights[0][0, 0])
+    course.analyze_attention_heads(model, data, 5)
+    course.measure_first_token_attention(weights, ["a"] * 10)
+    course.experiment_sigmoid_attention()
+    for one in (course.test_attention, course.test_mha, course.test_transformer):
+        one()
+    printed = capsys.readouterr().out
+    for text in ("Layer 1, Head 2:", "Layer  0: mean=", "sigmoid: weights", "3,542,528"):
+        assert text in printed
+    assert course.Tokenizer().decode(course.Tokenizer().encode("The cat")) == "The cat"
+
+
+@pytest.mark.parametrize("call", [
+    lambda: scaled_dot_product_attention(X, X, X, FUTURE), lambda: MultiHeadAttention(24, 4)(X, X, X, FUTURE),
+    lambda: course.EinsumAttention(24, 4)(X, FUTURE), lambda: course.TransformerBlock(24, 4)(X, FUTURE),
+    lambda: course.ScaledDotProductAttention(24).forward(*[X[0].numpy()] * 3, FUTURE.numpy()),
+    lambda: course.TinyTransformer(16)(IDS, FUTURE),
+], ids=["function", "layer", "einsum layer", "block", "NumPy class", "model"])  # fmt: skip
+def test_a_mask_in_which_true_hides_is_taken_upside_down(call: Callable[[], object]) -> None:
+    with refused("mask", match="blocked=mask"):
+        call()

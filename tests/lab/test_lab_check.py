@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from conftest import refused
 from qkv_lab import check
-from qkv_lab.answers.answer import solution
+from qkv_lab.answers import answer
 
 Answer = Callable[..., Any]
 
@@ -262,7 +262,7 @@ def test_solution_passes_and_draws_nothing_from_the_global_generators(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1]
-    lines = judged(name, solution(name), capsys)
+    lines = judged(name, answer.solution(name), capsys)
     assert lines[-1].startswith("✓ "), lines
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert np.array_equal(np.random.get_state()[1], numpy_state)

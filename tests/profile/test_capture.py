@@ -155,7 +155,7 @@ def test_nested_observations_record_the_calls_of_their_models() -> None:
 
 @pytest.mark.parametrize(("name", "padding"), [("gpt2", 0), ("mistral", 100), ("bert", 100), ("gpt_oss", 100)])
 def test_observation_forms_no_quadratic_tensor(name: str, padding: int) -> None:
-    n, heads = 2048, 4
+    n, heads = 1536, 4
     size, depth = ("n_positions", "n_layer") if name == "gpt2" else ("max_position_embeddings", "num_hidden_layers")
     settings = {size: n, depth: 1} | ({"layer_types": ["sliding_attention"]} if name == "gpt_oss" else {})
     model = hf.build(name, **settings)

@@ -25,7 +25,8 @@ TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
 
 @cache
 def mini(dtype: str = "float32") -> Profile:
-    return qkv.profile("qkv-mini", TEXT, dtype=dtype, progress=False)
+    model, tokenizer = qkv.load("qkv-mini", dtype=dtype)
+    return qkv.profile(model, TEXT, tokenizer=tokenizer, progress=False)
 
 
 def by_hand(seed: int, tokens: list[list[str]] | None = None, *, sink: float = 0.0, window: int = 8) -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -96,10 +97,10 @@ FIRST_KEY = ~SQUARE
 FIRST_KEY[1:, 0] = True
 WEIGHTS: dict[str, tuple[edits.Edit, Callable[[Tensor], Tensor]]] = {
     "temperature": (edits.Temperature(2.0), lambda s: (s / 2).softmax(-1)),
-    "window": (edits.Mask(qkv.masks.Window(5)), lambda s: s.masked_fill(SQUARE.tril(-5), -torch.inf).softmax(-1)),
+    "window": (edits.WithMask(qkv.masks.Window(5)), lambda s: s.masked_fill(SQUARE.tril(-5), -torch.inf).softmax(-1)),
     "no first token": (edits.HideFirst(), lambda s: s.masked_fill(FIRST_KEY, -torch.inf).softmax(-1)),
-    "sigmoid": (edits.Normalizer(qkv.normalizers.Sigmoid(bias=0.0)), torch.sigmoid),
-    "off by one": (edits.Normalizer(qkv.normalizers.Softmax(sink=0.0)), off_by_one),
+    "sigmoid": (edits.WithNormalizer(qkv.normalizers.Sigmoid(bias=0.0)), torch.sigmoid),
+    "off by one": (edits.WithNormalizer(qkv.normalizers.Softmax(sink=0.0)), off_by_one),
 }
 
 
@@ -153,8 +154,29 @@ def test_profile_and_watch_inside_and_outside_record_the_edited_model(llama: Any
     assert np.abs(inside[:, 1] - plain[:, 1]).max() > 1e-3
     for found in (watched, around):
         np.testing.assert_allclose(found.profile().data["entropy"].values, inside, atol=2e-5)
-    with refused("edits", match=r"only qkv\.profile"), qkv.watch(llama), qkv.edit(llama, {(0, 1): edits.HideFirst()}):
-        llama(**inputs)
+
+
+@torch.no_grad()
+def test_edits_of_weights_are_recorded_inside_a_watch_from_where_they_begin(llama: Any) -> None:
+    ids = hf.inputs("llama")["input_ids"]
+    change = {(0, 1): edits.HideFirst(), (1, 2): edits.Temperature(0.5), (1, 0): "sigmoid"}
+    rows: list[np.ndarray] = []
+    for edit in (nullcontext(), qkv.edit(llama, change)):
+        with edit:
+            rows.append(qkv.profile(llama, ids, probe=False, progress=False).data["weights"].values)
+    with qkv.watch(llama) as throughout, qkv.edit(llama, change):
+        cache = llama(ids[:, :5]).past_key_values
+        for t in range(5, ids.shape[1]):
+            cache = llama(ids[:, t : t + 1], past_key_values=cache).past_key_values
+    np.testing.assert_allclose(throughout.profile().data["weights"].values, rows[1], atol=1e-5)
+    with qkv.watch(llama) as later:
+        cache = llama(ids[:, :5]).past_key_values
+        with qkv.edit(llama, {(0, 1): edits.HideFirst()}):
+            cache = llama(ids[:, 5:], past_key_values=cache).past_key_values
+    got = later.profile().data["weights"].values[:, 0]
+    np.testing.assert_allclose(got[:, :, :5], rows[0][:, 0, :, :5], atol=1e-5)
+    np.testing.assert_allclose(got[:, 1, 5:], rows[1][:, 0, 1, 5:], atol=1e-5)
+    np.testing.assert_allclose(got[:, 2, 5:], rows[0][:, 0, 2, 5:], atol=1e-5)
 
 
 @torch.no_grad()
@@ -251,7 +273,7 @@ def test_an_edit_of_ones_own_is_applied_and_checked(llama: Any) -> None:
 def test_every_edit_fulfils_its_contract() -> None:
     for edit in (
         edits.Zero(), edits.Mean(), edits.Scale(2.0), edits.Steer(torch.ones(6)), edits.Temperature(0.5),
-        edits.Mask(qkv.masks.Window(3)), edits.HideFirst(), edits.Normalizer(qkv.normalizers.Sigmoid()), Halve(),
+        edits.WithMask(qkv.masks.Window(3)), edits.WithNormalizer(qkv.normalizers.Sigmoid()), edits.HideFirst(), Halve()
     ):  # fmt: skip
         check_edit(edit)
 

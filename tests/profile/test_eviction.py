@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import hf_models as hf
 from conftest import Command, enlarged, oracle, refused
-from qkv.cache import Evicting, HeavyHitters
+from own_objects import MeanAttention
+from qkv.cache import HeavyHitters
 from qkv.engine import Call
 from qkv.figures.analyses import heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
@@ -27,15 +28,6 @@ from qkv.profiler.analyses.policies import ONLINE, online_expiry
 from qkv.profiler.capture.datasets import calls_of
 
 FIRST = 2
-
-
-class MeanAttention(Evicting):
-    """A policy of a user: the attention received per query that could attend."""
-
-    name = "mean"
-
-    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
-        return received / queries
 
 
 POLICIES = ("window", "sinks", "heavy", MeanAttention)

@@ -193,7 +193,7 @@ LAYER_KINDS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # and whether 
     "gate a head": (lambda: heads(Attention(mask=masks.Causal()), gate="head"), True),
     "dense mask": (lambda: heads(Attention(mask=TRIANGLE)), True),
     "window ahead": (lambda: heads(Attention(mask=masks.Window(3, ahead=2))), False),
-    "wide values, rotary": (lambda: heads(head_dim=6, v_head_dim=10, rotary=Rotary(6)), False),
+    "wide values, rotary": (lambda: heads(head_dim=(6, 10), rotary=Rotary(6)), False),
     "sparsemax": (lambda: heads(Attention(normalizer=normalizers.Sparsemax())), False),
     "hard": (lambda: heads(Attention(normalizer=normalizers.Hard())), False),
     "cap": (lambda: heads(Attention(bias=biases.SoftCap(2.0), mask=masks.Causal())), True),
@@ -561,7 +561,8 @@ def test_saved_model_is_loaded_from_python_and_by_the_command(tmp_path: Path, co
     got = profile(folder, text, progress=False)
     assert got.attrs["model"] == folder
     xr.testing.assert_identical(got.data, profile(model, text, tokenizer=ByteTokenizer(), progress=False).data)
-    assert profile(folder, text, dtype="bfloat16", progress=False).attrs["dtype"] == "bfloat16"
+    half = load_model(folder, dtype="bfloat16").model
+    assert profile(half, text, tokenizer=ByteTokenizer(), progress=False).attrs["dtype"] == "bfloat16"
     assert load_model(str(checkpoint.save(decoder(), tmp_path / "ids"))).tokenizer is None
     assert isinstance(load_model(str(checkpoint.save(classifier(), tmp_path / "classes"))).model, Classifier)
     command.succeeds("profile", folder, text, "--out", tmp_path / "out")

@@ -19,7 +19,7 @@ from qkv.engine import Call
 from qkv.masks import Causal
 from qkv.models import DecoderConfig, DecoderLM, loading
 from qkv.normalizers import Softmax
-from qkv.profiler.capture.residual import geometry, principal_shares
+from qkv.profiler.capture.record import geometry, principal_shares
 from qkv.profiler.data.sinks import relative_norm, sink_tokens
 from qkv.profiler.data.types import sink_scores
 

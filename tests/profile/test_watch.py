@@ -18,7 +18,7 @@ from conftest import refused
 from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.generation import generate
-from qkv.profiler.watch import watching
+from qkv.profiler import watching
 
 OF_WHOLE_FORWARDS = {
     "map_max", "map_mean", "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle",

@@ -16,8 +16,7 @@ import qkv
 from conftest import refused
 from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM, Sampler, generate
 from qkv.models.loading import Loaded, load_model, load_text_model
-from qkv.profiler.analyses.edits import Edit, edited
-from qkv.server.live import EXAMPLE, Live
+from qkv.server.live import EXAMPLE, HeadEdit, Live, _change
 from qkv.server.schemas import MAX_CHARACTERS
 
 
@@ -88,12 +87,13 @@ def test_interventions_change_weights_and_divergence_as_in_the_edited_model(
     layers, _ = shape_of(live)
     answer = live.answer(asked(edits=edits, k=8))
     ids = torch.tensor([load_text_model("qkv-mini").encode(EXAMPLE)])
-    model, weights = live.loaded.model, {}
+    model = live.loaded.model
     with torch.no_grad():
         p = model(ids)[0, -1].double().softmax(-1)
-        changes = [Edit(e.layer, e.head, e.normalizer, e.temperature) for e in edits]
-        with edited(model, changes, on_weights=weights.__setitem__):
+        with qkv.edit(model, {(e.layer, e.head): _change(e.normalizer, e.temperature) for e in edits}):
             q = model(ids)[0, -1].double().softmax(-1)
+            found = qkv.profile(model, ids, probe=False, progress=False).data["weights"].values
+    weights = {i: torch.from_numpy(found[:, i].copy()) for i in range(layers)}
     assert answer["divergence"] == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-3, abs=1e-8)
     assert answer["divergence"] > 0
     np.testing.assert_allclose(decoded(answer["map"], ids.shape[1]), weights[1][0, 2], atol=1e-6)
@@ -212,7 +212,7 @@ def test_a_model_of_hugging_face_answers_with_its_own_weights_and_those_of_the_e
     for got, weights in zip(plain.weights, want.attentions, strict=True):
         torch.testing.assert_close(got, weights[0], atol=1e-5, rtol=1e-4)
     lse = torch.from_numpy(qkv.profile(model, torch.tensor([ids]), probe=False, progress=False).data["lse"].values)[0]
-    edited = live._run(ids, [Edit(0, 1, "off-by-one"), Edit(1, 0, "softmax", 2.0)])
+    edited = live._run(ids, [HeadEdit(0, 1, "off-by-one"), HeadEdit(1, 0, "softmax", 2.0)])
     share = torch.sigmoid(lse[0, 1])[:, None]  # of a row that the additional logit of 0 leaves to the keys
     torch.testing.assert_close(edited.weights[0][1], plain.weights[0][1] * share, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(edited.weights[0][0], plain.weights[0][0], atol=1e-5, rtol=1e-4)

@@ -14,14 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.errors import InputError, nearest
-from qkv.models import DecoderLM, Sampler, checkpoint, generate, load
-from qkv.profiler.analyses.edits import edited
+from qkv.models import Sampler, checkpoint, generate, load
+from qkv.profiler.run import profile
 from qkv_lab import heads, scenes, settings
-from qkv_lab.models import Captioner, RNNSeq2Seq
 from qkv_lab.scenes import END, START, Scenes
-from qkv_lab.tasks.caption import Caption, to_input
+from qkv_lab.tasks.caption import to_input
 from qkv_lab.tasks.sequences import Reversal
-from qkv_lab.translation import SPECIAL, Vocabulary, read_vocabulary, translate
+from qkv_lab.translation import SPECIAL, translate, vocabularies
 from qkv_lab.translation import START as BEGIN
 
 TRANSLATION, REVERSAL, CAPTIONER = "qkv-translation", "qkv-reversal", "qkv-caption"
@@ -41,7 +40,7 @@ class Aligners:
 
     def description(self) -> dict[str, Any]:
         """What the page shows at first: models with their vocabularies, and the number of scenes of the captioner."""
-        task = _reversal()[0]
+        task = _bundled(REVERSAL)[0]
         symbols = _letters(task)
         return {
             "models": [
@@ -49,7 +48,7 @@ class Aligners:
                     "name": TRANSLATION,
                     "kind": "translation",
                     "example": SENTENCE,
-                    "words": sorted(_translation()[1][0].words[len(SPECIAL) :]),
+                    "words": sorted(vocabularies()[0].words[len(SPECIAL) :]),
                 },
                 {
                     "name": REVERSAL,
@@ -58,7 +57,7 @@ class Aligners:
                     "words": symbols,
                 },
             ],
-            "captioner": {"name": CAPTIONER, "scenes": _caption()[0].held_out},
+            "captioner": {"name": CAPTIONER, "scenes": _bundled(CAPTIONER)[0].held_out},
         }
 
     def align(self, model: str, text: str) -> dict[str, Any]:
@@ -84,7 +83,7 @@ class Aligners:
             ``words``, the ``truth``, and ``weights`` of each word on a grid of ``gh`` × ``gw`` cells. Cell (i, j) is
             centred on pixel (i, j) · size / gh.
         """
-        task, model = _caption()
+        task, model = _bundled(CAPTIONER)
         if not 0 <= scene < task.held_out:
             raise InputError(f"scene is {scene}, expected 0 to {task.held_out - 1}")
         drawn, index = _scenes(), scene
@@ -109,7 +108,7 @@ class Aligners:
 
 
 def _translate(text: str) -> dict[str, Any]:
-    model, vocabulary = _translation()
+    model, vocabulary = _bundled(TRANSLATION)[1], vocabularies()
     if len(text.split()) > MAX_WORDS:
         raise InputError(f"text has {len(text.split())} words, expected at most {MAX_WORDS}")
     source, target, weights = translate(model, text, vocabulary)
@@ -122,7 +121,7 @@ def _translate(text: str) -> dict[str, Any]:
 
 
 def _reverse(text: str) -> dict[str, Any]:
-    task, model = _reversal()
+    task, model = _bundled(REVERSAL)
     letters, words = _letters(task), text.lower().split()
     for word in words:
         if word not in letters:
@@ -135,10 +134,10 @@ def _reverse(text: str) -> dict[str, Any]:
     prompt = [*(heads.FIRST_SYMBOL + letters.index(word) for word in words), heads.SEPARATOR]
     output: list[int] = heads.continued(model, torch.tensor([prompt]), n)[0].tolist()
     tokens = torch.tensor([[*prompt, *output[:-1]]])
-    maps: list[Tensor] = []
-    with torch.no_grad(), edited(model, [], on_weights=lambda layer, weights: maps.append(weights[0])):
+    with torch.no_grad():
         logits = model(tokens)
-    weights = torch.stack(maps)[:, :, n:, : n + 1]
+    found = profile(model, tokens, probe=False, map_bins=0, progress=False).data["weights"].values[0]
+    weights = torch.from_numpy(found[:, :, n:, : n + 1].copy())
     names = {heads.FIRST_SYMBOL + i: letter for i, letter in enumerate(letters)}
     target = [names.get(token, SEPARATOR if token == heads.SEPARATOR else "–") for token in output]
     return _answer([*words, SEPARATOR], target, weights, _probabilities(logits[0, n:], output))
@@ -168,39 +167,15 @@ def _letters(task: Reversal) -> list[str]:
 
 
 @cache
-def _translation() -> tuple[RNNSeq2Seq, tuple[Vocabulary, Vocabulary]]:
-    folder = checkpoint.folder_of(TRANSLATION)
-    assert folder is not None
-    model = load(folder)
-    assert isinstance(model, RNNSeq2Seq)
-    return model, read_vocabulary(folder)
-
-
-@cache
-def _reversal() -> tuple[Reversal, DecoderLM]:
-    task, model = _load_bundled(REVERSAL)
-    assert isinstance(task, Reversal)
-    assert isinstance(model, DecoderLM)
-    return task, model
-
-
-@cache
-def _caption() -> tuple[Caption, Captioner]:
-    task, model = _load_bundled(CAPTIONER)
-    assert isinstance(task, Caption)
-    assert isinstance(model, Captioner)
-    return task, model
-
-
-@cache
 def _scenes() -> Scenes:
     """The held-out scenes on which the captioner was evaluated."""
-    task = _caption()[0]
+    task = _bundled(CAPTIONER)[0]
     return scenes.draw(np.random.default_rng(0), task.held_out, held_out=True, size=task.size, most=task.objects)
 
 
-def _load_bundled(name: str) -> tuple[Any, Any]:
-    """A bundled model, and the task that it was trained on."""
+@cache
+def _bundled(name: str) -> tuple[Any, Any]:
+    """The task that a bundled model was trained on, and the model."""
     folder = checkpoint.folder_of(name)
     assert folder is not None
     return settings.from_toml(folder / "run.toml")[0], load(folder)

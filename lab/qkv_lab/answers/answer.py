@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import importlib.util
-import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from qkv.errors import InputError, nearest
-from qkv_lab import check
+from qkv_lab.lessons.exercises import exercise
 
 MODULE = "answer"
 
@@ -95,12 +92,11 @@ def own_frames(error: BaseException, file: Path) -> str:
 
 
 def solution(name: str) -> Callable[..., Any]:
-    """The right answer of an exercise: the one that the check's docstring gives as its example."""
-    taken: list[Callable[..., Any]] = []
-    space: dict[str, Any] = {"torch": torch, "np": np, "nn": nn, name: taken.append}
-    for example in doctest.DocTestParser().get_examples(inspect.getdoc(getattr(check, name)) or ""):
-        exec(compile(example.source, f"<example of {name}>", "exec"), space)
-    return taken[0]
+    """The right answer of an exercise, from its lab."""
+    one, space = exercise(name), dict[str, Any]()
+    exec(compile(one.solution, f"<solution of {name}>", "exec"), space)
+    answer: Callable[..., Any] = space[one.defines]
+    return answer
 
 
 def expected(name: str, call: Call) -> Any:

@@ -21,14 +21,6 @@ def additive_score(answer: Callable[..., Float64[Tensor, "b nq nk"]]) -> bool:
     Args:
         answer: ``answer(query, keys, w_q, w_k, vector)`` for float64 queries (b, nq, dq), keys (b, nk, dk), W (a, dq),
             U (a, dk) and v (a,). Returns scores (b, nq, nk), before any softmax.
-
-    >>> def right(query, keys, w_q, w_k, vector):
-    ...     return torch.tanh((query @ w_q.T)[:, :, None] + (keys @ w_k.T)[:, None]) @ vector
-    >>> additive_score(right)
-    ✓ 2 queries, 3 keys
-    ✓ 3 queries, 1 key, a batch of one
-    ✓ large states
-    True
     """
     trials = {
         "2 queries, 3 keys": lambda: _check_additive(answer, 2, 2, 3, 5, 4, 6),
@@ -45,16 +37,6 @@ def alignment_accuracy(answer: Callable[[Tensor, Sequence[tuple[int, ...]]], flo
         answer: ``answer(weights, truth)`` for weights (t, s) of t target words on s source words, and for each target
             word the positions of its counterparts in the source: none, one, or several. Target words without a
             counterpart are left out. Returns a number from 0 to 1; 0.0 if all words are left out.
-
-    >>> def right(weights, truth):
-    ...     found = [row.argmax().item() in places for row, places in zip(weights, truth) if places]
-    ...     return sum(found) / len(found) if found else 0.0
-    >>> alignment_accuracy(right)
-    ✓ one counterpart each
-    ✓ several counterparts
-    ✓ words without a counterpart
-    ✓ no word with a counterpart
-    True
     """
 
     def one() -> None:
@@ -159,25 +141,6 @@ def attention(answer: Callable[..., Attended]) -> bool:
         answer: ``answer(q, k, v, mask=None)`` for q (b, nq, d), k (b, nk, d), v (b, nk, dv) and a mask (nq, nk) that is
             True where a query may attend. Returns out (b, nq, dv) and weights (b, nq, nk). A query with no visible key
             has weights 0 and output 0, and must not make gradients NaN.
-
-    >>> def right(q, k, v, mask=None):
-    ...     scores = q @ k.mT / q.shape[-1] ** 0.5
-    ...     if mask is not None:
-    ...         scores = scores.masked_fill(~mask, -torch.inf)
-    ...         nothing = ~mask.any(-1, keepdim=True)
-    ...         weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
-    ...     else:
-    ...         weights = scores.softmax(-1)
-    ...     return weights @ v, weights
-    >>> attention(right)
-    ✓ shapes
-    ✓ rows of weights
-    ✓ scores
-    ✓ output
-    ✓ mask
-    ✓ large scores
-    ✓ a query with no visible key
-    True
     """
     q, k, v = draw(2, 3, 4), draw(2, 5, 4, seed=1), draw(2, 5, 7, seed=2)
     mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0], [1, 1, 0, 1, 1]]).bool()
@@ -300,13 +263,6 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
     Args:
         answer: ``answer(weights)`` for weights (..., nk), whose rows sum to 1 or are all 0. Returns (...). A weight of
             0 adds 0, the limit of a ln a.
-
-    >>> entropy(lambda weights: -torch.special.xlogy(weights, weights).sum(-1))
-    ✓ a number for each row
-    ✓ nats
-    ✓ weights of 0
-    ✓ least and greatest
-    True
     """
     weights = (2 * draw(2, 3, 5, 7)).softmax(-1)
     terms = -torch.special.xlogy(weights.double(), weights.double())
@@ -359,17 +315,6 @@ def temperature(answer: Callable[..., Attended]) -> bool:
     Args:
         answer: ``answer(q, k, v, temperature=1.0)`` for q (b, nq, d), k (b, nk, d), v (b, nk, dv). Returns out
             (b, nq, dv) and weights (b, nq, nk).
-
-    >>> def right(q, k, v, temperature=1.0):
-    ...     weights = (q @ k.mT / (q.shape[-1] ** 0.5 * temperature)).softmax(-1)
-    ...     return weights @ v, weights
-    >>> temperature(right)
-    ✓ temperature 1
-    ✓ temperature 2
-    ✓ temperature ½
-    ✓ very cold
-    ✓ very hot
-    True
     """
     q, k, v = draw(2, 3, 5, seed=3), draw(2, 6, 5, seed=4), draw(2, 6, 4, seed=5)
     raw = q.double() @ k.double().mT

@@ -21,12 +21,6 @@ def causal_mask(answer: Callable[[int], Bool[Tensor, "n n"]]) -> bool:
     Args:
         answer: ``answer(n)`` returns a boolean tensor (n, n), rows are queries: True where the key is at the
             query's position or before it.
-
-    >>> causal_mask(lambda n: torch.ones(n, n).tril().bool())
-    ✓ booleans
-    ✓ visible keys
-    ✓ other lengths
-    True
     """
 
     def booleans() -> None:
@@ -68,20 +62,6 @@ def multi_head(answer: Callable[..., Heads]) -> bool:
             that are applied from the right, ``x @ w_q``, and a mask (n, n), True where a query may attend. Head i has
             the columns from i · d_model/heads on of the projections. Returns out (b, n, d_model) and weights
             (b, heads, n, n).
-
-    >>> def right(x, w_q, w_k, w_v, w_o, heads, mask=None):
-    ...     q, k, v = ((x @ w).unflatten(-1, (heads, -1)).transpose(1, 2) for w in (w_q, w_k, w_v))
-    ...     scores = q @ k.mT / q.shape[-1] ** 0.5
-    ...     if mask is not None:
-    ...         scores = scores.masked_fill(~mask, -torch.inf)
-    ...     weights = scores.softmax(-1)
-    ...     return (weights @ v).transpose(1, 2).flatten(2) @ w_o, weights
-    >>> multi_head(right)
-    ✓ one head
-    ✓ weights of three heads
-    ✓ output of three heads
-    ✓ mask
-    True
     """
     x, place = draw(2, 5, 12), torch.arange(5)
     mask = (place[:, None] + 2 * place) % 3 < 2  # every query has a visible key, and a masked one
@@ -167,17 +147,6 @@ def dropout(answer: Callable[..., tuple[Float[Tensor, "b n dv"], Float[Tensor, "
     Args:
         answer: ``answer(q, k, v, p, training)`` for q (b, n, d), k (b, m, d), v (b, m, dv), a probability and whether
             the model is in training mode. Returns out (b, n, dv) and the weights (b, n, m) after dropout.
-
-    >>> def right(q, k, v, p, training):
-    ...     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-    ...     weights = torch.nn.functional.dropout(weights, p, training)
-    ...     return weights @ v, weights
-    >>> dropout(right)
-    ✓ in evaluation
-    ✓ in training
-    ✓ the output
-    ✓ nothing to drop
-    True
     """
     q, k, v = draw(2, 40, 8), draw(2, 50, 8, seed=1), draw(2, 50, 6, seed=2)
     plain = (q.double() @ k.double().mT / math.sqrt(8)).softmax(-1)
@@ -246,17 +215,6 @@ def cross_attention(answer: Callable[..., Heads]) -> bool:
         answer: ``answer(x, context, w_q, w_k, w_v, w_o, heads)`` for x (b, n, d_model), context (b, m, d_context), w_q
             and w_o (d_model, d_model), w_k and w_v (d_context, d_model), applied from the right. Returns out
             (b, n, d_model) and weights (b, heads, n, m).
-
-    >>> def right(x, context, w_q, w_k, w_v, w_o, heads):
-    ...     q, k, v = ((s @ w).unflatten(-1, (heads, -1)).transpose(1, 2)
-    ...                for s, w in ((x, w_q), (context, w_k), (context, w_v)))
-    ...     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-    ...     return (weights @ v).transpose(1, 2).flatten(2) @ w_o, weights
-    >>> cross_attention(right)
-    ✓ queries, keys and values
-    ✓ other lengths
-    ✓ other widths
-    True
     """
     x = draw(2, 5, 12)
 
@@ -347,15 +305,6 @@ def parameter_count(answer: Callable[..., int]) -> bool:
 
     Args:
         answer: ``answer(vocab, d_model, layers, d_ff, context, tied=True)`` returns an int.
-
-    >>> def right(vocab, d, layers, d_ff, context, tied=True):
-    ...     block = 4 * d * d + (2 * d * d_ff + d_ff + d) + 2 * 2 * d
-    ...     return (vocab if tied else 2 * vocab) * d + context * d + layers * block + 2 * d
-    >>> parameter_count(right)
-    ✓ the defaults of the chapter
-    ✓ other sizes
-    ✓ an untied output matrix
-    True
     """
 
     def check(vocab: int, d: int, layers: int, d_ff: int, context: int, tied: bool) -> None:
@@ -404,19 +353,6 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
     Args:
         answer: a module class. ``answer(d_model)`` creates the module; called with x (b, n, d_model) it returns
             (b, n + 1, d_model): the learnt vector, which is the same for every text, then x.
-
-    >>> class Right(nn.Module):
-    ...     def __init__(self, d_model):
-    ...         super().__init__()
-    ...         self.token = nn.Parameter(torch.zeros(d_model))
-    ...     def forward(self, x):
-    ...         return torch.cat([self.token.expand(len(x), 1, -1), x], 1)
-    >>> sink_token(Right)
-    ✓ one more token
-    ✓ before the text
-    ✓ the same for every text
-    ✓ it learns
-    True
     """
     x = draw(3, 5, 8)
 

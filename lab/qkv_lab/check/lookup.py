@@ -24,16 +24,6 @@ def stable_softmax(answer: Callable[[Array], Array]) -> bool:
     Args:
         answer: ``answer(scores)`` for a float64 array (…, n) with any number of leading dimensions. Some scores of a
             row may be −∞, but not all. Returns weights (…, n); each row sums to one.
-
-    >>> def right(scores):
-    ...     powers = np.exp(scores - scores.max(-1, keepdims=True))
-    ...     return powers / powers.sum(-1, keepdims=True)
-    >>> stable_softmax(right)
-    ✓ small scores
-    ✓ scores of 1,000 and −1,000
-    ✓ rows far from each other
-    ✓ keys of score −∞
-    True
     """
 
     def small() -> None:
@@ -107,16 +97,6 @@ def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> bool:
 
     Args:
         answer: ``answer(q, k, v)`` for float64 queries (nq, d), keys (nk, d) and values (nk, dv). Returns (nq, dv).
-
-    >>> def right(q, k, v):
-    ...     scores = q @ k.T / np.sqrt(q.shape[-1])
-    ...     powers = np.exp(scores - scores.max(-1, keepdims=True))
-    ...     return powers / powers.sum(-1, keepdims=True) @ v
-    >>> soft_lookup(right)
-    ✓ 3 queries, 5 keys
-    ✓ one key
-    ✓ large queries
-    True
     """
 
     def sizes() -> None:
@@ -173,21 +153,6 @@ def online_softmax(answer: Callable[[Iterator[tuple[Array, Array]]], tuple[Array
         answer: ``answer(blocks)`` for an iterator that can be read once. A block is the scores (m,) of m keys and their
             values (m, dv); m differs between blocks, and masked keys have score −∞. Returns the output (dv,) and the
             log-sum-exp of all scores.
-
-    >>> def right(blocks):
-    ...     top, total, out = -np.inf, 0.0, 0.0
-    ...     for scores, values in blocks:
-    ...         new = max(top, scores.max())
-    ...         if new > -np.inf:
-    ...             powers, kept = np.exp(scores - new), np.exp(top - new)
-    ...             top, total, out = new, total * kept + powers.sum(), out * kept + powers @ values
-    ...     return out / total, top + np.log(total)
-    >>> online_softmax(right)
-    ✓ one block
-    ✓ scores that rise
-    ✓ scores of 1,000
-    ✓ a first block of masked keys
-    True
     """
 
     def trial(seed: int, sizes: tuple[int, ...], lifts: tuple[float, ...]) -> Callable[[], None]:
@@ -329,20 +294,6 @@ def einsum_attention(answer: Callable[..., OutWeights]) -> bool:
         answer: ``answer(x, w_q, w_k, w_v, w_o, mask)`` for float64 x (b, n, m), the weights of h heads w_q, w_k and w_v
             (m, h, d) and w_o (h, d, m), and a mask (n, n), True where a query (row) may attend to a key (column), or
             None. Returns out (b, n, m) and weights (b, h, n, n).
-
-    >>> def right(x, w_q, w_k, w_v, w_o, mask):
-    ...     q, k, v = (torch.einsum("bnm,mhd->bhnd", x, w) for w in (w_q, w_k, w_v))
-    ...     scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
-    ...     if mask is not None:
-    ...         scores = scores.masked_fill(~mask, -torch.inf)
-    ...     weights = scores.softmax(-1)
-    ...     return torch.einsum("bhqk,bhkd,hdm->bqm", weights, v, w_o), weights
-    >>> einsum_attention(right)
-    ✓ without a mask
-    ✓ under a causal mask
-    ✓ under a mask that is not causal
-    ✓ one head, one token
-    True
     """
     odd = torch.tensor([[1, 0, 1, 0, 0], [1, 1, 0, 0, 1], [0, 0, 1, 1, 0], [1, 1, 1, 1, 0], [0, 1, 0, 0, 0]]).bool()
     trials = {
@@ -363,15 +314,6 @@ def reversal_score(answer: Callable[[Tensor, int], Float[Tensor, " h"]]) -> bool
     Args:
         answer: ``answer(weights, length)`` for weights (b, h, n, n) of b sequences; n is 2 · length, or
             2 · length + 1 if the input includes the last token. Returns (h,) numbers from 0 to 1.
-
-    >>> def right(weights, length):
-    ...     place = torch.arange(length)
-    ...     return (weights[:, :, length + place].argmax(-1) == length - 1 - place).double().mean((0, 2))
-    >>> reversal_score(right)
-    ✓ a head that mirrors, and one that does not
-    ✓ heads that mirror sometimes
-    ✓ with the last token
-    True
     """
 
     def mirrors() -> None:

@@ -19,11 +19,6 @@ def first_token(answer: Callable[[Float[Tensor, "layers heads n n"]], Float[Tens
     Args:
         answer: ``answer(weights)`` for causal weights (layers, heads, n, n), rows are queries. Returns (layers,): means
             over heads and over the queries from the second on, because the first has one visible key only.
-
-    >>> first_token(lambda weights: weights[:, :, 1:, 0].mean((1, 2)))
-    ✓ a number for each layer
-    ✓ the column, without the first query
-    True
     """
     weights = _causal(draw(3, 5, 7, 7) + torch.arange(5)[:, None, None])
     column = weights[..., 0]
@@ -69,12 +64,6 @@ def sink_rate(answer: Callable[..., float | Float[Tensor, ""]]) -> bool:
         answer: ``answer(weights, threshold=0.3)`` for causal weights (layers, heads, n, n). Of every head α₁ is the
             mean weight on the first key over *all* queries, the first included. Returns the share of heads, over all
             layers, with α₁ > threshold: a number.
-
-    >>> sink_rate(lambda weights, threshold=0.3: (weights[..., 0].mean(-1) > threshold).float().mean().item())
-    ✓ a head counts once
-    ✓ the threshold
-    ✓ nothing and everything
-    True
     """
     lift = torch.tensor([[-1.0, 0.0, 0.8, 1.3, 4.0], [-2.0, -1.0, 0.5, 1.0, 1.9]])
     scores = 1.5 * draw(2, 5, 6, 6, seed=1)
@@ -139,21 +128,6 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
         answer: ``answer(q, k, v, key, mask=None)`` for q (b, nq, d), k (b, nk, d), v (b, nk, dv), the learnt key (d,)
             and a mask (nq, nk), True where a query may attend; the learnt key is visible to all. Returns out
             (b, nq, dv) and the weights (b, nq, nk) of the text's own keys, whose rows sum to less than 1.
-
-    >>> def right(q, k, v, key, mask=None):
-    ...     scores = q @ k.mT / q.shape[-1] ** 0.5
-    ...     if mask is not None:
-    ...         scores = scores.masked_fill(~mask, -torch.inf)
-    ...     extra = (q @ key / q.shape[-1] ** 0.5)[..., None]
-    ...     weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
-    ...     return weights @ v, weights
-    >>> key_bias(right)
-    ✓ weights
-    ✓ output
-    ✓ mask
-    ✓ a query with no visible key of the text
-    ✓ the key learns
-    True
     """
     q, k, v, key = draw(2, 3, 6), draw(2, 5, 6, seed=1), draw(2, 5, 6, seed=2), draw(6, seed=3)
     mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0], [1, 1, 0, 1, 1]]).bool()
@@ -239,15 +213,6 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
     Args:
         answer: ``answer(scores)`` for scores (..., n), some of which may be −inf. Returns weights (..., n); rows sum to
             less than 1, and a row of −inf is a row of zeros.
-
-    >>> def right(scores):
-    ...     return torch.nn.functional.pad(scores, (1, 0)).softmax(-1)[..., 1:]
-    >>> off_by_one(right)
-    ✓ weights
-    ✓ large scores
-    ✓ very low scores
-    ✓ masked keys
-    True
     """
     scores = draw(2, 3, 7)
 

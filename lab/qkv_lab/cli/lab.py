@@ -26,25 +26,29 @@ def lab(
     /,
     *,
     notebook: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    no_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-lab"),
 ) -> None:
-    """Work through a lab or a chapter of the tutorial, offline.
+    """Work through a lab, a chapter of the tutorial or a page of background, offline.
 
-    Without a name the command lists the labs and the chapters. With a name it runs the page: it prints the text, the
-    results of the code and the hints of the exercises, and saves the figures as PNG files in DIR/NAME. To write the
+    Without a name the command lists them. With a name it runs the page: it prints the text, the code with its results
+    (solutions stay hidden) and the hints of the exercises, and saves the figures as PNG files in DIR/NAME. To write the
     code yourself, take the notebook, or check a file of your own with qkv check.
 
-    qkv lab                       (list the labs and the chapters)
+    qkv lab                       (list all pages)
 
     qkv lab sinks                 (run a lab in the terminal; less than a minute)
 
     qkv lab sinks --notebook      (write qkv-lab/sinks.ipynb, for Jupyter)
+
+    qkv lab by-hand               (three tokens whose numbers you change, in the browser)
 
     qkv check                     (the exercises, for answers in a file of your own)
 
     Args:
         names: Names of labs or chapters. Without a name the command lists them.
         notebook: Write Jupyter notebooks instead of running the code here.
+        no_code: Print the text and the results alone.
         out: Folder for figures and notebooks. It is created if it does not exist.
     """
     from qkv_lab.lessons.catalog import lesson
@@ -54,10 +58,12 @@ def lab(
         return
     chosen = [lesson(name) for name in dict.fromkeys(names)]  # raises for an unknown name before the first one runs
     for one in chosen:
-        if notebook:
+        if one.part == "_static":
+            _open(one, out)
+        elif notebook:
             _write_notebook(one, out)
         else:
-            _run(one, out / one.name)
+            _run(one, out / one.name, no_code)
 
 
 def _list() -> None:
@@ -66,10 +72,10 @@ def _list() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from qkv_lab.lessons.catalog import LESSONS
+    from qkv_lab.lessons.catalog import LESSONS, PARTS
 
     console = Console(highlight=False)
-    for part, heading in (("tutorial", "Tutorial"), ("labs", "Labs, with exercises")):
+    for part, heading in PARTS.items():
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=heading, title_justify="left", title_style="bold")
         table.add_column("name", style="cyan", no_wrap=True, min_width=14)
         table.add_column("about")
@@ -92,7 +98,24 @@ def _write_notebook(one: Lesson, out: Path) -> None:
     print_line("Notebook", f"{path}   (jupyter lab {path})", main=True)
 
 
-def _run(one: Lesson, out: Path) -> None:
+def _open(one: Lesson, out: Path) -> None:
+    """Write an interactive page as one file, and open it in the browser."""
+    import webbrowser
+
+    from qkv._files import write_atomically
+    from qkv_lab.lessons import catalog
+
+    style, script = ((catalog.folder() / one.part / f"{one.name}.{x}").read_text("utf-8") for x in ("css", "js"))
+    path = out / f"{one.name}.html"
+    with folder(out):
+        head = f"<!doctype html><meta charset='utf-8'><title>Attention by hand</title><style>{style}</style>"
+        body = f"<body style='font-family: sans-serif'><h1>Attention by hand</h1><div id='{one.name}'></div>"
+        write_atomically(path, f"{head}{body}<script>{script}</script>")
+    print_line("Page", path, main=True)
+    webbrowser.open(path.resolve().as_uri())
+
+
+def _run(one: Lesson, out: Path, no_code: bool) -> None:
     """Print the page with its results; the figures go to the folder `out`."""
     from rich.console import Console
 
@@ -111,16 +134,15 @@ def _run(one: Lesson, out: Path) -> None:
                 runner.text(cell)
                 page.show(console, cell.source)
             else:
-                saved += _code(console, runner, cell, codes)
+                saved += _code(console, runner, cell, codes, no_code)
     print_line("Lab", f"{one.name} in {time.perf_counter() - began:.0f} s", main=True)
     for path in saved:
         print_line("Figure", path)
     print_line("Code", f"qkv lab {one.name} --notebook")
 
 
-def _code(console: Console, runner: Runner, cell: Cell, codes: int) -> list[Path]:
-    """Run a cell, print its result, and return its figures."""
-    from rich.padding import Padding
+def _code(console: Console, runner: Runner, cell: Cell, codes: int, no_code: bool) -> list[Path]:
+    """Run a cell, print its code and its result, and return its figures."""
     from rich.syntax import Syntax
 
     from qkv._progress import spinner
@@ -132,8 +154,11 @@ def _code(console: Console, runner: Runner, cell: Cell, codes: int) -> list[Path
     if found is not None:
         one = exercise(found[0])
         console.print(f"Exercise {one.name}: define {one.signature}", style="bold cyan", markup=False)
-        code = Syntax(one.code, "python", theme="ansi_dark", background_color="default")
-        console.print(Padding(code, (0, 0, 0, 2)))
+    if found is not None or not (no_code or "hide-cell" in cell.tags):
+        source = textwrap.indent(cell.source if found is None else one.code, "  ")
+        code = Syntax(source, "python", theme="ansi_dark", background_color="default").highlight(source)
+        console.print(code, soft_wrap=True)
+    if found is not None:
         console.print("This code contains a mistake, which the check explains:", style="dim")
     if output.text and "hide-cell" not in cell.tags:
         _print_result(console, output.text, wrap=found is not None)

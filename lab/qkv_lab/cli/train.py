@@ -163,7 +163,6 @@ def _show(task: Task, trained: Trained) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from qkv.models.tokenizers import TOKENIZER
     from qkv_lab.log import scalars
     from qkv_lab.loop import FIGURES, MODEL
     from qkv_lab.settings import RUN
@@ -177,8 +176,9 @@ def _show(task: Task, trained: Trained) -> None:
         table.add_section()
     model = trained.folder / MODEL
     named = shlex.quote(str(model))
-    hints = [f"qkv profile {named}"] if (model / TOKENIZER).exists() else []  # only for models that read text
-    hints += [f'qkv generate {named} "def "'] if task.name == "language" else []
+    examples = {"language": '"def "', "translation": '"the black cat"'}
+    hints = [f"qkv profile {named}"]
+    hints += [f"qkv generate {named} {examples[task.name]}"] if task.name in examples else []
     figures = ", ".join(p.name for p in sorted((trained.folder / FIGURES).glob("*.png")))
     console = Console(highlight=False)
     console.print(table)

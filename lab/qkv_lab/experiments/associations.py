@@ -271,7 +271,9 @@ class Depth(Experiment):
     criteria = (
         Criterion("C059", DATED, "Share of positions right after 4 hops, with 3 layers minus with 1 layer", LEAST),
     )
-    remarks: ClassVar[Mapping[str, str]] = {"C059": "Means: {evaluation.accuracy}; a guess would be 0.12."}
+    remarks: ClassVar[Mapping[str, str]] = {
+        "C059": "Means: {evaluation.accuracy}; naming its own position would be right in 0.38 of the cases."
+    }
     depths = (1, 2, 3)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:

@@ -65,19 +65,12 @@ REGISTRY = Registry("experiment", "qkv_lab.experiments", BUILT_IN, GROUP, _probl
 
 
 def names() -> tuple[str, ...]:
-    """The names of all experiments, those of installed packages last.
-
-    Raises:
-        InputError: if an installed package registers a name that is taken.
-    """
+    """The names of all experiments, those of installed packages last."""
     return REGISTRY.names()
 
 
 def experiment(name: str) -> Experiment:
     """The experiment of a name, built in or of an installed package (entry points in the group ``qkv.experiments``).
-
-    Raises:
-        InputError: if there is none (with the nearest name), or if an installed package's cannot be loaded.
 
     >>> experiment("learning_rate").claims
     ('C078', 'C100')

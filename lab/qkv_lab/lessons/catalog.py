@@ -1,4 +1,4 @@
-"""The labs and the chapters of the tutorial, with the files of their pages."""
+"""The labs, the chapters of the tutorial and the pages around them, with their files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from qkv.errors import InputError, nearest
 
 @dataclass(frozen=True)
 class Lesson:
-    """A lab, or a chapter of the tutorial.
+    """A lab, a chapter of the tutorial, or another page that runs.
 
     Attributes:
         name: name on the command line.
-        part: "labs" or "tutorial", the folder of its page.
+        part: the folder of its page, one of `PARTS`.
         minutes: estimated time of a reader who writes the answers of the exercises.
         about: what it is about, in a line.
     """
@@ -51,8 +51,20 @@ LESSONS = (
     Lesson("bahdanau", "labs", 50, "additive attention; models that translate"),
     Lesson("caption", "labs", 30, "experiments with a model that describes scenes"),
     Lesson("worked-example", "labs", 25, "the sources' calculations by hand, to three decimals"),
+    Lesson("recurrence", "background", 15, "RNNs and attention: path, steps, memory, and gradients over distance"),
+    Lesson("routing", "background", 10, "what skip connections, gates and attention have in common"),
+    Lesson("people", "background", 10, "attention in psychology"),
+    Lesson("related-models", "background", 10, "T5, Transformer-XL, Vision Transformers, CLIP"),
+    Lesson("interview", ".", 30, "twelve questions, with answers that compute"),
+    Lesson("by-hand", "_static", 10, "three tokens whose numbers you change, in the browser"),
 )
 """In the order in which they can be read."""
+
+
+PARTS = {
+    "tutorial": "Tutorial", "labs": "Labs, with exercises", "background": "Background", ".": "Questions",
+    "_static": "In the browser",
+}  # fmt: skip
 
 
 def lesson(name: str) -> Lesson:

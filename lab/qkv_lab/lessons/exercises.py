@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qkv.errors import InputError, nearest
-from qkv_lab.lessons.catalog import LESSONS, Lesson
+from qkv_lab.lessons.catalog import LESSONS, Lesson, lesson
 from qkv_lab.lessons.page import Cell, cells
 
 
@@ -37,6 +37,17 @@ class Exercise:
         """A file to start from, complete."""
         return f"{self.before}\n\n\n{self.code}\n" if self.before else f"{self.code}\n"
 
+    @property
+    def solution(self) -> str:
+        """The right answer that the lab gives, complete."""
+        before: dict[str, str] = {}
+        for cell in cells(lesson(self.lab).text()):
+            code, found, _ = cell.source.partition(f"assert check.{self.name}(")
+            if cell.kind == "code" and found:
+                return f"{_needed(code, {k: v for k, v in before.items() if k not in _binds(code)})}\n{code}"
+            before |= _binds(cell.source) if cell.kind == "code" else {}
+        raise InputError(f"lab {self.lab} has no solution of {self.name}")
+
 
 def exercise(name: str) -> Exercise:
     """The exercise with a name.
@@ -57,7 +68,7 @@ def exercises() -> dict[str, Exercise]:
     >>> list(exercises())[:3]
     ['attention', 'entropy', 'temperature']
     """
-    return {one.name: one for lesson in LESSONS if lesson.part == "labs" for one in _of(lesson)}
+    return {one.name: one for page in LESSONS if page.part == "labs" for one in _of(page)}
 
 
 def checked(cell: Cell) -> tuple[str, str] | None:
@@ -77,24 +88,24 @@ def checked(cell: Cell) -> tuple[str, str] | None:
     return None
 
 
-def _of(lesson: Lesson) -> Iterator[Exercise]:
+def _of(page: Lesson) -> Iterator[Exercise]:
     """The exercises of a lab. Imports and definitions of the cells before are added where the code uses them."""
     before: dict[str, str] = {}
-    for cell in cells(lesson.text()):
+    for cell in cells(page.text()):
         if cell.kind == "text":
             continue
         if (found := checked(cell)) is not None:
-            yield _exercise(lesson, cell.source, *found, before)
+            yield _exercise(page, cell.source, *found, before)
         before |= _binds(cell.source)
 
 
-def _exercise(lesson: Lesson, source: str, name: str, defined: str, before: dict[str, str]) -> Exercise:
+def _exercise(page: Lesson, source: str, name: str, defined: str, before: dict[str, str]) -> Exercise:
     body = ast.parse(source).body[:-1]
     node = next(x for x in body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name == defined)
     call = node.args if isinstance(node, ast.FunctionDef) else _made_by(node)
     code = "\n".join(source.splitlines()[: body[-1].end_lineno])
     needed = _needed(code, {key: text for key, text in before.items() if key not in _binds(code)})
-    return Exercise(name, lesson.name, defined, f"{defined}({_parameters(call)})", needed, code)
+    return Exercise(name, page.name, defined, f"{defined}({_parameters(call)})", needed, code)
 
 
 def _binds(source: str) -> dict[str, str]:

@@ -104,16 +104,6 @@ def cells(page: str) -> list[Cell]:
     return found + _text(text)
 
 
-def title(page: str) -> str:
-    """The first heading of a page.
-
-    >>> title("---\\nkernelspec: python\\n---\\n\\n# Lab 4: attention sinks\\n")
-    'Lab 4: attention sinks'
-    """
-    found = re.search(r"^# (.+)$", page, re.MULTILINE)
-    return found[1] if found else ""
-
-
 def outside_code(markdown: str, change: Callable[[str], str]) -> str:
     """Markdown in which everything but code is changed.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -248,17 +248,7 @@ class Classifier(nn.Module):
         nn.init.xavier_uniform_(self.output.weight)
         nn.init.zeros_(self.output.bias)
 
-    @overload
-    def forward(self, ids: Tensor, *, return_weights: Literal[False] = False) -> Tensor: ...
-    @overload
-    def forward(self, ids: Tensor, *, return_weights: Literal[True]) -> tuple[Tensor, tuple[Tensor, ...]]: ...
-    @overload
-    def forward(
-        self, ids: Tensor, *, return_weights: bool = False
-    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]: ...  # fmt: skip
-    def forward(
-        self, ids: Int[Tensor, "b n"], *, return_weights: bool = False
-    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, ids: Int[Tensor, "b n"], *, return_weights: bool = False) -> Any:
         """Logits of the classes. For a sequence of padding alone they are the output's bias.
 
         Args:
@@ -280,9 +270,6 @@ class Classifier(nn.Module):
             pooled = torch.where(real[..., None], x, 0).sum(1) / count
         logits: Tensor = self.output(pooled)
         return logits if weights is None else (logits, tuple(own for (own,) in weights))
-
-    if TYPE_CHECKING:
-        __call__ = forward  # calling the module has the types of `forward`
 
     def loss(self, ids: Int[Tensor, "b n"], labels: Int[Tensor, " b"]) -> Float[Tensor, ""]:
         """Mean cross-entropy of the correct classes, in nats."""

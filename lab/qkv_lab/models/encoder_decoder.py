@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -131,19 +131,7 @@ class EncoderDecoder(nn.Module):
         memory: Tensor = self.encoder(self.source_tokens(source), mask=mask, weights=weights)
         return memory
 
-    @overload
-    def forward(self, source: Tensor, target: Tensor, *, return_weights: Literal[False] = False) -> Tensor: ...
-    @overload
-    def forward(
-        self, source: Tensor, target: Tensor, *, return_weights: Literal[True]
-    ) -> tuple[Tensor, EncoderDecoderWeights]: ...  # fmt: skip
-    @overload
-    def forward(
-        self, source: Tensor, target: Tensor, *, return_weights: bool = False
-    ) -> Tensor | tuple[Tensor, EncoderDecoderWeights]: ...  # fmt: skip
-    def forward(
-        self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"], *, return_weights: bool = False
-    ) -> Tensor | tuple[Tensor, EncoderDecoderWeights]:
+    def forward(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"], *, return_weights: bool = False) -> Any:
         """Logits of the next token at each position of the target (teacher forcing).
 
         Args:
@@ -162,9 +150,6 @@ class EncoderDecoder(nn.Module):
         logits = self.output.logits(self._decoded(source, target, encoder, decoder))
         (own,), (of_target, cross) = zip(*encoder, strict=True), zip(*decoder, strict=True)
         return logits, EncoderDecoderWeights(own, of_target, cross)
-
-    if TYPE_CHECKING:
-        __call__ = forward  # calling the module has the types of `forward`
 
     def loss(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
         """Mean cross-entropy, in nats per token, of all tokens of the target after the first; padding is ignored.

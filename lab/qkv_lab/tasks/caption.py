@@ -125,7 +125,7 @@ class Caption:
 
     def files(self) -> Mapping[str, str]:
         """The vocabulary, in the order of token numbers."""
-        return {"vocabulary.json": json.dumps(VOCABULARY, indent=1) + "\n"}
+        return {"vocabulary.json": json.dumps({"captions": VOCABULARY}, indent=1) + "\n"}
 
     def _draw(self, rng: np.random.Generator, n: int, *, held_out: bool) -> Scenes:
         return scenes.draw(rng, n, held_out=held_out, size=self.size, most=self.objects)

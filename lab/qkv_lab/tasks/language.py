@@ -276,7 +276,7 @@ def _first_token_figure(weight: np.ndarray, task: Language) -> Figure:
         width=max(5.4, 0.6 * columns + 1.8),
         height=0.5 * layers + 0.6,
     )
-    names = [[str(i + 1) for i in range(n)] for n in (layers, columns)]
+    names = [[str(i) for i in range(n)] for n in (layers, columns)]
     image = heatmap(axes, weight, rows=names[0], columns=names[1], vmax=1.0)
     for (layer, head), value in np.ndenumerate(weight):
         ink = "white" if value > 0.6 else "black"

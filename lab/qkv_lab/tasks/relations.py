@@ -212,6 +212,14 @@ class Hops(Symbols):
         found: Tensor = model(ids)[..., heads.FIRST_SYMBOL :].unflatten(-1, (self.hops - 1, self.places))
         return found
 
+    def stays(self, hops: int) -> float:
+        """How often a position is back at itself after some hops: its cycle is of any length, equally likely.
+
+        >>> [Hops().stays(hops) for hops in (2, 3, 4)]
+        [0.25, 0.25, 0.375]
+        """
+        return sum(hops % length == 0 for length in range(1, self.places + 1)) / self.places
+
     def evaluate(self, model: Any) -> Measured:
         """On held-out permutations: ``accuracy`` after the most hops, ``accuracy_by_hops`` from 2 on, and ``loss``."""
         ids = on(model, self.unseen())
@@ -250,7 +258,10 @@ class Hops(Symbols):
         layer, head, hop = found["best_layer"], found["best_head"], found["best_hop"]
         title = f"Layer {layer}, head {head} attends {hop} hop{'s' * (hop > 1)} ahead in {found['best']:.0%} of queries"
         rates = ", ".join(f"{x:.1%} after {n + 2}" for n, x in enumerate(measured["accuracy_by_hops"]))
-        note = f"{self.shape}, {self.UNSEEN} held-out permutations. Accuracy: {rates} hops."
+        guesses = ", ".join(f"{self.stays(hops):.1%}" for hops in range(2, self.hops + 1))
+        note = (
+            f"{self.shape}, {self.UNSEEN} held-out permutations. Accuracy: {rates} hops (its own position: {guesses})."
+        )
         figure, (left, right) = draw.panels(title, note, columns=2, width=8.2, height=3.5)
         queries, keys = np.arange(self.places), self.after(ids)[0, :, hop - 1].numpy()
         names = [f"{i} → {token - heads.FIRST_SYMBOL}" for i, token in enumerate(ids[0].tolist())]

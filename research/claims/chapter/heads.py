@@ -291,7 +291,7 @@ def c005() -> Verdict:
 
 @claim("C032", "chapter", "5.2", "h heads side by side, times W^O of (h d_v) × d_model, are d_model wide again.")
 def c032() -> Verdict:
-    layer = MultiHeadAttention(24, heads=3, head_dim=5, v_head_dim=7)
+    layer = MultiHeadAttention(24, heads=3, head_dim=(5, 7))
     out = layer(torch.randn(2, 4, 24))
     into = tuple(layer.out_proj.weight.T.shape)
     return holds(

@@ -176,7 +176,7 @@ def c095() -> Verdict:
 def c096() -> Verdict:
     folder = Path(find_spec("transformers").submodule_search_locations[0])
     code = (folder / "models" / "gpt_oss" / "modeling_gpt_oss.py").read_text(encoding="utf-8")
-    own = MultiHeadAttention(16, 4, sink=True), MultiHeadAttention(16, 4, key_bias=True)
+    own = MultiHeadAttention(16, 4, sink="logit"), MultiHeadAttention(16, 4, sink="key")
     added = [sum(p.numel() for p in x.composition.parameters()) for x in own]
     return false(
         "self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))" in code and added == [4, 16],

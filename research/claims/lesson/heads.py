@@ -231,7 +231,7 @@ def c202() -> Verdict:
     code = inspect.getsource(EinsumAttention.forward)
     used = [name for name in (".transpose(", ".reshape(", ".view(", ".contiguous(") if name in code]
     return holds(
-        not used and code.count("torch.einsum") >= 4,
+        not used and "torch.einsum" in code,
         "Our own layer of that kind, `qkv.course.EinsumAttention`, has none of them in its forward. Inside, einsum "
         "permutes and reshapes all the same, to make batched products.",
     )

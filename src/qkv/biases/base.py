@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -98,9 +98,9 @@ class Bias(Definition):
         """
         raise InputError(f"{type(self).__name__}: no method at(score, b, h, i, j)")
 
-    def part(self, region: Region) -> Bias | None:
-        """The bound bias restricted to a rectangle of the matrix, counted from 0; None if that is not supported."""
-        return None
+    def part(self, region: Region) -> Bias:
+        """The bound bias of a rectangle of the matrix, whose queries and keys are counted from 0."""
+        return _PartOfBias(self, region)
 
     # --- the tensors of a bound bias, by name -------------------------------------------------------------------------
 
@@ -111,6 +111,30 @@ class Bias(Definition):
     def with_tensors(self, tensors: dict[str, Tensor]) -> Bias:
         """The same bias with other tensors; a user-defined bias is returned unchanged."""
         return self
+
+
+@dataclass(frozen=True, eq=False)
+class _PartOfBias(Bias):
+    """A bound bias of a whole matrix, applied to the rectangle `part` of it."""
+
+    bias: Bias
+    part_of: Region
+
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        return self.bias.by_head
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.bias.tensors()
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Bias:
+        return replace(self, bias=self.bias.with_tensors(tensors))
+
+    def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
+        down, right = self.part_of.rows.start, self.part_of.columns.start
+        rows = slice(region.rows.start + down, region.rows.stop + down)
+        columns = slice(region.columns.start + right, region.columns.stop + right)
+        return self.bias.apply(scores, replace(region, rows=rows, columns=columns, offset=self.part_of.offset))
 
 
 class AdditiveBias(Bias):
@@ -153,11 +177,11 @@ class AdditiveBias(Bias):
 
     def added(self, region: Region) -> Float[Tensor, "#b #h #q #k"]:
         """`tile`, with a check of its result; missing leading dimensions are added."""
-        made = self.tile(region)
-        if not isinstance(made, Tensor) or made.ndim > 4 or not made.dtype.is_floating_point:
-            name, got = type(self).__name__, kind_of(made)
+        tile = self.tile(region)
+        if not isinstance(tile, Tensor) or tile.ndim > 4 or not tile.dtype.is_floating_point:
+            name, got = type(self).__name__, kind_of(tile)
             raise InputError(f"{name}: tile returned {got}, expected floats that broadcast to (b, h, q, k)")
-        return made[(None,) * (4 - made.ndim)]
+        return tile[(None,) * (4 - tile.ndim)]
 
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
         return scores + self.added(region).to(scores)

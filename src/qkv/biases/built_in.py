@@ -294,9 +294,9 @@ def _alibi(slopes: Tensor, grid: Grid) -> ByDistance:
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _of_paper(grid: Grid, dtype: torch.dtype) -> ByDistance:
     """ALiBi with the slopes of the paper; nobody may change its tensor."""
-    made = _alibi(alibi_slopes(grid.heads, dtype).to(grid.device), grid)
-    object.__setattr__(made, "constant", True)
-    return made
+    bias = _alibi(alibi_slopes(grid.heads, dtype).to(grid.device), grid)
+    object.__setattr__(bias, "constant", True)
+    return bias
 
 
 def t5_bucket(back: Int[Tensor, "*n"], buckets: int, max_distance: int, *, bidirectional: bool) -> Int[Tensor, "*n"]:

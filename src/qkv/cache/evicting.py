@@ -139,7 +139,7 @@ class Evicting(Cache):
         }
         keys, values = whole["keys"], whole["values"]
         out: Tensor = attend_with(attention, own, q, keys, values)
-        whole["received"] += _of_key_heads(attention.measure(q, keys, values).received, k.shape[1])
+        whole["received"] += _of_key_heads(attention.measure(q, keys).received, k.shape[1])
         if keys.shape[2] > self._most:
             slots = self._kept_slots(whole["received"], whole["positions"], self.seen + k.shape[2])
             whole = {
@@ -162,11 +162,7 @@ class Evicting(Cache):
     def checked_worth(
         self, received: Float[Tensor, "b hkv slots"], queries: Int[Tensor, "b hkv slots"]
     ) -> Float[Tensor, "b hkv slots"]:
-        """`worth` of a copy, so that a policy cannot change the sums, as floats.
-
-        Raises:
-            InputError: for a wrong shape, complex numbers or NaN.
-        """
+        """`worth` of a copy, so that a policy cannot change the sums, as floats."""
         worth = self.worth(received.clone(), queries)
         name, shape = type(self).__name__, tuple(received.shape)
         if not isinstance(worth, Tensor) or worth.shape != received.shape or worth.is_complex():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from qkv._packages import from_lab
 from qkv._untrusted import allow
 from qkv.cli.shared import PROFILE, Input, discard_output, folder, table
 from qkv.errors import InputError, renamed
@@ -102,7 +103,7 @@ def generate(
 
     from qkv._progress import spinner
     from qkv.models.generation import Sampler, text_stream
-    from qkv.models.loading import load_text_model
+    from qkv.models.loading import is_translator, load_text_model
 
     allow(given.max_size)
     if given.text is None and given.file is None and given.chat is None:
@@ -113,6 +114,12 @@ def generate(
     sampling = Sampler(0.0 if greedy else temperature, top_k, top_p, min_p, repetition_penalty)
     with renamed(text="prompt"):
         text = given.passage()  # may wait for standard input, so the options are checked before
+    if is_translator(given.model):
+        if profile:
+            raise InputError("--profile measures a model that continues a text; for a translator: qkv profile MODEL")
+        print("qkv: translates greedily; the settings of sampling do not apply", file=sys.stderr)
+        print(" ".join(from_lab("qkv.lab", "qkv_lab", "translate")(given.model, text).target))
+        return
     seed = secrets.randbelow(2**32) if seed is None else seed
     console = Console(stderr=True, highlight=False)
     with spinner(f"loading {given.model}"):
@@ -182,7 +189,8 @@ def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | Non
     by_token.insert(2, "name", [names[at - prompt] for at in by_token["token"]])
     for name, found in (("heads.csv", by_head.to_dataframe("share").reset_index()), ("tokens.csv", by_token)):
         write_atomically(out / name, found.to_csv(index=False).encode())
-    found = run.profile(loaded.model, text, tokenizer=tokenizer, name=loaded.name, probe=False)
+    found = run.profile(loaded.model, text, tokenizer=tokenizer, probe=False)
+    found.attrs["model"] = loaded.name
     found.save(out / PROFILE)
     print(f"Report   {found.report(out / 'report.html')}", file=sys.stderr)
 

@@ -158,8 +158,8 @@ def profile(
 
     Args:
         given: Model and text.
-        preset: Run on this bundled text: fox ("The quick brown fox jumps over the lazy dog."), car ("The red car was
-            parked next to a blue truck."), lighthouse (a passage of about 200 tokens) or logbook (a short program).
+        preset: Run on this bundled text: a sentence of a course (fox, car, cat or pronoun: "The animal didn't cross the
+            street because it was too tired."), lighthouse (a passage of about 200 tokens) or logbook (a short program).
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
         layers: Attention layers to measure, counted from 0; all by default.
         out: Folder for the results. It is created if it does not exist.
@@ -190,7 +190,7 @@ def profile(
     passage = given.passage()
 
     def profiled(loaded: loading.Loaded, inputs: Any) -> Profile:
-        return run.profile(
+        made = run.profile(
             loaded.model,
             inputs,
             tokenizer=loaded.tokenizer,
@@ -201,9 +201,9 @@ def profile(
             probe=not no_probe,
             statistics=own,
             partial=partial,
-            name=loaded.name,
-            command=shlex.join(["qkv", *sys.argv[1:]]),
         )
+        made.attrs |= {"model": loaded.name, "command": shlex.join(["qkv", *sys.argv[1:]])}
+        return made
 
     with folder(out):
         other = None if against is None else saved_profile(against, "--against")

@@ -218,6 +218,10 @@ class Input:
             raise InputError("--chat and --tokens are both given, expected one of them")
         with spinner(f"loading {name}"):
             loaded = loading.load_model(name, dtype=self.dtype, tokens=self.tokens or len(passage.encode()), head=head)
+        if loaded.sample is not None and self.text is None and self.file is None:
+            kind = ", ".join(f"{key} {tuple(x.shape)}" for key, x in loaded.sample.items())
+            print(f"qkv: {name} reads no text; it runs on a sample of its training data: {kind}", file=sys.stderr)
+            return loaded, loaded.sample
         if self.chat is not None:
             with renamed(question="--chat"):
                 return loaded, loading.chat_tokens(loaded.tokenizer, self.chat)

@@ -22,7 +22,7 @@ from qkv.biases import AdditiveBias
 from qkv.biases.built_in import ByQuery, clipped
 from qkv.engine.call import Call, at_least_float32
 from qkv.engine.forward import ForwardState, dropped
-from qkv.engine.sweep import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
+from qkv.engine.tile_loop import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import MASKED_SCORE
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.level import TileWeights
@@ -94,8 +94,8 @@ def _add_chosen(chosen: Tensor, grad: Tensor, total: Tensor) -> None:
     """Add the gradient of the values that hard attention chose to `total`."""
     b, dv = len(grad), grad.shape[3]
     index = chosen.clamp(min=0).view(b, total.shape[1], -1)
-    given = torch.where(chosen[..., None] >= 0, grad, 0.0).reshape(b, total.shape[1], -1, dv)
-    total.scatter_add_(2, index[..., None].expand_as(given), given)
+    slope = torch.where(chosen[..., None] >= 0, grad, 0.0).reshape(b, total.shape[1], -1, dv)
+    total.scatter_add_(2, index[..., None].expand_as(slope), slope)
 
 
 def _chosen_distances(call: Call, chosen: Tensor, like: Tensor) -> Tensor:
@@ -114,10 +114,10 @@ def add_sink_gradients(call: Call, level: Tensor, slope: Tensor, totals: dict[st
     weigh = TileWeights(call.normalizer, [call.learned[name] for name in names])
     masked = column == -torch.inf
     weigh.weights(column, level, masked if masked.any() else None)
-    at_sink, found = weigh.slopes(slope[..., None].clone())
+    at_sink, gradients = weigh.slopes(slope[..., None].clone())
     if "sink" in totals:
         totals["sink"] += at_sink[..., 0].masked_fill(masked[..., 0], 0).sum_to_size(call.sink.shape)
-    for name, x in zip(names, found, strict=True):
+    for name, x in zip(names, gradients, strict=True):
         if x is not None:
             totals[name] += x
 
@@ -195,8 +195,8 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         slope = self.slope_at_weights(rows, tile, weights, masked)
         if masked is not None and not rows.weigh.shortcut:
             slope.masked_fill_(masked, 0)
-        slope, found = rows.weigh.slopes(slope)
-        job.add(rows.names, found, self.totals)
+        slope, gradients = rows.weigh.slopes(slope)
+        job.add(rows.names, gradients, self.totals)
         if masked is not None:
             slope.masked_fill_(masked, 0)
         if "shift" in self.totals:
@@ -240,16 +240,16 @@ class WeightGradients(Reducer[Job, RowSlopes]):
                 before.append(score)
                 score = tiles.apply(bias, score, rows, cols)
         for i, bias in reversed(list(enumerate(call.biases))):
-            known = bias.tensors()
-            names = [name for name in known if f"bias {i} {name}" in self.totals]
+            tensors = bias.tensors()
+            names = [name for name in tensors if f"bias {i} {name}" in self.totals]
             if isinstance(bias, AdditiveBias) and bias.add_gradient is not None:
                 for name in names:
                     bias.add_gradient(self.totals[f"bias {i} {name}"], region, slope)
                 continue
-            learned = [known[name] for name in names]
-            slope, *found = bias.gradients(before[i] if before else slope, region, slope, learned)  # type: ignore[assignment]
+            learned = [tensors[name] for name in names]
+            slope, *gradients = bias.gradients(before[i] if before else slope, region, slope, learned)  # type: ignore[assignment]
             slope = torch.zeros_like(before[i]) if slope is None else slope
-            job.add([f"bias {i} {name}" for name in names], found, self.totals)
+            job.add([f"bias {i} {name}" for name in names], gradients, self.totals)
             slope = slope if masked is None else slope.masked_fill(masked, 0)
         return slope
 
@@ -268,12 +268,12 @@ class WeightGradients(Reducer[Job, RowSlopes]):
             q = q.masked_fill(masked.all(-1, keepdim=True), 0)
             k = k.masked_fill(masked.all(-2)[..., None], 0)
         names = self._learned(tiles.call, "score")
-        of_q, of_k, *found = score.gradients(q, k, slope, [tiles.call.learned[name] for name in names])
+        of_q, of_k, *gradients = score.gradients(q, k, slope, [tiles.call.learned[name] for name in names])
         if of_q is not None:
             rows.q += of_q.view(rows.q.shape)
         if of_k is not None:
             job.k[:, cols] += of_k.view(len(job.k), tiles.group, *of_k.shape[2:]).sum(1)
-        job.add(names, found, self.totals)
+        job.add(names, gradients, self.totals)
 
 
 class Gradients(WeightGradients):
@@ -310,10 +310,10 @@ class Gradients(WeightGradients):
         call, values = tiles.call, tiles.v[:, cols]
         values = values if masked is None else tile.group.visible(values, masked)
         grad = self.grad[at].reshape(len(values), -1, values.shape[2])
-        kept = dropped(tile) if call.dropout_p else None
+        dropout = dropped(tile) if call.dropout_p else None
         if not (isinstance(call.normalizer, SumToOne) and call.normalizer.one_key):
             assert rows.job.v is not None
-            met = weights if kept is None else weights * kept
+            met = weights if dropout is None else weights * dropout
             folded = met.reshape(len(values), -1, met.shape[3])
             rows.job.v[:, cols].baddbmm_(folded.transpose(1, 2), grad)
             if self.distance_mass is not None:
@@ -322,6 +322,6 @@ class Gradients(WeightGradients):
         torch.bmm(grad, values.transpose(1, 2), out=slope.view(len(values), -1, tile.shape[3]))
         if self.distance_slopes is not None:
             slope += self.distance_slopes.tile(tile.region)
-        if kept is not None:
-            slope *= kept
+        if dropout is not None:
+            slope *= dropout
         return slope if self.inner is None else slope.sub_(self.inner[at][..., None])

@@ -20,6 +20,7 @@ from qkv.biases import AdditiveBias, Bias, TensorBias
 from qkv.engine.sizes import readable
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region
+from qkv.masks.base import mask_of_part
 from qkv.masks.convert import block_visibility
 from qkv.normalizers import Normalizer, Pointwise, Softmax, SumToOne
 from qkv.scores import Dot, Pairwise, Product, Score
@@ -118,12 +119,12 @@ class Call:
         if isinstance(score, Pairwise):
             learned |= {f"score {name}": x for name, x in score.tensors().items()}
         pairwise = score if isinstance(score, Pairwise) else None
-        made = Call(
+        call = Call(
             projected, keys, v, mask, biases, factor, pairwise, normalizer, _sink(given, projected), shift, divisor,
             _values(given), dropout_p, seed, given, learned,
         )  # fmt: skip
-        vars(made)["grid"] = grid
-        return made
+        vars(call)["grid"] = grid
+        return call
 
     @cached_property
     def grid(self) -> Grid:
@@ -164,6 +165,22 @@ class Call:
         plain = {name: x for name, x in tensors.items() if name in PLAIN}
         return replace(self, biases=tuple(biases), **plain)  # type: ignore[arg-type]
 
+    def part(self, queries: slice, keys: slice, place: Region | None = None, grid: Grid | None = None) -> Call:
+        """The call of some queries and keys, a rectangle of the score matrix. No query or key is copied.
+
+        If this call is a shard of a longer sequence, its mask and its biases are those of the whole matrix, `grid`, in
+        which `place` is the rectangle.
+        """
+        assert self.values is None, "a part counts distances from its own first token"
+        grid = self.grid if grid is None else grid
+        place = Region(queries, keys, offset=grid.offset) if place is None else place
+        return replace(
+            self, q=self.q[:, :, queries], k=self.k[:, :, keys], v=self.v[:, :, keys],
+            mask=None if self.mask is None else mask_of_part(self.mask, grid, place),
+            biases=tuple(bias.part(place) for bias in self.biases), sink=_along(self.sink, queries),
+            shift=_along(self.shift, queries), divisor=_along(self.divisor, queries),
+        )  # fmt: skip
+
     @cached_property
     def untracked(self) -> str | None:
         """Why only autograd through all scores finds every gradient: a learned tensor in a closure. Else None."""
@@ -173,20 +190,20 @@ class Call:
         region = Region(
             slice(0, 1), slice(0, 1), slice(0, 1), slice(0, self.q.shape[1]), self.grid.offset, self.q.device
         )
-        found = None
+        reason = None
         with torch.enable_grad():
             if isinstance(self.normalizer, Pointwise) and user_defined(self.normalizer):
-                found = _closed_over(self.normalizer, self.normalizer.weight(like), self.normalizer.tensors())
+                reason = _closed_over(self.normalizer, self.normalizer.weight(like), self.normalizer.tensors())
             elif isinstance(self.normalizer, SumToOne) and user_defined(self.normalizer):
-                found = _closed_over(self.normalizer, self.normalizer.weight(like, like), self.normalizer.tensors())
+                reason = _closed_over(self.normalizer, self.normalizer.weight(like, like), self.normalizer.tensors())
             if self.pairwise is not None and user_defined(self.pairwise):
                 q, k = (x[:1, :, :1].detach().to(like) for x in (self.q, self.k))
                 k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-                found = found or _closed_over(self.pairwise, self.pairwise.scores(q, k), self.pairwise.tensors())
+                reason = reason or _closed_over(self.pairwise, self.pairwise.scores(q, k), self.pairwise.tensors())
             for bias in self.biases:
                 if user_defined(bias):
-                    found = found or _closed_over(bias, bias.apply(like, region), bias.tensors())
-        return found
+                    reason = reason or _closed_over(bias, bias.apply(like, region), bias.tensors())
+        return reason
 
     @property
     def needs_grad(self) -> bool:
@@ -246,8 +263,8 @@ def detached(call: Call, *, learned: bool = False) -> Call:
     """The same call with detached tensors; `learned` keeps the learned tensors of user-defined objects attached."""
     if not call.learned and not any(x.requires_grad for x in call.tensors().values()):
         return call
-    made = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
-    return made if learned else replace(made, learned={})
+    plain = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
+    return plain if learned else replace(plain, learned={})
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -322,10 +339,10 @@ def zero_masked_nonfinite(
     clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
     if clean_q and clean_k:
         return q, k
-    found = block_visibility(mask, grid, 128)
+    visibility = block_visibility(mask, grid, 128)
     if not clean_q:
-        q = q.masked_fill(~found.queries.expand(*q.shape[:2], -1)[..., None], 0)
-    return q, k if clean_k else k.masked_fill(~found.keys[:, None, :, None], 0)
+        q = q.masked_fill(~visibility.queries.expand(*q.shape[:2], -1)[..., None], 0)
+    return q, k if clean_k else k.masked_fill(~visibility.keys[:, None, :, None], 0)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -483,13 +500,13 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
     if isinstance(mask, type) and issubclass(mask, Mask):
         raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")
     tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
-    made = Dense(tensor)
-    if (how := inverted(made.tensor)) is not None:
+    dense = Dense(tensor)
+    if (how := inverted(dense.tensor)) is not None:
         raise InputError(
             f"mask is {how}, as where True means masked, but in qkv True means may attend; expected ~mask, or "
             "blocked=mask of qkv.attend, or qkv.masks.Dense(mask) if this is meant"
         )
-    return made
+    return dense
 
 
 def inverted(mask: Bool[Tensor, "..."]) -> str | None:
@@ -520,3 +537,13 @@ class RowState:
     """Sum of pointwise weights, if they are divided by it; 1 where the sum is 0."""
     chosen: Int[Tensor, "b h nq"] | None = None
     """The key chosen by hard attention; −1 for none."""
+
+    def part(self, queries: slice, keys: slice) -> RowState:
+        """The state of some rows, over all keys, for the `Call.part` of these queries and keys."""
+        chosen = None if self.chosen is None else self.chosen[:, :, queries] - keys.start
+        return RowState(_along(self.level, queries), _along(self.total, queries), chosen)
+
+
+def _along(x: Tensor | None, queries: slice) -> Tensor | None:
+    """The slice of x (b, h, nq) or (b, h, 1) for some queries."""
+    return x if x is None or x.shape[2] == 1 else x[:, :, queries]

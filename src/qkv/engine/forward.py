@@ -16,7 +16,7 @@ from torch import Tensor
 from qkv.biases.built_in import ByQuery
 from qkv.engine.call import Call, RowState
 from qkv.engine.sizes import sizes
-from qkv.engine.sweep import Block, Reducer, Tile, Workspace, groups, reduce_tiles
+from qkv.engine.tile_loop import Block, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import LOG2_E, gumbel, uniform
 from qkv.masks import Region
 from qkv.normalizers import Pointwise, SumToOne
@@ -48,47 +48,47 @@ def forward_reducer(call: Call, *, training: bool = False) -> Forward:
     zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
     normalizer = call.normalizer
     reducer: type[_Softmax] | type[_Pointwise] | type[_Panels] = _Softmax
-    found = ForwardState(out=zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
+    state = ForwardState(out=zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
     if isinstance(normalizer, Pointwise):
-        reducer, found.total = _Pointwise, torch.zeros_like(zeros) if normalizer.divide == "sum" else None
+        reducer, state.total = _Pointwise, torch.zeros_like(zeros) if normalizer.divide == "sum" else None
     elif normalizer.has_lse:
-        found.level = torch.zeros_like(zeros)
+        state.level = torch.zeros_like(zeros)
     else:
         assert isinstance(normalizer, SumToOne)
-        reducer, found.level = _Panels, torch.zeros_like(zeros)
-        found.mean = torch.zeros_like(found.out) if training else None
-        found.chosen = torch.full_like(zeros, -1, dtype=torch.long) if normalizer.one_key else None
+        reducer, state.level = _Panels, torch.zeros_like(zeros)
+        state.mean = torch.zeros_like(state.out) if training else None
+        state.chosen = torch.full_like(zeros, -1, dtype=torch.long) if normalizer.one_key else None
     distance_mass = None
     if call.values is not None:
         distance_mass = ByQuery(zeros.new_zeros(b, h, n_queries, call.values.shape[1]), call.grid.offset)
-    return reducer(found, distance_mass)
+    return reducer(state, distance_mass)
 
 
 def finished(call: Call, reducer: Forward) -> ForwardState:
     """Output and row state of a call after the last tile."""
-    found, distance_mass, normalizer = reducer.found, reducer.distance_mass, call.normalizer
+    state, distance_mass, normalizer = reducer.found, reducer.distance_mass, call.normalizer
     if distance_mass is not None:
         assert call.values is not None
-        found.out += distance_mass.tensor @ call.values.to(distance_mass.tensor)
-    if found.total is not None:
-        found.total.masked_fill_(found.total.abs() < torch.finfo(found.total.dtype).tiny, 1)
-        found.out /= found.total[..., None]
+        state.out += distance_mass.tensor @ call.values.to(distance_mass.tensor)
+    if state.total is not None:
+        state.total.masked_fill_(state.total.abs() < torch.finfo(state.total.dtype).tiny, 1)
+        state.out /= state.total[..., None]
     if call.divisor is not None:
-        found.out /= call.divisor[..., None]
+        state.out /= call.divisor[..., None]
     if normalizer.has_lse:
-        assert found.level is not None
+        assert state.level is not None
         if call.sink is not None:
-            part = Partial(found.out, found.level).with_sink(call.sink)
-            found.out, found.level = part.out, part.lse
-        found.lse = found.level
-    return found
+            part = Partial(state.out, state.level).with_sink(call.sink)
+            state.out, state.level = part.out, part.lse
+        state.lse = state.level
+    return state
 
 
 def dropped(tile: Tile) -> Tensor:
     """Dropout factor of each weight of a tile: 0, or 1 / (1 − p)."""
     call = tile.group.tiles.call
-    kept = uniform(call.seed, tile.region, call.grid) >= call.dropout_p
-    return kept.to(tile.group.tiles.dtype).div_(1 - call.dropout_p)
+    stays = uniform(call.seed, tile.region, call.grid) >= call.dropout_p
+    return stays.to(tile.group.tiles.dtype).div_(1 - call.dropout_p)
 
 
 class _Attention(Reducer[None, "_Sums"]):
@@ -220,16 +220,16 @@ class _Panels(Reducer[None, _Panel]):
             panel.noise.append(gumbel(call.seed, tile.region, call.grid))
 
     def end(self, panel: _Panel, space: Workspace) -> None:
-        block, found = panel.block, self.found
+        block, state = panel.block, self.found
         tiles, call, at = block.group.tiles, block.group.tiles.call, block.at
         normalizer, sink = call.normalizer, tiles.of(call.sink)
         assert isinstance(normalizer, SumToOne)
-        assert found.level is not None
+        assert state.level is not None
         if sink is not None:
             sink = sink.expand(*tiles.shape, call.q.shape[2])[..., block.rows]
         if not panel.columns:
             if sink is not None:
-                found.level[at] = level_of_rows(normalizer, sink[..., None])
+                state.level[at] = level_of_rows(normalizer, sink[..., None])
             return
         scores, visible = torch.cat(panel.scores, -1), torch.cat(panel.visible)
         keys = torch.cat([torch.arange(cols.start, cols.stop, device=call.q.device) for cols in panel.columns])
@@ -238,22 +238,22 @@ class _Panels(Reducer[None, _Panel]):
         if not (block.group.finite or visible.all()):
             values = torch.where(visible[:, None], values, 0.0)
         level, weights = solve_rows(normalizer, scores, sink)
-        found.level[at] = level
-        kept = torch.cat(panel.dropped, -1) if panel.dropped else None
+        state.level[at] = level
+        dropout = torch.cat(panel.dropped, -1) if panel.dropped else None
         level_weights = None
-        if found.mean is not None:
+        if state.mean is not None:
             level_weights = _normalized_level_slopes(normalizer, scores, level, weights, sink)
-            level_weights = level_weights if kept is None else level_weights * kept
-            found.mean[at] = tiles.weigh(level_weights, values)
+            level_weights = level_weights if dropout is None else level_weights * dropout
+            state.mean[at] = tiles.weigh(level_weights, values)
         if normalizer.one_key:
             best = (scores + torch.cat(panel.noise, -1) if panel.noise else scores).argmax(-1, keepdim=True)
             empty = (scores == -torch.inf).all(-1, keepdim=True)
-            assert found.chosen is not None
-            found.chosen[at] = keys[best[..., 0]].masked_fill(empty[..., 0], -1)
+            assert state.chosen is not None
+            state.chosen[at] = keys[best[..., 0]].masked_fill(empty[..., 0], -1)
             weights = torch.zeros_like(scores).scatter_(-1, best, 1.0).masked_fill_(empty, 0)
-        elif kept is not None:
-            weights = weights * kept
-        found.out[at] = tiles.weigh(weights, values)
+        elif dropout is not None:
+            weights = weights * dropout
+        state.out[at] = tiles.weigh(weights, values)
         if self.distance_mass is not None:
             self._add_distance_mass(panel, weights, level_weights)
 

@@ -52,18 +52,18 @@ class Form:
             return x
         return (x.float() if x.dtype == torch.bfloat16 else x).detach().numpy()  # NumPy has no bfloat16
 
-    def result(self, found: Result[Tensor], *, lse: bool, weights: bool) -> Result[Any]:
+    def result(self, result: Result[Tensor], *, lse: bool, weights: bool) -> Result[Any]:
         """The requested parts of a result in the form of the inputs."""
-        log_sums = self.back(found.lse) if lse and found.lse is not None else None
-        formed = self.back(found.weights) if weights and found.weights is not None else None
-        statistics = None if found.statistics is None else self.all_back(found.statistics)
-        return Result(self.back(found.out), log_sums, formed, statistics)
+        log_sums = self.back(result.lse) if lse and result.lse is not None else None
+        formed = self.back(result.weights) if weights and result.weights is not None else None
+        statistics = None if result.statistics is None else self.all_back(result.statistics)
+        return Result(self.back(result.out), log_sums, formed, statistics)
 
     def all_back(self, found: T) -> T:
         """A dataclass with all tensors in it, including nested ones, in the form of the inputs."""
         if self.ndim == 4 and not self.array:
             return found
-        made = copy(found)
+        converted = copy(found)
         for one in fields(found):  # type: ignore[arg-type]
             value = getattr(found, one.name)
             if isinstance(value, Tensor):
@@ -72,8 +72,8 @@ class Form:
                 value = {name: self.back(x) for name, x in value.items()}
             elif is_dataclass(value):
                 value = self.all_back(value)
-            object.__setattr__(made, one.name, value)
-        return made
+            object.__setattr__(converted, one.name, value)
+        return converted
 
 
 TENSORS = Form(4, array=False)

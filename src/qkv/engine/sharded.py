@@ -20,9 +20,9 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv.biases import Bias
 from qkv.engine.call import Call, as_biases, as_mask
+from qkv.engine.tiles import block_status
 from qkv.errors import InputError
-from qkv.masks import EMPTY, FULL, Grid, Mask, Region, Tiles
-from qkv.masks.base import Submask
+from qkv.masks import EMPTY, Grid, Mask, Region, Tiles
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
 
@@ -126,46 +126,6 @@ class Piece:
     """Its keys among the shard of keys that is currently held."""
     region: Region
     """Its place in the whole matrix."""
-    grid: Grid
-    """The whole matrix."""
-    mask: Mask | None = None
-    """Mask of the rectangle; None if all pairs are visible."""
-
-    def local_mask(self, mask: Mask) -> Mask:
-        """The mask of this rectangle, from a mask of the whole matrix."""
-        n_queries, n_keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
-        # A call of this size puts query 0 at position n_keys − n_queries.
-        down = self.region.rows.start + self.grid.offset - (n_keys - n_queries)
-        right = self.region.columns.start
-        unchanged = mask.band is not None and down == right  # a band depends only on distances, which are the same
-        return mask if unchanged else Submask(mask, self.grid, down, right)
-
-    def block_status(self, mask: Mask) -> set[int]:
-        """Block status (EMPTY, PARTIAL or FULL) of the rectangle under `mask`, over all batch items and heads."""
-        rows, keys = self.region.rows, self.region.columns
-        spans = (rows.start, rows.stop - 1, keys.start, keys.stop - 1)
-        q_first, q_last, k_first, k_last = (torch.tensor([x]) for x in spans)
-        tiles = Tiles(q_first + self.grid.offset, q_last + self.grid.offset, k_first, k_last)
-        return set(mask.classify(tiles, self.grid).flatten().tolist())
-
-    def local_call(self, call: Call, k: Tensor, v: Tensor) -> Call:
-        """The call for this rectangle, without the sink, which is added once to the merged row."""
-        return replace(
-            call,
-            q=call.q[:, :, self.rows],
-            k=k[:, :, self.keys],
-            v=v[:, :, self.keys],
-            mask=self.mask,
-            biases=tuple(slice_bias(bias, self.region) for bias in call.biases),
-            sink=None,
-        )
-
-
-def slice_bias(bias: Bias, region: Region) -> Bias:
-    """A bound bias restricted to a rectangle of the matrix: views of its tensors."""
-    part = bias.part(region)
-    assert part is not None
-    return part
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,9 +174,9 @@ class Shared:
         for one in biases:
             one.check(grid)
         bound = tuple(one.bound(call.q, grid, call.factor) for one in biases)
-        for one, made in zip(biases, bound, strict=True):
-            made.require()
-            if not overrides(made, Bias, "part"):
+        for one, whole in zip(biases, bound, strict=True):
+            whole.require()
+            if not overrides(whole, Bias, "part"):
                 raise InputError(
                     f"group: bias is {type(one).__name__}, which cannot be sharded; expected one with the method "
                     "part(region), such as ALiBi, T5Bias, ByDistance, TensorBias or SoftCap"
@@ -228,13 +188,17 @@ class Shared:
         rows, keys = self.call.q.shape[2] // 2, self.call.k.shape[2] // 2
         for i, row in enumerate(self._chunks(self.rank)):
             for j, column in enumerate(self._chunks(source)):
-                piece = Piece(_span(i, rows), _span(j, keys), Region(_span(row, rows), _span(column, keys)), self.grid)
-                status = {FULL} if self.call.mask is None else piece.block_status(self.call.mask)
-                if status == {FULL}:
-                    yield piece
-                elif status != {EMPTY}:
-                    assert self.call.mask is not None
-                    yield replace(piece, mask=piece.local_mask(self.call.mask))
+                place = Region(_span(row, rows), _span(column, keys), offset=self.grid.offset)
+                tile = Tiles.of_spans([place.rows], [place.columns], self.grid)
+                if bool((block_status(self.call.mask, tile, self.grid) != EMPTY).any()):
+                    yield Piece(_span(i, rows), _span(j, keys), place)
+
+    def part(self, call: Call, k: Tensor, v: Tensor, piece: Piece) -> Call:
+        """The call of a piece, with the shard of keys and values that is currently held.
+
+        It has no sink, which is added once to the merged row.
+        """
+        return replace(call, k=k, v=v, sink=None).part(piece.rows, piece.keys, piece.region, self.grid)
 
     def _chunks(self, rank: int) -> tuple[int, int]:
         return rank, 2 * self.size - 1 - rank
@@ -254,9 +218,9 @@ def _check_same_on_all_ranks(group: dist.ProcessGroup, q: Tensor, k: Tensor, v: 
         shape = [*x.shape, 0, 0, 0, 0][:4] if isinstance(x, Tensor) else [0] * 4
         dtype = _DTYPES.index(x.dtype) if isinstance(x, Tensor) and x.dtype in _DTYPES else -1
         described += [*shape, dtype]
-    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
+    needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    mine = torch.tensor([*described, int(wanted)], device=device)
+    mine = torch.tensor([*described, int(needs_grad)], device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with naming_lost("ring attention", group):
         dist.all_gather(everyone, mine, group=group)
@@ -303,12 +267,12 @@ def naming_lost(what: str, group: dist.ProcessGroup, peers: Sequence[int] = ()) 
 
 def _closed(group: dist.ProcessGroup) -> list[int]:
     """The ranks of a gloo group whose connection to this process is closed: sending to them raises at once."""
-    found = []
+    closed = []
     for peer in range(dist.get_world_size(group)) if dist.get_backend(group) == "gloo" else ():
         if peer == dist.get_rank(group):
             continue
         try:
             dist.isend(torch.zeros(1), group=group, group_dst=peer, tag=TAG)  # nobody waits for it
         except RuntimeError:
-            found.append(peer)
-    return found
+            closed.append(peer)
+    return closed

@@ -35,13 +35,13 @@ _CACHE: LRUCache[Hashable, tuple[Any, int]] = LRUCache(2**27, getsizeof=lambda e
 _LOCK = threading.Lock()
 
 
-def kept(
-    mask: Mask, grid: Grid, key: Hashable, make: Callable[[], T], nbytes: Callable[[T], int] = lambda made: 0
+def cached_for_mask(
+    mask: Mask, grid: Grid, key: Hashable, make: Callable[[], T], nbytes: Callable[[T], int] = lambda result: 0
 ) -> T:
     """``make()``, or what it returned for an equal mask, grid and key before; nobody may change it.
 
-    Only masks that compare by value are kept, as tensors and functions inside of a mask may change. Nothing is kept
-    while decoding, where each step has another grid. `nbytes` is the memory of what was made.
+    Only masks that compare by value have entries, as tensors and functions inside of a mask may change. Decoding has
+    none, since each step has another grid. `nbytes` is the memory of a result.
     """
     if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
         return make()
@@ -49,15 +49,15 @@ def kept(
     with _LOCK:
         entry = _CACHE.get(place)
     if entry is not None:
-        found: T = entry[0]
-        return found
+        cached: T = entry[0]
+        return cached
     with torch.inference_mode(False):  # an inference tensor could not be used in training
-        made = make()
-    size = ENTRY + nbytes(made)
+        result = make()
+    size = ENTRY + nbytes(result)
     if size <= LARGEST:
         with _LOCK:
-            _CACHE[place] = made, size
-    return made
+            _CACHE[place] = result, size
+    return result
 
 
 def _other_tensors() -> bool:
@@ -155,15 +155,15 @@ class ScoreTiles:
         parts = []
         for some in spans(rows.stop - rows.start, max(1, sizes(self.q.device).most_pairs // numbers)):
             q, k = self.queries_and_keys(slice(rows.start + some.start, rows.start + some.stop), columns)
-            made = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
+            scores = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
             expected = torch.Size((*q.shape[:3], k.shape[2]))
-            if not isinstance(made, Tensor) or made.shape != expected:
-                got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            if not isinstance(scores, Tensor) or scores.shape != expected:
+                got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
                 raise InputError(
                     f"{type(score).__name__}: scores returned {got} for q {tuple(q.shape)} and k {tuple(k.shape)}, "
                     f"expected {tuple(expected)}; a per-head parameter has shape (heads, 1, 1)"
                 )
-            parts.append(made.to(self.dtype))
+            parts.append(scores.to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
@@ -182,8 +182,8 @@ class ScoreTiles:
         if not bias.by_head:
             return bias.apply_(scores, region) if in_place else bias.apply(scores, region)
         region = replace(region, heads=slice(0, self.call.q.shape[1]))
-        made = self.with_all_heads(lambda x: bias.apply(x, region), scores)
-        return checked_shape(bias, made, scores, "apply")
+        biased = self.with_all_heads(lambda x: bias.apply(x, region), scores)
+        return checked_shape(bias, biased, scores, "apply")
 
     def weights(
         self, scores: Float[Tensor, "b h q k"], level: Float[Tensor, "b h q"] | None
@@ -228,9 +228,9 @@ class ScoreTiles:
             return torch.where(low == high, low, PARTIAL).tolist()
 
         tiles = -(-grid.n_queries // rows) * -(-grid.n_keys // columns)
-        return (
-            status() if mask is None else kept(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
-        )
+        if mask is None:
+            return status()
+        return cached_for_mask(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
 
     def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
         """Which pairs of a tile are masked. The pattern of a band mask depends only on the offset and is cached."""
@@ -245,7 +245,7 @@ class ScoreTiles:
         def masked() -> Tensor:
             return ~mask.visible(self.region(rows, columns), self.call.grid)
 
-        self._patterns[key] = kept(mask, self.call.grid, ("masked", *key), masked, _nbytes)
+        self._patterns[key] = cached_for_mask(mask, self.call.grid, ("masked", *key), masked, _nbytes)
         return self._patterns[key]
 
     def weigh(

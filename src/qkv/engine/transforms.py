@@ -50,25 +50,23 @@ class _OnceDifferentiable(torch.autograd.Function):
         raise ctx.error
 
 
-def kernel_once_differentiable(
-    kernel: str, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """`once_differentiable` for the gradients of a kernel: its error recommends the eager kernel."""
-    error = InputError(
-        f"kernel {kernel!r} has only first derivatives, but second ones were requested; pass kernel='eager'"
-    )
-    return once_differentiable(error, grads, inputs)
-
-
 def once_differentiable(
-    error: InputError, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]
+    kernel: str | InputError, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Mark the gradients that a backward returns: under ``create_graph=True``, differentiating them raises `error`."""
+    """Mark the gradients that a backward returns: under ``create_graph=True``, differentiating them raises an error.
+
+    `kernel` is the error, or the name of a kernel, for which the error recommends the eager one.
+    """
     if not torch.is_grad_enabled():
         return grads
-    found = [x for x in grads if x is not None]
+    present = [x for x in grads if x is not None]
     sources = [x for x in inputs if x.requires_grad]
-    marked = iter(_OnceDifferentiable.apply(error, len(found), *found, *sources))
+    error = kernel
+    if not isinstance(kernel, InputError):
+        error = InputError(
+            f"kernel {kernel!r} has only first derivatives, but second ones were requested; pass kernel='eager'"
+        )
+    marked = iter(_OnceDifferentiable.apply(error, len(present), *present, *sources))
     return tuple(None if x is None else next(marked) for x in grads)
 
 
@@ -106,13 +104,12 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Results:
         n, saved = len(ctx.names), ctx.saved_tensors
         tensors, results, more = saved[:n], saved[n : n + ctx.n_results], saved[n + ctx.n_results :]
-        wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[-n:], strict=True) if need}
+        needed = {name for name, need in zip(ctx.names, ctx.needs_input_grad[-n:], strict=True) if need}
         with torch.no_grad():
             call = detached(ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), learned=True)
-            found = ctx.gradients(call, results, more, grads, wanted)
+            gradients = ctx.gradients(call, results, more, grads, needed)
             back = tuple(
-                found[name].to(x.dtype) if name in wanted and name in found else None
+                gradients[name].to(x.dtype) if name in needed and name in gradients else None
                 for name, x in zip(ctx.names, tensors, strict=True)
             )
-        mark = once_differentiable if isinstance(ctx.kernel, InputError) else kernel_once_differentiable
-        return *(None,) * 5, *mark(ctx.kernel, back, [x for x in (*tensors, *grads) if x is not None])
+        return *(None,) * 5, *once_differentiable(ctx.kernel, back, [x for x in (*tensors, *grads) if x is not None])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import ModuleType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from qkv.engine.call import Call, Result, at_least_float32
 from qkv.engine.sharded import Shared
 from qkv.engine.sizes import recorded, shape_only, sizes
 from qkv.errors import InputError
-from qkv.kernels import eager, linear, loops, ring, tiled
+from qkv.kernels import eager, linear, reference, ring, tiled
 from qkv.kernels.flex import kernel as flex
 from qkv.kernels.fused import kernel as fused
 from qkv.native import kernel as native
@@ -38,7 +38,7 @@ KERNELS: dict[str, ModuleType] = {
     "flex": flex,
     "tiled": tiled,
     "eager": eager,
-    "reference": loops,
+    "reference": reference,
 }
 """All kernels by the name that `attend` takes. Add your own kernel here."""
 
@@ -68,22 +68,8 @@ def _few_scores(call: Call) -> bool:
 
 F = TypeVar("F", bound=Callable[..., object])
 Watcher = Callable[[Call | Shared, Result], None]
-Server = Callable[[Call | Shared, Callable[[], Result], bool], Result]
+Server = Callable[[Any, Callable[[Any], Result], bool], Result]
 _SERVERS: ContextVar[tuple[list[Server | None], ...]] = ContextVar("qkv servers", default=())
-Editor = Callable[[Call, bool], Call | Result]
-_EDITORS: ContextVar[tuple[list[Editor | None], ...]] = ContextVar("qkv editors", default=())
-T = TypeVar("T")
-
-
-@contextmanager
-def _on_top(stack: ContextVar[tuple[list[T], ...]], thing: T) -> Iterator[None]:
-    """Context in which `thing` is the last of a stack. Contexts may end in any order: each takes its own away."""
-    entry = [thing]
-    stack.set((*stack.get(), entry))
-    try:
-        yield
-    finally:
-        stack.set(tuple(x for x in stack.get() if x is not entry))
 
 
 def _server() -> Server | None:
@@ -91,25 +77,27 @@ def _server() -> Server | None:
     return servers[-1][0] if servers else None
 
 
-def _editor() -> Editor | None:
-    editors = _EDITORS.get()
-    return editors[-1][0] if editors else None
-
-
-def serving(server: Server | None) -> AbstractContextManager[None]:
+@contextmanager
+def serving(server: Server | None) -> Iterator[None]:
     """Context in which `server` returns the result of every call, on this thread; None for the kernel's own result.
 
-    It gets the call, a function that computes the result, and whether it may compute the result in another way: not if
-    a kernel was requested by name, or the weights.
+    It gets the call, a function that computes the result of this or another call, and whether it may compute the result
+    in another way: not if a kernel was requested by name, or more than the output. Calls are watched, profiled and
+    edited in this way only. Contexts may end in any order: each takes its own server away.
     """
-    return _on_top(_SERVERS, server)
+    entry = [server]
+    _SERVERS.set((*_SERVERS.get(), entry))
+    try:
+        yield
+    finally:
+        _SERVERS.set(tuple(x for x in _SERVERS.get() if x is not entry))
 
 
 def watching(watcher: Watcher | None) -> AbstractContextManager[None]:
     """Context in which `watcher` is called with every call and its result, on this thread; None for no watcher."""
 
-    def server(call: Call | Shared, compute: Callable[[], Result], fused: bool) -> Result:
-        result = compute()
+    def server(call: Any, compute: Callable[[Any], Result], fused: bool) -> Result:
+        result = compute(call)
         assert watcher is not None
         watcher(call, result)
         return result
@@ -117,23 +105,9 @@ def watching(watcher: Watcher | None) -> AbstractContextManager[None]:
     return serving(None if watcher is None else server)
 
 
-def editing(editor: Editor | None) -> AbstractContextManager[None]:
-    """Context in which `editor` may replace every call before it is served, on this thread; None for no editor.
-
-    The editor gets the call, and whether its weights are needed. It returns the call to serve instead, or a finished
-    `Result` when heads need different settings; such a call cannot be profiled.
-    """
-    return _on_top(_EDITORS, editor)
-
-
 def watched() -> bool:
-    """Whether a watcher or an editor is active. Inside compiled code, calls are neither watched nor edited."""
-    return not torch.compiler.is_compiling() and (_server() is not None or edited())
-
-
-def edited() -> bool:
-    """Whether an editor is active, which may change the result of every call."""
-    return _editor() is not None
+    """Whether calls are watched, profiled or edited. Inside compiled code they are not."""
+    return not torch.compiler.is_compiling() and _server() is not None
 
 
 def opaque(function: F) -> F:
@@ -155,17 +129,18 @@ def opaque(function: F) -> F:
     return cast(F, run)
 
 
-def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
-    """Compute `call` on the chosen kernel. All attention passes here, so this is where calls are watched and edited."""
-    editor, server = _editor(), _server()
-    if editor is not None:
-        with editing(None):  # calls made by the editor or the server are not edited
-            return _serve_edited(editor(call, weights), kernel, server, weights=weights)
+def serve(
+    call: Call, kernel: str = "auto", *, weights: bool = False, compute: Callable[[Call], Result] | None = None
+) -> Result:
+    """Compute `call` on the chosen kernel. All attention passes here, so this is where calls are watched and edited.
 
-    def compute() -> Result:
-        return attention(call, kernel, weights=weights)
-
-    return compute() if server is None else server(call, compute, kernel == "auto" and not weights)
+    `compute` computes the result of a call, if it is more than that of `attention`.
+    """
+    server = _server()
+    if server is None:
+        return attention(call, kernel, weights=weights) if compute is None else compute(call)
+    fused = kernel == "auto" and not weights and compute is None
+    return server(call, compute or functools.partial(attention, kernel=kernel, weights=weights), fused)
 
 
 def attention(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
@@ -213,33 +188,6 @@ def _recorded(call: Call, kernel: str) -> Result:
         ) from error
 
 
-def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, weights: bool) -> Result:
-    if isinstance(made, Call):
-        return serve(made, kernel, weights=weights)
-    if server is not None:
-        raise InputError(
-            "edits: the heads of a layer have different edits, but only whole layers can be profiled; "
-            "expected the same edit for all heads of a layer"
-        )
-    return made
-
-
-def serve_with_call(call: Call, kernel: str, *, weights: bool) -> tuple[Result, Call]:
-    """The result of `serve`, and the call that was computed, which edits may have changed."""
-    served: list[Call] = []
-    server = _server()
-
-    def recording(call: Call | Shared, compute: Callable[[], Result], fused: bool) -> Result:
-        assert isinstance(call, Call)
-        served.append(call)
-        with serving(server):
-            return compute() if server is None else server(call, compute, fused)
-
-    with serving(recording):
-        result = serve(call, kernel, weights=weights)
-    return result, served[-1]
-
-
 BLOCK_KERNELS = ("native", "flex", "tiled")  # kernels for the blocks of a sharded call, in order of preference
 BLOCK_KERNELS_WITH_GRADIENTS = ("native", "tiled")  # with gradients of a block from the row's out and lse
 
@@ -252,11 +200,9 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
         )
     if kernel != "auto":
         pick(shared.call, kernel)
-    if edited():
-        raise InputError("group: attention that several processes share cannot be edited; expected no edits")
-    compute = functools.partial(ring.run, shared, functools.partial(_block_kernel, kernel))
+    compute = functools.partial(ring.run, choose=functools.partial(_block_kernel, kernel))
     server = _server()
-    return compute() if server is None else server(shared, compute, False)
+    return compute(shared) if server is None else server(shared, compute, False)
 
 
 def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:

@@ -8,7 +8,7 @@ from torch import Tensor
 from qkv.biases.built_in import clipped
 from qkv.engine.call import Call, Result
 from qkv.engine.needs import NEEDS, Need
-from qkv.engine.tiles import ScoreTiles, gumbel, kept, uniform, zero_masked_keys
+from qkv.engine.tiles import ScoreTiles, cached_for_mask, gumbel, uniform, zero_masked_keys
 from qkv.engine.transforms import mapped, transformed
 from qkv.masks import Grid, Mask, Region
 from qkv.normalizers import Pointwise, SumToOne
@@ -49,8 +49,8 @@ def forward(call: Call) -> Result:
         scores = scores.masked_fill(~visible, -torch.inf)
     weights, lse = _weights(call, scores)
     if call.dropout_p:
-        kept = uniform(call.seed, whole, call.grid) >= call.dropout_p
-        weights = weights * kept / (1 - call.dropout_p)
+        stays = uniform(call.seed, whole, call.grid) >= call.dropout_p
+        weights = weights * stays / (1 - call.dropout_p)
     out = tiles.weigh(weights, v.to(tiles.dtype).flatten(0, 1))
     if call.values is not None:
         out = out + _relative(call, weights)
@@ -58,7 +58,7 @@ def forward(call: Call) -> Result:
 
 
 def _visible(mask: Mask, whole: Region, grid: Grid) -> Tensor:
-    return kept(mask, grid, "visible", lambda: mask.visible(whole, grid), Tensor.numel)
+    return cached_for_mask(mask, grid, "visible", lambda: mask.visible(whole, grid), Tensor.numel)
 
 
 def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:

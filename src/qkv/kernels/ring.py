@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qkv.engine.call import Call, Result, at_least_float32, detached
-from qkv.engine.sharded import Shared, naming_lost, slice_bias
+from qkv.engine.sharded import Shared, naming_lost
 from qkv.engine.transforms import Results, differentiable
 from qkv.partial import Partial, merge, sink_gradient
 
@@ -110,10 +110,10 @@ def _forward(shared: Shared, call: Call, choose: Choose) -> tuple[Tensor, Tensor
     lse = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=wide)
     for source, (k, v) in blocks(shared, call.k, call.v):
         for piece in shared.pieces(source):
-            part = piece.local_call(call, k, v)
-            found = choose(part, set()).forward(part)
+            part = shared.part(call, k, v, piece)
+            result = choose(part, set()).forward(part)
             at = (slice(None), slice(None), piece.rows)
-            whole = merge(Partial(out[at], lse[at]), Partial(found.out, found.lse))
+            whole = merge(Partial(out[at], lse[at]), Partial(result.out, result.lse))
             out[at], lse[at] = whole.out, whole.lse
     whole = Partial(out, lse) if call.sink is None else Partial(out, lse).with_sink(call.sink)
     return whole.out.to(call.v.dtype), whole.lse
@@ -132,7 +132,7 @@ def _backward(
     for source, (k, v) in blocks(shared, call.k, call.v):
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for piece in shared.pieces(source):
-            part, rows = piece.local_call(call, k, v), (slice(None), slice(None), piece.rows)
+            part, rows = shared.part(call, k, v, piece), (slice(None), slice(None), piece.rows)
             row = Partial(whole.out[rows], whole.lse[rows])
             slope = None if grad_lse is None else grad_lse[rows]
             grads = choose(part, of_blocks).gradients(part, row, grad[rows], slope, of_blocks)
@@ -141,7 +141,7 @@ def _backward(
                 names = {name: f"bias {i} {name}" for name in bias.tensors() if f"bias {i} {name}" in of_blocks}
                 if names:
                     sums = bias.with_tensors({name: totals[key] for name, key in names.items()})
-                    of_part = slice_bias(sums, piece.region).tensors()
+                    of_part = sums.part(piece.region).tensors()
                     places |= {key: of_part[name] for name, key in names.items()}
             for name in of_blocks:
                 places[name].add_(grads[name])

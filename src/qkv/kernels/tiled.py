@@ -26,8 +26,8 @@ def unsupported_reason(call: Call) -> str | None:
 def forward(call: Call) -> Result:
     """Attention in memory linear in the sequence, differentiable in every tensor of the call and through the lse."""
     if not call.needs_grad:
-        found = forward_tiles(detached(call))
-        return Result(found.out.to(call.v.dtype), found.lse)
+        state = forward_tiles(detached(call))
+        return Result(state.out.to(call.v.dtype), state.lse)
     return Result(*differentiable(call, _compute, _backward, "tiled"))
 
 
@@ -37,8 +37,8 @@ def row_state(call: Call) -> RowState:
 
 
 def _compute(call: Call) -> tuple[Results, Results]:
-    found = forward_tiles(call, training=True)
-    return (found.out.to(call.v.dtype), found.lse), (found.level, found.total, found.chosen, found.mean)
+    state = forward_tiles(call, training=True)
+    return (state.out.to(call.v.dtype), state.lse), (state.level, state.total, state.chosen, state.mean)
 
 
 def _backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -309,6 +310,17 @@ class Submask(OtherGrid):
         return self.mask.visible(replace(region, rows=rows, columns=columns), self.grid)
 
 
+def mask_of_part(mask: Mask, grid: Grid, part: Region) -> Mask | None:
+    """The mask of a rectangle of a matrix, in a matrix of the rectangle's size; None if all its pairs are visible."""
+    if bool((mask.classify(Tiles.of_spans([part.rows], [part.columns], grid), grid) == FULL).all()):
+        return None
+    n_queries, n_keys = part.rows.stop - part.rows.start, part.columns.stop - part.columns.start
+    # A matrix of this size has query 0 at position n_keys − n_queries.
+    down, right = part.rows.start + grid.offset - (n_keys - n_queries), part.columns.start
+    unchanged = mask.band is not None and down == right  # a band depends only on distances, which are the same
+    return mask if unchanged else Submask(mask, grid, down, right)
+
+
 @dataclass(frozen=True)
 class And(_Two):
     """Intersection: visible where both masks are visible.
@@ -407,6 +419,13 @@ class Blockwise(OtherGrid):
         return q // self.size, k // self.size
 
 
+def _written(mask: Mask) -> str:
+    """A mask as an expression, such as Causal() & Window(size=4)."""
+    if isinstance(mask, And | Or):
+        return f"{_written(mask.left)} {'&' if isinstance(mask, And) else '|'} {_written(mask.right)}"
+    return f"~{_written(mask.mask)}" if isinstance(mask, Not) else repr(mask)
+
+
 PAIRS = 512  # up to this many tokens, one cell per pair
 SHADES = {EMPTY: "#ffffff", PARTIAL: "#f0b64d", FULL: "#2f6f9f"}  # distinguishable with any colour vision
 INK = "#1f4e79"
@@ -416,6 +435,8 @@ def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, til
     """Draw `mask`; see `Mask.plot`."""
     import matplotlib.pyplot as plt
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     at_least_one("plot", n_queries=n_queries, n_keys=n_keys, tile=1 if tile is None else tile)
     grid = Grid.of(n_queries, n_keys)
@@ -430,7 +451,16 @@ def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, til
     share = shares(mask, grid)
     fade = LinearSegmentedColormap.from_list("visible", [(1, 1, 1, 0), INK])
     ax.imshow(share, cmap=fade, vmin=0, vmax=1, extent=extent, interpolation="nearest")
-    ax.set(xlabel="key", ylabel="query", title=f"{type(mask).__name__}: {1 - share.mean():.0%} masked")
+    title = textwrap.shorten(_written(mask), 48, placeholder=" …")
+    ax.set(xlabel="key", ylabel="query")
+    ax.set_title(f"{title}\n{1 - share.mean():.0%} of pairs masked", fontsize=9)
+    parts = {"may attend": INK, "masked": "white"}
+    if tile is not None:
+        parts |= {"mixed tile": SHADES[PARTIAL], "visible tile": SHADES[FULL]}
+    patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in parts.items()]
+    ax.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False, fontsize=7.5)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     ax.set_aspect("equal" if 0.5 <= n_queries / n_keys <= 2 else "auto")
     ax.tick_params(length=0)
     return ax

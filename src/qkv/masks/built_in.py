@@ -212,8 +212,8 @@ class Global(Mask):
         before = torch.nn.functional.pad(_chosen(self.indices, grid.n_keys).cumsum(0), (1, 0))
 
         def any_and_all(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-            found = before[(last + 1).clamp(0, grid.n_keys)] - before[first.clamp(0, grid.n_keys)]
-            return found > 0, found == last - first + 1
+            counts = before[(last + 1).clamp(0, grid.n_keys)] - before[first.clamp(0, grid.n_keys)]
+            return counts > 0, counts == last - first + 1
 
         any_q, all_q = any_and_all(tiles.q_first, tiles.q_last)
         any_k, all_k = any_and_all(tiles.k_first, tiles.k_last)
@@ -273,13 +273,13 @@ class RandomKeys(Mask):
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         drawn = _draw(self.size, self.seed, self.besides, grid.n_keys)
-        found = torch.zeros(len(tiles.q_first), len(tiles.k_first), dtype=torch.long)
+        counts = torch.zeros(len(tiles.q_first), len(tiles.k_first), dtype=torch.long)
         for row, (first, last) in enumerate(zip(tiles.q_first.tolist(), tiles.q_last.tolist(), strict=True)):
             keys = drawn[first : last + 1].flatten().sort().values
             # Tiles may share a column: under Blockwise, two tiles of tokens may overlap the same block.
-            found[row] = torch.searchsorted(keys, tiles.k_last, right=True) - torch.searchsorted(keys, tiles.k_first)
+            counts[row] = torch.searchsorted(keys, tiles.k_last, right=True) - torch.searchsorted(keys, tiles.k_first)
         area = (tiles.q_last - tiles.q_first + 1)[:, None] * (tiles.k_last - tiles.k_first + 1)
-        return tile_status(found == area, found == 0)
+        return tile_status(counts == area, counts == 0)
 
 
 DRAW_ROWS = 1024  # rows per chunk when some keys are excluded, which needs all candidates in memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,6 +96,12 @@ class Tiles:
     q_last: Int[Tensor, " rows"]
     k_first: Int[Tensor, " cols"]
     k_last: Int[Tensor, " cols"]
+
+    @staticmethod
+    def of_spans(rows: Sequence[slice], columns: Sequence[slice], grid: Grid) -> Tiles:
+        """Tiles of these queries and these keys."""
+        q, k = (torch.tensor([(x.start, x.stop - 1) for x in spans]).T.contiguous() for spans in (rows, columns))
+        return Tiles(q[0] + grid.offset, q[1] + grid.offset, k[0], k[1])
 
     @staticmethod
     def of(grid: Grid, rows: int, columns: int, start: int = 0, stop: int | None = None) -> Tiles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ NAMES = {
 
 
 def folder_of(name: str) -> Path | None:
-    """The folder of a model that comes with qkv or qkv-lab, for `qkv.models.load`; None for any other name.
+    """The folder of a model that comes with qkv or qkv-lab, or that of a run of `qkv train`; None for any other name.
 
     Raises:
         InputError: if the model is in qkv-lab, which is not installed.
@@ -41,7 +42,9 @@ def folder_of(name: str) -> Path | None:
     True
     """
     if name not in NAMES:
-        return None
+        inside = os.path.join(name, "model")  # takes names of any length
+        found = os.path.exists(os.path.join(inside, CONFIG)) and not os.path.exists(os.path.join(name, CONFIG))
+        return Path(inside) if found else None
     if name == "qkv-mini":
         return Path(str(files("qkv.models") / "trained" / name))
     if importlib.util.find_spec(LAB) is None:
@@ -103,8 +106,8 @@ def save(model: nn.Module, folder: str | Path) -> Path:
 
 def load(folder: str | Path) -> nn.Module:
     """Load a model that `save` wrote, or one that comes with qkv: see `qkv.models.load`."""
-    own = folder_of(str(folder))
-    folder = own or Path(folder)
+    own = str(folder) in NAMES
+    folder = folder_of(str(folder)) or Path(folder)
     described = read_config(folder)
     kind, entries = described.get("model"), described.get("config")
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):

@@ -113,6 +113,8 @@ class DecoderConfig:
                 raise InputError(
                     f"rotary_scaling is {self.rotary_scaling!r} with positions {self.positions!r}, expected 'rotary'"
                 )
+        if self.sink and self.key_bias:
+            raise InputError("sink and key_bias are both True, expected at most one of them")
         if self.output_bias and self.tied:
             raise InputError("output_bias is True with tied, expected tied=False: an embedding has no bias")
         if not self.norm_eps > 0:
@@ -471,8 +473,7 @@ def _block(config: DecoderConfig, attention: Attention, rotary: Rotary | None) -
         rotary=rotary,
         qk_norm=config.qk_norm,
         gate=config.gate,  # type: ignore[arg-type]  # it checks
-        sink=config.sink,
-        key_bias=config.key_bias,
+        sink="logit" if config.sink else "key" if config.key_bias else None,
         bias=config.bias if config.attention_bias is None else config.attention_bias,
     )
     return TransformerBlock(

@@ -19,13 +19,14 @@ from qkv._untrusted import SizeError, check_json_files, first_line, free_memory,
 from qkv.errors import InputError, nearest, one_of
 from qkv.models import checkpoint, gguf_files, pretrained, tensors
 from qkv.models.decoder import DecoderLM
-from qkv.models.tokenizers import TOKENIZER, ByteTokenizer, FileTokenizer
+from qkv.models.tokenizers import TOKENIZER, VOCABULARY, ByteTokenizer, FileTokenizer, WordNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LONGEST = 255  # characters of a model's name; a longer string must be a text
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SAMPLE = "sample.json"
 MOST_TENSORS = 20_000  # of a model on the hub, whose files are not there yet
 UNTRUSTING = {"trust_remote_code": False}  # without it, transformers asks on standard input whether to run remote code
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "tokenizer.model"]
@@ -38,6 +39,8 @@ class Loaded:
     name: str
     model: nn.Module
     tokenizer: Any
+    sample: dict[str, torch.Tensor] | None = None
+    """Inputs of a model that reads no text, from its training data (sample.json)."""
 
 
 @overload
@@ -155,6 +158,14 @@ def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
     file = folder / TOKENIZER
     if file.exists():
         return Loaded(name, model, FileTokenizer(file))
+    words, sample = folder / VOCABULARY, folder / SAMPLE
+    if sample.exists():
+        try:
+            names = WordNames(load_json(words)) if words.exists() else None
+            inputs = {key: torch.tensor(value) for key, value in load_json(sample).items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise InputError(f"model: {SAMPLE} or {VOCABULARY} in {folder} is damaged ({first_line(error)})") from error
+        return Loaded(name, model, names, inputs)
     size = getattr(model.config, "vocab_size", None) or getattr(model.config, "source_vocab", None)
     return Loaded(name, model, ByteTokenizer() if size == ByteTokenizer.vocab_size else None)
 
@@ -329,11 +340,17 @@ BUILT_IN: dict[str, Callable[[torch.dtype, int | None], Loaded]] = {
 
 # --- decoders that continue text --------------------------------------------------------------------------------------
 
+
+def is_translator(name: str) -> bool:
+    """True for a model of two vocabularies, one for the text that it reads and one for the text that it writes."""
+    folder = checkpoint.folder_of(name) or Path(name)
+    return os.path.exists(folder / VOCABULARY) and checkpoint.read_config(folder).get("model") != "Captioner"
+
+
 WITHOUT_TEXT = {
     "minilm": "an encoder, which cannot generate text",
     "random-gpt2": "whose weights are random",
     "qkv-reversal": "a classifier, which cannot generate text",
-    "qkv-translation": "which translates: see qkv.models and docs/trained.md",
     "qkv-caption": "which describes pictures: see qkv.models and docs/trained.md",
 }  # built-in models of other commands
 CONTEXT_TOKENS = 16  # tokens of the prompt that are decoded with the new ones, which is enough context

@@ -38,6 +38,26 @@ class ByteTokenizer:
 
 
 TOKENIZER = "tokenizer.json"
+VOCABULARY = "vocabulary.json"
+
+
+class WordNames:
+    """The words of token ids, by input (vocabulary.json): names for figures, for models that read no text.
+
+    >>> names = WordNames({"source": ["<pad>", "cat"], "target": ["<pad>", "chat"]})
+    >>> names.decode([1]), names.target.decode([1])
+    ('cat', 'chat')
+    """
+
+    def __init__(self, words: dict[str, Any]) -> None:
+        self.words, *others = (names for names in words.values() if isinstance(names, list))
+        self.target = WordNames({"target": others[0]}) if others else self
+
+    def decode(self, ids: Sequence[int] | Tensor, **kwargs: Any) -> str:
+        return " ".join(self.convert_ids_to_tokens(torch.as_tensor(ids).tolist()))
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return [self.words[i] if i < len(self.words) else str(i) for i in ids]
 
 
 class FileTokenizer:

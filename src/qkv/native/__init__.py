@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.engine.call import Call
-from qkv.engine.tiles import kept
+from qkv.engine.tiles import cached_for_mask
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native.binding import Prepared, attend, empty, prepared, visibility
@@ -38,11 +38,11 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask]) -> str | None:
 
 def _ranges(call: Call, mass: Mapping[str, Mask]) -> dict[str, Tensor | None]:
     """`ranges_of` each mask, found once for a call."""
-    known = vars(call).setdefault("native ranges", {})
+    cache = vars(call).setdefault("native ranges", {})
     for mask in mass.values():
-        if id(mask) not in known:
-            known[id(mask)] = mask, ranges_of(mask, call.grid)
-    return {name: known[id(mask)][1] for name, mask in mass.items()}
+        if id(mask) not in cache:
+            cache[id(mask)] = mask, ranges_of(mask, call.grid)
+    return {name: cache[id(mask)][1] for name, mask in mass.items()}
 
 
 def attend_and_measure(
@@ -53,28 +53,28 @@ def attend_and_measure(
     None if a score or an output is not finite.
     """
     b, h, n_queries, _ = call.q.shape
-    made, n_keys, prefix_keys, queries = prepared(call), call.k.shape[2], request.prefix_keys, request.queries
+    arguments, n_keys, prefix_keys, queries = prepared(call), call.k.shape[2], request.prefix_keys, request.queries
     spans = {name: x for name, x in _ranges(call, request.mass).items() if x is not None}
     if spans:
         batches = max(x.shape[2] for x in spans.values())
         ranges = torch.cat([x.expand(-1, -1, batches, -1) for x in spans.values()])
-        made.with_tensors(ranges=ranges, n_ranges=len(ranges), range_batch=0 if batches == 1 else n_queries)
+        arguments.with_tensors(ranges=ranges, n_ranges=len(ranges), range_batch=0 if batches == 1 else n_queries)
     if prefix_keys is not None:
         prefix = empty(2, b, h, prefix_keys)
-        made.with_tensors(prefix=prefix, n_prefix=prefix_keys)
+        arguments.with_tensors(prefix=prefix, n_prefix=prefix_keys)
     if request.bins is not None:
         bins = bin_size(n_queries, request.bins), bin_size(n_keys, request.bins)
         pooled = empty(2, b, h, -(-n_queries // bins[0]), -(-n_keys // bins[1]))
-        made.with_tensors(map=pooled, bin_q=bins[0], bin_k=bins[1])
+        arguments.with_tensors(map=pooled, bin_q=bins[0], bin_k=bins[1])
     if request.value_norms is not None:
         norms = request.value_norms.contiguous()
-        made.with_tensors(norms=norms, ns=norms.stride()[:2])
+        arguments.with_tensors(norms=norms, ns=norms.stride()[:2])
     if queries is not None:
-        made.with_tensors(counted=queries.contiguous())
-    found = measured(made, output=output, firsts=request.firsts)
-    if found is None:
+        arguments.with_tensors(counted=queries.contiguous())
+    measurement = measured(arguments, output=output, firsts=request.firsts)
+    if measurement is None:
         return None
-    out, statistics = found
+    out, statistics = measurement
     more, lse = dict[str, Any](), statistics.lse
     assert lse is not None
     if request.value_norms is not None:
@@ -126,7 +126,7 @@ def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:
     """The keys of each query inside a mask as ranges that do not overlap (ranges, 2, 1 or b, nq); else None."""
 
     def ranges() -> Tensor | None:
-        found: list[tuple[Tensor, Tensor]] = []
+        spans: list[tuple[Tensor, Tensor]] = []
         for part in mask.alternatives():
             keys = part.key_mask(grid)
             if part.band is not None:
@@ -145,7 +145,7 @@ def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:
             else:
                 return None
             pieces = [(start, end)]
-            for other_start, other_end in found:  # what the others have is theirs
+            for other_start, other_end in spans:  # what the others have is theirs
                 pieces = [
                     piece
                     for first, stop in pieces
@@ -154,9 +154,9 @@ def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:
                         (torch.maximum(first, torch.minimum(stop, other_end)), stop),
                     )
                 ]
-            found += pieces
-        batch = max(len(x) for pair in found for x in pair)
-        each = [torch.stack([x.expand(batch, -1) for x in pair]) for pair in found]
+            spans += pieces
+        batch = max(len(x) for pair in spans for x in pair)
+        each = [torch.stack([x.expand(batch, -1) for x in pair]) for pair in spans]
         return torch.stack(each).int().contiguous()
 
-    return kept(mask, grid, "native ranges", ranges)
+    return cached_for_mask(mask, grid, "native ranges", ranges)

@@ -22,7 +22,7 @@ from qkv.biases import Bias
 from qkv.biases.base import SingleTensorBias
 from qkv.engine.call import Call
 from qkv.engine.needs import Need, unmet
-from qkv.engine.tiles import kept
+from qkv.engine.tiles import cached_for_mask
 from qkv.masks import And, Grid, Mask
 from qkv.masks.convert import MaskBits, mask_bits, parts
 
@@ -76,21 +76,21 @@ def library() -> ctypes.CDLL | str:
     if not LIBRARY.exists():
         return MISSING
     try:
-        found = ctypes.CDLL(str(LIBRARY))  # torch, imported above, brings the OpenMP runtime that it uses
-        functions = (found.qkv_attend, Arguments), (found.qkv_decode, Arguments), (found.qkv_gradients, Gradients)
-        for function, arguments in functions:
+        compiled = ctypes.CDLL(str(LIBRARY))  # torch, imported above, brings the OpenMP runtime that it uses
+        for name, arguments in (("attend", Arguments), ("decode", Arguments), ("gradients", Gradients)):
+            function = getattr(compiled, f"qkv_{name}")
             function.argtypes, function.restype = [ctypes.POINTER(arguments)], ctypes.c_int
-        if found.qkv_level() == BFLOAT16_PRODUCTS:
-            found.qkv_attend_bfloat16.argtypes = [ctypes.POINTER(Arguments)]
+        if compiled.qkv_level() == BFLOAT16_PRODUCTS:
+            compiled.qkv_attend_bfloat16.argtypes = [ctypes.POINTER(Arguments)]
     except (OSError, AttributeError) as error:
         return f"the native library {LIBRARY.name} cannot be loaded: {error}"
-    return found
+    return compiled
 
 
 def description() -> str:
     """What computes attention with its statistics on CPU, in one sentence."""
-    found = library()
-    return described(reason=found) if isinstance(found, str) else described(found.qkv_level())
+    compiled = library()
+    return described(reason=compiled) if isinstance(compiled, str) else described(compiled.qkv_level())
 
 
 OFFERS: tuple[Need, ...] = ("biases", "gradients", "tensors in closures")
@@ -100,8 +100,8 @@ def unsupported_reason(call: Call) -> str | None:
     """Why the library cannot compute a call, or None if it can."""
     if call.q.device.type != "cpu":
         return f"tensors are on {call.q.device.type}; the native library is for CPU"
-    if isinstance(found := library(), str):
-        return found
+    if isinstance(missing := library(), str):
+        return missing
     if (why := unmet(call, OFFERS)) is not None:
         return why
     for bias in call.biases:
@@ -168,10 +168,10 @@ class Prepared:
 
     def with_biases(self, biases: Sequence[Bias], temperature: float = 1.0) -> None:
         """Add bound biases, before scores are divided by the temperature."""
-        known = vars(biases[0]).setdefault("native steps", {}) if len(biases) == 1 and biases[0].constant else {}
-        if temperature not in known:
-            known[temperature] = _steps(biases, temperature)
-        steps, held = known[temperature]
+        cache = vars(biases[0]).setdefault("native steps", {}) if len(biases) == 1 and biases[0].constant else {}
+        if temperature not in cache:
+            cache[temperature] = _steps(biases, temperature)
+        steps, held = cache[temperature]
         self.held.extend((steps, *held))
         self.arguments.biases, self.arguments.n_biases = ctypes.addressof(steps), len(biases)
 
@@ -222,10 +222,10 @@ def of_tensors(
     layout = _layout(band, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
     if layout is None:
         return None
-    made = Arguments.from_buffer_copy(layout)
-    made.q, made.k, made.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    made.scale, made.threads = scale, torch.get_num_threads()
-    return Prepared(made, [q, k, v])
+    arguments = Arguments.from_buffer_copy(layout)
+    arguments.q, arguments.k, arguments.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    arguments.scale, arguments.threads = scale, torch.get_num_threads()
+    return Prepared(arguments, [q, k, v])
 
 
 def in_reach(band: tuple[float, float], far: int) -> tuple[int, int]:
@@ -238,21 +238,21 @@ def prepared(call: Call, dtype: torch.dtype | None = None) -> Prepared:
     """The arguments of a call for which there is no `unsupported_reason`; `dtype` as of `of_tensors`."""
     seen = _visibility(call)
     assert seen is not None
-    made = of_tensors(call.q, call.k, call.v, call.factor / call.normalizer.temperature, seen.band, dtype)
-    assert made is not None
+    arguments = of_tensors(call.q, call.k, call.v, call.factor / call.normalizer.temperature, seen.band, dtype)
+    assert arguments is not None
     if seen.keep is not None:
-        made.with_tensors(keep=seen.keep)
+        arguments.with_tensors(keep=seen.keep)
     if call.sink is not None:
         sink = call.sink.detach().float().expand(call.q.shape[:3])
-        made.with_tensors(sinks=sink, ss=sink.stride())
+        arguments.with_tensors(sinks=sink, ss=sink.stride())
     if seen.cells is not None:
         status = seen.cells.status
         strides = tuple(0 if n == 1 else step for n, step in zip(status.shape[:2], status.stride(), strict=False))
-        made.heads = status.shape[1]
-        made.with_tensors(cells=status, bits=seen.cells.bits, cs=strides, widest=int((status != 0).sum(3).max()))
+        arguments.heads = status.shape[1]
+        arguments.with_tensors(cells=status, bits=seen.cells.bits, cs=strides, widest=int((status != 0).sum(3).max()))
     if call.biases:
-        made.with_biases(call.biases, call.normalizer.temperature)
-    return made
+        arguments.with_biases(call.biases, call.normalizer.temperature)
+    return arguments
 
 
 class _Step(ctypes.Structure):
@@ -285,19 +285,19 @@ def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor
 
 def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
     """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
-    made = prepared(call)
-    out, lse = made.output(), empty(*call.q.shape[:3])
-    made.with_tensors(lse=lse)
-    return (out.to(call.v.dtype), lse) if attend(made) else None
+    arguments = prepared(call)
+    out, lse = arguments.output(), empty(*call.q.shape[:3])
+    arguments.with_tensors(lse=lse)
+    return (out.to(call.v.dtype), lse) if attend(arguments) else None
 
 
 def attend(made: Prepared) -> bool:
     """Run the function for the dtype of the products and the number of rows that share a key head; as `run`."""
-    c, found = made.arguments, library()
-    assert not isinstance(found, str)
+    c, compiled = made.arguments, library()
+    assert not isinstance(compiled, str)
     if made.held[0].dtype == torch.bfloat16:
-        return run(found.qkv_attend_bfloat16, c)
-    return run(found.qkv_decode if c.nq * c.h <= FEW_ROWS * c.hkv else found.qkv_attend, c)
+        return run(compiled.qkv_attend_bfloat16, c)
+    return run(compiled.qkv_decode if c.nq * c.h <= FEW_ROWS * c.hkv else compiled.qkv_attend, c)
 
 
 def run(function: Any, arguments: Arguments | Gradients) -> bool:
@@ -322,11 +322,11 @@ class Visibility:
 
 def _visibility(call: Call) -> Visibility | None:
     """`visibility` of a call's mask, found once."""
-    known = vars(call)
-    if "native visibility" not in known:
-        known["native visibility"] = visibility(call.mask, call.grid)
-    found: Visibility | None = known["native visibility"]
-    return found
+    cache = vars(call)
+    if "native visibility" not in cache:
+        cache["native visibility"] = visibility(call.mask, call.grid)
+    parts: Visibility | None = cache["native visibility"]
+    return parts
 
 
 def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
@@ -335,7 +335,7 @@ def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
     cells = None
     if others:
         other = functools.reduce(And, others)
-        cells = kept(
+        cells = cached_for_mask(
             other, grid, "native bits", lambda: mask_bits(other, grid, LARGEST_MASK), lambda x: x.nbytes if x else 0
         )
         if cells is None:

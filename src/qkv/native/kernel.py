@@ -15,7 +15,7 @@ from qkv.biases import Bias, ByDistance
 from qkv.biases.base import SingleTensorBias
 from qkv.engine.call import Call, Result, as_mask, detached
 from qkv.engine.sizes import recorded
-from qkv.engine.transforms import Results, differentiable, kernel_once_differentiable, transforming
+from qkv.engine.transforms import Results, differentiable, once_differentiable, transforming
 from qkv.masks import Grid, Mask
 from qkv.native import binding, ranges_of
 from qkv.native.binding import CPU, BiasGradient, Gradients, Prepared, empty, library, of_tensors, prepared, run
@@ -41,10 +41,10 @@ def forward(call: Call) -> Result | None:
     if call.needs_grad and not binding.is_finite(call):  # also where it is masked: 0 · NaN in the backward
         return None
     with torch.no_grad():
-        found = binding.forward(call)
-    if found is None or not call.needs_grad:
-        return None if found is None else Result(*found)
-    return Result(*differentiable(call, lambda _: (found, ()), _backward, "native"))
+        results = binding.forward(call)
+    if results is None or not call.needs_grad:
+        return None if results is None else Result(*results)
+    return Result(*differentiable(call, lambda _: (results, ()), _backward, "native"))
 
 
 def directly(
@@ -73,10 +73,10 @@ def directly(
     if low > 0 or high < 0 or (mask is not None and n_queries > n_keys):
         return None
     scale = d**-0.5 if scale is None else scale
-    made = of_tensors(q, k, v, scale, (low, high))
+    arguments = of_tensors(q, k, v, scale, (low, high))
     grad = not no_grad and tracked(q, k, v)
-    if made is None or bias is None:  # NaN in a key that no query sees must not reach gradients
-        return None if grad and n_keys - n_queries > high else made
+    if arguments is None or bias is None:  # NaN in a key that no query sees must not reach gradients
+        return None if grad and n_keys - n_queries > high else arguments
     if not isinstance(bias, Bias) or bias.by_query or bias.value_table is not None or grad:
         return None
     grid = Grid(q.shape[0], q.shape[1], n_queries, n_keys, n_keys - n_queries, CPU)
@@ -84,8 +84,8 @@ def directly(
     bound = bias.bound(q, grid, scale)
     if type(bound) is not ByDistance or (tracked(bound.tensor) and not no_grad) or not binding.bias_is_finite(bound):
         return None
-    made.with_biases((bound,))
-    return made
+    arguments.with_biases((bound,))
+    return arguments
 
 
 def tracked(*tensors: Tensor) -> bool:
@@ -100,24 +100,24 @@ def plain(
 
     NaN and infinity in the inputs reach the output or the log-sum-exp of a row, and then the result is None as well.
     """
-    made = directly(q, k, v, mask, bias, scale)
-    if made is None:
+    arguments = directly(q, k, v, mask, bias, scale)
+    if arguments is None:
         return None
     if not tracked(q, k, v):
-        out = made.output()
-        if not binding.attend(made):
+        out = arguments.output()
+        if not binding.attend(arguments):
             return None
         return out if q.dtype == torch.float32 else out.to(q.dtype)
-    if made.held[0].dtype != q.dtype:
+    if arguments.held[0].dtype != q.dtype:
         wide = plain(q.float(), k.float(), v.float(), mask, bias, scale)
         return None if wide is None else wide.to(q.dtype)
-    out, lse = made.output(), empty(*q.shape[:3])
-    made.with_tensors(lse=lse)
-    if not binding.attend(made):
+    out, lse = arguments.output(), empty(*q.shape[:3])
+    arguments.with_tensors(lse=lse)
+    if not binding.attend(arguments):
         return None
-    given = made.arguments.scale, (made.arguments.low, made.arguments.high)
-    found: Tensor = _Plain.apply(q, k, v, out, lse, given)
-    return found
+    given = arguments.arguments.scale, (arguments.arguments.low, arguments.arguments.high)
+    output: Tensor = _Plain.apply(q, k, v, out, lse, given)
+    return output
 
 
 class _Plain(torch.autograd.Function):
@@ -136,18 +136,18 @@ class _Plain(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         with torch.no_grad():
             scale, band = ctx.given
-            made = of_tensors(q, k, v, scale, band, torch.float32)
-            assert made is not None
+            arguments = of_tensors(q, k, v, scale, band, torch.float32)
+            assert arguments is not None
             rows, out = grad.float(), out.float()
             rows = rows if rows.stride(3) == 1 else rows.contiguous()
             grads = tuple(empty(*x.shape) for x in (q, k, v))
             scores = Gradients(
-                call=made.with_tensors(out=out, lse=lse), grad_out=rows.data_ptr(), gs=rows.stride()[:3],
+                call=arguments.with_tensors(out=out, lse=lse), grad_out=rows.data_ptr(), gs=rows.stride()[:3],
                 **{f"d{name}": x.data_ptr() for name, x in zip("qkv", grads, strict=True)},
             )  # fmt: skip
             run(library().qkv_gradients, scores)  # type: ignore[union-attr]
         grads = tuple(x.to(q.dtype) for x in grads)
-        return *kernel_once_differentiable("native", grads, (q, k, v, grad)), None, None, None
+        return *once_differentiable("native", grads, (q, k, v, grad)), None, None, None
 
 
 def gradients_of(
@@ -171,34 +171,34 @@ def gradients_of(
         wanted: names of tensors of the call.
         **more: fields of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
     """
-    made = prepared(call, torch.float32)
+    prepared_call = prepared(call, torch.float32)
     tensors = {"lse": lse.float().contiguous(), "out": None if out is None else out.float().contiguous()}
     if grad is not None:
         grad = grad.float()
         grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    given = {name: x.float().contiguous() for name, x in more.items() if x is not None}
-    found = {name: empty(*x.shape) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))}
+    pointers = {name: x.float().contiguous() for name, x in more.items() if x is not None}
+    gradients = {name: empty(*x.shape) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))}
     if grad is None:
-        del found["v"]
+        del gradients["v"]
     if call.sink is not None:
-        found["sink"] = empty(*call.q.shape[:3])
+        gradients["sink"] = empty(*call.q.shape[:3])
     sums = {i: BiasSums(bias, call) for i, bias in enumerate(call.biases) if f"bias {i} tensor" in wanted}
     biases = (BiasGradient * len(call.biases))()
     for i, x in sums.items():
         biases[i] = x.argument
     scores = Gradients(
-        call=made.with_tensors(**tensors, **(arguments or {})),
+        call=prepared_call.with_tensors(**tensors, **(arguments or {})),
         grad_out=None if grad is None else grad.data_ptr(),
         gs=(0, 0, 0) if grad is None else grad.stride()[:3],
         biases=ctypes.addressof(biases) if sums else None,
         in_order=any(x.in_order for x in sums.values()),
-        **{name: x.data_ptr() for name, x in given.items()},
-        **{"dsinks" if name == "sink" else f"d{name}": x.data_ptr() for name, x in found.items()},
+        **{name: x.data_ptr() for name, x in pointers.items()},
+        **{"dsinks" if name == "sink" else f"d{name}": x.data_ptr() for name, x in gradients.items()},
     )
     run(library().qkv_gradients, scores)  # type: ignore[union-attr]
     if call.sink is not None:
-        found["sink"] = found["sink"].sum_to_size(call.sink.shape)
-    return found | {f"bias {i} tensor": x.gradient(call.normalizer.temperature) for i, x in sums.items()}
+        gradients["sink"] = gradients["sink"].sum_to_size(call.sink.shape)
+    return gradients | {f"bias {i} tensor": x.gradient(call.normalizer.temperature) for i, x in sums.items()}
 
 
 class BiasSums:
@@ -247,8 +247,9 @@ def _backward(call: Call, results: Results, more: Results, grads: Results, wante
 def statistics_gradients(
     call: Call, values: Mapping[str, Tensor], grads: Mapping[str, Tensor], *, lse: Tensor, mass: Tensor,
     masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, wanted: Collection[str],
+    out: Tensor | None, grad_out: Tensor | None,
 ) -> dict[str, Tensor] | None:  # fmt: skip
-    """Gradients of q, k, the sink and the biases in `wanted`, or None if the library cannot compute them.
+    """Gradients of q, k, v, the sink and the biases in `wanted`, or None if the library cannot compute them.
 
     Args:
         call: the attention call, without tensors that require gradients.
@@ -260,6 +261,8 @@ def statistics_gradients(
         firsts: the first key of the text of each batch item.
         queries: the queries that count.
         wanted: the names of the tensors whose gradients are needed.
+        out: the output, if `grad_out` is given.
+        grad_out: the gradient of the output.
     """
     if binding.unsupported_reason(call) is not None or not binding.is_finite(call):
         return None
@@ -269,14 +272,14 @@ def statistics_gradients(
     keys["sink"] = torch.tensor(firsts, device=binding.CPU)[:, None].expand(-1, call.grid.n_queries)
     for name, grad in grads.items():
         if name in keys:
-            found: Tensor | None = torch.stack((keys[name], keys[name] + 1))[None]
+            spans: Tensor | None = torch.stack((keys[name], keys[name] + 1))[None]
         elif name.startswith("mass "):
-            found = ranges_of(masks[name.removeprefix("mass ")], call.grid)
+            spans = ranges_of(masks[name.removeprefix("mass ")], call.grid)
         else:
             continue
-        if found is None:
+        if spans is None:
             return None
-        for i, part in enumerate(found):
+        for i, part in enumerate(spans):
             parts.append(part)
             grad_masses.append(grad)
             masses.append(values[name] if i == 0 else torch.zeros_like(values[name]))  # the sum of all ranges
@@ -295,7 +298,8 @@ def statistics_gradients(
         arguments["range_batch"] = 0 if batches == 1 else call.grid.n_queries
         more |= {"grad_masses": torch.stack(grad_masses), "masses": torch.stack(masses)}
     back = gradients_of(
-        call, lse, arguments=arguments, wanted=wanted, grad_lse=grad_lse, grad_received=grads.get("received"),
+        call, lse, out=out if grad_out is not None else None, grad=grad_out, arguments=arguments, wanted=wanted,
+        grad_lse=grad_lse, grad_received=grads.get("received"),
         mass=mass if rows and call.sink is not None else None, **more,
     )  # fmt: skip
     if at_sink is not None and call.sink is not None:

@@ -193,35 +193,35 @@ class TransformerBlock(nn.Module):
         (torch.Size([1, 4, 10, 10]), torch.Size([1, 4, 10, 7]))
         """
         if self.cross is None and (memory is not None or keys_values is not None):
-            given = "memory" if memory is not None else "keys_values"
-            raise InputError(f"{given} is passed, but this block has no cross-attention; expected None")
+            argument = "memory" if memory is not None else "keys_values"
+            raise InputError(f"{argument} is passed, but this block has no cross-attention; expected None")
         if self.cross is not None and memory is None and keys_values is None:
             raise InputError("memory is None, but this block has cross-attention; expected memory or keys_values")
 
-        found: list[Tensor] = []
-        asked: dict[str, Any] = {"return_weights": True} if return_weights else {}
-        own = {"mask": with_blocked(mask, blocked), "positions": positions, "cache": cache, **asked}
+        weights: list[Tensor] = []
+        requests: dict[str, Any] = {"return_weights": True} if return_weights else {}
+        own = {"mask": with_blocked(mask, blocked), "positions": positions, "cache": cache, **requests}
         if is_causal:
             own["is_causal"] = True
-        x = self._residual(x, self.attention_norm, self.attention, found, **own)
+        x = self._residual(x, self.attention_norm, self.attention, weights, **own)
         if self.cross is not None and self.cross_norm is not None:
-            other = {"context": memory, "keys_values": keys_values, "mask": memory_mask, **asked}
-            x = self._residual(x, self.cross_norm, self.cross, found, **other)
-        x = self._residual(x, self.feed_forward_norm, self.feed_forward, found)
-        return (x, *found) if return_weights else x
+            other = {"context": memory, "keys_values": keys_values, "mask": memory_mask, **requests}
+            x = self._residual(x, self.cross_norm, self.cross, weights, **other)
+        x = self._residual(x, self.feed_forward_norm, self.feed_forward, weights)
+        return (x, *weights) if return_weights else x
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`
 
     def _residual(self, x: Tensor, norm: nn.Module, layer: nn.Module, weights: list[Tensor], **options: Any) -> Tensor:
         """A layer with its norm and residual connection; the weights of an attention are appended to `weights`."""
-        found = layer(norm(x) if self.place == "pre" else x, **options)
+        output = layer(norm(x) if self.place == "pre" else x, **options)
         if "return_weights" in options:
-            found, of_layer = found
+            output, of_layer = output
             weights.append(of_layer)
         if self.place == "pre":
-            return x + self._dropped(found)
-        out: Tensor = norm(x + self._dropped(found))
+            return x + self._dropped(output)
+        out: Tensor = norm(x + self._dropped(output))
         return out
 
     def _dropped(self, x: Tensor) -> Tensor:

@@ -113,7 +113,6 @@ def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
         "rotary positions": ours.rotary is not None,
         "norms of queries and keys": ours.q_norm is not None,
         "a head dimension other than d_model / heads": {ours.head_dim, ours.v_head_dim} != {ours.d_model // ours.heads},
-        "dropout of its output": ours.output_dropout > 0,
         "biases of scores": attention.bias is not None,
         "another score than Dot()": attention.score not in (None, Dot()),
         "another normalizer than softmax, plain or off by one": not plain,

@@ -47,13 +47,12 @@ class MultiHeadAttention(nn.Module):
     deviation 0.02, gains of norms at 1.
 
     Args:
-        d_model: input and output dimension; torch's name, `embed_dim`, is accepted, too.
-        heads: query heads; `num_heads` and `n_heads` are accepted, too.
+        d_model: input and output dimension.
+        heads: query heads.
         kv_heads: key and value heads, a divisor of `heads`; `heads` (MHA) if None, 1 is multi-query (Shazeer 2019,
             arXiv:1911.02150), between is grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Query head i
             uses key head i // (heads // kv_heads).
-        head_dim: head dimension; d_model / heads if None.
-        v_head_dim: dimension of value heads; `head_dim` if None.
+        head_dim: head dimension, or a pair: that of queries and keys, and that of values; d_model / heads if None.
         d_context: dimension of the context of cross-attention; `d_model` if None.
         attention: the composition that every head computes: mask, bias, score, normalizer, dropout of weights.
         rotary: rotary positions of queries and keys; none if None.
@@ -61,14 +60,12 @@ class MultiHeadAttention(nn.Module):
             2020, arXiv:2010.04245; with RMSNorm as in Qwen 3).
         gate: multiply the outputs of the heads by σ(x W) before the output projection: ``"elementwise"``, or one gate
             for each ``"head"`` (Qiu et al. 2025, arXiv:2505.06708).
-        sink: a learned sink logit for each head, which takes weight and has no value (gpt-oss, arXiv:2508.10925).
-        key_bias: a learned key for each head, with value 0 (Gu et al. 2025, arXiv:2410.10781).
-        dropout: probability with which each weight is dropped in training, as in `torch.nn.MultiheadAttention`; the
-            same as `dropout_p` of the composition.
-        output_dropout: probability with which each number of the output is dropped in training.
+        sink: a learned sink for each head, which takes weight and has no value: ``"logit"`` (gpt-oss,
+            arXiv:2508.10925), or a ``"key"`` (Gu et al. 2025, arXiv:2410.10781).
         bias: whether projections have biases.
         fused: one matrix for queries, keys and values together (``in_proj``), or three (``q_proj``, ``k_proj``,
             ``v_proj``). Both compute the same function.
+        **other_names: `embed_dim`, `num_heads` and `n_heads`; and torch's `dropout`, the `dropout_p` of `attention`.
 
     Raises:
         InputError: for sizes that do not fit together, and for other libraries' names that mean something else.
@@ -85,22 +82,19 @@ class MultiHeadAttention(nn.Module):
         heads: int | None = None,
         *,
         kv_heads: int | None = None,
-        head_dim: int | None = None,
-        v_head_dim: int | None = None,
+        head_dim: int | tuple[int, int] | None = None,
         d_context: int | None = None,
         attention: Attention | None = None,
         rotary: Rotary | None = None,
         qk_norm: bool = False,
         gate: Literal["elementwise", "head"] | None = None,
-        sink: bool = False,
-        key_bias: bool = False,
-        dropout: float = 0.0,
-        output_dropout: float = 0.0,
+        sink: Literal["logit", "key"] | None = None,
         bias: bool = True,
         fused: bool = True,
-        **other_names: int,
+        **other_names: float,
     ) -> None:
         super().__init__()
+        dropout = other_names.pop("dropout", 0.0)
         d_model, heads = renamed("MultiHeadAttention", other_names, SIZES, {"d_model": d_model, "heads": heads})
         at_least_one(d_model=d_model, heads=heads)
         assert d_model is not None
@@ -108,19 +102,18 @@ class MultiHeadAttention(nn.Module):
         kv_heads = heads if kv_heads is None else kv_heads
         _check_heads(d_model, heads, kv_heads, head_dim)
         head_dim = d_model // heads if head_dim is None else head_dim
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        head_dim, v_head_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
         d_context = d_model if d_context is None else d_context
         at_least_one(head_dim=head_dim, v_head_dim=v_head_dim, d_context=d_context)
         if rotary is not None and rotary.dim > head_dim:
             raise InputError(f"rotary rotates {rotary.dim} dimensions, but heads have {head_dim}")
-        if not 0 <= output_dropout < 1:
-            raise InputError(f"output_dropout is {output_dropout}, expected a probability in [0, 1)")
         one_of("gate", gate, (None, "elementwise", "head"))
+        one_of("sink", sink, (None, "logit", "key"))
         if fused and d_context != d_model:
             raise InputError(f"fused is True with d_model {d_model} and d_context {d_context}, expected them equal")
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads
         self.head_dim, self.v_head_dim, self.d_context = head_dim, v_head_dim, d_context
-        self.rotary, self.fused, self.output_dropout = rotary, fused, output_dropout
+        self.rotary, self.fused = rotary, fused
         self.widths = heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim  # of queries, keys, values
         if fused:
             self.in_proj = nn.Linear(d_model, sum(self.widths), bias=bias)
@@ -133,7 +126,7 @@ class MultiHeadAttention(nn.Module):
         gates = {None: 0, "elementwise": heads * v_head_dim, "head": heads}[gate]
         self.gate = nn.Linear(d_model, gates, bias=bias) if gates else None
         attention = _with_dropout(attention or Attention(), dropout)
-        self.composition = Composition(_with_sink(attention, heads, head_dim, sink, key_bias))
+        self.composition = Composition(_with_sink(attention, heads, head_dim, sink))
         self.out_proj = nn.Linear(heads * v_head_dim, d_model, bias=bias)
         self.reset_parameters()
 
@@ -240,9 +233,9 @@ class MultiHeadAttention(nn.Module):
             mask = causal if own is None else causal & own
         more: list[Any] = []
         if cache is not None:
-            asked = {"return_weights": return_weights, "need_weights": need_weights}
-            asked["return_statistics"] = return_statistics
-            for name in (name for name, yes in asked.items() if yes):
+            requests = {"return_weights": return_weights, "need_weights": need_weights}
+            requests["return_statistics"] = return_statistics
+            for name in (name for name, yes in requests.items() if yes):
                 raise InputError(f"{name} is True with a cache, which returns the output alone; expected False")
             attention, extra_mask = self.composition.attention, as_mask(mask)
             out = cache.attend(attention, q, k, v, rotary=self.rotary, positions=positions, mask=extra_mask)
@@ -298,11 +291,11 @@ class MultiHeadAttention(nn.Module):
         if self.fused:
             rows = slice(sum(self.widths[:first]), sum(self.widths[:stop]))
             bias = None if self.in_proj.bias is None else self.in_proj.bias[rows]
-            found = F.linear(x, self.in_proj.weight[rows], bias).split(self.widths[first:stop], -1)
+            projected = F.linear(x, self.in_proj.weight[rows], bias).split(self.widths[first:stop], -1)
         else:
-            found = tuple(layer(x) for layer in (self.q_proj, self.k_proj, self.v_proj)[first:stop])
+            projected = tuple(layer(x) for layer in (self.q_proj, self.k_proj, self.v_proj)[first:stop])
         heads = (self.heads, self.kv_heads, self.kv_heads)[first:stop]
-        return tuple(self._heads(part, n) for part, n in zip(found, heads, strict=True))
+        return tuple(self._heads(part, n) for part, n in zip(projected, heads, strict=True))
 
     def _project(
         self,
@@ -331,13 +324,13 @@ class MultiHeadAttention(nn.Module):
         return self.rotary.span(x) if positions is None else self.rotary(x, positions)
 
     def _merged(self, out: Tensor, x: Tensor) -> Tensor:
-        """Apply gates, concatenate heads, project and drop: (b, h, n, dv) to (b, n, d_model)."""
+        """Apply gates, concatenate heads and project: (b, h, n, dv) to (b, n, d_model)."""
         out = out.transpose(1, 2)
         if self.gate is not None:
             gate = torch.sigmoid(self.gate(x))
             out = out * gate.unflatten(-1, (self.heads, -1))
-        out = self.out_proj(out.flatten(2))
-        return nn.functional.dropout(out, self.output_dropout) if self.training and self.output_dropout else out
+        merged: Tensor = self.out_proj(out.flatten(2))
+        return merged
 
     def extra_repr(self) -> str:
         rotary = "" if self.rotary is None else f", rotary={self.rotary}"
@@ -349,7 +342,7 @@ def _a_mask(source: Tensor) -> str:
     return "; pass a mask by name: mask=" if source.dtype == torch.bool or source.shape[-1] == source.shape[-2] else ""
 
 
-def _check_heads(d_model: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
+def _check_heads(d_model: int, heads: int, kv_heads: int, head_dim: object) -> None:
     at_least_one(kv_heads=kv_heads)
     if head_dim is None and d_model % heads:
         raise InputError(f"d_model is {d_model}, expected a multiple of heads = {heads} (or pass head_dim)")
@@ -368,18 +361,16 @@ def _with_dropout(attention: Attention, dropout: float) -> Attention:
     return replace(attention, dropout_p=dropout) if dropout else attention
 
 
-def _with_sink(attention: Attention, heads: int, head_dim: int, sink: bool, key_bias: bool) -> Attention:
+def _with_sink(attention: Attention, heads: int, head_dim: int, sink: Literal["logit", "key"] | None) -> Attention:
     """The composition with a learned sink logit or key in its softmax."""
-    if not (sink or key_bias):
+    if sink is None:
         return attention
     normalizer = attention.normalizer or Softmax()
     if not isinstance(normalizer, SumToOne) or normalizer.one_key:
         raise InputError(
-            f"sink and key_bias belong to normalizers that sum to one, but this is {type(normalizer).__name__}"
+            f"sink is {sink!r}, but it belongs to normalizers that sum to one, and this is {type(normalizer).__name__}"
         )
-    if sink and key_bias:
-        raise InputError("sink and key_bias are both True, expected at most one of them")
-    if sink:
+    if sink == "logit":
         return replace(attention, normalizer=normalizer.with_sink(sink=nn.Parameter(torch.zeros(heads))))
     key = nn.Parameter(torch.empty(heads, head_dim))
     nn.init.normal_(key, std=0.02)

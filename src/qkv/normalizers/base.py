@@ -51,9 +51,9 @@ class Normalizer(Definition):
 
     def with_temperature(self: N, temperature: float) -> N:
         """The same normalizer with another temperature."""
-        made = copy(self)
-        object.__setattr__(made, "temperature", temperature)
-        return made
+        changed = copy(self)
+        object.__setattr__(changed, "temperature", temperature)
+        return changed
 
     def check(self, heads: int) -> None:
         """Raise `InputError` if the normalizer is incomplete, or does not fit this number of query heads."""
@@ -253,10 +253,10 @@ class SumToOne(Normalizer):
         key: Float[Tensor, "heads d"] | None = None,
     ) -> S:
         """The same normalizer with this sink or learned key, or without one."""
-        made = copy(self)
-        object.__setattr__(made, "sink", sink)
-        object.__setattr__(made, "key", key)
-        return made
+        changed = copy(self)
+        object.__setattr__(changed, "sink", sink)
+        object.__setattr__(changed, "key", key)
+        return changed
 
     def sink_of(self, like: Float[Tensor, "b heads nq"]) -> Float[Tensor, "#b heads #nq"] | None:
         """The sink logits for queries shaped like `like`, with its dtype and device, or None."""
@@ -297,11 +297,11 @@ def unmasked(scores: Scores, masked: Tensor, level: Level | None) -> Scores:
 def _defined(normalizer: Normalizer, scores: Scores, level: Level | None) -> Scores:
     if isinstance(normalizer, SumToOne):
         assert level is not None
-        made = normalizer.weight(scores, level)
+        weights = normalizer.weight(scores, level)
     else:
         assert isinstance(normalizer, Pointwise)
-        made = normalizer.weight(scores)
-    return checked_shape(normalizer, made, scores)
+        weights = normalizer.weight(scores)
+    return checked_shape(normalizer, weights, scores)
 
 
 def checked_shape(thing: object, made: Tensor, scores: Tensor, method: str = "weight") -> Tensor:

@@ -38,8 +38,8 @@ class Exponential(SumToOne):
         return scores.sub_(level).mul_(LOG2_E).exp2_()  # base 2: MKL's exp is slow on some processors
 
     def level_of(self, scores: Tensor) -> Tensor:
-        found = log_sum_exp(scores)
-        return found.masked_fill(found == -torch.inf, 0)
+        lse = log_sum_exp(scores)
+        return lse.masked_fill(lse == -torch.inf, 0)
 
     def slope_from_weights(self, weights: Tensor) -> Tensor:
         return weights

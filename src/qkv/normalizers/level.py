@@ -58,16 +58,16 @@ def solve(normalizer: SumToOne, scores: Scores) -> tuple[PerRow, Scores]:
 
         found, slope, sure = root(estimate, start, fall, best == -torch.inf, 1e-2)
         start, fall = torch.where(sure, found, start), torch.where(sure, slope, fall)
-    kept: list[Tensor] = []
+    weights: list[Tensor] = []
 
     def total(level: Tensor) -> Tensor:
-        kept[:] = [rows.weights(level)]
-        return kept[0].sum(-1)
+        weights[:] = [rows.weights(level)]
+        return weights[0].sum(-1)
 
     level, _, sure = root(total, start, fall, empty, TOLERANCE * torch.finfo(scores.dtype).eps)
     if not bool(sure.all()):
-        raise_no_level(normalizer, top, level, kept[0].sum(-1), sure)
-    return level, kept[0]  # weights at the final level
+        raise_no_level(normalizer, top, level, weights[0].sum(-1), sure)
+    return level, weights[0]  # weights at the final level
 
 
 class _MaskedRows:
@@ -89,11 +89,11 @@ class _MaskedRows:
 
     def weights(self, level: PerRow) -> Scores:
         """Weights at the given levels."""
-        made = checked_shape(self.normalizer, self.normalizer.weight(self.scores, level[..., None]), self.scores)
+        weights = checked_shape(self.normalizer, self.normalizer.weight(self.scores, level[..., None]), self.scores)
         if self.masked is not None:
-            made = made.contiguous()
-            made[..., self.columns].masked_fill_(self.masked, 0)
-        return made
+            weights = weights.contiguous()
+            weights[..., self.columns].masked_fill_(self.masked, 0)
+        return weights
 
 
 def _sample(scores: Scores) -> Float[Tensor, "*n sample"]:
@@ -123,13 +123,13 @@ def root(
         # The level has a relative rounding error, which log Σ w inherits times its slope, about 1.
         near = (y.abs() <= tolerance * (1 + x.abs() / 4)) | y.isnan() | empty
         done = done | near | (gap <= 2 * eps * x.abs() + tiny)
-        known = (y_before - y) / (x - before)
-        fall = torch.where(known.isfinite() & (known > 0) & ~done, known, fall)
+        slope_between = (y_before - y) / (x - before)
+        fall = torch.where(slope_between.isfinite() & (slope_between > 0) & ~done, slope_between, fall)
         lost = ~done & ((x - start).abs() > FARTHEST * (1 + start.abs()))
         if bool((done | lost).all()):
             break
         bracketed = gap.isfinite()
-        move = y / (fall if number == 0 else known)  # secant step
+        move = y / (fall if number == 0 else slope_between)  # secant step
         # Without a bracket the steps may grow; where the secant step is invalid, they double. A step of 0 counts as one
         # rounding error, else the doubling would never leave the level.
         move = torch.where(move.isfinite() & (move * y > 0), move.abs().minimum(8 * width), 2 * width)
@@ -198,8 +198,8 @@ class _Level(torch.autograd.Function):
             total = weights_of(ctx.normalizer, s, at).sum(-1)
             (falls,) = torch.autograd.grad(total.sum(), at, create_graph=again, retain_graph=True)
             factor = torch.where(falls == 0, 0.0, -grad / torch.where(falls == 0, 1.0, falls))
-            found = torch.autograd.grad(total, (s, *learned), factor, create_graph=again, allow_unused=True)
-        return None, *found
+            gradients = torch.autograd.grad(total, (s, *learned), factor, create_graph=again, allow_unused=True)
+        return None, *gradients
 
 
 CACHED = 2**17  # scores per call of a user-defined function, so that its temporaries fit in cache
@@ -284,8 +284,8 @@ class TileWeights:
         if not isinstance(self.made, tuple):
             assert isinstance(self.normalizer, Pointwise | SumToOne)
             return grad.mul_(self.normalizer.slope_from_weights(self.made)), [None] * len(self.learned)
-        s, made = self.made
-        if not made.requires_grad:
+        s, weights = self.made
+        if not weights.requires_grad:
             return torch.zeros_like(s), [None] * len(self.learned)
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(made, (s, *self.learned), grad, allow_unused=True)
-        return torch.zeros_like(s) if found[0] is None else found[0], list(found[1:])
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(weights, (s, *self.learned), grad, allow_unused=True)
+        return torch.zeros_like(s) if gradients[0] is None else gradients[0], list(gradients[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from qkv._packages import user_frame
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.profiler.profiles import Profile
@@ -51,12 +53,12 @@ class Layers:
     def maps(self) -> Iterator[np.ndarray]:
         """The weights of each layer, (heads, queries, keys), float64."""
         for view, name in zip(self.views, self.names, strict=True):
-            yield checked_weights(array(view, name), name)
+            yield checked_weights(array(view, name), name, whole=self.bins == (1, 1))
 
     def head(self, head: int | None) -> np.ndarray:
         """The map of one head, by its id, of the only layer."""
         at = _index("head", head, self.head_ids[0])
-        return checked_weights(array(self.views[0][at], self.names[0]), self.names[0])
+        return checked_weights(array(self.views[0][at], self.names[0]), self.names[0], whole=self.bins == (1, 1))
 
 
 def _index(name: str, chosen: int | None, ids: Sequence[int]) -> int:
@@ -159,15 +161,20 @@ def _layer(x: Any, item: int | None, name: str) -> Tensor | np.ndarray:
     return found[None] if found.ndim == 2 else found
 
 
-def checked_weights(values: np.ndarray, name: str = "w") -> np.ndarray:
-    """The numbers, refused unless they are weights; NaN stands for masked pairs."""
+def checked_weights(values: np.ndarray, name: str = "w", *, whole: bool = True) -> np.ndarray:
+    """The numbers, refused if any is negative; NaN stands for masked pairs.
+
+    Rows that sum to more than 1, such as those of sigmoid attention, are divided by their sums if they are `whole`.
+    """
     low, high = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)  # NaN if all numbers are
-    if low < 0 or high > ROUNDING:
-        raise InputError(
-            f"{name} holds {low:.3g} to {high:.3g}, expected weights from 0 to 1: apply the softmax to "
-            "scores first, or draw them with qkv.plot.matrix"
-        )
-    return values
+    if low < 0 or high == np.inf:
+        raise InputError(f"{name} holds {low:.3g} to {high:.3g}, expected weights; qkv.plot.matrix draws scores")
+    sums = np.nansum(values, -1, keepdims=True)
+    if not whole or not (sums > ROUNDING).any():
+        return values
+    warnings.warn(f"rows of {name} sum to up to {sums.max():.3g}: each is divided by its sum", stacklevel=user_frame())
+    divided: np.ndarray = values / np.where(sums > 0, sums, 1)
+    return divided
 
 
 def _of_profile(profile: Profile, item: int | None) -> Layers:

@@ -18,6 +18,7 @@ from qkv.figures.layout import ACCENT, INK, MUTED, WARM, Drawing, heat, place, t
 from qkv.masks import Mask
 from qkv.plot.given import array, checked_weights, layers, masked, token_lists, visible_pairs
 from qkv.plot.single import CHARACTER, draw, label_inches, norm_of, pooled, scale
+from qkv.profiler.profiles import Profile
 
 MANY_WIDTH = 7.0  # inches of a figure of several panels
 SIDE = 2.5  # largest width of a panel in inches
@@ -30,6 +31,7 @@ def panels(
     tokens: Sequence[Any] | None = None,
     *,
     queries: Sequence[Any] | None = None,
+    mask: Any = None,
     columns: int | None = None,
     vmin: float | None = None,
     vmax: float | None = None,
@@ -44,6 +46,7 @@ def panels(
         matrices: the matrices by their titles, numbers or booleans, (nq, nk); NaN is grey.
         tokens: names of the keys of all of them; without `queries`, the last of them are the queries.
         queries: names of the queries.
+        mask: as in `weights`, the same for all matrices.
         columns: panels in a row; by default up to four.
         vmin: the number with the first colour; 0 by default, or −vmax if any number is negative.
         vmax: the number with the last colour; the largest one by default.
@@ -54,9 +57,6 @@ def panels(
 
     Returns:
         The figure; its `axes` are those of the panels, in order.
-
-    Raises:
-        InputError: for anything but matrices, or a wrong number of tokens.
 
     >>> import qkv
     >>> seen = {name: mask.dense(6, 6)[0, 0] for name, mask in
@@ -70,6 +70,7 @@ def panels(
     for name, m in given.items():
         if m.ndim != 2 or 0 in m.shape:
             raise InputError(f"matrices[{name!r}] has shape {m.shape}, expected a matrix (nq, nk)")
+    given = {name: masked(m, mask) for name, m in given.items()}
     truth = all(_is_boolean(m) for m in matrices.values())
     norm = norm_of(list(given.values()), vmin, 1.3 if truth and vmax is None else vmax, power)
     named = tokens is not None or queries is not None
@@ -110,9 +111,6 @@ def heads(
 
     Returns:
         The figure; its `axes` are those of the heads, in order, and last the colour bar.
-
-    Raises:
-        InputError: as `weights`.
 
     >>> import torch, qkv
     >>> figure = qkv.plot.heads(torch.randn(1, 4, 5, 5).softmax(-1))
@@ -217,9 +215,6 @@ def model(
     Returns:
         The figure; its first axes are the wall, the second ones the colour bar.
 
-    Raises:
-        InputError: as `weights`.
-
     >>> import torch, qkv
     >>> attentions = tuple(torch.randn(1, 3, 5, 5).softmax(-1) for _ in range(2))  # as output_attentions=True gives
     >>> len(qkv.plot.model(attentions).axes[0].images)
@@ -292,9 +287,6 @@ def arcs(
 
     Returns:
         The axes. Each arrow is a patch whose `get_gid()` is "query>key", by their positions.
-
-    Raises:
-        InputError: for a wrong shape or number of tokens, or more than 2,500 arrows.
 
     >>> import qkv
     >>> axes = qkv.plot.arcs(qkv.masks.Causal(), ["the", "cat", "sat"])
@@ -419,6 +411,8 @@ def _pairs(w: Any, tokens: Sequence[Any] | None, queries: Sequence[Any] | None) 
             raise InputError(f"tokens is None with the mask {type(w).__name__}, expected the tokens to draw")
         n_keys = len(tokens)
         return visible_pairs(w, n_keys if queries is None else len(queries), n_keys, "w").astype(float)
+    if isinstance(w, Profile):
+        raise InputError("w is a Profile, expected the weights of one head: profile.data['weights'][text, layer, head]")
     pairs = array(w)
     while pairs.ndim > 2 and len(pairs) == 1:
         pairs = pairs[0]

@@ -60,10 +60,6 @@ def weights(
     Returns:
         The axes. ``.figure.savefig("map.png")`` saves the picture.
 
-    Raises:
-        InputError: for a wrong shape, numbers that are not weights, a wrong number of tokens, or a choice that is
-            missing.
-
     >>> import torch, qkv
     >>> w = torch.randn(3, 3).softmax(-1)
     >>> qkv.plot.weights(w, ["the", "cat", "sat"]).get_ylabel()
@@ -87,6 +83,7 @@ def matrix(
     tokens: Sequence[Any] | None = None,
     *,
     queries: Sequence[Any] | None = None,
+    mask: Any = None,
     vmin: float | None = None,
     vmax: float | None = None,
     values: bool = False,
@@ -101,6 +98,7 @@ def matrix(
         m: the numbers, (rows, columns); NaN is grey.
         tokens: names of the columns; without `queries`, the last of them are the rows.
         queries: names of the rows.
+        mask: as in `weights`.
         vmin: the number with the first colour; 0 by default, or −vmax if any number is negative.
         vmax: the number with the last colour; the largest one by default.
         values: whether to print the numbers in the cells, if they are large enough.
@@ -112,9 +110,6 @@ def matrix(
     Returns:
         The axes.
 
-    Raises:
-        InputError: for anything but a matrix, or a wrong number of tokens.
-
     >>> import torch, qkv
     >>> scores = torch.tensor([[2.0, -1.0], [0.5, 1.0]])
     >>> qkv.plot.matrix(scores, labels=("row", "column")).images[0].norm.vmin
@@ -125,7 +120,8 @@ def matrix(
         raise InputError(f"m has shape {shown.shape}, expected a matrix (rows, columns)")
     rows, columns = token_lists(tokens, queries, *shown.shape)
     return drawn(
-        shown, rows, columns, vmin=vmin, vmax=vmax, values=values, labels=labels, what=what, title=title, ax=ax
+        masked(shown, mask), rows, columns, vmin=vmin, vmax=vmax, values=values, labels=labels, what=what, title=title,
+        ax=ax,
     )  # fmt: skip
 
 
@@ -308,9 +304,6 @@ def alignment(
 
     Returns:
         The figure.
-
-    Raises:
-        InputError: as `weights`.
 
     >>> import torch, qkv
     >>> w = torch.tensor([[0.9, 0.1], [0.2, 0.8]])

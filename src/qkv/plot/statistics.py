@@ -18,7 +18,7 @@ from qkv.plot.given import array, layers, token_lists
 from qkv.plot.single import label, label_inches, scale, written
 from qkv.profiler.data.frames import STATISTICS
 from qkv.profiler.profiles import Profile
-from qkv.statistics.given import measure_weights
+from qkv.statistics.from_weights import measure_weights
 from qkv.statistics.result import Statistics
 
 SHORTEST = 1.0  # inches of a colour bar
@@ -124,9 +124,6 @@ def entropy(w: Any, *, item: int | None = None, title: str = "", ax: Axes | None
     Returns:
         The axes.
 
-    Raises:
-        InputError: as `weights`.
-
     >>> import torch, qkv
     >>> round(float(qkv.plot.entropy(torch.full((2, 4, 4), 0.25)).images[0].get_array()[0, 1]), 4)
     1.3863
@@ -136,7 +133,7 @@ def entropy(w: Any, *, item: int | None = None, title: str = "", ax: Axes | None
 
 
 def sinks(w: Any, *, first: int = 0, item: int | None = None, title: str = "", ax: Axes | None = None) -> Axes:
-    """The weight that every head puts on the first key, the mean over its queries.
+    """The weight that every head puts on the first key: the mean over the queries after it, as in a profile.
 
     Args:
         w: as in `entropy`.
@@ -148,13 +145,10 @@ def sinks(w: Any, *, first: int = 0, item: int | None = None, title: str = "", a
     Returns:
         The axes.
 
-    Raises:
-        InputError: as `weights`.
-
     >>> import torch, qkv
     >>> w = torch.tensor([[[1.0, 0.0], [0.5, 0.5]]])
     >>> qkv.plot.sinks(w).images[0].get_array().tolist()
-    [[0.75]]
+    [[0.5]]
     """
     found = _by_head(w, "sink", item, lambda one: one.sink, first)
     return _draw(found, "weight on the first key", vmax=1.0, title=title, ax=ax)
@@ -168,7 +162,11 @@ def _by_head(w: Any, statistic: str, item: int | None, of: Any, first: int = 0) 
         heads = w.heads() if item is None else layers_of_text(w, item)
         return _table(heads, statistic)
     found = layers(w, item, stacked=True)
-    rows = [of(_measured(one, first)).mean(-1).tolist() for one in found.maps()]
+    rows = []
+    for one in found.maps():
+        by_query = of(_measured(one, first))
+        later = by_query[:, first + 1 :] if statistic == "sink" else by_query
+        rows.append((later if later.shape[1] else by_query).mean(-1).tolist())
     most = max(map(len, rows))
     return pd.DataFrame([row + [np.nan] * (most - len(row)) for row in rows])
 
@@ -211,10 +209,6 @@ def received(
 
     Returns:
         The axes.
-
-    Raises:
-        InputError: as `weights`; for layers with different numbers of keys; for the bins of a long text of a profile,
-            which `Profile.plot.received` draws.
 
     >>> import torch, qkv
     >>> w = torch.tensor([[1.0, 0.0], [0.5, 0.5]])

@@ -1,12 +1,11 @@
 """Profile models: observe their attention, compute exact statistics, and save, plot and report them."""
 
-from qkv.profiler.analyses.edits import Edit, edited, everywhere
 from qkv.profiler.analyses.eviction import Eviction, eviction
 from qkv.profiler.analyses.flow import flow_to, rollout
 from qkv.profiler.analyses.mixing import mixing
 from qkv.profiler.comparison import Comparison, compare
 from qkv.profiler.corpora import default_text
-from qkv.profiler.editing import Ablation, ablation, head_outputs
+from qkv.profiler.editing import Ablation, ablation, everywhere, head_outputs
 from qkv.profiler.explore.attention_map import AttentionMap, attention_map
 from qkv.profiler.explore.explorer import Explorer
 from qkv.profiler.profiles import Profile
@@ -18,7 +17,6 @@ __all__ = [
     "Ablation",
     "AttentionMap",
     "Comparison",
-    "Edit",
     "Eviction",
     "Explorer",
     "Profile",
@@ -27,7 +25,6 @@ __all__ = [
     "attention_map",
     "compare",
     "default_text",
-    "edited",
     "everywhere",
     "eviction",
     "flow_to",

@@ -19,6 +19,8 @@ from qkv.errors import InputError, nearest
 SENTENCES = {
     "fox": "The quick brown fox jumps over the lazy dog.",
     "car": "The red car was parked next to a blue truck.",
+    "cat": "The cat sat on the mat.",
+    "pronoun": "The animal didn't cross the street because it was too tired.",
 }
 """Short texts by name, which courses use."""
 PASSAGES = {"lighthouse": "default_text.txt", "logbook": "default_code.txt"}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,9 @@ from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import ACTIVE, BY_NAME, SELF, Edit, Edits, Head, HideFirst, Mean, Place, Zero
 from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
-from qkv.profiler.capture.caches import listening
 from qkv.profiler.capture.datasets import calls_of
-from qkv.profiler.capture.inputs import arguments_of, batches
-from qkv.profiler.capture.observe import OBSERVERS, methods, observe
+from qkv.profiler.capture.inputs import batches
+from qkv.profiler.capture.observe import OBSERVERS, following
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.texts import Texts
 
@@ -40,14 +38,15 @@ def edit(model: nn.Module, edits: Mapping[Key, Edit | str]) -> Iterator[None]:
     """Inside, single heads of a model compute something else.
 
     Heads that are not edited keep the model's own output, bit for bit, and no n × n tensor is formed. Gradients flow
-    through the edits. `qkv.profile` and `qkv.watch` inside record the edited model; `watch` refuses edits that change
-    weights. The model is restored on exit, also after an error.
+    through the edits. `qkv.profile` and `qkv.watch` inside record the edited model. The model is restored on exit, also
+    after an error.
 
     Args:
         model: as in `qkv.profile`; its attention must be that of qkv, transformers' interface or torch's SDPA.
         edits: by ``(layer, head)``, with the layers of self-attention counted from 0 in the order of the forward; by
             ``(module name, head)``; or by ``(group, layer, head)`` in models with several kinds of attention. An edit
-            is ``"zero"``, ``"mean"``, or one of `qkv.edits`.
+            is one of `qkv.edits`, or one of the names ``"zero"``, ``"mean"``, ``"softmax"`` (without a sink),
+            ``"off-by-one"`` (with a logit of 0 that belongs to no key) and ``"sigmoid"``.
 
     Raises:
         InputError: for what is not an edit, for a head or layer that does not exist (at the latest at the end), and for
@@ -69,14 +68,11 @@ def edit(model: nn.Module, edits: Mapping[Key, Edit | str]) -> Iterator[None]:
     stack = ACTIVE.setdefault(model, [])
     stack.append(active)
     try:
-        if OBSERVERS.get(model, 0):  # a profile or a watch around this context computes the attention
+        if OBSERVERS.get(model):  # a profile or a watch around this context computes the attention
             yield
         else:
-            observer = Observer(model, beside=True, collect=lambda observed: None, for_edits=True)
-            texts = Texts(records=False)
-            observer.on_begin = partial(_begins, texts, observer)
-            observer.on_end = partial(_ends, texts, observer)
-            with observe(observer), methods(model, observer), listening(texts.selected):
+            texts = Texts(keys=any(one.positional for one in active.by_place.values()))
+            with following(Observer(model, texts=texts)):
                 yield
     finally:
         stack.remove(active)
@@ -85,22 +81,20 @@ def edit(model: nn.Module, edits: Mapping[Key, Edit | str]) -> Iterator[None]:
         raise InputError(f"edits has {_shown(missing[0])}, at which {type(model).__name__} has no attention")
 
 
-def _begins(texts: Texts, observer: Observer, owner: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    if observer.run.forward is None:
-        run, batch = observer.run, arguments_of(owner, args, named)
-        run.forward = texts.begin(
-            owner, observer.names.get(id(owner), ""), batch, batch.get("past_key_values"), observer.model
-        )
-        run.key_masks, run.query_masks, run.sequences = run.forward.key_masks, run.forward.query_masks, run.forward.read
-        observer.restart(paused=False)
+def everywhere(model: nn.Module, change: Edit | str) -> dict[Key, Edit | str]:
+    """The same edit for all heads of self-attention of a model that reads token ids, for `qkv.edit`.
 
-
-def _ends(texts: Texts, observer: Observer, owner: Any, output: Any) -> None:
-    forward = observer.run.forward
-    if forward is not None and forward.owner is owner:
-        observer.run.forward = None
-        with suppress(InputError):  # then its text is lost, which only edits of positions need
-            texts.end(forward, output)
+    >>> import qkv
+    >>> mini, tokenizer = qkv.load("qkv-mini")
+    >>> with qkv.edit(mini, everywhere(mini, "off-by-one")):
+    ...     found = qkv.profile(mini, "import os", tokenizer=tokenizer, probe=False, progress=False)
+    >>> bool(found.data["weights"].sum("key").min() < 0.9)  # the rest went to no key
+    True
+    """
+    (batch,) = batches(model, torch.zeros(1, 2, dtype=torch.long), None, None)
+    calls = calls_of(model, batch)
+    return {(one.group, one.layer, head): change for one in calls if one.group in SELF
+            for head in range(one.call.q.shape[1])}  # fmt: skip
 
 
 def head_outputs(
@@ -143,11 +137,12 @@ def _checked(model: nn.Module, edits: Mapping[Key, Edit | str]) -> dict[Place, E
     modules = {name for name, _ in model.named_modules()} | {type(model).__name__}
     made: dict[Place, Edit] = {}
     for key, value in edits.items():
-        if isinstance(value, str) and value not in BY_NAME:
-            raise InputError(f"edits has {value!r} for {key}, expected 'zero', 'mean' or one of qkv.edits")
-        one = BY_NAME[value]() if isinstance(value, str) else value
+        one = BY_NAME.get(value) if isinstance(value, str) else value
         if not isinstance(one, Edit):
-            raise InputError(f"edits has {type(value).__name__} for {key}, expected 'zero', 'mean' or one of qkv.edits")
+            found = repr(value) if isinstance(value, str) else type(value).__name__
+            raise InputError(
+                f"edits has {found} for {key}, expected one of qkv.edits, or {', '.join(map(repr, BY_NAME))}"
+            )
         one.check()
         parts = key if isinstance(key, tuple) else ()
         if len(parts) not in (2, 3) or not all(isinstance(x, int) for x in parts[-1:]) or (

@@ -46,17 +46,13 @@ def profile(
     tokenizer: Any = None,
     target: str | None = None,
     layers: Collection[int] | None = None,
-    dtype: str = "float32",
     local_window: int = 8,
     map_tokens: int = 384,
     map_bins: int = 64,
     probe: bool = True,
     statistics: Sequence[Statistic] = (),
     partial: bool = False,
-    heads: Mapping[str, int] | None = None,
     progress: bool = True,
-    name: str = "",
-    command: str = "",
 ) -> Profile:
     """Measure exactly where every head of a model attends on a text, in memory linear in its length.
 
@@ -77,7 +73,6 @@ def profile(
         tokenizer: converts text to ids, and ids to the names of tokens; if `model` is a name, its tokenizer is loaded.
         target: the text that the decoder of an encoder-decoder reads; the input text if None.
         layers: which attention layers to keep, counted from 0 in each group; all if None.
-        dtype: dtype of the weights, if `model` is a name.
         local_window: `local` is the weight on keys at most this many tokens away.
         map_tokens: whole weight matrices are kept for texts up to this long.
         map_bins: every map is also kept as a small map, pooled to at most this many bins a side; 0 for no small maps.
@@ -89,11 +84,7 @@ def profile(
             does not need the class.
         partial: if some attention of the model cannot be observed, list its modules in ``attrs["unobserved"]`` instead
             of raising.
-        heads: the number of heads of attention modules that do not state it in an attribute such as ``num_heads``, by
-            the module's name in ``model.named_modules()``; only needed where an error says so.
         progress: show a progress bar while it runs, if standard error is a terminal.
-        name: name of the model, kept in the attributes; taken from the model if not given.
-        command: the command line, kept in the attributes.
 
     Returns:
         `Profile`, one data set for each kind of attention (`qkv.profiler.capture.inputs`). ``lse`` is NaN where the
@@ -120,10 +111,9 @@ def profile(
         if not isinstance(model, str):
             raise InputError("inputs is missing, expected a text, token ids or the arguments of the model's forward")
         inputs = default_text(model)
-    loaded = load_if_named(model, tokenizer, name, inputs=inputs, dtype=dtype)
+    loaded = load_if_named(model, tokenizer, inputs=inputs)
     model, tokenizer = loaded.model, loaded.tokenizer
     _check_settings(local_window, map_tokens, map_bins, layers)
-    stated = _checked_heads(model, heads or {})
     statistics = checked_custom(statistics, {*COLUMNS, *ROLES, *TRAITS})
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
@@ -141,7 +131,6 @@ def profile(
                 key_masks=source,
                 sequences=sequences,
                 partial=partial,
-                heads=stated,
             )
             known = len(observer.expected) * len(runs_on) or None  # unknown for models outside transformers' interface
             observer.on_call = lambda module, of=known: step(1, of=of)  # type: ignore[misc]
@@ -150,26 +139,20 @@ def profile(
                 model(**batch)
             runs.append((batch, _checked(observer, partial)))
             residuals.append(hidden)
-    recorded = [Recorded(o.records, o.sequences, statistics, o.group) for _, o in runs]
+    recorded = [Recorded(o.records, o.sequences, statistics, o.recorder.group) for _, o in runs]
     groups = datasets(recorded, tokenizer, local_window)
     probed = _probe(model, runs[0][1], tokenizer, groups, layers) if probe else "not requested"
-    attrs = {
-        "model": loaded.name,
-        "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "versions": versions(),
-        "native_library": description(),
-        "command": command,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.perf_counter() - started, 3),
+    ids = runs[0][1].sequences.source
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in runs[0][0].items() if isinstance(x, Tensor))
+    attrs = attributes(model, loaded.name, time.perf_counter() - started) | {
         "peak_memory_bytes": _peak_memory(),
-        "text_preview": _preview(*runs[0], tokenizer),
+        "text_preview": shapes if ids is None else preview(ids, tokenizer),
         "unobserved": unobserved(runs[0][1]),
         "sources": runs[0][1].sources,
         "checks": [checked.attrs() for checked in runs[0][1].checks],
         "probes": probed,
     }
-    is_shared = runs[0][1].group is not None  # then a process has the hidden states of its own shard only
+    is_shared = runs[0][1].recorder.group is not None  # then a process has the hidden states of its own shard only
     return Profile(groups, attrs, {} if is_shared else by_stack(residuals))
 
 
@@ -178,7 +161,7 @@ def _probe(
 ) -> str:
     """Add the scores of the synthetic texts to the groups; returns "run", or the reason why they were not run."""
     ids = observer.sequences.source
-    if observer.group is not None:
+    if observer.recorder.group is not None:
         return "not run: several processes share the sequence"
     if ids is None:
         return "not run: the model does not read token ids"
@@ -214,16 +197,6 @@ def _check_real(masks: Mapping[int, Tensor]) -> None:
             )
 
 
-def _checked_heads(model: nn.Module, heads: Mapping[str, int]) -> Mapping[str, int]:
-    modules = {name or type(model).__name__ for name, _ in model.named_modules()} if heads else ()
-    for name, number in heads.items():
-        if name not in modules:
-            raise InputError(f"heads names {name!r}, expected a module of the model, as in model.named_modules()")
-        if not isinstance(number, int) or number < 1:
-            raise InputError(f"heads[{name!r}] is {number!r}, expected a number of heads")
-    return heads
-
-
 def _checked(observer: Observer, partial: bool) -> Observer:
     missing, name = unobserved(observer), type(observer.model).__name__
     names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
@@ -250,6 +223,20 @@ def _checked(observer: Observer, partial: bool) -> Observer:
 _version = functools.cache(version)  # it reads a file
 
 
+def attributes(model: nn.Module, name: str, seconds: float) -> dict[str, Any]:
+    """The attributes of a profile that tell what was measured, with which versions, and when."""
+    return {
+        "model": name,
+        "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "versions": versions(),
+        "native_library": description(),
+        "command": "",
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 3),
+    }
+
+
 def versions() -> dict[str, str]:
     found = {"qkv": qkv.__version__, "torch": torch.__version__, "python": platform.python_version()}
     with suppress(PackageNotFoundError):
@@ -269,11 +256,8 @@ def _peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _preview(batch: Mapping[str, Tensor], observer: Observer, tokenizer: Any) -> str:
-    """The beginning of the first text, or the shapes of the inputs if they are not text."""
-    ids = observer.sequences.source
-    if ids is None:
-        return ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items() if isinstance(x, Tensor))
+def preview(ids: Tensor, tokenizer: Any) -> str:
+    """The beginning of the first text."""
     if not hasattr(tokenizer, "decode"):
         return f"{ids.shape[1]:,} token ids"
     return " ".join(str(tokenizer.decode(ids[0, :64], skip_special_tokens=True)).split())[:200]

@@ -120,9 +120,9 @@ def attention(
         raise InputError(f"the reference has no definition of {unknown}; expected objects of this package alone")
     if q.ndim < 4:
         q, k, v = (x[:, None] if q.ndim == 3 else x[None, None] for x in (q, k, v))
-        found = attention(q, k, v, mask=mask, bias=bias, score=score, normalizer=normalizer)
+        result = attention(q, k, v, mask=mask, bias=bias, score=score, normalizer=normalizer)
         at = (slice(None), 0) if ndim == 3 else (0, 0)
-        return Reference(found.out[at], None if found.lse is None else found.lse[at], found.weights[at])
+        return Reference(result.out[at], None if result.lse is None else result.lse[at], result.weights[at])
     batch, heads, n_queries, _ = q.shape
     _, key_heads, n_keys, dv = v.shape
     out = np.zeros((batch, heads, n_queries, dv))

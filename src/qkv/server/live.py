@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import base64
-import itertools
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkv import edits as of_heads
-from qkv.errors import InputError
+from qkv import edits
+from qkv.errors import InputError, one_of
 from qkv.models import DecoderLM, Sampler
 from qkv.models.generation import evaluating
 from qkv.models.loading import Loaded
 from qkv.normalizers import Sigmoid, Softmax
-from qkv.profiler.analyses import edits as own_edits
-from qkv.profiler.analyses.edits import AS_TRAINED, Edit, attention_layers, edited
-from qkv.profiler.capture.inputs import device_of, positions, token_text
+from qkv.profiler.capture.inputs import device_of, positions, token_text, vocabulary
 from qkv.profiler.editing import Key, edit
+from qkv.profiler.editing import everywhere as every_head
 from qkv.profiler.run import profile
 from qkv.server.schemas import MAX_CHARACTERS
 
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
 
 NAMES = {"softmax": "softmax", "off_by_one": "off-by-one", "sigmoid": "sigmoid"}
 """Normalizers of `DecoderConfig` that the page offers, with the names that the page uses."""
+AS_TRAINED = "as trained"
+COLDEST, HOTTEST = 1e-3, 1e3
+"""The lowest and highest temperature of an edit: beyond, scores overflow, or differ only by rounding."""
 
 
 class Answer(NamedTuple):
@@ -44,73 +46,66 @@ class Answer(NamedTuple):
     weights: list[Float[Tensor, "heads n n"]]
 
 
-class LiveModel(Protocol):
-    """A language model whose heads can get another normalizer or temperature."""
+class HeadEdit(NamedTuple):
+    """Another normalizer in one head, by a name that the page uses; its scores are divided by the temperature."""
 
-    own: str
-    """The name of the normalizer that the model was trained with."""
-    heads: list[int]
-    """The number of heads of each layer."""
-    most_tokens: int | None
-    """The largest number of tokens; None if there is no limit."""
+    layer: int
+    head: int
+    normalizer: str = AS_TRAINED
+    temperature: float = 1.0
 
-    def run(self, ids: Sequence[int], edits: list[Edit]) -> Answer:
-        """One forward over the tokens, with these edits."""
+
+@functools.cache  # heads with the same edit are computed together
+def _change(normalizer: str, temperature: float) -> edits.Edit:
+    match normalizer:
+        case "softmax":
+            return edits.WithNormalizer(Softmax(temperature))
+        case "off-by-one":
+            return edits.WithNormalizer(Softmax(temperature, sink=0.0))
+        case "sigmoid":
+            return edits.WithNormalizer(Sigmoid().with_temperature(temperature))
+    return edits.Temperature(temperature)
 
 
 def live_model(model: nn.Module) -> LiveModel | None:
     """The model for the Live page; None if it is no language model whose heads can be edited."""
     if isinstance(model, DecoderLM):
-        known = model.config.normalizer in NAMES and model.config.attention is None  # else its normalizer may be any
-        return _Own(model) if known else None
+        if model.config.normalizer not in NAMES or model.config.attention is not None:  # its normalizer may be any
+            return None
+        return LiveModel(model, NAMES[model.config.normalizer])
     head = getattr(model, "get_output_embeddings", None)
     if head is None or head() is None or getattr(model.config, "is_encoder_decoder", False):
         return None
     try:
-        return _HuggingFace(model)
+        return LiveModel(model, "softmax")
     except InputError:  # its attention cannot be read, or not be edited
         return None
 
 
-class _Own:
-    """A `DecoderLM`."""
+class LiveModel:
+    """A language model whose heads can get another normalizer or temperature, by `qkv.edit`.
 
-    def __init__(self, model: DecoderLM) -> None:
-        self.model = model
-        self.own = NAMES[model.config.normalizer]
-        self.heads = [layer.heads for layer in attention_layers(model)]
-        self.most_tokens: int | None = model.config.context
+    Args:
+        model: a `DecoderLM`, or a causal language model of Hugging Face.
+        own: the name of the normalizer that it was trained with.
+    """
 
-    def run(self, ids: Sequence[int], edits: list[Edit]) -> Answer:
-        weights: list[Tensor] = []
-        with (
-            evaluating(self.model),
-            edited(self.model, edits, on_weights=lambda layer, found: weights.append(found[0].float().cpu())),
-        ):
-            logits = self.model(torch.tensor([list(ids)], device=device_of(self.model)))[:, -1].cpu()
-        return Answer(logits, weights)
-
-
-class _HuggingFace:
-    """A causal language model of Hugging Face, edited by `qkv.edit`; a profile inside reads its weights."""
-
-    own = "softmax"
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model: Any = model
-        self.most_tokens = positions(model)
+    def __init__(self, model: Any, own: str) -> None:
+        self.model, self.own = model, own
+        self.most_tokens = getattr(model.config, "context", None) or positions(model)
         data = _profiled(model, [0, 0])
-        if "sink_mass" in data or not data.attrs["causal"]:
+        if not isinstance(model, DecoderLM) and ("sink_mass" in data or not data.attrs["causal"]):
             raise InputError("model has a learned sink or sees the future, expected a causal softmax")
-        self.heads = [data.sizes["head"]] * data.sizes["layer"]
-        self.run([0, 0], [Edit(0, 0, "off-by-one")])
+        self.heads: list[int] = [data.sizes["head"]] * data.sizes["layer"]
+        self.run([0, 0], [HeadEdit(0, 0, "off-by-one")])
 
-    def run(self, ids: Sequence[int], edits: list[Edit]) -> Answer:
-        changes: dict[Key, of_heads.Edit | str] = {(one.layer, one.head): _of_head(one) for one in edits}
-        with torch.no_grad(), evaluating(self.model), edit(self.model, changes) if changes else nullcontext():
-            logits = self.model(torch.tensor([list(ids)], device=device_of(self.model))).logits[:, -1].float().cpu()
-            data = _profiled(self.model, ids)
-        return Answer(logits, [torch.from_numpy(one.copy()) for one in data["weights"].values[0]])
+    def run(self, ids: Sequence[int], changes: list[HeadEdit]) -> Answer:
+        """One forward over the tokens, with these edits; a profile inside reads its weights."""
+        logits: list[Tensor] = []
+        made: dict[Key, edits.Edit | str] = {one[:2]: _change(*one[2:]) for one in changes}
+        with torch.no_grad(), evaluating(self.model), edit(self.model, made) if made else nullcontext():
+            data = _profiled(self.model, ids, lambda out: logits.append(getattr(out, "logits", out)[:, -1]))
+        return Answer(logits[0].float().cpu(), [torch.from_numpy(one.copy()) for one in data["weights"].values[0]])
 
 
 def everywhere(model: nn.Module, normalizer: str) -> Callable[[], AbstractContextManager[None]]:
@@ -119,37 +114,27 @@ def everywhere(model: nn.Module, normalizer: str) -> Callable[[], AbstractContex
     Raises:
         InputError: for a model whose heads cannot be edited.
     """
-    if getattr(model, "one_stack", False):
-        changes = own_edits.everywhere(model, normalizer)
-        return lambda: own_edits.edited(model, changes)
-    if not hasattr(model, "get_input_embeddings") or getattr(model.config, "is_encoder_decoder", False):
+    other = not hasattr(model, "get_input_embeddings") or getattr(model.config, "is_encoder_decoder", False)
+    if other and not getattr(model, "one_stack", False):
         raise InputError(
             f"model is {type(model).__name__}, whose heads cannot be edited here; expected a decoder or an encoder of "
             "qkv or Hugging Face"
         )
-    data = _profiled(model, [0, 0])
-    every = itertools.product(range(data.sizes["layer"]), range(data.sizes["head"]))
-    made: dict[Key, of_heads.Edit | str] = {at: _of_head(Edit(*at, normalizer)) for at in every}
-    return lambda: edit(model, made)
+    return functools.partial(edit, model, every_head(model, normalizer))
 
 
-def _profiled(model: nn.Module, ids: Sequence[int]) -> xr.Dataset:
+def _profiled(
+    model: nn.Module, ids: Sequence[int], on_output: Callable[[Any], None] = lambda output: None
+) -> xr.Dataset:
     tokens = torch.tensor([list(ids)], device=device_of(model))
-    found = profile(model, tokens, map_tokens=len(ids), map_bins=0, probe=False, progress=False)
+    handle = model.register_forward_hook(lambda module, inputs, output: on_output(output))
+    try:
+        found = profile(model, tokens, map_tokens=len(ids), map_bins=0, probe=False, progress=False)
+    finally:
+        handle.remove()
     if list(found.groups) != ["self"]:
         raise InputError(f"model has attention of the kinds {', '.join(found.groups)}, expected self-attention only")
     return found.data
-
-
-def _of_head(one: Edit) -> of_heads.Edit:
-    match one.normalizer:
-        case "off-by-one":
-            return of_heads.Normalizer(Softmax(one.temperature, sink=0.0))
-        case "sigmoid":
-            return of_heads.Normalizer(Sigmoid().with_temperature(one.temperature))
-        case "softmax" | "as trained":
-            return of_heads.Temperature(one.temperature)
-    raise InputError(f"normalizer is {one.normalizer!r}, expected one of {', '.join(NAMES.values())}")
 
 
 MAX_TOKENS = 512
@@ -217,9 +202,9 @@ class Live:
             base64 of float32.
         """
         ids = self._ids(request)
-        edits = self._edits(request)
+        changes = self._changes(request)
         before = self._run(ids, [])
-        after = self._run(ids, edits) if edits else before
+        after = self._run(ids, changes) if changes else before
         likeliest = _likeliest([before, after], request.k)
         return {
             "tokens": self._names(ids),
@@ -244,8 +229,8 @@ class Live:
             weights of the last of them in the requested head.
         """
         ids = self._ids(request)
-        edits = self._edits(request)
-        found = self._run(ids, edits)
+        changes = self._changes(request)
+        found = self._run(ids, changes)
         probabilities = Sampler(temperature=request.sampling_temperature).probabilities(
             found.logits, torch.tensor([ids])
         )
@@ -280,9 +265,11 @@ class Live:
         most = description["most_tokens"]
         if not 1 <= len(ids) <= most:
             raise InputError(f"text has {len(ids)} tokens, expected 1 to {most}")
+        if (size := vocabulary(self.loaded.model)) and not 0 <= min(ids) <= max(ids) < size:
+            raise InputError(f"tokens has ids in {min(ids)}..{max(ids)}, expected 0..{size - 1} for this model")
         return ids
 
-    def _edits(self, request: LiveRequest) -> list[Edit]:
+    def _changes(self, request: LiveRequest) -> list[HeadEdit]:
         """The edits that have an effect. This also checks the requested head."""
         assert self.model is not None
         own, heads = self.model.own, self.model.heads
@@ -290,16 +277,23 @@ class Live:
             raise InputError(f"layer is {request.layer}, expected 0 to {len(heads) - 1}")
         if not 0 <= request.head < heads[request.layer]:
             raise InputError(f"head is {request.head}, expected 0 to {heads[request.layer] - 1}")
-        return [  # an edit to the trained normalizer at temperature 1 has no effect
-            Edit(e.layer, e.head, AS_TRAINED if e.normalizer == own else e.normalizer, e.temperature)
-            for e in request.edits
-            if e.normalizer != own or e.temperature != 1
-        ]
+        changes: dict[tuple[int, int], HeadEdit] = {}
+        for e in request.edits:
+            if not (0 <= e.layer < len(heads) and 0 <= e.head < heads[e.layer]):
+                raise InputError(f"edit: layer is {e.layer} and head {e.head}, expected one of the {sum(heads)} heads")
+            if (e.layer, e.head) in changes:
+                raise InputError(f"edits has two edits of layer {e.layer}, head {e.head}, expected one for each head")
+            one_of("edit: normalizer", e.normalizer, NAMES.values())
+            if not COLDEST <= e.temperature <= HOTTEST:
+                raise InputError(f"edit: temperature is {e.temperature}, expected {COLDEST} to {HOTTEST:g}")
+            as_trained = AS_TRAINED if e.normalizer == own else e.normalizer
+            changes[e.layer, e.head] = HeadEdit(e.layer, e.head, as_trained, e.temperature)
+        return [one for one in changes.values() if one[2:] != (AS_TRAINED, 1)]  # others have no effect
 
-    def _run(self, ids: list[int], edits: list[Edit]) -> ForwardPass:
+    def _run(self, ids: list[int], changes: list[HeadEdit]) -> ForwardPass:
         assert self.model is not None
-        logits, weights = self.model.run(ids, edits)
-        used = {(e.layer, e.head): e.normalizer for e in edits if e.normalizer != AS_TRAINED}
+        logits, weights = self.model.run(ids, changes)
+        used = {(e.layer, e.head): e.normalizer for e in changes if e.normalizer != AS_TRAINED}
         own = self.model.own
         sigmoid = [[used.get((i, j), own) == "sigmoid" for j in range(len(x))] for i, x in enumerate(weights)]
         return ForwardPass(logits[0].double().softmax(-1), logits, weights, sigmoid)

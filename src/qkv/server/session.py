@@ -335,8 +335,9 @@ def _profile_model(
             hooks.callback(layer.register_forward_hook(step).remove)
         source.stage = "profiling"
         profile = source.profile = run.profile(
-            model, inputs, tokenizer=tokenizer, target=target, partial=True, progress=False, name=name
+            model, inputs, tokenizer=tokenizer, target=target, partial=True, progress=False
         )
+        profile.attrs["model"] = name
         if source.arguments is not None:
             profile.attrs["arguments"] = source.arguments
         source.stage = "preparing the maps"

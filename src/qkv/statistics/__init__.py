@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from qkv._lazy import lazy
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.built_in import (
+    FIELDS,
     At,
     Distance,
     EffectiveKeys,
@@ -19,6 +20,7 @@ from qkv.statistics.built_in import (
     Local,
     Mass,
     Next,
+    PrefixSinkScores,
     Previous,
     Received,
     Self,
@@ -31,15 +33,9 @@ from qkv.statistics.built_in import (
 from qkv.statistics.result import Statistics, Thumbnail
 
 if TYPE_CHECKING:
-    from qkv.statistics.given import measure_weights
+    from qkv.statistics.from_weights import measure_weights
 
-BUILT_IN: dict[str, Statistic] = {
-    s.name: s
-    for s in (
-        Entropy(), Sink(), Self(), Previous(), Next(), Distance(), Spread(), EffectiveKeys(), Visible(), Received(),
-        VisibleQueries(),
-    )
-}  # fmt: skip
+BUILT_IN: dict[str, Statistic] = {s.name: s for field, s in FIELDS.items() if field != "row_sum"}
 """The statistics that `measure` always returns, by name."""
 
 __all__ = [
@@ -51,6 +47,7 @@ __all__ = [
     "Local",
     "Mass",
     "Next",
+    "PrefixSinkScores",
     "Previous",
     "Received",
     "Self",
@@ -69,4 +66,4 @@ __dir__ = __all__.copy
 
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(__name__, {"qkv.statistics.given": ("measure_weights",)})
+    __getattr__ = lazy(__name__, {"qkv.statistics.from_weights": ("measure_weights",)})

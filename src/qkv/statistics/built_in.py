@@ -209,6 +209,35 @@ class Sink(Statistic):
         return tile.weights[..., max(0, column) : max(0, column + 1)].sum(-1)
 
 
+class PrefixSinkScores(Statistic):
+    """The weight on a key, averaged over those of the first `length` queries of the text that may attend to it.
+
+    `measure` returns those of the first `length` keys, as `Statistics.prefix_sink_scores`.
+
+    Args:
+        length: how many tokens of the text are its prefix.
+
+    >>> of_equal_keys(PrefixSinkScores(2))[:2]
+    [0.75, 0.5]
+    """
+
+    name, over, parts = "prefix_sink_scores", "key", 2
+    definition = "mean weight that the first queries of the text put on the key"
+
+    def __init__(self, length: int) -> None:
+        if length < 1:
+            raise InputError(f"length is {length}, expected at least 1 token of the prefix")
+        self.length = length
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        early = (tile.queries >= tile.first) & (tile.queries < tile.first + self.length)
+        weights, counts = ((x * early).sum(-2, dtype=torch.float64) for x in (tile.weights, tile.counted))
+        return torch.stack([weights, counts.expand_as(weights)])
+
+    def finish(self, total: Tensor, mass: Tensor) -> Tensor:
+        return total[0] / total[1].clamp(min=1)
+
+
 class Mass(Statistic):
     """The sum of a query's weights inside a mask.
 
@@ -288,3 +317,26 @@ class Streaming(Mass):
             "weight on what a streaming cache keeps: the first `streaming_first` and last `streaming_last` keys",
         )
         self.label = "Streaming"
+
+
+class RowSum(Statistic):
+    """The sum of a query's weights.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> qkv.measure(x, x, statistics=[RowSum()]).own["row_sum"][0, 0].tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+
+    name, definition = "row_sum", "sum of the query's weights"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return tile.weights.sum(-1, dtype=torch.float64)
+
+
+FIELDS: dict[str, Statistic] = {
+    "entropy": Entropy(), "sink": Sink(), "self_": Self(), "previous": Previous(), "next_": Next(),
+    "distance": Distance(), "spread": Spread(), "effective_keys": EffectiveKeys(), "visible": Visible(),
+    "received": Received(), "visible_queries": VisibleQueries(), "row_sum": RowSum(),
+}  # fmt: skip
+"""The statistics that `measure` always returns, by their field of `Statistics`."""

@@ -19,20 +19,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, summed, zeros
-from qkv.engine.call import Call, RowState, at_least_float32
-from qkv.engine.sweep import Group, Tile, Workspace, groups, reduce_tiles, tile_size
+from qkv.engine.call import Call, Result, RowState, at_least_float32
+from qkv.engine.tile_loop import Group, Tile, Workspace, groups, reduce_tiles, tile_size
 from qkv.engine.transforms import Results, differentiable, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
-from qkv.masks import Dense, Mask, Prefix
+from qkv.masks import Dense, Mask
+from qkv.native import binding
 from qkv.native.kernel import statistics_gradients
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_slopes
 from qkv.statistics.base import Statistic, WeightTile
-from qkv.statistics.built_in import Mass
+from qkv.statistics.built_in import FIELDS, Mass
 from qkv.statistics.products import weights_matmul
-from qkv.statistics.reduce import FIELDS
 from qkv.statistics.result import Statistics
 
 OfQueries = Float[Tensor, "b h nq"]
@@ -141,10 +141,16 @@ DIFFERENTIABLE = (
 """Fields of `Statistics` that carry gradients, in addition to every `mass`; the others are detached."""
 SINGLE_KEY = ("sink", "self_", "previous", "next_")
 """The statistics that are the weight on one key."""
-TOTAL = "mass on all keys\0"
 UNTRACKED = {"v", "values"}  # tensors of a call that no statistic depends on
 
-MeasureCall = Callable[..., tuple[RowState, Statistics]]
+MeasureCall = Callable[..., tuple[Result | None, RowState, Statistics]]
+
+
+def in_one_pass(call: Call) -> bool:
+    """Whether one backward pass computes the gradients of the output and of the statistics: the native library's."""
+    if binding.unsupported_reason(call) is not None or call.learned or call.untracked is not None:
+        return False
+    return binding.is_finite(call)
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -161,15 +167,17 @@ def with_gradients(
     call: Call,
     measure_call: MeasureCall,
     *,
-    mass: Mapping[str, Mask] | None,
-    first: int | Int[Tensor, " b"],
-    queries: Bool[Tensor, "b nq"] | None,
-) -> Statistics:
-    """The statistics of a call, differentiable with respect to its tensors.
+    output: bool = False,
+    mass: Mapping[str, Mask] | None = None,
+    first: int | Int[Tensor, " b"] = 0,
+    queries: Bool[Tensor, "b nq"] | None = None,
+) -> tuple[Result | None, Statistics]:
+    """The result of a call, if the `output` is wanted, and its statistics, differentiable in its tensors.
 
     Args:
         call: the attention call, made with gradients enabled.
-        measure_call: returns the normalizer state and the statistics of a call, without gradients.
+        measure_call: `measured`, which returns the result, the normalizer state and the statistics without gradients.
+        output: whether the output is wanted; only for calls that are differentiated `in_one_pass`, without `mass`.
         mass: as in `measure`.
         first: as in `measure`.
         queries: as in `measure`.
@@ -177,21 +185,23 @@ def with_gradients(
     if (reason := unsupported_reason(call)) is not None:
         raise InputError(f"measure: differentiable=True, but {reason}; expected differentiable=False")
     masks = dict(mass or {})
-    call = call.with_tensors({name: x.detach() for name, x in call.tensors().items() if name in UNTRACKED})
+    if not output:
+        call = call.with_tensors({name: x.detach() for name, x in call.tensors().items() if name in UNTRACKED})
     if not call.needs_grad:
         with torch.no_grad():
-            return measure_call(call, mass=masks, first=first, queries=queries)[1]
+            result, _, statistics = measure_call(call, output=output, mass=masks, first=first, queries=queries)
+            return result, statistics
     firsts = [first] * len(call.q) if isinstance(first, int) else first.tolist()
     names, measured = list[str](), list[Statistics]()
 
     def compute(call: Call) -> tuple[Results, Results]:
-        everything = {**masks, TOTAL: Prefix(call.k.shape[2])}
-        rows, statistics = measure_call(call, mass=everything, first=first, queries=queries)
+        result, rows, statistics = measure_call(call, output=output, mass=masks, first=first, queries=queries)
         values = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
         values |= {f"mass {name}": statistics.mass[name] for name in masks}
         values = {name: x.clone() for name, x in values.items() if x is not None}  # lse shares memory with rows.level
+        values |= {} if result is None else {"out": result.out}
         names[:], measured[:] = values, [statistics]
-        return (*values.values(),), (rows.level, rows.total, statistics.mass[TOTAL], statistics.visible_queries > 0)
+        return (*values.values(),), (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0)
 
     def backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
         level, total, mass, visible = more
@@ -202,13 +212,14 @@ def with_gradients(
         return _input_gradients(call, rows, mass, visible, values, of, masks, firsts, queries, wanted)
 
     error = InputError(
-        "differentiable=True gives first derivatives of statistics, not second derivatives; "
+        "statistics have first derivatives, not second derivatives; "
         "expected create_graph=False, or statistics computed from the weights of attend(…, return_weights=True)"
     )
-    outputs = differentiable(call, compute, backward, error)
-    fields = dict(zip(names, outputs, strict=True))
+    fields = dict(zip(names, differentiable(call, compute, backward, error), strict=True))
     masses = {name: fields.pop(f"mass {name}") for name in masks}
-    return replace(measured[0], mass=masses, **fields)
+    out = fields.pop("out", None)
+    statistics = replace(measured[0], mass=masses, **fields)
+    return None if out is None else Result(out, statistics.lse), statistics
 
 
 def _input_gradients(
@@ -233,14 +244,16 @@ def _input_gradients(
     empty = torch.zeros_like(mass, dtype=torch.bool) if rows.level is None else rows.level == -torch.inf
     if queries is not None:
         empty = empty | ~queries[:, None]
+    grad_out, out = grads.pop("out", None), values.pop("out", None)
     grads = {name: x.to(wide).masked_fill(~visible if name == "received" else empty, 0) for name, x in grads.items()}
     if rows.level is not None and needed.isdisjoint(call.learned):
-        found = statistics_gradients(
+        gradients = statistics_gradients(
             call, values, grads, lse=rows.level, mass=mass, masks=masks, firsts=firsts,
-            queries=queries, wanted=needed,
+            queries=queries, wanted=needed, out=out, grad_out=grad_out,
         )  # fmt: skip
-        if found is not None:
-            return found
+        if gradients is not None:
+            return gradients
+    assert grad_out is None, "the call was not one that is differentiated in one pass"
     if queries is not None:
         call = replace(call, mask=_and_queries(call.mask, queries))
     level, at_sink = finite(rows.level), grads.pop("sink_mass", None)

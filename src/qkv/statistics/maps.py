@@ -14,14 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.biases import Bias
 from qkv.engine.call import Call, RowState, detached
 from qkv.engine.sizes import sizes
-from qkv.engine.sweep import Block, Group, Reducer, Tile, Workspace, reduce_tiles
+from qkv.engine.tile_loop import Block, Group, Reducer, Tile, Workspace, reduce_tiles
 from qkv.engine.tiles import ScoreTiles, WeightTiles, block_status
 from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
-from qkv.masks.base import Submask
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +148,7 @@ class HeadMap:
     def _group(self, down: Sequence[_Piece], across: Sequence[_Piece]) -> Group:
         """The tiles of the picture."""
         rows, columns = ([piece.span for piece in pieces] for pieces in (down, across))
-        q, k = (torch.tensor([(x.start, x.stop - 1) for x in spans]).T.contiguous() for spans in (rows, columns))
-        tiles = Tiles(q[0] + self.grid.offset, q[1] + self.grid.offset, k[0], k[1])
-        every = block_status(self._tiles.call.mask, tiles, self.grid)
+        every = block_status(self._tiles.call.mask, Tiles.of_spans(rows, columns, self.grid), self.grid)
         statuses: list[list[int]] = self._tiles.region(slice(None), slice(None)).of(every)[0, 0].tolist()
         return Group(self._tiles, rows, columns, statuses)
 
@@ -236,7 +232,7 @@ def rectangle(
         if not 0 <= index < n:
             raise InputError(f"{name} is {index}, expected 0..{n - 1}")
     queries, keys = checked_slice("queries", queries, n_queries), checked_slice("keys", keys, call.k.shape[2])
-    part, part_rows = slice_call(detached(call), rows, queries, keys)
+    part, part_rows = replace(detached(call), values=None).part(queries, keys), rows.part(queries, keys)
     whole, group = Region(slice(0, part.q.shape[2]), slice(0, part.k.shape[2])), h // call.k.shape[1]
     weights = []
     for key_head in range(call.k.shape[1]) if head is None else [head // group]:
@@ -252,27 +248,6 @@ def rectangle(
     return torch.cat(weights)
 
 
-def slice_call(call: Call, rows: RowState, queries: slice, keys: slice) -> tuple[Call, RowState]:
-    """The call restricted to some queries and keys, with the normalizer state that its rows have over all keys.
-
-    A picture of the restricted call shows a rectangle of the whole matrix. No query or key is copied.
-    """
-
-    def along(x: Tensor | None) -> Tensor | None:
-        return x if x is None or x.shape[2] == 1 else x[:, :, queries]
-
-    q, k, v = call.q[:, :, queries], call.k[:, :, keys], call.v[:, :, keys]
-    small = replace(call, q=q, k=k, v=v, shift=along(call.shift), divisor=along(call.divisor))
-    if call.mask is not None:
-        down = queries.start + call.grid.offset - small.grid.offset
-        small = replace(small, mask=Submask(call.mask, call.grid, down, keys.start))
-    small = replace(
-        small, biases=tuple(_ShiftedBias(bias, queries.start, keys.start, call.grid.offset) for bias in call.biases)
-    )
-    chosen = None if rows.chosen is None else rows.chosen[:, :, queries] - keys.start
-    return small, RowState(along(rows.level), along(rows.total), chosen)
-
-
 def is_masked(call: Call, queries: slice, keys: slice, *, item: int = 0, head: int = 0) -> bool:
     """Whether a rectangle is known to be fully masked for a head, from its block status and not pair by pair.
 
@@ -282,39 +257,9 @@ def is_masked(call: Call, queries: slice, keys: slice, *, item: int = 0, head: i
     >>> is_masked(call, slice(0, 3), slice(3, 9)), is_masked(call, slice(0, 4), slice(3, 9))
     (True, False)
     """
-    grid = call.grid
-    ends = [torch.tensor([x]) for x in (queries.start, queries.stop - 1, keys.start, keys.stop - 1)]
-    tiles = Tiles(ends[0] + grid.offset, ends[1] + grid.offset, ends[2], ends[3])
+    status = block_status(call.mask, Tiles.of_spans([queries], [keys], call.grid), call.grid)
     whole = slice(None)
-    status = Region(whole, whole, slice(item, item + 1), slice(head, head + 1)).of(block_status(call.mask, tiles, grid))
-    return status.item() == EMPTY
-
-
-@dataclass(frozen=True, eq=False)
-class _ShiftedBias(Bias):
-    """A bound bias of a whole call, applied to a rectangle that starts at query `down` and key `right`."""
-
-    bias: Bias
-    down: int
-    right: int
-    offset: int
-    """Position of the first query of the whole call, counted from its first key."""
-
-    @property
-    def by_head(self) -> bool:  # type: ignore[override]
-        return self.bias.by_head
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.bias.tensors()
-
-    def with_tensors(self, tensors: dict[str, Tensor]) -> Bias:
-        return replace(self, bias=self.bias.with_tensors(tensors))
-
-    def apply(self, scores: Tensor, region: Region) -> Tensor:
-        rows, columns = (
-            slice(x.start + by, x.stop + by) for x, by in ((region.rows, self.down), (region.columns, self.right))
-        )
-        return self.bias.apply(scores, replace(region, rows=rows, columns=columns, offset=self.offset))
+    return Region(whole, whole, slice(item, item + 1), slice(head, head + 1)).of(status).item() == EMPTY
 
 
 def checked_slice(name: str, part: slice, length: int) -> slice:

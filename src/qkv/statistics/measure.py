@@ -26,7 +26,7 @@ from torch import Tensor
 from qkv import native
 from qkv.biases import Bias
 from qkv.compat import refuse_unknown
-from qkv.engine.call import Call, Result, RowState, at_least_float32, detached, dot_softmax
+from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax
 from qkv.engine.inputs import Form, autocast_dtype
 from qkv.engine.sharded import Shared, positions
 from qkv.errors import InputError
@@ -37,8 +37,9 @@ from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
+from qkv.statistics.built_in import FIELDS, PrefixSinkScores
 from qkv.statistics.gradients import with_gradients
-from qkv.statistics.reduce import FIELDS, Request, StatisticsReducer, Totals, add_tiles, own_statistics
+from qkv.statistics.reduce import Request, StatisticsReducer, Totals, add_tiles, own_statistics
 from qkv.statistics.result import Statistics, Thumbnail, share_of_first
 from qkv.statistics.triton import host as triton
 
@@ -46,7 +47,6 @@ from qkv.statistics.triton import host as triton
 def measure(
     q: Any,
     k: Any,
-    v: Any = None,
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
     bias: Bias | Sequence[Bias] | None = None,
@@ -55,7 +55,6 @@ def measure(
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
-    prefix_keys: int | None = None,
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
     differentiable: bool = False,
@@ -67,7 +66,6 @@ def measure(
         q: queries, (b, h, nq, dq), (b, nq, dq) or (nq, dq), tensors or arrays as in `attend`. The results lack the same
             dimensions as q.
         k: keys, (b, hkv, nk, dk); ``h`` must be a multiple of ``hkv`` (grouped heads are contiguous).
-        v: not needed: no statistic depends on values.
         mask: True where a query may attend.
         bias: as in `attend`.
         score: as in `attend`.
@@ -76,21 +74,18 @@ def measure(
             `mask` have weight 0. For single tokens use ``Dense(chosen[None, :])``.
         first: the first key of the text, for `sink`; one for each batch item if padding is on the left.
         queries: True where a query counts; the rest (padding) give zeros and add nothing to `received`.
-        prefix_keys: number of first keys of the text for which to compute `prefix_sink_scores`; None skips them.
         bins: largest number of bins on each side of the `thumbnail`; a bin holds the smallest sufficient power of two
             of keys or queries. None: no thumbnail.
-        statistics: further statistics, such as user-defined ones (see `qkv.statistics.Statistic`); returned as `own`.
+        statistics: further statistics, such as `PrefixSinkScores(64)` or your own (see `qkv.statistics.Statistic`);
+            returned as `own`.
         differentiable: whether `entropy`, `effective_keys`, `distance`, `sink`, `self_`, `previous`, `next_`,
             `sink_mass`, `lse`, `received` and every `mass` carry gradients to q, k and all learned tensors of the
             composition, in linear memory. The other fields are detached. First derivatives only; cannot be combined
-            with `prefix_keys`, `bins`, `statistics`, NumPy arrays or `Hard`.
+            with `bins`, `statistics`, NumPy arrays or `Hard`.
         **unknown: rejected, as in `attend`.
 
     Returns:
         `Statistics`, float32 (float64 for float64 inputs), on the device of the inputs.
-
-    Raises:
-        InputError: for arguments that do not fit together.
 
     >>> import torch, qkv
     >>> q = k = torch.zeros(1, 1, 4, 8)
@@ -110,31 +105,33 @@ def measure(
     if unknown:
         refuse_unknown(measure, unknown)
     if not (differentiable or mass or statistics or (type(first), first) != (int, 0)) and (
-        queries is None and prefix_keys is None and bins is None
+        queries is None and bins is None
     ):
-        found = directly(q, k, k if v is None else v, mask, bias, score, normalizer, output=False)
-        if found is not None:
-            return found[1]
+        measurement = directly(q, k, k, mask, bias, score, normalizer, output=False)
+        if measurement is not None:
+            return measurement[1]
     options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
-    detached_options: dict[str, Any] = {"prefix_keys": prefix_keys, "bins": bins, "statistics": statistics}
+    detached_options: dict[str, Any] = {"bins": bins, "statistics": statistics}
     if differentiable:
         for name, value in (detached_options | {"statistics": statistics or None}).items():
             if value is not None:
                 raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        form, (q, k, v) = Form.of(q, k, k if v is None else v)
+        form, (q, k) = Form.of(q, k)
         if differentiable and form.array:
             raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
         dtype = autocast_dtype(q)
         if dtype is not None:
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+            q, k = q.to(dtype), k.to(dtype)
         with torch.autocast(q.device.type, enabled=False) if dtype is not None else nullcontext():
             if differentiable and queries is not None and isinstance(q, Tensor) and q.ndim == 4:
                 _check_queries(queries, q)
                 q = q.masked_fill(~queries[:, None, :, None], 0)  # NaN in padding must not reach gradients
+            tables = [one.value_table for one in as_biases(bias) if one.value_table is not None]
+            v = k[..., :1].expand(*k.shape[:-1], tables[0].shape[-1]) if tables else k  # no statistic depends on values
             call = Call.of(q, k, v, mask, bias, score, normalizer)
             if differentiable:
-                return form.all_back(with_gradients(call, _measure_call, **options))
+                return form.all_back(with_gradients(call, measured, **options)[1])
             return form.all_back(measured(call, **detached_options, **options)[-1])
 
 
@@ -145,17 +142,13 @@ def directly(
     """The output, if it is wanted, and the statistics of a call that needs no `Call` and no gradients, else None."""
     if not isinstance(q, Tensor) or (plain := dot_softmax(score, normalizer, q, bias)) is None or plain[1] is not None:
         return None
-    made = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
-    if made is None or (output and native_kernel.tracked(q, k, v)):
+    arguments = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
+    if arguments is None or (output and native_kernel.tracked(q, k, v)):
         return None
-    found = native.measured(made, output=output, firsts=[0] * q.shape[0])
-    return found if found is None or found[0] is None or v.dtype == torch.float32 else (found[0].to(v.dtype), found[1])
-
-
-def _measure_call(call: Call, **options: Any) -> tuple[RowState, Statistics]:
-    """The normalizer state of a call, and its statistics."""
-    _, rows, statistics = measured(call, **options)
-    return rows, statistics
+    measurement = native.measured(arguments, output=output, firsts=[0] * q.shape[0])
+    if measurement is None or measurement[0] is None or v.dtype == torch.float32:
+        return measurement
+    return measurement[0].to(v.dtype), measurement[1]
 
 
 def _check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"]) -> None:
@@ -181,9 +174,9 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     """
     call = detached(call)
     request = checked(call, call.grid, **options)
-    found = _fused(call, request, output=output)
-    if found is not None:
-        out, lse, statistics = found
+    results = _fused(call, request, output=output)
+    if results is not None:
+        out, lse, statistics = results
         return None if out is None else Result(out, lse), RowState(lse), statistics
     result = attention(call) if output else None
     rows = row_state(call, None if result is None else result.lse)
@@ -202,9 +195,9 @@ def sweep(
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
-    found = None if shared is not None else _fused(call, request, output=False)
-    if found is not None:  # one pass, which computes the log-sum-exp again
-        return found[-1]
+    results = None if shared is not None else _fused(call, request, output=False)
+    if results is not None:  # one pass, which computes the log-sum-exp again
+        return results[-1]
     return _by_definition(call, rows if isinstance(rows, RowState) else RowState(rows), request, shared)
 
 
@@ -227,9 +220,9 @@ def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None
     are added from tiles of weights.
     """
     by, way = (native, native.attend_and_measure) if call.q.device.type == "cpu" else (triton, _by_triton)
-    if by.unsupported_reason(call, request.mass) or (found := way(call, request, output=output)) is None:
+    if by.unsupported_reason(call, request.mass) or (results := way(call, request, output=output)) is None:
         return None
-    out, lse, statistics = found
+    out, lse, statistics = results
     if request.statistics:
         assert statistics.row_sum is not None
         rows = _counted(call, RowState(lse), request)
@@ -270,8 +263,8 @@ def finished(call: Call, rows: RowState, request: Request, totals: Totals, share
     if totals.pooled is not None:
         thumbnail = Thumbnail.of(totals.pooled[0], totals.pooled[1], call.q.shape[2], call.k.shape[2], *totals.bins)
     if request.prefix_keys is not None:
-        total, count = _of_prefix(values["prefix_sink_scores"], request.prefix_keys, request.firsts, shared)
-        prefix = total / count.clamp(min=1)
+        total, count = _of_prefix(totals.of["prefix_sink_scores"], request.prefix_keys, request.firsts, shared)
+        prefix = (total / count.clamp(min=1)).to(values["sink"].dtype)
     if (norms := request.value_norms) is not None:
         contribution = share_of_first(values["sink"], values["value_norms"], norms, request.firsts)
     return Statistics(
@@ -292,11 +285,11 @@ def _of_prefix(x: Tensor, length: int, firsts: Sequence[int], shared: Shared | N
     keys = torch.arange(n, device=device) if shared is None else positions(shared.grid.n_keys, shared.group, device)
     at = keys - torch.tensor(firsts, device=device)[:, None]
     at = torch.where((at >= 0) & (at < length), at, length)
-    found = x.new_zeros(*x.shape[:3], length + 1).scatter_add_(3, at[:, None].expand_as(x), x)[..., :length]
+    numbers = x.new_zeros(*x.shape[:3], length + 1).scatter_add_(3, at[:, None].expand_as(x), x)[..., :length]
     if shared is not None:
-        found = found.contiguous()
-        dist.all_reduce(found, group=shared.group)
-    return found
+        numbers = numbers.contiguous()
+        dist.all_reduce(numbers, group=shared.group)
+    return numbers
 
 
 def _sink_mass(call: Call, rows: RowState) -> Tensor:
@@ -339,6 +332,8 @@ def checked(
     if bins is not None and shared is not None:
         raise InputError(f"bins is {bins} with a group, expected None: a bin of a thumbnail may span processes")
     statistics = validated(statistics)
+    for one in (x for x in statistics if isinstance(x, PrefixSinkScores)):
+        prefix_keys, statistics = one.length, tuple(x for x in statistics if x is not one)
     if statistics and shared is not None:
         raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
     for statistic in statistics:
@@ -369,7 +364,7 @@ def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, to
             corner = region.rows.start, region.columns.start
             some = replace(request, queries=queries)
             of_rows = RowState(rows.level[:, :, piece.rows])
-            add_tiles(piece.local_call(call, k, k), StatisticsReducer(of_rows, some, part, shared.grid, corner))
+            add_tiles(shared.part(call, k, k, piece), StatisticsReducer(of_rows, some, part, shared.grid, corner))
         key_totals.add(*here.values())
     totals.of |= dict(zip(of_keys, key_totals.finish(), strict=True))
 

@@ -96,5 +96,5 @@ def _added(call: Call, rows: RowState, product: Statistic, queries: Tensor | Non
     request = Request({}, [0] * len(call.q), queries)
     totals = Totals(call, request, {product.name: product})
     add_tiles(call, StatisticsReducer(rows, request, totals, call.grid))
-    found = totals.of[product.name]
-    return (found[..., None] if product.parts == 1 else found.movedim(0, -1)).to(wide)
+    total = totals.of[product.name]
+    return (total[..., None] if product.parts == 1 else total.movedim(0, -1)).to(wide)

@@ -12,58 +12,15 @@ from torch import Tensor, nn
 
 from qkv.engine.call import Call, RowState, at_least_float32
 from qkv.engine.sizes import sizes
-from qkv.engine.sweep import Group, Reducer, Tile, groups, reduce_tiles
+from qkv.engine.tile_loop import Group, Reducer, Tile, groups, reduce_tiles
 from qkv.engine.tiles import WeightTiles
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask, Region
 from qkv.statistics.base import Statistic, WeightTile
-from qkv.statistics.built_in import (
-    Distance,
-    EffectiveKeys,
-    Entropy,
-    Mass,
-    Next,
-    Previous,
-    Received,
-    Self,
-    Sink,
-    Spread,
-    Visible,
-    VisibleQueries,
-)
+from qkv.statistics.built_in import FIELDS, Mass, PrefixSinkScores
 from qkv.statistics.result import bin_size
 
 SMALLEST = 1e-150  # a row with less mass counts as empty: the squares of its weights underflow
-
-
-class RowSum(Statistic):
-    """The sum of a query's weights.
-
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> qkv.measure(x, x, statistics=[RowSum()]).own["row_sum"][0, 0].tolist()
-    [1.0, 1.0, 1.0, 1.0]
-    """
-
-    name, definition = "row_sum", "sum of the query's weights"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        return tile.weights.sum(-1, dtype=torch.float64)
-
-
-class PrefixSinkScores(Statistic):
-    """The weight on a key, averaged over those of the first `length` queries of the text that may attend to it."""
-
-    name, over, parts = "prefix_sink_scores", "key", 2
-    definition = "mean weight that the first queries of the text put on the key"
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        early = (tile.queries >= tile.first) & (tile.queries < tile.first + self.length)
-        weights, counts = ((x * early).sum(-2, dtype=torch.float64) for x in (tile.weights, tile.counted))
-        return torch.stack([weights, counts.expand_as(weights)])
 
 
 class Product(Statistic):
@@ -90,14 +47,6 @@ class TransposedProduct(Product):
     def tile(self, tile: WeightTile) -> Tensor:
         at = tile.region
         return self._lead(tile.weights.mT @ self.x[at.batch, at.heads, at.rows].to(tile.weights))
-
-
-FIELDS: dict[str, Statistic] = {
-    "entropy": Entropy(), "sink": Sink(), "self_": Self(), "previous": Previous(), "next_": Next(),
-    "distance": Distance(), "spread": Spread(), "effective_keys": EffectiveKeys(), "received": Received(),
-    "visible": Visible(), "visible_queries": VisibleQueries(), "row_sum": RowSum(),
-}  # fmt: skip
-"""The statistics that `measure` always returns, by their field of `Statistics`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,9 +85,9 @@ class Statistics:
     visible_queries: Float[Tensor, "b h nk"]
     """How many queries may attend to each key; `received` divided by it is the mean weight they put on the key."""
     prefix_sink_scores: Float[Tensor, "b h prefix"] | None = None
-    """Sink scores of the first `prefix_keys` keys of the text: the weight on each, averaged over those of the first
-    `prefix_keys` queries that may attend to it. Under a causal mask it equals the score of the prefix alone (α_k of Gu
-    et al. 2025, arXiv:2410.10781, section 3)."""
+    """Sink scores of the first `length` keys of the text, if `PrefixSinkScores(length)` was passed: the weight on each,
+    averaged over those of the first `length` queries that may attend to it. Under a causal mask it equals the score of
+    the prefix alone (α_k of Gu et al. 2025, arXiv:2410.10781, section 3)."""
     thumbnail: Thumbnail | None = None
     """The attention map pooled to a few bins, if `bins` was passed."""
     sink_mass: Float[Tensor, "b h nq"] | None = None
@@ -105,14 +105,14 @@ class Statistics:
     @classmethod
     def _of(cls, numbers: Tensor, places: Mapping[Any, Place]) -> Statistics:
         """The statistics in one tensor of numbers; a field becomes a tensor when it is first read."""
-        made = cls.__new__(cls)
-        vars(made).update(_numbers=numbers, _places=places, mass={}, own={})
-        vars(made)["row_sum"] = made._view("row_sum")  # `__getattr__` is not asked for fields with a default
-        return made
+        statistics = cls.__new__(cls)
+        vars(statistics).update(_numbers=numbers, _places=places, mass={}, own={})
+        vars(statistics)["row_sum"] = statistics._view("row_sum")  # `__getattr__` gets no fields with a default
+        return statistics
 
     def _view(self, name: str | int) -> Tensor:
-        found: Tensor = vars(self)["_numbers"].as_strided(*vars(self)["_places"][name])
-        return found
+        values: Tensor = vars(self)["_numbers"].as_strided(*vars(self)["_places"][name])
+        return values
 
     if not TYPE_CHECKING:
 
@@ -143,6 +143,26 @@ def field_of(name: str) -> str:
     ('self_', 'entropy')
     """
     return f"{name}_" if name in ("self", "next") else name
+
+
+def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistics:
+    """The statistics of a layer, with those of one head from `other`."""
+
+    def one(mine: Any, its: Any) -> Any:
+        if isinstance(mine, Tensor) or isinstance(its, Tensor):
+            both = torch.full_like(its, 0) if mine is None else mine.clone()
+            both[:, head] = torch.nan if its is None else its[:, head]
+            return both
+        if isinstance(mine, Mapping):
+            return {name: one(x, its[name]) for name, x in mine.items()}
+        if mine is None:
+            return None
+        return replace(mine, maximum=one(mine.maximum, its.maximum), mean=one(mine.mean, its.mean))  # a thumbnail
+
+    found = {f.name: one(getattr(statistics, f.name), getattr(other, f.name)) for f in fields(Statistics)}
+    if other.sink_mass is None and found["sink_mass"] is not None:
+        found["sink_mass"][:, head] = 0  # no weight on a sink that is not there
+    return Statistics(**found)
 
 
 def share_of_first(sink: Tensor, contributions: Tensor, norms: Tensor, firsts: Sequence[int]) -> Tensor:

@@ -343,8 +343,9 @@ def run(
     None if the kernel does not support the call, not even without gradients.
     """
     q, k, v = inputs
-    options = c.arguments() | {"kernel": kernel, "dropout_seed": DRAW if c.draws else None}
-    with calling(*c.reported, f"attend on kernel {kernel!r} with {where}"):
+    options = c.arguments() | {"kernel": kernel}
+    with calling(*c.reported, f"attend on kernel {kernel!r} with {where}"), torch.random.fork_rng(devices=()):
+        torch.manual_seed(DRAW)
         try:
             if kernel == "eager":
                 out, weights = attend(q, k, v, return_weights=True, **options)
@@ -523,7 +524,7 @@ def check_measure(c: Composition, size: Size) -> None:
     weights = by_definition(c, (q, k, v), where)["weight"]
     with calling(*c.reported, f"measure with {where}"):
         try:
-            got = measure(q, k, v, **c.arguments())
+            got = measure(q, k, **c.arguments())
         except InputError as error:
             if bool((weights < 0).any()) and "negative weights" in str(error):
                 return

@@ -137,13 +137,12 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
         indices = torch.meshgrid(*(torch.arange(n) for n in before.shape), indexing="ij")
         with calling(bound, "at", "called"):
             agree("at", bound.at(before.clone(), *indices))
-    for name, region in parts(size):
+    for name, region in parts(size) if overrides(bound, Bias, "part") else ():
         with calling(bound, "part", "called"):
             part = bound.part(region)
-        if part is not None:
-            some = region.of(before)
-            moved = Region(slice(0, some.shape[2]), slice(0, some.shape[3]))
-            agree("part", _apply(part, some, moved), region.of(after), f"of a tile of {name}: ")
+        some = region.of(before)
+        moved = Region(slice(0, some.shape[2]), slice(0, some.shape[3]))
+        agree("part", _apply(part, some, moved), region.of(after), f"of a tile of {name}: ")
     if (by_distance := bound.by_distance) is not None:
         distances = size.queries + size.keys - 1
         if by_distance.ndim != 2 or by_distance.shape[1] != distances:

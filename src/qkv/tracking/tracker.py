@@ -19,7 +19,7 @@ from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN, attention_modules, observe_residual
 from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.profiles import Profile
-from qkv.profiler.watch.watching import Watched, watch
+from qkv.profiler.watching import Watched, watch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,9 +52,6 @@ class Tracker:
         every: measure each step whose number is a multiple of this.
         log: called as ``log(numbers, step=step)`` for each measured step, such as ``wandb.log``.
         layers: which attention layers to measure, counted from 0; all if None.
-
-    Raises:
-        InputError: if `every` is less than 1.
 
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4))

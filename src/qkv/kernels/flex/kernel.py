@@ -203,16 +203,16 @@ def _ready(bias: Bias, call: Call) -> Bias:
         return bias
     tensor, wide = tensors["tensor"], at_least_float32(call.q.dtype)
     narrow = torch.promote_types(tensor.dtype, wide) == wide and not tensor.requires_grad
-    made = bias.with_tensors({"tensor": tensor.to(call.q.device, tensor.dtype if narrow else wide)})
-    tensor = made.tensors()["tensor"]
-    if made.form == "tensor" and tensor.requires_grad and tensor.shape[2:] == (1, 1):
+    bound = bias.with_tensors({"tensor": tensor.to(call.q.device, tensor.dtype if narrow else wide)})
+    tensor = bound.tensors()["tensor"]
+    if bound.form == "tensor" and tensor.requires_grad and tensor.shape[2:] == (1, 1):
         # torch 2.11 compiles no gradient for an element that depends on neither query nor key.
-        made = made.with_tensors({"tensor": tensor.expand(-1, -1, call.q.shape[2], 1).contiguous()})
-        tensor = made.tensors()["tensor"]
+        bound = bound.with_tensors({"tensor": tensor.expand(-1, -1, call.q.shape[2], 1).contiguous()})
+        tensor = bound.tensors()["tensor"]
     if tensor.requires_grad and tensor._is_view():
         # torch.compile gives no gradient, and no error, to a view that a score_mod captures (torch 2.13).
-        object.__setattr__(made, "tensor", tensor.clone())  # the constructor would make a view again
-    return made
+        object.__setattr__(bound, "tensor", tensor.clone())  # the constructor would make a view again
+    return bound
 
 
 # --- the mask as blocks ----------------------------------------------------------------------------------------------
@@ -246,10 +246,10 @@ def keeps_blocks(mask: Mask) -> bool:
 def _blocked_mask(mask: Mask, grid: Grid, versions: tuple[int, ...], size: int) -> BlockedMask:
     """Cached for the layers and steps that use the same mask; `versions` change when its tensors are written to."""
     with torch.inference_mode(False), torch.no_grad():  # cached tensors must serve training too
-        found = block_visibility(mask, grid, size)
-        empty_rows, masked_keys = ~found.queries, ~found.keys
+        visibility = block_visibility(mask, grid, size)
+        empty_rows, masked_keys = ~visibility.queries, ~visibility.keys
         return BlockedMask(
-            block_mask(mask, grid, found.status, size),
+            block_mask(mask, grid, visibility.status, size),
             empty_rows if empty_rows.any() else None,
             masked_keys if masked_keys.any() else None,
         )

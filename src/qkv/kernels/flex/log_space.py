@@ -175,11 +175,11 @@ def _log_weight(
         score = torch.where(masked, torch.zeros_like(score) if row is None else row, score)
         if falling:
             # torch.func.grad gives wrong numbers inside a score_mod (torch 2.13); forward mode is right.
-            made = -torch.func.jvp(lambda at: _weight(normalizer, score, at), (row,), (torch.ones_like(score),))[1]
+            weight = -torch.func.jvp(lambda at: _weight(normalizer, score, at), (row,), (torch.ones_like(score),))[1]
         else:
-            made = _weight(normalizer, score, row)
-        zero = masked | (made == 0)
-        return torch.where(zero, -torch.inf, torch.log(torch.where(zero, 1.0, made))).to(score.dtype)
+            weight = _weight(normalizer, score, row)
+        zero = masked | (weight == 0)
+        return torch.where(zero, -torch.inf, torch.log(torch.where(zero, 1.0, weight))).to(score.dtype)
 
     return score_mod
 

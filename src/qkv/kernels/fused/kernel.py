@@ -19,7 +19,7 @@ from torch import Tensor
 from qkv.engine.call import Call, Result
 from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv.engine.transforms import kernel_once_differentiable
+from qkv.engine.transforms import once_differentiable
 from qkv.partial import Partial, sink_gradient
 
 MULTIPLE = 8  # head dimensions are padded to a multiple of it
@@ -105,9 +105,9 @@ class _Fused(torch.autograd.Function):
                 tensors = [_pad(x, d + MULTIPLE) for x in tensors]
                 tensors[0][..., d], tensors[4][..., d] = grad_lse.to(slope.dtype), -1
             grads = _backward(tensors, lse, ctx.random, ctx.scale, ctx.band)
-            given = (*(g[..., :d].to(q.dtype) for g in grads), grad_sink)
-        known = [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]
-        return *kernel_once_differentiable("fused", given, known), None, None
+            gradients = (*(g[..., :d].to(q.dtype) for g in grads), grad_sink)
+        inputs = [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]
+        return *once_differentiable("fused", gradients, inputs), None, None
 
 
 SINK_ROWS = 16  # queries for each program of the kernel that merges a sink
@@ -199,8 +199,8 @@ _OPERATORS: dict[str, Any] = {  # None for one that this torch lacks: then the c
 @functools.cache
 def _wrong(device: torch.device, dtype: torch.dtype) -> str | None:
     """What is wrong with torch's kernels for a dtype on a card, found by a small call; None if they are right."""
-    found = difference(_Fused.apply, device, dtype)
-    return None if found is None else f"torch's fused kernels for {dtype} on this card are not usable: {found}"
+    problem = difference(_Fused.apply, device, dtype)
+    return None if problem is None else f"torch's fused kernels for {dtype} on this card are not usable: {problem}"
 
 
 ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}

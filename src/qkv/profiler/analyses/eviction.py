@@ -42,11 +42,11 @@ from qkv._files import write_atomically
 from qkv._progress import Step, bar
 from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
 from qkv.cache.evicting import POLICIES
-from qkv.engine import Call
+from qkv.engine import Call, Result
 from qkv.errors import InputError, nearest
-from qkv.huggingface.attention import call_of, routes
-from qkv.huggingface.client import routed
-from qkv.kernels import editing, serve
+from qkv.huggingface.attention import routes
+from qkv.huggingface.client import attend, routed
+from qkv.kernels import serving
 from qkv.masks import Mask, Predicate, Prefix, Window
 from qkv.models.decoder import DecoderLM
 from qkv.models.loading import load_if_named
@@ -423,17 +423,11 @@ def nats_of(
 def _under_masks(model: nn.Module, ids: Tensor, kept: Callable[[Call], Mask | None]) -> Tensor:
     """The logits of a model, each of whose causal layers is restricted to the keys that `kept` makes for its call."""
 
-    def restricted(call: Call, weights: bool) -> Call:
+    def restricted(call: Call, compute: Callable[[Call], Result], fused: bool) -> Result:
         mask = None if call.mask is None else kept(call)
-        return call if mask is None or call.mask is None else replace(call, mask=call.mask & mask)
+        return compute(call if mask is None or call.mask is None else replace(call, mask=call.mask & mask))
 
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
-    ) -> tuple[Tensor, None]:
-        call, _ = call_of(module, type(module).__name__, query, key, value, attention_mask, **arguments)
-        return serve(call).out.transpose(1, 2).contiguous(), None
-
-    with editing(restricted):
+    with serving(restricted):
         if isinstance(model, DecoderLM):
             return model(ids)
         with routed(model, attend):

@@ -75,6 +75,14 @@ def keeps(layer: Any) -> bool:
     return type(layer).__module__ == "transformers.cache_utils" and "BaseQuantizedLayer" not in names
 
 
+def keeps_all(cache: Any, index: int | None) -> bool:
+    """Whether a layer of a cache of transformers keeps its keys as they are; all layers if the index is None."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None)
+    if not isinstance(layers, list):
+        return False
+    return all(keeps(layer) for layer in (layers if index is None else layers[index : index + 1]))
+
+
 def hashed(keys: Float[Tensor, "b hkv n d"]) -> Int[Tensor, "b hkv n"]:
     """A number for each key, equal for keys with equal bits."""
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[keys.dtype.itemsize]
@@ -99,9 +107,6 @@ def located(
         at: the positions that the cache held before; all if None.
         first: the position of the first key, if they are the newest of the text.
         real: True at real tokens; padding has equal keys, none of which a query sees.
-
-    Raises:
-        InputError: if some of them were not there, or if several keys of the text are equal.
     """
     new, old = hashed(keys), hashed(known.to(keys.device))
     m, order = new.shape[2], torch.arange(old.shape[2], device=old.device).expand_as(old)

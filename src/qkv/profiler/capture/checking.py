@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv.engine import Call, at_least_float32
+from qkv.engine import Call, Result, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.huggingface.client import name_of
+from qkv.huggingface.attention import call_of
+from qkv.huggingface.client import EAGER_NAMES, eager_of, is_known, name_of
 from qkv.huggingface.masks import LazyMask
+from qkv.kernels import serving
 from qkv.masks import Region
 from qkv.profiler.capture import inputs
+from qkv.profiler.capture.intercept import unwatched
+from qkv.profiler.capture.record import readings, served
 
 ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference, as a fraction of the largest output: many times the rounding of that dtype, and far below the
@@ -136,6 +141,102 @@ def _additive(visible: Bool[Tensor, "b #h nq nk"], dtype: torch.dtype) -> Float[
     return added.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
+_CHECKED: WeakKeyDictionary[nn.Module, dict[Hashable, Checked]] = WeakKeyDictionary()
+"""The comparisons that were made for a model, by function and, for functions of users, by module."""
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
+
+
+class Checks(list[Checked]):
+    """Comparisons of a model's own attention functions with what is recorded: once for every model.
+
+    Args:
+        model: the model.
+        functions: the attention functions of its modules, by id.
+    """
+
+    def __init__(self, model: nn.Module, functions: Mapping[int, Callable[..., Any] | None]) -> None:
+        super().__init__()
+        self.functions, self.known = functions, _CHECKED.setdefault(model, {})
+
+    def of_rows(
+        self, module: nn.Module, name: str, call: Call, out: Tensor, attention_mask: Any, arguments: dict[str, Any]
+    ) -> None:
+        """Compare some rows of the model's first call with the function that the model would have called."""
+        if self:
+            return
+        for one in (self.functions.get(id(module)), eager_of(module)):
+            if one is None or name_of(one).rpartition(".")[2] not in EAGER_NAMES:  # needs a card, or another mask
+                continue
+            if name_of(one) not in self.known:
+                with unwatched(), serving(None):
+                    checked = check_rows(module, name, one, call, out, attention_mask, arguments)
+                if checked is None:
+                    continue
+                self.known[name_of(one)] = checked
+            self.append(self.known[name_of(one)])
+            return
+
+    def of_torch(self, name: str, own: Callable[[], Tensor], result: Result) -> None:
+        """Compare the result of the first call of torch's function with what it computes itself."""
+        if self or result.lse is None:
+            return
+        if SDPA not in self.known:
+            with unwatched():
+                self.known[SDPA] = compared(name, SDPA, own(), result.out, result.lse > -torch.inf)
+        self.append(self.known[SDPA])
+
+    def of_function(
+        self, module: nn.Module, name: str, function: Callable[..., Any], out: Float[Tensor, "b h nq dv"],
+        args: tuple[Any, ...], named: dict[str, Any], *, dropped: bool, once: bool,
+    ) -> tuple[Call, Tensor | None]:  # fmt: skip
+        """The call of a model's own function, and its padding mask: the reading of its arguments that gives its output.
+
+        Args:
+            module: the module that attends.
+            name: its name.
+            function: its attention function.
+            out: the output of the function.
+            args: query, key, value and mask.
+            named: further arguments.
+            dropped: weights were dropped, so that the output cannot be compared.
+            once: compare the first call only.
+        """
+        where, known = name_of(function), is_known(function)
+        if dropped and not known:
+            raise InputError(
+                f"model applies dropout in {name} by {where}, whose output cannot be compared with standard attention "
+                "then; expected evaluation mode or a dropout of 0"
+            )
+        place, reason = (where, None if known else name), None
+        for query, key, value, mask, others in readings(module, function, *args, **named):
+            try:
+                call, keys = call_of(module, name, query, key, value, mask, **others)
+                if not (dropped or (once and place in self.known)):
+                    with torch.no_grad(), unwatched():
+                        result = served(detached(call))
+                        counted = None if result.lse is None else result.lse > -torch.inf
+                        found = compared(name, where, out.detach(), result.out, counted)
+                    self.append(found)
+                    if known or mask is not None:
+                        self.known[place] = found
+            except InputError as error:
+                reason = reason or error
+                continue
+            return call, keys
+        assert reason is not None
+        raise reason
+
+    def of_weights(
+        self, name: str, function: Callable[..., Any], returned: tuple[Any, ...], value: Tensor, reason: InputError
+    ) -> Tensor:
+        """The weights that a function returned, if their product with the values is its output; else `reason`."""
+        weights = returned[1] if len(returned) > 1 else None
+        if not isinstance(weights, Tensor) or weights.ndim != 4:
+            raise reason
+        self.append(compared_weights(name, name_of(function), returned[0].detach(), weights.detach(), value))
+        return weights.detach()
+
+
 RETURNED = {  # fields of transformers' outputs, and the groups that they hold
     "attentions": ("self", "text", "vision", "audio"),
     "encoder_attentions": ("encoder",),
@@ -144,30 +245,27 @@ RETURNED = {  # fields of transformers' outputs, and the groups that they hold
 }
 
 
-class RecordedInputs:
-    """A forward pre-hook that records the model's arguments, to call it again."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(self.calls) < 2:  # two are enough to know that the model ran more than once (text generation, say)
-            self.calls.append((args, kwargs))
+Inputs = list[tuple[tuple[Any, ...], dict[str, Any]]]
+"""Arguments of the calls of a model; of two calls at most, which tell that it ran more than once (generation, say)."""
 
 
 @contextmanager
-def recorded_inputs(model: nn.Module) -> Iterator[RecordedInputs]:
+def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
     """Inside, the arguments of every call of the model are recorded."""
-    recorded = RecordedInputs()
-    handle = model.register_forward_pre_hook(recorded, with_kwargs=True)
+    calls: Inputs = []
+
+    def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.extend([(args, kwargs)][: 2 - len(calls)])
+
+    handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
-        yield recorded
+        yield calls
     finally:
         handle.remove()
 
 
 @torch.no_grad()
-def returned(model: nn.Module, recorded: RecordedInputs, modules: list[str], observed: set[str]) -> dict[str, Tensor]:
+def returned(model: nn.Module, recorded: Inputs, modules: list[str], observed: set[str]) -> dict[str, Tensor]:
     """Weights (batch, heads, nq, nk) that the model returns for `modules`, by their names, if they are unambiguous.
 
     The model runs again and forms all of its weights. The weights of a kind of attention are used only if as many
@@ -181,9 +279,9 @@ def returned(model: nn.Module, recorded: RecordedInputs, modules: list[str], obs
         observed: kinds of attention (`qkv.profiler.capture.inputs`) of which some modules were observed.
     """
     banded = hasattr(getattr(model, "config", None), "attention_window")  # Longformer and LED return weights in bands
-    if not modules or len(recorded.calls) != 1 or banded or not type(model).__module__.startswith("transformers."):
+    if not modules or len(recorded) != 1 or banded or not type(model).__module__.startswith("transformers."):
         return {}
-    args, kwargs = recorded.calls[0]
+    args, kwargs = recorded[0]
     try:
         outputs = model(*args, **kwargs | {"output_attentions": True})
     except (TypeError, ValueError):  # the model cannot return weights; its modules are reported as unobserved

@@ -15,18 +15,34 @@ import xarray as xr
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from qkv.engine import Call, Result
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Sequences, Tokens, real_tokens, sequences_of
 from qkv.profiler.capture.observe import observe
-from qkv.profiler.capture.observer import Observer
-from qkv.profiler.capture.record import PREFIX, ObservedCall, Record
-from qkv.profiler.capture.residual import principal_shares
+from qkv.profiler.capture.observer import Observer, Receive
+from qkv.profiler.capture.record import PREFIX, ObservedCall, Record, principal_shares, served
 from qkv.profiler.data.variables import BIN, BY_HEAD, HEAD, TEXT, VARIABLES, Variable, custom_attrs
 from qkv.statistics import Statistic, Streaming
 
 
 class _AllCollected(Exception):  # noqa: N818  (not an error)
     """Raised to stop the forward once all requested layers were collected."""
+
+
+def collecting(collect: Callable[[ObservedCall], object]) -> Receive:
+    """A receiver that gives every call, with its log-sum-exp, to a function."""
+
+    def receive(observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
+        if changed:
+            raise InputError(
+                f"edits changes the weights of single heads in {observed.module}, which only qkv.profile and qkv.watch "
+                "record; expected edits of outputs, such as 'zero', the same edit for all heads, or no edits here"
+            )
+        result = served(observed.call) if result is None else result
+        collect(replace(observed, lse=None if result.lse is None else result.lse.detach()))
+        return result
+
+    return receive
 
 
 def calls_of(
@@ -58,8 +74,10 @@ def calls_of(
 
     sequences = sequences_of(model, batch)
     source, queries = real_tokens(model, batch, sequences)
-    observer = Observer(model, layers, query_masks=queries, key_masks=source, sequences=sequences, collect=collect)
-    observer.on_call = on_call
+    observer = Observer(
+        model, layers, query_masks=queries, key_masks=source, sequences=sequences, receive=collecting(collect),
+        on_call=on_call,
+    )  # fmt: skip
     try:
         with observe(observer):
             model(**batch)

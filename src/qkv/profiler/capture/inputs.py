@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ def batches(
             raise InputError("inputs: the text is empty, expected at least one token")
         if not text.strip():
             raise InputError(f"inputs[{number}] is empty, expected a text of at least one token")
-        if tokenizer is None:
+        if not callable(tokenizer):
             raise InputError("inputs is text but there is no tokenizer; pass tokenizer=…, or token ids")
         batch = {k: v for k, v in tokenizer(text, return_tensors="pt").items() if k in ("input_ids", "attention_mask")}
         if target is not None:
@@ -307,9 +307,9 @@ def of_call(name: str, *, n_queries: int, n_keys: int, causal: bool, two_sided: 
     return "cross" if two_sided or from_target else "encoder"
 
 
-def is_two_sided(model: nn.Module) -> bool:
+def is_two_sided(names: Iterable[str]) -> bool:
     """True if some modules are called encoder and some decoder."""
-    sides = {found[1] for name, _ in model.named_modules() if (found := _SIDE.search(f"{name}."))}
+    sides = {found[1] for name in names if (found := _SIDE.search(f"{name}."))}
     return len(sides) == 2
 
 
@@ -324,9 +324,9 @@ class Tokens:
     """
 
     def __init__(self, sequences: Sequences, tokenizer: Any, group: str, processes: ProcessGroup | None = None) -> None:
-        self.tokenizer = tokenizer
         source, target = sequences.source, sequences.target if sequences.two else sequences.source
         kind = group.partition("-")[0]
+        self.tokenizer, self.reads_target = tokenizer, kind in ("decoder", "cross")
         self.queries = target if kind in ("decoder", "cross") else source
         self.keys = target if kind == "decoder" else source
         if processes is not None:
@@ -339,12 +339,13 @@ class Tokens:
         if ids is None or ids.shape[1] != len(real):
             return [str(n) for n in range(int(real.sum()))]
         kept = ids[item].cpu().numpy()[real].tolist()
-        if self.tokenizer is None:
+        tokenizer = self.tokenizer
+        if self.reads_target and ids is self.queries:  # a translator has other words for what it writes
+            tokenizer = getattr(tokenizer, "target", tokenizer)
+        if tokenizer is None:
             return [str(i) for i in kept]
-        return [token_text(self.tokenizer, i, piece) for i, piece in zip(kept, self._pieces(kept), strict=True)]
-
-    def _pieces(self, ids: list[int]) -> list[str]:
-        return [str(piece) for piece in self.tokenizer.convert_ids_to_tokens(ids)]
+        pieces = tokenizer.convert_ids_to_tokens(kept)
+        return [token_text(tokenizer, i, str(piece)) for i, piece in zip(kept, pieces, strict=True)]
 
     @property
     def special(self) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,6 +48,9 @@ def unwatched() -> AbstractContextManager[object]:
     return torch._C.DisableTorchFunction()
 
 
+NO_HEADS = "it has no attribute num_heads; set one"
+
+
 class Intercept(TorchFunctionMode):
     """Inside, `on_call` receives every recognised attention call; other attention modules are added to `unreadable`.
 
@@ -58,7 +61,6 @@ class Intercept(TorchFunctionMode):
         on_call: callback for every recognised call.
         check: callback that may compare torch's own output with the result of `on_call`.
         unreadable: gets the names of modules whose attention cannot be read, and the reasons.
-        heads: the number of heads of modules that do not state it in an attribute, by name.
         beside: let torch's function compute, and only report the call.
     """
 
@@ -70,14 +72,13 @@ class Intercept(TorchFunctionMode):
         on_call: OnCall,
         check: OnOutput,
         unreadable: dict[str, str],
-        heads: Mapping[str, int],
         *,
         beside: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.names, self.expected = model, names, frozenset(expected)
         self.beside = beside
-        self.on_call, self.check, self.unreadable, self.stated = on_call, check, unreadable, heads
+        self.on_call, self.check, self.unreadable = on_call, check, unreadable
         self.scores: dict[int, list[Tensor | str]] = {}  # of modules whose forward is running, or why not readable
         self.handles: list[Any] = []
 
@@ -96,9 +97,7 @@ class Intercept(TorchFunctionMode):
             self.unreadable[self.names[module]] = "its softmax is not in its forward"
 
     def _heads(self, module: nn.Module) -> int | None:
-        """The number of heads as stated for this module, or by an attribute of it or of its configuration."""
-        if (stated := self.stated.get(self.names[id(module)])) is not None:
-            return stated
+        """The number of heads, by an attribute of the module or of its configuration."""
         owners = (module, getattr(module, "config", None))
         return next((n for owner in owners for name in HEADS if isinstance(n := getattr(owner, name, None), int)), None)
 
@@ -109,7 +108,7 @@ class Intercept(TorchFunctionMode):
             query = kwargs["query"] if "query" in kwargs else args[0]
             if module is not None and query.ndim == 3 and self._heads(module) is None:
                 self.unreadable[self.names[id(module)]] = (  # heads may be folded into the batch
-                    f"its queries have shape {tuple(query.shape)}, and {self._unstated(module)}"
+                    f"its queries have shape {tuple(query.shape)}, and {NO_HEADS}"
                 )
             elif module is not None:
                 call, shape = of_sdpa(self._heads(module), *args, **kwargs)
@@ -147,17 +146,13 @@ class Intercept(TorchFunctionMode):
             if not over_keys:
                 reason = f"its softmax is over dimension {dim} of {input.ndim}, expected the last"
             elif heads is None:
-                reason = f"its scores have shape {tuple(input.shape)}, and {self._unstated(module)}"
+                reason = f"its scores have shape {tuple(input.shape)}, and {NO_HEADS}"
             else:
                 reason = (
                     f"its scores have shape {tuple(input.shape)}, expected (batch, {heads}, queries, keys) or "
                     f"(batch · {heads}, queries, keys) for its {heads} heads"
                 )
             self.scores.setdefault(id(module), []).append(reason if scores is None else scores)
-
-    def _unstated(self, module: nn.Module) -> str:
-        name = self.names[id(module)]
-        return f"it has no attribute num_heads; set one, or pass heads={{{name!r}: number of heads}}"
 
     def _begins(self, module: nn.Module, inputs: Any) -> None:
         self.scores.pop(id(module), None)

@@ -26,9 +26,18 @@ from qkv.errors import InputError
 from qkv.huggingface.client import is_known, routed, wrapped
 from qkv.kernels import serving
 from qkv.nn.composition import Composition
+from qkv.profiler.capture.caches import listening
 from qkv.profiler.capture.checking import recorded_inputs
 from qkv.profiler.capture.intercept import all_routed
 from qkv.profiler.capture.observer import Observer
+
+
+@contextmanager
+def following(observer: Observer) -> Iterator[None]:
+    """Inside, `observer` receives the calls of its model and tells which texts it reads, beside the model."""
+    assert observer.texts is not None
+    with observe(observer), methods(observer.model, observer), listening(observer.texts.selected):
+        yield
 
 
 @contextmanager
@@ -40,18 +49,13 @@ def observe(observer: Observer) -> Iterator[Observer]:
     models every call is a layer. With `Observer.beside` the model is neither put into evaluation mode nor detached from
     autograd: its own functions compute, and the calls are collected beside them.
     """
-    model = observer.model
-    _refuse_split_heads(model)
-    OBSERVERS[model] = OBSERVERS.get(model, 0) + 1
-    try:
-        with _observed(observer):
-            yield observer
-    finally:
-        OBSERVERS[model] -= 1
+    _refuse_split_heads(observer.model)
+    with _observed(observer):
+        yield observer
 
 
-OBSERVERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""How many contexts observe a model."""
+OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()
+"""Who observes a model."""
 
 
 @contextmanager
@@ -75,13 +79,11 @@ def _counted(own: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
 
     def method(tokens: Tensor, *state: Any, **named: Any) -> Any:
         cache = next(iter((*state, *named.values())), None)
-        assert observer.on_begin is not None
-        assert observer.on_end is not None
-        observer.on_begin(method, (), {"tokens": tokens, "past_key_values": cache})
+        observer.begins(method, {"tokens": tokens, "past_key_values": cache})
         try:
             return own(tokens, *state, **named)
         finally:
-            observer.on_end(method, None)
+            observer.ends(method, None)
 
     return method
 
@@ -99,7 +101,7 @@ def _observed(observer: Observer) -> Iterator[Observer]:
         with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
             with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
                 yield observer
-            observer.finish()
+            observer.recorder.finish(observer.run.query_masks)
         observer.record_returned(recorded)
     finally:
         for module in training:
@@ -170,8 +172,6 @@ class _Checkpoints:
 
 _checkpoints = _Checkpoints()
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_BESIDE: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""How many contexts watch or edit a model: they last as long as the user likes."""
 
 
 @contextmanager
@@ -180,15 +180,15 @@ def _alone(observer: Observer) -> Iterator[None]:
     model = observer.model
     lock = _LOCKS.setdefault(model, threading.RLock())
     while not lock.acquire(timeout=0.05):
-        if _BESIDE.get(model, 0):
+        if any(one.beside for one in OBSERVERS.get(model, ())):  # they last as long as the user likes
             raise InputError(
                 f"model {type(model).__name__} is watched or edited by another thread; expected one thread at a time"
             )
-    _BESIDE[model] = _BESIDE.get(model, 0) + observer.beside
+    OBSERVERS.setdefault(model, []).append(observer)
     try:
         yield
     finally:
-        _BESIDE[model] -= observer.beside
+        OBSERVERS[model].remove(observer)
         lock.release()
 
 
@@ -225,7 +225,7 @@ def _routed(observer: Observer) -> Iterator[None]:
     """Route the model's attention through transformers' interface to the observer."""
     if not observer.expected:
         yield
-    elif not observer.beside and all(map(is_known, observer.functions.values())):
+    elif not observer.beside and all(map(is_known, observer.checks.functions.values())):
         with routed(observer.model, observer.attend):
             yield
     else:  # the model's own functions run as they are, with the masks that they expect

@@ -21,9 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from qkv.edits import ACTIVE
 from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.kernels import edited
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
 from qkv.profiler.capture.record import ObservedCall, weights_of
@@ -53,7 +53,17 @@ def fingerprint(model: nn.Module) -> Hashable | None:
     if any(map(_hooked, modules)) or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
     try:
-        state = _StatePickler.pickled([_attributes(m) for m in modules], {id(m): i for i, m in enumerate(modules)})
+        places, digests = {id(m): i for i, m in enumerate(modules)}, dict[int, bytes]()
+
+        def brief(x: Any) -> Any:  # all modules have the same configuration
+            if not hasattr(x, "__dict__") or isinstance(x, nn.Module | Tensor):
+                return x
+            if id(x) not in digests:
+                digests[id(x)] = xxhash.xxh3_128_digest(_StatePickler.pickled(x, places))
+            return digests[id(x)]
+
+        attributes = [{name: brief(x) for name, x in _attributes(m).items()} for m in modules]
+        state = _StatePickler.pickled(attributes, places)
     except Exception:  # pickling runs code of the attributes, which can raise anything
         return None
     autocast = tuple(
@@ -156,7 +166,7 @@ def probe(
     start, end = _frame(ids[0].cpu(), set(special))
     of_layers = None if layers is None else frozenset(layers)
     asked = (tuple(start.tolist()), tuple(end.tolist()), frozenset(special), of_layers)
-    now = None if edited() else fingerprint(model)
+    now = None if ACTIVE.get(model) else fingerprint(model)
     before, kept = _KEPT.get(model, (None, {}))
     if now is None or now != before:
         kept = {}

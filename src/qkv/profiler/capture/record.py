@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from qkv import ring
 from qkv.engine import Call, Result, at_least_float32, detached
 from qkv.errors import InputError
 from qkv.huggingface.client import is_known, name_of
 from qkv.huggingface.masks import LazyMask
 from qkv.kernels import eager, serve, serving
 from qkv.masks import And, Causal, Dense, Grid, Mask, Window
-from qkv.profiler.capture.residual import geometry, value_norms
+from qkv.normalizers import SumToOne
 from qkv.profiler.data.variables import UNFUSED
 from qkv.statistics import Local, Statistic, Streaming
 from qkv.statistics.measure import in_shares, measured, row_state, sweep
-from qkv.statistics.result import Statistics
+from qkv.statistics.result import Statistics, with_head
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
 WEIGHTS_ONLY = ("softmax", "outputs", "returned")  # sources that give weights, but no queries, keys and values
@@ -41,6 +41,14 @@ class Record:
     keys: Tensor | None
     causal: bool
 
+    def with_head(self, head: int, other: Record) -> Record:
+        """The record with the numbers of one head from another."""
+        weights = self.weights
+        if weights is not None and other.weights is not None:
+            weights = weights.clone()
+            weights[:, head] = other.weights[:, head]
+        return replace(self, statistics=with_head(self.statistics, other.statistics, head), weights=weights)
+
 
 @dataclass(frozen=True, eq=False)
 class ObservedCall:
@@ -58,6 +66,8 @@ class ObservedCall:
     source: str  # as in `attrs["sources"]` of `qkv.profile`; a source in `WEIGHTS_ONLY` has no vectors (v is NaN)
     own: int = 0
     """How many calls the module has made in this forward before."""
+    step: int | None = None
+    """The number of its only query, if the module attends step by step to the same keys."""
 
     @property
     def norms(self) -> Tensor | None:
@@ -85,7 +95,9 @@ class Measures:
 
     def masses(self, first: int | Tensor, n_keys: int) -> dict[str, Mask]:
         """The masks inside which the attention mass is measured, by statistic."""
-        return {s.name: s.mask for s in (Local(self.local_window), Streaming(first, n_keys))}
+        if isinstance(first, int):
+            return _masses(self.local_window)
+        return _masses.__wrapped__(self.local_window, first, n_keys)
 
     def of(
         self, observed: ObservedCall, result: Result | None = None, norms: Tensor | None = None, *, whole: bool = True
@@ -127,6 +139,37 @@ class Measures:
         short = max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens
         return result, statistics, weights_of(call) if short else None
 
+    def record(
+        self, observed: ObservedCall, result: Result | None = None, changed: Mapping[int, Call] | None = None
+    ) -> tuple[Result, Record]:
+        """Measure a call of a whole text.
+
+        Args:
+            observed: the call.
+            result: its result, if it has been computed.
+            changed: the calls of single heads whose weights an edit changed.
+        """
+        vectors = observed.vectors
+        norms = vectors.get("value_norm") if observed.call.values is None else None
+        result, statistics, weights = self.of(observed, result, norms)
+        found = (statistics, vectors, weights)
+        if statistics.entropy.device.type != "cpu":
+            found = copied_to_cpu(found)  # those of all layers could fill a card
+        record = Record(
+            observed.module, observed.group, observed.layer, *found, observed.queries, observed.keys, observed.causal
+        )
+        others: dict[int, Record] = {}  # several heads may share a call
+        for head, call in (changed or {}).items():
+            if id(call) not in others:
+                _, others[id(call)] = self.record(replace(observed, call=detached(call)))
+            record = record.with_head(head, others[id(call)])
+        return result, record
+
+
+@functools.lru_cache(maxsize=8)
+def _masses(window: int, first: Tensor | int = 0, n_keys: int = 0) -> dict[str, Mask]:
+    return {s.name: s.mask for s in (Local(window), Streaming(first, n_keys))}
+
 
 def weights_of(call: Call) -> Tensor:
     """The weights of a short call, in float32 or a wider dtype."""
@@ -160,6 +203,119 @@ def copied_to_cpu(values: T) -> T:
     together = torch.cat([x.reshape(-1).float() for x in tensors]).cpu()
     copies = iter(together.split([x.numel() for x in tensors]))
     return mapped(values, lambda x: next(copies).view(x.shape))
+
+
+# --- lengths and directions: the key of a sink is short but has the direction of all queries, and its value is small --
+
+DIRECTIONS = 3  # number of principal directions of the keys whose share of the variance is reported
+
+
+def geometry(
+    call: Call, first: int | Int[Tensor, " b"], queries: Bool[Tensor, "b nq"] | None, keys: Bool[Tensor, "b nk"] | None
+) -> dict[str, Tensor]:
+    """Lengths and directions of the vectors of a call, after projection and rotary positions.
+
+    Args:
+        call: the attention call.
+        first: position of the first key of the text, or one position for each batch item.
+        queries: True at real queries; all if None.
+        keys: True at real keys; all if None.
+
+    Returns:
+        ``query_norm`` (b, h, nq), ``key_norm`` and ``value_norm`` (b, h, nk); (b, h): ``cosine_first``, mean cosine
+        of the queries to the first key, ``cosine_others``, to all other keys, ``first_key_angle``, degrees between the
+        first key and the mean of the others, and ``key_bias_cosine``, mean cosine of the queries to the learned key,
+        where the normalizer has one; ``key_scatter`` (b, hkv, m, m), products of the centred keys, from which
+        `principal_shares` gives the shares of their variance in the first principal directions.
+    """
+    wide = at_least_float32(call.q.dtype)
+    group = call.q.shape[1] // call.k.shape[1]
+    b, _, n_keys, _ = call.k.shape
+    real_q = _real(queries, call.q)
+    real_k = _real(keys, call.k)
+    q, k, v = (_without_padding(x.to(wide), real) for x, real in ((call.q, queries), (call.k, keys), (call.v, keys)))
+    query_norm, key_norm, value_norm = (torch.linalg.vector_norm(x, dim=-1) for x in (q, k, v))
+    at = torch.as_tensor(first, device=k.device).expand(b)
+    is_first = torch.arange(n_keys, device=k.device) == at[:, None]
+    other = (real_k & ~is_first[:, None]).to(wide)
+
+    query = _mean(q, real_q.to(wide), query_norm)
+    first_key = k.gather(2, at[:, None, None, None].expand(b, k.shape[1], 1, k.shape[3]))[:, :, 0]
+    rest = _mean(k, other)
+    found = {
+        "query_norm": query_norm,
+        "key_norm": _of_query_heads(key_norm, group),
+        "value_norm": _of_query_heads(value_norm, group),
+        "cosine_first": (query * _of_query_heads(_unit(first_key), group)).sum(-1),
+        "cosine_others": (query * _of_query_heads(_mean(k, other, key_norm), group)).sum(-1),
+        "first_key_angle": _of_query_heads(_angle(first_key, rest), group),
+        "key_scatter": _scatter(k, real_k),
+    }
+    single = other.sum(2) == 0  # a text of one token has no other keys
+    for name in ("cosine_others", "first_key_angle"):
+        found[name] = found[name].masked_fill(single, torch.nan)
+    if isinstance(call.normalizer, SumToOne) and call.normalizer.key is not None:
+        learned = call.normalizer.key.detach().to(query)
+        if learned.shape[-1] == query.shape[-1]:
+            found["key_bias_cosine"] = (query * _unit(learned)).sum(-1)
+    return found
+
+
+def value_norms(call: Call, keys: Bool[Tensor, "b nk"] | None) -> Float[Tensor, "b h nk"]:
+    """Euclidean norms of the values, 0 at padding; `keys` is True at real keys."""
+    v = _without_padding(call.v.detach().to(at_least_float32(call.v.dtype)), keys)
+    return _of_query_heads(torch.linalg.vector_norm(v, dim=-1), call.q.shape[1] // call.v.shape[1])
+
+
+def _real(mask: Tensor | None, x: Tensor) -> Bool[Tensor, "b 1 n"]:
+    if mask is None:
+        return torch.ones(len(x), 1, x.shape[2], dtype=torch.bool, device=x.device)
+    return mask[:, None]
+
+
+def _without_padding(x: Tensor, real: Tensor | None) -> Tensor:
+    """Set padding to 0, because it may hold NaN."""
+    return x if real is None else x.masked_fill(~real[:, None, :, None], 0)
+
+
+def _mean(
+    x: Float[Tensor, "b h n d"], weights: Float[Tensor, "b 1 n"], norm: Float[Tensor, "b h n"] | None = None
+) -> Float[Tensor, "b h d"]:
+    """The mean of the vectors whose weight is 1, or of their directions if `norm` has their lengths."""
+    count = weights.sum(2).clamp(min=1)
+    by = weights if norm is None else weights / norm.clamp(min=torch.finfo(x.dtype).tiny)
+    return (by.expand(x.shape[:3])[:, :, None] @ x)[:, :, 0] / count[..., None]
+
+
+def _unit(x: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(x, dim=-1)
+
+
+def _of_query_heads(x: Tensor, group: int) -> Tensor:
+    return x if group == 1 else x.repeat_interleave(group, 1)
+
+
+def _angle(a: Float[Tensor, "b h d"], b: Float[Tensor, "b h d"]) -> Float[Tensor, "b h"]:
+    """Angle in degrees, as 2·atan2 of the norms of difference and sum: the arc cosine is inexact at small angles."""
+    a, b = _unit(a), _unit(b)
+    return torch.rad2deg(2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1)))
+
+
+def _scatter(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n"]) -> Float[Tensor, "b h m m"]:
+    """Sums of products of the centred keys, over keys or over dimensions, whichever are fewer in the result."""
+    centred = k - _mean(k, real.to(k.dtype))[:, :, None]
+    if not real.all():
+        centred = centred * real[..., None]
+    few = k.shape[2] < k.shape[3]  # then the smaller matrix of products of keys has the same eigenvalues
+    return centred @ centred.mT if few else centred.mT @ centred
+
+
+def principal_shares(scatter: Float[Tensor, "b hkv m m"], heads: int) -> Float[Tensor, "b h 3"]:
+    """Shares of the variance of the keys along their first principal directions; 0 if there are fewer."""
+    spread = torch.linalg.eigvalsh(scatter).flip(-1).clamp(min=0)
+    share = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(spread.dtype).tiny)
+    share = torch.nn.functional.pad(share[..., :DIRECTIONS], (0, max(0, DIRECTIONS - share.shape[-1])))
+    return _of_query_heads(share, heads // scatter.shape[1])
 
 
 # --- how the arguments of an attention function are read --------------------------------------------------------------
@@ -209,21 +365,6 @@ def served(call: Call) -> Result:
     """The result of a call that the observer itself records."""
     with serving(None):
         return serve(call)
-
-
-def shared_statistics(statistics: Statistics, group: ProcessGroup) -> Statistics:
-    """The statistics of a whole sequence, gathered from processes that each have those of their own shard."""
-
-    def whole(x: Tensor | None) -> Tensor | None:
-        return None if x is None else ring.unshard(x, group)
-
-    by_token = {
-        f.name: whole(getattr(statistics, f.name))
-        for f in fields(Statistics)
-        if f.name not in ("mass", "own", "prefix_sink_scores", "thumbnail")
-    }
-    mass = {name: whole(x) for name, x in statistics.mass.items()}
-    return replace(statistics, **by_token, mass=mass)  # type: ignore[arg-type]
 
 
 def is_causal(mask: Mask | None) -> bool:

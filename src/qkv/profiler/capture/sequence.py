@@ -11,7 +11,8 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.profiler.capture.caches import Stored, located
-from qkv.profiler.capture.layer import Layer, Piece, in_order, of_items
+from qkv.profiler.capture.joining import Piece
+from qkv.profiler.capture.layer import Layer, in_order, of_items
 from qkv.profiler.capture.record import Measures, ObservedCall, Record
 
 OF_TEXT = ("self", "text", "decoder")
@@ -42,7 +43,6 @@ class Sequence:
     """The group of each module, by its first call: a single query says less than a whole text."""
     evicted: bool = False
     sources: dict[str, str] = field(default_factory=dict)
-    checks: list[Any] = field(default_factory=list)
     held: dict[int, tuple[Any, int]] = field(default_factory=dict)
     """State of each layer of the cache after the last forward."""
     kept: dict[int, Int[Tensor, "b hkv m"]] = field(default_factory=dict)
@@ -90,30 +90,33 @@ class Sequence:
             self.real.append(torch.ones(len(real), before, dtype=torch.bool, device=real.device))
         self.real.append(real)
 
-    def layer(self, observed: ObservedCall, own: int) -> Layer:
-        key = observed.group, observed.module, own
+    def layer(self, observed: ObservedCall) -> Layer:
+        key = observed.group, observed.module, observed.own
         if key not in self.layers:
             number = sum(group == observed.group for group, _, _ in self.layers)
             self.layers[key] = Layer(observed.module, observed.group, number, observed.source)
         return self.layers[key]
 
-    def keys_at(self, observed: ObservedCall, before: int, n: int, index: int | None) -> int | Tensor:
+    def keys_at(self, n_keys: int, before: int, n: int, index: int | None) -> int | Tensor:
         """Positions of the keys of a call with all new tokens; the position of the first if they follow each other.
 
         Args:
-            observed: the call, whose unused rows of a static cache are left out.
+            n_keys: the number of keys, without the unused rows of a static cache.
             before: the number of tokens that were read before this forward.
             n: the number that it reads.
             index: the number of the layer in the cache.
+
+        Raises:
+            InputError: if they are not known.
         """
-        n_keys = observed.call.k.shape[2]
-        if index is not None and (kept := self.kept.get(index)) is not None:
-            new = torch.arange(before, before + n, device=kept.device).expand(*kept.shape[:2], n)
-            at = torch.cat([kept, new], 2)[:, :, -n_keys:]
-            self.kept[index] = at
-            if at.shape[2] == n_keys:
-                return at
-        return max(0, before + n - n_keys)
+        kept = None if index is None else self.kept.get(index)
+        if kept is None:
+            return max(0, before + n - n_keys)
+        if int(kept.max()) < before:
+            kept = torch.cat([kept, torch.arange(before, before + n, device=kept.device).expand(*kept.shape[:2], n)], 2)
+        if kept.shape[2] < n_keys:
+            raise InputError("the cache was pruned, and has keys of which it is not known where they are in the text")
+        return kept[:, :, -n_keys:]
 
     # --- what becomes of the cache ------------------------------------------------------------------------------------
 
@@ -137,17 +140,17 @@ class Sequence:
             _cut(parts, length)
         self.tokens = length
 
-    def remember(self, found: dict[int, Stored], *, records: bool) -> None:
+    def remember(self, found: dict[int, Stored]) -> None:
         """A forward has ended, and its cache holds these keys.
 
         Raises:
-            InputError: if they do not come from the text, or if that is not known because no keys are recorded.
+            InputError: if they do not come from the text.
         """
         if not self._expects(found):  # some caches are pruned by hooks of the forward
-            self._locate(found, records=records)
+            self._locate(found)
         self.held = {i: one.state for i, one in found.items()}
 
-    def selects(self, found: dict[int, Stored], items: Tensor | None, *, records: bool) -> None:
+    def selects(self, found: dict[int, Stored], items: Tensor | None) -> None:
         """Its cache has selected batch items, or was cropped if `items` is None.
 
         Raises:
@@ -158,17 +161,21 @@ class Sequence:
             self.reorder(items)
         elif length < self.tokens and not self.kept:
             self.crop(length)
-        self.remember(found, records=records)
+        self.remember(found)
 
-    def follow(self, found: dict[int, Stored], *, records: bool) -> None:
+    def follow(self, found: dict[int, Stored], positions: Tensor | None) -> None:
         """Bring the sequence to what its cache, or a copy of it, now holds, before the next forward.
+
+        Args:
+            found: the layers of the cache.
+            positions: of the tokens that the forward reads, if it is told.
 
         Raises:
             InputError: as for `remember`.
         """
         untouched = set(found) == set(self.held) and all(one.is_in(self.held[i]) for i, one in found.items())
         if not (untouched and self._expects(found)):
-            self._locate(found, records=records)
+            self._locate(found, positions)
 
     def _expects(self, found: dict[int, Stored]) -> bool:
         """Whether a cache holds as many keys as after the last forward."""
@@ -179,13 +186,8 @@ class Sequence:
 
         return all(holds(i, one) for i, one in found.items() if i not in self.apart)
 
-    def _locate(self, found: dict[int, Stored], *, records: bool) -> None:
+    def _locate(self, found: dict[int, Stored], positions: Tensor | None = None) -> None:
         """Tell from the keys of a cache which items and tokens it holds."""
-        if not records:
-            raise InputError(
-                "the cache was copied or changed outside of the model, so it is not known where its keys are; expected "
-                "edits that do not depend on positions, or a cache that only the model changes"
-            )
         if not all(one.stays for one in found.values()):
             raise InputError(
                 "the cache rounds or rotates its keys, and was changed outside of the model; expected a cache that "
@@ -220,11 +222,21 @@ class Sequence:
         whole = all(newest(i, place) for i, place in places.items())
         if len(items) != self.batch or not torch.equal(items, torch.arange(len(items))):
             self.reorder(items)
-        if whole and length < self.tokens:
+        if whole and length < self.tokens and not self._is_next(positions, length):
             self.crop(length)
-        elif not whole:
+        elif not whole or length < self.tokens:
             self.kept |= places
             self.evicted = True
+
+    def _is_next(self, positions: Tensor | None, length: int) -> bool:
+        """Whether positions follow those of all tokens read, and not those of the first `length`: the cache was pruned
+        to its first keys, and not cropped."""
+        if positions is None or positions.ndim != 2:
+            return False
+        real = self.ids(self.real)
+        real = torch.ones(1, self.tokens, dtype=torch.bool) if real is None else real
+        first, all_ = positions[:, 0].cpu(), real.sum(1)
+        return bool((first == all_).all()) and not bool((first == real[:, :length].sum(1)).all())
 
     def at(self, length: int) -> Int[Tensor, "b n"] | None:
         """The tokens of all batch items as they were after `length` tokens."""
@@ -237,8 +249,8 @@ class Sequence:
             return None
         for layer in copy.layers.values():
             if layer.group in (*OF_TEXT, "cross"):
-                layer.pieces = _until(layer.pieces, length)
-                layer.measured = _until(layer.measured, length)
+                for one in (layer, *layer.heads.values()):
+                    one.pieces, one.measured = _until(one.pieces, length), _until(one.measured, length)
                 if any(not isinstance(part, Tensor) and part[0][-1] >= length for part in layer.measured):
                     return None
             elif layer.made is not None:  # all beams of an item share what an encoder has read

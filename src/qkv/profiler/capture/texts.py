@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,15 @@ from torch import Tensor, nn
 
 from qkv.cache.base import attending
 from qkv.edits import Placed
+from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.profiler.capture.caches import listening, stored
+from qkv.profiler.capture.caches import is_known, keeps, keeps_all, listening, located, stored
 from qkv.profiler.capture.inputs import Sequences, real_tokens, sequences_of
 from qkv.profiler.capture.record import Measures, ObservedCall
-from qkv.profiler.capture.sequence import Sequence
+from qkv.profiler.capture.sequence import OF_TEXT, Sequence
+
+HELD_AFTER = 2**25
+"""So many numbers of texts whose cache is gone are held at most, in case that a copy of the cache continues them."""
 
 
 @dataclass(eq=False)
@@ -60,7 +64,23 @@ class Forward:
             self.knows_padding = True
             self.sequence.marks(observed.keys[:, -self.tokens :])
 
-    def place(self, observed: ObservedCall) -> Placed:
+    def keys_at(self, observed: ObservedCall, start: int, module: nn.Module | None) -> tuple[int | Tensor, bool]:
+        """Positions of the keys of a call of self-attention, and whether the cache keeps them as they are."""
+        sequence, n_keys = self.sequence, observed.call.k.shape[2]
+        if (cache := attending()) is not None:
+            at = cache.key_positions(n_keys, observed.call.q.shape[2])
+            follow = at.ndim == 1 and int(at[-1] - at[0]) == len(at) - 1
+            return int(at[0]) if follow else at if at.ndim > 1 else at[None, None], keeps(cache)
+        index = getattr(module, "layer_idx", None)
+        if self.cache is not None and not is_known(self.cache) and start:
+            old = observed.call.given.k[:, :, : n_keys - self.tokens]
+            layer = sequence.layer(observed)
+            _, at = located(old, layer.keys(), None, start - old.shape[2], sequence.ids(sequence.real))
+            new = torch.arange(start, start + self.tokens, device=at.device).expand(*at.shape[:2], self.tokens)
+            return torch.cat([at, new], 2), True
+        return sequence.keys_at(n_keys, start, self.tokens, index), self.cache is None or keeps_all(self.cache, index)
+
+    def place(self, observed: ObservedCall, module: nn.Module | None) -> Placed:
         """Where the queries and keys of a call are in the text, for an edit."""
         n_queries, n_keys = observed.call.q.shape[2], observed.call.k.shape[2]
         if observed.group == "cross":
@@ -70,47 +90,99 @@ class Forward:
         if self.lost is not None:
             raise self.lost
         self.sees(observed)
-        keys_at = self.before + n_queries - n_keys
-        if (cache := attending()) is not None:
-            at = cache.key_positions(n_keys, n_queries)
-            if at.ndim > 1 or int(at[-1] - at[0]) != n_keys - 1:
-                raise InputError(
-                    f"edits has {observed.module}, whose cache keeps keys that do not follow each other; expected a "
-                    "cache that keeps all keys, or the last ones"
-                )
-            keys_at = int(at[0])
+        at, _ = self.keys_at(observed, self.before, module)
         real = self.sequence.ids(self.sequence.real)
         if real is None:
-            return Placed(self.before, max(0, keys_at), None, 0)
+            return Placed(self.before, at, None, 0)
         real = real.to(observed.call.q.device)
-        return Placed(self.before, max(0, keys_at), real[:, self.before :], real.to(torch.int8).argmax(1))
+        return Placed(self.before, at, real[:, self.before :], real.to(torch.int8).argmax(1))
+
+    def add(
+        self, observed: ObservedCall, module: nn.Module | None, changed: Mapping[int, Call],
+        layers: Collection[int] | None, measures: Measures | None,
+    ) -> None:  # fmt: skip
+        """A call of this forward becomes part of the text.
+
+        Args:
+            observed: the call.
+            module: the module that attends.
+            changed: the calls of heads whose weights an edit changed.
+            layers: which layers are recorded; all if None.
+            measures: what is measured; if None, the keys alone are kept, which tell where those of a cache are.
+        """
+        sequence, n, n_queries = self.sequence, self.tokens, observed.call.q.shape[2]
+        cross = observed.group == "cross"
+        stepwise = cross and n_queries == 1 and n != 1  # one query at a time over the same keys
+        layer = sequence.layer(replace(observed, own=0) if stepwise else observed)
+        if layers is not None and layer.number not in layers:
+            return
+        if self.of_encoder or not ((n_queries == n and observed.group in OF_TEXT) or (cross and n_queries in (1, n))):
+            if layer.pieces or layer.made is not None:
+                raise InputError(
+                    f"model attends in {observed.module} to what is no token of the text in several forwards; the "
+                    "first is recorded"
+                )
+            if measures is not None:
+                _, layer.made = measures.record(replace(observed, layer=layer.number), None, changed)
+            return
+        layer.own_keys = cross
+        step = self.steps.get(observed.module, 0)
+        self.steps[observed.module] = step + 1
+        start, stays = self.before + step * stepwise, True
+        keys_at: int | Tensor = 0
+        if not cross:
+            self.sees(observed)
+            keys_at, stays = self.keys_at(observed, start, module)
+            index = self.cache_index(module)
+            if index is not None:
+                sequence.cached[index] = layer
+                if index in sequence.kept and isinstance(keys_at, Tensor):
+                    sequence.kept[index] = keys_at
+            sequence.evicted |= isinstance(keys_at, Tensor) or keys_at > 0
+            sequence.evicted |= (cache := attending()) is not None and cache.length < cache.seen
+        elif layer.known not in (0, observed.call.k.shape[2]):
+            raise InputError(f"model attends to other keys than before in {observed.module}")
+        if layer.made is not None:
+            raise InputError(f"model attends in {observed.module} after its text was measured as a whole")
+        limit = None if cross else start + n
+        layer.add(observed, start, keys_at, limit, stays=stays, changed=changed, queries=measures is not None)
+        if measures is not None and not self.may_cache and not stepwise:
+            layer.made = layer.record(measures, sequence.ids(sequence.real), start + n, {})
+            layer.pieces.clear()
+
+    def cache_index(self, module: nn.Module | None) -> int | None:
+        """The number of the layer in the cache, in which a module attends."""
+        if (cache := attending()) is not None:
+            return next((i for i, one in enumerate(self.cache.caches) if one is cache), None)
+        return getattr(module, "layer_idx", None)
 
 
-@dataclass(eq=False)
 class Texts:
-    """The texts that a model reads, and the caches by which forwards continue them."""
+    """The texts that a model reads, and the caches by which forwards continue them.
 
-    measures: Measures = field(default_factory=Measures)
-    sequences: list[Sequence] = field(default_factory=list)
-    """In the order in which the model began to read them."""
-    records: bool = True
-    """Whether the keys of the texts are recorded, which tell what was copied or pruned."""
-    _encoded: list[Sequence] = field(default_factory=list)
-    """Texts that an encoder has read, before the decoder begins."""
-    _followed: dict[int, tuple[weakref.ref[Any], Sequence]] = field(default_factory=dict)
-    """By the id of their cache."""
-    _lost: dict[int, tuple[weakref.ref[Any], InputError]] = field(default_factory=dict)
-    """Caches whose text is not known, and why."""
+    Args:
+        measures: what is measured.
+        keys: keep the keys of the texts, which tell where those of a cache are. Without, every forward reads a text.
+    """
 
-    def begin(self, owner: Any, name: str, batch: Mapping[str, Any], cache: Any, model: nn.Module) -> Forward:
+    def __init__(self, measures: Measures | None = None, *, keys: bool = True) -> None:
+        self.measures, self.keys = measures or Measures(), keys
+        self.sequences: list[Sequence] = []
+        """In the order in which the model began to read them."""
+        self._encoded: list[Sequence] = []  # texts that an encoder has read, before the decoder begins
+        self._followed: dict[int, tuple[weakref.ref[Any], Sequence]] = {}  # by the id of their cache
+        self._lost: dict[int, tuple[weakref.ref[Any], InputError]] = {}  # caches whose text is not known, and why
+
+    def begin(self, owner: Any, name: str, batch: Mapping[str, Any], model: nn.Module) -> Forward:
         """A forward begins: find the text that it continues."""
+        cache = batch.get("past_key_values")
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         of_encoder = isinstance(owner, nn.Module) and name.rpartition(".")[2] == "encoder"
         read = sequences_of(owner, tensors) if isinstance(owner, nn.Module) else Sequences(batch["tokens"])
         masks = real_tokens(owner, tensors, read) if isinstance(owner, nn.Module) else _padding(batch, cache)
         known, lost = None, None
         try:
-            known = self._continued(cache)
+            known = self._continued(cache, tensors.get("position_ids"))
         except InputError as error:
             lost = error
             self._lose(cache, error)
@@ -124,12 +196,16 @@ class Texts:
             (sequence.target if read.two else sequence.source).append(ids.detach())
             if read.two and read.source is not None and not sequence.source:
                 sequence.source.append(read.source.detach())
+        if known is None:
+            finished = [s for s in self.finished if s.held_numbers()]
+            while sum(s.held_numbers() for s in finished) > HELD_AFTER:
+                self.release(finished.pop(0))
         n, items = _length(tensors, ids)
         uses = batch.get("use_cache")
         uses = getattr(getattr(model, "config", None), "use_cache", False) if uses is None else uses
         forward = Forward(
             owner, sequence, sequence.tokens, n, cache, cache is not None or bool(uses), known is None, of_encoder,
-            read, *masks, lost,
+            read, *masks, lost, recorded=lost is None,
         )  # fmt: skip
         if not of_encoder:
             real = _real(masks[1], sequence.tokens, n)
@@ -137,13 +213,21 @@ class Texts:
             if real is not None:
                 forward.knows_padding = True
                 sequence.marks(real)
-        if known is None and cache is not None and lost is None:
+        if known is None and cache is not None and lost is None and self.keys:
             self._follow(cache, sequence)
         return forward
 
-    def _continued(self, cache: Any) -> Sequence | None:
+    def add(
+        self, forward: Forward, module: nn.Module | None, observed: ObservedCall, changed: Mapping[int, Call]
+    ) -> None:
+        """A module attends."""
+        if self.keys and forward.may_cache and forward.lost is None:
+            with suppress(InputError):  # its keys are not known then
+                forward.add(observed, module, {}, None, None)
+
+    def _continued(self, cache: Any, positions: Tensor | None) -> Sequence | None:
         """The text that a forward with this cache continues; None if it begins one."""
-        if cache is None:
+        if cache is None or not self.keys:
             return None
         of, reason = self._lost.get(id(cache), (None, None))
         if of is not None and of() is cache and reason is not None:
@@ -153,14 +237,14 @@ class Texts:
             if known.held and not found:
                 del self._followed[id(cache)]  # it was reset
                 return None
-            known.follow(found, records=self.records)
+            known.follow(found, positions)
             return known
         if not found:
             return None
         for sequence in reversed(self.sequences):  # a copy of a cache continues its text in another way
             copy = sequence.fork()
             try:
-                copy.follow(found, records=self.records)
+                copy.follow(found, positions)
             except InputError as error:
                 reason = reason or error
                 continue
@@ -193,11 +277,21 @@ class Texts:
         """A cache has selected batch items, or was cropped if `items` is None."""
         if (sequence := self.sequence_of(cache)) is not None:
             try:
-                sequence.selects(stored(cache), items, records=self.records)
+                sequence.selects(stored(cache), items)
             except InputError as error:
                 self._lose(cache, error)
 
-    def end(self, forward: Forward, output: Any) -> bool:
+    def end(self, forward: Forward, output: Any) -> None:
+        """A forward has ended."""
+        with suppress(InputError):  # then its text is lost, which only edits of positions need
+            if not self.ended(forward, output):
+                self.release(forward.sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """A text is not continued any more, or takes too much memory to be kept for a copy of its cache."""
+        self.sequences = [one for one in self.sequences if one is not sequence]
+
+    def ended(self, forward: Forward, output: Any) -> bool:
         """A forward has ended; returns whether another one may continue its text.
 
         Raises:
@@ -208,14 +302,14 @@ class Texts:
         if forward.of_encoder:
             self._encoded.append(sequence)
             return True
-        if not any(s is sequence for s in self.sequences) and (sequence.layers or not self.records):
+        if sequence.layers and not any(s is sequence for s in self.sequences):
             self.sequences.append(sequence)
-        if cache is None or forward.lost is not None:
+        if cache is None or forward.lost is not None or not self.keys:
             return False
         if self.sequence_of(cache) is None:
             self._follow(cache, sequence)
         try:
-            sequence.remember(stored(cache), records=self.records)
+            sequence.remember(stored(cache))
         except InputError as error:
             self._lose(cache, error)
             raise

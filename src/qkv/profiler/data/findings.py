@@ -205,6 +205,8 @@ class Findings:
 
     def _sink_clause(self, prefix: int, whole: int, total: int) -> str:
         where = f"at {first_token(self._data)}"
+        if self._is_too_short:
+            return f"Too short to say whether a head has an attention sink {where}: {self.window}"
         if not prefix and not whole:
             return f"None of {counted(total, 'head')} has an attention sink {where}"
         first = f"{prefix:,} of {counted(total, 'head')} {_has(prefix)} an attention sink {where} in {self.window}"
@@ -255,6 +257,11 @@ class Findings:
         prefix, whole = (int((self._sink_table[f"alpha_{name}"] > sinks.EPSILON).sum()) for name in ("first", "whole"))
         return prefix, whole
 
+    @property
+    def _is_too_short(self) -> bool:
+        """True if rows of even weights would already count as a sink at the first token."""
+        return self._sink_table is not None and bool(self._sink_table["alpha_even"].mean() > sinks.EPSILON)
+
     @cached_property
     def sinks(self) -> Finding | None:
         """Attention sinks at the first token, and their trend by length; None if they were not measured."""
@@ -264,6 +271,9 @@ class Findings:
         prefix, whole = found
         total, even = len(table), table["alpha_even"].mean()
         details = [f"A sink is α > {sinks.EPSILON:g}; rows of even weights have α = {even:.2g}"]
+        if self._is_too_short:
+            label = f"too short to say whether a head has an attention sink at {first_token(data)}: {self.window}"
+            return Finding("–", label, _sentences([*details, "Pass a longer text"]))
         if self.is_long:
             several = f"{whole:,} {'head' if whole == 1 else 'heads'} {_has(whole)}" if whole else "no head has"
             details.append(f"Over {self._whole}, {several} a sink")
@@ -535,7 +545,7 @@ def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
     >>> import qkv
     >>> mini, tokenizer = qkv.load("qkv-mini")
     >>> found = [qkv.profile(mini, "for name in names:", tokenizer=tokenizer, progress=False)]
-    >>> with qkv.profiler.edited(mini, qkv.profiler.everywhere(mini, "off-by-one")):
+    >>> with qkv.edit(mini, qkv.profiler.everywhere(mini, "off-by-one")):
     ...     found.append(qkv.profile(mini, "for name in names:", tokenizer=tokenizer, probe=False, progress=False))
     >>> said = effect_of("off-by-one", *(profile.data for profile in found))
     >>> "had a sink at the first token in this text of 6 tokens, " in said

@@ -75,9 +75,6 @@ class AttentionMap:
 
         Returns:
             `qkv.statistics.maps.Picture`.
-
-        Raises:
-            InputError: if rows, columns or item are out of range, the size is below 1, or weights are NaN.
         """
         checked_slice("rows", rows, self.n_queries), checked_slice("columns", columns, self.n_keys)
         down, across = (size, size) if isinstance(size, int) else size
@@ -92,9 +89,6 @@ class AttentionMap:
         """Tile in row `i` and column `j` of the tile pyramid, or None if all of its pairs are masked.
 
         See `qkv.profiler.explore.pyramid.Pyramid`, which caches it.
-
-        Raises:
-            InputError: if the zoom or the tile is out of range, or weights are NaN.
         """
         pyramid = Pyramid(self._call, self._rows, item, self.head, self._tiles, item, real=self._real)
         tile = pyramid.tile(zoom, i, j)
@@ -157,9 +151,6 @@ def attention_map(
         cache: size of the tile cache in bytes.
         on_call: callback with the name of every module that attends, at the time of its call.
 
-    Raises:
-        InputError: if the model does not accept the inputs, or has no such layer, head or group.
-
     >>> found = attention_map("qkv-mini", "def mean(values):\\n    return sum(values) / len(values)", layer=1, head=2)
     >>> found
     AttentionMap(qkv-mini, self attention, layer 1, head 2: 21 queries × 21 keys)
@@ -201,4 +192,4 @@ def _only_group(model: nn.Module, sequences: Sequences) -> str | None:
     routed = {inputs.of_transformers(name, model) for name, module in model.named_modules() if routes(module)}
     if len(routed) == 1:
         return routed.pop()
-    return None if routed or sequences.two or inputs.is_two_sided(model) else "self"
+    return None if routed or sequences.two or inputs.is_two_sided(dict(model.named_modules())) else "self"

@@ -23,7 +23,7 @@ from qkv.errors import InputError, nearest
 from qkv.masks import Dense, Region
 from qkv.models.loading import load_if_named
 from qkv.normalizers import Identity
-from qkv.profiler.capture.datasets import calls_of, without_values
+from qkv.profiler.capture.datasets import calls_of, collecting, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
@@ -124,11 +124,7 @@ class Explorer:
         return f"Explorer({self.name}, {len(self._runs)} run{'s' if len(self._runs) > 1 else ''})"
 
     def info(self, group: str, text: int, *, stopped: Stopped = never) -> Info:
-        """The size of the maps of a text.
-
-        Raises:
-            InputError: if there is no such group or text.
-        """
+        """The size of the maps of a text."""
         run, item = self._run_of(text)
         layer = self._layers(run, group, 0, stopped)[0]
         queries, keys = self._spans(layer, item, text)
@@ -153,9 +149,6 @@ class Explorer:
             j: column of tiles.
             stopped: see above.
             on_progress: progress callback with the finished share of the work, from 0 to 1; called from any thread.
-
-        Raises:
-            InputError: if an index is out of range, or weights are NaN.
         """
         at = self._find(group, text, layer, head, stopped)
         pyramid = Pyramid(
@@ -170,41 +163,25 @@ class Explorer:
     def row(
         self, group: str, text: int, layer: int, head: int | None, query: int, *, stopped: Stopped = never
     ) -> Float[np.ndarray, " nk"]:
-        """The weights of a query on all keys.
-
-        Raises:
-            InputError: if an index is out of range, or weights are NaN.
-        """
+        """The weights of a query on all keys."""
         return self._mean(self._find(group, text, layer, head, stopped), head, query, None)[0]
 
     def column(
         self, group: str, text: int, layer: int, head: int | None, key: int, *, stopped: Stopped = never
     ) -> Float[np.ndarray, " nq"]:
-        """The weights of all queries on a key.
-
-        Raises:
-            InputError: if an index is out of range, or weights are NaN.
-        """
+        """The weights of all queries on a key."""
         return self._mean(self._find(group, text, layer, head, stopped), head, None, key)[:, 0]
 
     def pair(
         self, group: str, text: int, layer: int, head: int | None, query: int, key: int, *, stopped: Stopped = never
     ) -> float:
-        """The weight of a query on a key.
-
-        Raises:
-            InputError: if an index is out of range, or weights are NaN.
-        """
+        """The weight of a query on a key."""
         return float(self._mean(self._find(group, text, layer, head, stopped), head, query, key)[0, 0])
 
     def strongest(
         self, group: str, text: int, layer: int, query: int, *, stopped: Stopped = never
     ) -> tuple[Int[np.ndarray, " h"], Float[np.ndarray, " h"]]:
-        """The key that each head attends to most (the first of several equal ones), and its weight.
-
-        Raises:
-            InputError: if an index is out of range, or weights are NaN.
-        """
+        """The key that each head attends to most (the first of several equal ones), and its weight."""
         weights = self._weights(self._find(group, text, layer, None, stopped), None, query, None)[:, 0]
         keys = weights.argmax(1)
         return keys, np.take_along_axis(weights, keys[:, None], 1)[:, 0]
@@ -318,7 +295,8 @@ class Explorer:
             put((self._id, run, observed[0].group, calls), cached)
             return _layer(observed, cached.call, targets)
 
-        observer = Observer(self.model, query_masks=targets, key_masks=source, sequences=sequences, collect=collect)
+        observer = Observer(self.model, query_masks=targets, key_masks=source, sequences=sequences,
+                            receive=collecting(collect))  # fmt: skip
         observer.on_call = _checking(stopped)
         with observe(observer):
             self.model(**batch)
@@ -370,9 +348,6 @@ def of(
         name: name of the model; taken from the model if not given.
         caches: the caches for queries and keys of the most recently used layers, and for tiles; new caches of 2 GiB if
             not given. For a layer that is not cached the model runs again, up to that layer.
-
-    Raises:
-        InputError: if the model does not accept the inputs.
 
     >>> found = of("qkv-mini", "def mean(values):\\n    return sum(values) / len(values)")
     >>> found.info("self", 0)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qkv.engine import Call, RowState, at_least_float32
 from qkv.errors import InputError
-from qkv.statistics.maps import HeadMap, Picture, checked_slice, is_masked, slice_call
+from qkv.statistics.maps import HeadMap, Picture, checked_slice, is_masked
 
 V = TypeVar("V")
 Stopped = Callable[[], bool]
@@ -247,7 +247,7 @@ class Pyramid:
         """Compute a tile from the attention weights."""
         work.check()
         rows, columns = self._spans(at)
-        call, known = slice_call(self.call, self.known, rows, columns)
+        call, known = replace(self.call, values=None).part(rows, columns), self.known.part(rows, columns)
         real = None if self.real is None else self.real[:, rows]
         head = HeadMap(call, known, item=self.item, head=self.head, real=real)
         step, width = 2 ** (self.deepest - at[0]), _length(columns)

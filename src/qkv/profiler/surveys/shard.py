@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from qkv.engine import Result
+from qkv.engine import Call, Result
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Special, batches, sequences_of, special_ids, token_text, tokens_of
 from qkv.profiler.capture.observe import observe, unobserved
@@ -204,19 +204,21 @@ class Surveyor:
         (prepared,) = batches(self.model, arguments, None, None)
         real = {batch.ids.shape[1]: batch.real} if padded else {}
 
-        def collect(observed: ObservedCall) -> Result:
+        def receive(observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
+            if changed:
+                raise InputError(f"edits changes weights in {observed.module}, expected no edits in a survey")
             if observed.call.q.shape[2] != batch.ids.shape[1]:
                 raise InputError(
                     f"model does not attend from all tokens of a text at once in {observed.module}, so texts cannot be "
                     "surveyed in batches; profile them with `qkv profile`"
                 )
             group = groups.setdefault(observed.group, Group(self.definition["vocabulary"]))
-            with torch._C.DisableTorchFunction():  # so that the observer does not intercept these operations: faster
-                return self._add_call(group, observed, batch)
+            made = self._add_call(group, observed, batch)
+            return made if result is None else result
 
         observer = Observer(
             self.model, query_masks=real, key_masks=real, sequences=sequences_of(self.model, prepared),
-            collect=collect, computes=True,
+            receive=receive,
         )  # fmt: skip
         with observe(observer):
             self.model(**prepared)

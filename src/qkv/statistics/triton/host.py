@@ -16,7 +16,7 @@ from qkv.biases import ByDistance, SoftCap
 from qkv.engine.call import Call
 from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv.engine.tiles import LOG2_E, kept
+from qkv.engine.tiles import LOG2_E, cached_for_mask
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
 from qkv.statistics.reduce import Request
@@ -85,15 +85,15 @@ def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] 
                 return None
         return (math.inf, -math.inf) if band is None else band, None if keys is None else keys.to(torch.int8)
 
-    return kept(mask, grid, "union", union)
+    return cached_for_mask(mask, grid, "union", union)
 
 
 def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | None:
     """The bias by distance and the soft cap of a call, and whether the cap comes first; None if there are others."""
-    found: dict[str | None, Any] = {bias.form: bias for bias in call.biases}
-    if len(found) < len(call.biases) or not found.keys() <= {"distance", "cap"}:
+    by_form: dict[str | None, Any] = {bias.form: bias for bias in call.biases}
+    if len(by_form) < len(call.biases) or not by_form.keys() <= {"distance", "cap"}:
         return None
-    return found.get("distance"), found.get("cap"), next(iter(found), None) == "cap"
+    return by_form.get("distance"), by_form.get("cap"), next(iter(by_form), None) == "cap"
 
 
 OFFERS: tuple[Need, ...] = ("biases", "gradients", "tensors in closures")

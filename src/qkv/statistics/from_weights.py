@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkv.engine.call import Call, RowState, at_least_float32
 from qkv.engine.inputs import Form
-from qkv.engine.sweep import Group, Tile
+from qkv.engine.tile_loop import Group, Tile
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask
 from qkv.statistics.base import Statistic
@@ -31,7 +31,6 @@ def measure_weights(
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
-    prefix_keys: int | None = None,
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
     unnormalized: bool = False,
@@ -49,7 +48,6 @@ def measure_weights(
         mass: as in `measure`.
         first: as in `measure`.
         queries: as in `measure`; weights of rows that do not count may be NaN.
-        prefix_keys: as in `measure`.
         bins: as in `measure`.
         statistics: as in `measure`.
         unnormalized: whether rows may sum to more than 1, as those of sigmoid attention. By default such rows are
@@ -74,14 +72,14 @@ def measure_weights(
     zero = weights.new_zeros(1, 1, 1, 1, dtype=at_least_float32(weights.dtype))
     q, k = zero.expand(b, h, n_queries, 1), zero.expand(b, h, n_keys, 1)
     call = Call.of(q, k, k, mask)
-    options: dict[str, Any] = {"mass": mass, "first": first, "prefix_keys": prefix_keys, "bins": bins}
+    options: dict[str, Any] = {"mass": mass, "first": first, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
     totals = Totals(call, request)
-    add_tiles(call, _Given(weights, request, totals))
-    found = finished(call, RowState(), request, totals)
-    assert found.row_sum is not None
-    _check_row_sums(weights, found.row_sum, request.queries, unnormalized=unnormalized)
-    back: Statistics = form.all_back(found)
+    add_tiles(call, _WeightsReducer(weights, request, totals))
+    measurement = finished(call, RowState(), request, totals)
+    assert measurement.row_sum is not None
+    _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)
+    back: Statistics = form.all_back(measurement)
     return back
 
 
@@ -119,7 +117,7 @@ def _tensor(w: Any) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-class _Given(StatisticsReducer):
+class _WeightsReducer(StatisticsReducer):
     """Statistics of weights that are given, as a tensor (b, h, nq, nk)."""
 
     def __init__(self, weights: Tensor, request: Request, totals: Totals) -> None:
@@ -141,8 +139,7 @@ class _Given(StatisticsReducer):
         if not (lowest >= 0 and highest < float("inf")):
             raise InputError(
                 f"w holds {lowest:.3g} to {highest:.3g} among queries {tile.rows.start} to {tile.rows.stop - 1}, "
-                "expected weights of 0 or more: apply the softmax to scores first; pass queries= to leave out rows "
-                "without weights"
+                "expected weights of 0 or more; pass queries= to leave out rows without weights"
             )
         self.add(tile, weights, None)
 

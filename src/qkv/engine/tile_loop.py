@@ -31,10 +31,10 @@ class Workspace:
     def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised buffer of a shape, with the dtype and device of `like`; it may hold old data."""
         size, key = math.prod(shape), (name, like.dtype, like.device)
-        kept = self._kept.get(key)
-        if kept is None or kept.numel() < size:
-            kept = self._kept[key] = like.new_empty(size)
-        return kept[:size].view(shape)
+        memory = self._kept.get(key)
+        if memory is None or memory.numel() < size:
+            memory = self._kept[key] = like.new_empty(size)
+        return memory[:size].view(shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,10 +22,10 @@ def unsupported_reason(call: Call) -> str | None:
 def forward(call: Call) -> Result:
     """Attention and its weights by definition, in float64, returned in the dtypes of the other kernels."""
     given = call.given
-    found = reference.attention(
+    result = reference.attention(
         given.q, given.k, given.v, mask=given.mask, bias=given.biases, score=given.score, normalizer=given.normalizer
     )
     like, wide = call.v, at_least_float32(call.v.dtype)
-    out, weights = (torch.from_numpy(x).to(like) for x in (found.out, found.weights))
-    lse = None if found.lse is None else torch.from_numpy(found.lse).to(like.device, wide)
+    out, weights = (torch.from_numpy(x).to(like) for x in (result.out, result.weights))
+    lse = None if result.lse is None else torch.from_numpy(result.lse).to(like.device, wide)
     return Result(out, lse, weights)

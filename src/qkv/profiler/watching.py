@@ -1,0 +1,311 @@
+"""`qkv.watch`: record what a model attends to while it runs, with or without a cache."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from qkv.engine import Call
+from qkv.errors import InputError
+from qkv.models.loading import name_of_model
+from qkv.profiler.capture.checking import Checked
+from qkv.profiler.capture.datasets import Recorded, datasets
+from qkv.profiler.capture.inputs import Sequences
+from qkv.profiler.capture.intercept import unwatched
+from qkv.profiler.capture.layer import of_items
+from qkv.profiler.capture.observe import following
+from qkv.profiler.capture.observer import Observer
+from qkv.profiler.capture.record import Measures, ObservedCall
+from qkv.profiler.capture.sequence import Sequence
+from qkv.profiler.capture.texts import Forward, Texts
+from qkv.profiler.profiles import Profile
+from qkv.profiler.run import attributes, preview
+
+
+class Watched:
+    """What was recorded inside `watch`.
+
+    >>> import torch, qkv
+    >>> from qkv.models import DecoderConfig, DecoderLM
+    >>> model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4))
+    >>> with qkv.watch(model) as watched, torch.no_grad():
+    ...     _ = model(torch.tensor([[5, 6, 7]]))
+    >>> watched
+    Watched(1 sequences, 1 forwards)
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, recording: _Recording, checks: list[Checked]) -> None:
+        self._model, self._tokenizer, self._recording, self._checks = model, tokenizer, recording, checks
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """In the order in which the model began to read them."""
+        return self._recording.sequences
+
+    def __repr__(self) -> str:
+        forwards = sum(s.forwards for s in self.sequences)
+        return f"Watched({len(self.sequences)} sequences, {forwards} forwards)"
+
+    def profile(self, sequence: int | slice | None = None) -> Profile:
+        """The profile of what was recorded.
+
+        The rows of a sequence that was read in several forwards, such as a prompt and the tokens generated after it,
+        are joined: they equal those of one forward over all its tokens, except where the cache had evicted keys. The
+        last generated token was not read, so it has no row. Batch items and beams are texts; a beam has the rows of the
+        tokens that it ended with. Forwards that `every` left out are rows of NaN.
+
+        Args:
+            sequence: which sequences, by index or slice of `sequences`; all if None.
+        """
+        recording, unrecorded = self._recording, self._recording.unrecorded
+        chosen = self.sequences if sequence is None else self.sequences[sequence]
+        chosen = chosen if isinstance(chosen, list) else [chosen]
+        chosen = [s for s in chosen if s.layers]
+        if not chosen:
+            missing = "; ".join(f"{where}: {reason}" for where, reason in unrecorded.items())
+            raise InputError(
+                "watched has no attention, expected the model to run inside the context of qkv.watch"
+                + (f"; not recorded: {missing}" if missing else "")
+            )
+        with recording.measuring():
+            groups = datasets([self._recorded(s) for s in chosen], self._tokenizer, recording.measures.local_window)
+        if unrecorded:
+            missing = "; ".join(f"{where}: {reason}" for where, reason in unrecorded.items())
+            warnings.warn(f"not recorded: {missing}", stacklevel=2)
+        before = [sum(s.items for s in chosen[:i]) for i in range(len(chosen))]
+        ids = chosen[0].ids(chosen[0].source or chosen[0].target)
+        attrs = attributes(self._model, name_of_model(self._model), recording.seconds) | {
+            "text_preview": "no token ids" if ids is None else preview(ids, self._tokenizer),
+            "unobserved": sorted(unrecorded),
+            "sources": chosen[0].sources,
+            "checks": [checked.attrs() for checked in self._checks],
+            "probes": "not run: the model was watched",
+            "forwards": [s.forwards for s in chosen],
+            "evicted": any(s.evicted for s in chosen),
+            "returned": [
+                before[i] + item for s, item in recording.returned for i, one in enumerate(chosen) if one is s
+            ],
+        }
+        return Profile(groups, attrs, {})
+
+    def _recorded(self, sequence: Sequence) -> Recorded:
+        source, target = sequence.ids(sequence.source), sequence.ids(sequence.target)
+        if sequence.two and source is not None and target is not None and len(target) != len(source):
+            source = source.repeat_interleave(len(target) // len(source), 0)  # beams read the same text
+        records = []
+        for record in sequence.records(self._recording.layers):
+            items = len(record.statistics.entropy)
+            repeats = len(target) // items if record.group == "encoder" and target is not None else 1
+            repeated = torch.arange(items).repeat_interleave(repeats)
+            records.append(record if repeats == 1 else of_items(record, repeated))
+        real = sequence.ids(sequence.real)
+        if real is not None and not bool(real.any(1).all()):
+            kept = real.any(1).nonzero()[:, 0]
+            self._recording.unrecorded["texts of padding only"] = f"{len(real) - len(kept)} have no token"
+            records = [of_items(x, kept) if len(x.statistics.entropy) == len(real) else x for x in records]
+            source, target = (x[kept] if x is not None and len(x) == len(real) else x for x in (source, target))
+        return Recorded(records, Sequences(source, target, two=sequence.two), self._recording.measures.statistics)
+
+
+class _Recording(Texts):
+    """Records what a model attends to, and which of its texts `generate` returned."""
+
+    def __init__(self, measures: Measures, every: int, layers: Collection[int] | None) -> None:
+        super().__init__(measures)
+        self.every, self.layers = every, layers
+        self.seconds = 0.0
+        """Time spent on measuring."""
+        self.unrecorded: dict[str, str] = {}
+        """What could not be recorded, and why."""
+        self.returned: list[tuple[Sequence, int]] = []
+        """The texts that `generate` returned, in order: sequence and batch item."""
+        self._reads = 0  # forwards that begin a text
+
+    def begin(self, owner: Any, name: str, batch: Mapping[str, Any], model: nn.Module) -> Forward:
+        """A forward begins: decide whether to record it."""
+        forward = super().begin(owner, name, batch, model)
+        sequence = forward.sequence
+        if forward.lost is not None:
+            self._note(f"forwards with {type(forward.cache).__name__}", forward.lost)
+        due = forward.of_encoder or (self._reads if forward.begins else sequence.reads) % self.every == 0
+        self._reads += forward.begins and not forward.of_encoder
+        forward.recorded &= due
+        sequence.forwards += forward.recorded
+        sequence.reads += 1
+        return forward
+
+    def end(self, forward: Forward, output: Any) -> None:
+        sequence, may_continue = forward.sequence, True
+        try:
+            may_continue = self.ended(forward, output)
+        except InputError as error:
+            self._note(f"forwards with {type(forward.cache).__name__}", error)
+        if not may_continue:
+            self.release(sequence)
+            return
+        with self.measuring():
+            sequence.measure()
+
+    def release(self, sequence: Sequence) -> None:
+        with self.measuring():
+            sequence.settle(self.layers)
+
+    def add(
+        self, forward: Forward, module: nn.Module | None, observed: ObservedCall, changed: Mapping[int, Call]
+    ) -> None:
+        group = forward.sequence.groups.setdefault(observed.module, observed.group)
+        forward.sequence.sources[observed.module] = observed.source
+        try:
+            with self.measuring():
+                forward.add(replace(observed, group=group), module, changed, self.layers, self.measures)
+        except InputError as error:
+            self._note(observed.module, error)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        started = time.perf_counter()
+        with torch.no_grad(), unwatched():
+            yield
+        self.seconds += time.perf_counter() - started
+
+    def returns(self, ids: Tensor, sequences: list[Sequence], pad: set[int]) -> None:
+        """`generate` has returned token ids: find the texts in which they were read, all but the last token of each.
+
+        Args:
+            ids: (b, n), padded at the end.
+            sequences: what was read meanwhile.
+            pad: ids of tokens that may be padding.
+        """
+        for sequence in sequences[-1:]:
+            if not any(part.ndim == 1 for part in sequence.read):
+                self.returned += [(sequence, i) for i in range(min(len(ids), sequence.items))]
+                continue
+            found: dict[tuple[int, int], Sequence] = {}
+            for row in ids.cpu():
+                n = len(row)
+                while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
+                    n -= 1
+                for length in range(len(row) - 1, max(0, n - 3), -1):  # the last token is not read
+                    read = sequence.at(length)
+                    same = [] if read is None or read.shape[1] != length else (read == row[:length]).all(1).nonzero()
+                    if len(same):
+                        item = int(same[0])
+                        if length == sequence.tokens:
+                            now = sequence.ids(sequence.read)
+                            final = [] if now is None else (now == row[:length]).all(1).nonzero().tolist()
+                            if final:
+                                self.returned.append((sequence, final[0][0]))
+                                break
+                        if (length, item) not in found and (copy := sequence.as_of(length, item)) is not None:
+                            found[length, item] = copy
+                            self.sequences.append(copy)
+                        if (length, item) in found:
+                            self.returned.append((found[length, item], 0))
+                        break
+
+    def _note(self, where: str, error: InputError) -> None:
+        self.unrecorded.setdefault(where, str(error))
+
+
+_WATCHED: WeakSet[nn.Module] = WeakSet()
+
+
+@contextmanager
+def watch(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    layers: Collection[int] | None = None,
+    tokenizer: Any = None,
+    local_window: int = 8,
+    map_tokens: int = 384,
+) -> Iterator[Watched]:
+    """Record the attention of everything that a model does inside, as exact statistics in linear memory.
+
+    The model computes by its own functions, so its outputs, gradients, random numbers and generated tokens do not
+    change. Forwards that share a cache are one sequence: `generate` (greedy, sampled, beam search, assisted), a loop of
+    your own, streaming with qkv's caches. Any other forward, such as a step of training, is a sequence of its own.
+    A copy of a cache continues its text as a sequence of its own. Dropout of the weights is left out of the statistics.
+
+    Args:
+        model: as in `qkv.profile`.
+        every: record the first forward of a sequence and then every so many steps of generation; of forwards without a
+            cache, every so many.
+        layers: which layers to record, counted from 0 in each group; all if None.
+        tokenizer: gives the names of tokens in the profile.
+        local_window: `local` is the weight on keys at most this many tokens away.
+        map_tokens: whole weight matrices are kept for sequences up to this long.
+
+    Yields:
+        `Watched`, whose method `profile` gives a `Profile`.
+
+    Raises:
+        InputError: if the model is watched already. A run is not stopped: what cannot be recorded is said in a warning
+            by `Watched.profile`, and named in ``attrs["unobserved"]``.
+
+    >>> import torch, qkv
+    >>> from qkv.models import DecoderConfig, DecoderLM
+    >>> model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)).eval()
+    >>> with qkv.watch(model) as watched:
+    ...     state = model.start()
+    ...     for token in torch.tensor([[5, 6, 7], [8, 9, 1]]).split(1, 1):
+    ...         _ = model.step(token.reshape(1, -1)[:, :1], state)
+    >>> watched.profile().data.sizes["query"]
+    3
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {type(model).__name__}, expected a torch module; qkv.load gives one by its name")
+    if every < 1:
+        raise InputError(f"every is {every}, expected at least 1")
+    model = getattr(model, "_orig_mod", model)
+    if model in _WATCHED:
+        raise InputError(
+            f"model {type(model).__name__} is watched already; expected one qkv.watch at a time, which records "
+            "everything that the model does inside"
+        )
+    recording = _Recording(Measures(local_window, map_tokens, 64), every, layers)
+    observer = Observer(model, texts=recording, partial=True, unreadable=recording.unrecorded)
+    try:
+        with following(observer), _generating(model, recording):
+            _WATCHED.add(model)
+            yield Watched(model, tokenizer, recording, observer.checks)
+    finally:
+        _WATCHED.discard(model)
+
+
+@contextmanager
+def _generating(model: nn.Module, recording: _Recording) -> Iterator[None]:
+    """Inside, the texts that a model of transformers returns from `generate` are noted."""
+    own = getattr(model, "generate", None)
+    if own is None or not hasattr(model, "generation_config"):
+        yield
+        return
+
+    def generate(*args: Any, **named: Any) -> Any:
+        before = len(recording.sequences)
+        made = own(*args, **named)
+        ids = getattr(made, "sequences", made)
+        if isinstance(ids, Tensor) and ids.ndim == 2:
+            config: Any = model.generation_config
+            ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+            recording.returns(
+                ids, recording.sequences[before:], {x for x in (config.pad_token_id, *ends) if x is not None}
+            )
+        return made
+
+    had = vars(model).get("generate")
+    vars(model)["generate"] = generate
+    try:
+        yield
+    finally:
+        vars(model).pop("generate")
+        if had is not None:
+            vars(model)["generate"] = had
