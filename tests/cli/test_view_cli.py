@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from conftest import Command
-from fuzz.files.formats import GOLDEN as FORMATS
 from forked import Forked, view_without_end
+from fuzz.files.formats import GOLDEN as FORMATS
 
 pytest.importorskip("transformers", reason="loading models needs transformers")
 GOLDEN = FORMATS / "profile.qkv.zip"
