@@ -79,6 +79,20 @@ def run_command(*words: object) -> None:
     sys.exit(main([str(word) for word in words]))
 
 
+def view_without_end(*words: object) -> None:
+    """`qkv view` with these words, of a model whose profile is never ready."""
+    import torch
+
+    from qkv.server.session import Session
+
+    def compute(session: Session) -> None:
+        while True:
+            torch.ones(300, 300) @ torch.ones(300, 300)
+
+    Session.prepare = compute  # type: ignore[method-assign]
+    run_command("view", *words)
+
+
 def _call(
     function: Callable[..., object], args: tuple[Any, ...], out: str, errors: str, environment: dict[str, str]
 ) -> None:

@@ -66,7 +66,7 @@ class Counting:
         return {"nothing": [[0.5, float("nan")]]}
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        return {"empty": Figure()}
+        return {"empty": Figure((1, 1))}
 
     def files(self) -> Mapping[str, str]:
         return {"note.txt": "seven"}
@@ -101,7 +101,7 @@ class Tiny(Experiment):
         return Conclusion([Verdict("C900", holds, "seven is more")], "It counts", "All is well.")
 
     def figure(self, results: Results) -> Figure:
-        return Figure()
+        return Figure((1, 1))
 
 
 THREE = {"clear": (1, 0.1), "later": (1, 0.8), "never": (0, 2.0)}

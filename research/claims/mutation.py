@@ -10,7 +10,9 @@ not sufficient: whether a check is about its claim remains for a reader to see.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
+import functools
 import inspect
 import io
 import json
@@ -337,13 +339,14 @@ def judges(check: Callable[[], Verdict]) -> bool:
     Verdicts without a condition are not computed here: `cited` ones rest on reading, `experiment` ones on an
     experiment, which judges its results, and `unseen` without `unless` states nothing.
     """
-    calls = [x for part in _used(*_module_of(check)) for x in ast.walk(part) if isinstance(x, ast.Call)]
+    used = _used(_parsed(check.__module__), check.__name__)
+    calls = [x for part in used for x in ast.walk(part) if isinstance(x, ast.Call)]
     return any(_name(x) in VERDICTS and _condition(x) is not None for x in calls)
 
 
 def instrument(check: Callable[[], Verdict]) -> Instrumented:
     """The instrumented code of a check."""
-    tree, name = _module_of(check)
+    name, tree = check.__name__, copy.deepcopy(_parsed(check.__module__))
     rewriter = _Rewriter()
     body = [rewriter.visit(x) for x in _used(tree, name)]
     module = ast.fix_missing_locations(ast.Module(body, type_ignores=[]))
@@ -352,8 +355,9 @@ def instrument(check: Callable[[], Verdict]) -> Instrumented:
     return Instrumented(name, tuple(rewriter.sites), compile(module, path, "exec"), module_dict)
 
 
-def _module_of(check: Callable[[], Verdict]) -> tuple[ast.Module, str]:
-    return ast.parse(inspect.getsource(sys.modules[check.__module__])), check.__name__
+@functools.cache
+def _parsed(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
 
 
 def _used(tree: ast.Module, name: str) -> list[ast.stmt]:

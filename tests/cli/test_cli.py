@@ -28,7 +28,7 @@ def test_profile_measures_what_is_asked_and_writes_all_files(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = shlex.split("profile --tokens 300 --map-tokens 200 --layers 0,2-3 --dtype bfloat16 --out found")
+    words = shlex.split("profile --tokens 100 --map-tokens 60 --layers 0,2-3 --dtype bfloat16 --out found")
     monkeypatch.setattr(sys, "argv", ["qkv", *words])
     out = command.succeeds(*words)
     assert "<s>" in out
@@ -39,37 +39,13 @@ def test_profile_measures_what_is_asked_and_writes_all_files(
     result = qkv.Profile.load(tmp_path / "found" / "profile.qkv.zip")
     assert result.data["layer"].values.tolist() == [0, 2, 3]
     assert result.data.sizes["head"] == loading.load_model("qkv-mini").model.config.heads
-    assert result.data.sizes["query"] == 300
+    assert result.data.sizes["query"] == 100
     assert result.data.attrs["causal"]
     assert result.attrs["dtype"] == "bfloat16"
     assert result.attrs["command"] == shlex.join(["qkv", *words])
     assert set(result.attrs["versions"]) == {"qkv", "torch", "transformers", "python"}
     assert "weights" not in result.data  # longer than --map-tokens
-    np.testing.assert_allclose(result.data["received"].sum("key"), 300, rtol=1e-4)
-
-
-REFUSALS = [
-    ("no-such-model hi", "not in the cache"), ("./nowhere hi", "no folder ./nowhere"),
-    ("minilm '  \n '", "text is empty"), ("minilm --tokens 513", "at most 512"), ("--tokens 0", "--tokens is 0"),
-    ("minilm hi --tokens 99", "the text has 3"), ("minilm hi --layers 6", "layers 0..5"),
-    ("--layers a-b", "--layers is 'a-b'"), ("--layers 5-2", "--layers is '5-2'"), ("--preset wolf", "is 'wolf'"),
-    ("qkv-mini hi --file x.txt", "text and --file"), ("qkv-mini hi --preset fox", "and text are both"),
-    ("--file x.txt --preset fox", "and --file are both"), ("--file none.txt", "cannot read none.txt"),
-    ("--file bytes.bin", "not UTF-8 text"), ("minilm hi --target ho", "no decoder"),
-    ("--local-window 0", "local_window is 0"), ("--out bytes.bin", "cannot write to"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "fragment"), REFUSALS)
-def test_bad_input_is_one_sentence_and_code_2(
-    words: str, fragment: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read when it was imported
-    Path("bytes.bin").write_bytes(b"\xff\xfe\x00\x80")
-    assert fragment in command.refuses("profile", "--out", "out", *shlex.split(words))
-    assert [x.name for x in tmp_path.iterdir()] == ["bytes.bin"], "a folder was left behind"
-    assert Path("bytes.bin").read_bytes() == b"\xff\xfe\x00\x80"
+    np.testing.assert_allclose(result.data["received"].sum("key"), 100, rtol=1e-4)
 
 
 @pytest.mark.parametrize("resumes", [False, True])

@@ -122,15 +122,13 @@ def test_gradients_of_statistics_differ_from_those_of_the_tiles(shape: str, mask
 
 
 @pytest.mark.parametrize(("shape", "mask", "bias"), [*covering(SHAPES, MASKS, BIASES)][::3])
-def test_one_pass_gives_other_gradients_of_output_and_statistics_than_the_weights(
-    shape: str, mask: str, bias: str
-) -> None:
+def test_one_pass_gives_other_gradients_than_the_weights(shape: str, mask: str, bias: str) -> None:
     made = MASKS[mask](torch.rand(SHAPES[shape][0], SHAPES[shape][4]) > 0.3)
     sinks = [torch.linspace(-2, 2, SHAPES[shape][1])] if bias != "none" else []
-    names = [x for x in DIFFERENTIABLE if sinks or x != "sink_mass"]
+    tensors, names = inputs(shape), [x for x in DIFFERENTIABLE if sinks or x != "sink_mass"]
 
     def found(dtype: torch.dtype, kernel: str) -> list[Tensor]:
-        leaves = [x.to(dtype).detach().clone().requires_grad_() for x in (*inputs_of_shape, *sinks)]
+        leaves = [x.to(dtype).detach().clone().requires_grad_() for x in (*tensors, *sinks)]
         normalizer = Softmax(sink=leaves[3] if sinks else None)
         out, *_, got = qkv.attend(
             *leaves[:3], mask=made, bias=BIASES[bias], normalizer=normalizer, kernel=kernel, return_statistics=True
@@ -142,7 +140,6 @@ def test_one_pass_gives_other_gradients_of_output_and_statistics_than_the_weight
         loss = sum(((x * grad).sum() for x, grad in zip(results, grads, strict=True)), torch.zeros(()))
         return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
 
-    inputs_of_shape = inputs(shape)
     assert_close(found(torch.float32, "auto"), found(torch.float64, "eager"))
 
 

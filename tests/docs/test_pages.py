@@ -21,19 +21,24 @@ from torch.nn.attention import flex_attention
 
 import pages
 from qkv import cli
-from qkv.testing import laws, parts
+from qkv.testing import laws, masks, parts
 from qkv_lab.cli import train
+from qkv_lab.tasks.symbols import Symbols
 
 pytest.importorskip("transformers", reason="the pages profile models")
 WITH_PYTHON = [page for page in pages.pages() if pages.python(page)]
 SHORTER = {
-    "README.md": {"torch.randn(3, 1, 8, 4096, 64": "torch.randn(3, 1, 8, 512, 64"},
-    "docs/howto/train-a-statistic.md": {"200": "20", "2048": "256"},
+    "README.md": {
+        "torch.randn(3, 1, 8, 4096, 64": "torch.randn(3, 1, 8, 512, 64",
+        "check_normalizer(SoftplusSquared())": "check_normalizer",  # docs/howto/your-own.md checks the same class
+    },
+    "docs/howto/train-a-statistic.md": {"200": "10", "2048": "256"},
     "docs/lab.md": {"steps=20": "steps=2"},
-    "docs/labs/bahdanau.md": {"steps=250": "steps=20"},
+    "docs/labs/bahdanau.md": {"steps=250": "steps=4", "range(40)": "range(4)"},
     "docs/labs/reversal.md": {"steps, peak = 250": "steps, peak = 26"},
     "docs/labs/sinks.md": {"steps=200, every=20": "steps=4, every=2"},
     "docs/labs/transformer.md": {"steps=120, lr=6e-3, warmup=40, every=20": "steps=4, lr=6e-3, warmup=2, every=2"},
+    "docs/mechanisms/random-keys.md": {"4096": "1024"},
     "docs/tutorial/07-a-model.md": {"in range(120)": "in range(12)"},
 }
 """Numbers of steps and tokens in pages that train models, and fewer; the site shows what all of them give."""
@@ -53,11 +58,14 @@ class Shell:
 def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder, a process group of one, and the site's figure style.
 
-    The checks of `qkv.testing` run at one size, and FlexAttention without torch.compile, which took most of the time
-    of these pages: tests/core runs both in full.
+    The checks of `qkv.testing` run at one size, FlexAttention without torch.compile, and the lab's tasks with few
+    held-out sequences: other tests run all three in full.
     """
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(parts, "SIZES", laws.SIZES[:1])
+    monkeypatch.setattr(masks, "MASK_SIZES", masks.MASK_SIZES[:2])
+    monkeypatch.setattr(Symbols, "UNSEEN", 20)
+    monkeypatch.setattr(Symbols, "CHECKED", 20)
     monkeypatch.chdir(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -30,7 +30,7 @@ from qkv.profiler import Survey
 from qkv.profiler.data.variables import check_hierarchy, frame_size
 from qkv_lab.tasks import Reversal
 
-CASES = 100
+CASES = 60
 
 
 @pytest.fixture(scope="module")

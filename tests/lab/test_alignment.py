@@ -48,9 +48,6 @@ def luong_loops(
     return out, weights
 
 
-# Each score with each kind; over them, each half width with each list of lengths.
-
-
 def gradients(module: nn.Module, *inputs: Tensor, **options: object) -> None:
     """gradcheck in the query, the keys, values where given, and every parameter, along random directions."""
     names = [name for name, _ in module.named_parameters()]

@@ -197,7 +197,7 @@ def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
     monkeypatch.setenv("QKV_CACHE", str(shared / "cache"))
     made = experiment(name)
     if type(made).lines is Experiment.lines and name != "heads":
-        monkeypatch.setattr(type(made), "figure", lambda self, results: Figure())
+        monkeypatch.setattr(type(made), "figure", lambda self, results: Figure((1, 1)))
     for setting, again in zip(*(made.settings(3, True).values() for _ in range(2)), strict=True):
         assert key(setting) == key(again)
         assert setting.training.seed == 3

@@ -12,6 +12,7 @@ import pytest
 from conftest import Command, refused
 from qkv_lab import experiments, settings, tasks
 from qkv_lab.experiments.registry import BUILT_IN
+from qkv_lab.tasks.symbols import Symbols
 
 Install = Callable[..., None]
 
@@ -97,8 +98,9 @@ def test_an_experiment_of_an_installed_package_runs_from_the_command_line(
 
 @pytest.mark.slow
 def test_a_task_of_an_installed_package_trains_from_the_command_line_and_from_its_settings(
-    install: Install, tmp_path: Path, command: Command
+    install: Install, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Symbols, "UNSEEN", 20)
     install("echolab", {"tasks": {"echo": "echolab:Echo"}}, {"echolab": TASK})
     assert tasks.names()[-1] == "echo"
     assert "Say it again." in command.succeeds("train")

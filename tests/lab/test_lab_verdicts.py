@@ -113,6 +113,3 @@ def test_shipped_numbers_give_the_shipped_verdicts(name: str) -> None:
     assert all(criterion.dated <= found["created"][:10] for criterion in made.criteria)
     for entry in re.findall(r"{([^}]+)}", " ".join(made.remarks.values())):
         assert means_of(results, entry), f"a remark names {entry}, which no run has"
-
-
-CALM, JUMP = (2.0, 1.9, 2.1), (2.0, 1.9, 2.6)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from lab_tasks import Counting
@@ -35,7 +36,6 @@ TASKS: list[Any] = [
     tasks.Translation(architecture="bahdanau", d_model=8, max_words=7, held_out=2),
     tasks.Caption(objects=1, held_out=3),
     tasks.Language(context=8, model=MODEL),
-    tasks.Backcopy(symbols=16, length=9, model=MODEL),
     tasks.Backcopy(symbols=16, length=9, unique=50, first="random", model=MODEL),
 ]
 
@@ -223,7 +223,7 @@ BROKEN_EXPERIMENTS: list[tuple[str, Any]] = [
 def test_an_experiment_that_breaks_a_law_is_refused(
     law: str, entries: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, entry in entries.items():
+    for name, entry in {"figure": lambda self, results: Figure((1, 1)), **entries}.items():
         monkeypatch.setattr(Computed, name, entry)  # a class that pickle finds
     with pytest.raises(CheckFailed) as raised:
         check_experiment(Computed())

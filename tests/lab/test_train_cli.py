@@ -86,23 +86,6 @@ def test_flags_override_toml_which_overrides_defaults(asked: Asked, command: Com
     assert (asked.task, asked.training) == (task, training)
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("given", "said"), [
-    ("reversl", "'reversal'"), ("--steps 3", "task is missing"), ("reversal --steps 0", "steps is 0"),
-    ("reversal --threads 0", "--threads is 0"), ("reversal --config none.toml", "cannot read"),
-    ("reversal --config bad.toml", "not TOML"), ("copy --config x.toml", "expected 'copy'"),
-    ("--config y.toml", "training.stepps"),
-])  # fmt: skip
-def test_bad_input_is_one_sentence_and_code_2(given: str, said: str, asked: Asked, command: Command) -> None:
-    Path("bad.toml").write_text("task = ")
-    Path("x.toml").write_text('task = "reversal"\n')
-    Path("y.toml").write_text('task = "reversal"\n[training]\nstepps = 3\n')
-    assert said in command.refuses("train", *given.split())
-    assert asked.task is None
-
-
 # --- experiments ------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from hf_models import build
 from qkv.edits import HideFirst, Patch
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab.experiments.evidence import FAILS, HOLDS, UNSEEN
-from research.sinks import Study, effects, result, study
+from research.sinks import Study, effects, measure, result, study
 from research.sinks.criteria import Sinks
 from research.sinks.effects import FirstKey, Magnitudes, Rows, others, peaks, replaced
 from research.sinks.measure import Chosen
@@ -175,8 +175,11 @@ def test_a_dimension_that_is_large_in_the_embedding_is_no_peak() -> None:
     assert Magnitudes.of(states[2, 0]) == (50, 1, 1)
 
 
-def test_verdicts_on_hand_made_models_which_are_saved_and_loaded(tmp_path: Path) -> None:
+def test_verdicts_on_hand_made_models_which_are_saved_and_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The two models differ in the cause of the sink alone; both have it for one first token only."""
+    monkeypatch.setattr(measure, "JUDGED", 5)
     studied = {read: study(made.with_peak(read=read), made.texts(), progress=False) for read in (True, False)}
     for read, found in studied.items():
         holds = {verdict.claim: verdict.holds for verdict in found.verdicts[64]}

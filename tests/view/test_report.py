@@ -1,4 +1,4 @@
-"""The HTML report and the card of a notebook: small, safe against hostile tokens, and interactive in a browser."""
+"""The HTML report and the card of a notebook: small, safe against hostile tokens; test_file_pages.py opens it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +24,7 @@ from qkv.profiler.data.types import MIXED, ROLES
 from qkv.report import html as report
 from qkv.report.notebook import text
 from qkv.report.payload import display, payload, pooled_maps
-from viewer_fixture import HOSTILE, PATIENCE, hostile, plain, rested, share
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
-
-pytest_plugins = ["viewer_fixture"]
+from viewer_fixture import HOSTILE, hostile
 
 
 def page_of(html: str) -> dict[str, Any]:
@@ -183,88 +177,6 @@ def test_pooled_maps_in_a_report_are_those_of_the_profile(pooled: Profile, avera
         np.testing.assert_allclose(got[large], want[large], rtol=0.024)
         assert ((got > 0) == visible).all()
         np.testing.assert_allclose(got[~large & visible], about["low"])
-
-
-# --- in a browser -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    page = browser.new_page()
-    page.set_default_timeout(PATIENCE * 1000)
-    yield page
-    page.close()
-
-
-def opened(page: Page, profile: Profile, folder: Path) -> str | None:
-    """Open the report of a profile; returns the state that it announces once it is at rest."""
-    page.goto(profile.report(folder / "report.html").as_uri())
-    rested(page)
-    return page.get_attribute("html", "data-state")
-
-
-@pytest.mark.parametrize(
-    "make", [made.encoder_decoder, lambda: made.long(2048), lambda: made.gpt(61, True), hostile],
-    ids=["three groups", "long", "learned sink", "hostile"],
-)  # fmt: skip
-def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callable[[], Profile]) -> None:
-    profile = make()
-    assert opened(page, profile, tmp_path) == "ready"
-    assert page.locator("[role=gridcell]").count() == len(profile.heads()) * (1 + ("weights" in profile.data))
-    assert page.get_by_text("Most attended tokens").count() == 1
-    assert page.locator(".curve").count() > 0
-    assert page.locator("img").count() == 0
-    assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
-
-
-def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> None:
-    profile = made.gpt()
-    heads = profile.heads()
-
-    def after(act: Callable[..., Any], *arguments: Any) -> str:
-        """The title of the card after an action."""
-        act(*arguments)
-        rested(page)
-        return page.locator("#card h3").inner_text()
-
-    def cell(layer: int, head: int, box: str = "#grid-box") -> str:
-        return f'{box} [data-layer="{layer}"][data-head="{head}"]'
-
-    assert opened(page, profile, tmp_path) == "ready"
-    assert after(page.click, cell(1, 3)) == "Layer 1, head 3"
-    page.keyboard.press("ArrowDown")
-    assert after(page.keyboard.press, "ArrowLeft") == "Layer 2, head 2"
-    focused = page.evaluate("document.activeElement.getAttribute('aria-label')")
-    assert focused.startswith("Layer 2, head 2: ")
-    assert after(page.click, cell(0, 4, "#wall")) == page.locator("#big-map h3").inner_text() == "Layer 0, head 4"
-    page.click(cell(2, 2))
-    assert after(page.click, '[data-key="on"]') == "Layer 2, head 3"
-    assert page.evaluate("document.activeElement.dataset.key") == "on", "the focus is kept"
-    page.select_option("#statistic", "distance")
-    said = f"Layer 0, head 0: Distance {heads['distance'][0]:.1f} tokens; first token 99 %"
-    assert plain(page.get_attribute(cell(0, 0), "aria-label")) == said
-    page.select_option("#statistic", "type")
-    kind = profile.types().query("layer == 1 and head == 3").iloc[0]
-    assert (page.get_attribute(cell(1, 3), "data-tip") or "").split("\n")[:2] == ["Layer 1, head 3", kind["type"]]
-    page.locator('[data-key="choice-Shade by attention received from-head"]').check(force=True)
-    page.click('[data-at="9"]')
-    rested(page)
-    assert "query “wards” (position 9) in L2 · H3" in page.inner_text("#reading .readout")
-    assert page.get_attribute(".flow-token.pinned", "data-at") == "9"
-    page.focus("#big-map canvas")
-    for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
-        page.keyboard.press(key)
-    said = plain(page.inner_text(".head-map-readout"))
-    query, key = map(int, re.match(r"query (\d+) “.*” → key (\d+) ", said).groups())  # type: ignore[union-attr]
-    assert query - key == 3, "from the middle, two down and one to the left"
-    assert share(said) == pytest.approx(float(profile.data["weights"][0, 2, 3, query, key]), abs=0.004)
-    page.click('[data-key="sort-sink"]')
-    best = heads.loc[heads["sink"].idxmax()]
-    assert page.inner_text("#head-table tbody th >> nth=0") == f"L{best['layer']} · H{best['head']}"
-    paper = "getComputedStyle(document.documentElement).backgroundColor"
-    light = page.evaluate(paper)
-    page.click("#theme")
-    assert page.evaluate(paper) != light
 
 
 # --- the card of a notebook -------------------------------------------------------------------------------------------

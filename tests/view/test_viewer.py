@@ -1,10 +1,17 @@
-"""The viewer in a real browser: properties of all pages, navigation, and the overview."""
+"""The viewer in a real browser: properties of all pages, navigation, and each page shows the numbers of its profile.
+
+One module, because the tests of a module share a browser and its tabs.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +19,28 @@ import pytest
 from qkv.models.loading import load_model
 from qkv.profiler.data import tables
 from qkv.report.payload import trimmed
+from qkv.server.live import Live
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
-from viewer_fixture import DESKTOP, PAGES, PHONE, PROFILE_PAGES, Served, Tab, check_pictures, overflow  # fmt: skip
+from qkv_lab.align.models import Aligners
+from viewer_fixture import (
+    DESKTOP,
+    HOSTILE,
+    PAGES,
+    PHONE,
+    PROFILE_PAGES,
+    Served,
+    Tab,
+    check_pictures,
+    floats,
+    hostile,
+    overflow,
+    percent,
+    plain,
+    share,
+    texts_of,
+    unseen,
+)  # fmt: skip
 
 pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
@@ -27,8 +53,10 @@ CELL = ".overview-grid [data-layer]"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_page_has_names_contrast_focus_and_no_motion_if_reduced(tab: Opens, mini: Served, page: str) -> None:
-    one = tab(mini, reduced_motion="reduce").open(page).arrives(page)
+def test_every_page_has_names_contrast_focus_and_no_motion_if_reduced(view: Opens, mini: Served, page: str) -> None:
+    one = view(mini)
+    one.page.emulate_media(reduced_motion="reduce")
+    one.open(page).arrives(page)
     expect(one.page.locator("#nav [aria-current]")).to_have_attribute("data-key", page)
     assert one.page.get_attribute("html", "data-state") == "ready"
     assert len(one.text()) > 100
@@ -126,7 +154,7 @@ def test_security_policy_blocks_other_hosts(tab: Opens) -> None:
     one.problems = [problem for problem in one.problems if not provoked.match(problem)]
 
 
-# ---- the overview ---------------------------------------------------------------------------------------------
+# ---- the overview -------------------------------------------------------------------------------------------
 
 
 def test_grid_shows_the_statistics_of_the_profile(view: Opens, served: Served) -> None:
@@ -147,3 +175,471 @@ def test_grid_shows_the_statistics_of_the_profile(view: Opens, served: Served) -
     one.page.click(f"{CELL} >> nth=5")
     expect(one.page.locator(".overview-card")).to_contain_text("Layer 1, head 1")
     expect(one.page.locator(".overview-card")).to_contain_text(re.compile(f"{heads['distance'][5]:.1f}\\d? tokens"))
+
+
+TILE = 256
+
+
+@dataclass
+class View:
+    """The layout of the stage: `scale` pixels per token, the first at `left`, `top`; visible rows and columns."""
+
+    n: int
+    scale: float
+    left: float
+    top: float
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    def place(self, query: int, key: int) -> tuple[float, float]:
+        """The centre of a cell."""
+        return self.left + (key + 0.5) * self.scale, self.top + (query + 0.5) * self.scale
+
+    @property
+    def deepest(self) -> int:
+        return max(0, math.ceil(math.log2(self.n / TILE)))
+
+    @property
+    def zoom(self) -> int:
+        """The smallest zoom with at least one pixel per screen pixel."""
+        return min(max(math.floor(self.deepest + math.log2(min(self.scale, 1)) + 0.02), 0), self.deepest)
+
+    def tiles(self, pool: str = "max") -> set[str]:
+        """The tiles to request: the overview and the visible ones."""
+        side = TILE * 2 ** (self.deepest - self.zoom)
+        inner = {
+            f"{pool}/{self.zoom}/{i}/{j}"
+            for i in range(self.rows[0] // side, self.rows[1] // side + 1)
+            for j in range(self.columns[0] // side, self.columns[1] // side + 1)
+        }
+        return inner | {f"{pool}/0/0/0", "max/0/0/0"}
+
+
+def view_of(tab: Tab, queries: int, keys: int) -> View:
+    """The view in the address, with the margins that the page computes."""
+
+    def layout(view: dict[str, float] | None) -> dict:
+        return tab.js("layout", {"queries": queries, "keys": keys, "view": view})
+
+    found = layout(None)
+    if "z" in tab.state:
+        wanted = {name: float(tab.state[name]) for name in "xyz"}
+        area, scale = layout(wanted)["area"], 2 ** wanted["z"]
+        for name, tokens, room in (("x", keys, area["w"]), ("y", queries, area["h"])):  # no view extends beyond the map
+            half = min(room / scale, tokens) / 2
+            wanted[name] = min(max(wanted[name], half), tokens - half)
+        found = layout(wanted)
+    at = found["origin"]
+    return View(max(queries, keys), found["scale"], at["x"], at["y"], tuple(found["rows"]), tuple(found["columns"]))
+
+
+def point_at_cell(tab: Tab, view: View, query: int, key: int) -> None:
+    box = tab.page.locator(".map-canvas").bounding_box()
+    x, y = view.place(query, key)
+    tab.page.mouse.move(box["x"] + x, box["y"] + y)
+    tab.settled()
+
+
+def readout(tab: Tab) -> tuple[int, int, float]:
+    """Query, key and weight of the readout."""
+    pair = tab.page.locator(".map-pair").all_inner_texts()
+    query, key = (int(re.search(r"([\d,]+) “", text)[1].replace(",", "")) for text in pair)
+    return query, key, share(tab.page.inner_text(".map-weight strong"))
+
+
+def same(words: float, weight: float) -> bool:
+    """Whether a weight agrees to the shown digits: three, or two for tiny ones."""
+    return math.isclose(words, weight, rel_tol=5.1e-3 if weight >= 1e-5 else 5.1e-2)
+
+
+# ---- the map: numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "group", "text", "layer", "head"),
+    [("two", 0, 0, 1, 2), ("cross", 2, 1, 1, 1), ("gpt", 0, 0, 2, 1), ("mini", 0, 0, 2, 3)],
+    ids=["padded", "cross attention, padded", "causal", "exact, of a model"],
+)
+def test_readout_shows_the_weight_of_the_data_set(
+    view: Opens, served: Served, mini: Served, source: str, group: int, text: int, layer: int, head: int
+) -> None:
+    server = mini if source == "mini" else served
+    data = list(server.profile(source).groups.values())[group]
+    n, m = int(data["n_queries"][text]), int(data["n_keys"][text])
+    weights = data["weights"].values[text, layer, head, :n, :m]
+    one = view(server).open("map", source, group=group, text=text, layer=layer, head=head)
+    stage = view_of(one, n, m)
+    for query, key in ((n - 1, m - 1), (n - 1, 0), (n // 2, m // 3), (0, m - 1)):
+        point_at_cell(one, stage, query, key)
+        if data.attrs["causal"] and key > query:
+            expect(one.page.locator(".map-weight")).to_contain_text("masked")
+            assert readout(one) == (query, key, 0)
+            continue
+        assert readout(one)[:2] == (query, key)
+        assert same(readout(one)[2], weights[query, key]), (readout(one), weights[query, key])
+        said = one.page.inner_text(".map-readout")
+        for token in (data["query_token"].values[text, query], data["key_token"].values[text, key]):
+            assert re.sub("[ ▁Ġ\n]", "", token) in re.sub("[ ▁Ġ]", "", said)
+        received = data["received"].values[text, layer, head, key] / n
+        assert same(share(re.search(r"receives (.*?%) of", said)[1]), received)
+        entropy = re.search(r"entropy of the query ([\d.]+) nats", said)[1]
+        assert float(entropy) == pytest.approx(data["entropy"].values[text, layer, head, query], abs=0.0051)
+
+
+def test_zoomed_out_readout_shows_the_exact_weight_and_its_bin(view: Opens, served: Served) -> None:
+    """Also after a zoomed view of another head, since the address has no view."""
+    weights = served.profile("wide").data["weights"].values[0, 0, 1]
+    one = view().open("map", "wide", x=100, y=500, z=3).open("map", "wide", head=1)
+    assert "z" not in one.state
+    stage = view_of(one, 600, 600)
+    assert stage.zoom == 1
+    point_at_cell(one, stage, 433, 120)
+    query, key, weight = readout(one)
+    assert max(abs(query - 433), abs(key - 120)) <= 1
+    assert same(weight, weights[query, key])
+    pooled = weights[query // 2 * 2 :][:2, key // 2 * 2 :][:, :2]
+    said = one.page.locator(".map-bin").first.inner_text()
+    assert f"queries {query // 2 * 2}–{query // 2 * 2 + 1} × keys {key // 2 * 2}–{key // 2 * 2 + 1}" in said
+    assert same(share(re.search(r"largest (.*?%)", said)[1]), pooled.max())
+    assert same(share(re.search(r"mean (.*?%)", said)[1]), pooled.mean())
+
+
+# ---- the map: hostile tokens, export ------------------------------------------------------------------------
+
+
+def test_readout_and_export_hold_hostile_tokens_literally(view: Opens) -> None:
+    one = view().open("map", "hostile", layer=0, head=0, cq=0, ck=0)
+    n, said = len(HOSTILE), ""
+    stage = view_of(one, n, n)
+    for at in range(n):
+        point_at_cell(one, stage, at, n - 1 - at)
+        expect(one.page.locator(".map-pair").nth(0)).to_contain_text(f"query {at} ")
+        said += one.page.inner_text(".map-readout")
+    assert unseen(said) == []
+    assert one.is_safe()
+    rows = one.table()
+    tokens = {row["key_token"].strip(" ") for row in rows}
+    assert {token for token in HOSTILE if token.isprintable()} <= tokens
+    weights = hostile().data["weights"].values[0, 0, 0]
+    found = {(int(row["query"]), int(row["key"])): float(row["weight"]) for row in rows}
+    assert found == {at: pytest.approx(weights[at], rel=1e-6) for at in np.ndindex(n, n)}
+    check_pictures(one)
+
+
+LISTED = 8  # weights in the panel for each direction
+FIND = '[aria-label^="Find in the text"]'
+
+
+def token(at: int, side: str = "query") -> str:
+    return f"#text-{side}-{at}"
+
+
+def listed(tab: Tab, side: str) -> list[tuple[int, float]]:
+    """The weights in the panel, [(position, weight), …]; side "to" or "from"."""
+    items = tab.page.locator(f".text-ties.{side} li")
+    expect(items.first).to_be_visible()
+    places = [int(place.replace(",", "")) for place in items.locator("small").all_inner_texts()]
+    return list(zip(places, map(share, items.locator("b").all_inner_texts()), strict=True))
+
+
+def check_listed(tab: Tab, side: str, weights: np.ndarray) -> None:
+    """The panel lists the largest weights in order."""
+    order = np.argsort(-weights, kind="stable")
+    order = order[weights[order] > 0][:LISTED].tolist()
+    found = listed(tab.settled(), side)
+    assert [at for at, _ in found] == order
+    assert [shown for _, shown in found] == [pytest.approx(weights[at], rel=0.051, abs=1e-4) for at in order]
+
+
+def at_token(tab: Tab, at: int, side: str = "query") -> Tab:
+    tab.page.hover(token(at, side))
+    return tab.settled()
+
+
+# ---- the text: weights of a token ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [0, 1], ids=["padded", "second text"])
+def test_panel_lists_the_largest_weights(view: Opens, served: Served, text: int) -> None:
+    data = served.profile("two").data
+    n = int(data["n_keys"][text])
+    weights = data["weights"].values[text, 1, 2, :n, :n]
+    one = view().open("text", "two", text=text, layer=1, head=2)
+    for at in (0, n - 1):
+        at_token(one, at)
+        check_listed(one, "to", weights[at])
+        check_listed(one, "from", weights[:, at])
+        rest = one.page.locator(".text-ties.to .text-note").inner_text()
+        assert f"the other {n - 8}" in rest
+        assert share(rest.split(":")[1].strip()) == pytest.approx(np.sort(weights[at])[:-8].sum(), rel=0.051)
+    about = one.page.inner_text(".text-token p")
+    assert f"token {n - 1} of {n}" in about
+    received = share(re.search(r"receives (.*?%)", about)[1])
+    assert received == pytest.approx(weights[:, n - 1].sum() / n, rel=0.051)
+
+
+# ---- the text: long texts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_long_text_is_rendered_in_part(view: Opens, served: Served) -> None:
+    tokens = [token.removeprefix("▁") for token in served.profile("long").data["key_token"].values[0]]
+    one = view().open("text", "long")
+    expect(one.page.locator(".text-panel")).to_contain_text("no maps")
+    for at in (19_999, 15_000, 37):
+        one.open("text", "long", pins=at)
+        expect(one.page.locator(token(at))).to_be_in_viewport()
+        assert one.page.inner_text(token(at)).strip() == tokens[at]
+        assert one.page.evaluate("document.querySelectorAll('main *').length") < 6000
+    one.page.focus(".flow")
+    one.press("End").settled()
+    expect(one.page.locator(token(19_999))).to_be_in_viewport()
+    one.page.locator(".flow").evaluate("(x) => { x.scrollTop -= 12000; }")
+    seen = one.settled().js("tokensInView")
+    expect(one.page.locator(token(19_999))).to_have_count(0)
+    first = seen[0][0]
+    assert 200 < len(seen) < 3000  # the whole view is filled with text
+    assert seen == [[at, tokens[at]] for at in range(first, first + len(seen))]
+
+
+# ---- the text: hostile tokens, export -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_hostile_tokens_are_shown_literally(view: Opens) -> None:
+    one = view().open("text", "hostile", pins="0,3")
+    said = one.text()
+    # In running text a mark is a separate box without quotation marks.
+    assert unseen(said.replace("U+202E", "‹U+202E›").replace("U+200B", "‹U+200B›")) == []
+    assert "x" * 500 in said or "xxx…" in said
+    assert HOSTILE[0] in one.page.inner_text("#context"), "the bar shows the name of the model"
+    said = one.page.inner_text(".text-side")
+    one.page.focus(".flow")
+    for at in range(17):
+        one.press("ArrowRight" if at else "Home").settled()
+        expect(one.page.locator(".text-token p")).to_contain_text(f"token {at} of 17")
+        said += one.page.inner_text(".text-side")
+    assert unseen(said) == []
+    assert one.is_safe()
+    one.page.fill(FIND, "<script>")
+    expect(one.page.locator(".text-found")).to_have_text(re.compile("1 of [23]"))
+    assert any("<img src=x" in text for text in texts_of(check_pictures(one)))
+
+
+def test_text_export_holds_the_weights(view: Opens, served: Served) -> None:
+    data = served.profile("two").data
+    weights = data["weights"].values[1, 0, 3]
+    one = view().open("text", "two", text=1, layer=0, head=3, pins=17)
+    rows = one.table()
+    names = [row["token"].strip() for row in rows]
+    assert names == list(data["key_token"].values[1])
+    for column, want in (("attended_to", weights[17]), ("attends", weights[:, 17]), ("received", weights.sum(0) / 37)):
+        np.testing.assert_allclose(floats(rows, column), want, rtol=2e-4)  # received shares have 16 bits
+    assert set(names) <= {text.strip() for text in texts_of(check_pictures(one))}
+
+
+SHOWN = 10  # next tokens that the live page lists
+
+
+@pytest.fixture(scope="module")
+def live() -> Live:
+    """Computes the expected answers."""
+    return Live(load_model("qkv-mini"))
+
+
+@pytest.fixture(scope="module")
+def aligners() -> Aligners:
+    return Aligners()
+
+
+# ---- sinks ----------------------------------------------------------------------------------------------------
+
+WEIGHT = "Weight on the first token"
+TITLES = [
+    WEIGHT,
+    "α of the first token",
+    "Norm of the first token’s value",
+    "What the first token’s value adds",
+    "Norm of the first token’s key",
+    "Sink score α on three kinds of text",
+    "Largest activation by depth",
+]
+
+
+def expect_titles(tab: Tab, titles: list[str]) -> None:
+    expect(tab.page.locator(".sink-title")).to_have_text(titles)
+
+
+def pointed(tab: Tab, chart: int, dots: list[int]) -> list[str]:
+    """The readouts of a chart while the pointer is on each of these dots."""
+    figure = tab.page.locator(".sink-figure").nth(chart)
+    figure.scroll_into_view_if_needed()
+    boxes = figure.locator("circle:not([visibility])").evaluate_all(
+        "(all) => all.map((x) => x.getBoundingClientRect()).map((box) => [box.x, box.y, box.width])"
+    )
+    said = []
+    for x, y, width in (boxes[dot] for dot in dots):
+        tab.page.mouse.move(x + width / 2, y + width / 2)
+        said.append(plain(figure.locator("output").inner_text()))
+    return said
+
+
+def test_dots_show_the_numbers_of_the_profile(view: Opens, mini: Served) -> None:
+    one = view(mini).open("sinks", layer=0, head=1)
+    profile = mini.profile("mini")
+    expect_titles(one, TITLES)
+    heads, sinks = profile.heads(), profile.sinks()
+    every = list(range(len(heads)))
+    weights = {f"Layer {row['layer']}, head {row['head']} · {percent(row['sink'])}" for _, row in heads.iterrows()}
+    assert set(pointed(one, 0, every)) == weights
+    added = {f"Layer {r.layer}, head {r.head} · {percent(r.contribution_first)}" for r in sinks.itertuples()}
+    assert set(pointed(one, 3, every)) == added
+    row = sinks.sort_values(["layer", "value_norm_first"]).iloc[0]  # dots of a layer are sorted by value
+    assert pointed(one, 2, [0]) == [f"Layer 0, head {row['head']} · {row['value_norm_first']:.2f} ×"]
+    stream = profile.residual["blocks"].isel(text=0)
+    largest, dimension = (float(stream[name][2, 0]) for name in ("largest", "largest_dimension"))
+    (depth,) = pointed(one, 6, [2])
+    assert f"dimension {int(dimension)}" in depth
+    assert f"{largest:.{2 if largest < 10 else 1}f}" in depth
+    over = int((sinks["alpha_first"] > 0.3).sum())
+    assert f"{over} of {len(heads)}" in one.page.locator(".sink-figure").nth(5).inner_text()
+    lead = one.page.inner_text(".sink-lead")
+    assert lead.startswith(f"{over} of {len(heads)} heads ha")
+    assert f"rows of even weights have α = {sinks['alpha_even'].mean():.2g}" in lead
+    assert one.page.locator("main tbody tr").count() == len(profile.sink_tokens())
+
+
+def test_intervention_is_overlaid_restored_and_exported(view: Opens, tab: Opens, mini: Served) -> None:
+    one = view(mini).open("sinks")
+    one.page.click("text=Off by one")
+    expect(one.page.locator(".sink-lead p")).to_have_count(2)
+    intervention = mini.session.sources[int(one.settled().state["after"])]
+    assert intervention.kind == "intervention"
+    assert intervention.profile is not None
+    expect(one.page.locator("main figure table")).to_have_count(2)
+    profiles = mini.profile("mini"), intervention.profile
+    before, later = (p.sinks()["alpha_first"].to_numpy() for p in profiles)
+    said = one.page.locator(".sink-figure").nth(6).inner_text()
+    assert f"{(before > 0.3).sum()} → {(later > 0.3).sum()} of {len(before)}" in said
+    sinks = [p.heads()["sink"] for p in profiles]
+    assert np.abs(sinks[0] - sinks[1]).max() > 0.01
+    wanted = f"Layer 0, head 0 · {percent(sinks[0][0])} → {percent(sinks[1][0])}"
+    assert wanted in pointed(one, 0, list(range(2 * len(before))))
+    one.page.mouse.move(0, 0)
+
+    fresh = tab(mini).follow(one.page.url)  # the address restores the comparison
+    expect(fresh.page.locator('[data-key="after"]')).to_have_value(str(intervention.id))
+    assert fresh.text() == one.settled().text()
+    fresh.page.select_option('[data-key="after"]', "")
+    expect(fresh.page.locator(".sink-lead p")).to_have_count(1)
+    assert "after" not in fresh.settled().state
+    expect(fresh.back().page.locator(".sink-lead p")).to_have_count(2)
+
+    assert {*TITLES, "Weight on no token"} <= set(texts_of(check_pictures(one)))
+    table = one.table()
+    rows, depths = table[: 2 * len(before)], table[2 * len(before) :]
+    np.testing.assert_allclose(floats(rows, "weight_on_first"), np.concatenate(sinks), rtol=1e-5)
+    np.testing.assert_allclose(floats(rows, "alpha_first"), [*before, *later], rtol=1e-5)
+    assert all(row["learned_sink"] == "" for row in rows[: len(before)])
+    assert float(rows[len(before)]["learned_sink"]) > 0
+    streams = [next(iter(profile.residual.values())) for profile in profiles]
+    largest = [x for stream in streams for x in stream["largest"].values[0, :, 0]]
+    assert [int(row["depth"]) for row in depths] == [*range(len(largest) // 2)] * 2
+    np.testing.assert_allclose(floats(depths, "largest_activation"), largest, rtol=1e-5)
+
+
+# ---- live -----------------------------------------------------------------------------------------------------
+
+
+def nats(divergence: float) -> str:
+    """Format a positive divergence as live_words.js does."""
+    return "under 0.001 nats" if divergence < 0.001 else f"{divergence:#.2g}".rstrip(".") + " nats"
+
+
+def spaced(token: str) -> str:
+    return re.sub(" +", lambda x: f"␣×{len(x[0])}" if len(x[0]) > 2 else "␣" * len(x[0]), token).replace("\n", "⏎")
+
+
+def asked(text: str, *edits: tuple[int, int, str, float], at: tuple[int, int] = (0, 0), **more: Any) -> SimpleNamespace:
+    changes = [SimpleNamespace(layer=a, head=b, normalizer=c, temperature=d) for a, b, c, d in edits]
+    return SimpleNamespace(text=text, edits=changes, layer=at[0], head=at[1], k=SHOWN, **{"ids": None, **more})
+
+
+def check_bars(tab: Tab, answer: dict[str, Any], *, edited: bool) -> None:
+    """The bars show the next tokens of the answer, with their probabilities."""
+    before, after = (answer["next"][when][:SHOWN] for when in ("before", "after"))
+    want = [
+        (spaced(b["token"]), (f"{percent(a['probability'])} → " if edited else "") + percent(b["probability"]))
+        for a, b in zip(before, after, strict=True)
+    ]
+    bars = tab.settled().page.locator(".live-bars li")
+    values = map(plain, bars.locator(".live-values").all_inner_texts())
+    assert list(zip(bars.locator("code").all_inner_texts(), values, strict=True)) == want
+
+
+def check_sinks(tab: Tab, answer: dict[str, Any], when: str) -> None:
+    sinks = [f"{100 * x:.0f}" for row in answer["sink"][when] for x in row]
+    expect(tab.page.locator(".live-cell > span")).to_have_text(sinks)
+
+
+def test_live_page_answers_while_typing_and_keeps_a_long_text(tab: Opens, mini: Served, live: Live) -> None:
+    one = tab(mini).open("live")
+    check_bars(one, live.answer(asked(live.description()["example"])), edited=False)
+    text = "def add(a, b):\n    return a +"
+    one.page.fill("#live-text", text)
+    answer = live.answer(asked(text))
+    check_bars(one, answer, edited=False)
+    assert one.state["prompt"] == text
+    expect(one.page.locator(".live-token")).to_have_count(len(answer["tokens"]))
+    check_sinks(one, answer, "before")
+    one.page.fill("#live-text", "import os\n" * 60)
+    one.page.click("#nav >> text=Overview")  # before the text is in the address
+    one.arrives("overview")
+    one.page.click("#nav >> text=Live")
+    expect(one.arrives("live").page.locator("#live-text")).to_have_value("import os\n" * 60)
+    one.page.fill("#live-text", "é7" * 900)
+    expect(one.page.locator("#live-trouble")).to_contain_text("tokens, expected")
+    expect(one.page.locator("#live-text")).to_have_attribute("aria-invalid", "true")
+    one.expect("400")
+
+
+@pytest.mark.slow
+def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, live: Live) -> None:
+    one = view(mini).open("live", prompt="x")
+    one.page.fill("#live-text", " ".join(token for token in HOSTILE if len(token) < 200))
+    expect(one.settled().page.locator(".live-tokens")).to_contain_text("script")
+    assert one.page.evaluate("document.documentElement.dataset.pwned") is None
+    assert one.page.locator("main img, main script").count() == 0
+    assert "\u202e" not in one.page.inner_text(".live-tokens")
+    one.page.fill("#live-text", "import os")
+    one.settled()
+    answer = live.answer(asked("import os"))
+    rows = [row for row in one.table() if row["what"] == "probability of the next token"]
+    assert [row["name"] for row in rows] == [x["token"] for x in answer["next"]["before"]]
+    np.testing.assert_allclose(floats(rows, "after"), [x["probability"] for x in answer["next"]["after"]], rtol=1e-6)
+    check_pictures(one)
+    one.page.fill("#live-text", "")
+    expect(one.page.locator("#live-trouble")).to_contain_text("Type some text")
+
+
+# ---- sequences and images -------------------------------------------------------------------------------------
+
+
+def test_translation_shows_and_exports_its_weights(view: Opens, mini: Served, aligners: Aligners) -> None:
+    one = view(mini).open("align", say="the black cat")
+    answer = aligners.align("qkv-translation", "the black cat")
+    source, target, weights = answer["source"], answer["target"], np.array(answer["weights"])[0, 0]
+    expect(one.page.locator(".align-target")).to_have_text(target)
+    cells = one.page.locator(".align-cell").evaluate_all("(all) => all.map((x) => x.getAttribute('aria-label'))")
+    assert [plain(x) for x in cells] == [
+        f"{target[t]}, {source[s]}: {percent(weights[t, s])}" for t, s in np.ndindex(weights.shape)
+    ]
+    one.page.hover(".align-cell >> nth=1")
+    expect(one.page.locator(".align-main .readout")).to_contain_text(f"with weight {percent(weights[0, 1])}.")
+    rows = one.table()
+    found = [floats(rows, f"{s} {word}") for s, word in enumerate(source)]
+    np.testing.assert_allclose(np.transpose(found), weights, rtol=1e-6)
+    assert set(target) <= {text.strip() for text in texts_of(check_pictures(one))}
+    one.page.fill("#align-text", "the purple zebra")
+    expect(one.page.locator("#align-trouble")).not_to_be_empty()
+    one.expect("400")

@@ -99,7 +99,7 @@ def _task(name: str) -> Translation:
 def _setting(name: str, seed: int, quick: bool) -> Setting:
     settings: dict[str, Any] = {"seed": seed, "evaluate_every": 5000, "save_every": 500, "steps": STEPS[name]}
     if quick:
-        settings |= {"steps": 20, "batch": 16, "warmup": 5}
+        settings |= {"steps": 4, "batch": 8, "warmup": 2}
     task = replace(_task(name), d_model=32, held_out=8) if quick else _task(name)
     return Setting(task, replace(Translation.training(), **settings))
 
