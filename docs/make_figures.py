@@ -45,7 +45,7 @@ def pictures() -> None:
     """Figures of a trained BERT, and a screenshot of the beginning of a report on SmolLM2."""
     figures = DOCS / "figures"
     figures.mkdir(exist_ok=True)
-    profile = qkv.profile("minilm", default_text(), command="qkv profile minilm")
+    profile = qkv.profile("minilm", default_text())
     profile.plot.overview().savefig(figures / "overview.png", dpi=120)
     profile.plot.sinks().savefig(figures / "sinks.png", dpi=120)
     profile.plot.types().savefig(figures / "types.png", dpi=120)

@@ -100,7 +100,7 @@ def train(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     trained = train(Reversal(), Training(steps=2, batch=4), folder, progress=False)
     ...     sorted(p.name for p in (trained.folder / "model").iterdir())
-    ['config.json', 'model.safetensors']
+    ['config.json', 'model.safetensors', 'sample.json']
     """
     if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise InputError(f"WORLD_SIZE is {world}, expected a single process: models of the lab are small")

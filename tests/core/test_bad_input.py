@@ -45,7 +45,8 @@ TENSORS = [
 
 @pytest.mark.parametrize(("q", "k", "v", "argument", "match"), TENSORS)
 def test_wrong_tensors_are_rejected(q: object, k: object, v: object, argument: str, match: str) -> None:
-    for function in (attend, qkv.plan, qkv.measure, qkv.Attention()):
+    of_queries_and_keys = [lambda q, k, v: qkv.measure(q, k)] if v is V else []
+    for function in (attend, qkv.plan, qkv.Attention(), *of_queries_and_keys):
         with refused(argument, match):
             function(q, k, v)
 
@@ -76,9 +77,9 @@ CALLS: list[tuple[dict[str, Any], str, str | None]] = [
 
 @pytest.mark.parametrize(("arguments", "argument", "match"), CALLS)
 def test_wrong_parts_are_rejected(arguments: dict[str, Any], argument: str, match: str | None) -> None:
-    for function in (attend, qkv.plan, qkv.measure):
+    for function, tensors in ((attend, (Q, K, V)), (qkv.plan, (Q, K, V)), (qkv.measure, (Q, K))):
         with refused(argument, match):
-            function(Q, K, V, **arguments)
+            function(*tensors, **arguments)  # type: ignore[operator]
 
 
 REFUSALS: list[tuple[str, Callable[[], object], str | None]] = [

@@ -133,8 +133,7 @@ def test_one_pass_gives_other_gradients_than_the_weights(shape: str, mask: str, 
         out, *_, got = qkv.attend(
             *leaves[:3], mask=made, bias=BIASES[bias], normalizer=normalizer, kernel=kernel, return_statistics=True
         )
-        results = [out, *(getattr(got, name) for name in names)]
-        results = [x.masked_fill(x == -torch.inf, 0) for x in results]
+        results = [x.masked_fill(x == -torch.inf, 0) for x in (out, *(getattr(got, name) for name in names))]
         generator = torch.Generator().manual_seed(0)
         grads = [torch.randn(x.shape, generator=generator) / x.detach().abs().max().clamp(min=1) for x in results]
         loss = sum(((x * grad).sum() for x, grad in zip(results, grads, strict=True)), torch.zeros(()))

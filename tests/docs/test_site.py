@@ -25,13 +25,13 @@ MACHINERY = {"EMPTY", "FULL", "PARTIAL", "And", "Or", "Not", "Grid", "Region", "
 
 
 def test_public_names_have_a_docstring_and_an_example() -> None:
-    """The example not for exceptions, objects that users do not create, and functions that need processes or a hub."""
+    """Without: exceptions, exercises, courses, objects that users do not create, and what needs processes or a hub."""
     not_created = {"Trained", "Explorer", "Call", "Result"}
     without = {"Diverged", "Interrupted", "from_hugging_face", "register", "positions", "unshard"} | not_created
     for module in public_names.MODULES:
         for name, thing in public_names.public(module).items():
             assert (thing.__doc__ or "").strip(), f"{module}.{name} has no docstring"
-            if callable(thing) and name not in without:
+            if callable(thing) and name not in without and module not in ("qkv_lab.check", "qkv_lab.course"):
                 assert ">>>" in (thing.__doc__ or ""), f"{module}.{name} has no example"
 
 

@@ -229,6 +229,9 @@ class PrefixSinkScores(Statistic):
             raise InputError(f"length is {length}, expected at least 1 token of the prefix")
         self.length = length
 
+    def __repr__(self) -> str:
+        return f"PrefixSinkScores({self.length})"
+
     def tile(self, tile: WeightTile) -> Tensor:
         early = (tile.queries >= tile.first) & (tile.queries < tile.first + self.length)
         weights, counts = ((x * early).sum(-2, dtype=torch.float64) for x in (tile.weights, tile.counted))

@@ -148,9 +148,8 @@ MeasureCall = Callable[..., tuple[Result | None, RowState, Statistics]]
 
 def in_one_pass(call: Call) -> bool:
     """Whether one backward pass computes the gradients of the output and of the statistics: the native library's."""
-    if binding.unsupported_reason(call) is not None or call.learned or call.untracked is not None:
-        return False
-    return binding.is_finite(call)
+    unsupported = binding.unsupported_reason(call) is not None or call.learned or call.untracked is not None
+    return not unsupported and binding.is_finite(call)
 
 
 def unsupported_reason(call: Call) -> str | None:
