@@ -25,14 +25,19 @@ from benchmarks.launches import Launches
 from qkv import masks
 from qkv.engine.call import Call
 from qkv.engine.sizes import BY_DEVICE
+from qkv.statistics import PrefixSinkScores
 from qkv.statistics.measure import measured, row_state, sweep
 from qkv.statistics.triton import host
 
 HEADS, KEY_HEADS, D = 8, 2, 128
 LENGTHS = (2048, 4096)
-SURVEY: dict[str, Any] = {"mass": {"local_mass": masks.Window(17, ahead=16)}, "prefix_keys": 64}
+SURVEY: dict[str, Any] = {"mass": {"local_mass": masks.Window(17, ahead=16)}, "statistics": [PrefixSinkScores(64)]}
 STREAMING = masks.Window(1020) | masks.Prefix(4)
-PROFILE: dict[str, Any] = {"mass": SURVEY["mass"] | {"streaming": STREAMING}, "prefix_keys": 64, "bins": 128}
+PROFILE: dict[str, Any] = {
+    "mass": SURVEY["mass"] | {"streaming": STREAMING},
+    "statistics": SURVEY["statistics"],
+    "bins": 128,
+}
 PAIRS, BANDWIDTH = 64 * 80 * 4096 // 2, 4e12  # pairs for each token in the estimate of docs/scale.md; bytes a second
 
 

@@ -96,6 +96,9 @@ def scaled_dot_product_attention(
     Returns:
         ``(output, weights)``: (…, nq, dv) and (…, nq, nk).
 
+    Raises:
+        InputError: for shapes that do not fit, and for a mask in which True hides.
+
     >>> x = torch.randn(2, 5, 8)
     >>> output, weights = scaled_dot_product_attention(x, x, x, mask=create_causal_mask(5))
     >>> output.shape, weights.shape
@@ -230,6 +233,9 @@ class MultiHeadAttention(nn.Module):
         Keys are the queries if they are None, and values the keys. `x`, `Q`, `K` and `V` are accepted, too. A second
         argument of two or four dimensions is the mask, for lessons that call ``mha(x, mask)``. Masks are those of
         `scaled_dot_product_attention`.
+
+        Raises:
+            InputError: for shapes that do not fit, for unknown names, and for a mask in which True hides.
         """
         given = {"query": query, "key": key, "value": value}
         query, key, value = renamed("MultiHeadAttention", other_names, INPUTS, given)

@@ -74,6 +74,9 @@ def attention(model: DecoderLM, ids: Int[Tensor, "b n"]) -> dict[str, Any]:
 
         All of them are the numbers of `qkv.profile`, which defines them: `Profile.sinks` and `Profile.residual`.
 
+    Raises:
+        InputError: if the model is not a `DecoderLM`, or the texts have fewer than two tokens.
+
     >>> from qkv.models import DecoderConfig
     >>> model = DecoderLM(DecoderConfig(vocab_size=9, d_model=8, layers=1, heads=2, normalizer="off_by_one"))
     >>> found = attention(model, torch.arange(9)[None])

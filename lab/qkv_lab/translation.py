@@ -385,6 +385,9 @@ def translate(
         text: words separated by spaces; case and final punctuation are ignored.
         vocabulary: the vocabularies of source and target; read from the folder if None.
 
+    Raises:
+        InputError: if a word is not in the vocabulary, or the text has no words.
+
     >>> " ".join(translate("qkv-translation", "the black cat").target)
     'le chat noir'
     """

@@ -113,6 +113,10 @@ def attend(
         ``out`` (b, h, nq, dv). If anything else is requested, a `Result` with ``out``, ``lse``, ``weights`` and
         ``statistics``, which unpacks as a tuple of what is requested, in this order.
 
+    Raises:
+        InputError: for arguments that do not fit together, a kernel that cannot serve them, or a user-defined object
+            that lacks its defining method.
+
     Under autocast every composition is computed in the dtype of autocast. See docs/conventions.md for vmap,
     torch.func, forward mode and second derivatives.
 

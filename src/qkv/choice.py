@@ -69,6 +69,9 @@ def choose_keys(
         sample: draw a key; False takes the key with the highest score, and the first one on ties.
         seed: seed of the draw; from torch's generator if None.
 
+    Raises:
+        InputError: for arguments that do not fit together.
+
     >>> import torch, qkv
     >>> q, k = torch.ones(1, 1, 1, 4), torch.tensor([0.0, 9.0])[None, None, :, None].expand(1, 1, 2, 4)
     >>> choice = qkv.choose_keys(q, k, sample=False)

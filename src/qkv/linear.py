@@ -69,6 +69,9 @@ def linear_attend(
     Returns:
         ``out`` (b, h, nq, dv), or ``(out, state)``.
 
+    Raises:
+        InputError: for arguments that do not fit together.
+
     Source: Katharopoulos et al. 2020, arXiv:2006.16236, eq. 8–12 and 16–20.
 
     >>> q = k = v = torch.randn(1, 4, 100, 16)
@@ -119,6 +122,9 @@ def linformer(
 
     Returns:
         ``out`` (b, h, nq, dv).
+
+    Raises:
+        InputError: for arguments that do not fit together.
 
     Source: Wang et al. 2020, arXiv:2006.04768, eq. 7.
 

@@ -65,6 +65,9 @@ def merge(*parts: Partial) -> Partial:
     Args:
         parts: one or more results over disjoint sets of keys.
 
+    Raises:
+        InputError: without parts.
+
     >>> import qkv
     >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64)
     >>> parts = [qkv.Partial(*qkv.attend(q, k[:, :, s], v[:, :, s], return_lse=True)) for s in (slice(2), slice(2, 6))]

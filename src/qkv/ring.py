@@ -75,6 +75,9 @@ def attend(
     Returns:
         ``out`` of this process's queries, or a `Result` with all that is requested.
 
+    Raises:
+        InputError: for arguments that do not fit together, or that differ between processes.
+
     Source: Liu et al. 2023, arXiv:2310.01889.
 
     >>> import tempfile, torch, qkv
@@ -128,6 +131,9 @@ def measure(
 
     Returns:
         The statistics of this process's queries and keys.
+
+    Raises:
+        InputError: for arguments that do not fit together, or that differ between processes.
 
     >>> import tempfile, torch, qkv
     >>> import torch.distributed as dist

@@ -145,7 +145,7 @@ def check(
         "mass": {"local": Local(2).mask, "streaming": Streaming(first, n_keys).mask, "prefix": Prefix(3)},
         "first": first,
         "queries": torch.rand(b, n_queries) > 0.3 if padded else None,
-        "prefix_keys": min(20, n_keys),
+        "statistics": [PrefixSinkScores(min(20, n_keys))],
         "bins": 16,
         "value_norms": torch.rand(b, h, n_keys),
     }

@@ -25,7 +25,8 @@ from qkv.biases import Bias
 from qkv.engine import Call
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
-from qkv.statistics.measure import measured, sweep
+from qkv.statistics import PrefixSinkScores
+from qkv.statistics.measure import checked, measured, sweep
 from qkv.statistics.reduce import Request
 from qkv.statistics.triton import host
 
@@ -69,9 +70,8 @@ class Case:
         b = self.shape[0]
         counted = (torch.arange(b * self.nq).view(b, self.nq) % 7 < 5).to(DEVICE) if self.queries else None
         first = self.first if isinstance(self.first, int) else torch.tensor(self.first, device=DEVICE)
-        return {
-            "mass": self.mass, "first": first, "queries": counted, "prefix_keys": self.prefix_keys, "bins": self.bins,
-        }  # fmt: skip
+        statistics = () if self.prefix_keys is None else (PrefixSinkScores(self.prefix_keys),)
+        return {"mass": self.mass, "first": first, "queries": counted, "statistics": statistics, "bins": self.bins}
 
     def normalizer(self) -> Normalizer:
         return Softmax(self.temperature, random(self.shape[1], seed=9) if self.sink else None)
@@ -123,9 +123,7 @@ def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     call = Call.of(q, k, v, case.mask, case.biases, None, case.normalizer())
     assert host.unsupported_reason(call, case.mass) is None
     options = case.options()
-    firsts = torch.as_tensor(options["first"]).expand(len(q)).tolist()
-    rest = {name: x for name, x in options.items() if name != "first"}
-    out, lse, got = host.attend_and_measure(call, Request(firsts=firsts, **rest), output=True)
+    out, lse, got = host.attend_and_measure(call, checked(call, call.grid, **options), output=True)
     normalizer = Softmax(case.temperature, case.normalizer().sink.double() if case.sink else None)
     settings = {"mask": case.mask, "normalizer": normalizer, "bias": case.biases}
     q, k, v = q.double(), k.double(), v.double()
@@ -249,9 +247,9 @@ def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
     q, k, v = (torch.empty(2, heads, 300, 64, device="meta", dtype=torch.bfloat16) for heads in (8, 2, 2))
     call = Call.of(q, k, v, Causal())
     if known_lse:  # of surveys
-        statistics = sweep(call, torch.empty(2, 8, 300, device="meta"), mass=FULL, prefix_keys=64)
+        statistics = sweep(call, torch.empty(2, 8, 300, device="meta"), mass=FULL, statistics=[PrefixSinkScores(64)])
     else:
-        result, _, statistics = measured(call, output=True, mass=FULL, prefix_keys=64, bins=32)
+        result, _, statistics = measured(call, output=True, mass=FULL, statistics=[PrefixSinkScores(64)], bins=32)
         assert result is not None
         assert (result.out.shape, result.out.dtype) == ((2, 8, 300, 64), torch.bfloat16)
     assert len(recorded) == 2

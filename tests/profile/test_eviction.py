@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_models as hf
+import qkv
 from conftest import Command, enlarged, oracle, refused
 from own_objects import MeanAttention
 from qkv.cache import HeavyHitters
@@ -201,7 +202,12 @@ def test_every_policy_runs_on_a_hugging_face_model() -> None:
 def test_full_budget_loses_nothing_and_the_loss_is_a_mean_over_tokens() -> None:
     lm = model(positions="rotary")
     found = eviction(lm, text(27), budgets=(6, 27, 64), policies=POLICIES, first=FIRST)
+    with qkv.edit(lm, {(0, 0): "zero"}):
+        edited = eviction(lm, text(27), budgets=(27,), policies=["window", "tova"]).loss  # one by caches, one by masks
     assert found.loss is not None
+    assert edited is not None
+    assert edited["delta_nats"].abs().max() < 1e-6
+    assert abs(edited["nats"][0] - found.loss["nats"][0]) > 1e-4
     rise = found.loss.set_index(["policy", "budget"])["delta_nats"]
     for policy in ("window", "sinks", "heavy", "mean"):
         assert abs(rise[policy, 27]) < 1e-6

@@ -20,7 +20,7 @@ from conftest import Command, refused
 from own_objects import Heavy, Taken
 from profile_fixture import OF_ONE_TEXT, by_definition
 from qkv import Attention, biases, features, masks, normalizers
-from qkv.kernels import watching
+from qkv.kernels import serving
 from qkv.models import checkpoint
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
@@ -477,7 +477,7 @@ def test_failures_inside_the_model_keep_calls_with_their_modules() -> None:
                 with pytest.raises(RuntimeError, match="on purpose"):
                     failing(ids)
             x = self.embedding(ids)[:, None]
-            with watching(None):
+            with serving(None):
                 qkv.attend(x, x, x)  # a kernel that is not observed
             qkv.attend(x, x, x)
             return self.layer(x[:, 0])  # type: ignore[no-any-return]

@@ -141,6 +141,9 @@ def judge(
 def confidence(values: Sequence[float], level: float = 1 - ERROR) -> tuple[float, float, float]:
     """The mean, and the ends of its confidence interval by Student's t distribution; infinite for one value.
 
+    Raises:
+        InputError: without values.
+
     >>> [round(x, 3) for x in confidence([1.0, 2.0, 3.0])]
     [2.0, -0.484, 4.484]
     """

@@ -72,6 +72,9 @@ def names() -> tuple[str, ...]:
 def experiment(name: str) -> Experiment:
     """The experiment of a name, built in or of an installed package (entry points in the group ``qkv.experiments``).
 
+    Raises:
+        InputError: if there is none (with the nearest name), or if an installed package's cannot be loaded.
+
     >>> experiment("learning_rate").claims
     ('C078', 'C100')
     """

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from qkv.choice import choose_keys
 from qkv.errors import InputError, one_of
-from qkv.kernels import watching
+from qkv.kernels import serving
 from qkv.models.config import check_dropout, check_ids, check_tokens
 from qkv.nn.alignment import AdditiveAttention
 from qkv.scores import Additive
@@ -245,6 +245,6 @@ class Captioner(nn.Module):
             score=Additive(self.attention.vector, self.attention.w_q),
             sample=self.training,
         )
-        with watching(None):  # the weights of the choice above, which observers must not count twice
+        with serving(None):  # the weights of the choice above, which observers must not count twice
             _, weights = self.attention(query, state.annotations, projected=state.projected, return_weights=True)
         return choice.take(state.annotations[:, None])[:, 0, 0], weights[:, 0], choice.log_prob[:, 0, 0]

@@ -201,6 +201,9 @@ class RNNSeq2Seq(nn.Module):
             per_head: return the weights of every head, (b, heads, t, s), instead of their mean (b, t, s). Every
                 attention but ``"multihead"`` has one head.
 
+        Raises:
+            InputError: for a model without attention.
+
         >>> model = RNNSeq2Seq(RNNSeq2SeqConfig(20, 30, d_hidden=16, attention="multihead", heads=2))
         >>> model.alignments(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 4]]), per_head=True).shape
         torch.Size([1, 2, 2, 3])

@@ -70,6 +70,9 @@ REGISTRY = Registry("task", "qkv_lab.tasks", BUILT_IN, GROUP, _problem)
 def names() -> tuple[str, ...]:
     """The names of all tasks, those of installed packages last.
 
+    Raises:
+        InputError: if an installed package registers a name that is taken.
+
     >>> names()[:2]
     ('reversal', 'copy')
     """
@@ -78,6 +81,9 @@ def names() -> tuple[str, ...]:
 
 def task_class(name: str) -> type[Any]:
     """The class of a task, built in or of an installed package (entry points in the group ``qkv.tasks``).
+
+    Raises:
+        InputError: if there is none (with the nearest name), or if an installed package's cannot be loaded.
 
     >>> task_class("reversal")().length
     6

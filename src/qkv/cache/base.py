@@ -88,6 +88,9 @@ class Cache:
 
         Returns:
             ``out`` (b, h, n, dv).
+
+        Raises:
+            InputError: for arguments that do not fit together, or that this cache cannot serve exactly.
         """
         if self._in_call:
             raise InputError("cache is in an undefined state after a call that failed, expected a new one")

@@ -93,16 +93,32 @@ def serving(server: Server | None) -> Iterator[None]:
         _SERVERS.set(tuple(x for x in _SERVERS.get() if x is not entry))
 
 
-def watching(watcher: Watcher | None) -> AbstractContextManager[None]:
-    """Context in which `watcher` is called with every call and its result, on this thread; None for no watcher."""
+def watching(watcher: Watcher) -> AbstractContextManager[None]:
+    """Context in which `watcher` is called with every call and its result, on this thread."""
 
     def server(call: Any, compute: Callable[[Any], Result], fused: bool) -> Result:
-        result = compute(call)
-        assert watcher is not None
+        result = _served_around(server, call, compute, fused)
         watcher(call, result)
         return result
 
-    return serving(None if watcher is None else server)
+    return serving(server)
+
+
+def changing(change: Callable[[Call], Call]) -> AbstractContextManager[None]:
+    """Context in which `change` replaces every call, on this thread, before it is served."""
+
+    def server(call: Any, compute: Callable[[Any], Result], fused: bool) -> Result:
+        return _served_around(server, change(call), compute, fused)
+
+    return serving(server)
+
+
+def _served_around(server: Server, call: Any, compute: Callable[[Any], Result], fused: bool) -> Result:
+    """The result of a call by the server of the context around that of `server`, such as an edit."""
+    servers = [entry[0] for entry in _SERVERS.get()]
+    at = servers.index(server)
+    around = servers[at - 1] if at else None
+    return compute(call) if around is None else around(call, compute, fused)
 
 
 def watched() -> bool:

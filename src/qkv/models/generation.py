@@ -214,6 +214,9 @@ def stream(
         (b,) int64: the tokens of a step, including the end token; −1 for an item that was already finished. Generation
         stops when all items are finished.
 
+    Raises:
+        InputError: immediately, for a prompt without tokens or arguments outside their range.
+
     >>> class Count(torch.nn.Module):
     ...     vocabulary = 5
     ...     def step(self, tokens, state):
@@ -349,6 +352,9 @@ def text_stream(
         seed: see `stream`.
         stop: strings before which the text stops: at the one that is complete first, and at the longest of several. It
             does not matter how they are divided into tokens.
+
+    Raises:
+        InputError: immediately, for a prompt without tokens or arguments outside their range.
 
     >>> class Echo(torch.nn.Module):
     ...     vocabulary = 256

@@ -17,7 +17,7 @@ from qkv.attention import attend
 from qkv.biases import TensorBias
 from qkv.engine import as_mask, at_least_float32
 from qkv.errors import InputError, at_least_one, one_of
-from qkv.kernels import watching
+from qkv.kernels import serving
 from qkv.masks import Mask
 from qkv.normalizers import Softmax
 from qkv.scores import Additive, Concat, Dot, General, Score
@@ -293,7 +293,7 @@ class LuongAttention(nn.Module):
         # At p_t, 1 − g is 0 and the gradient of its logarithm infinite. A smallest exponent keeps both finite and
         # changes weights by a factor of e^-69 at most.
         log_missing = torch.log(-torch.expm1(-exponent.clamp(min=1e-30)))
-        with watching(None):  # an internal step of the softmax that follows: observers must not see it
+        with serving(None):  # an internal step of the softmax that follows: observers must not see it
             _, sink = attend(
                 q, k, k[..., :1], mask=visible, bias=TensorBias(log_missing), score=self._score(),
                 kernel=_kernel(q[:, 0]), return_lse=True,

@@ -58,6 +58,9 @@ def panels(
     Returns:
         The figure; its `axes` are those of the panels, in order.
 
+    Raises:
+        InputError: for anything but matrices, or a wrong number of tokens.
+
     >>> import qkv
     >>> seen = {name: mask.dense(6, 6)[0, 0] for name, mask in
     ...         {"causal": qkv.masks.Causal(), "window": qkv.masks.Window(2)}.items()}
@@ -111,6 +114,9 @@ def heads(
 
     Returns:
         The figure; its `axes` are those of the heads, in order, and last the colour bar.
+
+    Raises:
+        InputError: as `weights`.
 
     >>> import torch, qkv
     >>> figure = qkv.plot.heads(torch.randn(1, 4, 5, 5).softmax(-1))
@@ -215,6 +221,9 @@ def model(
     Returns:
         The figure; its first axes are the wall, the second ones the colour bar.
 
+    Raises:
+        InputError: as `weights`.
+
     >>> import torch, qkv
     >>> attentions = tuple(torch.randn(1, 3, 5, 5).softmax(-1) for _ in range(2))  # as output_attentions=True gives
     >>> len(qkv.plot.model(attentions).axes[0].images)
@@ -287,6 +296,9 @@ def arcs(
 
     Returns:
         The axes. Each arrow is a patch whose `get_gid()` is "query>key", by their positions.
+
+    Raises:
+        InputError: for a wrong shape or number of tokens, or more than 2,500 arrows.
 
     >>> import qkv
     >>> axes = qkv.plot.arcs(qkv.masks.Causal(), ["the", "cat", "sat"])

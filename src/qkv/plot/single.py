@@ -60,6 +60,10 @@ def weights(
     Returns:
         The axes. ``.figure.savefig("map.png")`` saves the picture.
 
+    Raises:
+        InputError: for a wrong shape, numbers that are not weights, a wrong number of tokens, or a choice that is
+            missing.
+
     >>> import torch, qkv
     >>> w = torch.randn(3, 3).softmax(-1)
     >>> qkv.plot.weights(w, ["the", "cat", "sat"]).get_ylabel()
@@ -109,6 +113,9 @@ def matrix(
 
     Returns:
         The axes.
+
+    Raises:
+        InputError: for anything but a matrix, or a wrong number of tokens.
 
     >>> import torch, qkv
     >>> scores = torch.tensor([[2.0, -1.0], [0.5, 1.0]])
@@ -304,6 +311,9 @@ def alignment(
 
     Returns:
         The figure.
+
+    Raises:
+        InputError: as `weights`.
 
     >>> import torch, qkv
     >>> w = torch.tensor([[0.9, 0.1], [0.2, 0.8]])

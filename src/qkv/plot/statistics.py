@@ -124,6 +124,9 @@ def entropy(w: Any, *, item: int | None = None, title: str = "", ax: Axes | None
     Returns:
         The axes.
 
+    Raises:
+        InputError: as `weights`.
+
     >>> import torch, qkv
     >>> round(float(qkv.plot.entropy(torch.full((2, 4, 4), 0.25)).images[0].get_array()[0, 1]), 4)
     1.3863
@@ -144,6 +147,9 @@ def sinks(w: Any, *, first: int = 0, item: int | None = None, title: str = "", a
 
     Returns:
         The axes.
+
+    Raises:
+        InputError: as `weights`.
 
     >>> import torch, qkv
     >>> w = torch.tensor([[[1.0, 0.0], [0.5, 0.5]]])
@@ -209,6 +215,10 @@ def received(
 
     Returns:
         The axes.
+
+    Raises:
+        InputError: as `weights`; for layers with different numbers of keys; for the bins of a long text of a profile,
+            which `Profile.plot.received` draws.
 
     >>> import torch, qkv
     >>> w = torch.tensor([[1.0, 0.0], [0.5, 0.5]])

@@ -145,6 +145,9 @@ class Profile:
         the mean of the others); cosine_first, cosine_others (mean cosine of the queries to the first key, and to the
         others), first_key_angle (degrees between the first key and the mean of the others), key_bias_cosine.
         Quantities that were not measured are NaN, or have no column.
+
+        Raises:
+            InputError: if the threshold is not between 0 and 1, or the profile lacks the statistics that are needed.
         """
         return frames.described(sinks.sink_table(self.group(group), threshold))
 
@@ -155,6 +158,9 @@ class Profile:
         even weights would give it); strongest_head and strongest_mean (the head with the largest mean); max (the
         largest share of a single query in any head and text). The first query is left out, because in a causal model
         its only key is the first token.
+
+        Raises:
+            InputError: if no text has a second token.
 
         >>> import qkv
         >>> profile = qkv.profile("qkv-mini", "def mean(values):", progress=False, probe=False)
@@ -170,6 +176,9 @@ class Profile:
         share (of the row on the first token, mean over the queries of the range, the texts and the heads); even (the
         share that rows of even weights would give it); heads (the number of heads whose own mean is above `threshold`).
         In a causal model without a window, the heads of the first range are those with alpha_first above it.
+
+        Raises:
+            InputError: if the threshold is not between 0 and 1, or the profile lacks the statistics that are needed.
 
         >>> import qkv
         >>> profile = qkv.profile("qkv-mini", progress=False)
@@ -232,6 +241,9 @@ class Profile:
 
         Returns:
             The table; its ``attrs`` hold the definition and the maps that were compared.
+
+        Raises:
+            InputError: if the profile does not hold the maps, or for negative weights, which have no divergence.
 
         >>> import qkv
         >>> table = qkv.profile("qkv-mini", "import os\\nimport sys\\n", progress=False).similarity()

@@ -76,8 +76,8 @@ def measure(
         queries: True where a query counts; the rest (padding) give zeros and add nothing to `received`.
         bins: largest number of bins on each side of the `thumbnail`; a bin holds the smallest sufficient power of two
             of keys or queries. None: no thumbnail.
-        statistics: further statistics, such as `PrefixSinkScores(64)` or your own (see `qkv.statistics.Statistic`);
-            returned as `own`.
+        statistics: further statistics, such as your own (see `qkv.statistics.Statistic`), returned as `own`; and
+            `PrefixSinkScores(length)`, returned as `prefix_sink_scores`.
         differentiable: whether `entropy`, `effective_keys`, `distance`, `sink`, `self_`, `previous`, `next_`,
             `sink_mass`, `lse`, `received` and every `mass` carry gradients to q, k and all learned tensors of the
             composition, in linear memory. The other fields are detached. First derivatives only; cannot be combined
@@ -86,6 +86,9 @@ def measure(
 
     Returns:
         `Statistics`, float32 (float64 for float64 inputs), on the device of the inputs.
+
+    Raises:
+        InputError: for arguments that do not fit together.
 
     >>> import torch, qkv
     >>> q = k = torch.zeros(1, 1, 4, 8)
@@ -190,8 +193,8 @@ def sweep(
     """The statistics of `measure`, given the normalizer state of each row (log-sum-exp or threshold).
 
     `shared` is set if `call` is this process's shard of a call that a process group makes together. The other options
-    are `mass`, `first`, `queries`, `prefix_keys`, `bins` and `statistics` of `measure`, and `value_norms` (b, h, nk),
-    the norm of each value, for `first_contribution`.
+    are `mass`, `first`, `queries`, `bins` and `statistics` of `measure`, and `value_norms` (b, h, nk), the norm of each
+    value, for `first_contribution`.
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
@@ -311,9 +314,8 @@ def _softmax_row_sum(statistics: Statistics) -> Tensor:
 
 def checked(
     call: Call, grid: Grid, *, mass: Mapping[str, Mask] | None = None, first: int | Int[Tensor, " b"] = 0,
-    queries: Bool[Tensor, "b nq"] | None = None, prefix_keys: int | None = None, bins: int | None = None,
-    statistics: Sequence[Statistic] = (), value_norms: Float[Tensor, "b h nk"] | None = None,
-    shared: Shared | None = None,
+    queries: Bool[Tensor, "b nq"] | None = None, bins: int | None = None, statistics: Sequence[Statistic] = (),
+    value_norms: Float[Tensor, "b h nk"] | None = None, shared: Shared | None = None,
 ) -> Request:  # fmt: skip
     """The options of `measure`, checked."""
     mass = dict(mass) if mass else {}
@@ -326,14 +328,13 @@ def checked(
         _check_queries(queries, call.q)
         if queries.device.type == "cpu" and queries.all():  # on a GPU, the answer would be waited for
             queries = None
-    for name, number in (("prefix_keys", prefix_keys), ("bins", bins)):
-        if number is not None and number < 1:
-            raise InputError(f"{name} is {number}, expected at least 1, or None")
+    if bins is not None and bins < 1:
+        raise InputError(f"bins is {bins}, expected at least 1, or None")
     if bins is not None and shared is not None:
         raise InputError(f"bins is {bins} with a group, expected None: a bin of a thumbnail may span processes")
     statistics = validated(statistics)
-    for one in (x for x in statistics if isinstance(x, PrefixSinkScores)):
-        prefix_keys, statistics = one.length, tuple(x for x in statistics if x is not one)
+    prefix_keys = next((x.length for x in statistics if isinstance(x, PrefixSinkScores)), None)
+    statistics = tuple(x for x in statistics if not isinstance(x, PrefixSinkScores))
     if statistics and shared is not None:
         raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
     for statistic in statistics:
@@ -391,7 +392,7 @@ def in_shares(call: Call, measured: Statistics, **options: Any) -> Statistics:
     Args:
         call: the attention call.
         measured: its statistics.
-        options: `mass`, `first`, `queries` and `prefix_keys`, as in `qkv.measure`.
+        options: `mass`, `first`, `queries` and, for `PrefixSinkScores`, `statistics`, as in `qkv.measure`.
     """
     if sums_to_one(call.normalizer):
         return measured

@@ -21,6 +21,9 @@ def LightningAttentionCallback(  # noqa: N802 (it makes an object of a class who
             the trainer's ``log_dir``.
         layers: which attention layers to measure, counted from 0; all if None.
 
+    Raises:
+        InputError: if `every` is less than 1, or Lightning is not installed.
+
     >>> callback = LightningAttentionCallback(every=50)  # doctest: +SKIP
     """
     for package in ("lightning.pytorch", "pytorch_lightning"):  # the two names under which it is published

@@ -53,6 +53,9 @@ class Tracker:
         log: called as ``log(numbers, step=step)`` for each measured step, such as ``wandb.log``.
         layers: which attention layers to measure, counted from 0; all if None.
 
+    Raises:
+        InputError: if `every` is less than 1.
+
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4))
     >>> tracker = Tracker(model, every=2)

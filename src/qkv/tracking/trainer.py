@@ -20,6 +20,9 @@ class AttentionCallback(Callback, TrainerCallback):  # type: ignore[misc]
             the output folder of the run.
         layers: which attention layers to measure, counted from 0; all if None.
 
+    Raises:
+        InputError: if `every` is less than 1.
+
     >>> callback = AttentionCallback(every=50)  # Trainer(..., callbacks=[callback])
     >>> callback.rows
     []

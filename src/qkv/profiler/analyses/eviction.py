@@ -42,11 +42,11 @@ from qkv._files import write_atomically
 from qkv._progress import Step, bar
 from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
 from qkv.cache.evicting import POLICIES
-from qkv.engine import Call, Result
+from qkv.engine import Call
 from qkv.errors import InputError, nearest
 from qkv.huggingface.attention import routes
 from qkv.huggingface.client import attend, routed
-from qkv.kernels import serving
+from qkv.kernels import changing
 from qkv.masks import Mask, Predicate, Prefix, Window
 from qkv.models.decoder import DecoderLM
 from qkv.models.loading import load_if_named
@@ -423,11 +423,11 @@ def nats_of(
 def _under_masks(model: nn.Module, ids: Tensor, kept: Callable[[Call], Mask | None]) -> Tensor:
     """The logits of a model, each of whose causal layers is restricted to the keys that `kept` makes for its call."""
 
-    def restricted(call: Call, compute: Callable[[Call], Result], fused: bool) -> Result:
+    def restricted(call: Call) -> Call:
         mask = None if call.mask is None else kept(call)
-        return compute(call if mask is None or call.mask is None else replace(call, mask=call.mask & mask))
+        return call if mask is None or call.mask is None else replace(call, mask=call.mask & mask)
 
-    with serving(restricted):
+    with changing(restricted):
         if isinstance(model, DecoderLM):
             return model(ids)
         with routed(model, attend):

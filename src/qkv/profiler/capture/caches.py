@@ -107,6 +107,9 @@ def located(
         at: the positions that the cache held before; all if None.
         first: the position of the first key, if they are the newest of the text.
         real: True at real tokens; padding has equal keys, none of which a query sees.
+
+    Raises:
+        InputError: if some of them were not there, or if several keys of the text are equal.
     """
     new, old = hashed(keys), hashed(known.to(keys.device))
     m, order = new.shape[2], torch.arange(old.shape[2], device=old.device).expand_as(old)

@@ -19,7 +19,7 @@ from qkv.kernels import eager, serve, serving
 from qkv.masks import And, Causal, Dense, Grid, Mask, Window
 from qkv.normalizers import SumToOne
 from qkv.profiler.data.variables import UNFUSED
-from qkv.statistics import Local, Statistic, Streaming
+from qkv.statistics import Local, PrefixSinkScores, Statistic, Streaming
 from qkv.statistics.measure import in_shares, measured, row_state, sweep
 from qkv.statistics.result import Statistics, with_head
 
@@ -115,11 +115,11 @@ class Measures:
             "mass": self.masses(observed.first, call.k.shape[2]),
             "first": observed.first,
             "queries": observed.queries,
-            "prefix_keys": PREFIX,
         }
+        of_prefix = PrefixSinkScores(PREFIX)
         further: dict[str, Any] = {
             "bins": self.map_bins if whole and self.map_bins else None,
-            "statistics": (*UNFUSED, *self.statistics),
+            "statistics": (*UNFUSED, *self.statistics, of_prefix),
             "value_norms": norms,
         }
         if result is None:
@@ -128,7 +128,7 @@ class Measures:
         else:
             rows = row_state(call, None if result.lse is None else result.lse.detach())
             statistics = sweep(call, rows, **options, **further)
-        statistics = in_shares(call, statistics, **options)
+        statistics = in_shares(call, statistics, statistics=[of_prefix], **options)
         nan = statistics.received.isnan().any()
         nan = nan if result.lse is None else nan | result.lse.isnan().any()
         if nan:  # one synchronization with a GPU a layer

@@ -13,6 +13,7 @@ from qkv.engine import Call, Result, RowState, Shared, detached
 from qkv.errors import InputError
 from qkv.profiler.capture.layer import Layer
 from qkv.profiler.capture.record import PREFIX, Measures, ObservedCall, Record, is_causal, served
+from qkv.statistics import PrefixSinkScores
 from qkv.statistics.measure import sweep
 from qkv.statistics.result import Statistics
 
@@ -60,7 +61,7 @@ class Recorder:
             )
         self.group, call = shared.group, detached(shared.call)
         mass = self.measures.masses(0, shared.grid.n_keys)
-        found = sweep(call, RowState(result.lse), mass=mass, prefix_keys=PREFIX, shared=shared)
+        found = sweep(call, RowState(result.lse), mass=mass, statistics=[PrefixSinkScores(PREFIX)], shared=shared)
         whole = _gathered(found, shared.group)
         self.records.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
 

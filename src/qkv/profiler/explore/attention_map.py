@@ -75,6 +75,9 @@ class AttentionMap:
 
         Returns:
             `qkv.statistics.maps.Picture`.
+
+        Raises:
+            InputError: if rows, columns or item are out of range, the size is below 1, or weights are NaN.
         """
         checked_slice("rows", rows, self.n_queries), checked_slice("columns", columns, self.n_keys)
         down, across = (size, size) if isinstance(size, int) else size
@@ -89,6 +92,9 @@ class AttentionMap:
         """Tile in row `i` and column `j` of the tile pyramid, or None if all of its pairs are masked.
 
         See `qkv.profiler.explore.pyramid.Pyramid`, which caches it.
+
+        Raises:
+            InputError: if the zoom or the tile is out of range, or weights are NaN.
         """
         pyramid = Pyramid(self._call, self._rows, item, self.head, self._tiles, item, real=self._real)
         tile = pyramid.tile(zoom, i, j)
@@ -150,6 +156,9 @@ def attention_map(
         name: name of the model, for figures; taken from the model if not given.
         cache: size of the tile cache in bytes.
         on_call: callback with the name of every module that attends, at the time of its call.
+
+    Raises:
+        InputError: if the model does not accept the inputs, or has no such layer, head or group.
 
     >>> found = attention_map("qkv-mini", "def mean(values):\\n    return sum(values) / len(values)", layer=1, head=2)
     >>> found

@@ -149,6 +149,9 @@ class Explorer:
             j: column of tiles.
             stopped: see above.
             on_progress: progress callback with the finished share of the work, from 0 to 1; called from any thread.
+
+        Raises:
+            InputError: if an index is out of range, or weights are NaN.
         """
         at = self._find(group, text, layer, head, stopped)
         pyramid = Pyramid(
@@ -348,6 +351,9 @@ def of(
         name: name of the model; taken from the model if not given.
         caches: the caches for queries and keys of the most recently used layers, and for tiles; new caches of 2 GiB if
             not given. For a layer that is not cached the model runs again, up to that layer.
+
+    Raises:
+        InputError: if the model does not accept the inputs.
 
     >>> found = of("qkv-mini", "def mean(values):\\n    return sum(values) / len(values)")
     >>> found.info("self", 0)

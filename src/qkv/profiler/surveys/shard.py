@@ -23,7 +23,7 @@ from qkv.profiler.data.variables import UNFUSED
 from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, Quantities, number, of_description
 from qkv.profiler.surveys.corpus import Document
 from qkv.profiler.surveys.data import EXAMPLES, Survey
-from qkv.statistics import Local, Statistic
+from qkv.statistics import Local, PrefixSinkScores, Statistic
 from qkv.statistics.measure import in_shares, measured
 from qkv.statistics.result import Statistics
 
@@ -234,20 +234,16 @@ class Surveyor:
         batch, kinds = batch.to(call.q.device), self.kinds.to(call.q.device)
         counts = None if bool(batch.counted.all()) else batch.counted
         local = Local(self.definition["local_window"])
-        options: dict[str, Any] = {
-            "mass": {local.name: local.mask},
-            "first": observed.first,
-            "queries": counts,
-            "prefix_keys": PREFIX,
-        }
-        further = (*(s for s in UNFUSED if s.name in self.quantities), *self.statistics)
+        options: dict[str, Any] = {"mass": {local.name: local.mask}, "first": observed.first, "queries": counts}
+        of_prefix = PrefixSinkScores(PREFIX)
+        further = (*(s for s in UNFUSED if s.name in self.quantities), *self.statistics, of_prefix)
         result, rows, statistics = measured(call, output=True, statistics=further, **options)
         assert result is not None
         if rows.level is not None and rows.level.isnan().any():
             raise InputError(
                 f"model computes scores that are NaN in {observed.module}: its parameters or its inputs contain NaN"
             )
-        statistics = in_shares(call, statistics, **options)
+        statistics = in_shares(call, statistics, statistics=[of_prefix], **options)
         layer = group.layers.get(observed.layer)
         if layer is None:
             layer = group.layers[observed.layer] = Layer(observed.module, call.q.shape[1], self.quantities)
