@@ -424,8 +424,8 @@ def view(shared: Callable[[Served], Tab], served: Served) -> Iterator[Callable[.
 # ---- checks of a page -----------------------------------------------------------------------------------------
 
 
-def check_pictures(tab: Tab) -> ElementTree.Element:
-    """Check that the SVG is self-contained and that the PNG of twice its size is not blank; returns the SVG."""
+def check_picture(tab: Tab) -> ElementTree.Element:
+    """Check that the SVG is self-contained; returns it."""
     drawing = ElementTree.fromstring(tab.saved("svg"))
     assert drawing.tag == f"{SVG}svg"
     assert len(list(drawing.iter())) > 10
@@ -437,12 +437,17 @@ def check_pictures(tab: Tab) -> ElementTree.Element:
             if name.endswith("href"):
                 assert value.startswith(("#", "data:image/")), value[:80]
             assert all(found.startswith("#") for found in re.findall(r"url\(['\"]?([^)]*)", value)), value
+    return drawing
+
+
+def check_pictures(tab: Tab) -> None:
+    """Check that the SVG is self-contained and that the PNG of twice its size is not blank."""
+    drawing = check_picture(tab)
     with Image.open(io.BytesIO(tab.saved("png"))) as picture:
         assert picture.size == (round(2 * float(drawing.get("width"))), round(2 * float(drawing.get("height"))))
         counts = picture.convert("RGB").getcolors(picture.width * picture.height)
     assert len(counts) > 10
     assert max(count for count, _ in counts) < 0.995 * picture.width * picture.height
-    return drawing
 
 
 def texts_of(drawing: ElementTree.Element) -> list[str]:

@@ -46,8 +46,7 @@ def report_of(page: Page, profile: Profile, folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "make", [made.encoder_decoder, lambda: made.long(2048), lambda: made.gpt(61, True), hostile],
-    ids=["three groups", "long", "learned sink", "hostile"],
+    "make", [made.encoder_decoder, lambda: made.long(2048, 2, 2), hostile], ids=["three groups", "long", "hostile"]
 )  # fmt: skip
 def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callable[[], Profile]) -> None:
     profile = make()
@@ -252,26 +251,27 @@ def _equals(page: Page, found: reference.Reference, rows: int = 3, columns: int 
     np.testing.assert_allclose(_shown(page, "out", found.out.shape[-1], rows), found.out[0, 0], atol=5.1e-3)
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
-def test_weights_and_outputs_by_hand_equal_the_reference(by_hand: Page, name: str) -> None:
+def test_weights_and_outputs_by_hand_equal_the_reference(by_hand: Page) -> None:
     """Initially, after a change of numbers, temperature, mask and scale, and with scores that would overflow."""
     page = by_hand
-    page.check(f'input[value="{name}"]')
-    _equals(page, _expected(Q, K, V, NORMALIZERS[name](1.0)))
-    page.fill('[data-at="K-1-0"]', "-1.5")
-    page.fill('[data-at="V-2-1"]', "3")
-    page.fill('input[name="temperature"]', "0.3")
-    page.uncheck('input[name="causal"]')
-    page.uncheck('input[name="scaled"]')
-    keys, values = [K[0], [-1.5, 2], K[2]], [V[0], V[1], [-1, 3]]
-    changed = _expected(Q, keys, values, NORMALIZERS[name](10**0.3), plain=True)
-    _equals(page, changed)
-    np.testing.assert_allclose(_shown(page, "weights", 4)[:, 3], changed.weights[0, 0].sum(-1), atol=5.1e-4)
-    np.testing.assert_allclose(_shown(page, "scores", 3), np.array(Q) @ np.array(keys).T / 10**0.3, atol=5.1e-3)
-    page.check('input[name="causal"]')
-    page.check('input[name="scaled"]')
-    page.fill('[data-at="Q-1-0"]', "99")
-    page.fill('[data-at="K-0-0"]', "99")
-    page.fill('input[name="temperature"]', "-1")
-    _equals(page, _expected([Q[0], [99, 1.5], Q[2]], [[99, 1], *keys[1:]], values, NORMALIZERS[name](0.1)))
-    assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
+    for name, normalizer in NORMALIZERS.items():
+        page.reload()
+        page.check(f'input[value="{name}"]')
+        _equals(page, _expected(Q, K, V, normalizer(1.0)))
+        page.fill('[data-at="K-1-0"]', "-1.5")
+        page.fill('[data-at="V-2-1"]', "3")
+        page.fill('input[name="temperature"]', "0.3")
+        page.uncheck('input[name="causal"]')
+        page.uncheck('input[name="scaled"]')
+        keys, values = [K[0], [-1.5, 2], K[2]], [V[0], V[1], [-1, 3]]
+        changed = _expected(Q, keys, values, normalizer(10**0.3), plain=True)
+        _equals(page, changed)
+        np.testing.assert_allclose(_shown(page, "weights", 4)[:, 3], changed.weights[0, 0].sum(-1), atol=5.1e-4)
+        np.testing.assert_allclose(_shown(page, "scores", 3), np.array(Q) @ np.array(keys).T / 10**0.3, atol=5.1e-3)
+        page.check('input[name="causal"]')
+        page.check('input[name="scaled"]')
+        page.fill('[data-at="Q-1-0"]', "99")
+        page.fill('[data-at="K-0-0"]', "99")
+        page.fill('input[name="temperature"]', "-1")
+        _equals(page, _expected([Q[0], [99, 1.5], Q[2]], [[99, 1], *keys[1:]], values, normalizer(0.1)))
+        assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
