@@ -237,7 +237,7 @@ class Tab:
 
     def reset(self) -> Tab:
         """As new, but for what the viewer keeps in memory of profiles: the next `open` mounts its page anew."""
-        self.page.unroute_all()
+        self.context.set_offline(False)
         self.page.emulate_media(color_scheme="null", reduced_motion="null")
         if self.page.url != "about:blank":
             self.page.mouse.move(0, 0)

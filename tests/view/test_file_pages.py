@@ -22,18 +22,27 @@ from qkv.report import widget
 from viewer_fixture import PATIENCE, PHONE, eventually, hostile, plain, rested, share
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 pytest_plugins = ["viewer_fixture"]
+STATIC = Path(__file__).parents[2] / "docs" / "_static"
 
 
 # ---- the report -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> BrowserContext:
+    """The pages of all tests, and an idle one that keeps their process alive, because its start takes a second."""
+    made = browser.new_context()
+    made.set_default_timeout(PATIENCE * 1000)
+    made.new_page().goto((STATIC / "by-hand.css").as_uri())
+    return made
+
+
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    page = browser.new_page()
-    page.set_default_timeout(PATIENCE * 1000)
+def page(context: BrowserContext) -> Iterator[Page]:
+    page = context.new_page()
     yield page
     page.close()
 
@@ -136,7 +145,7 @@ window.end = widgetModule.render({ model, el: document.getElementById("cell") })
 
 
 @pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+def opened(context: BrowserContext, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     """Open the widget of a profile on a page with a model like anywidget's, without Python."""
     pages = []
 
@@ -150,8 +159,8 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
         }
         file = tmp_path / "notebook.html"
         file.write_text(re.sub("BACKGROUND|SCRIPT|STATE", lambda match: parts[match[0]], PAGE), "utf-8")
-        pages.append(browser.new_page(viewport={"width": width, "height": 900}))
-        pages[-1].set_default_timeout(PATIENCE * 1000)
+        pages.append(context.new_page())
+        pages[-1].set_viewport_size({"width": width, "height": 900})
         pages[-1].goto(file.as_uri())
         pages[-1].wait_for_selector(".qkv-widget[data-ready]")
         return pages[-1]
@@ -195,7 +204,6 @@ def test_hostile_tokens_and_narrow_cells(opened: Callable[..., Page]) -> None:
 
 # ---- the widget of the tutorial ---------------------------------------------------------------------------------
 
-STATIC = Path(__file__).parents[2] / "docs" / "_static"
 Matrix = list[list[float]]
 Q: Matrix = [[1, 0], [0.5, 1.5], [2, -1]]
 K: Matrix = [[1, 1], [0, 2], [1.5, -0.5]]
@@ -208,7 +216,7 @@ NORMALIZERS: dict[str, Callable[[float], normalizers.Normalizer]] = {
 
 
 @pytest.fixture
-def by_hand(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+def by_hand(page: Page, tmp_path: Path) -> Iterator[Page]:
     """A page of the size of a phone with only the widget; any console message or failed request fails the test."""
     file = tmp_path / "page.html"
     file.write_text(
@@ -219,12 +227,11 @@ def by_hand(browser: Browser, tmp_path: Path) -> Iterator[Page]:
     )
     said: list[str] = []
 
-    page = browser.new_page(viewport=PHONE)
+    page.set_viewport_size(PHONE)
     for event in ("console", "pageerror", "requestfailed"):
         page.on(event, lambda what: said.append(str(getattr(what, "text", what))))
     page.goto(file.as_uri())
     yield page
-    page.close()
     assert said == []
 
 
