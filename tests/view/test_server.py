@@ -247,12 +247,13 @@ def test_tiles_of_a_long_text_pool_the_weights() -> None:
     session.add_profile(profile)
     session.prepare()
     app, known = create_app(session), profile.data["weights"].values[0, 0, 1]
+    tiles = "/api/sources/{}/tiles/" + f"{session.version}/0/0/0/1"
     places = [(z, 2 ** (2 - z), i, j) for z in range(3) for i, j in np.ndindex(*[-(-520 // (256 * 2 ** (2 - z)))] * 2)]
     for source, (zoom, step, i, j) in itertools.product(session.sources, places):
         assert ask(app, f"/api/sources/{source.id}/map/0/0/0/1").json()["deepest"] == 2
         rows, columns = (slice(x * 256 * step, min(520, (x + 1) * 256 * step)) for x in (i, j))
         for pool, pooled in (("max", np.nanmax), ("mean", np.nanmean)):
-            tile = ask(app, f"/api/sources/{source.id}/tiles/{session.version}/0/0/0/1/{pool}/{zoom}/{i}/{j}")
+            tile = ask(app, f"{tiles.format(source.id)}/{pool}/{zoom}/{i}/{j}")
             if columns.start >= rows.stop:
                 assert (tile.status_code, tile.content) == (204, b"")
                 continue
@@ -263,7 +264,7 @@ def test_tiles_of_a_long_text_pool_the_weights() -> None:
             assert (int(tile.headers["x-rows"]), int(tile.headers["x-columns"])) == want.shape
             near(floats(tile).reshape(want.shape), want, 5e-5, 1e-8)
     for outside in ("2/3/0", "3/0/0"):
-        assert "expected 0..2" in sentence(ask(app, f"/api/sources/0/tiles/{session.version}/0/0/0/1/max/{outside}"), 400)
+        assert "expected 0..2" in sentence(ask(app, f"{tiles.format(0)}/max/{outside}"), 400)
 
 
 # --- invalid requests -------------------------------------------------------------------------------------------------
