@@ -178,14 +178,12 @@ TILE = 256
 
 @dataclass
 class View:
-    """The layout of the stage: `scale` pixels per token, the first at `left`, `top`; visible rows and columns."""
+    """The layout of the stage: `scale` pixels per token, the first at `left`, `top`."""
 
     n: int
     scale: float
     left: float
     top: float
-    rows: tuple[int, int]
-    columns: tuple[int, int]
 
     def place(self, query: int, key: int) -> tuple[float, float]:
         """The centre of a cell."""
@@ -199,16 +197,6 @@ class View:
     def zoom(self) -> int:
         """The smallest zoom with at least one pixel per screen pixel."""
         return min(max(math.floor(self.deepest + math.log2(min(self.scale, 1)) + 0.02), 0), self.deepest)
-
-    def tiles(self, pool: str = "max") -> set[str]:
-        """The tiles to request: the overview and the visible ones."""
-        side = TILE * 2 ** (self.deepest - self.zoom)
-        inner = {
-            f"{pool}/{self.zoom}/{i}/{j}"
-            for i in range(self.rows[0] // side, self.rows[1] // side + 1)
-            for j in range(self.columns[0] // side, self.columns[1] // side + 1)
-        }
-        return inner | {f"{pool}/0/0/0", "max/0/0/0"}
 
 
 def view_of(tab: Tab, queries: int, keys: int) -> View:
@@ -226,7 +214,7 @@ def view_of(tab: Tab, queries: int, keys: int) -> View:
             wanted[name] = min(max(wanted[name], half), tokens - half)
         found = layout(wanted)
     at = found["origin"]
-    return View(max(queries, keys), found["scale"], at["x"], at["y"], tuple(found["rows"]), tuple(found["columns"]))
+    return View(max(queries, keys), found["scale"], at["x"], at["y"])
 
 
 def point_at_cell(tab: Tab, view: View, query: int, key: int) -> None:
