@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from torch import nn
 
 from conftest import refused
@@ -96,7 +95,7 @@ def test_experiment_trains_equal_settings_once_writes_its_results_and_draws_them
     assert again.figure_path.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_each_variant_has_the_number_of_seeds_that_is_asked_for(tmp_path: Path) -> None:
     result = run(Three(), tmp_path, quick=False)
     found = json.loads(result.json_path.read_text())
@@ -138,6 +137,7 @@ def test_diverged_run_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of a fork
 def test_several_processes_give_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RUN, "get_context", lambda _: CONTEXT)  # starts faster
     kept = []
@@ -175,14 +175,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
     name: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only place where quick forms run, on few held-out sequences and a small text in place of the library.
-
-    Figures of one panel are all alike: one is drawn.
-    """
+    """The only place where quick forms run, on few held-out sequences and a small text in place of the library."""
     of_tasks = (backcopy, language, relations.Lookups, relations.Hops, sequences.Copy, sequences.Recall, Symbols)
     for place in (*of_tasks, bottleneck, masks, mechanism, normalizers, scaling, streaming, texts):
         for number in ("CHECKED", "EVALUATED", "UNSEEN", "TEXTS", "MIXED", "ROWS"):
@@ -196,8 +194,6 @@ def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
     monkeypatch.setattr(corpora, "load", lambda name: corpora.Corpus(name, documents))
     monkeypatch.setenv("QKV_CACHE", str(shared / "cache"))
     made = experiment(name)
-    if type(made).lines is Experiment.lines and name != "heads":
-        monkeypatch.setattr(type(made), "figure", lambda self, results: Figure((1, 1)))
     for setting, again in zip(*(made.settings(3, True).values() for _ in range(2)), strict=True):
         assert key(setting) == key(again)
         assert setting.training.seed == 3

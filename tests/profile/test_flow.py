@@ -62,7 +62,7 @@ def test_masked_queries_may_be_nan(tile4: None) -> None:
 
 
 def test_products_and_rollout_form_no_quadratic_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_tile(monkeypatch, 16)
+    set_tile(monkeypatch, 32)
     call = Call.of(*triple(b=1, h=2, hkv=1, nq=211, nk=211), masks.Causal())
     rows, w = row_state(call), rand(1, 1, 211, 2)
     assert largest_tensor(lambda: weights_transposed_matmul(call, rows, w)) < 211 * 20
@@ -183,6 +183,7 @@ def test_invalid_settings_and_shapes_are_refused(argument: str, match: str | Non
         call()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_command_writes_figures_and_data(tmp_path: Path, command: Command) -> None:
     said = command.succeeds("flow", "qkv-mini", "x = y + 1", "--from", -1, 2, "--to", 0, "--out", tmp_path)
     assert "comes from" in said

@@ -169,6 +169,7 @@ def test_the_memory_is_said_before_loading(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_chat_is_profiled_and_answered_as_its_template_writes_it(
     written: tuple[Path, LlamaForCausalLM], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
