@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -54,7 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Before the fixtures of each test torch's generator is as at the start, whichever tests ran before."""
+    """Before the fixtures of each test all generators are as at the start, whichever tests ran before."""
+    random.seed(0)
+    np.random.seed(0)
     torch.manual_seed(0)
 
 

@@ -99,7 +99,7 @@ def _call(
     """As in a new process: with its own output, and interrupts that the process of the tests may ignore."""
     for number, (stream, name) in enumerate((("stdout", out), ("stderr", errors)), 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        setattr(sys, stream, open(number, "w", encoding="utf-8", closefd=False))
+        setattr(sys, stream, os.fdopen(number, "w", encoding="utf-8", closefd=False))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(environment)

@@ -19,7 +19,7 @@ from qkv.errors import InputError
 from qkv.profiler import corpora
 from qkv_lab import Diverged, experiments
 from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, streaming, texts
-from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
+from qkv_lab.experiments.base import Conclusion, Results, Setting
 from qkv_lab.experiments.evidence import HOLDS, UNDECIDED, UNSEEN, Verdict
 from qkv_lab.experiments.page import table
 from qkv_lab.experiments.record import key

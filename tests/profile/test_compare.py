@@ -26,7 +26,7 @@ TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
 @cache
 def mini(dtype: str = "float32") -> Profile:
     model, tokenizer = qkv.load("qkv-mini", dtype=dtype)
-    return qkv.profile(model, TEXT, tokenizer=tokenizer, progress=False)
+    return qkv.profile(model, TEXT, tokenizer=tokenizer, probe=False, progress=False)
 
 
 def by_hand(seed: int, tokens: list[list[str]] | None = None, *, sink: float = 0.0, window: int = 8) -> Profile:
