@@ -82,6 +82,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         sys.modules.pop(module, None)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_experiment_of_an_installed_package_runs_from_the_command_line(
     install: Install, tmp_path: Path, command: Command
 ) -> None:
@@ -97,6 +98,7 @@ def test_an_experiment_of_an_installed_package_runs_from_the_command_line(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_task_of_an_installed_package_trains_from_the_command_line_and_from_its_settings(
     install: Install, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
