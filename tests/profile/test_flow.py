@@ -11,14 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import xarray as xr
-from rich.console import Console
 from torch import Tensor
 
 import hf_models as hf
 from conftest import MASKS, Command, close, enlarged, fits, largest_tensor, oracle, rand, refused, set_tile, triple
 from qkv import masks, normalizers
-from qkv.cli.flow import _show
 from qkv.engine import Call
 from qkv.figures.analyses import flow_figure
 from qkv.models import DecoderConfig, DecoderLM
@@ -203,20 +200,3 @@ def test_command_writes_figures_and_data(tmp_path: Path, command: Command) -> No
     assert "no token but itself" in flow_figure(flow_to("qkv-mini", "x", [-1])).texts[0].get_text()
     assert "--from holds 99" in command.refuses("flow", "qkv-mini", "x", "--from", 99, "--out", tmp_path / "none")
     assert not (tmp_path / "none").exists()
-
-
-def test_shares_too_small_to_print_are_summed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The last token of a real language model comes from the first token alone, to five digits."""
-    share = np.array([1 - 7e-6, *[1e-6] * 7])
-    found = xr.DataArray(
-        share.reshape(1, 1, 1, 8), dims=("text", "depth", "chosen", "token"), attrs={"of": "queries"},
-        coords={
-            "token_name": (("text", "token"), [list("abcdefgh")]), "chosen_name": (("text", "chosen"), [["h"]]),
-            "chosen_position": (("text", "chosen"), [[7]]),
-        },
-    )  # fmt: skip
-    _show(Console(width=80), found, 0)
-    said = capsys.readouterr().out
-    assert said.count("%") == 2
-    assert "7 other tokens together" in said
-    assert "< 0.1 %" in said
