@@ -244,7 +244,11 @@ def _step(
     device = next(model.parameters()).device
     for group in optimizer.param_groups:
         group["lr"] = training.lr_at(step)
-    torch.manual_seed(((training.seed * 1_000_003 + step) * 4099) % 2**63)
+    seed = ((training.seed * 1_000_003 + step) * 4099) % 2**63
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes a millisecond
+    else:
+        torch.manual_seed(seed)
     model.train()
     total, summed = task.count(batch), torch.zeros((), device=device)
     for i in range(training.accumulate):
