@@ -1,6 +1,7 @@
 """The Triton kernels for statistics: under Triton's interpreter on CPU tensors, compiled on a card where there is one.
 
-test_compile.py compiles them for a card that is not there. What the interpreter cannot show: speed, races between the warps of a program, and the rounding of tensor cores.
+test_compile.py compiles them for a card that is not there. What the interpreter cannot show: speed, races between the
+warps of a program, and the rounding of tensor cores.
 """
 
 from __future__ import annotations
