@@ -80,7 +80,9 @@ class Case:
         loss = (out * slope).sum()
         if self.lse:
             loss = loss + torch.where(lse.isfinite(), lse * slope_lse, 0).sum()
-        found = {"out": out.detach(), "lse": lse.detach()} | {"received": x.received.detach() for x in measured}
+        found = {"out": out.detach(), "lse": lse.detach()}
+        if self.statistics:
+            found["received"] = measured[0].received.detach()
         inputs += [] if parameter is None else [parameter]
         return found | dict(zip(("dq", "dk", "dv", "parameter"), torch.autograd.grad(loss, inputs), strict=False))
 
