@@ -34,7 +34,7 @@ demo: venv  ## profile SmolLM2, a real language model, on a chat and on 1,024 to
 # without work takes tests from the others.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --randomly-dont-reset-seed
 
 test: venv  ## run every check: lint, types and all tests
 	@$(MAKE) --no-print-directory lint > $(VENV)/lint.txt 2>&1 & lint=$$!; \

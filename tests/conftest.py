@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -17,11 +18,14 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPU tensors; read when they are first imported
+    for absent in (torch.cuda, torch.xpu, torch.mtia):  # a seed for them would keep the whole call stack: 1.5 ms
+        absent.manual_seed_all = lambda seed: None
 
 from fuzz.tiles import small
 from qkv import InputError, masks, reference
@@ -51,7 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Before the fixtures of each test torch's generator is as at the start, whichever tests ran before."""
+    """Before the fixtures of each test all generators are as at the start, whichever tests ran before."""
+    random.seed(0)
+    np.random.seed(0)
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes a millisecond
 
 
@@ -102,6 +108,12 @@ def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def set_sizes(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
     """Other numbers in the table of sizes."""
     monkeypatch.setitem(BY_DEVICE, "cpu", replace(BY_DEVICE["cpu"], **changed))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made, and their files written, but nothing is drawn: other tests draw one of each kind."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write(b"\x89PNG"))
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

@@ -1,37 +1,37 @@
-"""Processes for tests, forked from a server that has imported what they need: imports take seconds, a fork none."""
+"""Processes for tests, forked from the one that runs them: it has imported what they need, which takes seconds."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch", "qkv_lab.loop", "qkv_lab.experiments.run", "qkv_lab.draw",
-     "qkv_lab.tokens", "qkv.profiler.surveys.survey", "torch.distributed.tensor", "torch._dynamo"]
-)  # fmt: skip
+CONTEXT = multiprocessing.get_context("fork")
 
 
 class Forked:
     """A process that calls a function of a module; its output goes to files in `folder`.
 
     Args:
-        function: a function of a module that tests can import; better not of a test module, which imports more.
-        args: its arguments, which can be pickled.
+        function: what it calls.
+        args: its arguments.
         folder: gets the files ``out`` and ``errors``.
         environment: variables that it has besides those of this process.
     """
 
     def __init__(self, function: Callable[..., object], *args: Any, folder: Path, **environment: str) -> None:
         self._out, self._errors = folder / "out", folder / "errors"
-        given = (function, args, str(self._out), str(self._errors), {**os.environ, **environment})
+        given = (function, args, str(self._out), str(self._errors), environment)
         self._process = CONTEXT.Process(target=_call, args=given, daemon=True)
-        self._process.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a process with threads: theirs here only wait
+            self._process.start()
 
     @property
     def pid(self) -> int:
@@ -96,11 +96,11 @@ def view_without_end(*words: object) -> None:
 def _call(
     function: Callable[..., object], args: tuple[Any, ...], out: str, errors: str, environment: dict[str, str]
 ) -> None:
-    import torch
-
-    for name, stream in ((out, sys.stdout), (errors, sys.stderr)):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
-    os.environ.clear()  # those of the server when it started
+    """As in a new process: with its own output, and interrupts that the process of the tests may ignore."""
+    for number, (stream, name) in enumerate((("stdout", out), ("stderr", errors)), 1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        setattr(sys, stream, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(environment)
-    torch.set_num_threads(1)
     function(*args)

@@ -18,7 +18,7 @@ from forked import CONTEXT
 from lab_tasks import THREE, Counting, Three, Tiny
 from qkv.errors import InputError
 from qkv.profiler import corpora
-from qkv_lab import Diverged, experiments
+from qkv_lab import Diverged, experiments, loop
 from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, streaming, texts
 from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
 from qkv_lab.experiments.evidence import HOLDS, UNDECIDED, UNSEEN, Verdict
@@ -50,8 +50,6 @@ class Poisoned(Tiny):
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders of the runs that this process trains, in order."""
-    from qkv_lab import loop
-
     began: list[Path] = []
     real = loop.train
 
@@ -96,7 +94,7 @@ def test_experiment_trains_equal_settings_once_writes_its_results_and_draws_them
     assert again.figure_path.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_each_variant_has_the_number_of_seeds_that_is_asked_for(tmp_path: Path) -> None:
     result = run(Three(), tmp_path, quick=False)
     found = json.loads(result.json_path.read_text())
@@ -138,6 +136,7 @@ def test_diverged_run_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of a fork
 def test_several_processes_give_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RUN, "get_context", lambda _: CONTEXT)  # starts faster
     kept = []
@@ -175,13 +174,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
     name: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only place where quick forms run, on few held-out sequences and a small text in place of the library.
 
-    Figures of one panel are all alike: one is drawn.
+    Models are evaluated at the end only. Figures of one panel are all alike: one is made.
     """
     of_tasks = (backcopy, language, relations.Lookups, relations.Hops, sequences.Copy, sequences.Recall, Symbols)
     for place in (*of_tasks, bottleneck, masks, mechanism, normalizers, scaling, streaming, texts):
@@ -195,6 +195,8 @@ def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
     documents = tuple(bytes(generator.integers(32, 127, 500)).decode() for _ in range(40))
     monkeypatch.setattr(corpora, "load", lambda name: corpora.Corpus(name, documents))
     monkeypatch.setenv("QKV_CACHE", str(shared / "cache"))
+    evaluation = loop._Writer.evaluation
+    monkeypatch.setattr(loop._Writer, "evaluation", lambda *given: given[-1] and evaluation(*given))
     made = experiment(name)
     if type(made).lines is Experiment.lines and name != "heads":
         monkeypatch.setattr(type(made), "figure", lambda self, results: Figure((1, 1)))

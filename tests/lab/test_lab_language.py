@@ -78,10 +78,10 @@ def test_uniform_predictions_have_the_loss_of_the_vocabulary_size(tokenizer: str
 
 @pytest.mark.slow
 def test_loss_without_a_causal_mask_leaks_the_next_token_but_not_when_writing(texts: Path) -> None:
-    made = task(texts, model=replace(SMALL, prefix=24))
+    made = task(texts, model=replace(SMALL, layers=1, prefix=24))
     torch.manual_seed(0)
     model = made.build()
-    training = replace(made.training(), steps=200, lr=5e-3, warmup=0, decay="none")
+    training = replace(made.training(), steps=100, lr=1e-2, warmup=0, decay="none")
     fit(model, lambda step: made.loss(model, made.batch(step, 16, 0)), training)
     found = made.evaluate(model)
     assert found["loss"] < 0.5 < found["bigram_loss"]

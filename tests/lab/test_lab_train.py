@@ -101,7 +101,8 @@ def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: P
     """Without dropout, which differs between parts of a batch."""
     quiet = Counting(model=replace(Counting().model, dropout=0.0))
     one, four = (
-        weights(train(quiet, replace(TRAINING, accumulate=n), tmp_path / str(n), progress=False).folder) for n in (1, 4)
+        weights(train(quiet, replace(TRAINING, steps=3, accumulate=n), tmp_path / str(n), progress=False).folder)
+        for n in (1, 4)
     )
     for name, x in one.items():
         torch.testing.assert_close(x, four[name], rtol=2e-4, atol=2e-5)
@@ -151,7 +152,7 @@ def test_full_disk_error_names_the_last_complete_checkpoint(tmp_path: Path, monk
 
 
 def test_bfloat16_keeps_float32_weights(tmp_path: Path) -> None:
-    trained = train(Counting(), replace(TRAINING, precision="bfloat16"), tmp_path, progress=False)
+    trained = train(Counting(), replace(TRAINING, precision="bfloat16"), tmp_path, progress=False, figures=False)
     assert {x.dtype for x in weights(trained.folder).values()} == {torch.float32}
     losses = [x["loss"] for x in trained.metrics if "loss" in x]
     assert losses[-1] < losses[0]

@@ -29,7 +29,6 @@ from qkv_lab.grammar import (
     pronoun_object,
     relative_subject,
     subject,
-    that,
     verb,
     vocabularies,
 )
@@ -70,25 +69,15 @@ KNOWN: list[tuple[Phrase, str, str, Links | None]] = [  # with the words of the 
      "i never hear her", "je ne l' entends jamais", None),
     (some("a", "friend", "old", "italian"), "an old italian friend", "un vieil ami italien", None),
     (some("a", "friend", "old", "famous", many=True), "some famous old friends", "de vieux amis célèbres", None),
-    (some("a", "horse", "white", many=True), "some white horses", "des chevaux blancs", None),
     (some("this", "hotel", "new"), "this new hotel", "ce nouvel hôtel", None),
-    (some("this", "man"), "this man", "cet homme", None),
     (some("this", "hero"), "this hero", "ce héros", None),
     (some("my", "school"), "my school", "mon école", None),
-    (some("my", "school", "old"), "my old school", "ma vieille école", None),
     (some("their", "owl", "brown", many=True), "their brown owls", "leurs hiboux marron", None),
-    (some("the", "owl", "beautiful"), "the beautiful owl", "le beau hibou", None),
     (some("a", "water"), "some water", "de l' eau", [(0,), (0,), (1,)]),
-    (clause(subject("they"), verb("drink"), some("a", "milk", negated=True), negation="not"),
-     "they do not drink any milk", "ils ne boivent pas de lait", None),
     (clause(BOTH, None, predicate(adjective("happy"), BOTH)),
      "the man and the woman are happy", "l' homme et la femme sont heureux", None),
-    (clause(subject("she"), None, predicate(adjective("beautiful"), subject("she"), very=True), past=True),
-     "she was very beautiful", "elle était très belle", None),
     (clause(who_is(WOMEN, "sad"), verb("speak"), prepositional("to", some("the", "boy", many=True)), adverb="often"),
      "the women who are sad often speak to the boys", "les femmes qui sont tristes parlent souvent aux garçons", None),
-    (joined(some("the", "book"), that(), clause(subject("she"), verb("read"))),
-     "the book that she reads", "le livre qu' elle lit", None),
     (joined(clause(subject("he"), verb("sleep"), late_adverb("today")), conjunction("because"),
             clause(some("the", "dog"), verb("work"), prepositional("near", some("the", "garden")))),
      "he sleeps today because the dog works near the garden",
@@ -100,12 +89,7 @@ KNOWN: list[tuple[Phrase, str, str, Links | None]] = [  # with the words of the 
 @pytest.fixture(scope="module")
 def every() -> list[Pair]:
     rng = Random(5)
-    return [sentence(rng, 30) for _ in range(5_000)]
-
-
-@pytest.fixture(scope="module")
-def pairs(every: list[Pair]) -> list[Pair]:
-    return every[:2500]
+    return [sentence(rng, 30) for _ in range(1_500)]
 
 
 @pytest.mark.parametrize(("phrase", "english", "french", "links"), KNOWN, ids=[row[1] for row in KNOWN])
@@ -118,12 +102,12 @@ def test_known_phrases_are_translated_correctly(phrase: Phrase, english: str, fr
 @pytest.mark.slow
 def test_every_source_has_one_translation(every: list[Pair]) -> None:
     rng, known = Random(6), {}
-    for pair in [*every, *(sentence(rng, 5) for _ in range(2_000))]:
+    for pair in [*every, *(sentence(rng, 5) for _ in range(1_000))]:
         assert known.setdefault(pair.source, pair.target) == pair.target
 
 
-def test_only_inserted_articles_have_no_alignment(pairs: list[Pair]) -> None:
-    for pair in pairs:
+def test_only_inserted_articles_have_no_alignment(every: list[Pair]) -> None:
+    for pair in every:
         assert len(pair.alignment) == len(pair.target)
         linked = {s for links in pair.alignment for s in links}
         assert linked <= set(range(len(pair.source)))

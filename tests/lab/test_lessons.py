@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from conftest import Command, refused
+from forked import Forked
 from qkv_lab import check
 from qkv_lab.answers import answer, child
 from qkv_lab.lessons.catalog import lesson
@@ -128,25 +129,25 @@ def test_unusable_files_are_refused(judged: Judge, tmp_path: Path, name: str, to
 def test_check_runs_in_a_process_with_a_time_limit(
     judged: Judge, tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process takes seconds to start: where the end is not the time limit, this one stands in for it."""
+    """A process takes seconds to start: it is forked from this one."""
+
+    def run(words: list[str], **_: Any) -> SimpleNamespace:
+        *_, name, given, defines, out, seconds = words
+        arguments = name, Path(given), defines, Path(out), float(seconds)
+        process = Forked(lambda: sys.exit(child.main(*arguments)), folder=Path(out))
+        return SimpleNamespace(returncode=process.wait(), stdout=process.out)
+
+    monkeypatch.setattr("qkv_lab.cli.check.subprocess.run", run)
     file = tmp_path / "answer.py"
     words = ("check", "entropy", file, "--out", tmp_path / "out", "--seconds")
     file.write_text("def entropy(w):\n    while True:\n        pass\n")
     with pytest.raises(SystemExit) as ended:
-        command(*words, 1)
+        command(*words, 0.3)
     assert ended.value.code == 1
     assert re.search(r"answer\.py was in line [23], in entropy", capsys.readouterr().out)
-
-    def run(words: list[str], **_: Any) -> SimpleNamespace:
-        *_, name, given, defines, out, seconds = words
-        return SimpleNamespace(
-            returncode=child.main(name, Path(given), defines, Path(out), float(seconds)), stdout="what it said"
-        )
-
-    monkeypatch.setattr("qkv_lab.cli.check.subprocess.run", run)
     file.write_text(ANSWERS["syntax"])
     assert command(*words, 60).err.startswith("qkv: answer.py is not valid Python")
     file.write_text(ANSWERS["right"])
-    assert "what it said" in command.succeeds(*words, 60)
+    assert "✓ " in command.succeeds(*words, 60)
     command.refuses("check", "entropy", tmp_path / "nothing.py")
     command.refuses("check", "entropy", file, "--seconds", 0)

@@ -41,6 +41,7 @@ TASKS: list[Any] = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_built_in_tasks_keep_the_laws(task: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The other tests of tasks are about what is special to each."""
@@ -198,6 +199,7 @@ def fails(self: Experiment, results: Results) -> Conclusion:
     return replace(found, verdicts=[replace(found.verdicts[0], holds=FAILS)])
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("made", [Computed(), Trained()], ids=lambda made: made.name)
 def test_correct_experiments_pass(made: Any) -> None:
     check_experiment(made)

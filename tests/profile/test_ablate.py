@@ -80,12 +80,13 @@ def test_other_models_and_shapes_are_refused() -> None:
         ablation(hf.build("bert"), IDS, progress=False)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_command_prints_a_table_and_writes_files(tmp_path: Path, command: Command) -> None:
     out = tmp_path / "out"
     shown = command.succeeds("ablate", "qkv-mini", "import os, sys, re", "--layers", 0, "--out", out)
     assert "increase" in shown
     assert len(pd.read_csv(out / "ablation.csv")) == 6
     assert json.loads((out / "ablation.json").read_text())["what"] == "heads"
-    assert (out / "ablation.png").stat().st_size > 5000
+    assert (out / "ablation.png").exists()
     assert "next token" in command.refuses("ablate", "minilm", "a text", "--out", tmp_path / "other")
     assert not (tmp_path / "other").exists()

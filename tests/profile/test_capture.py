@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 import hf_models as hf
 import hf_zoo
 import qkv
-from conftest import largest_tensor, refused
+from conftest import largest_tensor, refused, set_tile
 from qkv.errors import InputError
 from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import probes
@@ -154,10 +154,12 @@ def test_nested_observations_record_the_calls_of_their_models() -> None:
 
 
 @pytest.mark.parametrize(("name", "padding"), [("gpt2", 0), ("mistral", 100), ("bert", 100), ("gpt_oss", 100)])
-def test_observation_forms_no_quadratic_tensor(name: str, padding: int) -> None:
-    n, heads = 1536, 4
+def test_observation_forms_no_quadratic_tensor(name: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, heads = 768, 4
+    set_tile(monkeypatch, 128)
     size, depth = ("n_positions", "n_layer") if name == "gpt2" else ("max_position_embeddings", "num_hidden_layers")
-    settings = {size: n, depth: 1} | ({"layer_types": ["sliding_attention"]} if name == "gpt_oss" else {})
+    settings: dict[str, Any] = {size: n, depth: 1, "n_inner" if name == "gpt2" else "intermediate_size": 32}
+    settings |= {"layer_types": ["sliding_attention"]} if name == "gpt_oss" else {}
     model = hf.build(name, **settings)
     ids = torch.randint(3, hf.VOCABULARY, (1, n), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids} | ({"attention_mask": (torch.arange(n) >= padding).long()[None]} if padding else {})

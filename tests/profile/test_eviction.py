@@ -282,6 +282,7 @@ def test_eviction_refuses_bad_settings_and_models(argument: str, match: str | No
         call()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_command_writes_tables_and_figures(tmp_path: Path, command: Command) -> None:
     command.succeeds(
         "evict", "--tokens", 40, "--budgets", "8, 16", "--policies", "window,sinks", "--out", tmp_path / "a"

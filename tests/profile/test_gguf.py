@@ -169,6 +169,7 @@ def test_the_memory_is_said_before_loading(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_chat_is_profiled_and_answered_as_its_template_writes_it(
     written: tuple[Path, LlamaForCausalLM], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,14 +225,3 @@ def test_shares_of_the_parts_of_a_chat_are_sums_of_the_weights(written: tuple[Pa
         rows = expected[0, :, len(prompt) - 1 : -1]
         for name, part in parts.items():
             np.testing.assert_allclose(found.sel(part=name, layer=layer), rows[..., part].sum(-1), atol=1e-6)
-
-
-def test_a_text_that_names_a_file_gets_a_hint_in_every_command(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("notes.txt").write_text("words")
-    for name in ("profile", "flow", "evict", "ablate"):
-        assert "--file notes.txt" in command(name, "qkv-mini", "notes.txt", "--tokens", "9999").err
-    assert "--file notes.txt" in command("generate", "qkv-mini", "notes.txt", "--tokens", "1").err
-    assert "also a file" not in command("generate", "qkv-mini", "other.txt", "--tokens", "1").err

@@ -55,7 +55,7 @@ class Sure(Statistic):
 
 @pytest.fixture(scope="module")
 def made() -> Profile:
-    return qkv.profile("qkv-mini", TEXTS, statistics=[Heavy(), Taken(), Ahead(), Sure()], progress=False)
+    return qkv.profile("qkv-mini", TEXTS, statistics=[Heavy(), Taken(), Ahead(), Sure()], **QUIET)
 
 
 def test_a_profile_holds_user_statistics_as_variables_and_columns(made: Profile) -> None:
@@ -74,7 +74,7 @@ def test_a_profile_holds_user_statistics_as_variables_and_columns(made: Profile)
     assert table.attrs["units"]["heavy"] == "keys"
     assert Heavy.definition in table.attrs["definitions"]["heavy"]
     assert list(made.compare(made).heads().filter(like="heavy")) == ["heavy_a", "heavy_b", "heavy_difference"]
-    alone = qkv.profile("qkv-mini", TEXTS, progress=False).data
+    alone = qkv.profile("qkv-mini", TEXTS, **QUIET).data
     for name, x in alone.items():
         np.testing.assert_allclose(x, data[name], rtol=1e-4, atol=2e-3, err_msg=str(name))  # rounding
     added = {name + ending for name in ("heavy", "taken", "ahead", "sure") for ending in ("", "_by_head")}
@@ -174,17 +174,20 @@ def test_a_survey_stores_means_and_histograms(made: Profile, tmp_path: Path) -> 
 
 
 def test_surveys_reject_unsuitable_statistics_and_different_settings(tmp_path: Path) -> None:
+    def run(name: str, *statistics: Any) -> Survey:
+        return own_survey(tmp_path / name, ["import os"], shards=1, statistics=statistics)
+
     with refused("statistics", match="each key"):
-        own_survey(tmp_path / "keys", statistics=[Taken()])
+        run("keys", Taken())
     with refused("statistics", match="begin at 0"):
-        own_survey(tmp_path / "negative", statistics=[Ahead()])
-    result = own_survey(tmp_path / "own", statistics=[Heavy()])
+        run("negative", Ahead())
+    result = run("own", Heavy())
     with pytest.raises(InputError, match=r"other settings: definition\.quantities\.heavy was present and is missing"):
-        own_survey(tmp_path / "own")
-    plain = own_survey(tmp_path / "plain", shards=5)
+        run("own")
+    plain = run("plain")
     for a, b in ((result, plain), (plain, result)):
         with pytest.raises(InputError, match=r"cannot be merged: quantities\.heavy is (present|missing)"):
             a.merge(b)
-    two, three = (own_survey(tmp_path / f"{n}", statistics=[Mass("near", qkv.masks.Window(n), "near")]) for n in (2, 3))
+    two, three = (run(f"{n}", Mass("near", qkv.masks.Window(n), "near")) for n in (2, 3))
     with pytest.raises(InputError, match=r"cannot be merged: quantities.near.own.parameters.mask is Window"):
         two.merge(three)

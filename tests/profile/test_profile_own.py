@@ -552,6 +552,7 @@ def test_profile_errors_name_the_argument(argument: str, match: str | None, run:
 # --- folders, reports, the command line -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_saved_model_is_loaded_from_python_and_by_the_command(tmp_path: Path, command: Command) -> None:
     model, text = decoder(vocab_size=256, context=64), "A text of some bytes."
     folder = str(checkpoint.save(model, tmp_path / "bytes"))

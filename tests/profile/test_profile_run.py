@@ -53,7 +53,7 @@ def own(minilm: Loaded) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def result(minilm: Loaded) -> Profile:
-    return profile(minilm.model, TEXTS, tokenizer=minilm.tokenizer, local_window=LOCAL, progress=False)
+    return profile(minilm.model, TEXTS, tokenizer=minilm.tokenizer, local_window=LOCAL, probe=False, progress=False)
 
 
 quick = functools.partial(profile, progress=False, probe=False)
@@ -111,7 +111,7 @@ def test_shorter_texts_are_padded_with_nan(result: Profile, own: list[np.ndarray
 
 def test_a_text_has_the_same_profile_alone_and_of_the_name_of_the_model(minilm: Loaded, result: Profile) -> None:
     before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    settings = {"local_window": LOCAL, "progress": False}
+    settings = {"local_window": LOCAL, "probe": False, "progress": False}
     alone = profile("minilm", TEXTS[1], **settings)  # type: ignore[arg-type]
     n = alone.data.sizes["query"]
     among = result.data.isel(text=[1], query=slice(n), key=slice(n))
@@ -191,9 +191,9 @@ def test_padding_of_source_and_target() -> None:
 
 
 def test_maps_are_kept_only_if_all_texts_are_short(minilm: Loaded) -> None:
-    settings: dict[str, Any] = {"tokenizer": minilm.tokenizer, "progress": False, "map_tokens": 20, "layers": [0]}
-    assert "weights" in profile(minilm.model, TEXTS[1:], **settings).data
-    assert "weights" not in profile(minilm.model, TEXTS, **settings).data
+    settings: dict[str, Any] = {"tokenizer": minilm.tokenizer, "map_tokens": 20, "layers": [0]}
+    assert "weights" in quick(minilm.model, TEXTS[1:], **settings).data
+    assert "weights" not in quick(minilm.model, TEXTS, **settings).data
 
 
 # --- models by name -----------------------------------------------------------------------------------------------

@@ -340,11 +340,11 @@ def test_text_of_one_token_has_nan_ratios() -> None:
 def test_cross_attention_has_no_sink_scores_and_the_figure_no_map_of_them() -> None:
     model = qkv.models.EncoderDecoder(qkv.models.EncoderDecoderConfig(20, 20, d_model=16, heads=2, layers=1)).eval()
     batch = {"source": torch.randint(3, 20, (1, 9)), "target": torch.randint(3, 20, (1, 5))}
-    profile = qkv.profile(model, batch, progress=False)
+    profile = qkv.profile(model, batch, probe=False, progress=False)
     assert np.isnan(profile.groups["cross"]["prefix_sink_scores"]).all()
     assert not np.isnan(profile.groups["decoder"]["prefix_sink_scores"][..., :5]).any()
     model = qkv.models.RNNSeq2Seq(qkv.models.RNNSeq2SeqConfig(20, 20, attention="bahdanau"))
-    assert len(qkv.profile(model, batch, progress=False).plot.sinks().axes) == 2
+    assert len(qkv.profile(model, batch, probe=False, progress=False).plot.sinks().axes) == 2
 
 
 def test_failing_probe_does_not_fail_the_profile() -> None:
