@@ -229,11 +229,11 @@ SLOTS: dict[str, tuple[dict[str, Any], Rotary | None]] = {
 
 @pytest.mark.parametrize(("name", "sizes"), [*zip(SLOTS, [(2, 5), (1, 1), (3, 2), (2, 50)] * 3, strict=True)])
 def test_sinks_equal_attention_over_slots(name: str, sizes: tuple[int, int]) -> None:
-    (sinks, window), n = sizes, 61  # more than the buffer: rows move, and chunks pass it
+    (sinks, window), n = sizes, 61 if sizes[1] == 50 else 27  # more than the buffer: rows move, and chunks pass it
     parts, rotary = SLOTS[name]
     attention = Attention(**{"mask": masks.Causal(), **parts})
     want = by_slots(tokens(n), sinks, window, rotary, **parts)
-    for chunks in ([1] * n, [n], [30, 31], [3, 1, 1, 5, 1, 6, 1, 11, 32]):
+    for chunks in ([1] * n, [n], [3, 1, 1, 5, 1, n - 11]):
         cache = Sinks(sinks, window)
         close(feed(cache, attention, tokens(n), chunks, rotary=rotary), want, eps=4096)
         assert cache.length == min(n, sinks + window)

@@ -298,20 +298,6 @@ def test_autograd_and_training_mode_are_restored_between_steps_and_pieces() -> N
     assert modes(wide) == [True, False]
 
 
-class Broken(Memory):
-    def step(self, tokens: Tensor, state: Any) -> Tensor:
-        raise RuntimeError("no such state")
-
-
-def test_mode_is_restored_after_an_exception() -> None:
-    model = Broken()
-    for run, prompt in ((generate, torch.tensor([[1]])), (beam_search, torch.tensor([1]))):
-        with pytest.raises(RuntimeError, match="no such state"):
-            run(model, None, prompt, max_new_tokens=3, end=None)
-        assert modes(model) == [True, False]
-        assert not torch.is_inference_mode_enabled()
-
-
 # --- streams of text --------------------------------------------------------------------------------------------------
 
 
@@ -436,24 +422,6 @@ def test_wide_beam_equals_exhaustive_search(penalty: float, end: list[int]) -> N
         want = exhaustive(model, prompt, 4, end, penalty)[:9]
         assert [h.tokens for h in got] == [h.tokens for h in want]
         assert [h.score for h in got] == pytest.approx([h.score for h in want], rel=1e-12)
-
-
-@pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5])
-def test_stopping_early_does_not_change_the_result(penalty: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    def searched() -> tuple[list[Any], int]:
-        models = [Memory(vocabulary=5, seed=seed) for seed in range(12)]
-        results = [
-            beam_search(
-                model, model.start(), torch.tensor([1]),
-                beams=3, max_new_tokens=12, end=0, length_penalty=penalty, num_return=2,
-            ) for model in models
-        ]  # fmt: skip
-        return results, sum(len(model.modes) for model in models)
-
-    early, steps = searched()
-    monkeypatch.setattr("qkv.models.generation._done", lambda found, hope, wanted: False)
-    assert searched() == (early, 12 * 12)
-    assert steps < 12 * 12
 
 
 @pytest.mark.parametrize(("penalty", "ends"), [(0.0, 2), (1.0, 1), (2.0, 2)])

@@ -215,8 +215,7 @@ def test_bfloat16_without_statistics_or_its_gradients_differ_from_the_call_with_
 
 
 @pytest.mark.usefixtures("bfloat16_products")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("threads", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
 @pytest.mark.parametrize("shape", ["few queries", "three queries of a group", "one query of a group"])
 def test_nan_leaks_or_an_overflow_gives_numbers(
     shape: str, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -200,9 +200,9 @@ def possible(x: Any, y: Any) -> bool:
 
 SHORT, BANDS, AWKWARD = list(SIZES)[:6], list(SIZES)[8:10], list(SIZES)[10:]
 EXACT = [torch.float64, torch.float32]
-BESIDE = (  # those that resemble another; test_linear.py has more of the last three
-    "softmax", "softmax off by one", "elu + 1 by sum", "relu", "entmax 1.3", "identity", "identity by sum",
-    "identity by keys",
+BESIDE = (  # those that resemble another; test_linear.py has more of the first three
+    "identity", "identity by sum", "identity by keys", "softmax", "softmax off by one", "elu + 1 by sum", "relu",
+    "entmax 1.3", "own square", "own by sum", "own softmax", "own sum to one and sink",
 )  # fmt: skip
 CELLS = [
     Cell(*cell)
@@ -219,13 +219,12 @@ CELLS = [
         SHORT[:3],
     )
 ]  # fmt: skip
-SOFTMAX = [  # what flash and FlexAttention serve, which is rare above
-    Cell(*cell)
-    for cell in covering(
-        ["softmax", "softmax and sink"], list(MASKS), ["none", "alibi"], ["dot", "negative dot"],
-        ["11 on 13", "13 on 7"], EXACT, [4, 8],
-        possible=possible,
-    )
+SOFTMAX = [  # every mask, on what the fused kernels and FlexAttention serve, which is rare above
+    Cell(normalizer, mask, bias, score, size if possible(mask, size) else "11 on 13", dtype, tile)
+    for mask, (normalizer, bias, score, size, dtype, tile) in zip(MASKS, itertools.cycle(covering(
+        ["softmax", "softmax and sink"], ["none", "alibi"], ["dot", "negative dot"], ["11 on 13", "13 on 7"], EXACT,
+        [4, 8],
+    )), strict=False)
 ]  # fmt: skip
 LONG = [
     Cell(mask=f"{x} back, {y} ahead", size=size, tile=tile) for (x, y), size, tile in covering(WINDOWS, BANDS, [4, 16])

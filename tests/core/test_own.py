@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import close, largest_tensor, rand, triple
+from conftest import close, largest_tensor, rand, set_tile, triple
 from own_objects import HEADS, Diagonals, HeavyTail, Manhattan, Ramp, Slope, Squeeze
 from qkv import attend, biases, masks, normalizers, scores
 from qkv._contract import learned_tensors
@@ -31,9 +31,10 @@ def results(tensors: tuple[Tensor, ...], asked: dict[str, Any], kernel: str) -> 
 
 
 @pytest.mark.slow
-def test_one_object_of_each_kind_is_exact_and_trains_in_linear_memory() -> None:
+def test_one_object_of_each_kind_is_exact_and_trains_in_linear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask, a score, a bias and a normalizer of one's own in one call, long enough for tiles."""
-    n = 900
+    set_tile(monkeypatch, 64)
+    n = 300
     asked = {"mask": Diagonals(), "score": Manhattan(), "bias": Squeeze(), "normalizer": HeavyTail(sink=0.0)}
     tensors = tuple(x.float() for x in triple(1, HEADS, 2, n, n, 4, 4))
     found: list[Tensor] = []

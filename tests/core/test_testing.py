@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 
 import own_objects as own
 from conftest import rand
@@ -24,7 +25,7 @@ from qkv.statistics import Local, Statistic, WeightTile
 from qkv.testing import CheckFailed, check_bias, check_mask, check_normalizer, check_score, check_statistic
 
 H, KV, D, DK, DV, NQ, NK = 4, 2, 8, 5, 6, 15, 18
-TINY = [(7, 9)]  # includes the slow kernels: flex, which is traced, and the reference
+TINY = [(7, 9)]  # includes the slow kernels: flex and the reference
 SMALL = [(NQ, NK)]
 TURNED = [(NQ, NK), (NK, NQ)]
 TILED = [(NQ, NK), (130, 150)]  # an eager kernel, and one in tiles
@@ -314,7 +315,8 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("thing", "options"), SOUND, ids=[type(thing).__name__ for thing, _ in SOUND])
-def test_correct_objects_pass(thing: Any, options: dict[str, Any]) -> None:
+def test_correct_objects_pass(thing: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # test_flex.py traces it
     check_of(thing)(thing, **options)
 
 

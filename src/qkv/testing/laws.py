@@ -345,7 +345,7 @@ def run(
     q, k, v = inputs
     options = c.arguments() | {"kernel": kernel}
     with calling(*c.reported, f"attend on kernel {kernel!r} with {where}"), torch.random.fork_rng(devices=()):
-        torch.manual_seed(DRAW)
+        torch.default_generator.manual_seed(DRAW)  # torch.manual_seed notes the stack for devices that are not there
         try:
             if kernel == "eager":
                 out, weights = attend(q, k, v, return_weights=True, **options)
