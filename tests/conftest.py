@@ -58,7 +58,7 @@ def pytest_runtest_setup() -> None:
     """Before the fixtures of each test all generators are as at the start, whichever tests ran before."""
     random.seed(0)
     np.random.seed(0)
-    torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes a millisecond
+    torch.manual_seed(0)
 
 
 def pytest_runtest_teardown() -> None:
