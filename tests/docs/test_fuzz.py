@@ -16,7 +16,7 @@ from qkv.engine import Call
 from qkv.native import binding
 from qkv.native.binding import Prepared, prepared
 
-CASES = 25
+CASES = 10
 
 
 def failures(seed: int, numbers: range) -> list[str]:

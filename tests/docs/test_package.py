@@ -134,9 +134,8 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
     (wheel,) = built.glob("qkv-*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
     python = tmp_path / "env" / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
-    install = (*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile")
-    run(*install, wheel, cwd=tmp_path)
+    pip = (sys.executable, "-m", "uv", "pip", "install", "--python", python, "--offline", "--no-deps")
+    run(*pip, wheel, cwd=tmp_path)
     (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     (packages / "dependencies").mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
@@ -145,7 +144,7 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
     (packages / "dependencies.pth").write_text("dependencies\n")
     without = "import qkv\ntry:\n    qkv.course.create_causal_mask\nexcept ModuleNotFoundError as e:\n    print(e)\n"
     assert "pip install qkv-lab" in run(python, "-c", without, cwd=tmp_path)
-    run(*install, "--no-build-isolation", *built.glob("qkv_lab-*.whl"), EXAMPLE, cwd=tmp_path)
+    run(*pip, "--no-build-isolation", *built.glob("qkv_lab-*.whl"), EXAMPLE, cwd=tmp_path)
     code = (
         "import pytest, sys, qkv, qkv.models as m, qkv.statistics.base as s\nfrom qkv.cli import main\n"
         "print(qkv.__file__, qkv.__version__, [m.load(n).__class__.__name__ for n in m.checkpoint.NAMES], sep='\\n')\n"

@@ -36,7 +36,8 @@ SHORTER = {
     "docs/howto/your-own.md": {
         "check_normalizer(SoftplusSquared())": "check_normalizer",
         "check_normalizer(Ramp(heads=4), heads=4)": "check_normalizer",
-        "check_score(Gaussian())": "check_score",
+        "check_score(Gaussian())": "check_score",  # as the examples of qkv.testing
+        "check_bias(Fading())": "check_bias",
     },
     "docs/howto/sinks-of-a-model.md": {'study.figure().savefig("sinks.png")': "study.figure()"},
     "docs/howto/train-a-statistic.md": {"200": "10", "2048": "256"},
