@@ -56,10 +56,11 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     mini = loading.load_model("qkv-mini")
     session = Session("tests")
     session.add_model(mini, [TEXT, "import os"])
-    profile = run.profile(mini.model, [TEXT, "import os"], tokenizer=mini.tokenizer, progress=False)
+    profile = run.profile(mini.model, [TEXT, "import os"], tokenizer=mini.tokenizer, probe=False, progress=False)
     path = profile.save(tmp_path_factory.mktemp("profile") / "profile.qkv.zip")
     session.add_profile(qkv.Profile.load(path))
-    session.add_profile(run.profile(mini.model, LONG, tokenizer=mini.tokenizer, map_tokens=16, progress=False))
+    long = run.profile(mini.model, LONG, tokenizer=mini.tokenizer, map_tokens=16, probe=False, progress=False)
+    session.add_profile(long)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         both = EncoderDecoder(EncoderDecoderConfig(19, 17, d_model=16, heads=2, layers=2, tied=False)).eval()

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qkv.models.loading import load_model
+from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM
+from qkv.models.loading import Loaded, load_model
 from qkv.profiler.data import tables
 from qkv.report.payload import trimmed
 from qkv.server.live import Live
@@ -120,7 +121,8 @@ def test_lost_server_is_reported_and_the_page_recovers(view: Opens) -> None:
 
 @pytest.mark.slow
 def test_page_waits_for_a_profile_and_reports_a_failure(tab: Opens) -> None:
-    loaded, go_on = load_model("qkv-mini"), threading.Event()
+    model = DecoderLM(DecoderConfig(d_model=16, layers=2, heads=4)).eval()
+    loaded, go_on = Loaded("tiny", model, ByteTokenizer()), threading.Event()
     next(loaded.model.children()).register_forward_pre_hook(lambda *_: go_on.wait(60) and None)
     session = Session("test")
     session.add_model(loaded, "import os\n")
@@ -129,8 +131,8 @@ def test_page_waits_for_a_profile_and_reports_a_failure(tab: Opens) -> None:
         one = tab(Served(url, session, {}))
         one.page.goto(f"{url}#/text?layer=1&head=2")
         try:
-            expect(one.page.locator("main")).to_contain_text("Profiling qkv-mini")
-            expect(one.page.locator("#busy")).to_contain_text("Running qkv-mini")
+            expect(one.page.locator("main")).to_contain_text("Profiling tiny")
+            expect(one.page.locator("#busy")).to_contain_text("Running tiny")
             assert one.page.get_attribute("html", "data-state") == "loading"
         finally:
             go_on.set()
