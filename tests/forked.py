@@ -72,17 +72,11 @@ class Forked:
         return code
 
 
-def run_command(*words: object) -> None:
-    """`qkv` with these words; its exit code is that of the process."""
-    from qkv.cli import main
-
-    sys.exit(main([str(word) for word in words]))
-
-
 def view_without_end(*words: object) -> None:
     """`qkv view` with these words, of a model whose profile is never ready."""
     import torch
 
+    from qkv.cli import main
     from qkv.server.session import Session
 
     def compute(session: Session) -> None:
@@ -90,7 +84,7 @@ def view_without_end(*words: object) -> None:
             torch.ones(300, 300) @ torch.ones(300, 300)
 
     Session.prepare = compute  # type: ignore[method-assign]
-    run_command("view", *words)
+    sys.exit(main(["view", *map(str, words)]))
 
 
 def _call(
