@@ -169,11 +169,11 @@ def test_the_memory_is_said_before_loading(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_a_chat_is_profiled_and_answered_as_its_template_writes_it(
     written: tuple[Path, LlamaForCausalLM], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qkv.cli.profile.FIGURES", ())
     command.succeeds("profile", written[0], "--chat", "Why?", "--out", "out", "--no-probe")
     profile = qkv.Profile.load(tmp_path / "out" / "profile.qkv.zip")
     names = profile.data["key_token"].values.ravel().tolist()
