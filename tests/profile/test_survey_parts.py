@@ -238,7 +238,6 @@ def test_folders_that_do_not_fit_together_are_rejected(parts: list[Path], tmp_pa
             merge_folders(folders)
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_commands_survey_parts_and_merge_them(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
