@@ -49,7 +49,11 @@ CAPTIONERS: dict[str, CaptionerConfig] = {
     "soft, no gate": replace(CAPTIONER, gate=False, convolutions=3, channels=1),
     "hard": replace(CAPTIONER, attention="hard"),
 }
-DECODERS: dict[str, Any] = {**RECURRENTS, **TRANSFORMERS, **CAPTIONERS}
+DECODERS: dict[str, Any] = {  # each score of Luong et al. once, and each kind
+    **{name: x for name, x in RECURRENTS.items() if "luong" not in name or name in (
+        "luong-dot global", "luong-general local-m", "luong-concat local-p"
+    )}, **TRANSFORMERS, **CAPTIONERS,
+}  # fmt: skip
 CLASSIFIERS: dict[str, ClassifierConfig] = {
     "mean": CLASSIFIER,
     "first": replace(CLASSIFIER, pool="first"),

@@ -1,9 +1,9 @@
 """A pytest plugin for the tests of the viewer: servers with profiles, and browser tabs.
 
 No test depends on time. A page says that it is at rest by the attribute `data-state` of its root element (see
-src/qkv/page/state.js): `settled` waits for that, and `eventually` for anything else. Every tab records its requests and
-console messages. An error in the console or a request to another machine fails the test. If the browser itself does not
-answer in time, the test is repeated, twice at most.
+src/qkv/page/state.js): `settled` waits for that, and `eventually` for anything else. An error in the console or a
+request to another machine fails the test. If the browser itself does not answer in time, the test is repeated, twice at
+most.
 
 The browser lives for one module and not for the session, because Playwright's blocking interface keeps an event loop
 running in its thread, in which no other test could use asyncio. In a module the tests share the tabs of `view`.
@@ -207,12 +207,11 @@ def eventually(page: Page, read: Callable[[], Any], expected: Any = True) -> Non
 
 @dataclass
 class Tab:
-    """A tab with the viewer, its requests, and the problems that occurred in it."""
+    """A tab with the viewer, and the problems that occurred in it."""
 
     page: Page
     context: BrowserContext
     served: Served
-    requests: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     is_reset: bool = False
 
@@ -237,14 +236,14 @@ class Tab:
 
     def reset(self) -> Tab:
         """As new, but for what the viewer keeps in memory of profiles: the next `open` mounts its page anew."""
-        self.page.unroute_all()
+        self.context.set_offline(False)
         self.page.emulate_media(color_scheme="null", reduced_motion="null")
         if self.page.url != "about:blank":
             self.page.mouse.move(0, 0)
             if not self.js("reusable"):
                 self.page.evaluate("localStorage.clear()")
                 self.page.goto("about:blank")  # the next `open` loads the viewer again
-        self.requests, self.problems, self.is_reset = [], [], True
+        self.problems, self.is_reset = [], True
         return self
 
     def settled(self) -> Tab:
@@ -274,10 +273,6 @@ class Tab:
         eventually(self.page, read, expected)
         return self
 
-    def until(self, condition: str) -> Tab:
-        """Wait until a JavaScript condition holds. The page's security policy forbids `wait_for_function`."""
-        return self.eventually(lambda: bool(self.page.evaluate(condition)))
-
     def arrives(self, page: str | None = None, **state: int | str) -> Tab:
         """Wait until the address shows this page and contains these keys, and the page has drawn that."""
         wanted = {key: str(value) for key, value in state.items()}
@@ -294,11 +289,6 @@ class Tab:
     def is_safe(self) -> bool:
         """Whether no token was parsed as markup, or reverses the text after it."""
         return self.js("parsed") == [None, 0] and "\u202e" not in self.text()
-
-    def tiles(self, since: int = 0) -> set[str]:
-        """The requested tiles, as group/text/layer/head/pool/zoom/i/j."""
-        found = (re.search(r"/api/sources/\d+/tiles/[^/]+/(.+)$", url) for url in self.requests[since:])
-        return {one[1] for one in found if one}
 
     def saved(self, kind: str) -> bytes:
         """The file that the menu "Export" downloads: "png", "svg" or "csv"."""
@@ -322,7 +312,6 @@ class Tab:
             self.problems.append(f"console {message.type}: {message.text}")
 
     def _on_request(self, request: Request) -> None:
-        self.requests.append(request.url)
         parts = urlsplit(request.url)
         if parts.scheme not in ("data", "blob") and not request.url.startswith(self.served.url):
             self.problems.append(f"a request left the host: {request.url[:200]}")
@@ -424,8 +413,8 @@ def view(shared: Callable[[Served], Tab], served: Served) -> Iterator[Callable[.
 # ---- checks of a page -----------------------------------------------------------------------------------------
 
 
-def check_pictures(tab: Tab) -> ElementTree.Element:
-    """Check that the SVG is self-contained and that the PNG of twice its size is not blank; returns the SVG."""
+def check_picture(tab: Tab) -> ElementTree.Element:
+    """Check that the SVG is self-contained; returns it."""
     drawing = ElementTree.fromstring(tab.saved("svg"))
     assert drawing.tag == f"{SVG}svg"
     assert len(list(drawing.iter())) > 10
@@ -437,12 +426,17 @@ def check_pictures(tab: Tab) -> ElementTree.Element:
             if name.endswith("href"):
                 assert value.startswith(("#", "data:image/")), value[:80]
             assert all(found.startswith("#") for found in re.findall(r"url\(['\"]?([^)]*)", value)), value
+    return drawing
+
+
+def check_pictures(tab: Tab) -> None:
+    """Check that the SVG is self-contained and that the PNG of twice its size is not blank."""
+    drawing = check_picture(tab)
     with Image.open(io.BytesIO(tab.saved("png"))) as picture:
         assert picture.size == (round(2 * float(drawing.get("width"))), round(2 * float(drawing.get("height"))))
         counts = picture.convert("RGB").getcolors(picture.width * picture.height)
     assert len(counts) > 10
     assert max(count for count, _ in counts) < 0.995 * picture.width * picture.height
-    return drawing
 
 
 def texts_of(drawing: ElementTree.Element) -> list[str]:

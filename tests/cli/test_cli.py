@@ -150,8 +150,3 @@ def test_bars_and_spinners_show_counts_notes_and_names_that_are_not_markup(monke
         "skipped [3] files",
     ):  # fmt: skip
         assert text in terminal.getvalue()
-    terminal = terminal_of(monkeypatch)
-    with bar("timing") as step:
-        step(0, note="causal, 512 tokens")
-    assert "causal, 512 tokens" in terminal.getvalue()
-    assert " of " not in terminal.getvalue()

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from conftest import Command, refused
-from forked import Forked, run_command
 from qkv import cache
 from qkv.models import checkpoint, tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
@@ -329,12 +328,18 @@ def test_output_that_cannot_be_written_is_told_once(
     assert re.fullmatch(r"qkv: standard output: cannot be written \([^\n]*\)\n" if full else "", ran.err)
 
 
-@pytest.mark.slow
-def test_interrupt_exits_with_130(own: Path, tmp_path: Path) -> None:
-    words = ("generate", own, PROMPT, "--tokens", 100_000, "--cache", "sliding:16")
-    process = Forked(run_command, *words, folder=tmp_path, HF_HUB_OFFLINE="1")
-    process.has_said(PROMPT)  # it streams: this comes long before the end
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait() == 130
-    assert process.out.endswith("\n")
-    assert re.fullmatch(r"[^\n]*interrupted[^\n]*\n", process.errors)
+def test_interrupt_exits_with_130(own: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupts(Terminal):
+        """Ctrl-C is pressed after the fifth piece of text."""
+
+        def flush(self) -> None:
+            super().flush()
+            if len(self.flushed) == 5:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "stdout", terminal := Interrupts())
+    terminal.flushed = []
+    ran = command("generate", own, PROMPT, "--tokens", 100_000, "--cache", "sliding:16")
+    assert ran.code == 130
+    assert terminal.getvalue().endswith("\n")
+    assert re.fullmatch(r"[^\n]*interrupted[^\n]*\n", ran.err)

@@ -1,4 +1,4 @@
-"""The examples in docstrings: those of the core in a separate process, which checks the shapes of every call."""
+"""The examples in docstrings: those of the core in a separate process, which checks the shapes of calls."""
 
 from __future__ import annotations
 
@@ -10,24 +10,35 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.nn.attention import flex_attention
 
 import qkv
+from qkv.testing import laws
 
 SOURCE, ROOT = Path(qkv.__file__).parent, Path(__file__).parents[2]
 HEAVY = ("huggingface", "profiler", "plot", "report", "server", "figures", "page", "cli", "tracking", "testing")
 """Rooms of the package that are not its core."""
 EXAMPLE = re.compile(r"^ *>>> (?!.*# doctest: \+SKIP)", re.MULTILINE)
 RUN = """
-import doctest, importlib, sys
+import doctest, functools, importlib, sys
 import jaxtyping
 from beartype import BeartypeConf, beartype
 
 from torch.nn.attention import flex_attention
 
 flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # tests/core runs it with torch.compile, which takes long
-checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
-jaxtyping.install_import_hook(["qkv", "qkv_lab.course", "qkv_lab.models"], "__main__.checked")
+typed = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
+
+
+def checked(function):  # most functions of a module are never called: their checks are made at the first call
+    if isinstance(function, type):
+        return typed(function)
+    made = functools.cache(lambda: typed(function))
+    return functools.wraps(function)(lambda *args, **kwargs: made()(*args, **kwargs))
+
+
+public = ("attention", "biases", "cache", "choice", "edits", "features", "linear", "models", "nn", "normalizers",
+          "partial", "positions", "scores", "statistics")
+jaxtyping.install_import_hook([f"qkv.{name}" for name in public], "__main__.checked")
 import qkv, torch
 try:
     qkv.Partial(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)).merge(0)
@@ -70,7 +81,7 @@ def test_an_example_of_the_core_fails_or_has_other_shapes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_example_outside_of_the_core_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(laws, "kernels_for", lambda size: ["auto", "eager", "tiled"])  # tests/core/test_testing: all
     monkeypatch.chdir(ROOT)
     result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0  # what doctest printed says which

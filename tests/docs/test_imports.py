@@ -130,22 +130,10 @@ qkv.cache, qkv.huggingface, qkv.models, qkv.nn, qkv.ring, qkv.testing, qkv.lab
 """
 
 
-@pytest.mark.slow
-def test_import_loads_no_module_of_the_package() -> None:
-    """Names load on first use: `attend` without models, `models` without the profiler."""
-    ours = "*sorted(n.removeprefix('qkv.') for n in sys.modules if n[:4] == 'qkv.'), 'torch' in sys.modules"
-    said = python(f"import sys, qkv; print({ours}); qkv.attend; print({ours}); from qkv import models; print({ours})")
-    at_once, core, models = (line.split() for line in said.splitlines())
-    assert at_once == ["_lazy", "errors", "False"]
-    assert "attention" in core
-    assert not {name.split(".")[0] for name in core} & set(ORDER["qkv"][ORDER["qkv"].index("testing") :])
-    assert {"models.decoder", "nn"} <= set(models)
-    assert not {name.split(".")[0] for name in models} & set(ORDER["qkv"][ORDER["qkv"].index("huggingface") :])
-
-
-def test_help_does_without_torch() -> None:
+def test_help_does_without_torch_and_import_qkv_without_anything() -> None:
     said = python("""
-import sys
+import sys, qkv
+print(*sorted(name for name in sys.modules if name[:4] == "qkv."))
 from qkv.cli import main
 for command in ("--help", "profile --help", "generate --help", "--version"):
     try:
@@ -154,6 +142,8 @@ for command in ("--help", "profile --help", "generate --help", "--version"):
         pass
     print("loaded:", *sorted({"torch", "numpy"} & set(sys.modules)))
 """)
+    at_once, said = said.split("\n", 1)
+    assert at_once == "qkv._lazy qkv.errors"
     shown = said.split("loaded:\n")
     assert (len(shown), shown[-1]) == (5, "")
     assert all(shown[:-1])
@@ -161,8 +151,11 @@ for command in ("--help", "profile --help", "generate --help", "--version"):
 
 @pytest.mark.slow
 def test_the_core_is_inert_and_works_with_torch_numpy_and_jaxtyping_alone() -> None:
-    """No patches, no threads, no environment, no seeds, no settings of torch; nothing heavy is loaded or needed."""
-    *loaded, blocked = python(
+    """No patches, no threads, no environment, no seeds, no settings of torch; nothing heavy is loaded or needed.
+
+    Names load on first use: `attend` without models, `models` without the profiler.
+    """
+    core, models, *loaded, blocked = python(
         f"""
 import os, sys, threading, warnings
 
@@ -182,6 +175,13 @@ def state():
         list(warnings.filters),
     )
 before = state()
+def ours():
+    return {{n.split(".")[1] for n in sys.modules if n[:4] == "qkv."}}
+import qkv
+qkv.attend
+print(*ours())
+from qkv import models
+print(*ours())
 {CORE}
 assert state() == before
 print(*set(sys.modules) - modules, sep="\\n")
@@ -195,6 +195,11 @@ except ModuleNotFoundError as error:
     print(error)
 """
     ).splitlines()
+    rooms = ORDER["qkv"]
+    assert "attention" in core.split()
+    assert not set(core.split()) & set(rooms[rooms.index("testing") :])
+    assert "models" in models.split()
+    assert not set(models.split()) & set(rooms[rooms.index("huggingface") :])
     assert {"qkv.kernels.tiled", "qkv.models.decoder", "qkv.testing.masks"} <= set(loaded)
     assert {name.split(".")[0] for name in loaded} & HEAVY == set()
     assert blocked.split()[0] in HEAVY

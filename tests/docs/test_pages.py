@@ -28,10 +28,17 @@ from qkv_lab.tasks.symbols import Symbols
 pytest.importorskip("transformers", reason="the pages profile models")
 WITH_PYTHON = [page for page in pages.pages() if pages.python(page)]
 SHORTER = {
+    "CONTRIBUTING.md": {"check_normalizer(Damped(sink=0.0))": "check_normalizer"},  # as docs/dev/adding.md
     "README.md": {
         "torch.randn(3, 1, 8, 4096, 64": "torch.randn(3, 1, 8, 512, 64",
-        "check_normalizer(SoftplusSquared())": "check_normalizer",  # docs/howto/your-own.md checks the same class
+        "check_normalizer(SoftplusSquared())": "check_normalizer",
     },
+    "docs/howto/your-own.md": {
+        "check_normalizer(SoftplusSquared())": "check_normalizer",
+        "check_normalizer(Ramp(heads=4), heads=4)": "check_normalizer",
+        "check_score(Gaussian())": "check_score",
+    },
+    "docs/howto/sinks-of-a-model.md": {'study.figure().savefig("sinks.png")': "study.figure()"},
     "docs/howto/train-a-statistic.md": {"200": "10", "2048": "256"},
     "docs/lab.md": {"steps=20": "steps=2"},
     "docs/labs/bahdanau.md": {"steps=250": "steps=4", "range(40)": "range(4)"},
@@ -41,7 +48,7 @@ SHORTER = {
     "docs/mechanisms/random-keys.md": {"4096": "1024"},
     "docs/tutorial/07-a-model.md": {"in range(120)": "in range(12)"},
 }
-"""Numbers of steps and tokens in pages that train models, and fewer; the site shows what all of them give."""
+"""Of pages, what takes long, and what runs instead: fewer steps and tokens, checks that other pages make as well."""
 WITH_COMMANDS = [page for page in pages.pages() if pages.commands(page)]
 
 
@@ -58,10 +65,11 @@ class Shell:
 def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder, a process group of one, and the site's figure style.
 
-    The checks of `qkv.testing` run at one size, FlexAttention without torch.compile, and the lab's tasks with few
-    held-out sequences: other tests run all three in full.
+    The checks of `qkv.testing` run at one size and without FlexAttention, which is slow on a CPU, and the lab's tasks
+    with few held-out sequences: other tests run both in full. Pictures are small.
     """
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(laws, "kernels_for", lambda size: ["auto", "eager", "tiled"])
     monkeypatch.setattr(parts, "SIZES", laws.SIZES[:1])
     monkeypatch.setattr(masks, "MASK_SIZES", masks.MASK_SIZES[:2])
     monkeypatch.setattr(Symbols, "UNSEEN", 20)
@@ -75,7 +83,7 @@ def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         monkeypatch.setenv(name, value)
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
-    with mpl.rc_context(fname=pages.DOCS / "matplotlibrc"):
+    with mpl.rc_context({"savefig.dpi": 30}, fname=pages.DOCS / "matplotlibrc"):
         mpl.use("agg")
         yield
     plt.close("all")

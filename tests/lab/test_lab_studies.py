@@ -1,17 +1,12 @@
-"""What experiments train and measure, beside loops, masks, caches and the model itself."""
+"""What experiments train and measure, beside loops, masks and the model itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
-from qkv.cache import Cache, Full, Sliding
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.models.loss import token_loss
 from qkv_lab.experiments import mechanism, scaling
 
 
@@ -27,31 +22,6 @@ def model(**changes: object) -> DecoderLM:
 
 def some_texts(n: int) -> Tensor:
     return torch.randint(17, (5, n), generator=torch.Generator().manual_seed(1))
-
-
-def nats(lm: DecoderLM, ids: Tensor, cache: Callable[[], Cache], chunk: int = 64) -> np.ndarray:
-    """The loss that the experiment `streaming` measures, by position."""
-    return token_loss(lm, ids, cache, chunk=chunk).mean(0).numpy()
-
-
-@pytest.mark.parametrize(("tied", "chunk"), [(True, 1), (False, 7), (True, 64)])
-def test_loss_with_a_full_cache_is_the_models_loss(tied: bool, chunk: int) -> None:
-    lm, ids = model(positions="rotary", tied=tied), some_texts(23)
-    found = nats(lm, ids, lambda: Full(23), chunk)
-    assert found.shape == (22,)
-    with torch.no_grad():
-        assert found.mean() == pytest.approx(float(lm.loss(ids)), abs=1e-5)
-        assert found[0] == pytest.approx(float(lm.loss(ids[:, :2])), abs=1e-5)
-
-
-def test_sliding_cache_agrees_with_a_window_mask() -> None:
-    lm, ids = model(positions="rotary"), some_texts(29)
-    narrow = model(positions="rotary", window=5)
-    narrow.load_state_dict(lm.state_dict())
-    found, every = nats(lm, ids, lambda: Sliding(5), 11), nats(lm, ids, lambda: Full(29))
-    np.testing.assert_allclose(found, nats(narrow, ids, lambda: Full(29)), rtol=1e-5)
-    assert np.abs(found[:5] / every[:5] - 1).max() < 1e-5
-    assert np.abs(found / every - 1).max() > 1e-3
 
 
 def test_changed_token_moves_only_later_ones_and_the_masked_first_token_none() -> None:

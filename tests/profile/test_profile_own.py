@@ -559,11 +559,13 @@ def test_saved_model_is_loaded_from_python_and_by_the_command(tmp_path: Path, co
     loaded = load_model(folder)
     assert isinstance(loaded.model, DecoderLM)
     assert isinstance(loaded.tokenizer, ByteTokenizer)
-    got = profile(folder, text, progress=False)
+    got = profile(folder, text, probe=False, progress=False)
     assert got.attrs["model"] == folder
-    xr.testing.assert_identical(got.data, profile(model, text, tokenizer=ByteTokenizer(), progress=False).data)
+    xr.testing.assert_identical(
+        got.data, profile(model, text, tokenizer=ByteTokenizer(), probe=False, progress=False).data
+    )
     half = load_model(folder, dtype="bfloat16").model
-    assert profile(half, text, tokenizer=ByteTokenizer(), progress=False).attrs["dtype"] == "bfloat16"
+    assert profile(half, text, tokenizer=ByteTokenizer(), probe=False, progress=False).attrs["dtype"] == "bfloat16"
     assert load_model(str(checkpoint.save(decoder(), tmp_path / "ids"))).tokenizer is None
     assert isinstance(load_model(str(checkpoint.save(classifier(), tmp_path / "classes"))).model, Classifier)
     command.succeeds("profile", folder, text, "--out", tmp_path / "out")

@@ -34,6 +34,7 @@ from survey_process import TEXTS as OWN_TEXTS
 from survey_process import own, own_survey
 
 LOCAL = 5
+quick = functools.partial(profile, probe=False, progress=False)
 
 
 class Words:
@@ -214,7 +215,7 @@ def survey_of(case: str) -> tuple[Survey, list[Any], list[list[int]]]:
         found = survey(model, texts, tokenizer=tokenizer, out=out, shards=2, batch_tokens=150, local_window=LOCAL)
     ids = [torch.as_tensor(tokenizer(t)["input_ids"]).view(1, -1) for t in texts]
     inputs: list[Any] = [{"input_ids": x, "decoder_input_ids": x} if case == "bart" else x for x in ids]
-    return found, [profile(model, x, local_window=LOCAL, progress=False) for x in inputs], [x[0].tolist() for x in ids]
+    return found, [quick(model, x, local_window=LOCAL) for x in inputs], [x[0].tolist() for x in ids]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +277,7 @@ def test_overlap_of_pieces_is_context_only(tmp_path: Path) -> None:
     found = survey(model, [text], tokenizer=Words(), out=tmp_path, shards=1, length=24, overlap=6)
     cut = list(pieces(Words()(text, add_special_tokens=False)["input_ids"], Special((1,), (2,)), 24, 6))
     assert (found.record["documents"], found.record["sequences"], found.record["tokens"]) == (1, 3, 52)
-    profiles = [profile(model, torch.tensor([p.ids]), progress=False).data["entropy"].values[0] for p in cut]
+    profiles = [quick(model, torch.tensor([p.ids])).data["entropy"].values[0] for p in cut]
     want = np.concatenate([x[..., p.start : p.stop] for x, p in zip(profiles, cut, strict=True)], -1)
     assert want.shape[-1] == 52
     np.testing.assert_allclose(found.heads()["entropy"], want.mean(-1).ravel(), rtol=1e-6)

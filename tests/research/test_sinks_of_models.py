@@ -231,8 +231,6 @@ REFUSALS: list[tuple[str, Any]] = [
     ("Sigmoid", lambda: DecoderLM(SIGMOID)),
     ("Reversed", Reversed),
     ("sequence of tokens", lambda: build("bart")),
-    ("sequence of tokens", lambda: build("vit")),
-    ("sequence of tokens", lambda: build("whisper")),
     ("forms its weights", lambda: build("gptj")),
     ("one stack", lambda: build("albert")),  # the same block several times
     ("residual stream", with_hook),

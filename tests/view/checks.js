@@ -105,12 +105,6 @@ tokensInView: () => {
   }).map((x) => [Number(x.dataset.at), x.innerText.trim()]);
 },
 
-// The brightness of tokens: the sum of red, green and blue of their background.
-shades: (n) => Array.from({ length: n }, (_, at) => {
-  const [r, g, b, a = 1] = getComputedStyle(document.getElementById(`text-query-${at}`)).backgroundColor.match(/[\d.]+/g).map(Number);
-  return a ? r + g + b : 751; // the background of the page
-}),
-
 // The layout of the stage of a map, by the page's own code.
 layout: async ({ queries, keys, view }) => {
   const { layoutOf, fitted } = await import("/static/map_scene.js");

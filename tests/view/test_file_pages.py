@@ -22,18 +22,27 @@ from qkv.report import widget
 from viewer_fixture import PATIENCE, PHONE, eventually, hostile, plain, rested, share
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 pytest_plugins = ["viewer_fixture"]
+STATIC = Path(__file__).parents[2] / "docs" / "_static"
 
 
 # ---- the report -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> BrowserContext:
+    """The pages of all tests, and an idle one that keeps their process alive, because its start takes a second."""
+    made = browser.new_context()
+    made.set_default_timeout(PATIENCE * 1000)
+    made.new_page().goto((STATIC / "by-hand.css").as_uri())
+    return made
+
+
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    page = browser.new_page()
-    page.set_default_timeout(PATIENCE * 1000)
+def page(context: BrowserContext) -> Iterator[Page]:
+    page = context.new_page()
     yield page
     page.close()
 
@@ -46,8 +55,7 @@ def report_of(page: Page, profile: Profile, folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "make", [made.encoder_decoder, lambda: made.long(2048), lambda: made.gpt(61, True), hostile],
-    ids=["three groups", "long", "learned sink", "hostile"],
+    "make", [made.encoder_decoder, lambda: made.long(2048, 2, 2), hostile], ids=["three groups", "long", "hostile"]
 )  # fmt: skip
 def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callable[[], Profile]) -> None:
     profile = make()
@@ -137,7 +145,7 @@ window.end = widgetModule.render({ model, el: document.getElementById("cell") })
 
 
 @pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+def opened(context: BrowserContext, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     """Open the widget of a profile on a page with a model like anywidget's, without Python."""
     pages = []
 
@@ -151,8 +159,8 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
         }
         file = tmp_path / "notebook.html"
         file.write_text(re.sub("BACKGROUND|SCRIPT|STATE", lambda match: parts[match[0]], PAGE), "utf-8")
-        pages.append(browser.new_page(viewport={"width": width, "height": 900}))
-        pages[-1].set_default_timeout(PATIENCE * 1000)
+        pages.append(context.new_page())
+        pages[-1].set_viewport_size({"width": width, "height": 900})
         pages[-1].goto(file.as_uri())
         pages[-1].wait_for_selector(".qkv-widget[data-ready]")
         return pages[-1]
@@ -196,7 +204,6 @@ def test_hostile_tokens_and_narrow_cells(opened: Callable[..., Page]) -> None:
 
 # ---- the widget of the tutorial ---------------------------------------------------------------------------------
 
-STATIC = Path(__file__).parents[2] / "docs" / "_static"
 Matrix = list[list[float]]
 Q: Matrix = [[1, 0], [0.5, 1.5], [2, -1]]
 K: Matrix = [[1, 1], [0, 2], [1.5, -0.5]]
@@ -209,7 +216,7 @@ NORMALIZERS: dict[str, Callable[[float], normalizers.Normalizer]] = {
 
 
 @pytest.fixture
-def by_hand(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+def by_hand(page: Page, tmp_path: Path) -> Iterator[Page]:
     """A page of the size of a phone with only the widget; any console message or failed request fails the test."""
     file = tmp_path / "page.html"
     file.write_text(
@@ -220,12 +227,11 @@ def by_hand(browser: Browser, tmp_path: Path) -> Iterator[Page]:
     )
     said: list[str] = []
 
-    page = browser.new_page(viewport=PHONE)
+    page.set_viewport_size(PHONE)
     for event in ("console", "pageerror", "requestfailed"):
         page.on(event, lambda what: said.append(str(getattr(what, "text", what))))
     page.goto(file.as_uri())
     yield page
-    page.close()
     assert said == []
 
 
@@ -252,26 +258,27 @@ def _equals(page: Page, found: reference.Reference, rows: int = 3, columns: int 
     np.testing.assert_allclose(_shown(page, "out", found.out.shape[-1], rows), found.out[0, 0], atol=5.1e-3)
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
-def test_weights_and_outputs_by_hand_equal_the_reference(by_hand: Page, name: str) -> None:
+def test_weights_and_outputs_by_hand_equal_the_reference(by_hand: Page) -> None:
     """Initially, after a change of numbers, temperature, mask and scale, and with scores that would overflow."""
     page = by_hand
-    page.check(f'input[value="{name}"]')
-    _equals(page, _expected(Q, K, V, NORMALIZERS[name](1.0)))
-    page.fill('[data-at="K-1-0"]', "-1.5")
-    page.fill('[data-at="V-2-1"]', "3")
-    page.fill('input[name="temperature"]', "0.3")
-    page.uncheck('input[name="causal"]')
-    page.uncheck('input[name="scaled"]')
-    keys, values = [K[0], [-1.5, 2], K[2]], [V[0], V[1], [-1, 3]]
-    changed = _expected(Q, keys, values, NORMALIZERS[name](10**0.3), plain=True)
-    _equals(page, changed)
-    np.testing.assert_allclose(_shown(page, "weights", 4)[:, 3], changed.weights[0, 0].sum(-1), atol=5.1e-4)
-    np.testing.assert_allclose(_shown(page, "scores", 3), np.array(Q) @ np.array(keys).T / 10**0.3, atol=5.1e-3)
-    page.check('input[name="causal"]')
-    page.check('input[name="scaled"]')
-    page.fill('[data-at="Q-1-0"]', "99")
-    page.fill('[data-at="K-0-0"]', "99")
-    page.fill('input[name="temperature"]', "-1")
-    _equals(page, _expected([Q[0], [99, 1.5], Q[2]], [[99, 1], *keys[1:]], values, NORMALIZERS[name](0.1)))
-    assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
+    for name, normalizer in NORMALIZERS.items():
+        page.reload()
+        page.check(f'input[value="{name}"]')
+        _equals(page, _expected(Q, K, V, normalizer(1.0)))
+        page.fill('[data-at="K-1-0"]', "-1.5")
+        page.fill('[data-at="V-2-1"]', "3")
+        page.fill('input[name="temperature"]', "0.3")
+        page.uncheck('input[name="causal"]')
+        page.uncheck('input[name="scaled"]')
+        keys, values = [K[0], [-1.5, 2], K[2]], [V[0], V[1], [-1, 3]]
+        changed = _expected(Q, keys, values, normalizer(10**0.3), plain=True)
+        _equals(page, changed)
+        np.testing.assert_allclose(_shown(page, "weights", 4)[:, 3], changed.weights[0, 0].sum(-1), atol=5.1e-4)
+        np.testing.assert_allclose(_shown(page, "scores", 3), np.array(Q) @ np.array(keys).T / 10**0.3, atol=5.1e-3)
+        page.check('input[name="causal"]')
+        page.check('input[name="scaled"]')
+        page.fill('[data-at="Q-1-0"]', "99")
+        page.fill('[data-at="K-0-0"]', "99")
+        page.fill('input[name="temperature"]', "-1")
+        _equals(page, _expected([Q[0], [99, 1.5], Q[2]], [[99, 1], *keys[1:]], values, normalizer(0.1)))
+        assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))

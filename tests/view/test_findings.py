@@ -10,7 +10,6 @@ import torch
 
 import qkv
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.sinks import massive_sentence
 from smollm2 import heads, kept, residual
@@ -69,8 +68,6 @@ def smollm2(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Findings]:
         profile.data.attrs["special_tokens"] = [token for token in tokens if token == "<|im_start|>"]
         found = Findings(profile.data, profile.attrs)
         monkeypatch.setitem(found.__dict__, "_sink_table", heads(text).assign(alpha_whole=0.0))
-        names, shares, counts = kept(text)["repeated"]
-        monkeypatch.setattr(tables, "repeated_shares", lambda data: (names, np.array(shares), np.array(counts)))
         return found
 
     return of
@@ -91,12 +88,6 @@ def test_the_sentence_about_a_sinks_value_concludes_from_what_it_adds(smollm2: C
     found.__dict__.pop("sinks")
     assert found.sinks is not None
     assert "2.0 % of what the values add comes from it: little" in found.sinks.detail.replace("2 %", "2.0 %")
-
-
-def test_sinks_at_all_copies_of_a_token_have_a_sentence(smollm2: Callable[[str], Findings]) -> None:
-    (said,) = (str(one) for one in smollm2("text").all if "copies" in one.label)
-    assert said.startswith("57 of 270 heads have more than 30 % of the weight on the copies of one token. The tokens: ")
-    assert "“the” (26 copies: 56 heads of layers 3–10, up to 73 %)" in said
 
 
 def test_massive_activations_are_pairs_of_a_token_and_a_dimension() -> None:

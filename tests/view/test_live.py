@@ -121,10 +121,10 @@ def test_intervention_with_the_trained_normalizer_changes_nothing() -> None:
     assert live.answer(asked("héé", [edit(0, 0, "softmax")], layer=0, head=0))["divergence"] > 0
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (1.0, 2), (0.7, 6)])
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (0.7, 6)])
 def test_steps_equal_generate(live: Live, temperature: float, seed: int) -> None:
     mini = load_text_model("qkv-mini")
-    prompt, steps = "import os\n", 12
+    prompt, steps = "import os\n", 6
     ids = mini.encode(prompt)
     sampler = Sampler(temperature=temperature)
     [wanted] = generate(

@@ -113,12 +113,8 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "scores": lambda: plot.matrix(torch.randn(9, 4), what="score", labels=("row", "column")),
     "heads": lambda: plot.heads(weights(8, 12, 12), WORDS, title="Eight heads"),
     "panels": lambda: plot.panels({"a long name of a matrix": weights(3, 3), "b": weights(3, 6)}),
-    "12 × 12 heads": lambda: plot.model(weights(12, 12, 6, 6), title="All"),
-    "one head": lambda: plot.model(weights(1, 1, 3, 3), title="A title much longer than the wall is wide"),
     "graph of two texts": lambda: plot.arcs(weights(3, 12), WORDS, queries=WORDS[:3], title="Graph"),
     "received": lambda: plot.received(weights(2, 12, 12), WORDS, title="Received"),
-    "received by 300": lambda: plot.received(weights(2, 300, 300), ["name"] * 300),
-    "one row of heads": lambda: plot.sinks(weights(6, 9, 9)),
     "alignment": lambda: plot.alignment(weights(4, 12), WORDS, WORDS[:4]),
     "overlay": lambda: plot.overlay(torch.full((6, 9, 3), 255, dtype=torch.uint8), weights(2, 6), (2, 3)),
 }

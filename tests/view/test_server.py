@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import logging
 import queue
@@ -42,7 +43,7 @@ from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 pytest.importorskip("transformers", reason="the tokenizer of qkv-mini needs transformers")
 
 TEXT = "def mean(values):\n    total = sum(values)\n    return total / len(values)\n"
-LONG = "def mean(values):\n    return sum(values) / len(values)\n\n" * 20
+LONG = "def mean(values):\n    return sum(values) / len(values)\n\n" * 4
 HERE = "http://127.0.0.1:8765"
 JSON = {"content-type": "application/json"}
 TABLES = tomllib.loads((Path(__file__).parent / "requests.toml").read_text("utf-8"))
@@ -236,37 +237,34 @@ def blocks(part: np.ndarray, step: int, pooled: Any) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", [False, True])
-def test_tiles_of_a_long_text_pool_the_weights(stored: bool) -> None:
-    """600 tokens: zoom 0 pools 4 × 4 pairs, zoom 2 is exact; a tile that causality masks is empty."""
+def test_tiles_of_a_long_text_pool_the_weights() -> None:
+    """520 tokens, of a model and of its profile: zoom 0 pools 4 × 4 pairs, zoom 2 is exact; masked tiles are empty."""
     tiny = loading.Loaded("tiny", loading.random_gpt2(1024, layers=1, heads=2), None)
-    ids = torch.randint(0, 256, (1, 600), generator=torch.Generator().manual_seed(0))
-    profile = run.profile(tiny.model, ids, map_tokens=600, probe=False, progress=False)
+    ids = torch.randint(0, 256, (1, 520), generator=torch.Generator().manual_seed(0))
+    profile = run.profile(tiny.model, ids, map_tokens=520, probe=False, progress=False)
     session = Session("long")
-    if stored:
-        session.add_profile(profile)
-    else:
-        session.add_model(tiny, ids)
+    session.add_model(tiny, ids)
+    session.add_profile(profile)
     session.prepare()
-    app, tiles = create_app(session), f"/api/sources/0/tiles/{session.version}/0/0/0/1"
-    assert ask(app, "/api/sources/0/map/0/0/0/1").json()["deepest"] == 2
-    known = profile.data["weights"].values[0, 0, 1]
-    for zoom, step in ((0, 4), (1, 2), (2, 1)):
-        for i, j in np.ndindex(*[-(-600 // (256 * step))] * 2):
-            rows, columns = (slice(x * 256 * step, min(600, (x + 1) * 256 * step)) for x in (i, j))
-            for pool, pooled in (("max", np.nanmax), ("mean", np.nanmean)):
-                tile = ask(app, f"{tiles}/{pool}/{zoom}/{i}/{j}")
-                if columns.start >= rows.stop:
-                    assert (tile.status_code, tile.content) == (204, b"")
-                    continue
-                want = blocks(known[rows, columns], step, pooled)
-                picture = session.sources[0].maps["self"].tile("self", 0, 0, 1, zoom, i, j)
-                assert picture is not None
-                near(picture.visible, blocks(np.tri(600)[rows, columns], step, np.nanmean))
-                assert (int(tile.headers["x-rows"]), int(tile.headers["x-columns"])) == want.shape
-                near(floats(tile).reshape(want.shape), want, 5e-5, 1e-8)
+    app, known = create_app(session), profile.data["weights"].values[0, 0, 1]
+    tiles = "/api/sources/{}/tiles/" + f"{session.version}/0/0/0/1"
+    places = [(z, 2 ** (2 - z), i, j) for z in range(3) for i, j in np.ndindex(*[-(-520 // (256 * 2 ** (2 - z)))] * 2)]
+    for source, (zoom, step, i, j) in itertools.product(session.sources, places):
+        assert ask(app, f"/api/sources/{source.id}/map/0/0/0/1").json()["deepest"] == 2
+        rows, columns = (slice(x * 256 * step, min(520, (x + 1) * 256 * step)) for x in (i, j))
+        for pool, pooled in (("max", np.nanmax), ("mean", np.nanmean)):
+            tile = ask(app, f"{tiles.format(source.id)}/{pool}/{zoom}/{i}/{j}")
+            if columns.start >= rows.stop:
+                assert (tile.status_code, tile.content) == (204, b"")
+                continue
+            want = blocks(known[rows, columns], step, pooled)
+            picture = source.maps["self"].tile("self", 0, 0, 1, zoom, i, j)
+            assert picture is not None
+            near(picture.visible, blocks(np.tri(520)[rows, columns], step, np.nanmean))
+            assert (int(tile.headers["x-rows"]), int(tile.headers["x-columns"])) == want.shape
+            near(floats(tile).reshape(want.shape), want, 5e-5, 1e-8)
     for outside in ("2/3/0", "3/0/0"):
-        assert "expected 0..2" in sentence(ask(app, f"{tiles}/max/{outside}"), 400)
+        assert "expected 0..2" in sentence(ask(app, f"{tiles.format(0)}/max/{outside}"), 400)
 
 
 # --- invalid requests -------------------------------------------------------------------------------------------------
@@ -641,23 +639,23 @@ def tile_path(session: Session, *, text: int = 0, layer: int = 0, head: int = 0,
 
 
 @pytest.mark.slow
-def test_server_answers_under_two_hundred_concurrent_requests(session: Session, crowded: Sluggish) -> None:
+def test_server_answers_under_many_concurrent_requests(session: Session, crowded: Sluggish) -> None:
     tiles = [tile_path(session, text=t, layer=a, head=b) for t, a, b in np.ndindex(2, 4, 6)]
-    wrong = [tile_path(session, at=f"{z}/{i}/0") for z, i in np.ndindex(32, 5)]
+    wrong = [tile_path(session, at=f"{z}/{i}/0") for z, i in np.ndindex(24, 3)]
     small = ["api/session", "", "api/sources/0/page", "api/sources/0/row/0/0/0/mean?query=1"]
 
     async def go(url: str) -> tuple[list[httpx.Response], list[httpx.Response]]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # the server closes idle ones
         async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
-            asked = [asyncio.ensure_future(client.get(path)) for path in [*tiles, *wrong][:200]]
+            asked = [asyncio.ensure_future(client.get(path)) for path in [*tiles, *wrong][:120]]
             await asyncio.to_thread(until, lambda: len(crowded.begun) > 0)
-            others = [await client.get(path) for path in small * 4]
+            others = [await client.get(path) for path in small]
             crowded.go.set()
             return await asyncio.gather(*asked), others
 
     with serve_in_thread(session) as url:
         many, others = asyncio.run(go(url))
-        assert [x.status_code for x in others] == [200] * 16
+        assert [x.status_code for x in others] == [200] * 4
         codes = [x.status_code for x in many]
         assert set(codes) <= {200, 400, 503}
         assert codes.count(503) > 50  # many more than the queue holds

@@ -24,13 +24,13 @@ from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
 from qkv_lab.align.models import Aligners
 from viewer_fixture import (
-    DESKTOP,
     HOSTILE,
     PAGES,
     PHONE,
     PROFILE_PAGES,
     Served,
     Tab,
+    check_picture,
     check_pictures,
     floats,
     hostile,
@@ -80,16 +80,12 @@ def test_every_page_has_names_contrast_focus_and_no_motion_if_reduced(view: Open
     assert [name for name, visible in seen if name and not visible] == []
 
 
-def test_no_page_overflows_on_a_phone_or_when_it_becomes_a_desktop(tab: Opens, mini: Served) -> None:
+def test_no_page_overflows_on_a_phone(tab: Opens, mini: Served) -> None:
     one = tab(mini, viewport=PHONE, has_touch=True, is_mobile=True, device_scale_factor=1)
     views = [{"page": page} for page in PAGES] + [{"page": "align", "view": view} for view in ("reversal", "captions")]
     for view in views:
         one.open(**view).arrives(view["page"])
         assert (view, overflow(one.page) <= 0, one.js("spilt")) == (view, True, [])
-        one.page.set_viewport_size(DESKTOP)
-        one.settled()
-        one.eventually(lambda view=view: (view, overflow(one.page) <= 0), (view, True))
-        one.page.set_viewport_size(PHONE)
 
 
 @pytest.mark.parametrize("page", PROFILE_PAGES)
@@ -104,15 +100,15 @@ def test_hostile_tokens_are_never_parsed_as_markup(view: Opens, page: str) -> No
     assert one.is_safe()
     assert overflow(one.page) <= 0
     assert one.js("spilt") == []
-    if page in ("overview", "sinks"):  # the exports of the others are tested with their numbers
+    if page == "overview":  # the exports of others are tested with their numbers
         check_pictures(one)
 
 
 # ---- troubles -------------------------------------------------------------------------------------------------
 
 
-def test_lost_server_is_reported_and_the_page_recovers(tab: Opens) -> None:
-    one = tab().open("overview", "gpt")
+def test_lost_server_is_reported_and_the_page_recovers(view: Opens) -> None:
+    one = view().open("overview", "gpt")
     one.context.set_offline(True)
     one.page.select_option('#context [data-key="source"]', label="two")
     expect(one.page.locator("#troubles p")).to_contain_text("is qkv view still running?")
@@ -144,8 +140,8 @@ def test_page_waits_for_a_profile_and_reports_a_failure(tab: Opens) -> None:
         expect(one.page.locator(".waiting p").first).to_contain_text("the text is empty")
 
 
-def test_security_policy_blocks_other_hosts(tab: Opens) -> None:
-    one = tab().open("overview", "gpt")
+def test_security_policy_blocks_other_hosts(view: Opens) -> None:
+    one = view().open("overview", "gpt")
     assert one.page.evaluate("fetch('http://example.com/').then(() => 'answered', () => 'blocked')") == "blocked"
     one.expect("connect-src")
     one.page.evaluate("document.body.append(Object.assign(new Image(), { src: 'http://example.com/x.png' }))")
@@ -182,14 +178,12 @@ TILE = 256
 
 @dataclass
 class View:
-    """The layout of the stage: `scale` pixels per token, the first at `left`, `top`; visible rows and columns."""
+    """The layout of the stage: `scale` pixels per token, the first at `left`, `top`."""
 
     n: int
     scale: float
     left: float
     top: float
-    rows: tuple[int, int]
-    columns: tuple[int, int]
 
     def place(self, query: int, key: int) -> tuple[float, float]:
         """The centre of a cell."""
@@ -203,16 +197,6 @@ class View:
     def zoom(self) -> int:
         """The smallest zoom with at least one pixel per screen pixel."""
         return min(max(math.floor(self.deepest + math.log2(min(self.scale, 1)) + 0.02), 0), self.deepest)
-
-    def tiles(self, pool: str = "max") -> set[str]:
-        """The tiles to request: the overview and the visible ones."""
-        side = TILE * 2 ** (self.deepest - self.zoom)
-        inner = {
-            f"{pool}/{self.zoom}/{i}/{j}"
-            for i in range(self.rows[0] // side, self.rows[1] // side + 1)
-            for j in range(self.columns[0] // side, self.columns[1] // side + 1)
-        }
-        return inner | {f"{pool}/0/0/0", "max/0/0/0"}
 
 
 def view_of(tab: Tab, queries: int, keys: int) -> View:
@@ -230,7 +214,7 @@ def view_of(tab: Tab, queries: int, keys: int) -> View:
             wanted[name] = min(max(wanted[name], half), tokens - half)
         found = layout(wanted)
     at = found["origin"]
-    return View(max(queries, keys), found["scale"], at["x"], at["y"], tuple(found["rows"]), tuple(found["columns"]))
+    return View(max(queries, keys), found["scale"], at["x"], at["y"])
 
 
 def point_at_cell(tab: Tab, view: View, query: int, key: int) -> None:
@@ -257,8 +241,8 @@ def same(words: float, weight: float) -> bool:
 
 @pytest.mark.parametrize(
     ("source", "group", "text", "layer", "head"),
-    [("two", 0, 0, 1, 2), ("cross", 2, 1, 1, 1), ("gpt", 0, 0, 2, 1), ("mini", 0, 0, 2, 3)],
-    ids=["padded", "cross attention, padded", "causal", "exact, of a model"],
+    [("cross", 2, 1, 1, 1), ("mini", 0, 0, 2, 3)],
+    ids=["cross attention, padded", "exact and causal, of a model"],
 )
 def test_readout_shows_the_weight_of_the_data_set(
     view: Opens, served: Served, mini: Served, source: str, group: int, text: int, layer: int, head: int
@@ -323,7 +307,7 @@ def test_readout_and_export_hold_hostile_tokens_literally(view: Opens) -> None:
     weights = hostile().data["weights"].values[0, 0, 0]
     found = {(int(row["query"]), int(row["key"])): float(row["weight"]) for row in rows}
     assert found == {at: pytest.approx(weights[at], rel=1e-6) for at in np.ndindex(n, n)}
-    check_pictures(one)
+    check_picture(one)
 
 
 LISTED = 8  # weights in the panel for each direction
@@ -359,12 +343,11 @@ def at_token(tab: Tab, at: int, side: str = "query") -> Tab:
 # ---- the text: weights of a token ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [0, 1], ids=["padded", "second text"])
-def test_panel_lists_the_largest_weights(view: Opens, served: Served, text: int) -> None:
-    data = served.profile("two").data
-    n = int(data["n_keys"][text])
-    weights = data["weights"].values[text, 1, 2, :n, :n]
-    one = view().open("text", "two", text=text, layer=1, head=2)
+def test_panel_lists_the_largest_weights(view: Opens, served: Served) -> None:
+    data = served.profile("two").data  # its first text is padded
+    n = int(data["n_keys"][0])
+    weights = data["weights"].values[0, 1, 2, :n, :n]
+    one = view().open("text", "two", layer=1, head=2)
     for at in (0, n - 1):
         at_token(one, at)
         check_listed(one, "to", weights[at])
@@ -415,15 +398,16 @@ def test_hostile_tokens_are_shown_literally(view: Opens) -> None:
     assert HOSTILE[0] in one.page.inner_text("#context"), "the bar shows the name of the model"
     said = one.page.inner_text(".text-side")
     one.page.focus(".flow")
-    for at in range(17):
-        one.press("ArrowRight" if at else "Home").settled()
+    one.press("Home")
+    for at in range(0, 17, 4):
+        one.press(*["ArrowRight"] * 4 * (at > 0)).settled()
         expect(one.page.locator(".text-token p")).to_contain_text(f"token {at} of 17")
         said += one.page.inner_text(".text-side")
     assert unseen(said) == []
     assert one.is_safe()
     one.page.fill(FIND, "<script>")
     expect(one.page.locator(".text-found")).to_have_text(re.compile("1 of [23]"))
-    assert any("<img src=x" in text for text in texts_of(check_pictures(one)))
+    assert any("<img src=x" in text for text in texts_of(check_picture(one)))
 
 
 def test_text_export_holds_the_weights(view: Opens, served: Served) -> None:
@@ -435,7 +419,7 @@ def test_text_export_holds_the_weights(view: Opens, served: Served) -> None:
     assert names == list(data["key_token"].values[1])
     for column, want in (("attended_to", weights[17]), ("attends", weights[:, 17]), ("received", weights.sum(0) / 37)):
         np.testing.assert_allclose(floats(rows, column), want, rtol=2e-4)  # received shares have 16 bits
-    assert set(names) <= {text.strip() for text in texts_of(check_pictures(one))}
+    assert set(names) <= {text.strip() for text in texts_of(check_picture(one))}
 
 
 SHOWN = 10  # next tokens that the live page lists
@@ -489,11 +473,12 @@ def test_dots_show_the_numbers_of_the_profile(view: Opens, mini: Served) -> None
     profile = mini.profile("mini")
     expect_titles(one, TITLES)
     heads, sinks = profile.heads(), profile.sinks()
-    every = list(range(len(heads)))
+    some = list(range(0, len(heads), 5))
     weights = {f"Layer {row['layer']}, head {row['head']} · {percent(row['sink'])}" for _, row in heads.iterrows()}
-    assert set(pointed(one, 0, every)) == weights
+    assert weights >= (shown := set(pointed(one, 0, some)))
     added = {f"Layer {r.layer}, head {r.head} · {percent(r.contribution_first)}" for r in sinks.itertuples()}
-    assert set(pointed(one, 3, every)) == added
+    assert added >= (also := set(pointed(one, 3, some)))
+    assert len(shown) == len(also) == len(some)
     row = sinks.sort_values(["layer", "value_norm_first"]).iloc[0]  # dots of a layer are sorted by value
     assert pointed(one, 2, [0]) == [f"Layer 0, head {row['head']} · {row['value_norm_first']:.2f} ×"]
     stream = profile.residual["blocks"].isel(text=0)
@@ -509,7 +494,7 @@ def test_dots_show_the_numbers_of_the_profile(view: Opens, mini: Served) -> None
     assert one.page.locator("main tbody tr").count() == len(profile.sink_tokens())
 
 
-def test_intervention_is_overlaid_restored_and_exported(view: Opens, tab: Opens, mini: Served) -> None:
+def test_intervention_is_overlaid_restored_and_exported(view: Opens, mini: Served) -> None:
     one = view(mini).open("sinks")
     one.page.click("text=Off by one")
     expect(one.page.locator(".sink-lead p")).to_have_count(2)
@@ -524,18 +509,10 @@ def test_intervention_is_overlaid_restored_and_exported(view: Opens, tab: Opens,
     sinks = [p.heads()["sink"] for p in profiles]
     assert np.abs(sinks[0] - sinks[1]).max() > 0.01
     wanted = f"Layer 0, head 0 · {percent(sinks[0][0])} → {percent(sinks[1][0])}"
-    assert wanted in pointed(one, 0, list(range(2 * len(before))))
+    assert wanted in pointed(one, 0, list(range(12)))  # the dots of the first layer
     one.page.mouse.move(0, 0)
 
-    fresh = tab(mini).follow(one.page.url)  # the address restores the comparison
-    expect(fresh.page.locator('[data-key="after"]')).to_have_value(str(intervention.id))
-    assert fresh.text() == one.settled().text()
-    fresh.page.select_option('[data-key="after"]', "")
-    expect(fresh.page.locator(".sink-lead p")).to_have_count(1)
-    assert "after" not in fresh.settled().state
-    expect(fresh.back().page.locator(".sink-lead p")).to_have_count(2)
-
-    assert {*TITLES, "Weight on no token"} <= set(texts_of(check_pictures(one)))
+    assert {*TITLES, "Weight on no token"} <= set(texts_of(check_picture(one)))
     table = one.table()
     rows, depths = table[: 2 * len(before)], table[2 * len(before) :]
     np.testing.assert_allclose(floats(rows, "weight_on_first"), np.concatenate(sinks), rtol=1e-5)
@@ -546,6 +523,15 @@ def test_intervention_is_overlaid_restored_and_exported(view: Opens, tab: Opens,
     largest = [x for stream in streams for x in stream["largest"].values[0, :, 0]]
     assert [int(row["depth"]) for row in depths] == [*range(len(largest) // 2)] * 2
     np.testing.assert_allclose(floats(depths, "largest_activation"), largest, rtol=1e-5)
+
+    said, address = one.settled().text(), one.page.url
+    one.open("overview").follow(address)  # the address restores the comparison
+    expect(one.page.locator('[data-key="after"]')).to_have_value(str(intervention.id))
+    assert one.text() == said
+    one.page.select_option('[data-key="after"]', "")
+    expect(one.page.locator(".sink-lead p")).to_have_count(1)
+    assert "after" not in one.settled().state
+    expect(one.back().page.locator(".sink-lead p")).to_have_count(2)
 
 
 # ---- live -----------------------------------------------------------------------------------------------------
@@ -582,8 +568,8 @@ def check_sinks(tab: Tab, answer: dict[str, Any], when: str) -> None:
     expect(tab.page.locator(".live-cell > span")).to_have_text(sinks)
 
 
-def test_live_page_answers_while_typing_and_keeps_a_long_text(tab: Opens, mini: Served, live: Live) -> None:
-    one = tab(mini).open("live")
+def test_live_page_answers_while_typing_and_keeps_a_long_text(view: Opens, mini: Served, live: Live) -> None:
+    one = view(mini).open("live")
     check_bars(one, live.answer(asked(live.description()["example"])), edited=False)
     text = "def add(a, b):\n    return a +"
     one.page.fill("#live-text", text)
@@ -617,7 +603,7 @@ def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, l
     rows = [row for row in one.table() if row["what"] == "probability of the next token"]
     assert [row["name"] for row in rows] == [x["token"] for x in answer["next"]["before"]]
     np.testing.assert_allclose(floats(rows, "after"), [x["probability"] for x in answer["next"]["after"]], rtol=1e-6)
-    check_pictures(one)
+    check_picture(one)
     one.page.fill("#live-text", "")
     expect(one.page.locator("#live-trouble")).to_contain_text("Type some text")
 
@@ -639,7 +625,7 @@ def test_translation_shows_and_exports_its_weights(view: Opens, mini: Served, al
     rows = one.table()
     found = [floats(rows, f"{s} {word}") for s, word in enumerate(source)]
     np.testing.assert_allclose(np.transpose(found), weights, rtol=1e-6)
-    assert set(target) <= {text.strip() for text in texts_of(check_pictures(one))}
+    assert set(target) <= {text.strip() for text in texts_of(check_picture(one))}
     one.page.fill("#align-text", "the purple zebra")
     expect(one.page.locator("#align-trouble")).not_to_be_empty()
     one.expect("400")
