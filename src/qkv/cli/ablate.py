@@ -27,8 +27,9 @@ def ablate(
 ) -> None:
     """Remove each head of a language model, or each head's sink, and measure how much its loss rises.
 
-    The model runs once for each head. The command prints the heads that matter most, and writes a table (CSV, JSON) and
-    a figure to DIR. An interrupted run resumes with the same command.
+    The model runs once for each head, once for all heads of each layer, and once for all heads. The command prints the
+    heads that matter most, and writes tables (CSV, JSON) and a figure to DIR. An interrupted run resumes with the same
+    command.
 
     qkv ablate                              (the small model that comes with qkv, on 256 tokens)
 
@@ -76,3 +77,7 @@ def _show(found: Ablation) -> None:
     for row in found.table.sort_values("delta_nats", ascending=False, kind="stable").head(MOST).itertuples():
         rows.add_row(str(row.layer), str(row.head), f"{row.nats:.3f}", f"{row.delta_nats:+.3f}")
     console.print(rows)
+    worst = found.layers.loc[found.layers["delta_nats"].idxmax()]
+    heads, layer, rise = len(found.table), int(worst["layer"]), worst["delta_nats"]
+    said = f"All {heads:,} heads at once: {found.all_nats - found.nats:+.3f} nats. "
+    console.print(f"{said}All heads of one layer: at most {rise:+.3f}, of layer {layer}.", highlight=False)

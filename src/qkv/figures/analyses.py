@@ -63,7 +63,9 @@ def ablation_figure(ablation: Ablation) -> Figure:
     title = f"Head {name} matters most: {rise} nats a token {removed}"
     if worst["delta_nats"] <= 0:
         title = f"The loss rises for no head: at most {rise} nats a token {removed}"
-    titled(figure, title, f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {ablation.nats:.3f} nats a token")
+    together = f"all heads at once {ablation.all_nats - ablation.nats:+.3f}"
+    head = f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {ablation.nats:.3f} nats a token · {together}"
+    titled(figure, title, head)
     largest = max(1e-6, float(table["delta_nats"].abs().max()))
     axes = place(figure, 0.65, 1.1, wide, tall)
     written = _written if cell > 0.4 else None
