@@ -156,24 +156,20 @@ def test_more_memory_than_allowed_is_refused(written: tuple[Path, LlamaForCausal
         qkv.load(str(written[0]))
 
 
-def test_the_memory_is_said_before_loading(
-    written: tuple[Path, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_said_before_loading(written: tuple[Path, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(loading, "say", said.append)
-    file, model = written
-    qkv.load(str(file), dtype="bfloat16")
-    assert len(said) == 1
-    assert "bfloat16" in said[0]
-    assert f"{2 * sum(x.numel() for x in model.parameters()) / 1024:.1f} KiB" in said[0]
+    qkv.load(str(written[0]), dtype="bfloat16")
+    numbers = sum(x.numel() for x in written[1].parameters())
+    assert ["bfloat16" in x and f"{2 * numbers / 1024:.1f} KiB" in x for x in said] == [True]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_a_chat_is_profiled_and_answered_as_its_template_writes_it(
     written: tuple[Path, LlamaForCausalLM], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qkv.cli.profile.FIGURES", ())
     command.succeeds("profile", written[0], "--chat", "Why?", "--out", "out", "--no-probe")
     profile = qkv.Profile.load(tmp_path / "out" / "profile.qkv.zip")
     names = profile.data["key_token"].values.ravel().tolist()

@@ -552,8 +552,9 @@ def test_profile_errors_name_the_argument(argument: str, match: str | None, run:
 # --- folders, reports, the command line -------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_saved_model_is_loaded_from_python_and_by_the_command(tmp_path: Path, command: Command) -> None:
+def test_saved_model_is_loaded_from_python_and_by_the_command(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, text = decoder(vocab_size=256, context=64), "A text of some bytes."
     folder = str(checkpoint.save(model, tmp_path / "bytes"))
     loaded = load_model(folder)
@@ -568,6 +569,7 @@ def test_saved_model_is_loaded_from_python_and_by_the_command(tmp_path: Path, co
     assert profile(half, text, tokenizer=ByteTokenizer(), probe=False, progress=False).attrs["dtype"] == "bfloat16"
     assert load_model(str(checkpoint.save(decoder(), tmp_path / "ids"))).tokenizer is None
     assert isinstance(load_model(str(checkpoint.save(classifier(), tmp_path / "classes"))).model, Classifier)
+    monkeypatch.setattr("qkv.cli.profile.FIGURES", ("overview",))
     command.succeeds("profile", folder, text, "--out", tmp_path / "out")
     written = Profile.load(tmp_path / "out" / "profile.qkv.zip").data
     assert "".join(written["key_token"][0].values) == text

@@ -387,13 +387,13 @@ def test_invalid_settings_are_rejected(
     assert not list(tmp_path.iterdir())
 
 
-def test_figures_are_made_and_invalid_calls_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_drawn_and_invalid_calls_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("length", match="2 special"):
         list(pieces([3], Special((1,), (2,)), 2, 0))
     found = own_survey(tmp_path / "part", only_shards="0/3")
     assert found.record["documents"] > 0
     for draw in survey_plots.FIGURES.values():
-        assert len(draw(found).axes) >= 1
+        draw(found).draw_without_rendering()
     with refused("quantity"):
         survey_plots.texts(found, "speed")
     with refused("group"):

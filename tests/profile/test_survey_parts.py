@@ -12,11 +12,13 @@ from typing import Any
 
 import fsspec
 import pytest
+from matplotlib.figure import Figure
 
 import survey_process
 from conftest import Command, refused
 from forked import Forked
 from qkv._survey_settings import Settings
+from qkv.figures import survey as survey_plots
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.folder import COMPLETE, Folder, Objects
 from qkv.profiler.surveys.merging import Incomplete, check_complete, merge_folders
@@ -236,8 +238,10 @@ def test_folders_that_do_not_fit_together_are_rejected(parts: list[Path], tmp_pa
             merge_folders(folders)
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_commands_survey_parts_and_merge_them(tmp_path: Path, command: Command) -> None:
+def test_commands_survey_parts_and_merge_them(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey_plots, "FIGURES", dict.fromkeys(survey_plots.FIGURES, lambda *_, **__: Figure()))
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.py").write_text("def f(x):\n    return x\n")
     (tmp_path / "texts" / "b.py").write_text("import os\n")
