@@ -99,16 +99,25 @@ def check(
             np.testing.assert_allclose(forth.values[item, :, depth, :n], columns, rtol=rtol, atol=rtol / 1e4)
 
 
+def divided(weights: Tensor, factors: Tensor) -> Tensor:
+    """Weights times factors of the keys, divided by the sum of each row; 0 for a row without any."""
+    product = weights.double() * factors[:, :, None]
+    return (product / product.sum(-1, keepdim=True)).nan_to_num(nan=0.0)
+
+
 @pytest.mark.parametrize(
-    ("parts", "residual"),
+    ("parts", "residual", "by"),
     [
-        ({"positions": "rotary", "kv_heads": 2}, 0.0),
-        ({"positions": "alibi", "window": 5}, 0.83),
-        ({"sink": True}, 0.0),
-        ({"normalizer": "sigmoid", "heads": 3, "d_model": 48}, 0.83),
+        ({"positions": "rotary", "kv_heads": 2}, 0.0, "weights"),
+        ({"positions": "alibi", "window": 5}, 0.83, "weights"),
+        ({"sink": True}, 0.0, "weights"),
+        ({"normalizer": "sigmoid", "heads": 3, "d_model": 48}, 0.83, "weights"),
+        ({"positions": "rotary", "kv_heads": 2}, 0.0, "values"),
+        ({"sink": True}, 0.83, "values"),
+        ({"positions": "alibi", "window": 5}, 0.83, "without-first"),
     ],
 )
-def test_rollout_equals_the_dense_product(parts: dict[str, Any], residual: float, tile4: None) -> None:
+def test_rollout_equals_the_dense_product(parts: dict[str, Any], residual: float, by: str, tile4: None) -> None:
     settings: dict[str, Any] = {"vocab_size": 17, "d_model": 64, "layers": 3, "heads": 4, "context": 64} | parts
     model = enlarged(DecoderLM(DecoderConfig(**settings)))
     ids = torch.randint(17, (2, 19), generator=torch.Generator().manual_seed(4))
@@ -118,8 +127,11 @@ def test_rollout_equals_the_dense_product(parts: dict[str, Any], residual: float
         weights.append(
             oracle(given.q, given.k, given.v, mask=given.mask, bias=given.biases, normalizer=given.normalizer)[2]
         )
+        if by != "weights":
+            norms = given.v.norm(dim=-1).repeat_interleave(given.q.shape[1] // given.v.shape[1], 1)
+            weights[-1] = divided(weights[-1], norms if by == "values" else (torch.arange(19) > 0).expand(2, 1, 19))
     assert residual or not parts.get("sink") or weights[0].sum(-1).min() < 0.9  # the rows do need to be divided
-    check(model, ids, weights, residual=residual, keep=torch.ones(2, 19, dtype=torch.bool))
+    check(model, ids, weights, residual=residual, keep=torch.ones(2, 19, dtype=torch.bool), by=by)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +146,10 @@ def test_rollout_of_hugging_face_models_with_padding(
         weights = list(model(**batch, output_attentions=True)["attentions"])
     keep = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     check(model, batch, weights, residual=0.5, keep=keep, rtol=1e-4)
+    if padding == "left":
+        others = (keep.cumsum(-1) > 1)[:, None]
+        weights = [divided(one * keep[:, None, :, None], others) for one in weights]
+        check(model, batch, weights, residual=0.5, keep=keep, rtol=1e-4, by="without-first")
 
 
 def model(**parts: Any) -> DecoderLM:
@@ -164,6 +180,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("queries", "holds -8", lambda: rollout(model(), torch.arange(7), [-8])),
     ("queries", "empty", lambda: rollout(model(), torch.arange(7), [])),
     ("residual", None, lambda: rollout(model(), torch.arange(7), residual=1.0)),
+    ("by", "without-first", lambda: rollout(model(), torch.arange(7), by="without first")),
     ("group", None, lambda: rollout(model(), torch.arange(7), group="encoder")),
     ("group", "'cross'", lambda: of_bart("cross")),
     ("group", "None", lambda: of_bart(None)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -24,6 +24,7 @@ def flow(
     from_: Annotated[tuple[int, ...], tyro.conf.arg(name="from", metavar="N …", help_behavior_hint="")] = (),
     to: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N …", help_behavior_hint="")] = (),
     residual: Annotated[float, tyro.conf.arg(metavar="SHARE")] = 0.5,
+    by: Literal["weights", "values", "without-first"] = "weights",
     group: Annotated[str | None, tyro.conf.arg(metavar="KIND", help_behavior_hint="")] = None,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-flow"),
 ) -> None:
@@ -47,6 +48,8 @@ def flow(
             traced if you choose none.
         to: Positions of tokens whose embeddings are traced forward into all final states.
         residual: Share of a hidden state that the residual connection carries past each attention layer.
+        by: How much a head takes from a token: its weight; the weight times the norm of the value; or the weight where
+            the first token, an attention sink in many models, is left out. The last two are divided by their sums.
         group: For an encoder-decoder: trace the encoder or the decoder.
         out: Folder for the results. It is created if it does not exist.
     """
@@ -72,7 +75,7 @@ def flow(
             with renamed(**options), bar(f"tracing {direction}", "layers") as step:
                 found = trace(
                     loaded.model, inputs, chosen, tokenizer=loaded.tokenizer, target=target, group=group,
-                    residual=residual, name=loaded.name, on_layer=functools.partial(step, 1),
+                    residual=residual, by=by, name=loaded.name, on_layer=functools.partial(step, 1),
                 )  # fmt: skip
             for index, position in enumerate(found["chosen_position"].values[0]):
                 path = out / f"flow-{direction}-{position}.png"
@@ -87,6 +90,11 @@ def flow(
 
 
 LEAST = 0.0005  # a smaller share would be printed as < 0.1 %
+MOST = 0.9  # a larger share of the first token needs the next sentence
+TO_THE_FIRST = (
+    "Where tokens see only earlier ones, every layer leads back, and a rollout of {} layers ends at the first token. "
+    "--residual 0.95 lets a token keep more of its own state, and flow.csv has the shares at every depth."
+)
 
 
 def _table(found: xr.DataArray, direction: str) -> pd.DataFrame:
@@ -124,6 +132,8 @@ def _show(console: Any, found: xr.DataArray, index: int, most: int = 8) -> None:
     if len(others):
         rows.add_row(Text(f"{len(others):,} other tokens together", "dim"), "", percent(float(others.sum())))
     console.print(rows)
+    if backward and at and share[0] > MOST:
+        console.print(Text(TO_THE_FIRST.format(found.sizes["depth"] - 1)))
 
 
 def _readable(token: str) -> str:

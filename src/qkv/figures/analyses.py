@@ -277,7 +277,9 @@ def _flow_subtitle(rollout: xr.DataArray, n: int) -> str:
     group = rollout.attrs["group"]
     kind = "" if group == "self" else f" · {group} attention"
     layers = rollout.sizes["depth"] - 1
-    rest = f"attention rollout, residual weight {rollout.attrs['residual']:g} · {layers} layers · {n:,} tokens"
+    by = {"values": " by weights times norms of values", "without-first": " without the first token"}
+    what = f"attention rollout{by.get(rollout.attrs['by'], '')}, residual weight {rollout.attrs['residual']:g}"
+    rest = f"{what} · {layers} layers · {n:,} tokens"
     return f"{rollout.attrs['model']}{kind} · {rest}"
 
 

@@ -4,12 +4,16 @@ The rollout estimates how much of a token's final state comes from each input to
 Ã = ρ I + (1 − ρ) Ā with rows divided by their sums, where Ā is the mean of its heads' weights and ρ the share that the
 residual connection keeps. The rollout R = Ã_L ⋯ Ã_1 is never formed: a row of R is wᵀ Ã_L ⋯ Ã_1, one vector-matrix
 product for each layer, and a column is Ã_L ⋯ Ã_1 c, one matrix-vector product (see `qkv.statistics.products`).
+
+Where most weight is on an attention sink, the rollout says little else. Weights times the norms of the values
+(Kobayashi et al. 2020, arXiv:2004.10102) show how little a sink adds; or the first token is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -19,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv.engine import RowState
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 from qkv.models.loading import load_if_named
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import Tokens, batches, sequences_of
@@ -43,6 +47,7 @@ def rollout(
     target: str | None = None,
     group: str | None = None,
     residual: float = 0.5,
+    by: str = "weights",
     name: str = "",
     on_layer: Callable[[], None] = lambda: None,
 ) -> xr.DataArray:
@@ -59,6 +64,8 @@ def rollout(
         group: kind of attention, for a model that has several: ``"encoder"`` or ``"decoder"``. A rollout stays within
             one text, so cross-attention is left out.
         residual: ρ, the share of a state that the residual connection keeps; 0.5 in the paper.
+        by: ``"weights"``, as in the paper; ``"values"``, weights times the norms of the values, divided by their sum in
+            each row of each head; or ``"without-first"``, weights on all but the first token, divided in this way.
         name: name of the model, kept in the attributes; taken from the model if not given.
         on_layer: called after each layer.
 
@@ -71,13 +78,13 @@ def rollout(
 
     Raises:
         InputError: if the model does not accept the inputs, a position is outside of a text, `group` is
-            cross-attention, or layers have different lengths.
+            cross-attention, layers have different lengths, or `by` needs values that cannot be seen.
 
     >>> found = rollout("qkv-mini", "def f(x):\\n    return x", [-1])
     >>> [round(float(found.sel(depth=depth).sum()), 6) for depth in (0, 1)]
     [1.0, 1.0]
     """
-    return _traced(_backward, model, inputs, queries, "queries", tokenizer, target, group, residual, name, on_layer)
+    return _traced(_backward, model, inputs, queries, "queries", tokenizer, target, group, residual, by, name, on_layer)
 
 
 def flow_to(
@@ -89,6 +96,7 @@ def flow_to(
     target: str | None = None,
     group: str | None = None,
     residual: float = 0.5,
+    by: str = "weights",
     name: str = "",
     on_layer: Callable[[], None] = lambda: None,
 ) -> xr.DataArray:
@@ -102,6 +110,7 @@ def flow_to(
         target: as in `rollout`.
         group: as in `rollout`.
         residual: as in `rollout`.
+        by: as in `rollout`.
         name: as in `rollout`.
         on_layer: as in `rollout`.
 
@@ -117,33 +126,36 @@ def flow_to(
     >>> found.sel(depth=0).values[0, 0, :3].tolist()
     [1.0, 0.0, 0.0]
     """
-    return _traced(_forward, model, inputs, keys, "keys", tokenizer, target, group, residual, name, on_layer)
+    return _traced(_forward, model, inputs, keys, "keys", tokenizer, target, group, residual, by, name, on_layer)
 
 
 def _traced(
     walk: Callable[[list[_Layer], Tensor, Callable[[], None]], list[Tensor]], model: nn.Module | str, inputs: Inputs,
-    chosen: Sequence[int], called: str, tokenizer: Any, target: str | None, group: str | None, residual: float,
+    chosen: Sequence[int], called: str, tokenizer: Any, target: str | None, group: str | None, residual: float, by: str,
     name: str, on_layer: Callable[[], None],
 ) -> xr.DataArray:  # fmt: skip
     if not 0 <= residual < 1:
         raise InputError(f"residual is {residual}, expected a share from 0 to less than 1")
+    if by not in FACTORS:
+        raise InputError(f"by is {by!r}, expected one of {', '.join(map(repr, FACTORS))}{nearest(by, FACTORS)}")
     if not chosen:
         raise InputError(f"{called} is empty, expected at least one position")
     loaded = load_if_named(model, tokenizer, name, inputs=inputs)
     model, tokenizer = loaded.model, loaded.tokenizer
     found = []
     for batch in batches(model, inputs, tokenizer, target):
-        calls = [without_values(observed) for observed in calls_of(model, batch)]
-        stack = _one_stack(calls, group)
+        stack = _one_stack(list(calls_of(model, batch)), group)
+        factors = [FACTORS[by](observed) for observed in stack]
+        stack = [without_values(observed) for observed in stack]
         real = _real(stack[0])
         names = Tokens(sequences_of(model, batch), tokenizer, stack[0].group)
         places = _places(real, chosen, called)
         start = torch.zeros(*real.shape, len(chosen), dtype=torch.float64, device=real.device)
         start.scatter_(1, places[:, None], 1.0)
-        steps = walk([_Layer.of(observed, residual) for observed in stack], start, on_layer)
+        steps = walk(list(map(_Layer.of, stack, factors, repeat(residual))), start, on_layer)
         found += _items(torch.stack(steps, 1).cpu().numpy(), real.cpu().numpy(), places.cpu().numpy(), names)
     attributes = {"model": loaded.name, "group": stack[0].group, "residual": residual}
-    attributes |= {"of": called, "definition": DEFINITIONS[called], "units": "1"}
+    attributes |= {"by": by, "of": called, "definition": DEFINITIONS[called], "units": "1"}
     return _array(found, attributes)
 
 
@@ -196,6 +208,26 @@ def _places(real: Tensor, chosen: Sequence[int], called: str) -> Tensor:
     return torch.stack(rows)
 
 
+def _norms(observed: ObservedCall) -> Tensor:
+    if (norms := observed.norms) is None:
+        raise InputError(f"by is 'values', but the values of {observed.module} cannot be seen; expected 'weights'")
+    return norms.double()[..., None]
+
+
+def _without_first(observed: ObservedCall) -> Tensor:
+    b, _, n, _ = observed.call.k.shape
+    first = torch.as_tensor(observed.first, device=observed.call.k.device).expand(b)
+    return (torch.arange(n, device=first.device) != first[:, None]).double()[:, None, :, None]
+
+
+FACTORS: dict[str, Callable[[ObservedCall], Tensor | None]] = {
+    "weights": lambda observed: None,
+    "values": _norms,
+    "without-first": _without_first,
+}
+"""By what the weights on each key are multiplied: (b, h or 1, n, 1), or None; then rows are divided by their sums."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Layer:
     """The matrix Ã of one layer as a linear operator."""
@@ -203,33 +235,42 @@ class _Layer:
     observed: ObservedCall
     rows: RowState
     queries: Bool[Tensor, "b n"]
+    factors: Float[Tensor, "b #h n 1"]  # of the keys
+    divided: Float[Tensor, "b #h n 1"]  # 1 by the sum of a row with its factors, 0 for a row without any
     residual: float
     divisor: Float[Tensor, "b n 1"]  # row sums: 1, or less if weights add up to less than 1, as with a learned sink
 
     @staticmethod
-    def of(observed: ObservedCall, residual: float) -> _Layer:
+    def of(observed: ObservedCall, factors: Tensor | None, residual: float) -> _Layer:
         call = observed.call
         rows, queries = row_state(call, observed.lse), _real(observed)
-        if call.normalizer.has_lse and call.sink is None:
+        ones = call.q.new_ones(*queries.shape, 1, dtype=torch.float64)[:, None]
+        divided = ones
+        if factors is not None:
+            sums = weights_matmul(call, rows, factors, queries=queries).double()
+            mass = (sums != 0).double().mean(1)
+            divided = torch.where(sums == 0, 0.0, 1 / sums)
+        elif call.normalizer.has_lse and call.sink is None:
             assert rows.level is not None
             mass = ((rows.level != -torch.inf) & queries[:, None]).double().mean(1)[..., None]
         else:
-            ones = call.q.new_ones(*queries.shape, 1)[:, None]
             mass = weights_matmul(call, rows, ones, queries=queries).double().mean(1)
         total = residual + (1 - residual) * mass
-        return _Layer(observed, rows, queries, residual, torch.where(total == 0, 1.0, total))
+        divisor = torch.where(total == 0, 1.0, total)
+        return _Layer(observed, rows, queries, ones if factors is None else factors, divided, residual, divisor)
 
     def before(self, w: Tensor) -> Tensor:
         """Ãᵀ w, (b, n, m)."""
         w = w / self.divisor
-        call = self.observed.call
-        attended = weights_transposed_matmul(call, self.rows, w[:, None], queries=self.queries).double().mean(1)
-        return self.residual * w + (1 - self.residual) * attended
+        of_heads = w[:, None] * self.divided
+        attended = weights_transposed_matmul(self.observed.call, self.rows, of_heads, queries=self.queries).double()
+        return self.residual * w + (1 - self.residual) * (attended * self.factors).mean(1)
 
     def after(self, c: Tensor) -> Tensor:
         """Ã c, (b, n, m)."""
-        attended = weights_matmul(self.observed.call, self.rows, c[:, None], queries=self.queries).double().mean(1)
-        return (self.residual * c + (1 - self.residual) * attended) / self.divisor
+        of_heads = c[:, None] * self.factors
+        attended = weights_matmul(self.observed.call, self.rows, of_heads, queries=self.queries).double()
+        return (self.residual * c + (1 - self.residual) * (attended * self.divided).mean(1)) / self.divisor
 
 
 def _backward(layers: list[_Layer], w: Tensor, on_layer: Callable[[], None]) -> list[Tensor]:
