@@ -227,7 +227,8 @@ SOFTMAX = [  # every mask, on what the fused kernels and FlexAttention serve, wh
     )), strict=False)
 ]  # fmt: skip
 LONG = [
-    Cell(mask=f"{x} back, {y} ahead", size=size, tile=tile) for (x, y), size, tile in covering(WINDOWS, BANDS, [4, 16])
+    Cell(mask=f"{x} back, {y} ahead", size=size, tile=tile)
+    for (x, y), size, tile in zip(WINDOWS, itertools.cycle(BANDS), itertools.cycle([4, 4, 16, 16]), strict=False)
 ] + [
     Cell(mask=mask, size=size, dtype=torch.float32, tile=None)
     for mask, size in covering(["causal", "padding, window"], AWKWARD)

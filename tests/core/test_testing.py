@@ -295,20 +295,15 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
     (~masks.Prefix(NK), {"sizes": SMALL}),
     (biases.TensorBias(learned(H, NQ, NK)), {"sizes": SMALL}),
     (biases.ALiBi(learned(H)), {"sizes": TILED}),
-    (biases.RelativePosition(learned(5, D), learned(H, 5, DV)), {"sizes": SMALL}),
     (scores.General(learned(H, D, DK), 0.3), {"sizes": SMALL, "dim_k": DK}),
     (scores.Additive(*ADDITIVE), {"sizes": SMALL, "dim_k": DK}),
     (scores.Features(features.elu_plus_one), {"sizes": SMALL}),
     (normalizers.Softmax(1.3, sink=learned(H)), {"sizes": TINY}),
     (normalizers.Softmax(0.7, key=learned(H, D)), {"sizes": SMALL}),
-    (Sigmoid(learned(H)), {"sizes": SMALL}),
     (normalizers.Identity("sum"), {"sizes": SMALL}),
     (normalizers.Entmax(1.5, temperature=0.6, sink=learned(H)), {"sizes": SMALL}),
     (normalizers.Hard(sample=True), {"sizes": SMALL}),
-    *(
-        (make(), {"sizes": SMALL})
-        for make in (own.Share, own.HeavyTail, own.Ramp, own.Manhattan, own.Squeeze, own.Slope, own.Diagonals)
-    ),
+    *((make(), {"sizes": SMALL}) for make in (own.HeavyTail, own.Ramp, own.Manhattan, own.Squeeze, own.Diagonals)),
     (Kernel(), {"sizes": TILED}),
     *((statistic, {"heads": 1}) for statistic in (Local(2), Kurtosis(), own.Heavy(), own.Taken())),
 ]
