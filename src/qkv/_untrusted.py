@@ -257,30 +257,31 @@ class _File(io.FileIO):
         return super().read(size)
 
 
-def read_zip(source: Path | io.BytesIO) -> tuple[dict[str, bytes], Budget]:
+def read_zip(source: Path | io.BytesIO, needed: str) -> tuple[dict[str, bytes], Budget]:
     """The members of a zip file, or of the bytes of one, by name, and what is left of the memory that it may take.
 
-    Nothing is written to disk, and no member is inflated beyond its declared size. Checksums are verified.
+    Nothing is written to disk, and no member is inflated beyond its declared size, or if there is none of the name
+    `needed`. Checksums are verified.
     """
     if isinstance(source, io.BytesIO):
-        return _members(source, source.getbuffer().nbytes)
+        return _members(source, source.getbuffer().nbytes, needed)
     with _File(source) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a file")
-        return _members(file, status.st_size)
+        return _members(file, status.st_size, needed)
 
 
-def _members(file: _File | io.BytesIO, stored: int) -> tuple[dict[str, bytes], Budget]:
+def _members(file: _File | io.BytesIO, stored: int, needed: str) -> tuple[dict[str, bytes], Budget]:
     try:
-        return _inflated(file, Budget(stored))
+        return _inflated(file, Budget(stored), needed)
     except ValueError:
         raise
     except Exception as error:  # zipfile raises errors of zlib, struct and others, OSError for a wrong offset
         raise ValueError(f"it is not a zip file, or is damaged: {first_line(error)}") from error
 
 
-def _inflated(file: _File | io.BytesIO, budget: Budget) -> tuple[dict[str, bytes], Budget]:
+def _inflated(file: _File | io.BytesIO, budget: Budget, needed: str) -> tuple[dict[str, bytes], Budget]:
     entries: dict[str, bytes] = {}
     with zipfile.ZipFile(file) as archive:
         if isinstance(file, _File):
@@ -290,6 +291,8 @@ def _inflated(file: _File | io.BytesIO, budget: Budget) -> tuple[dict[str, bytes
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.filename in entries:
                 raise ValueError(f"its member {member.filename[:80]!r} is compressed in another way, or is there twice")
             entries[member.filename] = b""
+        if needed not in entries:
+            raise ValueError(f"it has no member {needed!r}")
         for member in archive.infolist():
             with archive.open(member) as opened:
                 data = opened.read(member.file_size + 1)  # `read()` would inflate everything before it is cut

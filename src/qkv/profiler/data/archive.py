@@ -102,7 +102,7 @@ def _checked(path: Path) -> tuple[dict[str, bytes], Budget, dict[str, Any]]:
         raise InputError(f"path: {str(path)!r} is a folder; expected a profile written by Profile.save")
     expected = "expected a file written by Profile.save"
     try:
-        members, budget = read_zip(path)
+        members, budget = read_zip(path, "zarr.json")
         header = parse_json(members["zarr.json"])["attributes"]
         foreign = header.get("format") != FORMAT
     except OSError as error:

@@ -215,7 +215,7 @@ class Survey:
         source = path if isinstance(path, io.BytesIO) else opened(path, "path")
         target = "the data" if isinstance(path, io.BytesIO) else str(path)
         try:
-            members, budget = read_zip(source)
+            members, budget = read_zip(source, "survey.json")
             head = parse_json(members["survey.json"])
             if head.get("format") != FORMAT:
                 raise ValueError(f"its format is {str(head.get('format'))[:80]!r}, expected {FORMAT!r}")
