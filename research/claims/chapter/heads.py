@@ -245,6 +245,7 @@ def c003() -> Verdict:
         f"Operations that must wait for one another at 8, 16 and 32 tokens: RNN {', '.join(map(str, rnn))}, "
         f"attention {', '.join(map(str, own))}. That is of reading a given text, as in training: a decoder that writes "
         "one token after another waits for each with attention, too.",
+        "[Recurrence and attention](../background/recurrence.md)",
     )
 
 

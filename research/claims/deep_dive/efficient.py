@@ -134,6 +134,7 @@ def c290() -> Verdict:
         f"From the first to the last of {listed(lengths)} positions: {listed(chain)} steps along a chain of states, "
         f"{listed(direct)} in a layer of attention, which forms n² weights (a kernel that never keeps them needs O(n), "
         "see C300). Operations in order are counted at C003.",
+        "[Recurrence and attention](../background/recurrence.md)",
     )
 
 

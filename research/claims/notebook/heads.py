@@ -55,6 +55,7 @@ def c144() -> Verdict:
         "Untrained, the gradient of the last output with respect to the input 60 tokens back is, over that 1 token "
         f"back: tanh RNN {ratio['RNN']:.0e}, LSTM {ratio['LSTM']:.0e}, attention {ratio['attention']:.1f}. These are "
         "torch's initial weights; larger recurrent weights or an LSTM's forget bias slow the decay.",
+        "[Recurrence and attention](../background/recurrence.md)",
     )
 
 
