@@ -128,14 +128,18 @@ def chosen(number: int, seed: int) -> list[Mutant]:
 
 
 def files(mutant: Mutant) -> list[str]:
-    """The tests of the mutant's room: those named as its file or package first, then those that find most."""
-    words = set(Path(mutant.file).with_suffix("").parts)
+    """The tests of the mutant's room, and of others those named as its file or package; those named so first."""
+    words, own = set(Path(mutant.file).with_suffix("").parts), ROOT / "tests" / mutant.room
+
+    def named(path: Path) -> set[str]:
+        name = path.stem.removeprefix("test_")
+        return {name, *name.split("_")}
 
     def rank(path: Path) -> tuple[bool, bool, str]:
-        named = set(path.stem.removeprefix("test_").split("_"))
-        return not words & (named | {path.stem.removeprefix("test_")}), not BROAD & named, path.name
+        return not words & named(path), not BROAD & named(path), path.name
 
-    return [str(path) for path in sorted((ROOT / "tests" / mutant.room).glob("test_*.py"), key=rank)]
+    tests = (ROOT / "tests").glob("*/test_*.py")
+    return [str(path) for path in sorted((x for x in tests if x.parent == own or words & named(x)), key=rank)]
 
 
 def test(mutant: Mutant, limit: float, options: list[str]) -> dict[str, object]:
