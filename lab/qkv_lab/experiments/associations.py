@@ -16,7 +16,7 @@ from qkv.features import elu_plus_one
 from qkv.models import DecoderConfig
 from qkv.normalizers import Hard, Identity, Normalizer
 from qkv.scores import Additive, Dot, Features, Score
-from qkv_lab.experiments.base import Experiment, Results, Setting
+from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.small import LEAST, fit, minus, setting, unlearnt
 from qkv_lab.experiments.streaming import DATED
@@ -286,6 +286,10 @@ class Depth(Experiment):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         return {"C059": [minus(results, _layers(3), _layers(1), "evaluation.accuracy")]}
+
+    def lines(self, results: Results) -> Lines:
+        found = results.across([_layers(n) for n in self.depths], "evaluation.accuracy")
+        return Lines(self.depths, {"": found}, "layers", "share of positions right after 4 hops")
 
 
 def _layers(n: int) -> str:

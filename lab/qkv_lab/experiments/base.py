@@ -105,6 +105,12 @@ class Results:
         """As `values`, by the seed of the run; empty if there is no such variant."""
         return {outcome.seed: float(np.max(value_of(outcome, name))) for outcome in self.finished(variant)}
 
+    def across(self, variants: Sequence[str], name: str) -> np.ndarray:
+        """An entry of the seeds that finished in all these variants, (seeds, variants)."""
+        found = [self.by_seed(variant, name) for variant in variants]
+        seeds = sorted(set.intersection(*map(set, found)))
+        return np.array([[one[seed] for one in found] for seed in seeds])
+
     def by_variant(self, name: str) -> dict[str, list[float]]:
         """`values` of every variant with at least one run that did not diverge."""
         return {variant: self.values(variant, name) for variant in self.variants if self.finished(variant)}

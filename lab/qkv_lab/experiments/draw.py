@@ -69,13 +69,16 @@ def _draw_lines(axes: Axes, lines: Lines) -> None:
     from qkv_lab import draw
 
     draw.curves(axes, lines.x, lines.by_name)
-    axes.set(xlabel=lines.axis, ylabel=textwrap.fill(lines.label, 26))
+    axes.set(xlabel=lines.axis, ylabel=textwrap.fill(lines.label, 20))
     if lines.log:
         axes.set_xscale("log", base=2)
         ticks = [2**i for i in range(int(max(lines.x)).bit_length())]
         axes.set_xticks(ticks, list(map(str, ticks)))
+    elif len(lines.x) < 5:
+        axes.set_xticks(lines.x)
     if len(lines.by_name) > 1:
-        axes.legend(fontsize=8, frameon=False)
+        beside = {"loc": "upper left", "bbox_to_anchor": (1, 1.05), "handlelength": 1} if len(lines.by_name) > 3 else {}
+        axes.legend(fontsize=8, frameon=False, **beside)
 
 
 def _outcomes(verdicts: Sequence[Verdict]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qkv.models import DecoderConfig
 from qkv.nn import FeedForward, MultiHeadAttention
-from qkv_lab.experiments.base import Experiment, Results, Setting
+from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.small import LEAST, fit, minus, setting
 from qkv_lab.experiments.streaming import DATED
@@ -56,6 +56,12 @@ class TwoLookups(Experiment):
                 for kind in self.kinds
             ]
         }  # fmt: skip
+
+    def lines(self, results: Results) -> Lines:
+        found = {
+            kind: results.across([_variant(n, kind) for n in (1, 2)], "evaluation.accuracy") for kind in self.kinds
+        }
+        return Lines((1, 2), found, "heads", "share of positions with both symbols right")
 
 
 def _variant(heads: int, kind: str) -> str:

@@ -167,6 +167,12 @@ class Extrapolation(Experiment):
                 found.append(Effect(f"{other}, positions {place},", values))
         return {"C227": [Effect("", list(_rises(results, "sinusoidal", 2).values()))], "C228": found}
 
+    def lines(self, results: Results) -> Lines:
+        """The loss within the length of training, up to twice, and up to four times as far."""
+        found = {name: np.array([o.evaluation["loss_by_place"] for o in results.finished(name)]) for name in SCHEMES}
+        found = {name: losses for name, losses in found.items() if len(losses)}
+        return Lines((TRAINED, 2 * TRAINED, LONGEST), found, "positions up to", "loss, nats per byte")
+
 
 def _rises(results: Results, kind: str, at: int) -> dict[int, float]:
     """The rise of the loss at a range of positions, by seed."""
