@@ -365,10 +365,12 @@ def cross_weights(
 ) -> Float[Tensor, "layer head b t s"] | None:
     """Cross-attention weights: row t has the weights with which target token t + 1 is predicted; padding has 0.
 
-    A recurrent model has one layer and one head. None if the model has no attention.
+    A recurrent model has one layer, and one head unless its attention has several. None if the model has no attention.
     """
     if isinstance(model, RNNSeq2Seq):
-        return None if model.attention is None else model.alignments(source, target)[None, None].cpu()
+        if model.attention is None:
+            return None
+        return model.alignments(source, target, per_head=True).transpose(0, 1)[None].cpu()
     from qkv.profiler.run import profile
 
     found = profile(model, {"source": source, "target": target}, progress=False, probe=False).group("cross")["weights"]

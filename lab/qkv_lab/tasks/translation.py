@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "rnn": {"attention": "none"},
+    "tanh-rnn": {"attention": "none", "cell": "rnn"},
     "bahdanau": {"attention": "bahdanau"},
     "luong": {"attention": "luong-general", "input_feeding": True},
     "luong-local": {"attention": "luong-general", "input_feeding": True, "kind": "local-p", "half_width": 5},
+    "multihead": {"attention": "multihead"},
     "transformer": {},
 }  # fmt: skip
 LIMITS = (7, 11, 15, 20, 30)
@@ -54,7 +56,7 @@ HELD_OUT = 10
 
 @dataclass(frozen=True)
 class Translation:
-    """Translate English sentences of a grammar (`qkv_lab.grammar`) to French, with one of five architectures.
+    """Translate English sentences of a grammar (`qkv_lab.grammar`) to French, with one of seven architectures.
 
     >>> Translation().batch(step=0, size=3, seed=0)["source"].shape[0]
     3
@@ -62,15 +64,17 @@ class Translation:
 
     name: ClassVar[str] = "translation"
 
-    architecture: Literal["rnn", "bahdanau", "luong", "luong-local", "transformer"] = "bahdanau"
-    """An `RNNSeq2Seq` without attention, with Bahdanau's, or with Luong's (general score and input feeding; global or
-    local-p), or an `EncoderDecoder`."""
+    architecture: Literal["rnn", "tanh-rnn", "bahdanau", "luong", "luong-local", "multihead", "transformer"] = (
+        "bahdanau"
+    )
+    """An `RNNSeq2Seq` of LSTMs without attention, or of plain cells tanh(W x + U h + b), or of LSTMs with Bahdanau's,
+    Luong's (general score and input feeding; global or local-p) or multi-head attention; or an `EncoderDecoder`."""
     d_model: int = 128
     """The size of recurrent states or of the residual stream; embeddings of recurrent models have half of it."""
     layers: int | None = None
     """The number of layers of encoder and decoder each; if None, 1 for recurrent models and 2 for the Transformer."""
     heads: int = 4
-    """The number of heads of the Transformer."""
+    """The number of heads of the Transformer, and of multi-head attention."""
     dropout: float = 0.0
     max_words: int = 30
     """The largest number of words in a source."""
@@ -100,7 +104,7 @@ class Translation:
             )  # fmt: skip
         return RNNSeq2SeqConfig(
             source, target, d_embedding=max(1, self.d_model // 2), d_hidden=self.d_model, layers=self.layers or 1,
-            dropout=self.dropout, **ARCHITECTURES[self.architecture],
+            heads=self.heads, dropout=self.dropout, **ARCHITECTURES[self.architecture],
         )  # fmt: skip
 
     def build(self) -> RNNSeq2Seq | EncoderDecoder:
@@ -253,9 +257,11 @@ class Translation:
     def _described(self) -> str:
         return {
             "rnn": "A recurrent model without attention",
+            "tanh-rnn": "A recurrent model of tanh cells without attention",
             "bahdanau": "A recurrent model with Bahdanau's attention",
             "luong": "A recurrent model with Luong's attention",
             "luong-local": "A recurrent model with Luong's local attention",
+            "multihead": "A recurrent model with multi-head attention",
             "transformer": "A Transformer",
         }[self.architecture]
 
