@@ -1,4 +1,4 @@
-"""The metrics of a run: metrics.jsonl, TensorBoard, and the figure of the loss."""
+"""The metrics of a run: metrics.jsonl, TensorBoard, and the figures of the loss and of the heads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from qkv._files import write_atomically
@@ -41,6 +42,28 @@ def loss_figure(name: str, metrics: Sequence[Mapping[str, Any]]) -> Figure:
     axes.set_ylabel("loss (nats per prediction)")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
+    return figure
+
+
+OVER_TRAINING = {
+    "sink": "mean weight on the first token", "accuracy": "share of words aligned right", "entropy": "entropy, nats",
+}  # fmt: skip
+"""What `heads_figure` draws of an attention check, which has a number for each layer and head."""
+
+
+def heads_figure(name: str, metrics: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """Plot the sink, alignment and entropy of every head over training; None if fewer than two checks have them."""
+    checks = {m["step"]: m["check"] for m in metrics if m.get("check")}
+    drawn = [entry for entry in OVER_TRAINING if checks and all(entry in check for check in checks.values())]
+    if len(checks) < 2 or not drawn:
+        return None
+    found = {entry: np.array([np.ravel(check[entry]) for check in checks.values()], float) for entry in drawn}
+    note = f"One line for each of {next(iter(found.values())).shape[1]} heads; dark: their mean."
+    figure, panels_ = panels(f"{name}: the heads over training", note, columns=len(drawn), width=3.6 * len(drawn))
+    for axes, (entry, values) in zip(panels_, found.items(), strict=True):
+        axes.plot(list(checks), values, color=COLOURS[5], linewidth=0.9)
+        axes.plot(list(checks), values.mean(1), color=COLOURS[0], linewidth=2.2)
+        axes.set(xlabel="step", ylabel=OVER_TRAINING[entry], ylim=(0, None))
     return figure
 
 

@@ -286,7 +286,7 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
 def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
     """Save the model and its figures, and last result.json, which marks the run as finished."""
     from qkv_lab.draw import save_figure
-    from qkv_lab.log import loss_figure
+    from qkv_lab.log import heads_figure, loss_figure
 
     model.eval()
     unfinished = folder / f".{MODEL}.part"
@@ -300,8 +300,10 @@ def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
         metrics = log.read(folder / METRICS)
         if figures:
             (folder / FIGURES).mkdir(exist_ok=True)
-            for name, figure in {"loss": loss_figure(task.name, metrics), **task.figures(model)}.items():
-                save_figure(figure, folder / FIGURES / f"{name}.png")
+            drawn = {"loss": loss_figure(task.name, metrics), "heads": heads_figure(task.name, metrics)}
+            for name, figure in {**drawn, **task.figures(model)}.items():
+                if figure is not None:
+                    save_figure(figure, folder / FIGURES / f"{name}.png")
         parameters = sum(p.numel() for p in model.parameters())
         result = {"task": task.name, **metrics[-1], "parameters": parameters}
         write_atomically(folder / RESULT, json.dumps(log.finite(result), indent=1) + "\n")
