@@ -150,6 +150,8 @@ def test_command_draws_and_writes_numbers(
         for name in ("maximum", "mean", "visible", "row_edges", "column_edges"):
             np.testing.assert_array_equal(found[name], getattr(want, name).numpy())
         assert (str(found["model"]), int(found["layer"]), int(found["head"])) == ("qkv-mini", 2, 3)
+    shown = " ".join(text.get_text() for text in map_figure(program, want).texts)
+    assert f"queries 5–{program.n_queries - 1} of {program.n_queries} × keys 0–19 of {program.n_keys}" in shown
 
 
 BAD = {  # arguments, and what the error names
