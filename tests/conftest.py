@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -113,7 +114,12 @@ def set_sizes(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made, and their files written, but nothing is drawn: other tests draw one of each kind."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write(b"\x89PNG"))
+
+    def saved(figure: Figure, file: Any, **options: Any) -> None:
+        with open(file, "wb") if isinstance(file, str | Path) else contextlib.nullcontext(file) as opened:
+            opened.write(b"\x89PNG")
+
+    monkeypatch.setattr(Figure, "savefig", saved)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ pytest.importorskip("transformers", reason="profiling models needs transformers"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_profile_measures_what_is_asked_and_writes_all_files(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,11 +21,13 @@ from torch.nn.attention import flex_attention
 
 import pages
 from qkv import cli
+from qkv.profiler.capture import probes
 from qkv.testing import laws, masks, parts
 from qkv_lab.cli import train
 from qkv_lab.tasks.symbols import Symbols
 
 pytest.importorskip("transformers", reason="the pages profile models")
+STYLE = mpl.rc_params_from_file(pages.DOCS / "matplotlibrc", use_default_template=False)
 WITH_PYTHON = [page for page in pages.pages() if pages.python(page)]
 SHORTER = {
     "CONTRIBUTING.md": {"check_normalizer(Damped(sink=0.0))": "check_normalizer"},  # as docs/dev/adding.md
@@ -33,21 +35,15 @@ SHORTER = {
         "torch.randn(3, 1, 8, 4096, 64": "torch.randn(3, 1, 8, 512, 64",
         "check_normalizer(SoftplusSquared())": "check_normalizer",
     },
-    "docs/howto/your-own.md": {
-        "check_normalizer(SoftplusSquared())": "check_normalizer",
-        "check_normalizer(Ramp(heads=4), heads=4)": "check_normalizer",
-        "check_score(Gaussian())": "check_score",  # as the examples of qkv.testing
-        "check_bias(Fading())": "check_bias",
-    },
-    "docs/howto/sinks-of-a-model.md": {'study.figure().savefig("sinks.png")': "study.figure()"},
     "docs/howto/train-a-statistic.md": {"200": "10", "2048": "256"},
     "docs/lab.md": {"steps=20": "steps=2"},
-    "docs/labs/bahdanau.md": {"steps=250": "steps=4", "range(40)": "range(4)"},
+    "docs/labs/bahdanau.md": {"steps=250": "steps=4", "range(40)": "range(4)", "(n, 200, draw)": "(n, 20, draw)"},
     "docs/labs/reversal.md": {"steps, peak = 250": "steps, peak = 26"},
     "docs/labs/sinks.md": {"steps=200, every=20": "steps=4, every=2"},
     "docs/labs/transformer.md": {"steps=120, lr=6e-3, warmup=40, every=20": "steps=4, lr=6e-3, warmup=2, every=2"},
     "docs/mechanisms/random-keys.md": {"4096": "1024"},
     "docs/tutorial/07-a-model.md": {"in range(120)": "in range(12)"},
+    "docs/tutorial/08-seeing.md": {"program + second,": "second,", '"sink"]]': '"sink"]][::6]'},
 }
 """Of pages, what takes long, and what runs instead: fewer steps and tokens, checks that other pages make as well."""
 WITH_COMMANDS = [page for page in pages.pages() if pages.commands(page)]
@@ -63,11 +59,11 @@ class Shell:
 
 
 @pytest.fixture
-def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reader_environment(tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder, a process group of one, and the site's figure style.
 
     The checks of `qkv.testing` run at one size and without FlexAttention, which is slow on a CPU, and the lab's tasks
-    with few held-out sequences: other tests run both in full. Pictures are small.
+    with few held-out sequences: other tests run both in full. Probes read short texts, and figures are not drawn.
     """
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(laws, "kernels_for", lambda size: ["auto", "eager", "tiled"])
@@ -75,6 +71,7 @@ def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(masks, "MASK_SIZES", masks.MASK_SIZES[:2])
     monkeypatch.setattr(Symbols, "UNSEEN", 20)
     monkeypatch.setattr(Symbols, "CHECKED", 20)
+    monkeypatch.setattr(probes, "TOKENS", 16)
     monkeypatch.chdir(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -84,8 +81,7 @@ def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         monkeypatch.setenv(name, value)
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
-    with mpl.rc_context({"savefig.dpi": 30}, fname=pages.DOCS / "matplotlibrc"):
-        mpl.use("agg")
+    with mpl.rc_context(STYLE):
         yield
     plt.close("all")
     if dist.is_initialized():

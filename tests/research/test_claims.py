@@ -14,6 +14,7 @@ from qkv_lab.experiments.evidence import Holds
 from research.claims import CLAIMS, Drifted, false, holds
 from research.claims.claim import KINDS
 from research.claims.mutation import PUBLISHED as SHARES
+from research.claims.mutation import computed
 from research.claims.page import pages, published
 from research.claims.settled import load
 
@@ -28,13 +29,19 @@ def test_ledger_has_every_claim_of_the_sources() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("id_", sorted(CLAIMS))
-def test_check_gives_the_verdict_on_its_page(id_: str) -> None:
-    """Raises `Drifted` if the condition of a verdict no longer holds; for a changed verdict run `make claims`."""
-    verdict = CLAIMS[id_].check()
-    assert verdict.kind == PUBLISHED[id_].kind, f"{id_} is now {verdict.kind!r}: {verdict.text}; run `make claims`"
-    assert verdict.text.strip().endswith((".", ")", "*")), f"{id_}: {verdict.text}"
-    assert_readable(verdict.text)
+@pytest.mark.parametrize("tens", range(39))
+def test_checks_give_the_verdicts_on_their_pages(tens: int) -> None:
+    """For a changed verdict run `make claims`."""
+    wrong = []
+    for id_ in sorted(CLAIMS.keys() & {f"C{10 * tens + i:03}" for i in range(10)}):
+        try:
+            verdict = CLAIMS[id_].check()
+        except Drifted as error:  # the condition of the verdict no longer holds
+            wrong.append(f"{id_}: {error}")
+            continue
+        if verdict.kind != PUBLISHED[id_].kind or not is_readable(verdict.text):
+            wrong.append(f"{id_} is now {verdict.kind!r}: {verdict.text}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_verdict_whose_condition_fails_raises_drifted() -> None:
@@ -50,13 +57,12 @@ def test_the_index_in_the_repository_is_made_of_the_published_verdicts() -> None
     assert "def " in found["chapter.md"], "others show their check"
 
 
-def assert_readable(text: str) -> None:
-    """No HTML outside of backticks; emphasis and formulas are closed."""
+def is_readable(text: str) -> bool:
+    """Whole sentences on one line, without HTML outside of backticks; emphasis and formulas are closed."""
     plain = re.sub(r"`[^`]*`", "", text)
-    assert not re.search(r"<[/a-zA-Z]", plain), text
-    assert plain.count("$") % 2 == 0, text
-    assert len(re.findall(r"(?<!\\)\*", re.sub(r"\$[^$]*\$", "", plain))) % 2 == 0, text
-    assert "\n" not in text, text
+    stars = re.findall(r"(?<!\\)\*", re.sub(r"\$[^$]*\$", "", plain))
+    closed = plain.count("$") % 2 == len(stars) % 2 == 0
+    return closed and text.strip().endswith((".", ")", "*")) and not re.search(r"<[/a-zA-Z]|\n", plain)
 
 
 # --- the page of larger models ----------------------------------------------------------------------------------------
@@ -80,9 +86,10 @@ def test_page_of_larger_models_is_up_to_date_with_a_word_for_each_outcome(made: 
     assert made.page() == (DOCS / "larger-models.md").read_text(encoding="utf-8"), "run docs/make_larger.py"
 
 
-def test_published_shares_of_checks_that_can_fail_add_up() -> None:
+def test_published_shares_of_checks_that_can_fail_are_of_the_present_checks() -> None:
+    """If it fails: `make mutants`."""
     found = json.loads(SHARES.read_text(encoding="utf-8"))
-    assert set(found["by"]) <= set(CLAIMS)
+    assert list(found["by"]) == [c.id for c in computed()]
     assert found["computed"] == len(found["by"])
     assert found["cannot"] == [id_ for id_, x in found["by"].items() if x["noticed"] == 0]
     assert found["can_fail"] == found["computed"] - len(found["cannot"])

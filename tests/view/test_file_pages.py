@@ -55,7 +55,7 @@ def report_of(page: Page, profile: Profile, folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "make", [made.encoder_decoder, lambda: made.long(2048, 2, 2), hostile], ids=["three groups", "long", "hostile"]
+    "make", [made.encoder_decoder, lambda: made.long(1024, 2, 2), hostile], ids=["three groups", "long", "hostile"]
 )  # fmt: skip
 def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callable[[], Profile]) -> None:
     profile = make()

@@ -238,11 +238,12 @@ def blocks(part: np.ndarray, step: int, pooled: Any) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_tiles_of_a_long_text_pool_the_weights() -> None:
+def test_tiles_of_a_long_text_pool_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """520 tokens, of a model and of its profile: zoom 0 pools 4 × 4 pairs, zoom 2 is exact; masked tiles are empty."""
     tiny = loading.Loaded("tiny", loading.random_gpt2(1024, layers=1, heads=2), None)
     ids = torch.randint(0, 256, (1, 520), generator=torch.Generator().manual_seed(0))
     profile = run.profile(tiny.model, ids, map_tokens=520, probe=False, progress=False)
+    monkeypatch.setattr(Session, "_load_small_models", lambda self: None)
     session = Session("long")
     session.add_model(tiny, ids)
     session.add_profile(profile)
@@ -359,7 +360,8 @@ def test_a_page_of_another_package_that_fails_does_not_take_the_viewer_down(
     assert "ValueError" in said["missing"]
 
 
-def test_failures_are_told_without_what_the_machine_keeps_secret() -> None:
+def test_failures_are_told_without_what_the_machine_keeps_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "_load_small_models", lambda self: None)
     session = Session("failing")
     session.add_model(loading.load_model("qkv-mini"), "   ")
 
