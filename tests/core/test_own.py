@@ -17,7 +17,7 @@ from own_objects import HEADS, Diagonals, HeavyTail, Manhattan, Ramp, Slope, Squ
 from qkv import attend, biases, masks, normalizers, scores
 from qkv._contract import learned_tensors
 from qkv.engine import Call
-from qkv.statistics.maps import pooled, rectangle
+from qkv.statistics.maps import HeadMap, rectangle
 from qkv.statistics.measure import row_state
 
 
@@ -56,7 +56,7 @@ def test_maps_of_one_head_equal_those_of_all_heads() -> None:
     call = Call.of(q, k, v, asked["mask"], asked["bias"], asked["score"], asked["normalizer"])
     rows = row_state(call)
     for head in range(HEADS):
-        close(pooled(call, rows, head=head).maximum, weights[0, head], eps=512)
+        close(HeadMap(call, rows, head=head).pooled().maximum, weights[0, head], eps=512)
     close(rectangle(call, rows, slice(7, 20), slice(3, 9)), weights[0, :, 7:20, 3:9], eps=512)
 
 

@@ -147,8 +147,6 @@ BIASES: list[tuple[str, Any]] = [
     ("at: got", bad(  # rows are not positions
         AdditiveBias, tile=lambda self, region: -distance(region),
         at=lambda self, s, b, h, i, j: s - 0.1 * (i - j).abs())),
-    ("by_distance: got", bad(
-        AdditiveBias, tile=lambda self, region: -distance(region), by_distance=torch.zeros(1, NQ + NK - 1))),
     ("part: of a tile", bad(  # a part counts from 0, and so loses its place
         Bias, apply=lambda self, s, region: s - distance(region), part=lambda self, region: self)),
     ("by_score: ", bad(Bias, by_score=True, apply=lambda self, s, region: s * (1 + region.queries))),

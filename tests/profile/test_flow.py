@@ -23,7 +23,7 @@ from qkv.normalizers import Normalizer
 from qkv.profiler.analyses.flow import flow_to, rollout
 from qkv.profiler.capture.datasets import calls_of
 from qkv.statistics.measure import row_state
-from qkv.statistics.products import weights_matmul, weights_transposed_matmul
+from qkv.statistics.reduce import weights_matmul
 
 NORMALIZERS: list[Normalizer] = [
     normalizers.Softmax(), normalizers.Softmax(sink=0.7), normalizers.Sigmoid(), normalizers.EluPlusOne(),
@@ -34,7 +34,7 @@ NORMALIZERS: list[Normalizer] = [
 def check_products(call: Call, weights: Tensor, w: Tensor, x: Tensor, queries: Tensor | None = None) -> None:
     """Both against the dense weights, of which those of `queries` that do not count are zero."""
     weights = weights if queries is None else weights * queries[:, None, :, None]
-    close(weights_transposed_matmul(call, row_state(call), w, queries=queries), weights.transpose(2, 3) @ w)
+    close(weights_matmul(call, row_state(call), w, transposed=True, queries=queries), weights.transpose(2, 3) @ w)
     close(weights_matmul(call, row_state(call), x, queries=queries), weights @ x)
 
 
@@ -62,7 +62,7 @@ def test_products_and_rollout_form_no_quadratic_tensor(monkeypatch: pytest.Monke
     set_tile(monkeypatch, 32)
     call = Call.of(*triple(b=1, h=2, hkv=1, nq=211, nk=211), masks.Causal())
     rows, w = row_state(call), rand(1, 1, 211, 2)
-    assert largest_tensor(lambda: weights_transposed_matmul(call, rows, w)) < 211 * 20
+    assert largest_tensor(lambda: weights_matmul(call, rows, w, transposed=True)) < 211 * 20
     assert largest_tensor(lambda: weights_matmul(call, rows, w)) < 211 * 20
     lm, ids = model(), torch.randint(17, (1, 301))
     assert largest_tensor(lambda: rollout(lm, ids)) < 301 * 301 / 2
@@ -184,7 +184,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("group", None, lambda: rollout(model(), torch.arange(7), group="encoder")),
     ("group", "'cross'", lambda: of_bart("cross")),
     ("group", "None", lambda: of_bart(None)),
-    ("w", None, lambda: weights_transposed_matmul(CALL, ROWS, rand(2, 1, 13, 1))),
+    ("x", None, lambda: weights_matmul(CALL, ROWS, rand(2, 1, 13, 1), transposed=True)),
     ("x", None, lambda: weights_matmul(CALL, ROWS, rand(2, 5, 13, 1))),
     ("queries", None, lambda: weights_matmul(CALL, ROWS, rand(2, 1, 13, 1), queries=torch.ones(2, 13) > 0)),
     ("chosen", None, lambda: flow_figure(rollout("qkv-mini", "x", [0]), 2)),

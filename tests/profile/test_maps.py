@@ -79,7 +79,7 @@ def check(
         parts = [((0, nq, 0, nk), size) for size in sizes] + [(window, (2, 3)) for window in windows]
         for (top, bottom, left, right), size in parts:
             queries, keys = slice(top, bottom), slice(left, right)
-            got = maps.pooled(call, rows, item=item, head=head, queries=queries, keys=keys, size=size)
+            got = maps.HeadMap(call, rows, item=item, head=head).pooled(queries, keys, size)
             edge = edges(top, bottom, size[0]), edges(left, right, size[1])
             expect(got, weights[item, head], visible[item, head], *edge, 256)
             want = weights[item, :, queries, keys]
@@ -128,7 +128,7 @@ def test_masked_pairs_count_as_zero_among_negative_weights(mask: masks.Mask) -> 
     call = Call.of(-q.abs(), k.abs(), v, mask, normalizer=normalizer)
     visible = mask.dense(11, 13)[0, 0]
     for size in ((1, 1), (2, 2), (11, 13)):
-        got = maps.pooled(call, row_state(call), size=size)
+        got = maps.HeadMap(call, row_state(call)).pooled(size=size)
         expect(got, weights[0, 0], visible, edges(0, 11, size[0]), edges(0, 13, size[1]))
     assert got.maximum.min() < 0 == got.maximum.max()
 
@@ -142,7 +142,7 @@ def test_uncounted_queries_have_zero_weights(mask: masks.Mask | None) -> None:
     call = Call.of(q.masked_fill(~real[:, None, :, None], torch.nan), k, v, mask)
     counts = real[1, :, None].expand(11, 13)
     visible = counts if mask is None else counts & mask.dense(11, 13)[0, 0]
-    got = maps.pooled(call, row_state(call), item=1, head=4, size=(4, 3), real=real)
+    got = maps.HeadMap(call, row_state(call), item=1, head=4, real=real).pooled(size=(4, 3))
     expect(got, weights[1, 4].masked_fill(~counts, 0), visible, edges(0, 11, 4), edges(0, 13, 3))
 
 
@@ -154,7 +154,7 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call.of(q, k, v, masks.Causal())
     rows = row_state(call)
     for size in ((64, 64), (7, 1024)):
-        largest = largest_tensor(lambda s=size: maps.pooled(call, rows, head=1, size=s))
+        largest = largest_tensor(lambda s=size: maps.HeadMap(call, rows, head=1).pooled(size=s))
         assert largest <= max(2 * n * d, math.prod(BY_DEVICE["cpu"].picture)), largest
     small = largest_tensor(lambda: maps.HeadMap(call, rows, head=1).pooled(slice(50, 60), slice(0, 20)))
     assert small <= 2 * n * d
@@ -171,5 +171,6 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_pooled_rejects_indices_out_of_range(arguments: dict[str, Any]) -> None:
     call = Call.of(*triple())
-    with refused(next(iter(arguments))):
-        maps.pooled(call, row_state(call), **arguments)
+    of_map = {name: arguments.pop(name) for name in ("item", "head", "real") if name in arguments}
+    with refused(next(iter(of_map | arguments))):
+        maps.HeadMap(call, row_state(call), **of_map).pooled(**arguments)

@@ -40,8 +40,6 @@ class Bias(Definition):
     """Whether the bias depends on the score alone, not on the positions of its query and key."""
     by_head = True
     """Whether the bias may have per-head parameters. `apply` then always gets all query heads."""
-    by_distance: Tensor | None = None
-    """The bias by distance, (heads or 1, nq + nk − 1), if the bound bias depends on nothing else: see `ByDistance`."""
     constant: bool = False
     """Whether the bound bias is finite and never changes, so that what follows from it may be kept."""
     form: Form | None = None
@@ -151,11 +149,10 @@ class AdditiveBias(Bias):
 
     definitions: ClassVar = {
         "tile": (
-            "at", "gradients", "by_distance", "by_head", "part", "form", "tensors", "with_tensors", "add_gradient",
+            "at", "gradients", "by_head", "part", "form", "tensors", "with_tensors", "add_gradient",
         )
     }  # fmt: skip
     by_head = True
-    by_distance = None
     form: Form | None = None
     add_gradient: Callable[[Tensor, Region, Tensor], None] | None = None
     """``add_gradient(total, region, slope)`` adds the gradient of the bias's only tensor to `total`, of its shape."""

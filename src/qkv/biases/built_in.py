@@ -81,10 +81,6 @@ class ByDistance(SingleTensorBias):
     n_keys: int | None = None  # set by `bound`
     by_query = False
 
-    @property
-    def by_distance(self) -> Tensor:  # type: ignore[override]
-        return self.tensor
-
     def part(self, region: Region) -> ByDistance:
         return ByDistance(self.tensor[:, self.span(region)], region.columns.stop - region.columns.start)
 

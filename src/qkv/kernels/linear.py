@@ -16,11 +16,12 @@ from torch import Tensor
 
 from qkv.engine.call import Call, Result, at_least_float32
 from qkv.engine.needs import Need, unmet
-from qkv.masks import Grid, Mask
+from qkv.masks.convert import parts
 from qkv.normalizers import Pointwise
 
 CHUNK = 128
 SEGMENT = 2**21  # elements in the largest temporary of a segment of the sequence
+EVERYTHING, PAST = (-math.inf, math.inf), (0, math.inf)  # the bands of no mask and of `Causal`
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,42 +64,26 @@ def unsupported_reason(call: Call) -> str | None:
         return f"its weights are the scores themselves, not {type(call.given.normalizer).__name__} of them"
     if (why := unmet(call, OFFERS)) is not None:
         return why
-    selects = _parts(call.mask, call.grid) is not None
+    band, _, others = parts(call.mask, call.grid)
+    selects = band in (EVERYTHING, PAST) and not others
     return None if selects else "the mask is neither causal, nor a selection of keys, nor both"
 
 
-def _parts(mask: Mask | None, grid: Grid) -> tuple[bool, list[Tensor]] | None:
-    """Whether the mask is causal, and its key masks (batch or 1, nk); None if the mask has any other factor."""
-    causal, key_masks = False, []
-    for factor in () if mask is None else mask.factors():
-        if factor.band == (0, math.inf):
-            causal = True
-            continue
-        keys = factor.key_mask(grid)
-        if keys is None:
-            return None
-        key_masks.append(keys)
-    return causal, key_masks
-
-
 def causal(call: Call) -> bool:
-    """Whether the call is causal."""
-    parts = _parts(call.mask, call.grid)
-    return parts is not None and parts[0]
+    """Whether a call that this kernel can serve is causal."""
+    return parts(call.mask, call.grid)[0] == PAST
 
 
 def forward(call: Call) -> Result:
     """Attention in time and memory linear in the sequence, differentiable in q, k and v."""
-    parts = _parts(call.mask, call.grid)
-    assert parts is not None
-    is_causal, key_masks = parts
+    band, keys, _ = parts(call.mask, call.grid)
     k, v = call.k, call.v
-    for keys in key_masks:
+    if keys is not None:
         masked = ~keys[:, None, :, None]
         k, v = k.masked_fill(masked, 0), v.masked_fill(masked, 0)
     assert isinstance(call.normalizer, Pointwise)
     q = call.q if call.scale == 1 else call.q.to(at_least_float32(call.q.dtype)) * call.scale
-    out, _ = attention(q, k, v, causal=is_causal, divided=call.normalizer.divide == "sum")
+    out, _ = attention(q, k, v, causal=band == PAST, divided=call.normalizer.divide == "sum")
     if call.divisor is not None:
         out = out / call.divisor[..., None]
     return Result(out.to(call.v.dtype), None)

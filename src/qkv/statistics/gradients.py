@@ -32,7 +32,7 @@ from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_slopes
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.built_in import FIELDS, Mass
-from qkv.statistics.products import weights_matmul
+from qkv.statistics.reduce import weights_matmul
 from qkv.statistics.result import Statistics
 
 OfQueries = Float[Tensor, "b h nq"]

@@ -51,51 +51,27 @@ class Picture:
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def pooled(
-    call: Call,
-    rows: RowState,
-    *,
-    item: int = 0,
-    head: int = 0,
-    queries: slice = slice(None),
-    keys: slice = slice(None),
-    size: tuple[int, int] = (1024, 1024),
-    real: Bool[Tensor, "b nq"] | None = None,
-) -> Picture:
-    """The weights of one head of a call as a picture of at most `size` bins. Linear memory; no gradients.
-
-    With n queries in B bins, bin b covers queries ⌊b n / B⌋ to ⌊(b + 1) n / B⌋ − 1, and keys likewise, so the sizes of
-    bins differ by at most one token. With fewer tokens than bins, every token gets a bin of its own.
+class HeadMap:
+    """The attention map of one head of a call, for any number of pictures. No gradients.
 
     Args:
         call: the attention call, with any normalizer.
         rows: its normalizer state, `qkv.statistics.measure.row_state(call)`.
         item: batch item.
         head: query head.
-        queries: the queries to show; all by default.
-        keys: the keys to show; all by default.
-        size: largest numbers of bins down and across.
         real: True at queries that count; the rest (padding) have weights of 0.
-
-    Returns:
-        `Picture`, float32 (float64 for float64 inputs), on the device of the call.
 
     >>> import torch
     >>> from qkv.masks import Causal
     >>> from qkv.statistics.measure import row_state
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> call = Call.of(q, k, k, Causal())
-    >>> picture = pooled(call, row_state(call), size=(2, 2))
+    >>> picture = HeadMap(call, row_state(call)).pooled(size=(2, 2))
     >>> picture.maximum.tolist()
     [[1.0, 0.0], [0.3333333432674408, 0.3333333432674408]]
     >>> picture.mean[0].tolist(), picture.visible[0].tolist()
     ([0.5, 0.0], [0.75, 0.0])
     """
-    return HeadMap(call, rows, item=item, head=head, real=real).pooled(queries, keys, size)
-
-
-class HeadMap:
-    """The attention map of one head of a call, for any number of pictures; arguments as in `pooled`."""
 
     def __init__(
         self, call: Call, rows: RowState, *, item: int = 0, head: int = 0, real: Bool[Tensor, "b nq"] | None = None
@@ -122,7 +98,12 @@ class HeadMap:
         size: tuple[int, int] = (1024, 1024),
         on_rows: Callable[[int], None] = lambda rows: None,
     ) -> Picture:
-        """Like the function `pooled`; `on_rows(n)` is a progress callback: n more queries are done. Thread-safe."""
+        """The weights of these queries and keys as a picture of at most `size` bins down and across. Thread-safe.
+
+        With n queries in B bins, bin b covers queries ⌊b n / B⌋ to ⌊(b + 1) n / B⌋ − 1, and keys likewise, so the sizes
+        of bins differ by at most one token. With fewer tokens than bins, every token gets a bin of its own.
+        `on_rows(n)` is a progress callback: n more queries are done.
+        """
         if min(size) < 1:
             raise InputError(f"size is {size}, expected at least 1 bin down and across")
         down = even_edges(checked_slice("queries", queries, self.grid.n_queries), size[0])

@@ -1,20 +1,20 @@
-"""Statistics by their definitions: each is added up over the tiles of final weights of a call."""
+"""Statistics by their definitions, and products with the weights: each is added up over the tiles of final weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv.engine.call import Call, RowState, at_least_float32
+from qkv.engine.call import Call, RowState, at_least_float32, detached
 from qkv.engine.sizes import sizes
 from qkv.engine.tile_loop import Group, Reducer, Tile, groups, reduce_tiles
 from qkv.engine.tiles import WeightTiles
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Mask, Region
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.built_in import FIELDS, Mass, PrefixSinkScores
@@ -24,29 +24,18 @@ SMALLEST = 1e-150  # a row with less mass counts as empty: the squares of its we
 
 
 class Product(Statistic):
-    """A x: the sum of the rows of x (b, h, nk, m), times the query's weights."""
+    """A x: the sum of the rows of x (b, h, nk, m), times the query's weights; transposed, Aᵀ x of x (b, h, nq, m)."""
 
-    name, definition = "product", "Σ_j A_ij x_j"
+    name, definition = "product", "Σ_j A_ij x_j, or transposed Σ_i A_ij x_i"
 
-    def __init__(self, x: Float[Tensor, "b h nk m"]) -> None:
-        self.x, self.parts = x, x.shape[3]
+    def __init__(self, x: Float[Tensor, "b h n m"], *, transposed: bool = False) -> None:
+        self.x, self.parts, self.over = x, x.shape[3], "key" if transposed else "query"
 
     def tile(self, tile: WeightTile) -> Tensor:
-        at = tile.region
-        return self._lead(tile.weights @ self.x[at.batch, at.heads, at.columns].to(tile.weights))
-
-    def _lead(self, made: Tensor) -> Tensor:
+        at, by_key = tile.region, self.over == "key"
+        x = self.x[at.batch, at.heads, at.rows if by_key else at.columns].to(tile.weights)
+        made = (tile.weights.mT if by_key else tile.weights) @ x
         return made[..., 0] if self.parts == 1 else made.movedim(-1, 0)
-
-
-class TransposedProduct(Product):
-    """Aᵀ x: the sum of the rows of x (b, h, nq, m), times the weights on the key."""
-
-    name, over, definition = "transposed_product", "key", "Σ_i A_ij x_i"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        at = tile.region
-        return self._lead(tile.weights.mT @ self.x[at.batch, at.heads, at.rows].to(tile.weights))
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,3 +178,50 @@ def own_statistics(call: Call, rows: RowState, request: Request, mass: Tensor) -
     add_tiles(call, StatisticsReducer(rows, request, totals, call.grid))
     values = totals.finished(mass.double(), mass.dtype)
     return {s.name: values[f"own {s.name}"] for s in request.statistics}
+
+
+@torch.no_grad()
+def weights_matmul(
+    call: Call, rows: RowState, x: Float[Tensor, "b #h n m"], *, transposed: bool = False,
+    queries: Bool[Tensor, "b nq"] | None = None,
+) -> Float[Tensor, "b h n2 m"]:  # fmt: skip
+    """A x of the weight matrix A: for each query Σ_j A_ij x_j, exactly, for m columns at once. No gradients.
+
+    A is computed a tile at a time, as in `qkv.measure`, so memory is linear in the sequence. For a column of ones, A x
+    is the sum of each query's weights, and Aᵀx the attention that each key receives.
+
+    Args:
+        call: the attention call.
+        rows: its normalizer state, `qkv.statistics.measure.row_state(call)`.
+        x: numbers of each key, shared by all heads if its second dimension is 1; any sign, all finite.
+        transposed: Aᵀx instead, for each key Σ_i A_ij x_i, of numbers x of each query.
+        queries: True where a query counts; the rest (padding) may hold NaN, and their results are 0.
+
+    Returns:
+        float32 (float64 for float64 inputs).
+
+    >>> from qkv.statistics.measure import row_state
+    >>> q = k = torch.zeros(1, 1, 4, 8)
+    >>> call = Call.of(q, k, k)  # every query gives each of four keys 1/4
+    >>> x = torch.tensor([1.0, 1, 1, 0]).view(1, 1, 4, 1)
+    >>> weights_matmul(call, row_state(call), x).flatten().tolist()
+    [0.75, 0.75, 0.75, 0.75]
+    >>> weights_matmul(call, row_state(call), x, transposed=True).flatten().tolist()
+    [0.75, 0.75, 0.75, 0.75]
+    """
+    (b, h, n_queries, _), n_keys = call.q.shape, call.k.shape[2]
+    n = n_queries if transposed else n_keys
+    if x.ndim != 4 or x.shape[0] != b or x.shape[1] not in (1, h) or x.shape[2] != n or not x.is_floating_point():
+        raise InputError(f"x is {kind_of(x)}, expected floats of shape ({b}, 1 or {h}, {n}, m)")
+    if queries is not None and (queries.dtype != torch.bool or queries.shape != (b, n_queries)):
+        raise InputError(f"queries is {kind_of(queries)}, expected bool of shape {(b, n_queries)}")
+    call = detached(call)
+    if queries is not None:
+        call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))
+    wide = at_least_float32(call.q.dtype)
+    product = Product(x.to(call.q.device, wide).expand(-1, h, -1, -1), transposed=transposed)
+    request = Request({}, [0] * b, queries)
+    totals = Totals(call, request, {product.name: product})
+    add_tiles(call, StatisticsReducer(rows, request, totals, call.grid))
+    total = totals.of[product.name]
+    return (total[..., None] if product.parts == 1 else total.movedim(0, -1)).to(wide)

@@ -52,7 +52,7 @@ def check_bias(
 
     It checks: what ``apply`` or ``tile`` returns; that each score is a function of itself and its position only, so
     that tiles do not change scores; the shortcuts ``gradients``, ``add_gradient``, ``at``, ``part``,
-    ``by_distance``, ``by_score`` and ``by_head``; output, weights and gradients of `attend` on every kernel against a
+    ``by_score`` and ``by_head``; output, weights and gradients of `attend` on every kernel against a
     dense definition in float64, with masks and queries without visible keys; finite differences; bfloat16 and float16;
     NaN in masked keys; `measure`; pickle and copy.deepcopy.
 
@@ -143,13 +143,6 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
         some = region.of(before)
         moved = Region(slice(0, some.shape[2]), slice(0, some.shape[3]))
         agree("part", _apply(part, some, moved), region.of(after), f"of a tile of {name}: ")
-    if (by_distance := bound.by_distance) is not None:
-        distances = size.queries + size.keys - 1
-        if by_distance.ndim != 2 or by_distance.shape[1] != distances:
-            fail(bound, "by_distance", f"has shape {tuple(by_distance.shape)}, expected (1 or {size.heads}, "
-                 f"{distances})")  # fmt: skip
-        steps = torch.arange(size.queries)[:, None] - torch.arange(size.keys) + size.keys - 1
-        agree("by_distance", before + by_distance.detach()[:, steps])
     _check_bias_gradients(bound, before.requires_grad_(), whole)
     return float(eps)
 

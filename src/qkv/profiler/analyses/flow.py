@@ -3,7 +3,7 @@
 The rollout estimates how much of a token's final state comes from each input token. Each layer is modelled as
 Ã = ρ I + (1 − ρ) Ā with rows divided by their sums, where Ā is the mean of its heads' weights and ρ the share that the
 residual connection keeps. The rollout R = Ã_L ⋯ Ã_1 is never formed: a row of R is wᵀ Ã_L ⋯ Ã_1, one vector-matrix
-product for each layer, and a column is Ã_L ⋯ Ã_1 c, one matrix-vector product (see `qkv.statistics.products`).
+product for each layer, and a column is Ã_L ⋯ Ã_1 c, one matrix-vector product (see `weights_matmul`).
 
 Where most weight is on an attention sink, the rollout says little else: weights can be multiplied by the norms of the
 values (Kobayashi et al. 2020, arXiv:2004.10102), or the first token left out. Neither mends that in a deep model whose
@@ -30,7 +30,7 @@ from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import Tokens, batches, sequences_of
 from qkv.profiler.capture.record import ObservedCall
 from qkv.statistics.measure import row_state
-from qkv.statistics.products import weights_matmul, weights_transposed_matmul
+from qkv.statistics.reduce import weights_matmul
 
 Inputs = str | Sequence[str] | Tensor | Mapping[str, Tensor]
 DEFINITIONS = {
@@ -264,7 +264,9 @@ class _Layer:
         """Ãᵀ w, (b, n, m)."""
         w = w / self.divisor
         of_heads = w[:, None] * self.divided
-        attended = weights_transposed_matmul(self.observed.call, self.rows, of_heads, queries=self.queries).double()
+        attended = weights_matmul(
+            self.observed.call, self.rows, of_heads, transposed=True, queries=self.queries
+        ).double()
         return self.residual * w + (1 - self.residual) * (attended * self.factors).mean(1)
 
     def after(self, c: Tensor) -> Tensor:
