@@ -13,8 +13,7 @@ import torch
 
 import qkv
 from qkv import biases, masks, normalizers, scores
-from qkv.kernels import KERNELS
-from qkv.kernels.fused import kernel as fused
+from qkv.kernels import KERNELS, fused
 from qkv.scores import Features
 
 B, H, N, D = 2, 2, 8, 4

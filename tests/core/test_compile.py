@@ -150,7 +150,7 @@ for device in ("cpu", "meta"):
 # For a card that is not there: a program may have 99 KiB of shared memory on every card since Ampere.
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from qkv.kernels.fused.sink import merge_sink
+from qkv.kernels.fused_sink import merge_sink
 from qkv.statistics.triton import host, kernels
 OF = dict(lse="fp32", state="fp32", found="fp32", mass="fp32", sink="fp32", received="fp32", audience="fp32",
           prefix="fp32", pooled="fp32", firsts="i32", bands="i32", ids="i32", band_keys="i8", counted="i8", keys="i8",

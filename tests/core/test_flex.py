@@ -23,9 +23,7 @@ from own_objects import SoftplusSquared
 from qkv import biases, masks
 from qkv.biases import ALiBi, RelativePosition, SoftCap, T5Bias, TensorBias
 from qkv.engine import Call
-from qkv.kernels import choose, eager
-from qkv.kernels.flex import kernel as flex
-from qkv.kernels.flex import log_space
+from qkv.kernels import choose, eager, flex
 from qkv.normalizers import Entmax, Hard, Identity, Normalizer, Pointwise, ReLU, Sigmoid, Softmax, SumToOne
 from qkv.scores import Additive
 
@@ -199,7 +197,7 @@ def test_score_mods_compile() -> None:
     """By the compiler that writes the CUDA kernels, which takes half a minute for all of FlexAttention on CPU."""
     q, k, v = (x.float() for x in triple(hkv=H))
     call, level = Call.of(q, k, v, normalizer=SoftplusSquared(), bias=ALiBi()), rand(B, H, NQ).float()
-    score_mod = log_space._log_weight(call.normalizer, flex._final_score(call), level, falling=True)
+    score_mod = flex._log_weight(call.normalizer, flex._final_score(call), level, falling=True)
     places = torch.meshgrid(*map(torch.arange, (B, H, NQ, NK)), indexing="ij")
     with torch.no_grad(), config.patch({"cpp.vec_isa_ok": False}):
         found = [run(q @ k.mT, *places) for run in (torch.compile(score_mod, fullgraph=True), score_mod)]
@@ -288,7 +286,7 @@ def test_a_weight_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyP
     """By tracing it, where the kernel is compiled; if FlexAttention alone cannot compile it, by an error."""
     with refused("kernel", "torch.compile rejects"):
         qkv.attend(*triple(), normalizer=own(untraceable), kernel="flex")
-    monkeypatch.setattr(log_space, "GPUS", ("cpu",))
+    monkeypatch.setattr(flex, "GPUS", ("cpu",))
     assert "Unsupported" in str(flex.unsupported_reason(Call.of(*triple(), normalizer=own(untraceable))))
     for normalizer in (SoftplusSquared(), Square()):
         assert flex.unsupported_reason(Call.of(*triple(), normalizer=normalizer)) is None

@@ -15,8 +15,8 @@ import qkv
 from benchmarks.launches import Launches
 from conftest import refused
 from qkv import attend, biases, normalizers
-from qkv.kernels.fused import kernel as fused
-from qkv.kernels.fused.kernel import difference
+from qkv.kernels import fused
+from qkv.kernels.fused import difference
 from qkv.masks import Causal, Padding, Window
 
 CPU = torch.device("cpu")

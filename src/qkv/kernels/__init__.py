@@ -20,9 +20,7 @@ from qkv.engine.call import Call, Result, at_least_float32
 from qkv.engine.sharded import Shared
 from qkv.engine.sizes import recorded, shape_only, sizes
 from qkv.errors import InputError
-from qkv.kernels import eager, linear, reference, ring, tiled
-from qkv.kernels.flex import kernel as flex
-from qkv.kernels.fused import kernel as fused
+from qkv.kernels import eager, flex, fused, linear, reference, ring, tiled
 from qkv.native import kernel as native
 from qkv.native.binding import is_finite
 from qkv.normalizers import SumToOne

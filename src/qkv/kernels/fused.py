@@ -128,7 +128,7 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Partial:
 
 @functools.cache
 def _sink_kernel() -> Any:
-    from qkv.kernels.fused.sink import merge_sink
+    from qkv.kernels.fused_sink import merge_sink
 
     return merge_sink
 

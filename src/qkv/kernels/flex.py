@@ -9,33 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias, TensorBias
-from qkv.engine.call import Call, Result, at_least_float32, detached
+from qkv.engine.call import Call, Result, at_least_float32, detached, user_defined
 from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, has_triton
 from qkv.errors import InputError
-from qkv.kernels.flex import log_space
-from qkv.kernels.flex.log_space import Attend, ScoreMod
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility
-from qkv.normalizers import Pointwise
+from qkv.normalizers import Normalizer, Pointwise, SumToOne
+from qkv.normalizers.base import weights_of
+from qkv.normalizers.level import TOLERANCE, level_slopes, raise_no_level, root
 from qkv.partial import Partial
 
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
 SMALLEST_HEAD = 16  # smallest head dimension of Triton's matrix product
+COMPOSITIONS = 256  # limit of compiled kernels
 DECODED = 64  # rows, of all query heads of a key head, up to which torch 2.11 finds a tile in its kernel for decoding
-
-
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Takes the score of a pair, and its batch item, head, query and key."""
 OFFERS: tuple[Need, ...] = ("weights that are no softmax", "biases", "gradients")
 
 
@@ -57,7 +59,7 @@ def unsupported_reason(call: Call) -> str | None:
         return "it needs Triton, which is not installed"
     if device == "cuda" and call.q.dtype == torch.float64:
         return "its kernels accumulate in float32, which is not precise enough for float64"
-    return None if call.normalizer.has_lse else log_space.unsupported_reason(call)
+    return None if call.normalizer.has_lse else _not_by_logarithms(call)
 
 
 @functools.cache
@@ -74,16 +76,11 @@ def forward(call: Call) -> Result:
     """Attention, differentiable on CUDA in q, k, v, biases and the sink, and through the lse."""
     if not call.needs_grad:
         call = detached(call)  # FlexAttention on CPU rejects tensors that require gradients, even under no_grad
-    return from_attention(call, _attend)
-
-
-def from_attention(call: Call, attend: Attend) -> Result:
-    """The result of a call from one or several calls of FlexAttention, `attend`."""
     if isinstance(call.normalizer, Pointwise):
-        return Result(log_space.pointwise(call, _final_score(call), attend), None)
+        return Result(_pointwise(call), None)
     if not call.normalizer.has_lse:
-        return Result(log_space.sum_to_one(call, _final_score(call), attend), None)
-    part = attend(call, _final_score(call) if call.biases else None)
+        return Result(_sum_to_one(call), None)
+    part = _attend(call, _final_score(call) if call.biases else None)
     if call.sink is not None:
         part = part.with_sink(call.sink, in_place=not call.needs_grad)
     return Result(part.out, part.lse)
@@ -159,7 +156,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _compiled_attention(*args: Any, **kwargs: Any) -> Any:
-    with _quiet(), log_space.recompiling():
+    with _quiet(), _recompiling():
         return _compiled()(*args, **kwargs)
 
 
@@ -262,3 +259,173 @@ def _versions(x: object) -> tuple[int, ...]:
     if not is_dataclass(x):
         return ()
     return tuple(n for field in fields(x) for n in _versions(getattr(x, field.name)))
+
+
+# --- normalizers other than softmax, by the logarithms of their weights -----------------------------------------------
+#
+# If score_mod returns ln w(s), the numerators of FlexAttention's softmax are the weights, and exp(lse) is their sum, so
+# Σ w v = out · exp(lse). A weight of 0 becomes a score of −inf, whose derivative is 0: right for weights that are never
+# negative, because a differentiable one has its minimum there.
+#
+# A `SumToOne` normalizer needs its level first. The search of `qkv.normalizers.level` finds it; each step is one call,
+# whose lse is ln Σ w. The level enters the last call as a constant. By the implicit function theorem its gradient is
+# −mean · d(Σ w), where `mean` averages the values by −∂w/∂level; it is added to the output as a term that is 0.
+
+
+def _not_by_logarithms(call: Call) -> str | None:
+    """Why the weights of a call's normalizer cannot be computed from their logarithms, or None if they can."""
+    normalizer, name = call.normalizer, type(call.given.normalizer).__name__
+    if isinstance(normalizer, SumToOne) and normalizer.one_key:
+        return f"{name} takes the value of one key, and it sums over keys"
+    if isinstance(normalizer, Pointwise) and not normalizer.nonnegative:
+        return f"it takes logarithms of weights, and {name} does not declare that its weights are nonnegative"
+    if call.needs_grad and normalizer.tensors():
+        return f"it has no gradients for tensors inside the weight of {name}"
+    return _not_elementwise(call) if user_defined(normalizer) else None
+
+
+def _not_elementwise(call: Call) -> str | None:
+    """Why `weight` cannot be called for single scores, as a score_mod is; None if it can."""
+    normalizer, ones = call.normalizer, torch.ones(2, device=call.q.device)
+
+    def weight(score: Tensor, level: Tensor) -> Tensor:
+        return _weight(normalizer, score, level if isinstance(normalizer, SumToOne) else None)
+
+    def falls(score: Tensor, level: Tensor) -> Tensor:
+        made: Tensor = torch.func.jvp(lambda at: weight(score, at), (level,), (torch.ones_like(level),))[0]
+        return made
+
+    name, probe = type(normalizer).__name__, falls if call.needs_grad else weight
+    try:
+        shape = torch.func.vmap(probe)(ones, ones).shape
+        if shape == ones.shape and call.q.device.type in GPUS:
+            with _recompiling():
+                torch.compile(probe, backend="eager", fullgraph=True)(ones[0], ones[0])
+    except Exception as error:  # whatever a user's function, or the tracing of it, raises
+        line = (str(error).strip().splitlines() or [""])[0]
+        return f"weight of {name} does not take single scores, traced: {type(error).__name__}: {line}"
+    if shape != ones.shape:
+        return f"weight of {name} has parameters for each head, and a score_mod takes single scores"
+    return None
+
+
+@contextlib.contextmanager
+def _recompiling() -> Iterator[None]:
+    """Raise torch's limit of 8 compiled variants, which is meant for one function, not for a library.
+
+    Numbers, such as the width of a window or the scale, are constants of a variant: torch 2.11 cannot compile a mask or
+    a scale that it was given as variables.
+    """
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(
+        recompile_limit=COMPOSITIONS,
+        accumulated_recompile_limit=4 * COMPOSITIONS,
+        specialize_int=True,
+        specialize_float=True,
+    ):
+        yield
+
+
+def _pointwise(call: Call) -> Float[Tensor, "b h nq dv"]:
+    """Output of a `Pointwise` normalizer."""
+    normalizer = call.normalizer
+    assert isinstance(normalizer, Pointwise)
+    part = _attend(call, _log_weight(normalizer, _final_score(call)))
+    if normalizer.divide == "sum":
+        nothing = part.lse < math.log(torch.finfo(part.lse.dtype).tiny)  # the sum is 0
+        return part.out.masked_fill(nothing[..., None], 0)
+    log_total = part.lse if call.divisor is None else part.lse - torch.log(call.divisor)
+    out = part.out.masked_fill((part.lse == -torch.inf)[..., None], 0)
+    return (out.to(log_total.dtype) * torch.exp(log_total)[..., None]).to(out.dtype)
+
+
+def _sum_to_one(call: Call) -> Float[Tensor, "b h nq dv"]:
+    """Output of a `SumToOne` normalizer."""
+    normalizer, final = call.normalizer, _final_score(call)
+    assert isinstance(normalizer, SumToOne)
+    with torch.no_grad():
+        still = detached(call, learned=True)
+        level = _level(still, final)
+    part = _attend(call, _log_weight(normalizer, final, level))
+    total = torch.exp(part.lse)
+    out = part.out.masked_fill((part.lse == -torch.inf)[..., None], 0).to(total.dtype)
+    if call.sink is not None:
+        keys, total = total, total + _at_sink(call, level)
+        out = out * (keys / torch.where(total == 0, 1.0, total))[..., None]
+    if call.needs_grad:
+        mean = _mean(still, final, level).to(total.dtype)
+        out = out - (mean - out).detach() * (total - total.detach())[..., None]
+    return out.to(part.out.dtype)
+
+
+def _level(call: Call, final: ScoreMod) -> Float[Tensor, "b h nq"]:
+    """The level of each query, at which its weights and that of the sink sum to one; 0 for fully masked queries."""
+    normalizer = call.normalizer
+    assert isinstance(normalizer, SumToOne)
+    few = call.v[..., :1]  # only log-sum-exps are needed
+    narrow = call.with_tensors({"v": few})
+    start = _attend(narrow, final).lse
+    start = start if call.sink is None else torch.logaddexp(start, call.sink)
+    empty = start == -torch.inf
+    start = start.masked_fill(empty, 0)
+
+    def total(level: Tensor) -> Tensor:
+        keys = torch.exp(_attend(narrow, _log_weight(normalizer, final, level)).lse)
+        return keys if call.sink is None else keys + _at_sink(call, level)
+
+    tolerance = TOLERANCE * torch.finfo(start.dtype).eps
+    level, _, sure = root(total, start, torch.ones_like(start), empty, tolerance)
+    if not bool(sure.all()):
+        raise_no_level(normalizer, start, level, total(level), sure)
+    return level
+
+
+def _mean(call: Call, final: ScoreMod, level: Tensor) -> Float[Tensor, "b h nq dv"]:
+    """Mean of the values, weighted by −∂ weight / ∂ level; the sink's value is 0."""
+    normalizer = call.normalizer
+    assert isinstance(normalizer, SumToOne)
+    with torch.no_grad():
+        part = _attend(call, _log_weight(normalizer, final, level, falling=True))
+        out = part.out.masked_fill((part.lse == -torch.inf)[..., None], 0)
+        if call.sink is None:
+            return out
+        column = call.sink.expand_as(level)[..., None]
+        falls = level_slopes(normalizer, column, level, weights_of(normalizer, column, level))[..., 0]
+        keys = torch.exp(part.lse)
+        return out * (keys / torch.where(keys == 0, 1.0, keys + falls))[..., None].to(out.dtype)
+
+
+def _at_sink(call: Call, level: Tensor) -> Float[Tensor, "b h nq"]:
+    """The weight of the sink at a level."""
+    assert call.sink is not None
+    return weights_of(call.normalizer, call.sink.expand_as(level)[..., None], level)[..., 0]
+
+
+def _log_weight(
+    normalizer: Normalizer, final: ScoreMod, level: Tensor | None = None, *, falling: bool = False
+) -> ScoreMod:
+    """A score_mod that returns ln w(s), or with `falling` ln −∂w/∂level; −inf for a weight of 0 and a score of −inf."""
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = final(score, b, h, i, j)
+        row = None if level is None else level[b, h, i]
+        masked = score == -torch.inf
+        score = torch.where(masked, torch.zeros_like(score) if row is None else row, score)
+        if falling:
+            # torch.func.grad gives wrong numbers inside a score_mod (torch 2.13); forward mode is right.
+            weight = -torch.func.jvp(lambda at: _weight(normalizer, score, at), (row,), (torch.ones_like(score),))[1]
+        else:
+            weight = _weight(normalizer, score, row)
+        zero = masked | (weight == 0)
+        return torch.where(zero, -torch.inf, torch.log(torch.where(zero, 1.0, weight))).to(score.dtype)
+
+    return score_mod
+
+
+def _weight(normalizer: Normalizer, score: Tensor, level: Tensor | None) -> Tensor:
+    if level is None:
+        assert isinstance(normalizer, Pointwise)
+        return normalizer.weight(score)
+    assert isinstance(normalizer, SumToOne)
+    return normalizer.weight(score, level)
