@@ -82,7 +82,7 @@ Any mask can be combined with any bias, any score and any normalizer. A kernel e
 or raises an error with the reason; nothing falls back silently. `eager` supports everything and forms the weights.
 `tiled` supports everything without forming them. The other kernels are faster where they apply.
 Every pair of choices is tested on every kernel against the specification,
-[`qkv.reference`](../src/qkv/reference/__init__.py), in [`tests/core/test_oracle.py`](../tests/core/test_oracle.py),
+[`qkv.reference`](../src/qkv/reference.py), in [`tests/core/test_oracle.py`](../tests/core/test_oracle.py),
 outputs and gradients. `qkv.plan(...)` gives the same reasons for your call.
 
 Written by `docs/make_matrix.py`, which asks the kernels on a CPU, with torch {version}. A kernel supports a

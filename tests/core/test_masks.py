@@ -40,7 +40,7 @@ from qkv.masks import (
     built_in,
     longformer,
 )  # fmt: skip
-from qkv.reference.parts import is_visible
+from qkv.reference import is_visible
 
 mpl.use("Agg")
 from qkv.masks.convert import mask_bits

@@ -35,9 +35,9 @@ from own_objects import (
     Tripled,
 )  # fmt: skip
 from qkv import InputError, attend, biases, masks, measure, normalizers, scores
+from qkv import reference as parts
 from qkv._contract import learned_tensors
 from qkv.kernels import KERNELS
-from qkv.reference import parts
 
 FAST = ("auto", *(name for name in KERNELS if name != "reference"))
 
