@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,38 @@ _ATTENDING: ContextVar[Cache | None] = ContextVar("qkv cache", default=None)
 def attending() -> Cache | None:
     """The cache whose `attend` is running in this thread."""
     return _ATTENDING.get()
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """New tokens for a cache: the arguments of `Cache.attend`, and `own`, the mask of the composition."""
+
+    attention: Attention
+    own: Mask
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rotary: Rotary | None
+    positions: Tensor | None
+    mask: Mask | None
+
+    def rotated(self, start: int, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """q and k rotated by `positions`, or from position `start` on; `length` is for scalings that depend on it."""
+        q, k, rotary, positions = self.q, self.k, self.rotary, self.positions
+        if rotary is None:
+            return q, k
+        if q.shape[2] == 1 and q.shape[3] == k.shape[3]:  # one token: the overhead of operations dominates
+            both = torch.cat([q, k], 1)
+            both = rotary.span(both, start, length) if positions is None else rotary(both, positions, length)
+            return both[:, : q.shape[1]], both[:, q.shape[1] :]
+        if positions is None:
+            return rotary.span(q, start, length), rotary.span(k, start, length)
+        return rotary(q, positions, length), rotary(k, positions, length)
+
+    def attend(self, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """`attend` with the composition, but with another mask and without dropout."""
+        parts = self.attention
+        return attend(q, k, v, mask=mask, bias=parts.bias, score=parts.score, normalizer=parts.normalizer, **options)
 
 
 class Cache:
@@ -101,7 +133,8 @@ class Cache:
             signature = self._checked_signature(attention, q, k, v)
             _check_causal(own)
         assert own is not None
-        self._check(attention, own, k.shape[2], rotary, positions, mask)
+        step = Step(attention, own, q, k, v, rotary, positions, mask)
+        self._check(step)
         if not self._buffers:
             self._allocate(k, v)
             self._signature = signature
@@ -110,9 +143,9 @@ class Cache:
         try:
             if torch.is_grad_enabled():
                 with torch.no_grad():
-                    out = self._attend(attention, own, q, k, v, rotary, positions, mask)
+                    out = self._attend(step)
             else:
-                out = self._attend(attention, own, q, k, v, rotary, positions, mask)
+                out = self._attend(step)
         finally:
             _ATTENDING.reset(token)
         self._in_call, self._checked_call = False, call
@@ -155,10 +188,7 @@ class Cache:
 
     # --- implemented by each cache ------------------------------------------------------------------------------------
 
-    def _check(
-        self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
-        mask: Mask | None,
-    ) -> None:  # fmt: skip
+    def _check(self, step: Step) -> None:
         """Raise `InputError` for arguments that this cache does not support, before any state changes."""
         raise TypeError(f"{type(self).__name__} does not implement _check")
 
@@ -166,11 +196,8 @@ class Cache:
         """Allocate `_buffers` for keys and values like these."""
         self._buffers = {"keys": _rows(k, self._most), "values": _rows(v, self._most)}
 
-    def _attend(
-        self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
-        positions: Tensor | None, mask: Mask | None,
-    ) -> Tensor:  # fmt: skip
-        """Store the new tokens and attend; `own` is the mask of the composition, `seen` does not include them yet."""
+    def _attend(self, step: Step) -> Tensor:
+        """Store the new tokens and attend; `seen` does not include them yet."""
         raise TypeError(f"{type(self).__name__} does not implement _attend")
 
     def _checked_signature(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
@@ -247,42 +274,20 @@ def _check_causal(own: Mask | None) -> None:
         )
 
 
-def check_distance_mask(cache: str, own: Mask, positions: Tensor | None, mask: Mask | None) -> None:
+def check_distance_mask(cache: str, step: Step) -> None:
     """Raise `InputError` for masks and positions that a cache which evicts keys does not support."""
-    if own.band is None:
+    if step.own.band is None:
         raise InputError(
-            f"{cache}: mask is {own!r}, which depends on more than the distance of query and key; "
+            f"{cache}: mask is {step.own!r}, which depends on more than the distance of query and key; "
             "expected a mask such as Causal() or Window(w), or the cache Full"
         )
-    if mask is not None:
+    if step.mask is not None:
         raise InputError(f"{cache}: mask was passed, but this cache evicts keys; for padding use the cache Full")
-    if positions is not None and positions.ndim != 1:
+    if step.positions is not None and step.positions.ndim != 1:
         raise InputError(
-            f"{cache}: positions has shape {tuple(positions.shape)}, but this cache needs the same positions in all "
-            "batch items; expected (n,), or for padding on the left the cache Full"
+            f"{cache}: positions has shape {tuple(step.positions.shape)}, but this cache needs the same positions in "
+            "all batch items; expected (n,), or for padding on the left the cache Full"
         )
-
-
-def attend_with(attention: Attention, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`attend` with a composition, but with another mask and without dropout."""
-    return attend(
-        q, k, v, mask=mask, bias=attention.bias, score=attention.score, normalizer=attention.normalizer, **options
-    )
-
-
-def rotated(
-    rotary: Rotary | None, q: Tensor, k: Tensor, start: int, positions: Tensor | None = None, length: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Rotate q and k by `positions`, or from position `start` on; `length` is for scalings that depend on it."""
-    if rotary is None:
-        return q, k
-    if q.shape[2] == 1 and q.shape[3] == k.shape[3]:  # one token: the overhead of operations dominates
-        both = torch.cat([q, k], 1)
-        both = rotary.span(both, start, length) if positions is None else rotary(both, positions, length)
-        return both[:, : q.shape[1]], both[:, q.shape[1] :]
-    if positions is None:
-        return rotary.span(q, start, length), rotary.span(k, start, length)
-    return rotary(q, positions, length), rotary(k, positions, length)
 
 
 def _rows(x: Tensor, size: int) -> Tensor:
@@ -312,31 +317,26 @@ class Full(Cache):
         super().__init__(capacity)
         self.capacity = capacity
 
-    def _check(
-        self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
-        mask: Mask | None,
-    ) -> None:  # fmt: skip
-        if self.seen + n > self.capacity:
+    def _check(self, step: Step) -> None:
+        if self.seen + (n := step.k.shape[2]) > self.capacity:
             raise InputError(
                 f"Full: capacity is {self.capacity}, but {n} tokens were added to {self.seen}; expected a larger "
                 "capacity, or a cache that evicts keys: Sliding, Sinks, HeavyHitters"
             )
 
-    def _attend(
-        self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
-        positions: Tensor | None, mask: Mask | None,
-    ) -> Tensor:  # fmt: skip
+    def _attend(self, step: Step) -> Tensor:
         keys, values = self._buffers["keys"], self._buffers["values"]
-        self._stop = stop = self.seen + k.shape[2]
-        q, k = rotated(rotary, q, k, self.seen, positions)
-        keys.narrow(2, self.seen, k.shape[2]).copy_(k)
-        values.narrow(2, self.seen, k.shape[2]).copy_(v)
-        whole: Mask | None = own
-        if k.shape[2] == 1 and own.band == PAST:  # all keys are visible to a single query
-            whole = mask
-        elif mask is not None:
-            whole = own & mask
-        return attend_with(attention, whole, q, keys.narrow(2, 0, stop), values.narrow(2, 0, stop))
+        start, n = self.seen, step.k.shape[2]
+        self._stop = stop = start + n
+        q, k = step.rotated(start)
+        keys.narrow(2, start, n).copy_(k)
+        values.narrow(2, start, n).copy_(step.v)
+        whole: Mask | None = step.own
+        if n == 1 and step.own.band == PAST:  # all keys are visible to a single query
+            whole = step.mask
+        elif step.mask is not None:
+            whole = step.own & step.mask
+        return step.attend(whole, q, keys.narrow(2, 0, stop), values.narrow(2, 0, stop))
 
 
 class Sliding(RecentKeysCache):
@@ -354,26 +354,20 @@ class Sliding(RecentKeysCache):
         at_least_one("Sliding", window=window)
         super().__init__(window, window)
 
-    def _check(
-        self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
-        mask: Mask | None,
-    ) -> None:  # fmt: skip
-        check_distance_mask("Sliding", own, positions, mask)
+    def _check(self, step: Step) -> None:
+        check_distance_mask("Sliding", step)
 
-    def _attend(
-        self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
-        positions: Tensor | None, mask: Mask | None,
-    ) -> Tensor:  # fmt: skip
+    def _attend(self, step: Step) -> Tensor:
         keep = min(self.seen, self.window - 1)
-        q, k = rotated(rotary, q, k, self.seen, positions)
-        keys, values = self._append(k, v, keep, 0)
-        low, high = own.band or (0, 0)
-        whole: Mask | None = own
+        q, k = step.rotated(self.seen)
+        keys, values = self._append(k, step.v, keep, 0)
+        low, high = step.own.band or (0, 0)
+        whole: Mask | None = step.own
         if k.shape[2] == 1 and low == 0 and high >= keep:  # all keys are visible to a single query
             whole = None
         elif high >= self.window:
-            whole = own & Window(self.window)
-        return attend_with(attention, whole, q, keys, values)
+            whole = step.own & Window(self.window)
+        return step.attend(whole, q, keys, values)
 
 
 class Sinks(RecentKeysCache):
@@ -400,17 +394,15 @@ class Sinks(RecentKeysCache):
         self.sinks = sinks
         super().__init__(sinks + window, window)
 
-    def _check(
-        self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
-        mask: Mask | None,
-    ) -> None:  # fmt: skip
-        check_distance_mask("Sinks", own, positions, mask)
-        if positions is not None and positions.tolist() != list(range(self.seen, self.seen + n)):
+    def _check(self, step: Step) -> None:
+        check_distance_mask("Sinks", step)
+        attention, positions, stop = step.attention, step.positions, self.seen + step.k.shape[2]
+        if positions is not None and positions.tolist() != list(range(self.seen, stop)):
             raise InputError(
                 f"Sinks: positions is {positions.tolist()}, but this cache uses the positions of its slots; "
-                f"expected None or {self.seen} … {self.seen + n - 1}"
+                f"expected None or {self.seen} … {stop - 1}"
             )
-        if rotary is None:
+        if step.rotary is None:
             return
         if attention.score is not None and not attention.score.keeps_rotation:
             raise InputError(
@@ -423,7 +415,7 @@ class Sinks(RecentKeysCache):
                     f"Sinks: bias is {type(bias).__name__} with rotary, which would rotate the queries that the bias "
                     "uses; expected only one of them"
                 )
-        if _has_key(attention) and not _parts_merge(attention, own):
+        if _has_key(attention) and not _parts_merge(step):
             raise InputError(
                 f"Sinks: normalizer is {type(attention.normalizer).__name__}(key=…) with rotary and with a bias or a "
                 "mask by distance; expected at most two of the three"
@@ -446,66 +438,58 @@ class Sinks(RecentKeysCache):
         recent = super().key_positions(self.window, n)
         return torch.cat([torch.arange(self.sinks, device=recent.device), recent])
 
-    def _attend(
-        self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
-        positions: Tensor | None, mask: Mask | None,
-    ) -> Tensor:  # fmt: skip
-        n, seen = k.shape[2], self.seen
+    def _attend(self, step: Step) -> Tensor:
+        n, seen = step.k.shape[2], self.seen
         if seen < self.sinks:
-            for name, x in (("sink keys", k), ("sink values", v)):
+            for name, x in (("sink keys", step.k), ("sink values", step.v)):
                 self._buffers[name][:, :, seen : seen + n] = x[:, :, : self.sinks - seen]
+        step = replace(step, positions=None)  # they are those of the text, as was checked
+
+        def part(at: int, stop: int) -> Step:
+            new = slice(at, stop)
+            return replace(step, q=step.q[:, :, new], k=step.k[:, :, new], v=step.v[:, :, new])
+
         fill = min(n, max(0, self._most - seen))
-        outs = []
-        if fill:  # nothing evicted yet: slots equal positions
-            first = q[:, :, :fill], k[:, :, :fill], v[:, :, :fill]
-            outs.append(self._fill(attention, own, first, rotary))
-        together = _parts_merge(attention, own) and (n - fill > 1 or (rotary is not None and _has_key(attention)))
-        for at in range(fill, n, n if together else 1):
-            part = slice(at, n if together else at + 1)
-            new = q[:, :, part], k[:, :, part], v[:, :, part]
-            attend = self._chunk if together else self._step
-            outs.append(attend(attention, own, new, rotary, seen + at))
+        outs = [self._fill(part(0, fill))] if fill else []  # nothing evicted yet: slots equal positions
+        if _parts_merge(step) and (n - fill > 1 or (n > fill and step.rotary is not None and _has_key(step.attention))):
+            outs.append(self._chunk(part(fill, n), seen + fill))
+        else:
+            outs += [self._step(part(at, at + 1), seen + at) for at in range(fill, n)]
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
-    def _fill(self, attention: Attention, own: Mask, new: tuple[Tensor, ...], rotary: Rotary | None) -> Tensor:
-        q, k, v = new
-        q, k = rotated(rotary, q, k, self.seen)
-        keys, values = self._append(k, v, self.seen, 0)
-        alone = q.shape[2] == 1 and own.band == PAST
-        return attend_with(attention, None if alone else own, q, keys, values)
+    def _fill(self, new: Step) -> Tensor:
+        q, k = new.rotated(self.seen)
+        keys, values = self._append(k, new.v, self.seen, 0)
+        alone = q.shape[2] == 1 and new.own.band == PAST
+        return new.attend(None if alone else new.own, q, keys, values)
 
-    def _step(self, attention: Attention, own: Mask, new: tuple[Tensor, ...], rotary: Rotary | None, at: int) -> Tensor:
+    def _step(self, new: Step, at: int) -> Tensor:
         """Decode one token, at position `at`, with all slots in use."""
-        q, k, v = new
-        q, k = rotated(rotary, q, k, at, length=self._most)
-        self._append(k, v, self.window - 1, self.sinks)
+        q, k = new.rotated(at, self._most)
+        self._append(k, new.v, self.window - 1, self.sinks)
         first, start = self._stop - self._most, self._stop - self.window
         keys, values = self._buffers["keys"], self._buffers["values"]
-        keys[:, :, first:start] = self._sink_keys(rotary, at - (self._most - 1))
+        keys[:, :, first:start] = self._sink_keys(new.rotary, at - (self._most - 1))
         values[:, :, first:start] = self._buffers["sink values"]
-        whole = None if own.band == PAST else own
-        return attend_with(attention, whole, q, keys[:, :, first : self._stop], values[:, :, first : self._stop])
+        whole = None if new.own.band == PAST else new.own
+        return new.attend(whole, q, keys[:, :, first : self._stop], values[:, :, first : self._stop])
 
-    def _chunk(
-        self, attention: Attention, own: Mask, new: tuple[Tensor, ...], rotary: Rotary | None, at: int
-    ) -> Tensor:
+    def _chunk(self, new: Step, at: int) -> Tensor:
         """Process tokens from position `at` on, with all slots in use: merges attention to sinks and to recent keys."""
-        q, k, v = new
-        near, k = rotated(rotary, q, k, at, length=self._most)
-        if rotary is not None:
+        q, (near, k) = new.q, new.rotated(at, self._most)
+        if new.rotary is not None:
             # Rotate by slots: every query is in the last slot, the sinks in the first ones. This part also includes
             # the sink or learned key of the softmax, exactly once.
             slot = torch.full((q.shape[2],), self._most - 1, device=q.device)
-            q = rotary(q, slot, self._most)
-        keys, values = self._append(k, v, self.window - 1, self.sinks)
-        far = Partial(
-            *attend_with(attention, None, q, self._sink_keys(rotary, 0), self._buffers["sink values"], return_lse=True)
-        )
-        plain = attention.normalizer
+            q = new.rotary(q, slot, self._most)
+        keys, values = self._append(k, new.v, self.window - 1, self.sinks)
+        sinks = self._sink_keys(new.rotary, 0), self._buffers["sink values"]
+        far = Partial(*new.attend(None, q, *sinks, return_lse=True))
+        plain = new.attention.normalizer
         if isinstance(plain, SumToOne):
             plain = plain.with_sink()
-        attention = replace(attention, normalizer=plain)
-        recent = Partial(*attend_with(attention, Window(self.window), near, keys, values, return_lse=True))
+        new.attention = replace(new.attention, normalizer=plain)
+        recent = Partial(*new.attend(Window(self.window), near, keys, values, return_lse=True))
         return merge(far, recent).out
 
     def _sink_keys(self, rotary: Rotary | None, first: int) -> Tensor:
@@ -514,12 +498,12 @@ class Sinks(RecentKeysCache):
         return keys if rotary is None else rotary.span(keys, first, self._most)
 
 
-def _parts_merge(attention: Attention, own: Mask) -> bool:
+def _parts_merge(step: Step) -> bool:
     """Whether partial results merge, and neither mask nor biases depend on the distance."""
     return (
-        (attention.normalizer is None or attention.normalizer.has_lse)
-        and own.band == PAST
-        and all(bias.by_score for bias in as_biases(attention.bias))
+        (step.attention.normalizer is None or step.attention.normalizer.has_lse)
+        and step.own.band == PAST
+        and all(bias.by_score for bias in as_biases(step.attention.bias))
     )
 
 

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from qkv._contract import require
 from qkv._registry import Registry
-from qkv.attention import Attention
-from qkv.cache.base import PAST, Cache, attend_with, check_distance_mask, rotated
+from qkv.cache.base import PAST, Cache, Step, check_distance_mask
 from qkv.engine import as_biases, at_least_float32
 from qkv.errors import InputError, at_least_one, kind_of
-from qkv.masks import Mask
 from qkv.normalizers import SumToOne
-from qkv.positions import Rotary
 
 
 class Evicting(Cache):
@@ -66,14 +63,11 @@ class Evicting(Cache):
         """
         raise NotImplementedError
 
-    def _check(
-        self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
-        mask: Mask | None,
-    ) -> None:  # fmt: skip
-        name = type(self).__name__
-        check_distance_mask(name, own, positions, mask)
-        if own.band != PAST:
-            raise InputError(f"{name}: mask is {own!r}, but keys in this cache are unordered; expected Causal()")
+    def _check(self, step: Step) -> None:
+        name, attention = type(self).__name__, step.attention
+        check_distance_mask(name, step)
+        if step.own.band != PAST:
+            raise InputError(f"{name}: mask is {step.own!r}, but keys in this cache are unordered; expected Causal()")
         for bias in as_biases(attention.bias):
             if not bias.by_score:
                 raise InputError(
@@ -100,16 +94,13 @@ class Evicting(Cache):
         new = torch.arange(self.seen, self.seen + n, device=positions.device)
         return torch.cat([positions, new.expand(*positions.shape[:2], n)], 2)
 
-    def _attend(
-        self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
-        positions: Tensor | None, mask: Mask | None,
-    ) -> Tensor:  # fmt: skip
-        q, k = rotated(rotary, q, k, self.seen, positions)
-        return self._step(attention, q, k, v) if k.shape[2] == 1 else self._chunk(attention, own, q, k, v)
+    def _attend(self, step: Step) -> Tensor:
+        q, k = step.rotated(self.seen)
+        return self._step(step, q, k) if k.shape[2] == 1 else self._chunk(step, q, k)
 
-    def _step(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _step(self, step: Step, q: Tensor, k: Tensor) -> Tensor:
         """Decode one token; the order of keys does not matter for a single query."""
-        new = self._new(k, v)
+        new = self._new(k, step.v)
         if self._stop < self._most:
             for name, x in new.items():
                 self._buffers[name][:, :, self._stop : self._stop + 1] = x
@@ -120,7 +111,7 @@ class Evicting(Cache):
                 index = slot if x.ndim == 3 else slot[..., None].expand_as(x)
                 self._buffers[name].scatter_(2, index, x)
         keys, values, received = (self._buffers[name][:, :, : self._stop] for name in ("keys", "values", "received"))
-        out, weights = attend_with(attention, None, q, keys, values, return_weights=True)
+        out, weights = step.attend(None, q, keys, values, return_weights=True)
         received += _of_key_heads(weights[:, :, 0].to(received), k.shape[1])
         return out
 
@@ -132,14 +123,14 @@ class Evicting(Cache):
         least = worth == worth.amin(-1, keepdim=True)
         return positions.masked_fill(~least, self.seen).argmin(-1, keepdim=True)
 
-    def _chunk(self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _chunk(self, step: Step, q: Tensor, k: Tensor) -> Tensor:
         """Process several tokens, in order after all keys in the cache, and then evict."""
         whole = {
-            name: torch.cat([self._buffers[name][:, :, : self._stop], x], 2) for name, x in self._new(k, v).items()
+            name: torch.cat([self._buffers[name][:, :, : self._stop], x], 2) for name, x in self._new(k, step.v).items()
         }
         keys, values = whole["keys"], whole["values"]
-        out: Tensor = attend_with(attention, own, q, keys, values)
-        whole["received"] += _of_key_heads(attention.measure(q, keys).received, k.shape[1])
+        out: Tensor = step.attend(step.own, q, keys, values)
+        whole["received"] += _of_key_heads(step.attention.measure(q, keys).received, k.shape[1])
         if keys.shape[2] > self._most:
             slots = self._kept_slots(whole["received"], whole["positions"], self.seen + k.shape[2])
             whole = {
