@@ -10,7 +10,7 @@ by default: the last query is aligned with the last key (bottom-right alignment)
 
 from __future__ import annotations
 
-from qkv.masks.base import And, Blockwise, Mask, Not, Or, Shifted
+from qkv.masks.base import And, Blockwise, Mask, Not, Or, Predicate, Shifted
 from qkv.masks.built_in import (
     Causal,
     Dense,
@@ -18,7 +18,6 @@ from qkv.masks.built_in import (
     Document,
     Global,
     Padding,
-    Predicate,
     Prefix,
     RandomKeys,
     Strided,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -33,8 +35,10 @@ class Mask(Definition):
     """
 
     definitions: ClassVar = {
-        "sees": ("classify", "band", "by_value", "visible", "visible_keys", "key_mask", "factors", "alternatives")
-    }
+        "sees": (
+            "classify", "band", "by_value", "visible", "visible_keys", "key_mask", "factors", "alternatives", "ready",
+        )
+    }  # fmt: skip
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """Whether queries at positions `q` of batch items `b` and heads `h` may attend to keys `k`.
@@ -80,6 +84,10 @@ class Mask(Definition):
     def alternatives(self) -> tuple[Mask, ...]:
         """The masks of which this one is the union (`Or`); only the mask itself by default."""
         return (self,)
+
+    def ready(self, grid: Grid) -> Mask:
+        """The same mask for this grid alone, whose `sees` can be traced: no transfers, random draws or caches."""
+        return self
 
     def check(self, grid: Grid) -> None:
         """Raise `InputError` if the mask does not fit `grid`."""
@@ -237,6 +245,9 @@ class _Two(Mask):
         self.left.check(grid)
         self.right.check(grid)
 
+    def ready(self, grid: Grid) -> Mask:
+        return type(self)(self.left.ready(grid), self.right.ready(grid))  # type: ignore[call-arg]
+
 
 class OtherGrid(Mask):
     """Base of masks that show a pair if `mask` shows the pair at other positions, on another grid."""
@@ -253,6 +264,11 @@ class OtherGrid(Mask):
 
     def check(self, grid: Grid) -> None:
         self.mask.check(self._grid(grid))
+
+    def ready(self, grid: Grid) -> Mask:
+        whole = self._grid(grid)
+        mask = self.mask.ready(whole)
+        return Predicate(lambda b, h, q, k: mask.sees(b, h, *self._at(q, k, grid), whole))
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return self.mask.is_visible(b, h, *self._at(q, k, grid), self._grid(grid))
@@ -386,6 +402,9 @@ class Not(Mask):
     def check(self, grid: Grid) -> None:
         self.mask.check(grid)
 
+    def ready(self, grid: Grid) -> Mask:
+        return Not(self.mask.ready(grid))
+
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return ~self.mask.is_visible(b, h, q, k, grid)
 
@@ -417,6 +436,41 @@ class Blockwise(OtherGrid):
 
     def _at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         return q // self.size, k // self.size
+
+
+class TensorMask(Mask):
+    """Base of masks that hold data: compared by identity, moved to the grid's device when used."""
+
+    __hash__ = object.__hash__
+
+    @property
+    def by_value(self) -> bool:
+        return False
+
+    def ready(self, grid: Grid) -> Mask:
+        moved = copy(self)
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                object.__setattr__(moved, name, x.to(grid.device))
+        return moved
+
+
+@dataclass(frozen=True, eq=False)
+class Predicate(TensorMask):
+    """A mask defined by ``function(batch, head, q, k) -> bool tensor`` of broadcasting index tensors.
+
+    Both `q` and `k` are key positions, as everywhere in this module. The block status of tiles is unknown, so every
+    tile is evaluated; memory is still linear.
+
+    >>> even = Predicate(lambda b, h, q, k: (q - k) % 2 == 0)
+    >>> even.dense(2, 3)[0, 0].int().tolist()
+    [[0, 1, 0], [1, 0, 1]]
+    """
+
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self.function(b, h, q, k)
 
 
 def _written(mask: Mask) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of, one_of
-from qkv.masks.base import Blockwise, Mask, check_pairs, tile_status
+from qkv.masks.base import Blockwise, Mask, Predicate, TensorMask, check_pairs, tile_status
 from qkv.masks.grid import Grid, Region, Tiles
 
 
@@ -164,7 +164,7 @@ class Prefix(Mask):
             raise InputError(f"Prefix: length is {self.length}, expected 0 or more keys")
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return torch.broadcast_tensors(k < self.length, q)[0]  # torch.broadcast_shapes would import sympy: 0.5 s
+        return k < self.length
 
     def key_mask(self, grid: Grid) -> Tensor:
         return grid.columns(0, grid.n_keys)[None] < self.length
@@ -204,9 +204,16 @@ class Global(Mask):
             )
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        chosen = _chosen(self.indices, grid.n_keys).to(k.device)
-        inside = (q >= 0) & (q < grid.n_keys)  # a query may precede the first key
-        return (chosen[q.clamp(0, grid.n_keys - 1)] & inside) | chosen[k]
+        return self.ready(grid).sees(b, h, q, k, grid)
+
+    def ready(self, grid: Grid) -> Mask:
+        chosen, n_keys = _chosen(self.indices, grid.n_keys).to(grid.device), grid.n_keys
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            inside = (q >= 0) & (q < n_keys)  # a query may precede the first key
+            return (chosen[q.clamp(0, n_keys - 1)] & inside) | chosen[k]
+
+        return Predicate(visible)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         before = torch.nn.functional.pad(_chosen(self.indices, grid.n_keys).cumsum(0), (1, 0))
@@ -265,11 +272,18 @@ class RandomKeys(Mask):
             self.besides.check(grid)
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        drawn = _draw(self.size, self.seed, self.besides, grid.n_keys).to(k.device)[q]
-        visible = torch.zeros(torch.broadcast_tensors(q, k)[0].shape, dtype=torch.bool, device=k.device)
-        for one in drawn.unbind(-1):
-            visible = visible | (one == k)
-        return visible
+        return self.ready(grid).sees(b, h, q, k, grid)
+
+    def ready(self, grid: Grid) -> Mask:
+        keys = _draw(self.size, self.seed, self.besides, grid.n_keys).to(grid.device)
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            pairs = k < 0  # none
+            for i in range(keys.shape[1]):
+                pairs = pairs | (keys[q, i] == k)
+            return pairs
+
+        return Predicate(visible)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         drawn = _draw(self.size, self.seed, self.besides, grid.n_keys)
@@ -349,18 +363,8 @@ def bigbird(block: int = 64, random: int = 3, *, window: int = 3, seed: int = 0)
     return Blockwise(near | RandomKeys(random, seed, besides=near) if random else near, block)
 
 
-class _TensorMask(Mask):
-    """Base of masks that hold data: compared by identity, moved to the grid's device when used."""
-
-    __hash__ = object.__hash__
-
-    @property
-    def by_value(self) -> bool:
-        return False
-
-
 @dataclass(frozen=True, eq=False)
-class Padding(_TensorMask):
+class Padding(TensorMask):
     """Masks padding keys for every query.
 
     `lengths` is the number of real keys of each batch item; they are at the start (``side="right"``: padding on the
@@ -414,7 +418,7 @@ class Padding(_TensorMask):
 
 
 @dataclass(frozen=True, eq=False)
-class Document(_TensorMask):
+class Document(TensorMask):
     """A query attends only to keys of its own document; positions with a negative id are fully masked.
 
     `ids` is (n_keys,) or (batch, n_keys); query i has the id of position i + offset. Use it for packed sequences,
@@ -473,7 +477,7 @@ def _spans(first: Tensor, last: Tensor) -> list[slice]:
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(_TensorMask):
+class Dense(TensorMask):
     """A boolean tensor, True where a query may attend, of a shape that broadcasts to (batch, heads, nq, nk).
 
     Integer and float masks are rejected, because libraries disagree on the meaning of 1, 0 and −inf.
@@ -529,21 +533,3 @@ class Dense(_TensorMask):
             some = torch.cat([some[c].any(dim, keepdim=True) for c in cut], dim)
             every = torch.cat([every[c].all(dim, keepdim=True) for c in cut], dim)
         return tile_status(every.cpu(), ~some.cpu())
-
-
-@dataclass(frozen=True, eq=False)
-class Predicate(_TensorMask):
-    """A mask defined by ``function(batch, head, q, k) -> bool tensor`` of broadcasting index tensors.
-
-    Both `q` and `k` are key positions, as everywhere in this module. The block status of tiles is unknown, so every
-    tile is evaluated; memory is still linear.
-
-    >>> even = Predicate(lambda b, h, q, k: (q - k) % 2 == 0)
-    >>> even.dense(2, 3)[0, 0].int().tolist()
-    [[0, 1, 0], [1, 0, 1]]
-    """
-
-    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.function(b, h, q, k)

@@ -17,8 +17,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of
-from qkv.masks.base import And, Blockwise, Mask, Not, Or, OtherGrid, Shifted, Submask
-from qkv.masks.built_in import Causal, Dense, Document, Global, Padding, Predicate, Prefix, RandomKeys, _chosen, _draw
+from qkv.masks.base import Mask, Predicate, Shifted
+from qkv.masks.built_in import Causal, Dense, Prefix
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 if TYPE_CHECKING:
@@ -174,63 +174,8 @@ def _grid(n_queries: int, n_keys: int, batch: int, heads: int, device: str | tor
 
 def grid_mod(mask: Mask, grid: Grid) -> Visible:
     """`mask_mod` for a mask that has been checked against the grid."""
-    ready, offset = _ready(mask, grid), grid.offset
+    ready, offset = mask.ready(grid), grid.offset
     return lambda b, h, q, k: ready.sees(b, h, q + offset, k, grid)
-
-
-def _ready(mask: Mask, grid: Grid) -> Mask:
-    """The same mask as plain tensor operations on the grid's device, without transfers, random draws or caches.
-
-    Those would run while FlexAttention traces the function, where they fail or draw again. Subclasses, which may
-    define another mask, are returned unchanged.
-    """
-    if type(mask) not in _KNOWN:
-        return mask
-    match mask:
-        case And(left, right) | Or(left, right):
-            return type(mask)(_ready(left, grid), _ready(right, grid))
-        case Not(inner):
-            return Not(_ready(inner, grid))
-        case OtherGrid():
-            inner, whole, move = _ready(mask.mask, mask._grid(grid)), mask._grid(grid), mask._at
-            return Predicate(lambda b, h, q, k: inner.sees(b, h, *move(q, k, grid), whole))
-        case Padding(lengths):
-            return replace(mask, lengths=torch.as_tensor(lengths).to(grid.device))
-        case Document(ids):
-            return replace(mask, ids=torch.as_tensor(ids).to(grid.device))
-        case Dense(tensor):
-            return replace(mask, tensor=tensor.to(grid.device))
-        case Prefix(length):
-            return Predicate(lambda b, h, q, k: k < length)
-        case Global(indices):
-            return Predicate(_global(_chosen(tuple(indices), grid.n_keys).to(grid.device)))
-        case RandomKeys(size, seed, besides):
-            return Predicate(_drawn(_draw(size, seed, besides, grid.n_keys).to(grid.device)))
-    return mask
-
-
-_KNOWN = (And, Or, Not, Shifted, Submask, Blockwise, Padding, Document, Dense, Prefix, Global, RandomKeys)
-
-
-def _global(chosen: Tensor) -> Visible:
-    last = len(chosen) - 1
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (chosen[q.clamp(0, last)] & (q >= 0) & (q <= last)) | chosen[k]
-
-    return visible
-
-
-def _drawn(keys: Tensor) -> Visible:
-    columns = [keys[:, i].contiguous() for i in range(keys.shape[1])]
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        drawn_pairs = k < 0  # none
-        for column in columns:
-            drawn_pairs = drawn_pairs | (column[q] == k)
-        return drawn_pairs
-
-    return visible
 
 
 def parts(mask: Mask | None, grid: Grid) -> tuple[tuple[float, float], Bool[Tensor, "#b nk"] | None, tuple[Mask, ...]]:
@@ -264,7 +209,7 @@ class BlockVisibility:
 
 def block_visibility(mask: Mask, grid: Grid, size: int) -> BlockVisibility:
     """Evaluate a mask one row of `size` × `size` blocks at a time; unlike `classify`, PARTIAL is exact here."""
-    ready = _ready(mask, grid)
+    ready = mask.ready(grid)
     known = mask.classify(Tiles.of(grid, size, size), grid)
     probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
     shape = torch.broadcast_shapes(known.shape[:2], probe.shape[:2])
@@ -305,7 +250,7 @@ class MaskBits:
 
 def mask_bits(mask: Mask, grid: Grid, limit: int) -> MaskBits | None:
     """The bits of a mask, evaluated in the partial tiles of `classify` alone; None if they exceed `limit` bytes."""
-    ready, size = _ready(mask, grid), MaskBits.CELL
+    ready, size = mask.ready(grid), MaskBits.CELL
     known = mask.classify(Tiles.of(grid, size, size), grid)
     probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
     status = known.expand(*torch.broadcast_shapes(known.shape[:2], probe.shape[:2]), -1, -1).int()
