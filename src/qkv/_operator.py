@@ -69,10 +69,7 @@ def attention_operator(
 
 
 @attention_operator.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, sink: Tensor | None, before: int | None, after: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=at_least_float32(q.dtype))
 
 
@@ -106,7 +103,7 @@ def attention_gradients(
 @attention_gradients.register_fake
 def _(
     grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-    sink: Tensor | None, before: int | None, after: int | None, scale: float,
+    sink: Tensor | None, *options: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, q.new_empty(0) if sink is None else sink.new_empty(sink.shape)

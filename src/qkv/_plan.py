@@ -29,22 +29,8 @@ from qkv.statistics.measure import engine
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Cost of the forward pass of one call."""
-
-    pairs: int
-    """Pairs of query and key that are computed; a partial tile counts half of its pairs."""
-    flops: int
-    """Multiplications and additions of the two matrix products: q·k and weights·v."""
-    bytes: int
-    """Minimum memory traffic: q, k, v, the output, the log-sum-exp, and the weights if they are formed."""
-    peak: int
-    """Estimated memory in bytes beyond the inputs: outputs, copies, tiles."""
-
-
-@dataclass(frozen=True)
 class Plan:
-    """The kernel chosen for a call, the reason, and the cost. ``print(plan)`` shows a table.
+    """The kernel chosen for a call, the reason, and the cost of the forward pass. ``print(plan)`` shows a table.
 
     >>> import torch
     >>> from qkv import plan
@@ -58,28 +44,20 @@ class Plan:
     reason: str
     rejected: Mapping[str, str]
     """The reason why each other kernel was not chosen."""
-    cost: Cost
+    pairs: int
+    """Pairs of query and key that are computed; a partial tile counts half of its pairs."""
+    flops: int
+    """Multiplications and additions of the two matrix products: q·k and weights·v."""
+    bytes: int
+    """Minimum memory traffic: q, k, v, the output, the log-sum-exp, and the weights if they are formed."""
+    peak: int
+    """Estimated memory in bytes beyond the inputs: outputs, copies, tiles."""
     share: float
     """Fraction of all query-key pairs that are computed."""
     steps: tuple[Step, ...]
     """The tensors of the call from queries to output, with their shapes, and the operations between them."""
     statistics: str
     """What computes the statistics of the weights, if they are requested."""
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of the matrix products in the forward pass."""
-        return self.cost.flops
-
-    @property
-    def bytes(self) -> int:
-        """Minimum memory traffic of the forward pass, in bytes."""
-        return self.cost.bytes
-
-    @property
-    def peak(self) -> int:
-        """Estimated memory of the forward pass beyond its inputs, in bytes."""
-        return self.cost.peak
 
     def diagram(self, form: Literal["text", "mermaid"] = "text") -> str:
         """The way from queries, keys and values to the output, with the shapes of this call.
@@ -152,14 +130,14 @@ def plan(
     queries, keys, values = (x if dtype is None else x.to(dtype) for x in tensors)
     call = Call.of(queries, keys, values, mask, bias, score, normalizer, dropout_p)
     name, reason, rejected = choose(call, kernel, weights=return_weights)
-    price = cost(name, call)
+    pairs, flops, moved, peak = cost(name, call)
     b, h, n_queries, _ = call.q.shape
-    share = price.pairs / (b * h * n_queries * call.k.shape[2])
-    return Plan(name, reason, rejected, price, share, steps_of(call, name), engine(call))
+    share = pairs / (b * h * n_queries * call.k.shape[2])
+    return Plan(name, reason, rejected, pairs, flops, moved, peak, share, steps_of(call, name), engine(call))
 
 
-def cost(kernel: str, call: Call) -> Cost:
-    """The cost of `call` on the kernel of that name."""
+def cost(kernel: str, call: Call) -> tuple[int, int, int, int]:
+    """The pairs, FLOPs, memory traffic and peak memory of `call` on the kernel of that name; see `Plan`."""
     b, h, n_queries, d = call.q.shape
     n_keys, dv = call.v.shape[2:]
     own, wide = call.q.element_size(), at_least_float32(call.q.dtype).itemsize
@@ -191,7 +169,7 @@ def cost(kernel: str, call: Call) -> Cost:
         padded = b * h * n_queries * max(d, dv) + b * call.k.shape[1] * n_keys * 2 * max(d, dv) if d != dv else 0
         peak = result + own * padded + torch.get_num_threads() * wide * 2 * 256 * (512 + dv)
     moved += own * b * h * n_queries * n_keys if kernel in FORM_WEIGHTS else 0
-    return Cost(pairs, flops, moved, peak)
+    return pairs, flops, moved, peak
 
 
 def visible_pairs(call: Call) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from qkv._contract import overrides
 from qkv.biases import Bias
 from qkv.engine.call import Call, as_biases, as_mask
 from qkv.engine.tiles import block_status
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks import EMPTY, Grid, Mask, Region, Tiles
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
@@ -208,37 +209,20 @@ def _span(i: int, size: int) -> slice:
     return slice(i * size, (i + 1) * size)
 
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
 def _check_same_on_all_ranks(group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise on every process if shapes or dtypes differ between processes, which would otherwise deadlock."""
-    described = []
-    for x in (q, k, v):
-        shape = [*x.shape, 0, 0, 0, 0][:4] if isinstance(x, Tensor) else [0] * 4
-        dtype = _DTYPES.index(x.dtype) if isinstance(x, Tensor) and x.dtype in _DTYPES else -1
-        described += [*shape, dtype]
-    needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
-    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    mine = torch.tensor([*described, int(needs_grad)], device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    tensors = {"q": q, "k": k, "v": v}
+    mine = ", ".join(f"{name} {kind_of(x)}" for name, x in tensors.items())
+    learns = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors.values())
+    everyone: list[Any] = [None] * dist.get_world_size(group)
     with naming_lost("ring attention", group):
-        dist.all_gather(everyone, mine, group=group)
-    first, *others = (x.tolist() for x in everyone)
-    for rank, other in enumerate(others, 1):
-        if other != first:
+        dist.all_gather_object(everyone, f"{mine} {'with' if learns else 'without'} gradient", group=group)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
             raise InputError(
-                f"group: q, k and v differ between processes: process {rank} has {_describe(other)}, but process 0 has "
-                f"{_describe(first)}; expected shards of the same shape and dtype, from qkv.ring.shard"
+                f"group: q, k and v differ between processes: process {rank} has {other}, but process 0 has "
+                f"{everyone[0]}; expected shards of the same shape and dtype, from qkv.ring.shard"
             )
-
-
-def _describe(described: list[int]) -> str:
-    tensors = []
-    for i, name in enumerate("qkv"):
-        *shape, dtype = described[5 * i : 5 * i + 5]
-        tensors.append(f"{name} {tuple(shape)} {_DTYPES[dtype] if dtype >= 0 else 'of another dtype'}")
-    return ", ".join(tensors) + (" with" if described[-1] else " without") + " gradient"
 
 
 TAG = 9_999

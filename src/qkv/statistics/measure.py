@@ -222,10 +222,16 @@ def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None
     On CPU it is the native library; the Triton kernels are only run there by tests. The statistics that the user passed
     are added from tiles of weights.
     """
-    by, way = (native, native.attend_and_measure) if call.q.device.type == "cpu" else (triton, _by_triton)
-    if by.unsupported_reason(call, request.mass) or (results := way(call, request, output=output)) is None:
+    by: Any = native if call.q.device.type == "cpu" else triton
+    if by.unsupported_reason(call, request.mass) is not None:
+        return None
+    results: tuple[Tensor | None, Tensor, Statistics] | None = by.attend_and_measure(call, request, output=output)
+    if results is None:
         return None
     out, lse, statistics = results
+    if statistics.row_sum is None:  # of Triton: 1 less the weight on a sink logit, and 0 where no key is visible
+        whole = torch.ones_like(lse) if statistics.sink_mass is None else 1 - statistics.sink_mass
+        statistics = replace(statistics, row_sum=whole.masked_fill(statistics.visible == 0, 0))
     if request.statistics:
         assert statistics.row_sum is not None
         rows = _counted(call, RowState(lse), request)
@@ -244,12 +250,6 @@ def engine(call: Call) -> str:
         return native.binding.description()
     why = native.unsupported_reason(call, request.mass)
     return f"tiles of tensor operations: {why}" if why else native.binding.description()
-
-
-def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
-    """The same by the Triton kernels."""
-    out, lse, statistics = triton.attend_and_measure(call, request, output=output)
-    return out, lse, replace(statistics, row_sum=_softmax_row_sum(statistics))
 
 
 def _counted(call: Call, rows: RowState, request: Request) -> RowState:
@@ -303,13 +303,6 @@ def _sink_mass(call: Call, rows: RowState) -> Tensor:
     level = rows.level.masked_fill(out, 0)
     weight = weights_of(call.normalizer, call.sink.expand_as(level)[..., None], level)[..., 0]
     return weight.masked_fill(out | (call.sink == -torch.inf), 0)
-
-
-def _softmax_row_sum(statistics: Statistics) -> Tensor:
-    """Σ_j A_ij of the rows of a softmax: 1 less the weight on a sink logit, and 0 where no key is visible."""
-    whole = torch.ones_like(statistics.entropy)
-    whole = whole if statistics.sink_mass is None else whole - statistics.sink_mass
-    return whole.masked_fill(statistics.visible == 0, 0)
 
 
 def checked(
