@@ -38,7 +38,13 @@ NORMALIZERS: dict[str, Callable[[], Normalizer]] = {
     "elu_sum": lambda: EluPlusOne(divide="sum"),
     "entmax": Entmax,
 }
-SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3")
+SCALINGS: dict[str, Callable[[DecoderConfig, int], Scaling]] = {  # of a configuration and the original context length
+    "linear": lambda config, original: Linear(config.rotary_factor),
+    "ntk": lambda config, original: NTK(config.rotary_factor),
+    "dynamic": lambda config, original: DynamicNTK(config.rotary_factor, original),
+    "yarn": lambda config, original: YaRN(config.rotary_factor, original),
+    "llama3": lambda config, original: Llama3(config.rotary_factor, config.rotary_low, config.rotary_high, original),
+}
 
 
 @dataclass(frozen=True)
@@ -446,19 +452,9 @@ def _attention(config: DecoderConfig) -> Attention:
 def _rotary(config: DecoderConfig) -> Rotary | None:
     if config.positions != "rotary":
         return None
-    factor, original = config.rotary_factor, config.rotary_original or config.context
-    scaling: Scaling | None = None
-    match config.rotary_scaling:
-        case "linear":
-            scaling = Linear(factor)
-        case "ntk":
-            scaling = NTK(factor)
-        case "dynamic":
-            scaling = DynamicNTK(factor, original)
-        case "yarn":
-            scaling = YaRN(factor, original)
-        case "llama3":
-            scaling = Llama3(factor, config.rotary_low, config.rotary_high, original)
+    scaling = None
+    if config.rotary_scaling is not None:
+        scaling = SCALINGS[config.rotary_scaling](config, config.rotary_original or config.context)
     head_dim = config.head_dim or config.d_model // config.heads
     return Rotary(head_dim, config.rotary_base, config.rotary_interleaved, scaling)
 

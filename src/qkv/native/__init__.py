@@ -15,7 +15,7 @@ from qkv.engine.call import Call
 from qkv.engine.tiles import cached_for_mask
 from qkv.masks import Grid, Mask
 from qkv.native import binding
-from qkv.native.binding import Prepared, attend, empty, prepared, visibility
+from qkv.native.binding import Prepared, attend, empty, prepared
 from qkv.statistics.result import Place, Statistics, Thumbnail, bin_size, share_of_first
 
 if TYPE_CHECKING:
@@ -130,9 +130,7 @@ def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:
         for part in mask.alternatives():
             keys = part.key_mask(grid)
             if part.band is not None:
-                seen = visibility(part, grid)
-                assert seen is not None
-                low, high = seen.band
+                low, high = binding.in_reach(part.band, grid.n_queries + grid.n_keys)
                 position = grid.rows(0, grid.n_queries)[None]
                 start, end = (position - high).clamp(0, grid.n_keys), (position - low + 1).clamp(0, grid.n_keys)
             elif keys is not None:

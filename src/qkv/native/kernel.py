@@ -251,18 +251,8 @@ def statistics_gradients(
 ) -> dict[str, Tensor] | None:  # fmt: skip
     """Gradients of q, k, v, the sink and the biases in `wanted`, or None if the library cannot compute them.
 
-    Args:
-        call: the attention call, without tensors that require gradients.
-        values: the statistics, by name.
-        grads: their gradients, by name; 0 for queries that do not count and rows without visible keys.
-        lse: the log-sum-exp of each row, with the sink.
-        mass: the sum of the weights of each row.
-        masks: the masks of the statistics `mass …`, by name.
-        firsts: the first key of the text of each batch item.
-        queries: the queries that count.
-        wanted: the names of the tensors whose gradients are needed.
-        out: the output, if `grad_out` is given.
-        grad_out: the gradient of the output.
+    `values` are the statistics of a call without tensors that require gradients, and `grads` their gradients, 0 for
+    queries that do not count and rows without visible keys; `mass` is the sum of the weights of each row.
     """
     if binding.unsupported_reason(call) is not None or not binding.is_finite(call):
         return None

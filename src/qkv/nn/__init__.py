@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.nn.block import FeedForward, SinkToken, TransformerBlock
-from qkv.nn.composition import Composition
 from qkv.nn.convert import from_torch, to_torch
 from qkv.nn.linear import LinearAttention, LinformerAttention
-from qkv.nn.multi_head import MultiHeadAttention
+from qkv.nn.multi_head import Composition, MultiHeadAttention
 
 __all__ = [
     "AdditiveAttention",

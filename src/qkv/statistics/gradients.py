@@ -225,19 +225,9 @@ def _input_gradients(
     call: Call, rows: RowState, mass: Tensor, visible: Tensor, values: dict[str, Tensor], grads: dict[str, Tensor],
     masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, needed: set[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of the tensors of a call.
+    """Gradients of the tensors of a detached call that are `needed`, given those of its statistics, `values`.
 
-    Args:
-        call: the attention call, detached.
-        rows: its normalizer state.
-        mass: the sum of the weights of each row.
-        visible: True at keys that any query may attend to.
-        values: the statistics, by name.
-        grads: their gradients, by name.
-        masks: the masks of the statistics `mass …`, by name.
-        firsts: the first key of the text of each batch item.
-        queries: the queries that count.
-        needed: the names of the tensors whose gradients are returned.
+    `mass` is the sum of the weights of each row, and `visible` is True at keys that any query may attend to.
     """
     wide = at_least_float32(call.q.dtype)
     empty = torch.zeros_like(mass, dtype=torch.bool) if rows.level is None else rows.level == -torch.inf

@@ -25,7 +25,7 @@ from qkv.edits import ACTIVE
 from qkv.errors import InputError
 from qkv.huggingface.client import is_known, routed, wrapped
 from qkv.kernels import serving
-from qkv.nn.composition import Composition
+from qkv.nn import Composition
 from qkv.profiler.capture.caches import listening
 from qkv.profiler.capture.checking import recorded_inputs
 from qkv.profiler.capture.intercept import all_routed
