@@ -43,7 +43,8 @@ def cached_for_mask(
     Only masks that compare by value have entries, as tensors and functions inside of a mask may change. Decoding has
     none, since each step has another grid. `nbytes` is the memory of a result.
     """
-    if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
+    other_tensors = torch._C._len_torch_dispatch_stack() > 0  # of a mode in which new ones may be fake or wrapped
+    if grid.n_queries == 1 or not mask.by_value or transforming() or other_tensors:
         return make()
     place = mask, grid, key
     with _LOCK:
@@ -58,11 +59,6 @@ def cached_for_mask(
         with _LOCK:
             _CACHE[place] = result, size
     return result
-
-
-def _other_tensors() -> bool:
-    """Whether a dispatch mode is active under which new tensors may be fake or wrapped."""
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 LOG2_E = math.log2(math.e)
@@ -239,14 +235,15 @@ class ScoreTiles:
         key = (rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start)
         if key in self._patterns:
             return self._patterns[key]
-        if mask.band is None:
-            return ~mask.visible(self.region(rows, columns), self.call.grid)
 
         def masked() -> Tensor:
             return ~mask.visible(self.region(rows, columns), self.call.grid)
 
-        self._patterns[key] = cached_for_mask(mask, self.call.grid, ("masked", *key), masked, _nbytes)
-        return self._patterns[key]
+        if mask.band is None:
+            return masked()
+        pattern = cached_for_mask(mask, self.call.grid, ("masked", *key), masked, lambda x: x.nbytes)
+        self._patterns[key] = pattern
+        return pattern
 
     def weigh(
         self, weights: Float[Tensor, "b h q k"], v: Float[Tensor, "n k d"], out: Tensor | None = None
@@ -257,10 +254,6 @@ class ScoreTiles:
             torch.bmm(folded, v, out=out.view(*folded.shape[:2], -1))
             return out
         return torch.bmm(folded, v).view(*weights.shape[:3], -1)
-
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 def heads_together(call: Call, most: int) -> int:

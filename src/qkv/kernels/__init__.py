@@ -52,13 +52,6 @@ FORM_WEIGHTS = ("eager", "reference")
 FEW_REASON = "so few scores that forming the weights is the fastest"
 
 
-def _preferred(call: Call) -> tuple[str, ...]:
-    """Kernels for ``"auto"``, the best first."""
-    if _few_scores(call):
-        return (*(name for name in PREFERENCE if name != "tiled"), "tiled")
-    return tuple(PREFERENCE)
-
-
 def _few_scores(call: Call) -> bool:
     n_queries, n_keys = call.q.shape[2], call.k.shape[2]
     return n_queries == 1 or n_queries * n_keys <= sizes(call.q.device).few_scores
@@ -244,8 +237,10 @@ def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
     """The kernel that serves `call`: the requested one, or for ``"auto"`` the first of `PREFERENCE` that can."""
     if kernel != "auto" and kernel not in KERNELS:
         raise InputError(f"kernel is {kernel!r}, expected 'auto' or one of {', '.join(map(repr, KERNELS))}")
-    why = None
-    for name in _preferred(call) if kernel == "auto" else (kernel,):
+    why, names = None, [kernel]
+    if kernel == "auto":  # the best first; with few scores, forming the weights is better than tiles
+        names = sorted(PREFERENCE, key=lambda name: name == "tiled") if _few_scores(call) else list(PREFERENCE)
+    for name in names:
         why = _unsupported_reason(name, call, weights=weights, chosen=kernel != "auto")
         if why is None:
             return name

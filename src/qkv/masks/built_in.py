@@ -314,7 +314,7 @@ def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
         rows = slice(start, min(start + DRAW_ROWS, n_keys))
         rank = torch.rand(rows.stop - rows.start, n_keys, generator=generator)
         if besides is not None:
-            rank[_visible_rows(besides, rows, grid)] = -1
+            rank[besides.visible(Region(rows, slice(0, n_keys)), grid)[0, 0]] = -1
         best, keys = rank.topk(min(size, n_keys), -1)
         parts.append(torch.where(best >= 0, keys, -1))
     return torch.cat(parts)
@@ -323,10 +323,6 @@ def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
 def _with_repeats(drawn: Tensor) -> Tensor:
     order = drawn.sort(-1).values
     return (order[:, 1:] == order[:, :-1]).any(-1).nonzero()[:, 0]
-
-
-def _visible_rows(mask: Mask, rows: slice, grid: Grid) -> Tensor:
-    return mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0]
 
 
 def longformer(window: int, tokens: Sequence[int] = (0,), *, causal: bool = False) -> Mask:

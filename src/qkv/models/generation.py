@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -371,8 +371,12 @@ def text_stream(
     """
     if isinstance(stop, str) or not all(stop):
         raise InputError(f"stop is {stop!r}, expected a sequence of non-empty strings, such as ['\\n\\n']")
-    ids = _encode(tokenizer, prompt) if isinstance(prompt, str) else torch.as_tensor(prompt, dtype=torch.long)
-    ids = ids.reshape(1, -1).to(_device(model))
+    encoded: Any = prompt
+    if isinstance(prompt, str):
+        whole: Any = tokenizer
+        encoded = whole.encode(prompt) if hasattr(whole, "encode") else whole(prompt)["input_ids"]
+    device = next((x.device for x in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
+    ids = torch.as_tensor(encoded, dtype=torch.long).reshape(1, -1).to(device)
     tokens = stream(model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling, end=end, seed=seed)
     return _text(tokens, tokenizer, set(end_tokens(end, model.vocabulary, ids.device).tolist()), stop)
 
@@ -408,16 +412,6 @@ def _before_stop(text: str, start: int, stop: Sequence[str]) -> int | None:
 def _partial_stop(text: str, stop: Sequence[str]) -> int:
     """Length of the longest ending of `text` that is the beginning of a stop string."""
     return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-
-
-def _encode(tokenizer: Any, text: str) -> Tensor:
-    found = tokenizer.encode(text) if hasattr(tokenizer, "encode") else tokenizer(text)["input_ids"]
-    return torch.as_tensor(found, dtype=torch.long)
-
-
-def _device(model: Model) -> torch.device:
-    tensors: Iterable[Tensor] = itertools.chain(model.parameters(), model.buffers())
-    return next((x.device for x in tensors), torch.device("cpu"))
 
 
 def _generators(batch: int, seed: int | None) -> list[torch.Generator]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
@@ -209,7 +210,11 @@ class MultiHeadAttention(nn.Module):
         assert d_model is not None
         assert heads is not None
         kv_heads = heads if kv_heads is None else kv_heads
-        _check_heads(d_model, heads, kv_heads, head_dim)
+        at_least_one(kv_heads=kv_heads)
+        if head_dim is None and d_model % heads:
+            raise InputError(f"d_model is {d_model}, expected a multiple of heads = {heads} (or pass head_dim)")
+        if heads % kv_heads:
+            raise InputError(f"kv_heads is {kv_heads}, expected a divisor of heads = {heads}")
         head_dim = d_model // heads if head_dim is None else head_dim
         head_dim, v_head_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
         d_context = d_model if d_context is None else d_context
@@ -350,7 +355,8 @@ class MultiHeadAttention(nn.Module):
             out = cache.attend(attention, q, k, v, rotary=self.rotary, positions=positions, mask=extra_mask)
         else:
             if self.rotary is not None:
-                q, k = (self._rotated(one, positions) for one in (q, k))
+                rotate = self.rotary.span if positions is None else functools.partial(self.rotary, positions=positions)
+                q, k = rotate(q), rotate(k)
             queries = self._counted(as_mask(mask), q) if return_statistics and not cross else None
             result = self.composition(
                 q, k, v, mask=mask, return_weights=return_weights or bool(need_weights),
@@ -428,10 +434,6 @@ class MultiHeadAttention(nn.Module):
     def _heads(x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
-    def _rotated(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        assert self.rotary is not None
-        return self.rotary.span(x) if positions is None else self.rotary(x, positions)
-
     def _merged(self, out: Tensor, x: Tensor) -> Tensor:
         """Apply gates, concatenate heads and project: (b, h, n, dv) to (b, n, d_model)."""
         out = out.transpose(1, 2)
@@ -449,14 +451,6 @@ class MultiHeadAttention(nn.Module):
 def _a_mask(source: Tensor) -> str:
     """A hint for an error message if a mask was passed in the place of the context."""
     return "; pass a mask by name: mask=" if source.dtype == torch.bool or source.shape[-1] == source.shape[-2] else ""
-
-
-def _check_heads(d_model: int, heads: int, kv_heads: int, head_dim: object) -> None:
-    at_least_one(kv_heads=kv_heads)
-    if head_dim is None and d_model % heads:
-        raise InputError(f"d_model is {d_model}, expected a multiple of heads = {heads} (or pass head_dim)")
-    if heads % kv_heads:
-        raise InputError(f"kv_heads is {kv_heads}, expected a divisor of heads = {heads}")
 
 
 def _with_dropout(attention: Attention, dropout: float) -> Attention:

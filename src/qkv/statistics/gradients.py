@@ -244,7 +244,8 @@ def _input_gradients(
             return gradients
     assert grad_out is None, "the call was not one that is differentiated in one pass"
     if queries is not None:
-        call = replace(call, mask=_and_queries(call.mask, queries))
+        counted = Dense(queries[:, None, :, None])
+        call = replace(call, mask=counted if call.mask is None else call.mask & counted)
     level, at_sink = finite(rows.level), grads.pop("sink_mass", None)
     slopes, constant = _slopes(values, grads, mass, masks)
     totals = zeros(call, needed)
@@ -271,11 +272,6 @@ def _input_gradients(
     arguments = (call, rows, level, slopes, constant, firsts, totals)
     reduce_tiles(groups(call, size), StatisticsGradients(*arguments))
     return summed(call, totals)
-
-
-def _and_queries(mask: Mask | None, queries: Tensor) -> Mask:
-    counted = Dense(queries[:, None, :, None])
-    return counted if mask is None else mask & counted
 
 
 def _slopes(

@@ -537,15 +537,11 @@ def check_measure(c: Composition, size: Size) -> None:
         same(*c.reported, f"measure with {where}: {name}: ", made, want, tolerance * largest(want))
 
 
-def _pickled(thing: object) -> Any:
-    return pickle.loads(pickle.dumps(thing))
-
-
 @torch.no_grad()
 def check_copies(thing: object, result: Callable[[Any], Tensor], what: str) -> None:
     """Copies by pickle and copy.deepcopy can be made, have the same learned tensors and give the same `result`."""
     before, learned = result(thing), learned_tensors(thing)
-    ways: list[tuple[str, Callable[[Any], Any]]] = [("pickle", _pickled)]
+    ways: list[tuple[str, Callable[[Any], Any]]] = [("pickle", lambda thing: pickle.loads(pickle.dumps(thing)))]
     if all(x.is_leaf for x in learned.values()):  # torch cannot deepcopy other tensors
         ways.append(("copy.deepcopy", deepcopy))
     for way, copied in ways:
