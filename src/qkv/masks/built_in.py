@@ -275,12 +275,12 @@ class RandomKeys(Mask):
         return self.ready(grid).sees(b, h, q, k, grid)
 
     def ready(self, grid: Grid) -> Mask:
-        keys = _draw(self.size, self.seed, self.besides, grid.n_keys).to(grid.device)
+        columns = [x.to(grid.device) for x in _columns(self.size, self.seed, self.besides, grid.n_keys)]
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             pairs = k < 0  # none
-            for i in range(keys.shape[1]):
-                pairs = pairs | (keys[q, i] == k)
+            for column in columns:
+                pairs = pairs | (column[q] == k)
             return pairs
 
         return Predicate(visible)
@@ -318,6 +318,13 @@ def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
         best, keys = rank.topk(min(size, n_keys), -1)
         parts.append(torch.where(best >= 0, keys, -1))
     return torch.cat(parts)
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # cached tensors must serve training too
+def _columns(size: int, seed: int, besides: Mask | None, n_keys: int) -> list[Tensor]:
+    """The same, one tensor for each random key of a position: FlexAttention compiles single loads alone."""
+    return [x.contiguous() for x in _draw(size, seed, besides, n_keys).unbind(1)]
 
 
 def _with_repeats(drawn: Tensor) -> Tensor:
