@@ -279,6 +279,7 @@ class Mean(Edit):
         return mean.expand_as(head.output)
 
 
+@dataclass(eq=False)
 class Scale(Edit):
     """Multiplies the output of the head.
 
@@ -286,15 +287,14 @@ class Scale(Edit):
         factor: a number, or a tensor (for gradients: which heads matter) that broadcasts with (b, nq, dv).
     """
 
+    factor: float | Tensor
     positional = False
-
-    def __init__(self, factor: float | Tensor) -> None:
-        self.factor = factor
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
         return head.output * self.factor
 
 
+@dataclass(eq=False)
 class Steer(Edit):
     """Adds a vector to the output of the head at every token (Turner et al. 2023, arXiv:2308.10248).
 
@@ -302,10 +302,8 @@ class Steer(Edit):
         vector: (dv,), or what broadcasts with (b, nq, dv).
     """
 
+    vector: Float[Tensor, "*b dv"]
     positional = False
-
-    def __init__(self, vector: Float[Tensor, "*b dv"]) -> None:
-        self.vector = vector
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
         if self.vector.ndim == 0 or self.vector.shape[-1] != head.output.shape[-1]:
@@ -315,6 +313,7 @@ class Steer(Edit):
         return head.output + self.vector.to(head.output)
 
 
+@dataclass(eq=False)
 class Patch(Edit):
     """Replaces the output of the head by that of another run (activation patching).
 
@@ -322,10 +321,8 @@ class Patch(Edit):
         output: (b, nq, dv), from `qkv.profiler.head_outputs` of a run on a text of the same length.
     """
 
+    output: Float[Tensor, "b nq dv"]
     positional = False
-
-    def __init__(self, output: Float[Tensor, "b nq dv"]) -> None:
-        self.output = output
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
         return self.output.to(head.output)

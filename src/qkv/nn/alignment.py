@@ -108,7 +108,6 @@ class AdditiveAttention(nn.Module):
             (keys if values is None else values)[:, None],
             mask=mask,
             score=Additive(self.vector, self.w_q),  # the keys are projected already
-            kernel=_kernel(query),
             return_weights=return_weights,
         )
         if isinstance(result, tuple):
@@ -256,7 +255,7 @@ class LuongAttention(nn.Module):
             spread = 2 * (self.half_width / 2) ** 2
             bias, normalizer = self._gaussian(q, k, distance.square() / spread, visible)
         result = attend(
-            q, k, v, mask=visible, bias=bias, score=self._score(), normalizer=normalizer, kernel=_kernel(query),
+            q, k, v, mask=visible, bias=bias, score=self._score(), normalizer=normalizer,
             return_weights=return_weights,
         )  # fmt: skip
         context, weights = result if isinstance(result, tuple) else (result, None)
@@ -296,18 +295,13 @@ class LuongAttention(nn.Module):
         with serving(None):  # an internal step of the softmax that follows: observers must not see it
             _, sink = attend(
                 q, k, k[..., :1], mask=visible, bias=TensorBias(log_missing), score=self._score(),
-                kernel=_kernel(q[:, 0]), return_lse=True,
+                return_lse=True,
             )  # fmt: skip
         return TensorBias(-exponent), Softmax(sink=sink)
 
     def extra_repr(self) -> str:
         width = "" if self.kind == "global" else f", half_width={self.half_width}"
         return f"d_query={self.d_query}, d_key={self.d_key}, score={self.score!r}, kind={self.kind!r}{width}"
-
-
-def _kernel(query: Tensor) -> str:
-    """The kernel for these queries: for a single one (a decoder step), eager is several times faster than tiles."""
-    return "eager" if query.shape[1] == 1 else "auto"
 
 
 def _both(mask: Mask | None, further: Mask) -> Mask:

@@ -10,14 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qkv.cache import Cache
 from qkv.compat import with_blocked
 from qkv.errors import InputError, at_least_one, one_of
 from qkv.masks import Mask
 from qkv.nn.multi_head import KeysValues, MultiHeadAttention
-
-if TYPE_CHECKING:
-    from qkv.compat import with_blocked
-from qkv.cache import Cache
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
