@@ -78,18 +78,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor
     schema=f"(Tensor grad, Tensor grad_lse, Tensor out, Tensor lse, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def attention_gradients(
-    grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-    sink: Tensor | None, before: int | None, after: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the sink, which is empty without a sink, given those of the results of `attention`."""
+    q, k, v, _, sink, *_ = arguments
     with torch.no_grad():
-        call = _call(q, k, v, keep, sink, before, after, scale)
+        call = _call(*arguments)
         if native.unsupported_reason(call) is None and is_finite(call):
             gradients = native.gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse)
         else:
             if call.mask is not None:
                 q, _ = zero_masked_nonfinite(q, k[:, :, :0], call.mask, call.grid, call.normalizer)
-                call = _call(q, k, v, keep, sink, before, after, scale)
+                call = _call(q, *arguments[1:])
             names = {"q", "k", "v", "sink"} - ({"sink"} if sink is None else set())
             gradients = tiled.gradients(call, Partial(out, lse), grad, grad_lse, names)
         inputs = {"q": q, "k": k, "v": v, "sink": q.new_empty(0) if sink is None else sink}
@@ -102,9 +102,9 @@ def attention_gradients(
 
 @attention_gradients.register_fake
 def _(
-    grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-    sink: Tensor | None, *options: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, _, sink, *_ = arguments
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 

@@ -46,8 +46,6 @@ def unsupported_reason(call: Call) -> str | None:
     device = call.q.device.type
     if device not in ("cpu", *GPUS):
         return f"tensors are on {device}; it is for CUDA, and for tests on CPU"
-    if not _has_lse():
-        return f"the FlexAttention of torch {torch.__version__} cannot return the log-sum-exp"
     if (why := unmet(call, OFFERS)) is not None:
         return why
     for bias in call.biases:
@@ -60,16 +58,6 @@ def unsupported_reason(call: Call) -> str | None:
     if device == "cuda" and call.q.dtype == torch.float64:
         return "its kernels accumulate in float32, which is not precise enough for float64"
     return None if call.normalizer.has_lse else _not_by_logarithms(call)
-
-
-@functools.cache
-def _has_lse() -> bool:
-    """Whether this torch has FlexAttention with the arguments used here."""
-    try:
-        from torch.nn.attention.flex_attention import AuxRequest, BlockMask
-    except ImportError:
-        return False
-    return "lse" in AuxRequest._fields and hasattr(BlockMask, "from_kv_blocks")
 
 
 def forward(call: Call) -> Result:
