@@ -96,11 +96,6 @@ __all__ = [
 ]
 
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
-_MODULES = (
-    "biases", "cache", "edits", "features", "huggingface", "kernels", "masks", "models", "nn",
-    "normalizers", "plot", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing",
-    "tracking",
-)  # fmt: skip
 _NAMES = {
     "qkv._untrusted": ("max_size",),
     "qkv.engine.call": ("Result",),
@@ -117,6 +112,7 @@ _NAMES = {
     "qkv.statistics.measure": ("measure",),
     "qkv.statistics.result": ("Statistics",),
 }
+_MODULES = {*__all__}.difference(("InputError",), *_NAMES.values())
 if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has every name
     __getattr__ = lazy(__name__, _NAMES, (*_MODULES, "course", "lab"))  # the last two are in qkv-lab
 __dir__ = __all__.copy

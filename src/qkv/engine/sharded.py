@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -209,19 +208,27 @@ def _span(i: int, size: int) -> slice:
     return slice(i * size, (i + 1) * size)
 
 
+DESCRIPTION = 400  # bytes of a text about the tensors of a process
+
+
 def _check_same_on_all_ranks(group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise on every process if shapes or dtypes differ between processes, which would otherwise deadlock."""
     tensors = {"q": q, "k": k, "v": v}
-    mine = ", ".join(f"{name} {kind_of(x)}" for name, x in tensors.items())
-    learns = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors.values())
-    everyone: list[Any] = [None] * dist.get_world_size(group)
+    needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors.values())
+    described = ", ".join(f"{name} {kind_of(x)}" for name, x in tensors.items())
+    text = f"{described} {'with' if needs_grad else 'without'} gradient".encode()
+    mine = torch.tensor(
+        list(text[:DESCRIPTION].ljust(DESCRIPTION)), device=q.device if isinstance(q, Tensor) else "cpu"
+    )
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with naming_lost("ring attention", group):
-        dist.all_gather_object(everyone, f"{mine} {'with' if learns else 'without'} gradient", group=group)
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
+        dist.all_gather(everyone, mine, group=group)
+    first, *others = (bytes(x.tolist()).decode(errors="replace").strip() for x in everyone)
+    for rank, other in enumerate(others, 1):
+        if other != first:
             raise InputError(
-                f"group: q, k and v differ between processes: process {rank} has {other}, but process 0 has "
-                f"{everyone[0]}; expected shards of the same shape and dtype, from qkv.ring.shard"
+                f"group: q, k and v differ between processes: process {rank} has {other}, but process 0 has {first}; "
+                "expected shards of the same shape and dtype, from qkv.ring.shard"
             )
 
 
