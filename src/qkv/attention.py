@@ -299,11 +299,8 @@ class Attention:
         )  # fmt: skip
         return result if return_lse or return_weights or return_statistics else result.out
 
-    def plan(
-        self, q: A, k: A, v: A, *, training: bool = False, kernel: str = "auto", return_weights: bool = False
-    ) -> Plan:
-        """`plan` with this composition."""
-        options: dict[str, Any] = {"kernel": kernel, "return_weights": return_weights}
+    def plan(self, q: A, k: A, v: A, *, training: bool = False, **options: Any) -> Plan:
+        """`plan` with this composition; `options` are its other arguments, `kernel` and `return_weights`."""
         return plan(q, k, v, **self._parts(), **options, dropout_p=self.dropout_p if training else 0.0)
 
     def measure(self, q: A, k: A, **options: Any) -> Statistics:

@@ -325,7 +325,6 @@ def _check_weight(score: str, name: str, weight: object) -> None:
 
 
 def _check_size(score: str, name: str, weight: Tensor, dim: int, x: Tensor, of: str) -> None:
-    if weight.shape[dim] != x.shape[3] or (weight.ndim == 3 and len(weight) != x.shape[1] and dim != -1):
-        raise InputError(f"{score}: {name} has shape {tuple(weight.shape)}, which does not fit {of} {tuple(x.shape)}")
-    if score == "Additive" and weight.ndim == 3 and len(weight) != x.shape[1]:
+    each = weight.ndim == 3 and (dim != -1 or score == "Additive")  # General has no matrix for each key head
+    if weight.shape[dim] != x.shape[3] or (each and len(weight) != x.shape[1]):
         raise InputError(f"{score}: {name} has shape {tuple(weight.shape)}, which does not fit {of} {tuple(x.shape)}")

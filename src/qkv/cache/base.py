@@ -217,7 +217,7 @@ class Cache:
         if self._signature and signature != self._signature:
             raise InputError(
                 "q, k and v do not fit the cache: batch, key heads, query heads, head dimensions, dtype and device "
-                f"are {_joined(signature)}, expected {_joined(self._signature)}"
+                f"are {', '.join(map(str, signature))}, expected {', '.join(map(str, self._signature))}"
             )
         return signature
 
@@ -292,10 +292,6 @@ def check_distance_mask(cache: str, step: Step) -> None:
 
 def _rows(x: Tensor, size: int) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1], size, x.shape[3])
-
-
-def _joined(signature: tuple[Any, ...]) -> str:
-    return ", ".join(map(str, signature))
 
 
 class Full(Cache):

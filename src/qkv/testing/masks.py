@@ -47,9 +47,9 @@ def check_mask(mask: Mask, *, sizes: Sizes | None = None, batch: int = 2, heads:
     """Check that a mask fulfils the contract of its base class; for use in your own tests.
 
     It checks: that ``sees`` returns booleans that broadcast and depend only on its positions, not on the tile; each
-    shortcut (``classify`` on tiles of many sizes, ``band``, ``key_mask``, ``visible_keys``,
-    ``factors``, ``alternatives``, ``visible``, ``by_value``) against ``sees``; output, weights and gradients of
-    `attend` on every kernel against a dense definition in float64, where queries without visible keys give 0; finite
+    shortcut (``classify`` on tiles of many sizes, ``band``, ``key_mask``, ``visible_keys``, ``factors``,
+    ``alternatives``, ``ready``, ``visible``, ``by_value``) against ``sees``; output, weights and gradients of `attend`
+    on every kernel against a dense definition in float64, where queries without visible keys give 0; finite
     differences; bfloat16 and float16; NaN in masked keys; `measure`; pickle and copy.deepcopy.
 
     Args:
@@ -190,6 +190,7 @@ def _check_shortcuts(mask: Mask, size: Size, visible: Tensor) -> None:
         if keys.dtype != torch.bool or keys.ndim != 2:
             fail(mask, "key_mask", f"returned {kind_of(keys)}, expected booleans (1 or {size.batch}, {size.keys})")
         agree("key_mask", "says: ", keys[:, None, None])
+    agree("ready", "for this grid says: ", _visible(mask.ready(grid), size.whole, grid))
     counts = mask.visible_keys(grid)
     if counts.ndim != 3:
         fail(mask, "visible_keys", f"returned {kind_of(counts)}, expected numbers (batch, heads, queries)")
