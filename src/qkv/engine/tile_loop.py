@@ -216,12 +216,9 @@ def _fitting(call: Call, tile: int) -> int:
     if mask is None or call.q.shape[2] < 4 * tile:
         return tile
 
+    def computed(size: int) -> float:
+        """The share of the tiles of size × size that are not empty."""
+        return float((mask.classify(Tiles.of(call.grid, size, size), call.grid) != EMPTY).double().mean())
+
     small = max(1, tile // 4)
-    return small if _computed(call, small, small) < 0.6 * _computed(call, tile, tile) else tile
-
-
-def _computed(call: Call, rows: int, columns: int) -> float:
-    """The share of the tiles of rows × columns that are not empty."""
-    if call.mask is None:
-        return 1.0
-    return float((call.mask.classify(Tiles.of(call.grid, rows, columns), call.grid) != EMPTY).double().mean())
+    return small if computed(small) < 0.6 * computed(tile) else tile

@@ -43,8 +43,7 @@ def cached_for_mask(
     Only masks that compare by value have entries, as tensors and functions inside of a mask may change. Decoding has
     none, since each step has another grid. `nbytes` is the memory of a result.
     """
-    other_tensors = torch._C._len_torch_dispatch_stack() > 0  # of a mode in which new ones may be fake or wrapped
-    if grid.n_queries == 1 or not mask.by_value or transforming() or other_tensors:
+    if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
         return make()
     place = mask, grid, key
     with _LOCK:
@@ -59,6 +58,11 @@ def cached_for_mask(
         with _LOCK:
             _CACHE[place] = result, size
     return result
+
+
+def _other_tensors() -> bool:
+    """Whether a dispatch mode is active under which new tensors may be fake or wrapped."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 LOG2_E = math.log2(math.e)
@@ -245,14 +249,9 @@ class ScoreTiles:
         self._patterns[key] = pattern
         return pattern
 
-    def weigh(
-        self, weights: Float[Tensor, "b h q k"], v: Float[Tensor, "n k d"], out: Tensor | None = None
-    ) -> Float[Tensor, "b h q d"]:
+    def weigh(self, weights: Float[Tensor, "b h q k"], v: Float[Tensor, "n k d"]) -> Float[Tensor, "b h q d"]:
         """weights @ v, where v has its batch and key heads folded: (b · key heads, k, d)."""
         folded = weights.reshape(len(v), -1, weights.shape[3])
-        if out is not None:
-            torch.bmm(folded, v, out=out.view(*folded.shape[:2], -1))
-            return out
         return torch.bmm(folded, v).view(*weights.shape[:3], -1)
 
 
