@@ -37,13 +37,6 @@ class ForwardState(RowState):
 
 def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
     """Output and row state of a call; `training` also computes `mean`, for the backward."""
-    reducer = forward_reducer(call, training=training)
-    reduce_tiles(groups(call), reducer)
-    return finished(call, reducer)
-
-
-def forward_reducer(call: Call, *, training: bool = False) -> Forward:
-    """The reducer that computes the output and the row state of a call."""
     b, h, n_queries, _ = call.q.shape
     zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
     normalizer = call.normalizer
@@ -61,12 +54,13 @@ def forward_reducer(call: Call, *, training: bool = False) -> Forward:
     distance_mass = None
     if call.values is not None:
         distance_mass = ByQuery(zeros.new_zeros(b, h, n_queries, call.values.shape[1]), call.grid.offset)
-    return reducer(state, distance_mass)
+    reduce_tiles(groups(call), reducer(state, distance_mass))
+    _finish(call, state, distance_mass)
+    return state
 
 
-def finished(call: Call, reducer: Forward) -> ForwardState:
-    """Output and row state of a call after the last tile."""
-    state, distance_mass, normalizer = reducer.found, reducer.distance_mass, call.normalizer
+def _finish(call: Call, state: ForwardState, distance_mass: ByQuery | None) -> None:
+    """Turn what the tiles have added up into output and row state."""
     if distance_mass is not None:
         assert call.values is not None
         state.out += distance_mass.tensor @ call.values.to(distance_mass.tensor)
@@ -75,13 +69,12 @@ def finished(call: Call, reducer: Forward) -> ForwardState:
         state.out /= state.total[..., None]
     if call.divisor is not None:
         state.out /= call.divisor[..., None]
-    if normalizer.has_lse:
+    if call.normalizer.has_lse:
         assert state.level is not None
         if call.sink is not None:
             part = Partial(state.out, state.level).with_sink(call.sink)
             state.out, state.level = part.out, part.lse
         state.lse = state.level
-    return state
 
 
 def dropped(tile: Tile) -> Tensor:
@@ -274,10 +267,6 @@ class _Panels(Reducer[None, _Panel]):
             table = tiles.of(tiles.call.values[None]) if tiles.call.values is not None else None
             assert table is not None
             self.found.mean[at] += mean.tensor @ table[0].to(mean.tensor)
-
-
-Forward = _Softmax | _Pointwise | _Panels
-"""The reducers of the forward pass."""
 
 
 def _normalized_level_slopes(
