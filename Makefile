@@ -73,11 +73,11 @@ sanitize: venv  ## test the native library built with AddressSanitizer and Undef
 	echo 'int qkv_level(void) { return 3; }' | $(CC) $(SANITIZE) -march=native -x c - src/qkv/native/library.c -o $(SANITIZED) -lm
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 	  $(BIN)/python -c "import pathlib, pytest, qkv.native.binding; qkv.native.binding.LIBRARY = pathlib.Path('$(SANITIZED)'); \
-	  raise SystemExit(pytest.main(['-q', '-W', 'ignore::pytest.PytestAssertRewriteWarning', '-p', 'no:xdist', '-p', 'no:randomly', 'tests/core/test_native.py', 'tests/core/test_native_gradients.py', '-k', 'differ or bits or nan']))"
+	  raise SystemExit(pytest.main(['-q', '-W', 'ignore::pytest.PytestAssertRewriteWarning', '-p', 'no:xdist', '-p', 'no:randomly', 'tests/core/test_native.py', '-k', 'differ or bits or nan']))"
 
 aarch64: venv  ## test the native library compiled for aarch64, under qemu (gcc-aarch64-linux-gnu and qemu-user)
 	PYTHONPATH=tests/core $(BIN)/python -m pytest -p emulated -p no:xdist -p no:randomly -W ignore::pytest.PytestAssertRewriteWarning \
-	  tests/core/test_native.py tests/core/test_native_gradients.py -k 'differ or bits or nan'
+	  tests/core/test_native.py -k 'differ or bits or nan'
 
 KILLS ?= 20
 
