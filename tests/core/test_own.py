@@ -128,12 +128,6 @@ def test_an_overriding_subclass_loses_inherited_shortcuts(argument: str, made: A
             close(x, y, eps=512)
 
 
-def test_an_overriding_bias_is_not_computed_by_its_inherited_form() -> None:
-    changed = [made for argument, made, _ in OVERRIDING if argument == "bias"]
-    assert [bias.form for bias in changed] == [None, None]
-    assert [bias.form for bias in (biases.TensorBias(TABLE), biases.SoftCap(2.0))] == ["tensor", "cap"]
-
-
 # --- learned tensors --------------------------------------------------------------------------------------------------
 
 
