@@ -215,5 +215,3 @@ def test_command_writes_figures_and_data(tmp_path: Path, command: Command) -> No
     share = f"{found.values[0, 1, 0, 2]:.0%}".removesuffix("%")
     assert flow_figure(found, 1).texts[0].get_text().startswith(f"{share} % ")
     assert "no token but itself" in flow_figure(flow_to("qkv-mini", "x", [-1])).texts[0].get_text()
-    assert "--from holds 99" in command.refuses("flow", "qkv-mini", "x", "--from", 99, "--out", tmp_path / "none")
-    assert not (tmp_path / "none").exists()

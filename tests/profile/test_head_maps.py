@@ -152,22 +152,3 @@ def test_command_draws_and_writes_numbers(
         assert (str(found["model"]), int(found["layer"]), int(found["head"])) == ("qkv-mini", 2, 3)
     shown = " ".join(text.get_text() for text in map_figure(program, want).texts)
     assert f"queries 5–{program.n_queries - 1} of {program.n_queries} × keys 0–19 of {program.n_keys}" in shown
-
-
-BAD = {  # arguments, and what the error names
-    "--layer 99": "--layer has 99",
-    "--rows 5:3000": "--rows is 5:3000",
-    "--rows 5": "--rows is '5'",
-    "--size 0": "--size is 0",
-    "qkv-mini none.txt": "none.txt",
-    "--out map.jpg": "--out is map.jpg",
-}
-
-
-@pytest.mark.parametrize("arguments", BAD)
-def test_command_refuses_bad_input(
-    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert BAD[arguments] in command.refuses("map", *arguments.split())
-    assert not list(tmp_path.iterdir())

@@ -51,6 +51,11 @@ CAUSAL, ALL, WINDOW = hf.causal_mask_function, hf.bidirectional_mask_function, h
 BLOCKS = [hf.blockwise_overlay(ids(BATCH, NK, seed=seed)) for seed in range(3)]
 
 
+def of_single_indices(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A user's mask function that works on single indices only."""
+    return (KINDS[q] > 0) | (KINDS[k] == 0)
+
+
 def packed(function: Function) -> Function:
     return hf.packed_sequence_compatibility_function(function, PACKED, SEQUENCES)
 
@@ -79,7 +84,7 @@ FUNCTIONS: dict[str, Function] = {
     "everything and everything": hf.and_masks(ALL, ALL),
     "user's own": every_third,
     "user's own, a table": by_table(ids(BATCH, NK)),
-    "user's own, a list": lambda b, h, q, k: (KINDS[q] > 0) | (KINDS[k] == 0),  # works on single indices only
+    "user's own, a list": of_single_indices,
     "causal and user's own": hf.and_masks(CAUSAL, every_third),
     "causal or user's own": hf.or_masks(CAUSAL, by_table(ids(BATCH, NK, seed=3))),
     "blocks and user's own": hf.and_masks(BLOCKS[0], every_third),
@@ -108,9 +113,9 @@ def shown(lazy: LazyMask) -> Tensor:
 
 
 def theirs(function: Function, **sizes: Any) -> Tensor:
-    """The visible pairs by transformers."""
+    """The visible pairs by transformers; by its slow way only where a function works on single indices."""
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return hf.sdpa_mask(mask_function=function, use_vmap=True, **skips, **sizes)
+    return hf.sdpa_mask(mask_function=function, use_vmap=function is of_single_indices, **skips, **sizes)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -314,10 +314,3 @@ def test_profile_errors_name_the_argument(argument: str, match: str | None, run:
 def test_longest_text_that_fits_is_accepted(name: str, n: int) -> None:
     ids = torch.randint(3, 90, (n,), generator=torch.Generator().manual_seed(1))
     assert quick(hf.build(name), ids).data.sizes["query"] == n
-
-
-@pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model"])
-def test_unknown_model_name_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with refused("model", match="not in the cache"):
-        profile(name, "text")

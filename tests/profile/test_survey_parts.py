@@ -262,28 +262,3 @@ def test_commands_survey_parts_and_merge_them(
     for name in (RESULT, "heads.csv"):
         assert (one / name).read_bytes() == (many / name).read_bytes(), name
     assert command.refuses("survey", "merge", many, many).startswith("qkv: DIR")
-
-
-REFUSED = {
-    "--only-shards": ["survey", "qkv-mini", "t.txt", "--only-shards", "9/9"],
-    "DIR": ["survey", "merge"],
-    "--threads": ["survey", "qkv-mini", "t.txt", "--threads", "0"],
-    "--device": ["survey", "qkv-mini", "t.txt", "--device", "abacus"],
-    "overlap is": ["survey", "qkv-mini", "t.txt", "--overlap", "9999"],
-    "corpus": ["survey", "qkv-mini", "library", "t.txt"],
-    "stream": ["survey", "qkv-mini", "library", "--stream"],
-    "nosuch://a": ["survey", "qkv-mini", "nosuch://a"],
-    "--out is 'nosuch": ["survey", "qkv-mini", "t.txt", "--out", "nosuch://a/b"],
-    "two slashes": ["survey", "qkv-mini", "t.txt", "--out", "s3:/bucket/x"],
-    "s3:": ["profile", "qkv-mini", "--out", "s3://bucket/x"],
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_commands_refuse_before_they_write(
-    said: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "t.txt").write_text("hello there")
-    assert said in command.refuses(*REFUSED[said])
-    assert [path.name for path in tmp_path.iterdir()] == ["t.txt"], "a folder was written"
