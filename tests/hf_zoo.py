@@ -163,9 +163,11 @@ def examine(name: str, *, padded: bool = False) -> Seen:
 
 
 def in_eager(name: str, model: Any) -> Any:
-    """A model with the same weights and eager attention: this one if transformers can switch it, else another."""
+    """A model with the same weights and eager attention: this one if it has it or can be switched, else another."""
     if name in DISAGREE:
         return None
+    if model.config._attn_implementation == "eager":
+        return model
     if name not in ROUTED or name == "sam":  # whose class of attention is chosen when it is built
         return build(name, "eager")
     model.set_attn_implementation("eager")

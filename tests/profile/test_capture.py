@@ -149,18 +149,6 @@ def test_observation_forms_no_quadratic_tensor(name: str, padding: int, monkeypa
     assert largest_tensor(lambda: observed(model, inputs, map_tokens=0)) <= heads * n * n / 16
 
 
-def test_indices_restrict_the_visible_keys() -> None:
-    """DeepSeek-V3.2 passes them besides the mask. (test_zoo tests the model itself.)"""
-    chosen = torch.tensor([[0, 0], [0, 1], [1, 2], [0, 3], [2, 4]])[None]
-    record = attend_to(nn.Identity(), lazy_mask(1, 5, 5), indices=chosen.int())
-    assert record.weights is not None
-    assert (record.weights > 0).sum(-1)[0, 0].tolist() == [1, 2, 2, 2, 2]
-    assert (record.weights[0, :, 4, [2, 4]] > 0).all()
-    late = attend_to(nn.Identity(), lazy_mask(1, 5, 5), indices=chosen.flip(1).int())  # later keys stay masked
-    assert late.weights is not None
-    assert (late.weights > 0).sum(-1)[0, 0].tolist() == [0, 1, 2, 2, 1]
-
-
 def attend_to(module: nn.Module, mask: Any = None, **kwargs: Any) -> Record:
     """One call from a module of a tiny model, as transformers would make it."""
     model = nn.Sequential(module)

@@ -23,7 +23,6 @@ from qkv.figures.analyses import heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
-from qkv.models.loss import token_loss
 from qkv.profiler.analyses.eviction import Eviction, _under_masks, eviction, expiry, mass_lost, nats_of, policies_of
 from qkv.profiler.analyses.policies import ONLINE, online_expiry
 from qkv.profiler.capture.datasets import calls_of
@@ -126,17 +125,6 @@ def test_window_and_sinks_equal_masks(layers: int) -> None:
         found = nats_of("caches", lm, ids, policy, 7, lambda tokens: None)
         assert found == pytest.approx(masked_nats(lm, ids, mask), rel=1e-12)
     assert not lm.training
-
-
-def test_heavy_hitters_are_evicted_one_by_one() -> None:
-    lm, ids = model(positions="rotary"), text(33)
-    found = nats_of("caches", lm, ids, HEAVY, 9, lambda tokens: None)
-    heard: list[int] = []
-    expected = token_loss(lm, ids, lambda: HeavyHitters(4, 5), chunk=1, on_chunk=heard.append)
-    assert found == pytest.approx(float(expected.sum()), rel=1e-12)
-    assert heard == [1] * 32
-    together = token_loss(lm, ids, lambda: HeavyHitters(4, 5), chunk=16)
-    assert abs(float(together.sum()) - found) > 1e-3  # so it does matter
 
 
 def worth_of(policy: str, a: np.ndarray, k: np.ndarray, held: list[int], t: int, budget: int) -> np.ndarray:

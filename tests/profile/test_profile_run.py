@@ -18,9 +18,9 @@ import xarray as xr
 from torch import Tensor, nn
 
 import hf_models as hf
+import profile_fixture as made
 import qkv
 from conftest import refused
-from profile_fixture import OF_ONE_TEXT, by_definition
 from qkv.models.loading import ByteTokenizer, Loaded, load_model, random_gpt2
 from qkv.profiler import Profile, profile
 
@@ -32,7 +32,6 @@ TEXTS = (
 PER_QUERY = (
     "entropy", "lse", "sink", "self", "previous", "next", "local", "distance", "spread", "effective_keys",
 )  # fmt: skip
-LOCAL = 5
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +40,8 @@ def minilm() -> Loaded:
 
 
 @pytest.fixture(scope="module")
-def own(minilm: Loaded) -> list[np.ndarray]:
-    """For each text the weights the model's own eager implementation returns, (layer, head, query, key), float64."""
-    model = transformers.BertModel(minilm.model.config, add_pooling_layer=True)
-    model.load_state_dict(minilm.model.state_dict())
-    model.eval().set_attn_implementation("eager")
-    with torch.no_grad():
-        outputs = [model(**minilm.tokenizer(t, return_tensors="pt"), output_attentions=True) for t in TEXTS]
-    return [torch.cat(o["attentions"]).double().numpy() for o in outputs]
-
-
-@pytest.fixture(scope="module")
 def result(minilm: Loaded) -> Profile:
-    return profile(minilm.model, TEXTS, tokenizer=minilm.tokenizer, local_window=LOCAL, probe=False, progress=False)
+    return profile(minilm.model, TEXTS, tokenizer=minilm.tokenizer, probe=False, progress=False)
 
 
 quick = functools.partial(profile, progress=False, probe=False)
@@ -66,16 +54,17 @@ def tiny(name: str = "llama") -> tuple[nn.Module, Tensor]:
 # --- a trained model ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", range(len(TEXTS)))
-def test_statistics_of_minilm_equal_those_of_its_weights(result: Profile, own: list[np.ndarray], text: int) -> None:
-    A, n = own[text], own[text].shape[-1]
-    got = result.data.isel(text=text, query=slice(n), key=slice(n))
-    assert A.shape == (6, 12, n, n)
-    expected = by_definition(A, window=LOCAL) | {"visible": np.full((6, 12, n), n)}
-    np.testing.assert_allclose(got["spread"] ** 2, expected.pop("spread") ** 2, atol=2e-3)
-    for name, values in expected.items():
-        np.testing.assert_allclose(got[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
-    np.testing.assert_allclose(got["received"].sum("key"), n, rtol=1e-6)
+def test_profile_of_minilm_equals_that_of_its_weights(result: Profile) -> None:
+    """Which are read and summed by brute force; shorter texts are padded with NaN."""
+    data, want = result.data, made.minilm(TEXTS).data
+    assert len(set(want["n_keys"].values.tolist())) == len(TEXTS)
+    for name in ("module", "query_token", "key_token", "n_queries", "n_keys"):
+        assert data[name].values.tolist() == want[name].values.tolist(), name
+    for name, values in want.drop_vars("lse").data_vars.items():
+        assert data[name].dtype == np.float32
+        power, allowed = (2, 2e-3) if name == "spread" else (1, 1e-5)
+        np.testing.assert_allclose(data[name] ** power, values**power, rtol=1e-5, atol=allowed, err_msg=str(name))
+    assert np.array_equal(np.isfinite(data["lse"]), np.isfinite(want["entropy"]))
 
 
 def test_log_sum_exps_of_minilm_equal_those_of_its_scores(minilm: Loaded, result: Profile) -> None:
@@ -89,26 +78,9 @@ def test_log_sum_exps_of_minilm_equal_those_of_its_scores(minilm: Loaded, result
     np.testing.assert_allclose(result.data["lse"][0, 0, :, :n], want, rtol=1e-5, atol=1e-5)
 
 
-def test_shorter_texts_are_padded_with_nan(result: Profile, own: list[np.ndarray]) -> None:
-    data, lengths = result.data, [A.shape[-1] for A in own]
-    assert len(set(lengths)) == len(TEXTS)
-    sizes = [data.sizes[dim] for dim in ("text", "layer", "head", "query", "key")]
-    assert sizes == [3, 6, 12, max(lengths), max(lengths)]
-    assert data["n_queries"].values.tolist() == data["n_keys"].values.tolist() == lengths
-    for text, n in enumerate(lengths):
-        for name in (*PER_QUERY, "received"):
-            assert np.isfinite(data[name][text, ..., :n]).all(), name
-            assert np.isnan(data[name][text, ..., n:]).all(), name
-        assert np.isfinite(data["weights"][text, ..., :n, :n]).all()
-        assert np.isnan(data["weights"][text, ..., n:, :]).all()
-        assert np.isnan(data["weights"][text, ..., n:]).all()
-        assert (data["query_token"][text, n:] == "").all()
-    assert all(data[name].dtype == np.float32 for name in (*PER_QUERY, "received", "weights"))
-
-
 def test_a_text_has_the_same_profile_alone_and_of_the_name_of_the_model(minilm: Loaded, result: Profile) -> None:
     before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    settings = {"local_window": LOCAL, "probe": False, "progress": False}
+    settings = {"probe": False, "progress": False}
     alone = profile("minilm", TEXTS[1], **settings)  # type: ignore[arg-type]
     n = alone.data.sizes["query"]
     among = result.data.isel(text=[1], query=slice(n), key=slice(n))
@@ -180,7 +152,7 @@ def test_encoder_decoder_with_a_target_or_the_source_in_its_place(target: str | 
         assert data.sizes["layer"] == (2 if name == "encoder" else 3)
         assert data.attrs["causal"] is (name == "decoder")
     cross = result.groups["cross"]
-    for name in OF_ONE_TEXT:
+    for name in made.OF_ONE_TEXT:
         assert np.isnan(cross[name]).all(), f"{name}: queries and keys are other texts"
     for name in ("entropy", "sink", "effective_keys", "received"):
         assert np.isfinite(cross[name]).all(), name
@@ -210,7 +182,7 @@ def test_random_gpt2_reads_bytes_and_is_causal(capfd: pytest.CaptureFixture[str]
     assert (np.triu(result.data["weights"].values, 1) == 0).all()
     assert result.attrs["text_preview"] == text
     assert result.attrs["model"] == "random-gpt2 (6 × 6 × 64, untrained)"
-    xr.testing.assert_identical(quick("random-gpt2", text).data, result.data)
+    xr.testing.assert_identical(by_gpt2(text, probe=False, progress=False).data, result.data)
     assert capfd.readouterr() == ("", "")
 
 

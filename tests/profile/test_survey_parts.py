@@ -19,6 +19,7 @@ from conftest import Command, refused
 from forked import Forked
 from qkv._survey_settings import Settings
 from qkv.figures import survey as survey_plots
+from qkv.models import checkpoint
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.folder import COMPLETE, Folder, Objects
 from qkv.profiler.surveys.merging import Incomplete, check_complete, merge_folders
@@ -247,7 +248,8 @@ def test_commands_survey_parts_and_merge_them(
     (tmp_path / "texts" / "b.py").write_text("import os\n")
     (tmp_path / "texts" / "c.bin").write_bytes(b"\0")
     one, many = tmp_path / "one", tmp_path / "many"
-    words = ["survey", "qkv-mini", tmp_path / "texts", "--shards", 2, "--threads", 1, "--out"]
+    model = checkpoint.save(own(), tmp_path / "model")
+    words = ["survey", model, tmp_path / "texts", "--shards", 2, "--threads", 1, "--out"]
     said = command.succeeds(*words, one)
     assert "2 texts" in said
     assert "Skipped 1 texts: 1 × no UTF-8 text" in said

@@ -117,7 +117,7 @@ def test_tokens_that_assisted_generation_rejects_leave_no_rows(how: str, llama: 
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
     if how == "assistant":
         options = {"assistant_model": causal_lm(num_hidden_layers=1)}
-    found, out = watched(llama, lambda: llama.generate(ids, max_new_tokens=20, do_sample=False, **options))
+    found, out = watched(llama, lambda: llama.generate(ids, max_new_tokens=12, do_sample=False, **options))
     got = found.profile()
     n = tokens(got).shape[1]
     assert torch.equal(tokens(got), out[:, :n])

@@ -379,7 +379,7 @@ def test_a_model_of_images_is_profiled_on_text_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(3))
 def test_random_runs_equal_eager_attention(number: int) -> None:
     from fuzz.runs import mismatch
 
@@ -413,9 +413,9 @@ def test_tensors_without_numbers_give_shapes(kernel: str, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", ["alibi", "sink"])
-def test_exported_and_traced_layers_compute_what_the_layer_does(name: str) -> None:
-    layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(**COMPOSITIONS[name])).eval()
+def test_exported_and_traced_layers_compute_what_the_layer_does() -> None:
+    attention = qkv.Attention(**COMPOSITIONS["alibi"], **COMPOSITIONS["sink"])
+    layer = qkv.nn.MultiHeadAttention(32, 4, attention=attention).eval()
     x, other = torch.randn(2, 1, 10, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for program in (torch.export.export(layer, (x,)).module(), torch.jit.trace(layer, (x,))):
