@@ -36,7 +36,7 @@ PER_QUERY = (
 
 @pytest.fixture(scope="module")
 def minilm() -> Loaded:
-    return load_model("minilm")
+    return loaded("minilm")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,7 @@ def result(minilm: Loaded) -> Profile:
     return profile(minilm.model, TEXTS, tokenizer=minilm.tokenizer, probe=False, progress=False)
 
 
+loaded = functools.cache(load_model)
 quick = functools.partial(profile, progress=False, probe=False)
 
 
@@ -182,7 +183,7 @@ def test_random_gpt2_reads_bytes_and_is_causal(capfd: pytest.CaptureFixture[str]
     assert (np.triu(result.data["weights"].values, 1) == 0).all()
     assert result.attrs["text_preview"] == text
     assert result.attrs["model"] == "random-gpt2 (6 × 6 × 64, untrained)"
-    xr.testing.assert_identical(by_gpt2(text, probe=False, progress=False).data, result.data)
+    xr.testing.assert_identical(by_name(text, probe=False, progress=False).data, result.data)
     assert capfd.readouterr() == ("", "")
 
 
@@ -212,12 +213,11 @@ def test_folder_is_loaded_and_the_mode_of_a_model_restored(tmp_path: Path) -> No
 # --- errors -------------------------------------------------------------------------------------------------------
 
 IDS = [5, 6, 7]
-loaded = functools.cache(load_model)
 
 
-def by_gpt2(inputs: Any, **settings: Any) -> Profile:
-    """As `profile("random-gpt2", inputs, …)`, of a model that is made once."""
-    return profile(loaded("random-gpt2").model, inputs, tokenizer=loaded("random-gpt2").tokenizer, **settings)
+def by_name(inputs: Any, name: str = "random-gpt2", **settings: Any) -> Profile:
+    """As `profile(name, inputs, …)`, of a model that is made once."""
+    return profile(loaded(name).model, inputs, tokenizer=loaded(name).tokenizer, **settings)
 
 
 BART = hf.build("bart", vocab_size=256)
@@ -247,14 +247,14 @@ def by_llama(inputs: Any) -> Profile:
 
 
 REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
-    ("inputs", "is empty", lambda: by_gpt2(["a", " \n\t "])),
-    ("inputs", "no text", lambda: by_gpt2([])),
-    ("inputs", "holds int", lambda: by_gpt2([1, 2])),
-    ("inputs", "513 tokens", lambda: profile("minilm", "word " * 511)),
+    ("inputs", "is empty", lambda: by_name(["a", " \n\t "])),
+    ("inputs", "no text", lambda: by_name([])),
+    ("inputs", "holds int", lambda: by_name([1, 2])),
+    ("inputs", "513 tokens", lambda: by_name("word " * 511, "minilm")),
     ("inputs", "63 tokens", lambda: profile(hf.build("roberta"), torch.full((63,), 5))),  # positions count from 2
     ("target", "65 tokens", lambda: by_bart("b" * 65)),
     ("target", "no tokens", lambda: by_bart("")),
-    ("target", None, lambda: by_gpt2("a", target="b")),
+    ("target", None, lambda: by_name("a", target="b")),
     ("target", r"1\.\.299", lambda: profile(BART, BEYOND)),
     ("inputs", "no tokenizer", lambda: by_llama("text")),
     ("inputs", r"5\.\.97", lambda: by_llama(torch.tensor([5, 97]))),
@@ -263,11 +263,11 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("inputs", "bool", lambda: by_llama(torch.ones(3) > 0)),
     ("inputs", r"\(1, 2, 3\)", lambda: by_llama(torch.ones(1, 2, 3).long())),
     ("inputs", "no tokens", lambda: by_llama(torch.ones(0).long())),
-    ("layers", r"\[\]", lambda: by_gpt2("a", layers=[])),
-    ("layers", "from 0", lambda: by_gpt2("a", layers=[0, -1])),
-    ("layers", r"\[0, 6\]", lambda: by_gpt2("a", layers=[0, 6])),
-    ("local_window", None, lambda: by_gpt2("a", local_window=0)),
-    ("map_tokens", None, lambda: by_gpt2("a", map_tokens=-1)),
+    ("layers", r"\[\]", lambda: by_name("a", layers=[])),
+    ("layers", "from 0", lambda: by_name("a", layers=[0, -1])),
+    ("layers", r"\[0, 6\]", lambda: by_name("a", layers=[0, 6])),
+    ("local_window", None, lambda: by_name("a", local_window=0)),
+    ("map_tokens", None, lambda: by_name("a", map_tokens=-1)),
     ("model", "no folder", lambda: profile("./no/such/folder", "a")),
     ("model", "Embedding made no", lambda: profile(nn.Embedding(9, 3), torch.tensor(IDS))),
     ("model", "LlamaModel made no", lambda: without_attention(partial=False)),

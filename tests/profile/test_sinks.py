@@ -135,7 +135,7 @@ TEXTS = ["The keeper kept two logbooks, and wrote in one of them.", "He rowed; s
 
 @pytest.fixture(scope="module", params=["qkv-mini", "minilm"])
 def real(request: pytest.FixtureRequest) -> Profile:
-    return qkv.profile(request.param, TEXTS, progress=False)
+    return qkv.profile(request.param, TEXTS, probe=False, progress=False)
 
 
 def test_scores_equal_those_of_dense_weights(real: Profile) -> None:
