@@ -481,10 +481,8 @@ MAP_REFUSALS: list[tuple[str, str | None, Callable[[AttentionMap], object]]] = [
     ("layers", "'cross'", lambda m: of_mini(group="cross")),
     ("inputs", None, lambda m: of_mini(["a", "b"])),
     ("model", r"NaN in h\.1", lambda m: of_nan()),
-    ("zoom", None, lambda m: m.tile(9, 0, 0)),
     ("zoom", None, lambda m: m.tile(-1, 0, 0)),
     ("i", None, lambda m: m.tile(0, 1, 0)),
-    ("j", None, lambda m: m.tile(0, 0, 1)),
     ("pool", None, lambda m: map_figure(m, m.picture(), pool="min")),
 ]
 

@@ -106,6 +106,11 @@ def divided(weights: Tensor, factors: Tensor) -> Tensor:
     return (product / product.sum(-1, keepdim=True)).nan_to_num(nan=0.0)
 
 
+def model(**parts: Any) -> DecoderLM:
+    settings: dict[str, Any] = {"vocab_size": 17, "d_model": 32, "layers": 2, "heads": 2, "context": 512} | parts
+    return enlarged(DecoderLM(DecoderConfig(**settings)))
+
+
 @pytest.mark.parametrize(
     ("parts", "residual", "by"),
     [
@@ -119,11 +124,10 @@ def divided(weights: Tensor, factors: Tensor) -> Tensor:
     ],
 )
 def test_rollout_equals_the_dense_product(parts: dict[str, Any], residual: float, by: str, tile4: None) -> None:
-    settings: dict[str, Any] = {"vocab_size": 17, "d_model": 64, "layers": 3, "heads": 4, "context": 64} | parts
-    model = enlarged(DecoderLM(DecoderConfig(**settings)))
+    lm = model(**{"d_model": 64, "layers": 3, "heads": 4} | parts)
     ids = torch.randint(17, (2, 13), generator=torch.Generator().manual_seed(4))
     weights = []
-    for seen in calls_of(model, {"ids": ids}):
+    for seen in calls_of(lm, {"ids": ids}):
         given = seen.call.given
         weights.append(
             oracle(given.q, given.k, given.v, mask=given.mask, bias=given.biases, normalizer=given.normalizer)[2]
@@ -132,7 +136,7 @@ def test_rollout_equals_the_dense_product(parts: dict[str, Any], residual: float
             norms = given.v.norm(dim=-1).repeat_interleave(given.q.shape[1] // given.v.shape[1], 1)
             weights[-1] = divided(weights[-1], norms if by == "values" else (torch.arange(13) > 0).expand(2, 1, 13))
     assert residual or not parts.get("sink") or weights[0].sum(-1).min() < 0.9  # the rows do need to be divided
-    check(model, ids, weights, residual=residual, keep=torch.ones(2, 13, dtype=torch.bool), by=by)
+    check(lm, ids, weights, residual=residual, keep=torch.ones(2, 13, dtype=torch.bool), by=by)
 
 
 @pytest.mark.parametrize(
@@ -151,11 +155,6 @@ def test_rollout_of_hugging_face_models_with_padding(
         others = (keep.cumsum(-1) > 1)[:, None]
         weights = [divided(one * keep[:, None, :, None], others) for one in weights]
         check(model, batch, weights, residual=0.5, keep=keep, rtol=1e-4, by="without-first")
-
-
-def model(**parts: Any) -> DecoderLM:
-    settings: dict[str, Any] = {"vocab_size": 17, "d_model": 32, "layers": 2, "heads": 2, "context": 512} | parts
-    return enlarged(DecoderLM(DecoderConfig(**settings)))
 
 
 def test_texts_of_different_lengths_are_padded() -> None:
