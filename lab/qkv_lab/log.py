@@ -45,25 +45,23 @@ def loss_figure(name: str, metrics: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-OVER_TRAINING = {
-    "sink": "mean weight on the first token", "accuracy": "share of words aligned right", "entropy": "entropy, nats",
-}  # fmt: skip
-"""What `heads_figure` draws of an attention check, which has a number for each layer and head."""
+OVER_TRAINING = ("sink", "accuracy", "entropy")
+"""The entries of an attention check that `heads_figure` draws, if they have a number for each layer and head."""
 
 
 def heads_figure(name: str, metrics: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """Plot the sink, alignment and entropy of every head over training; None if fewer than two checks have them."""
+    """Plot some entries of the attention check, for every head over training; None without two checks of heads."""
     checks = {m["step"]: m["check"] for m in metrics if m.get("check")}
-    drawn = [entry for entry in OVER_TRAINING if checks and all(entry in check for check in checks.values())]
+    drawn = [entry for entry in OVER_TRAINING if all(np.ndim(check.get(entry, 0)) == 2 for check in checks.values())]
     if len(checks) < 2 or not drawn:
         return None
-    found = {entry: np.array([np.ravel(check[entry]) for check in checks.values()], float) for entry in drawn}
-    note = f"One line for each of {next(iter(found.values())).shape[1]} heads; dark: their mean."
+    note = "Entries of the attention check. One line for each head; dark: their mean."
     figure, panels_ = panels(f"{name}: the heads over training", note, columns=len(drawn), width=3.6 * len(drawn))
-    for axes, (entry, values) in zip(panels_, found.items(), strict=True):
+    for axes, entry in zip(panels_, drawn, strict=True):
+        values = np.array([np.ravel(check[entry]) for check in checks.values()], float)
         axes.plot(list(checks), values, color=COLOURS[5], linewidth=0.9)
         axes.plot(list(checks), values.mean(1), color=COLOURS[0], linewidth=2.2)
-        axes.set(xlabel="step", ylabel=OVER_TRAINING[entry], ylim=(0, None))
+        axes.set(xlabel="step", ylabel=entry, ylim=(0, None))
     return figure
 
 

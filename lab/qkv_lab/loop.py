@@ -244,7 +244,7 @@ def _step(
     device = next(model.parameters()).device
     for group in optimizer.param_groups:
         group["lr"] = training.lr_at(step)
-    generator: Any = torch.default_generator if device.type == "cpu" else torch  # which takes a millisecond
+    generator: Any = torch.default_generator if device.type == "cpu" else torch  # a millisecond
     generator.manual_seed(((training.seed * 1_000_003 + step) * 4099) % 2**63)
     model.train()
     total, summed = task.count(batch), torch.zeros((), device=device)

@@ -1,14 +1,19 @@
-"""Surveys on Ray have the bytes of one process. Ray itself runs in `make torture`, which kills its processes."""
+"""Surveys on Ray, here a cluster of one CPU on this machine: the bytes of one process. `make torture` kills them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from conftest import Command, refused
 from qkv.errors import InputError
@@ -19,54 +24,41 @@ from qkv.profiler.surveys.survey import Incomplete
 from survey_process import own_survey
 
 ray = pytest.importorskip("ray", reason="surveys on Ray need the extra ray")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's tasks run in this process, whose start takes no time; what they get and return is pickled, as by Ray."""
-
-    def get(stored: bytes) -> Any:
-        found = ray.cloudpickle.loads(stored)
-        if isinstance(found, InputError):
-            raise ray.exceptions.RayTaskError("task", "its traceback", found)
-        return found
-
-    def carried_out(task: bytes, *given: Any) -> bytes:
-        try:
-            return put(get(task)(*get(put(given))))
-        except InputError as error:
-            return put(error)
-
-    def remote(task: Callable[..., Any]) -> Any:
-        stored = put(task)
-        task_of = SimpleNamespace(remote=lambda *given: carried_out(stored, *given))
-        return SimpleNamespace(options=lambda **_: task_of)
-
-    put = ray.cloudpickle.dumps
-    for name, function in {
-        "is_initialized": lambda: True, "cluster_resources": dict, "get_gpu_ids": list, "put": put, "get": get,
-        "remote": remote, "wait": lambda waiting: (waiting[-1:], waiting[:-1]), "cancel": lambda *_, **__: None,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(ray, name, function)
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One CPU; its processes import `survey_process`."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_survey_on_ray_has_the_bytes_of_one_process(tmp_path: Path) -> None:
-    out, seen = tmp_path / "out", list[tuple[int, int, int]]()
+def test_a_survey_has_the_bytes_of_one_process_and_bad_input_is_one_sentence(tmp_path: Path) -> None:
+    """Both on one cluster, whose start takes longest."""
+    _has_the_bytes_of_one_process(tmp_path)
+    _bad_input_is_one_sentence(tmp_path)
+
+
+def _has_the_bytes_of_one_process(folder: Path) -> None:
+    out, seen = folder / "out", list[tuple[int, int, int]]()
     own_survey(out, shards=4, only_shards="0/4")
     found = own_survey(out, shards=4, engine="ray", on_batch=lambda *new: seen.append(new))
-    assert found.packed() == own_survey(tmp_path / "whole", shards=4).packed()
+    assert found.packed() == own_survey(folder / "whole", shards=4).packed()
     assert len(seen) == 3, "a shard that was finished was computed again"
 
 
-@pytest.mark.usefixtures("cluster")
-def test_bad_input_of_a_task_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("import os")
-    corpus = of_files([tmp_path / "one.txt"])
-    (tmp_path / "one.txt").unlink()
+def _bad_input_is_one_sentence(folder: Path) -> None:
+    (folder / "one.txt").write_text("import os")
+    corpus = of_files([folder / "one.txt"])
+    (folder / "one.txt").unlink()
     with pytest.raises(InputError, match=r"corpus .* changed") as raised:
-        own_survey(tmp_path / "a", corpus, shards=1, engine="ray")
-    assert isinstance(raised.value.__cause__, ray.exceptions.RayTaskError), "it was not raised in a task"
+        own_survey(folder / "a", corpus, shards=1, engine="ray")
+    assert isinstance(raised.value.__cause__, ray.exceptions.RayTaskError), "it was not raised in a process of Ray"
 
 
 def test_a_shard_that_ray_gives_up_is_named() -> None:
@@ -95,3 +87,14 @@ def test_a_model_on_a_gpu_is_not_sent(tmp_path: Path) -> None:
     work: Any = SimpleNamespace(surveyor=SimpleNamespace(device=torch.device("cuda:0")))
     with refused("model", match="expected it on the CPU"):
         on_ray.carry_out(work, [0], Folder(tmp_path), 1, None, lambda *_: None)
+
+
+def test_cluster_in_the_documentation_fits_the_schema_of_ray() -> None:
+    from jsonschema import validate
+    from ray.autoscaler._private.util import fillout_defaults
+
+    text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    found = re.search(r"```yaml\n(cluster_name.*?)```", text, re.DOTALL)
+    assert found is not None
+    schema = Path(ray.__file__).parent / "autoscaler" / "ray-schema.json"
+    validate(fillout_defaults(yaml.safe_load(found[1])), json.loads(schema.read_text(encoding="utf-8")))

@@ -68,7 +68,8 @@ def intervals_figure(
 def _draw_lines(axes: Axes, lines: Lines) -> None:
     from qkv_lab import draw
 
-    draw.curves(axes, lines.x, lines.by_name)
+    found = {name: values for name, values in lines.by_name.items() if len(values)}  # runs may have diverged
+    draw.curves(axes, lines.x, found)
     axes.set(xlabel=lines.axis, ylabel=textwrap.fill(lines.label, 20))
     if lines.log:
         axes.set_xscale("log", base=2)
@@ -76,8 +77,8 @@ def _draw_lines(axes: Axes, lines: Lines) -> None:
         axes.set_xticks(ticks, list(map(str, ticks)))
     elif len(lines.x) < 5:
         axes.set_xticks(lines.x)
-    if len(lines.by_name) > 1:
-        beside = {"loc": "upper left", "bbox_to_anchor": (1, 1.05), "handlelength": 1} if len(lines.by_name) > 3 else {}
+    if len(found) > 1:
+        beside = {"loc": "upper left", "bbox_to_anchor": (1, 1.05), "handlelength": 1} if len(found) > 3 else {}
         axes.legend(fontsize=8, frameon=False, **beside)
 
 

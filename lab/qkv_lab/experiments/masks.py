@@ -170,7 +170,6 @@ class Extrapolation(Experiment):
     def lines(self, results: Results) -> Lines:
         """The loss within the length of training, up to twice, and up to four times as far."""
         found = {name: np.array([o.evaluation["loss_by_place"] for o in results.finished(name)]) for name in SCHEMES}
-        found = {name: losses for name, losses in found.items() if len(losses)}
         return Lines((TRAINED, 2 * TRAINED, LONGEST), found, "positions up to", "loss, nats per byte")
 
 

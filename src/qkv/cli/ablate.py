@@ -79,5 +79,5 @@ def _show(found: Ablation) -> None:
     console.print(rows)
     worst = found.layers.loc[found.layers["delta_nats"].idxmax()]
     heads, layer, rise = len(found.table), int(worst["layer"]), worst["delta_nats"]
-    said = f"All {heads:,} heads at once: {found.all_nats - found.nats:+.3f} nats. "
+    said = f"All {heads:,} heads of these layers at once: {found.all_nats - found.nats:+.3f} nats. "
     console.print(f"{said}All heads of one layer: at most {rise:+.3f}, of layer {layer}.", highlight=False)

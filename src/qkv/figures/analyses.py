@@ -63,7 +63,7 @@ def ablation_figure(ablation: Ablation) -> Figure:
     title = f"Head {name} matters most: {rise} nats a token {removed}"
     if worst["delta_nats"] <= 0:
         title = f"The loss rises for no head: at most {rise} nats a token {removed}"
-    together = f"all heads at once {ablation.all_nats - ablation.nats:+.3f}"
+    together = f"all heads of these layers at once {ablation.all_nats - ablation.nats:+.3f}"
     head = f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {ablation.nats:.3f} nats a token · {together}"
     titled(figure, title, head)
     largest = max(1e-6, float(table["delta_nats"].abs().max()))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +174,7 @@ ALL = -1  # all layers, or all heads of a layer
 
 @dataclass(frozen=True)
 class Ablation:
-    """How the loss changes without each head, without each layer's heads, and without all of them.
+    """How the loss changes without each head, without each layer's heads, and without all heads of these layers.
 
     >>> import qkv
     >>> model, tokenizer = qkv.load("qkv-mini")
@@ -219,9 +218,8 @@ def ablation(
 ) -> Ablation:
     """The loss on the next token when each head of self-attention, or its sink, is removed.
 
-    One head hardly shows what many do together, so the heads of each layer, and all heads, are removed at once as well.
-    The model runs once for each of them, from the block of the edited layer on: what comes before is kept, if the model
-    has its blocks in a list and the loss with kept blocks is the same number.
+    The model runs once for each head, once for the heads of each layer, and once for all these heads: one head hardly
+    shows what many do together.
 
     Args:
         model: a causal language model with its output head, of qkv or of Hugging Face.
@@ -253,6 +251,7 @@ def ablation(
         raise InputError(f"inputs has token ids of shape {found}, expected (1, n) of at least 2 tokens")
     calls = _self_attention(model, batch, layers)
     heads = {one.layer: one.call.q.shape[1] for one in calls}
+    group = {one.layer: one.group for one in calls}
     sets: list[tuple[int, int]] = [(n, head) for n in heads for head in (*range(heads[n]), ALL)] + [(ALL, ALL)]
     key = f"{what}:{_hash(model, ids)}"
     kept = Path(folder) / PROGRESS if folder is not None else None
@@ -260,19 +259,14 @@ def ablation(
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
-        blocks = _Blocks(model, {one.layer: one.module for one in calls})
-        with blocks.from_last():
-            whole = next_token_loss(model, ids)
-        with blocks.from_last():
-            blocks.check(next_token_loss(model, ids) == whole)
+        whole = next_token_loss(model, ids)
         with bar("ablating", "heads", show=progress) as step:
             for layer, head in sets:
                 if (layer, head) not in done:
                     removed = [(n, m) for n in heads if layer in (n, ALL) for m in range(heads[n]) if head in (m, ALL)]
-                    edits: dict[Key, Edit | str] = {(blocks.module[n], m): REMOVED[what]() for n, m in removed}
-                    with edit(model, edits), blocks.from_layer(layer):
+                    with edit(model, {(group[n], n, m): REMOVED[what]() for n, m in removed}):
                         done[layer, head] = next_token_loss(model, ids)
-                    if kept is not None:
+                    if kept is not None and layer != ALL:  # another run in the folder may name other layers
                         _write(kept, key, done)
                 step(1, of=len(sets))
     finally:
@@ -284,64 +278,6 @@ def ablation(
     table = table[table["head"] != ALL].reset_index(drop=True)
     attrs = {"model": name or type(model).__name__, "what": what, "tokens": int(ids.shape[1])}
     return Ablation(table, of_layers, whole, done[ALL, ALL], attrs)
-
-
-class _Blocks:
-    """The blocks of a model, of which those before an edited layer need not run again.
-
-    They return what the last of them returned without an edit, one tensor; that of the next is kept on the way.
-    """
-
-    def __init__(self, model: nn.Module, module: dict[int, str]) -> None:
-        self.module = module  # of the attention in each layer
-        self._blocks: list[nn.Module] = []
-        self._at: dict[int, int] = {}
-        self._known, self._output = -1, None  # the last block whose output is kept, and the output
-        for name, part in model.named_modules():
-            if isinstance(part, nn.ModuleList) and all(one.startswith(f"{name}.") for one in module.values()):
-                self._blocks = list(part)
-                self._at = {n: int(one[len(name) + 1 :].partition(".")[0]) for n, one in module.items()}
-
-    def from_last(self) -> AbstractContextManager[None]:
-        """Inside, only the last block runs, if the output of the one before is known."""
-        return self._from(len(self._blocks) - 1)
-
-    def from_layer(self, layer: int) -> AbstractContextManager[None]:
-        """Inside, only the blocks from that of a layer on run, and in a first run the one before it; all for `ALL`."""
-        return self._from(self._at.get(layer, 0))
-
-    def check(self, same: bool) -> None:
-        """Begin again at the first layer; unless the loss was the same with a kept output, all blocks run each time."""
-        self._known, self._output = -1, None
-        if not same:
-            self._blocks, self._at = [], {}
-
-    @contextmanager
-    def _from(self, index: int) -> Iterator[None]:
-        last = index - 1
-        replaced = self._blocks[: self._known + 1] if self._known <= last else []
-        watched = self._blocks[last] if last > self._known else None
-        try:
-            for block in replaced:
-                block.forward = lambda *_args, **_kwargs: _copied(self._output)
-            if watched is not None:
-                watched.forward = functools.partial(self._keep, last, watched.forward)
-            yield
-        finally:
-            for block in (*replaced, *([] if watched is None else [watched])):
-                del block.forward
-
-    def _keep(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
-        self._known, self._output = index, _copied(out)
-        return out
-
-
-def _copied(x: Any) -> Any:
-    """A copy of tensors, also in tuples: what reads them may write to them."""
-    if isinstance(x, tuple):
-        return tuple(map(_copied, x))
-    return x.clone() if isinstance(x, Tensor) else x
 
 
 @torch.no_grad()

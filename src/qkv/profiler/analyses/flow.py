@@ -5,8 +5,9 @@ The rollout estimates how much of a token's final state comes from each input to
 residual connection keeps. The rollout R = Ã_L ⋯ Ã_1 is never formed: a row of R is wᵀ Ã_L ⋯ Ã_1, one vector-matrix
 product for each layer, and a column is Ã_L ⋯ Ã_1 c, one matrix-vector product (see `qkv.statistics.products`).
 
-Where most weight is on an attention sink, the rollout says little else. Weights times the norms of the values
-(Kobayashi et al. 2020, arXiv:2004.10102) show how little a sink adds; or the first token is left out.
+Where most weight is on an attention sink, the rollout says little else: weights can be multiplied by the norms of the
+values (Kobayashi et al. 2020, arXiv:2004.10102), or the first token left out. Neither mends that in a deep model whose
+tokens see only earlier ones, every product of many layers ends at the first tokens; a larger ρ does.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _traced(
     model, tokenizer = loaded.model, loaded.tokenizer
     found = []
     for batch in batches(model, inputs, tokenizer, target):
-        stack = _one_stack(list(calls_of(model, batch)), group)
+        stack = _one_stack(calls_of(model, batch), group)
         factors = [FACTORS[by](observed) for observed in stack]
         stack = [without_values(observed) for observed in stack]
         real = _real(stack[0])
