@@ -105,12 +105,12 @@ tokensInView: () => {
   }).map((x) => [Number(x.dataset.at), x.innerText.trim()]);
 },
 
-// The layout of the stage of a map, by the page's own code.
-layout: async ({ queries, keys, view }) => {
+// The layout of the stage of a whole map, by the page's own code.
+layout: async ([queries, keys]) => {
   const { layoutOf, fitted } = await import("/static/map_scene.js");
   const { clientWidth: width, clientHeight: height } = document.querySelector(".map-canvas").parentElement;
   const size = { width, height, queries, keys };
-  return layoutOf({ ...size, view: view ?? fitted(size) });
+  return layoutOf({ ...size, view: fitted(size) });
 },
 
 // ---- moving on ----------------------------------------------------------------------------------------------------

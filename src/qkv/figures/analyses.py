@@ -50,13 +50,14 @@ REMOVED = {"heads": "without the head", "means": "with the head's mean over toke
 
 
 def ablation_figure(ablation: Ablation) -> Figure:
-    """A layer × head map of the change of the loss; red where the loss rises, blue where it falls."""
+    """A layer × head map of the change of the loss, red where it rises, and beside it bars without whole layers."""
     table, attrs = ablation.table, ablation.attrs
     values = table.pivot(index="layer", columns="head", values="delta_nats")
     layers, heads = values.shape
     cell = min(0.46, 5.2 / heads, 5.0 / layers)
     wide, tall = cell * heads, cell * layers
-    figure = Drawing(figsize=(max(0.65 + wide + 0.9, 7.4), 1.1 + tall + 0.5))
+    beside = max(1.8, 7.4 - 0.65 - wide - 1.3)
+    figure = Drawing(figsize=(0.65 + wide + 1.0 + beside + 0.3, 1.1 + tall + 0.5))
     worst = table.loc[table["delta_nats"].idxmax()]
     removed = REMOVED[attrs["what"]]
     name, rise = f"{int(worst['layer'])}.{int(worst['head'])}", f"{worst['delta_nats']:+.3f}"
@@ -76,6 +77,13 @@ def ablation_figure(ablation: Ablation) -> Figure:
     axes.set_xlabel("head", fontsize=8, color=MUTED)
     axes.set_ylabel("layer", fontsize=8, color=MUTED)
     colour_bar(place(figure, 0.65 + wide + 0.1, 1.1, 0.08, tall), image, "nats")
+    bars = place(figure, 0.65 + wide + 1.0, 1.1, beside, tall)
+    bars.barh(range(layers), ablation.layers["delta_nats"], height=0.7, color=DIVERGING(1.0))
+    bars.set(ylim=axes.get_ylim(), yticks=axes.get_yticks(), yticklabels=[])
+    bars.axvline(0, color=HAIRLINE, linewidth=0.8)
+    bars.set_title("all heads of the layer at once", loc="left", fontsize=9, color=INK, pad=5)
+    bars.set_xlabel("nats per token", fontsize=8, color=MUTED)
+    plain(bars)
     return figure
 
 
