@@ -317,12 +317,18 @@ class Tab:
             self.problems.append(f"a request left the host: {request.url[:200]}")
 
 
+def new_context(browser: Browser, **options: Any) -> BrowserContext:
+    """A context with storage of its own, whose pages are in front: those behind another are not drawn."""
+    made = browser.new_context(**({"viewport": DESKTOP} | options))
+    made.set_default_timeout(PATIENCE * 1000)
+    return made
+
+
 @pytest.fixture(scope="module")
 def context(browser: Browser) -> BrowserContext:
-    """One for all tests of a module, because the first page of a context starts a process."""
-    made = browser.new_context(viewport=DESKTOP)
-    made.set_default_timeout(PATIENCE * 1000)
-    made.new_page().goto(Path(__file__).as_uri())  # it keeps the process for files alive
+    """The pages in files of all tests, and an idle one that keeps their process alive, because its start takes long."""
+    made = new_context(browser)
+    made.new_page().goto(Path(__file__).as_uri())
     return made
 
 
@@ -332,25 +338,19 @@ def check_problems(tabs: list[Tab]) -> None:
 
 
 @pytest.fixture
-def tab(context: BrowserContext) -> Iterator[Callable[..., Tab]]:
+def tab(browser: Browser) -> Iterator[Callable[..., Tab]]:
     """Open new tabs without anything stored: tab(server), or tab(server, phone=True)."""
     tabs: list[Tab] = []
 
     def opened(server: Served, *, phone: bool = False) -> Tab:
-        page = context.new_page()
-        tabs.append(Tab(page, context, server))
-        if phone:
-            session = context.new_cdp_session(page)
-            session.send("Emulation.setDeviceMetricsOverride", {**PHONE, "deviceScaleFactor": 1, "mobile": True})
-            session.send("Emulation.setTouchEmulationEnabled", {"enabled": True})
-        page.goto(f"{server.url}static/base.css")
-        page.evaluate("localStorage.clear()")
-        page.goto("about:blank")
+        options: dict[str, Any] = {"viewport": PHONE, "has_touch": True, "is_mobile": True} if phone else {}
+        context = new_context(browser, **options)
+        tabs.append(Tab(context.new_page(), context, server))
         return tabs[-1]
 
     yield opened
     for one in tabs:
-        one.page.close()
+        one.context.close()
     check_problems(tabs)
 
 
@@ -361,12 +361,13 @@ def shared() -> dict[str, Tab]:
 
 
 @pytest.fixture
-def view(context: BrowserContext, shared: dict[str, Tab], served: Served) -> Iterator[Callable[..., Tab]]:
+def view(browser: Browser, shared: dict[str, Tab], served: Served) -> Iterator[Callable[..., Tab]]:
     """The shared tab of a server, as new: view(), or view(mini)."""
     tabs: list[Tab] = []
 
     def reset(server: Served = served) -> Tab:
         if server.url not in shared:
+            context = new_context(browser)
             shared[server.url] = Tab(context.new_page(), context, server)
         tabs.append(shared[server.url].reset())
         return tabs[-1]

@@ -331,6 +331,15 @@ def test_plan_reports_flops_and_bytes() -> None:
     assert qkv.plan(*half).bytes == moved // 2 + 2 * b * h * n  # the lse stays float32
 
 
+@pytest.mark.parametrize("part", [{"normalizer": Sigmoid()}, {"normalizer": Hard()},
+                                  {"normalizer": Softmax(sink=torch.zeros(2))}, {"bias": SoftCap(5.0)}])  # fmt: skip
+def test_calls_that_docs_comparison_md_names_plan_linear_memory(part: dict[str, Any]) -> None:
+    q = torch.zeros(1, 2, 4096, 8)
+    few, many = (qkv.plan(*[q[:, :, :n]] * 3, mask=Causal(), **part) for n in (2048, 4096))
+    assert many.kernel not in ("eager", "reference")
+    assert many.bytes < 3 * few.bytes, "four times would be quadratic"
+
+
 # --- draws and dropout ------------------------------------------------------------------------------------------------
 
 

@@ -129,10 +129,11 @@ async remount(hash) {
   await this.go(hash);
 },
 
-// Whether the next test may use the viewer as it is: nothing is pending or stored.
+// Whether the next test may use the viewer as it is: nothing is pending or stored, also not the last text of Live.
 reusable: () => {
   document.activeElement?.blur();
-  return ["ready", "error"].includes(document.documentElement.dataset.state) && localStorage.length === 0;
+  const atRest = ["ready", "error"].includes(document.documentElement.dataset.state);
+  return atRest && localStorage.length === 0 && !location.hash.startsWith("#/live");
 },
 
 back: () => new Promise((done) => { addEventListener("hashchange", () => done(), { once: true }); history.back(); }),
