@@ -13,7 +13,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.errors import InputError
 from qkv.figures.layout import (
@@ -26,6 +25,9 @@ from qkv.figures.layout import (
     along,
     colour_bar,
     heat,
+    hundredths,
+    in_percent,
+    label_side,
     place,
     titled,
     token_label,
@@ -112,7 +114,8 @@ def map_figure(head_map: Mapped, picture: Picture, *, pool: str = "both", item: 
         x, y = (left, top + n * under) if stacked else (left + n * aside, top)
         axes = _at(figure, x, y, wide, tall)
         _draw(axes, _at(figure, x + wide / DPI + 0.1, y, round(0.1 * DPI), tall), panel, picture, down, across)
-        _label(axes, rows, columns, down, across)
+        for side, names, edges, what in (("y", rows, down, "query"), ("x", columns, across, "key")):
+            label_side(axes, side, names, edges[-1] - edges[0], what if names else f"{what} position", first=edges[0])
     return figure
 
 
@@ -144,15 +147,13 @@ def _draw(axes: Axes, bar: Axes, panel: _Panel, picture: Picture, down: list[int
     extent = (across[0] - 0.5, across[-1] - 0.5, down[-1] - 0.5, down[0] - 0.5)
     image = heat(axes, values, norm, extent=extent)
     axes.set_title(panel.title, loc="left", fontsize=9, color=INK, pad=7)
-    drawn = axes.figure.colorbar(image, cax=bar, extend="min" if logarithmic else "neither", extendfrac=0.03)
-    drawn.outline.set_visible(False)
+    extend = "min" if logarithmic else "neither"
+    drawn = colour_bar(bar, image, in_percent, ticks=None, extend=extend, extendfrac=0.03)
     if logarithmic:  # powers of ten, and the largest weight unless it would overlap one of them
         low, top = float(norm.vmin or 0), float(norm.vmax or 1)
         tens = [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1)]
         drawn.set_ticks([*(x for x in tens if x < 0.75 * top), top], minor=False)
         drawn.set_ticks([], minor=True)
-    bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
-    bar.tick_params(which="both", length=0, labelsize=7, colors=MUTED, pad=2)
     scale = f"{panel.what},\nlog scale" if logarithmic else panel.what
     bar.set_title(scale, fontsize=7.5, color=MUTED, loc="left", pad=7, linespacing=1.1)
 
@@ -164,21 +165,6 @@ def _norm(values: np.ma.MaskedArray) -> tuple[Normalize, bool]:
     top = float(shown.max()) if len(shown) else 1.0
     low = max(float(np.quantile(shown, 0.05)), FAINTEST * top) if len(shown) else 1.0
     return (LogNorm(low, top), True) if top > RANGE * low else (Normalize(0, top), False)
-
-
-def _label(axes: Axes, rows: list[str] | None, columns: list[str] | None, down: list[int], across: list[int]) -> None:
-    """Tick labels: tokens if there are few, else positions; queries down, keys across."""
-    for axis, names, edges, what in ((axes.yaxis, rows, down, "query"), (axes.xaxis, columns, across, "key")):
-        vertical = axis is axes.yaxis
-        if names is None:
-            axis.set_major_locator(MaxNLocator(8, integer=True))
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-            axis.set_label_text(f"{what} position", fontsize=8, color=MUTED)
-            axis.set_tick_params(length=2.5, color=HAIRLINE, labelsize=7.5, labelcolor=MUTED)
-            continue
-        size = max(5.5, min(8.0, 380 / len(names)))
-        axis.set_ticks(range(edges[0], edges[-1]), [token_label(name) for name in names])
-        axis.set_tick_params(length=0, labelsize=size, labelcolor=INK, labelrotation=0 if vertical else 90)
 
 
 def sentence(head_map: Mapped, picture: Picture, item: int = 0) -> str:
@@ -274,13 +260,14 @@ class StoredMap:
         return Picture(*(torch.from_numpy(np.array(x)) for x in (largest, average, visible, down, across)))
 
 
-ACROSS = 6  # pictures in a row
+MOST_OVERLAYS, ACROSS = 35, 6  # pictures in one figure, and in a row
 DARK = 0.22  # brightness, relative to the image, at a weight of 0
 
 
 def overlay_figure(
-    subtitle: str, of: str, image: np.ndarray, maps: np.ndarray, names: Sequence[str], *, corners: bool = False
-) -> Figure:
+    subtitle: str, of: str, image: np.ndarray, weights: np.ndarray, grid: tuple[int, int], names: Sequence[str],
+    *, corners: bool = False,
+) -> Figure:  # fmt: skip
     """The image, followed by a picture for each query.
 
     The brightness of a picture is proportional to the weights, interpolated between the centres of cells; the cell with
@@ -290,12 +277,18 @@ def overlay_figure(
         subtitle: model, length and texts, for the second line.
         of: the head or heads of the weights; empty for a model with one head.
         image: (h, w, 3), numbers from 0 to 1 or bytes.
-        maps: (queries, gh, gw) weights.
+        weights: (queries, keys); the cells of the grid are the last keys.
+        grid: numbers of cells down and across.
         names: names of the queries.
         corners: whether cell (i, j) is centred on the pixel (i h / gh, j w / gw), as after strided convolutions with
             padding; otherwise on the middle of its part of the image.
     """
-    picture = checked(image)
+    cells = grid[0] * grid[1]
+    if min(grid) < 1 or cells > weights.shape[1]:
+        raise InputError(f"grid is {grid[0]} × {grid[1]}, expected at most the {weights.shape[1]} keys of the weights")
+    if len(weights) > MOST_OVERLAYS:
+        raise InputError(f"{len(weights)} queries are chosen, expected at most {MOST_OVERLAYS}")
+    picture, maps = checked(image), weights[:, weights.shape[1] - cells :].reshape(-1, *grid)
     across = min(ACROSS, len(maps) + 1)
     down = -(-(len(maps) + 1) // across)
     wide = 1.45 if len(maps) > 2 else 2.6
@@ -307,9 +300,9 @@ def overlay_figure(
     panels = [place(figure, left + n % across * (wide + gap_x), top + n // across * (tall + gap_y), wide, tall)
               for n in range(len(maps) + 1)]  # fmt: skip
     show_image(panels[0], picture, "the image")
-    for axes, weights, name in zip(panels[1:], maps, names, strict=True):
-        show_image(axes, lit(picture, weights, corners=corners), token_label(name))
-        peak = f"{percent(float(weights.max()))} on one of {weights.size:,} cells"
+    for axes, one, name in zip(panels[1:], maps, names, strict=True):
+        show_image(axes, lit(picture, one, corners=corners), token_label(name))
+        peak = f"{percent(float(one.max()))} on one of {cells:,} cells"
         axes.set_xlabel(peak, fontsize=6.5, color=MUTED, labelpad=3, loc="left")
     return figure
 
@@ -412,7 +405,7 @@ def alignment_figure(
     axes.set_xlabel("source: key", fontsize=8, color=MUTED, loc="left", labelpad=6)
     axes.set_ylabel("target: query", fontsize=8, color=MUTED, loc="top", labelpad=6)
     write_cells(axes, image, lambda weight: f"{100 * weight:.0f}", least=PRINTED)
-    colour_bar(bar, image, "%")
+    colour_bar(bar, image, hundredths)
     bar.set_title("weight, %", fontsize=7.5, color=MUTED, loc="left", pad=5)
     return figure
 

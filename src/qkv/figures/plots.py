@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from qkv.profiler.profiles import Profile
 
-MOST_OVERLAYS = 35  # largest number of pictures in one figure
 SMALL_MULTIPLES = ("sink", "previous", "self", "local", "distance", "entropy_ratio")
 
 
@@ -198,20 +197,14 @@ class Plots:
         data = self._data(group, text)
         of, weights = _mean_of(data, layer, head, text)
         n_queries, n_keys = weights.shape
-        cells = grid[0] * grid[1]
-        if min(grid) < 1 or cells > n_keys:
-            raise InputError(f"grid: got {grid[0]} × {grid[1]} cells; expected at most the {n_keys} keys of this text")
-        chosen = range(n_queries) if query is None else [query] if isinstance(query, int) else list(query)
+        chosen = list(range(n_queries)) if query is None else [query] if isinstance(query, int) else list(query)
         if not chosen or not all(0 <= at < n_queries for at in chosen):
             raise InputError(f"query: got {query}; expected positions from 0 to {n_queries - 1}")
-        if len(chosen) > MOST_OVERLAYS:
-            raise InputError(f"query: got {len(chosen)} queries; expected at most {MOST_OVERLAYS}")
-        maps = weights[list(chosen), n_keys - cells :].reshape(-1, *grid)
-        queries = _predicted(data)
-        names = [queries[at] for at in chosen]
-        left_out = f" · {n_keys - cells} keys outside the grid" if n_keys > cells else ""
+        queries, others = _predicted(data), n_keys - grid[0] * grid[1]
+        left_out = f" · {others} keys outside the grid" if others > 0 else ""
         subtitle = f"{subtitle_of(self._name(), data)}{left_out} · brightness is the weight"
-        return overlay_figure(subtitle, of, image, maps, names, corners=corners)
+        names = [queries[at] for at in chosen]
+        return overlay_figure(subtitle, of, image, weights[chosen], grid, names, corners=corners)
 
     def _name(self) -> str:
         return str(self._profile.attrs.get("model", "model"))

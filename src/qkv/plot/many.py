@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from qkv.errors import InputError, at_least_one
-from qkv.figures.layout import ACCENT, INK, MUTED, WARM, Drawing, heat, place, token_label
+from qkv.figures.layout import ACCENT, CHARACTER, INK, MUTED, WARM, Drawing, colour_bar, heat, place, token_label
 from qkv.masks import Mask
 from qkv.plot.given import array, checked_weights, layers, masked, token_lists, visible_pairs
-from qkv.plot.single import CHARACTER, draw, label_inches, norm_of, pooled, scale
+from qkv.plot.single import draw, label_inches, norm_of, pooled
 from qkv.profiler.profiles import Profile
 
 MANY_WIDTH = 7.0  # inches of a figure of several panels
@@ -189,7 +189,7 @@ def wall(
     if what is not None and image is not None:
         tall = min(talls[0], side)
         bar = place(figure, width - bar_inches + 0.12, head + above[0], 0.1, tall)
-        scale(bar, image, what)
+        colour_bar(bar, image, ticks=4, label=what)
     return figure
 
 
@@ -248,8 +248,7 @@ def model(
         for column, m in enumerate(layer):
             image = heat(axes, m, norm, extent=(column + gap, column + 1 - gap, row + 1 - gap, row + gap))
     assert image is not None
-    axes.set_xlim(0, columns)
-    axes.set_ylim(rows, 0)
+    axes.set(xlim=(0, columns), ylim=(rows, 0), xlabel="head", ylabel="layer")
     for spine in axes.spines.values():
         spine.set_visible(False)
     widest = max(found.head_ids, key=len)
@@ -258,9 +257,7 @@ def model(
         axis.set_ticks([x + 0.5 for x in range(0, n, step)], [str(x) for x in ids[::step]])
     axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED, labeltop=True, labelbottom=False, pad=2)
     axes.xaxis.set_label_position("top")
-    axes.set_xlabel("head", fontsize=8, color=MUTED)
-    axes.set_ylabel("layer", fontsize=8, color=MUTED)
-    scale(place(figure, left + wide + 0.12, top, 0.1, min(tall, 2.2)), image, "weight")
+    colour_bar(place(figure, left + wide + 0.12, top, 0.1, min(tall, 2.2)), image, ticks=4, label="weight")
     return figure
 
 

@@ -12,10 +12,22 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from qkv.errors import InputError, nearest
-from qkv.figures.layout import DIVERGING, INK, MUTED, Drawing, layer_by_head, place, plain
-from qkv.figures.overview import received_curve
+from qkv.figures.layout import (
+    COLOURS,
+    DIVERGING,
+    INK,
+    MUTED,
+    Drawing,
+    cell_number,
+    colour_bar,
+    label_side,
+    layer_by_head,
+    place,
+    plain,
+)
+from qkv.figures.overview import share_curve
 from qkv.plot.given import array, layers, token_lists
-from qkv.plot.single import label, label_inches, scale, written
+from qkv.plot.single import label_inches
 from qkv.profiler.data.frames import STATISTICS
 from qkv.profiler.profiles import Profile
 from qkv.statistics.from_weights import measure_weights
@@ -76,15 +88,13 @@ def _draw(table: pd.DataFrame, what: str, *, vmax: float | None = None, title: s
         figure = Drawing(figsize=(max(wide + 1.5, 0.09 * len(title) + 0.6), top_inches + tall + 0.5))
         ax = place(figure, 0.55, top_inches, wide, tall)
         bar = place(figure, 0.55 + wide + 0.12, top_inches, 0.1, tall) if tall >= SHORTEST else None
-    image = layer_by_head(
-        ax, table, norm, ticks=16, written=written, **({"colours": DIVERGING} if low < 0 else {})
-    )  # fmt: skip
+    image = layer_by_head(ax, table, norm, ticks=16, written=cell_number, colours=DIVERGING if low < 0 else COLOURS)
     ax.set_xlabel("head", fontsize=8, color=MUTED)
     ax.set_ylabel("layer", fontsize=8, color=MUTED)
     if title:
         ax.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
     if bar is not None:
-        scale(bar, image, what)
+        colour_bar(bar, image, ticks=4, label=what)
     return ax
 
 
@@ -242,9 +252,9 @@ def received(
         ax = place(figure, 0.75, above, 6.0, 1.75)
     plain(ax)
     labels = np.array(names if names is not None else [str(i) for i in range(len(share))], object)
-    received_curve(ax, share, labels, 0 if names is None or len(share) <= 30 else 8)
+    share_curve(ax, share, labels, 0 if names is None or len(share) <= 30 else 8)
     ax.set_xlim(-0.5, len(share) - 0.5)
-    label(ax, "x", names, len(share), "key")
+    label_side(ax, "x", names, len(share), "key")
     ax.set_ylabel("share of all attention", fontsize=8, color=MUTED)
     if title:
         ax.set_title(title, loc="left", fontsize=9, color=INK, pad=8)
