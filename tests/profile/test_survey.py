@@ -167,7 +167,8 @@ def test_batches_contain_every_sequence_once(lengths: list[int], tokens: int, pa
 def test_shards_contain_every_document_once(sizes: list[int], number: int) -> None:
     found = corpus.of_texts("x" * n for n in sizes)
     parts = found.shards(number)
-    assert sorted(d.name for part in parts for d in part.documents) == sorted(d.name for d in found.documents)
+    documents = [d.name for part in parts for chunk in part.chunks() for d in chunk]
+    assert sorted(documents) == sorted(d.name for d in found.documents)
     loads = [part.size for part in parts]
     assert max(loads) - min(loads) <= max(sizes)
 

@@ -236,7 +236,7 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     """The corpus of these files, folders and addresses, or a named corpus of the lab."""
     from qkv._files import local, scheme_of
     from qkv.profiler import corpora
-    from qkv.profiler.surveys import corpus, formats
+    from qkv.profiler.surveys import corpus
     from qkv.profiler.surveys import stream as streams
 
     known = [n for n in names if n in corpora.NAMES or (n.startswith("hf:") and not n.startswith("hf://"))]
@@ -249,7 +249,7 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     if known:
         found = corpora.load(known[0])
         return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)
-    if stream or any(scheme_of(n) is not None or formats.streams_only(n) for n in names):
+    if stream or any(scheme_of(n) is not None or streams.streams_only(n) for n in names):
         return streams.of_addresses(names)
     return corpus.of_files([local(name) for name in names])
 

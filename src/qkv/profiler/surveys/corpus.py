@@ -7,10 +7,10 @@ import heapq
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from qkv.errors import InputError
 
@@ -52,15 +52,14 @@ class Document:
             raise InputError(f"corpus has a file that changed since the survey began: {self.name} ({error})") from error
 
 
-class Part(Protocol):
+@dataclass(frozen=True)
+class Part:
     """The texts of one shard."""
 
-    @property
-    def size(self) -> int:
-        """About its number of bytes."""
-
-    def chunks(self) -> Iterator[Sequence[Document]]:
-        """The texts, in lists of those that are batched together."""
+    size: int
+    """About its number of bytes; 0 if it is not known in advance."""
+    chunks: Callable[[], Iterator[Sequence[Document]]]
+    """Reads the texts, in lists of those that are batched together."""
 
 
 class Source(ABC):
@@ -76,22 +75,6 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class Listed:
-    """The texts of one shard of a `Corpus`, which are batched together."""
-
-    documents: tuple[Document, ...]
-
-    @property
-    def size(self) -> int:
-        """Its number of bytes."""
-        return sum(document.size for document in self.documents)
-
-    def chunks(self) -> Iterator[Sequence[Document]]:
-        """All texts at once."""
-        yield self.documents
-
-
-@dataclass(frozen=True)
 class Corpus(Source):
     """Documents in a reproducible order; documents that cannot be read are included, with the reason."""
 
@@ -100,8 +83,11 @@ class Corpus(Source):
     fingerprint: str
     """SHA-256 of the texts in their order; it does not depend on the location of the files."""
 
-    def shards(self, number: int) -> list[Listed]:
-        """Split the documents into `number` shards of about the same size: each is added to the smallest shard."""
+    def shards(self, number: int) -> list[Part]:
+        """Split the documents into `number` shards of about the same size: each is added to the smallest shard.
+
+        All texts of a shard are batched together.
+        """
         checked_shards(number)
         parts: list[list[Document]] = [[] for _ in range(number)]
         filled = [(0, i) for i in range(number)]
@@ -109,7 +95,7 @@ class Corpus(Source):
             size, least = heapq.heappop(filled)
             parts[least].append(document)
             heapq.heappush(filled, (size + document.size, least))
-        return [Listed(tuple(part)) for part in parts]
+        return [Part(sum(d.size for d in part), partial(iter, (tuple(part),))) for part in parts]
 
 
 def checked_shards(number: int) -> None:

@@ -39,6 +39,19 @@ class Piece:
     """True if it is the beginning of a text."""
 
 
+def capacity_of(special: Special, length: int, overlap: int | None) -> tuple[int, int]:
+    """How many tokens of text a sequence has, and how many of them it repeats from the one before."""
+    capacity = length - len(special.before) - len(special.after)
+    overlap = min(length // 8, max(capacity - 1, 0)) if overlap is None else overlap
+    if capacity < 1:
+        raise InputError(f"length is {length}, expected more than the {length - capacity} special tokens")
+    if not 0 <= overlap < capacity:
+        raise InputError(
+            f"overlap is {overlap}, expected 0 to less than {capacity}, the tokens of text in a sequence of {length}"
+        )
+    return capacity, overlap
+
+
 def pieces(ids: Sequence[int], special: Special, length: int, overlap: int) -> Iterator[Piece]:
     """Split a text, given without special tokens, into sequences of at most `length` tokens including special tokens.
 
@@ -49,13 +62,7 @@ def pieces(ids: Sequence[int], special: Special, length: int, overlap: int) -> I
     [([8, 1, 2, 3, 9], 0, 4), ([8, 3, 4, 5, 9], 2, 5)]
     """
     before, after = list(special.before), list(special.after)
-    capacity = length - len(before) - len(after)
-    if capacity < 1:
-        raise InputError(f"length is {length}, expected more than the {len(before) + len(after)} special tokens")
-    if not 0 <= overlap < capacity:
-        raise InputError(
-            f"overlap is {overlap}, expected 0 to less than {capacity}, the tokens of text in a sequence of {length}"
-        )
+    capacity, _ = capacity_of(special, length, overlap)
     for start in range(0, max(len(ids) - overlap, 1), capacity - overlap):
         part, last = ids[start : start + capacity], start + capacity >= len(ids)
         whole = [*before, *part, *after]

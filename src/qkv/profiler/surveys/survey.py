@@ -86,7 +86,7 @@ def survey(
         on_ray.carry_out(work, todo, folder, torch.get_num_threads(), how.gpus, on_batch)
     else:
         for number in todo:
-            work.carry_out(number, folder, on_batch)
+            folder.write_shard(number, work.shard(number, on_batch))
     check_complete(folder.finished(), how.shards, f"in {folder}", how.numbers)
     result = merge_shards(dict.fromkeys(how.numbers, folder), work.settings)
     if len(how.numbers) == how.shards:

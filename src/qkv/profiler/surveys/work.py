@@ -20,33 +20,19 @@ from qkv.profiler.surveys import accumulators, shard
 from qkv.profiler.surveys.accumulators import QUANTITIES
 from qkv.profiler.surveys.corpus import Part, Source
 from qkv.profiler.surveys.data import VERSION
-from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.shard import Surveyor
 
 LENGTH = 512
 """The longest sequence of a model without a limit, if none is given."""
 
 
-def length_of(model: nn.Module, length: int | None) -> int:
-    """The longest sequence: `length`, or the default if it is None."""
-    limit = positions(model)
-    if length is not None and limit is not None and length > limit:
-        raise InputError(f"length is {length:,}, but {type(model).__name__} takes {limit:,} tokens")
-    return length or min(limit or LENGTH, LENGTH)
-
-
 def definition_of(model: nn.Module, tokenizer: Any, settings: Settings) -> dict[str, Any]:
     """The settings that must be equal for two surveys to be merged, and what they depend on."""
-    length, overlap = length_of(model, settings.length), settings.overlap
-    special = Special.of(tokenizer)
-    capacity = length - len(special.before) - len(special.after)
-    overlap = min(length // 8, max(capacity - 1, 0)) if overlap is None else overlap
-    if capacity < 1:
-        raise InputError(f"length is {length}, expected more than the {length - capacity} special tokens")
-    if not 0 <= overlap < capacity:
-        raise InputError(
-            f"overlap is {overlap}, expected 0 to less than {capacity}, the tokens of text in a sequence of {length}"
-        )
+    limit = positions(model)
+    if settings.length is not None and limit is not None and settings.length > limit:
+        raise InputError(f"length is {settings.length:,}, but {type(model).__name__} takes {limit:,} tokens")
+    length = settings.length or min(limit or LENGTH, LENGTH)
+    _, overlap = shard.capacity_of(Special.of(tokenizer), length, settings.overlap)
     return {
         "version": VERSION,
         "model": settings.name,
@@ -131,10 +117,6 @@ class Work:
     def shard(self, number: int, on_batch: OnBatch) -> bytes:
         """Survey one shard: its file."""
         return self.surveyor.survey(self.parts[number].chunks(), label(self.settings, number), on_batch).packed()
-
-    def carry_out(self, number: int, folder: Folder, on_batch: OnBatch) -> None:
-        """Survey one shard and write it to the folder."""
-        folder.write_shard(number, self.shard(number, on_batch))
 
     def on(self, device: str) -> Work:
         """The same work with the model on another device."""
