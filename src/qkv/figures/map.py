@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
+    from qkv.profiler.explore.attention_map import AttentionMap
+
 
 POOLS = ("max", "mean", "both")
 LABELLED = 64  # up to this many tokens on a side are printed
@@ -48,32 +49,13 @@ RANGE = 30.0  # the colour scale is logarithmic if weights differ by more than t
 FAINTEST = 1e-4  # relative to the largest weight; smaller weights have the colour of 0
 
 
-class Mapped(Protocol):
-    """The head that a picture shows: `qkv.profiler.explore.attention_map.AttentionMap`, or `StoredMap` of a profile."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def group(self) -> str: ...
-    @property
-    def layer(self) -> int: ...
-    @property
-    def head(self) -> int: ...
-    @property
-    def n_queries(self) -> int: ...
-    @property
-    def n_keys(self) -> int: ...
-    def query_tokens(self, rows: slice = ..., *, item: int = ...) -> list[str]: ...
-    def key_tokens(self, columns: slice = ..., *, item: int = ...) -> list[str]: ...
-
-
 class _Panel(NamedTuple):
     title: str
     values: np.ndarray
     what: str
 
 
-def map_figure(head_map: Mapped, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
+def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
     """The attention map of one head: queries down, keys across, starting at the top left.
 
     Each bin is a whole number of pixels when saved by `qkv.figures.layout.save_figure`, so that a sink one bin wide
@@ -167,7 +149,7 @@ def _norm(values: np.ma.MaskedArray) -> tuple[Normalize, bool]:
     return (LogNorm(low, top), True) if top > RANGE * low else (Normalize(0, top), False)
 
 
-def sentence(head_map: Mapped, picture: Picture, item: int = 0) -> str:
+def sentence(head_map: AttentionMap | StoredMap, picture: Picture, item: int = 0) -> str:
     """The title: the key or bin that receives most of the weight shown."""
     down, across = picture.row_edges.diff().double(), picture.column_edges.diff().double()
     mass = (picture.mean.double() * down[:, None] * across).sum(0)
@@ -186,7 +168,7 @@ def sentence(head_map: Mapped, picture: Picture, item: int = 0) -> str:
     return f"{where}: spread over keys, with {percent(share)} of the weight shown on {name}"
 
 
-def _subtitle(head_map: Mapped, picture: Picture) -> str:
+def _subtitle(head_map: AttentionMap | StoredMap, picture: Picture) -> str:
     sides = []
     for what, edges, n in (
         ("queries", picture.row_edges, head_map.n_queries),
@@ -206,30 +188,13 @@ def _at(figure: Figure, left: float, top: float, wide: int, tall: int) -> Axes:
     return figure.add_axes((x / across, 1 - (y + tall) / up, wide / across, tall / up))
 
 
-@dataclass(frozen=True)
 class StoredMap:
     """One head of a data set of one text; `at` holds the indices of its layer and head."""
 
-    model: str
-    group: str
-    data: xr.Dataset
-    at: tuple[int, int]
-
-    @property
-    def layer(self) -> int:
-        return int(self.data["layer"][self.at[0]])
-
-    @property
-    def head(self) -> int:
-        return int(self.data["head"][self.at[1]])
-
-    @property
-    def n_queries(self) -> int:
-        return int(self.data["n_queries"][0])
-
-    @property
-    def n_keys(self) -> int:
-        return int(self.data["n_keys"][0])
+    def __init__(self, model: str, group: str, data: xr.Dataset, at: tuple[int, int]) -> None:
+        self.model, self.group, self.data, self.at = model, group, data, at
+        self.layer, self.head = int(data["layer"][at[0]]), int(data["head"][at[1]])
+        self.n_queries, self.n_keys = int(data["n_queries"][0]), int(data["n_keys"][0])
 
     def query_tokens(self, rows: slice = slice(None), *, item: int = 0) -> list[str]:
         """The tokens of the queries."""

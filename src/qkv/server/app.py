@@ -114,13 +114,7 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
         return SessionState(
             version=session.version,
             title=session.title,
-            sources=[
-                SourceState(
-                    id=x.id, name=x.name, kind=x.kind, state=x.state, done=x.done, total=x.total,
-                    stage=x.stage, error=x.error,
-                )
-                for x in session.sources
-            ],
+            sources=[SourceState.model_validate(x, from_attributes=True) for x in session.sources],
             live=None if session.live_description is None else LiveModel(**session.live_description),
             pages=[
                 AddedPage(id=x.id, title=x.title, data=session.page_data.get(x.id), missing=session.missing(x))

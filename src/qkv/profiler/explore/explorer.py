@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -58,16 +58,21 @@ class CacheBudget:
 
 
 class Info(NamedTuple):
-    """The size of the maps of a text.
+    """The size and resolution of the maps of a text, in its real queries and keys.
 
-    Its real queries and keys; the deepest zoom, at which a pixel is one query and one key; and the base zoom, from
-    whose tiles all lower zooms are pooled (`qkv.profiler.explore.pyramid`).
+    Its deepest zoom, at which a pixel is one query and one key; the base zoom, from whose tiles all lower zooms are
+    pooled (`qkv.profiler.explore.pyramid`); whether maps are ``"exact"``, or ``"stored"`` in a profile as all weights,
+    ``"small"`` pooled ones or ``"none"``; queries and keys of a pixel of a small map, and why there is nothing else.
     """
 
     n_queries: int
     n_keys: int
     deepest: int
     base: int
+    kind: Literal["exact", "stored", "small", "none"] = "exact"
+    pixel_queries: int = 1
+    pixel_keys: int = 1
+    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -356,8 +361,8 @@ def of(
         InputError: if the model does not accept the inputs.
 
     >>> found = of("qkv-mini", "def mean(values):\\n    return sum(values) / len(values)")
-    >>> found.info("self", 0)
-    Info(n_queries=21, n_keys=21, deepest=0, base=0)
+    >>> found.info("self", 0).deepest
+    0
     >>> row = found.row("self", 0, layer=1, head=2, query=20)
     >>> row.shape, round(float(row.sum()), 5)
     ((21,), 1.0)
