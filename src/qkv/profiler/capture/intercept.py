@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -22,24 +22,21 @@ from torch.overrides import TorchFunctionMode
 
 from qkv import masks
 from qkv.biases import TensorBias
-from qkv.engine import Call, Result, at_least_float32
+from qkv.engine import Call, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import read_mask
 from qkv.masks import Causal, Mask, Shifted
 from qkv.normalizers import Pointwise
 from qkv.scores import Dot
 
+if TYPE_CHECKING:
+    from qkv.profiler.capture.observer import Observer
+
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
 SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "nhead", "heads")
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile("softmax", re.IGNORECASE)
-
-OnCall = Callable[..., Result]
-"""Module, source ("sdpa" or "softmax"), call, the output that the model has computed or None, and by name whether it
-can be edited; returns the result of the call."""
-
-OnOutput = Callable[[str, Callable[[], Tensor], Result], None]  # module, function that computes torch's output, result
 
 
 def unwatched() -> AbstractContextManager[object]:
@@ -52,33 +49,17 @@ NO_HEADS = "it has no attribute num_heads; set one"
 
 
 class Intercept(TorchFunctionMode):
-    """Inside, `on_call` receives every recognised attention call; other attention modules are added to `unreadable`.
+    """Inside, an observer receives every recognised attention call; other attention modules are its `unreadable` ones.
 
-    Args:
-        model: the model whose calls are intercepted.
-        names: names of its modules, by id.
-        expected: modules that use transformers' attention interface, which is observed elsewhere.
-        on_call: callback for every recognised call.
-        check: callback that may compare torch's own output with the result of `on_call`.
-        unreadable: gets the names of modules whose attention cannot be read, and the reasons.
-        beside: let torch's function compute, and only report the call.
+    If it observes beside the model, torch's functions compute, and calls are only reported. It compares torch's own
+    output with the result of a call.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        names: dict[int, str],
-        expected: Collection[str],
-        on_call: OnCall,
-        check: OnOutput,
-        unreadable: dict[str, str],
-        *,
-        beside: bool = False,
-    ) -> None:
+    def __init__(self, observer: Observer) -> None:
         super().__init__()
-        self.model, self.names, self.expected = model, names, frozenset(expected)
-        self.beside = beside
-        self.on_call, self.check, self.unreadable = on_call, check, unreadable
+        self.model, self.names, self.expected = observer.model, observer.names, frozenset(observer.expected)
+        self.on_call, self.check = observer.intercepted, observer.checks.of_torch
+        self.beside, self.unreadable = observer.beside, observer.unreadable
         self.scores: dict[int, list[Tensor | str]] = {}  # of modules whose forward is running, or why not readable
         self.handles: list[Any] = []
 

@@ -49,9 +49,23 @@ def observe(observer: Observer) -> Iterator[Observer]:
     models every call is a layer. With `Observer.beside` the model is neither put into evaluation mode nor detached from
     autograd: its own functions compute, and the calls are collected beside them.
     """
-    _refuse_split_heads(observer.model)
-    with _observed(observer):
-        yield observer
+    model = observer.model
+    _refuse_split_heads(model)
+    if observer.beside:
+        with _alone(observer), _computing(observer), _checkpoints(observer):
+            yield observer
+        return
+    training = [m for m in model.modules() if m.training]
+    try:
+        model.eval()
+        with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
+            with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
+                yield observer
+            observer.recorder.finish(observer.run.query_masks)
+        observer.record_returned(recorded)
+    finally:
+        for module in training:
+            module.training = True
 
 
 OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()
@@ -86,26 +100,6 @@ def _counted(own: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
             observer.ends(method, None)
 
     return method
-
-
-@contextmanager
-def _observed(observer: Observer) -> Iterator[Observer]:
-    model = observer.model
-    if observer.beside:
-        with _alone(observer), _computing(observer), _checkpoints(observer):
-            yield observer
-        return
-    training = [m for m in model.modules() if m.training]
-    try:
-        model.eval()
-        with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
-            with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
-                yield observer
-            observer.recorder.finish(observer.run.query_masks)
-        observer.record_returned(recorded)
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager
