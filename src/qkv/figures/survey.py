@@ -121,7 +121,7 @@ def _title(survey: Survey, name: str) -> str:
     if name in NAMES:
         return NAMES[name]
     about = survey.quantities[name]
-    return about.label if about.unit == "1" else f"{about.label}, {about.unit}"
+    return about.label if about.units == "1" else f"{about.label}, {about.units}"
 
 
 def _quantity(survey: Survey, name: str) -> Quantity:
@@ -136,7 +136,7 @@ def _unit(quantity: Quantity) -> str:
     if quantity.share:
         return "share of the weight"
     plain = "1 is uniform" if quantity.parameters is None else "a plain number"
-    return plain if quantity.unit == "1" else quantity.unit
+    return plain if quantity.units == "1" else quantity.units
 
 
 def _about(survey: Survey) -> str:

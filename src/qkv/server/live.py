@@ -262,9 +262,11 @@ class Live:
         model: Any = self.loaded.model
         logits: list[Tensor] = []
         made: dict[Key, edits.Edit | str] = {one[:2]: _change(*one[2:]) for one in changes}
-        handle = model.register_forward_hook(
-            lambda module, inputs, out: logits.append(getattr(out, "logits", out)[:, -1])
-        )
+
+        def keep(module: nn.Module, inputs: Any, out: Any) -> None:
+            logits.append(getattr(out, "logits", out)[:, -1])
+
+        handle = model.register_forward_hook(keep)
         try:
             with torch.no_grad(), evaluating(model), edit(model, made) if made else nullcontext():
                 tokens = torch.tensor([list(ids)], device=device_of(model))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,10 @@ from qkv._packages import require
 from qkv.errors import InputError
 from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.merging import Incomplete
-from qkv.profiler.surveys.work import OnBatch, Work
+
+if TYPE_CHECKING:
+    from qkv.profiler.surveys.shard import OnBatch
+    from qkv.profiler.surveys.survey import Work
 
 RETRIES = 20
 """How often a shard is begun again after its process or machine was lost."""

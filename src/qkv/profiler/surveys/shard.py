@@ -27,6 +27,9 @@ from qkv.statistics import Local, PrefixSinkScores, Statistic
 from qkv.statistics.measure import in_shares, measured
 from qkv.statistics.result import Statistics
 
+OnBatch = Callable[[int, int, int], None]
+"""Progress callback: numbers of documents, bytes and tokens that were finished since the last call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -143,9 +146,7 @@ class Surveyor:
         model = self.model.to(device)
         return Surveyor(model, self.tokenizer, self.definition, self.batch_tokens, self.statistics)
 
-    def survey(
-        self, chunks: Iterable[Sequence[Document]], label: str, on_batch: Callable[[int, int, int], None]
-    ) -> Survey:
+    def survey(self, chunks: Iterable[Sequence[Document]], label: str, on_batch: OnBatch) -> Survey:
         """Survey a shard; the documents of a chunk are held and batched together. `label` is the name of the shard."""
         groups: dict[str, Group] = {}
         record: dict[str, Any] = {"documents": 0, "sequences": 0, "tokens": 0, "shards": [label]}
@@ -294,7 +295,7 @@ def _values(
     none = torch.zeros_like(base)
     values, valid = [], []
     for name, quantity in quantities.items():
-        counts = none if quantity.one_text and observed.group == "cross" else later if quantity.later else base
+        counts = none if quantity.one_text and observed.group == "cross" else later if quantity.from_second else base
         if name == "entropy_ratio":
             x, counts = statistics.entropy / visible.clamp(min=2).log(), counts & (visible >= 2)
         else:
