@@ -9,8 +9,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from qkv.errors import InputError, nearest
+from qkv.figures.comparison import similarity_figure
 from qkv.figures.layout import MUTED, note
-from qkv.figures.map import AFTER, alignment_figure
+from qkv.figures.map import AFTER, StoredMap, alignment_figure, map_figure, overlay_figure
 from qkv.figures.overview import (
     by_layer_figure,
     head_figure,
@@ -18,8 +19,10 @@ from qkv.figures.overview import (
     position,
     received_figure,
     subtitle_of,
+    types_figure,
     weights_figure,
 )
+from qkv.figures.sinks import sink_figure, sinks_figure, states_figure
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import shared_by
 from qkv.profiler.data.frames import columns_of
@@ -94,20 +97,14 @@ class Plots:
 
     def sink(self, text: int | None = None, group: str | None = None) -> Figure:
         """The sink score of the first token: every head by layer, and its weight along the text."""
-        from qkv.figures.sinks import sink_figure
-
         return sink_figure(self._name(), self._data(group, text))
 
     def sinks(self, group: str | None = None) -> Figure:
         """Sink scores of every head on three kinds of text, norms of sink values, and the tokens that are sinks."""
-        from qkv.figures.sinks import sinks_figure
-
         return sinks_figure(self._name(), self._profile.group(group))
 
     def types(self, group: str | None = None) -> Figure:
         """The type of each head as a layer × head map: `Profile.types` as a figure."""
-        from qkv.figures.overview import types_figure
-
         return types_figure(self._name(), self._profile.types(group))
 
     def states(self) -> Figure:
@@ -116,8 +113,6 @@ class Plots:
         Mean cosine over all pairs of tokens (Ethayarajh 2019, arXiv:1909.00512); Dong et al. 2021, arXiv:2103.03404,
         show that attention without skip connections makes all states alike.
         """
-        from qkv.figures.sinks import states_figure
-
         return states_figure(self._name(), self._profile.residual)
 
     def similarity(
@@ -128,8 +123,6 @@ class Plots:
         Points are coloured by the type of head, and placed by classical multidimensional scaling, as in figure 6 of
         Clark et al. 2019 (arXiv:1906.04341).
         """
-        from qkv.figures.comparison import similarity_figure
-
         subtitle = subtitle_of(self._name(), self._data(group, text))
         return similarity_figure(subtitle, self._profile.similarity(text, group, maps=maps), self._profile.types(group))
 
@@ -140,8 +133,6 @@ class Plots:
 
     def map(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
         """The map of one head, query by key: all weights, or for a long text the largest and the mean in bins."""
-        from qkv.figures.map import StoredMap, map_figure
-
         data = self._data(group, text)
         at = position(data, layer, head)
         if (weights := _dense_weights(data)) is not None:
@@ -192,8 +183,6 @@ class Plots:
             corners: where the centres of cells are, see `qkv.figures.map.overlay_figure`; True for the grid of
                 `qkv.models.Captioner`.
         """
-        from qkv.figures.map import overlay_figure
-
         data = self._data(group, text)
         of, weights = _mean_of(data, layer, head, text)
         n_queries, n_keys = weights.shape

@@ -82,15 +82,6 @@ def check_rows(
     """Run the model's own function for the last few queries and compare with the same rows of `out`.
 
     None if the function does not accept these arguments, so that nothing can be compared.
-
-    Args:
-        module: the attention module.
-        name: its name.
-        function: its attention function, one of transformers.
-        call: the call as qkv reads it.
-        out: its output by qkv.
-        attention_mask: as passed by the model.
-        arguments: further arguments as passed by the model.
     """
     b, h, n_queries, _ = call.q.shape
     n_keys = call.k.shape[2]
@@ -174,15 +165,7 @@ class Checks(list[Checked]):
     ) -> tuple[Call, Tensor | None]:  # fmt: skip
         """The call of a model's own function, and its padding mask: the reading of its arguments that gives its output.
 
-        Args:
-            module: the module that attends.
-            name: its name.
-            function: its attention function.
-            out: the output of the function.
-            args: query, key, value and mask.
-            named: further arguments.
-            dropped: weights were dropped, so that the output cannot be compared.
-            once: compare the first call only.
+        If weights were dropped, the output cannot be compared; with `once`, only the first call is.
         """
         where, known = name_of(function), is_known(function)
         if dropped and not known:
