@@ -50,6 +50,14 @@ class Layers:
             sizes=self.sizes[pick],
         )
 
+    def names_of(
+        self, tokens: Sequence[Any] | None, queries: Sequence[Any] | None
+    ) -> tuple[list[str] | None, list[str] | None]:
+        """Names of the queries and of the keys of the only layer: those that are given, else those of a profile."""
+        if tokens is None and queries is None:
+            return self.queries, self.keys
+        return token_lists(tokens, queries, *self.sizes[0])
+
     def maps(self) -> Iterator[np.ndarray]:
         """The weights of each layer, (heads, queries, keys), float64."""
         for view, name in zip(self.views, self.names, strict=True):

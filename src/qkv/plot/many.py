@@ -125,14 +125,10 @@ def heads(
     """
     found = layers(w, item).layer(layer)
     given = {f"head {h}": masked(m, mask) for h, m in zip(found.head_ids[0], next(found.maps()), strict=True)}
-    if tokens is None and queries is None:
-        names = found.queries, found.keys
-    else:
-        names = token_lists(tokens, queries, *found.sizes[0])
     norm = norm_of(list(given.values()), 0, vmax, power)
     return wall(
-        given, [names] * len(given), norm, columns=columns, what="weight", title=title, bins=found.bins,
-        covers=found.sizes[0],
+        given, [found.names_of(tokens, queries)] * len(given), norm, columns=columns, what="weight", title=title,
+        bins=found.bins, covers=found.sizes[0],
     )  # fmt: skip
 
 
@@ -168,21 +164,19 @@ def wall(
     head = 0.12 + 0.2 * len(lines)
     width = left + across * (side + gap) - gap + bar_inches
     figure = Drawing(figsize=(width, head + sum(above) + sum(talls) + 0.12 * (down - 1) + below))
-    if lines:
-        at = 1 - 0.08 / figure.get_figheight()
-        figure.text(0.1 / width, at, "\n".join(lines), va="top", fontsize=10, color=INK)
+    _head(figure, lines)
     image, y = None, head
     for row in range(down):
         y += above[row]
         for column in range(across):
             if (index := row * across + column) >= n:
                 break
-            name, m = list(given.items())[index]
+            m = list(given.values())[index]
             tall = side * ratios[index]
             axes = place(figure, left + column * (side + gap), y, side, tall)
             shown, size = pooled(m, bins, 400)
             image = draw(axes, shown, norm, *names[index], bins=size, covers=covers or (m.shape[0], m.shape[1]),
-                         labels=labels, title=texts[list(given).index(name)])  # fmt: skip
+                         labels=labels, title=texts[index])  # fmt: skip
             axes.title.set_fontsize(8)
             _only_outer(axes, left=column == 0, bottom=index + across >= n)
         y += talls[row] + 0.12
@@ -191,6 +185,12 @@ def wall(
         bar = place(figure, width - bar_inches + 0.12, head + above[0], 0.1, tall)
         colour_bar(bar, image, ticks=4, label=what)
     return figure
+
+
+def _head(figure: Figure, lines: list[str]) -> None:
+    """Print the title of a figure."""
+    wide, tall = figure.get_size_inches()
+    figure.text(0.1 / wide, 1 - 0.08 / tall, "\n".join(lines), va="top", fontsize=10, color=INK)
 
 
 def _only_outer(axes: Axes, *, left: bool, bottom: bool) -> None:
@@ -239,9 +239,7 @@ def model(
     lines = textwrap.wrap(title, int(width * 11))
     top = 0.5 + 0.2 * len(lines) + (0.05 if title else 0)
     figure = Drawing(figsize=(width, top + tall + 0.12))
-    if title:
-        at = 1 - 0.08 / figure.get_figheight()
-        figure.text(0.1 / width, at, "\n".join(lines), va="top", fontsize=10, color=INK)
+    _head(figure, lines)
     axes = place(figure, left, top, wide, tall)
     gap, image = 0.04, None
     for row, layer in enumerate(shown):

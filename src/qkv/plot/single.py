@@ -83,14 +83,9 @@ def weights(
     """
     found = layers(w, item).layer(layer)
     shown = found.head(head)
-    n_queries, n_keys = found.sizes[0]
-    if tokens is None and queries is None:
-        rows, columns = found.queries, found.keys
-    else:
-        rows, columns = token_lists(tokens, queries, n_queries, n_keys)
     return drawn(
-        masked(shown, mask), rows, columns, vmin=0, vmax=vmax, power=power, values=values, title=title, ax=ax,
-        what="weight", bins=found.bins, covers=(n_queries, n_keys),
+        masked(shown, mask), *found.names_of(tokens, queries), vmin=0, vmax=vmax, power=power, values=values,
+        title=title, ax=ax, what="weight", bins=found.bins, covers=found.sizes[0],
     )  # fmt: skip
 
 

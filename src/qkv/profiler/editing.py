@@ -20,6 +20,7 @@ from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import ACTIVE, BY_NAME, SELF, Edit, Edits, Head, HideFirst, Mean, Place, Zero
 from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
+from qkv.models.generation import evaluation_mode
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.observe import OBSERVERS, following
@@ -256,9 +257,7 @@ def ablation(
     key = f"{what}:{_hash(model, ids)}"
     kept = Path(folder) / PROGRESS if folder is not None else None
     done = _read(kept, key)
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
+    with evaluation_mode(model):
         whole = next_token_loss(model, ids)
         with bar("ablating", "heads", show=progress) as step:
             for layer, head in sets:
@@ -269,9 +268,6 @@ def ablation(
                     if kept is not None and layer != ALL:  # another run in the folder may name other layers
                         _write(kept, key, done)
                 step(1, of=len(sets))
-    finally:
-        for module in training:
-            module.training = True
     rows = [(layer, head, done[layer, head], done[layer, head] - whole) for layer, head in sets if layer != ALL]
     table = pd.DataFrame(rows, columns=["layer", "head", "nats", "delta_nats"])
     of_layers = table[table["head"] == ALL].drop(columns="head").reset_index(drop=True)

@@ -352,6 +352,10 @@ class Tokens:
         return list(getattr(self.tokenizer, "all_special_tokens", ()) or ())
 
 
+def nan_error(what: str, module: str) -> InputError:
+    return InputError(f"model computes {what} that are NaN in {module}: its parameters or its inputs contain NaN")
+
+
 def special_ids(model: nn.Module, tokenizer: Any) -> set[int]:
     """Ids of special tokens, by the tokenizer and the model's configuration."""
     config = getattr(model, "config", None)

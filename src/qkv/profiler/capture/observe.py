@@ -25,6 +25,7 @@ from qkv.edits import ACTIVE
 from qkv.errors import InputError
 from qkv.huggingface.client import is_known, routed, wrapped
 from qkv.kernels import serving
+from qkv.models.generation import evaluation_mode
 from qkv.nn.composition import Composition
 from qkv.profiler.capture.caches import listening
 from qkv.profiler.capture.checking import recorded_inputs
@@ -55,17 +56,12 @@ def observe(observer: Observer) -> Iterator[Observer]:
         with _alone(observer), _computing(observer), _checkpoints(observer):
             yield observer
         return
-    training = [m for m in model.modules() if m.training]
-    try:
-        model.eval()
+    with evaluation_mode(model):
         with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
             with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
                 yield observer
             observer.recorder.finish(observer.run.query_masks)
         observer.record_returned(recorded)
-    finally:
-        for module in training:
-            module.training = True
 
 
 OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()

@@ -121,9 +121,7 @@ class AttentionMap:
 
     def _checked(self, picture: Picture) -> Picture:
         if picture.maximum.isnan().any():
-            raise InputError(
-                f"model computes weights that are NaN in {self.module}: its parameters or its inputs hold NaN"
-            )
+            raise inputs.nan_error("weights", self.module)
         return picture
 
 

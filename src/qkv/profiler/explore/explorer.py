@@ -24,7 +24,7 @@ from qkv.masks import Dense, Region
 from qkv.models.loading import load_if_named
 from qkv.normalizers import Identity
 from qkv.profiler.capture.datasets import calls_of, collecting, without_values
-from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
+from qkv.profiler.capture.inputs import batches, nan_error, real_tokens, sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import ObservedCall, weights_of
@@ -165,7 +165,7 @@ class Explorer:
         )  # fmt: skip
         picture = pyramid.tile(zoom, i, j, stopped=stopped, on_progress=on_progress)
         if picture is not None and np.isnan(picture.maximum.cpu().numpy()).any():
-            raise _is_nan(at.module)
+            raise nan_error("weights", at.module)
         return picture
 
     def row(
@@ -212,7 +212,7 @@ class Explorer:
             spans.append(whole if index is None else slice(whole.start + index, whole.start + index + 1))
         weights = rectangle(at.cached.call, at.cached.rows, *spans, item=at.item, head=head)
         if bool(weights.isnan().any()):
-            raise _is_nan(at.module)
+            raise nan_error("weights", at.module)
         found: np.ndarray = weights.float().cpu().numpy()
         return found
 
@@ -442,7 +442,3 @@ def _checking(stopped: Stopped) -> Callable[[str], None]:
             raise Cancelled
 
     return check
-
-
-def _is_nan(module: str) -> InputError:
-    return InputError(f"model computes weights that are NaN in {module}: its parameters or its inputs hold NaN")
