@@ -7,13 +7,11 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qkv._files import scheme_of
-from qkv._packages import require
 from qkv.errors import InputError
 from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.merging import Incomplete
@@ -28,19 +26,9 @@ HERE = (None, "file", "memory")
 """Schemes of folders that other machines do not see, or not as the same folder."""
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a task returns."""
-
-    data: bytes | None
-    """The file of the shard; None if the task has written it to an address itself."""
-    progress: tuple[int, int, int]
-    """The numbers of documents, bytes and tokens."""
-
-
-def check_installed() -> None:
-    """Raise `InputError`, which names the extra, if Ray is not installed."""
-    require("engine='ray'", "ray")
+Done = tuple[bytes | None, tuple[int, int, int]]
+"""What a task returns: the file of the shard, None if the task has written it to an address itself; and the numbers of
+documents, bytes and tokens."""
 
 
 def carry_out(
@@ -76,10 +64,10 @@ def carry_out(
             while waiting:
                 for ready in ray.wait([*waiting])[0]:
                     number = waiting.pop(ready)
-                    done: Done = _result(ray, ready, number)
-                    if done.data is not None:
-                        folder.write_shard(number, done.data)
-                    on_batch(*done.progress)
+                    data, progress = _result(ray, ready, number)
+                    if data is not None:
+                        folder.write_shard(number, data)
+                    on_batch(*progress)
         finally:
             for unfinished in waiting:
                 ray.cancel(unfinished, force=True)
@@ -98,7 +86,7 @@ def _carry_out(sent: list[Any], number: int, address: str | None, threads: int) 
     data = work.shard(number, on_batch)
     if address is not None:
         Folder(address).write_shard(number, data)
-    return Done(data if address is None else None, (documents, size, tokens))
+    return data if address is None else None, (documents, size, tokens)
 
 
 @functools.lru_cache(maxsize=1)
@@ -112,7 +100,8 @@ def _loaded(sent: Any) -> Work:
 
 def _result(ray: Any, ready: Any, number: int) -> Done:
     try:
-        return ray.get(ready)
+        done: Done = ray.get(ready)
+        return done
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, InputError):
             raise error.cause from error

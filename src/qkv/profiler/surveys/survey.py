@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from qkv._packages import require
 from qkv._survey_settings import Settings, takes_settings
 from qkv.errors import InputError
 from qkv.models.loading import load_if_named
@@ -77,7 +78,7 @@ def survey(
     how.check()
     _refuse_torchrun(how)
     if how.engine == "ray":
-        on_ray.check_installed()
+        require("engine='ray'", "ray")
     loaded = load_if_named(model, tokenizer, how.name, dtype=how.dtype)
     if loaded.tokenizer is None:
         raise InputError("tokenizer is None, but a survey reads texts; pass tokenizer=…")
