@@ -42,7 +42,7 @@ from qkv.figures.layout import (
     token_strip,
 )
 from qkv.profiler.data import tables
-from qkv.profiler.data.findings import headline
+from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.frames import STATISTICS, columns_of, counted, layers_and_heads, percent, written
 from qkv.profiler.data.types import MIXED, ROLES, TRAITS
 
@@ -118,7 +118,7 @@ def by_layer_figure(
 
 def sentence(data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> str:
     if len(names) > 1:
-        return headline(data).removesuffix(".")
+        return Findings(data).headline.removesuffix(".")
     label, unit = columns_of(data)[names[0]][:2]
     values = heads[names[0]]
     if values.isna().all():

@@ -154,7 +154,11 @@ def _traced(
         start = torch.zeros(*real.shape, len(chosen), dtype=torch.float64, device=real.device)
         start.scatter_(1, places[:, None], 1.0)
         steps = walk(list(map(_Layer.of, stack, factors, repeat(residual))), start, on_layer)
-        found += _items(torch.stack(steps, 1).cpu().numpy(), real.cpu().numpy(), places.cpu().numpy(), names)
+        flows, chosen_places = torch.stack(steps, 1).cpu().numpy(), places.cpu().numpy()  # (b, depth, n, m), (b, m)
+        for item, keep in enumerate(real.cpu().numpy()):  # without padding
+            positions = (np.cumsum(keep) - 1)[chosen_places[item]]
+            values = flows[item][:, keep].transpose(2, 0, 1)
+            found.append(_Item(values, names.names(names.queries, item, keep), positions))
     attributes = {"model": loaded.name, "group": stack[0].group, "residual": residual}
     attributes |= {"by": by, "of": called, "definition": DEFINITIONS[called], "units": "1"}
     return _array(found, attributes)
@@ -297,16 +301,6 @@ class _Item:
     values: np.ndarray  # (chosen, depth, token)
     names: list[str]
     positions: np.ndarray  # of the chosen, among the real tokens
-
-
-def _items(steps: np.ndarray, real: np.ndarray, places: np.ndarray, tokens: Tokens) -> list[_Item]:
-    """The texts of a batch without their padding; `steps` is (b, depth, n, m)."""
-    found = []
-    for item, keep in enumerate(real):
-        rank = np.cumsum(keep) - 1
-        values = steps[item][:, keep].transpose(2, 0, 1)
-        found.append(_Item(values, tokens.names(tokens.queries, item, keep), rank[places[item]]))
-    return found
 
 
 def _array(items: list[_Item], attributes: dict[str, Any]) -> xr.DataArray:

@@ -93,14 +93,9 @@ def layer_around(module: str, attentions: Collection[str], model: nn.Module) -> 
     numbered = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
     for path in reversed(numbered):
         matrices = (f"{path}.{name}" for name, x in model.get_submodule(path).named_parameters() if x.ndim > 1)
-        if any(not _inside(matrix, attentions) for matrix in matrices):
+        if any(not any(matrix.startswith(f"{name}.") for name in attentions) for matrix in matrices):
             return path
     return numbered[0] if numbered else None
-
-
-def _inside(name: str, modules: Collection[str]) -> bool:
-    """True if `name` is inside one of the modules."""
-    return any(name.startswith(f"{module}.") for module in modules)
 
 
 @contextmanager
@@ -261,7 +256,8 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
     if len(kinds) != 1:
         raise InputError(f"parts: got (stack, depths) {sorted(kinds)}, expected the same in all parts")
     ((stack, depths),) = kinds
-    texts = [[part.states[depth][text] for depth in range(depths)] for part in parts for text in range(_texts(part))]
+    texts = [[part.states[depth][text] for depth in range(depths)] for part in parts
+             for text in range(len(part.states[0]))]  # fmt: skip
     longest = max(len(state["norm"]) for text in texts for state in text)
 
     def table(name: str, length: int | None = None, empty: float = math.nan) -> np.ndarray:
@@ -325,10 +321,6 @@ def nth(values: Float[Tensor, " n"], at: int) -> Tensor:
     low, high = (sample[int(x * len(sample))] for x in (share, share + 0.04))
     near, before = values[(values >= low) & (values <= high)], int(torch.count_nonzero(values < low))
     return near.sort().values[at - before] if 0 <= at - before < len(near) else values.sort().values[at]
-
-
-def _texts(part: Residual) -> int:
-    return len(part.states[0])
 
 
 def _padded(x: Tensor, length: int | None, empty: float) -> np.ndarray:

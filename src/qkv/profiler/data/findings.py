@@ -460,11 +460,6 @@ class Findings:
         return rows
 
 
-def headline(data: xr.Dataset) -> str:
-    """One sentence about a group of a profile: see `Findings.headline`."""
-    return Findings(data).headline
-
-
 def head_name(row: pd.Series) -> str:
     """The short name of a head: "L3 · H7"."""
     return f"L{row['layer']} · H{row['head']}"

@@ -38,15 +38,8 @@ def carry_out(
 
     The cluster is the one that Ray finds (``RAY_ADDRESS``, or one on this machine), else one of this process alone. The
     model is sent to each machine once. Where the folder is at an address, each task writes its file there; else the
-    files come back to this process.
-
-    Args:
-        work: what to carry out.
-        numbers: the numbers of the shards.
-        folder: where the files go.
-        threads: the number of CPUs that each task reserves, and of its threads.
-        gpus: the number of GPUs that each task reserves; None is one if the cluster has any now.
-        on_batch: progress callback, called after each shard.
+    files come back to this process. Each task reserves `threads` CPUs, for as many threads, and `gpus` GPUs; None is
+    one if the cluster has any now. `on_batch` is called after each shard.
     """
     if work.surveyor.device.type != "cpu":
         raise InputError(
