@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -49,10 +49,8 @@ RANGE = 30.0  # the colour scale is logarithmic if weights differ by more than t
 FAINTEST = 1e-4  # relative to the largest weight; smaller weights have the colour of 0
 
 
-class _Panel(NamedTuple):
-    title: str
-    values: np.ndarray
-    what: str
+Panel = tuple[str, np.ndarray, str]
+"""Its title, its values, and what they are."""
 
 
 def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
@@ -101,14 +99,14 @@ def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: st
     return figure
 
 
-def _panels(picture: Picture, pool: str, down: list[int], across: list[int]) -> list[_Panel]:
+def _panels(picture: Picture, pool: str, down: list[int], across: list[int]) -> list[Panel]:
     sizes = [int(max(np.diff(edges))) for edges in (down, across)]
     if max(sizes) == 1:
-        return [_Panel("Weight of each query on each key", _numpy(picture.mean), "weight")]
+        return [("Weight of each query on each key", _numpy(picture.mean), "weight")]
     bins = f"bins of {sizes[0]:,} × {sizes[1]:,} tokens" + (" at most" if _uneven(down) or _uneven(across) else "")
     both = {
-        "max": _Panel(f"Largest weight in {bins}", _numpy(picture.maximum), "largest"),
-        "mean": _Panel(f"Average weight in {bins}, masked pairs as 0", _numpy(picture.mean), "average"),
+        "max": (f"Largest weight in {bins}", _numpy(picture.maximum), "largest"),
+        "mean": (f"Average weight in {bins}, masked pairs as 0", _numpy(picture.mean), "average"),
     }
     return list(both.values()) if pool == "both" else [both[pool]]
 
@@ -122,13 +120,14 @@ def _numpy(x: Tensor) -> np.ndarray:
     return array
 
 
-def _draw(axes: Axes, bar: Axes, panel: _Panel, picture: Picture, down: list[int], across: list[int]) -> None:
+def _draw(axes: Axes, bar: Axes, panel: Panel, picture: Picture, down: list[int], across: list[int]) -> None:
     """A panel and its colour bar."""
-    values = np.ma.masked_where(_numpy(picture.visible) == 0, panel.values)
+    title, weights, what = panel
+    values = np.ma.masked_where(_numpy(picture.visible) == 0, weights)
     norm, logarithmic = _norm(values)
     extent = (across[0] - 0.5, across[-1] - 0.5, down[-1] - 0.5, down[0] - 0.5)
     image = heat(axes, values, norm, extent=extent)
-    axes.set_title(panel.title, loc="left", fontsize=9, color=INK, pad=7)
+    axes.set_title(title, loc="left", fontsize=9, color=INK, pad=7)
     extend = "min" if logarithmic else "neither"
     drawn = colour_bar(bar, image, in_percent, ticks=None, extend=extend, extendfrac=0.03)
     if logarithmic:  # powers of ten, and the largest weight unless it would overlap one of them
@@ -136,7 +135,7 @@ def _draw(axes: Axes, bar: Axes, panel: _Panel, picture: Picture, down: list[int
         tens = [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1)]
         drawn.set_ticks([*(x for x in tens if x < 0.75 * top), top], minor=False)
         drawn.set_ticks([], minor=True)
-    scale = f"{panel.what},\nlog scale" if logarithmic else panel.what
+    scale = f"{what},\nlog scale" if logarithmic else what
     bar.set_title(scale, fontsize=7.5, color=MUTED, loc="left", pad=7, linespacing=1.1)
 
 

@@ -413,10 +413,7 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
 
 def _strings(values: np.ndarray) -> np.ndarray:
     """An object array of strings, because NumPy's fixed-width strings drop trailing NULs."""
-    strings = np.empty(values.shape, object)
-    for index, value in np.ndenumerate(values):
-        strings[index] = str(value)
-    return strings
+    return np.array([str(value) for value in values.ravel()], object).reshape(values.shape)
 
 
 def _check_json(name: str, value: Any) -> None:

@@ -83,18 +83,18 @@ class Policy:
         """The keys that each query of a layer can attend to, as a cache of this budget would hold them."""
         if self.mask is not None:
             return self.mask(budget)
-        if self.online is not None:
-            return held_keys(call, self.online, budget)
-        cache = self.cache(budget) if self.cache else None
-        assert isinstance(cache, Evicting)
-        return held_keys(call, OfCache(cache), budget)
+        return held_keys(call, self.online or OfCache(self._evicting(budget)), budget)
 
     def worth(self, received: Tensor, budget: int) -> tuple[Tensor, int, int]:
         """The worth of every key (b, hkv, n) at the end of a text, and how many old and recent keys are retained."""
-        cache = self.cache(budget) if self.cache else None
-        assert isinstance(cache, Evicting)
+        cache = self._evicting(budget)
         queries = torch.arange(received.shape[-1], 0, -1, device=received.device).expand(received.shape)
         return cache.checked_worth(received, queries), cache.keys - cache.recent, cache.recent
+
+    def _evicting(self, budget: int) -> Evicting:
+        cache = self.cache(budget) if self.cache else None
+        assert isinstance(cache, Evicting)
+        return cache
 
 
 def policies_of(chosen: Sequence[str | type[Evicting]], first: int) -> tuple[Policy, ...]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from qkv.engine import RowState
 from qkv.errors import InputError, nearest
 from qkv.models.loading import load_if_named
-from qkv.profiler.capture.datasets import calls_of, without_values
+from qkv.profiler.capture.datasets import calls_of, names_table, without_values
 from qkv.profiler.capture.inputs import Tokens, batches, sequences_of
 from qkv.profiler.capture.record import ObservedCall
 from qkv.statistics.measure import row_state
@@ -308,16 +308,14 @@ def _array(items: list[_Item], attributes: dict[str, Any]) -> xr.DataArray:
     longest = max(len(item.names) for item in items)
     chosen, depth = items[0].values.shape[:2]
     values = np.full((len(items), chosen, depth, longest), np.nan)
-    names = np.full((len(items), longest), "", object)
     for row, item in enumerate(items):
         values[row, ..., : len(item.names)] = item.values
-        names[row, : len(item.names)] = item.names
     return xr.DataArray(
         values,
         dims=("text", "chosen", "depth", "token"),
         coords={
             "depth": np.arange(depth),
-            "token_name": (("text", "token"), names),
+            "token_name": (("text", "token"), names_table([item.names for item in items], longest)),
             "chosen_position": (("text", "chosen"), np.stack([item.positions for item in items])),
             "chosen_name": (
                 ("text", "chosen"),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -97,15 +98,10 @@ class _CachedCall:
     call: Call
     lse: Tensor | None
     bytes: int
-    _rows: list[RowState] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
+    @cached_property
     def rows(self) -> RowState:
-        with self._lock:
-            if not self._rows:
-                self._rows.append(row_state(self.call, self.lse))
-            return self._rows[0]
+        return row_state(self.call, self.lse)
 
 
 class Explorer:
