@@ -289,7 +289,7 @@ def _stack(axes: Axes, data: xr.Dataset, layer: int, head: int) -> None:
     axes.set_axis_off()
     shares = {name: float(value[0, layer, head]) for name, value in tables.destinations(data).items()}
     whole, left, shown = sum(shares.values()) or 1.0, 0.0, []
-    for name, (label, colour) in DESTINATIONS.items():
+    for name, (label, colour, _) in DESTINATIONS.items():
         share = shares[name] / whole
         if share > 0:
             axes.barh(0, share, left=left, height=1, color=colour, lw=0.8, edgecolor="white")

@@ -101,8 +101,8 @@ def looks(*groups: xr.Dataset) -> dict[str, Any]:
     return {
         "statistics": {name: column._asdict() for name, column in statistics.items()},
         "destinations": [
-            {"name": name, "label": label, "light": colour, "dark": layout.DESTINATIONS_DARK[name]}
-            for name, (label, colour) in layout.DESTINATIONS.items()
+            {"name": name, "label": label, "light": light, "dark": dark}
+            for name, (label, light, dark) in layout.DESTINATIONS.items()
         ],
         "ramp": {"light": layout.RAMP, "dark": layout.RAMP_DARK},
     }
