@@ -26,9 +26,9 @@ from qkv.figures.layout import (
     cell_number,
     head_map,
     hundredths,
-    note,
     place,
     plain,
+    reference_line,
     titled,
     token_label,
     token_strip,
@@ -198,8 +198,7 @@ def flow_figure(rollout: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure
     plain(curve)
     share_curve(curve, share, tokens, 9)
     equal = 1 / n if backward else float(share.mean())
-    curve.axhline(equal, color=MUTED, lw=0.7, ls=(0, (4, 3)))
-    note(curve, equal, "equal\nshare" if backward else "mean")
+    reference_line(curve, equal, "equal\nshare" if backward else "mean")
     curve.set_ylabel("share of its final state\nfrom each token" if backward else "share of each token's\nfinal state")
     along(curve, tokens, labels=False)
     _by_depth(heat, bar, by_depth)
@@ -215,8 +214,7 @@ def _by_depth(axes: Axes, bar: Axes, values: np.ndarray) -> None:
     top = len(values) - 1
     step = max(1, top // 6)
     axes.set_yticks([*range(0, top, step), top], ["embeddings", *map(str, range(step, top, step)), "final"])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     axes.set_ylabel("after layer")
 
 
@@ -318,8 +316,7 @@ def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: in
     token_strip(heat, bar, moved, LogNorm(FAINTEST, most), under="white", extend=0.06)
     along(heat, one["token_name"].values[:n], what="token")
     heat.set_title("Movement of each token, share of its norm", loc="left", fontsize=8.5, color=INK, pad=6)
-    for spine in heat.spines.values():
-        spine.set_color(HAIRLINE)
+    heat.spines[:].set_color(HAIRLINE)
 
     plain(curve)
     curve.set_title("Mean of later tokens", loc="left", fontsize=8.5, color=INK, pad=6)

@@ -143,16 +143,20 @@ def place(figure: Figure, left: float, top: float, width: float, height: float) 
 
 
 def plain(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(HAIRLINE)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(HAIRLINE)
     axes.tick_params(which="both", colors=MUTED, labelsize=7.5, length=2.5, color=HAIRLINE)
     axes.set_axisbelow(True)
 
 
+def reference_line(axes: Axes, y: float, text: str) -> None:
+    """A dashed horizontal line with a label in the right margin."""
+    axes.axhline(y, color=MUTED, lw=0.7, ls=(0, (4, 3)))
+    note(axes, y, text)
+
+
 def note(axes: Axes, y: float, text: str) -> None:
-    """Label a horizontal line in the right margin."""
+    """Label a height in the right margin."""
     axes.annotate(
         text, (1, y), xycoords=axes.get_yaxis_transform(), xytext=(4, 0), textcoords="offset points",
         fontsize=7, color=MUTED, va="center", linespacing=1.1, annotation_clip=False,
@@ -195,9 +199,7 @@ def heat(
     colours = colours.with_extremes(bad=missing, under=colours(0.0))
     image = axes.imshow(values, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
     axes.grid(visible=False)
-    for spine in axes.spines.values():
-        spine.set_visible(True)
-        spine.set_color(HAIRLINE)
+    axes.spines[:].set(visible=True, color=HAIRLINE)
     return image
 
 
@@ -258,8 +260,7 @@ def layer_by_head(
         written: formats the value printed in a cell, if cells are large enough; None prints no values.
     """
     image = heat(axes, values.to_numpy(), norm, colours, missing="white")
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     for axis, ids in ((axes.xaxis, values.columns), (axes.yaxis, values.index)):
         step = max(1, round(len(ids) / ticks))
         axis.set_ticks(np.arange(0, len(ids), step), [str(i) for i in ids[::step]])

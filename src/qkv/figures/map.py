@@ -310,8 +310,7 @@ def show_image(axes: Axes, picture: np.ndarray, name: str) -> None:
     axes.imshow(picture, aspect="auto", interpolation="nearest")
     axes.set_xticks([])
     axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_color(HAIRLINE)
+    axes.spines[:].set_color(HAIRLINE)
     axes.set_title(name, loc="left", fontsize=8.5, color=INK, pad=4)
 
 

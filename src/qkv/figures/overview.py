@@ -37,6 +37,7 @@ from qkv.figures.layout import (
     note,
     place,
     plain,
+    reference_line,
     titled,
     token_label,
     token_strip,
@@ -224,8 +225,7 @@ def received_figure(name: str, data: xr.Dataset) -> Figure:
 
     plain(curve)
     share_curve(curve, mean, tokens, 9)
-    curve.axhline(1 / n_keys, color=MUTED, lw=0.7, ls=(0, (4, 3)))
-    note(curve, 1 / n_keys, "equal\nshare")
+    reference_line(curve, 1 / n_keys, "equal\nshare")
     curve.set_ylabel("share of all attention")
 
     low = max(float(np.quantile(by_layer, 0.05)), by_layer.max() * 1e-6, 1e-12)
@@ -233,8 +233,7 @@ def received_figure(name: str, data: xr.Dataset) -> Figure:
     heat.set(ylim=(layers - 0.5, -0.5), ylabel="layer")
     step = max(1, layers // 6)
     heat.set_yticks(np.arange(0, layers, step), [str(layer) for layer in data["layer"].values[::step]])
-    for spine in heat.spines.values():
-        spine.set_visible(False)
+    heat.spines[:].set_visible(False)
     along(heat, tokens)
     along(curve, tokens, labels=False)
     return figure

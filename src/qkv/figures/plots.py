@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from qkv.errors import InputError, nearest
 from qkv.figures.comparison import similarity_figure
-from qkv.figures.layout import MUTED, note
+from qkv.figures.layout import reference_line
 from qkv.figures.map import AFTER, StoredMap, alignment_figure, map_figure, overlay_figure
 from qkv.figures.overview import (
     by_layer_figure,
@@ -90,8 +90,7 @@ class Plots:
             title = f"Attention is sharpest in layer {sharpest}: {median[sharpest]:.1f} nats in its median head, "
         title += shared_by(median[sharpest])
         figure, axes = by_layer_figure(self._name(), data, heads, "entropy", title)
-        axes.axhline(uniform, color=MUTED, lw=0.8, ls=(0, (4, 3)))
-        note(axes, uniform, "uniform\nattention")
+        reference_line(axes, uniform, "uniform\nattention")
         axes.set_ylim(0, uniform * 1.1 or 1)
         return figure
 

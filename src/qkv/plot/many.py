@@ -247,8 +247,7 @@ def model(
             image = heat(axes, m, norm, extent=(column + gap, column + 1 - gap, row + 1 - gap, row + gap))
     assert image is not None
     axes.set(xlim=(0, columns), ylim=(rows, 0), xlabel="head", ylabel="layer")
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     widest = max(found.head_ids, key=len)
     for axis, ids, n in ((axes.xaxis, widest, columns), (axes.yaxis, found.layer_ids, rows)):
         step = -(-n // 24)
