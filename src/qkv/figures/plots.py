@@ -134,7 +134,7 @@ class Plots:
         """The map of one head, query by key: all weights, or for a long text the largest and the mean in bins."""
         data = self._data(group, text)
         at = position(data, layer, head)
-        if (weights := _dense_weights(data)) is not None:
+        if (weights := dense_weights(data)) is not None:
             return weights_figure(self._name(), data, *at, weights[at])
         stored = StoredMap(self._name(), data.attrs["group"], data, at)
         if (picture := stored.picture()) is not None:
@@ -201,7 +201,7 @@ class Plots:
         return self._profile.one_text(text, group).assign_attrs(group=group or self._profile.main)
 
 
-def _dense_weights(data: xr.Dataset) -> np.ndarray | None:
+def dense_weights(data: xr.Dataset) -> np.ndarray | None:
     """All weights (layer, head, query, key) of a data set of one text, without padding; None if not stored."""
     if "weights" not in data:
         return None
@@ -227,7 +227,7 @@ def _mean_of(data: xr.Dataset, layer: int | None, head: int | None, text: int) -
     """A name and the weights (query, key) of one head, or of the mean over a layer or over all heads."""
     if head is not None and layer is None:
         raise InputError(f"layer: got None with head {head}; expected the layer of that head")
-    weights = _dense_weights(data)
+    weights = dense_weights(data)
     if weights is None:
         raise _no_weights(data, text)
     layers, heads = weights.shape[:2]

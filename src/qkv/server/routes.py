@@ -65,15 +65,24 @@ class Location(NamedTuple):
     """A text of a source that is ready, and a layer and a head in it."""
 
     source: Source
-    group: str
+    of_group: dict[str, Any]
+    """The entry of its group in the page: see `qkv.report.payload.payload`."""
     text: int
-    view: dict[str, Any]
-    """The entry of the text in the page: see `qkv.report.payload.payload`."""
     place: tuple[int | str, ...]
     """Source, group, text, layer and head as they are in the address."""
     layer: int = 0
     head: int | None = 0
     """None for the mean over heads."""
+
+    @property
+    def group(self) -> str:
+        return str(self.of_group["name"])
+
+    @property
+    def view(self) -> dict[str, Any]:
+        """The entry of the text in the page."""
+        view: dict[str, Any] = self.of_group["texts"][self.text]
+        return view
 
     @property
     def maps(self) -> Explorer | StoredMaps:
@@ -93,37 +102,33 @@ class Location(NamedTuple):
         return lambda stopped: method(self.group, self.text, self.layer, self.head, *where, stopped=stopped)
 
 
-# Each finds a place, and checks that the source is ready and that all indices exist.
+# Each of these finds a place, and checks that the source is ready and that all indices exist.
 async def text_of(request: Request, s: Position, g: Position, t: Position) -> Location:
     source = ready_source(request, s)
     group = source.groups[_checked_index("group", g, len(source.groups))]
-    _checked_index("text", t, len(group["texts"]))
-    return Location(source, group["name"], t, group["texts"][t], (s, g, t))
-
-
-async def layer_of(request: Request, s: Position, g: Position, t: Position, layer: Position) -> Location:
-    at = await text_of(request, s, g, t)
-    _checked_index("layer", layer, len(at.source.groups[g]["layers"]))
-    return at._replace(layer=layer, place=(*at.place, layer))
-
-
-async def head_of(request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position) -> Location:
-    at = await layer_of(request, s, g, t, layer)
-    _checked_index("head", head, len(at.source.groups[g]["heads"]))
-    return at._replace(head=head, place=(*at.place, head))
-
-
-async def head_or_mean_of(
-    request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean
-) -> Location:
-    if isinstance(head, int):
-        return await head_of(request, s, g, t, layer, head)
-    at = await layer_of(request, s, g, t, layer)
-    return at._replace(head=None, place=(*at.place, head))
+    return Location(source, group, _checked_index("text", t, len(group["texts"])), (s, g, t))
 
 
 TextAt = Annotated[Location, Depends(text_of)]
+
+
+async def layer_of(at: TextAt, layer: Position) -> Location:
+    _checked_index("layer", layer, len(at.of_group["layers"]))
+    return at._replace(layer=layer, place=(*at.place, layer))
+
+
 LayerAt = Annotated[Location, Depends(layer_of)]
+
+
+async def head_of(at: LayerAt, head: Position) -> Location:
+    _checked_index("head", head, len(at.of_group["heads"]))
+    return at._replace(head=head, place=(*at.place, head))
+
+
+async def head_or_mean_of(at: LayerAt, head: HeadOrMean) -> Location:
+    return await head_of(at, head) if isinstance(head, int) else at._replace(head=None, place=(*at.place, head))
+
+
 HeadAt = Annotated[Location, Depends(head_of)]
 HeadOrMeanAt = Annotated[Location, Depends(head_or_mean_of)]
 
