@@ -17,6 +17,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+transformers.utils.logging.set_verbosity_error()  # advice on token ids that these configurations do not have
+
 LENGTH, TARGET = 37, 23  # tokens of a text, and of a decoder's text
 VOCABULARY = 97
 WINDOW = 8
@@ -69,7 +71,6 @@ def build(name: str, implementation: str | None = None, *, suffix: str | None = 
         settings: what to change in the configuration.
     """
     what = ARCHITECTURES[name]
-    transformers.utils.logging.set_verbosity_error()  # advice on token ids that these configurations do not have
     config = what.class_of("Config")(**what.settings | settings, attn_implementation=implementation)
     plain = suffix not in (None, "Model") and name in ("llama4", "gemma3")  # with a head they are called without Text
     stem = what.classes.removesuffix("Text") if plain else what.classes

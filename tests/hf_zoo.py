@@ -43,11 +43,12 @@ UNDERFLOW = ("detr", "swin", "swinv2")  # weights of visible keys are 0, or thos
 
 def small(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that make a tiny configuration of a class: small sizes wherever it has the name, then `settings`."""
-    known, inside = kind().to_dict(), getattr(kind, "sub_configs", {})
+    plain, inside = kind(), getattr(kind, "sub_configs", {})
+    known = plain.to_dict()
     made = {name: value for name, value in TABLES["small"].items() if name in known}
     made |= {name: value for name, value in settings.items() if name not in inside}
     for name in inside:
-        inner = getattr(kind(), name)
+        inner = getattr(plain, name)
         if inner is not None and settings.get(name) != "DROP":
             made[name] = small(type(inner), settings.get(name, {}))
             if "model_type" in known.get(name, {}):
@@ -62,7 +63,6 @@ def build(name: str, implementation: str | None = None) -> Any:
         name: a row of the table.
         implementation: of attention, such as "eager"; the architecture's own default if None.
     """
-    transformers.utils.logging.set_verbosity_error()  # advice on token ids that these configurations do not have
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -163,9 +163,11 @@ def examine(name: str, *, padded: bool = False) -> Seen:
 
 
 def in_eager(name: str, model: Any) -> Any:
-    """A model with the same weights and eager attention: this one if transformers can switch it, else another."""
+    """A model with the same weights and eager attention: this one if it has it or can be switched, else another."""
     if name in DISAGREE:
         return None
+    if model.config._attn_implementation == "eager":
+        return model
     if name not in ROUTED or name == "sam":  # whose class of attention is chosen when it is built
         return build(name, "eager")
     model.set_attn_implementation("eager")

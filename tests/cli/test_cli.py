@@ -1,26 +1,45 @@
-"""`qkv profile`, and what all commands share: exit codes, one sentence for whatever is wrong, nothing left behind."""
+"""`qkv profile`, `qkv view`, and what all commands share: exit codes, one sentence for whatever is wrong, no litter.
+
+What commands refuse is in refusals.toml.
+"""
 
 from __future__ import annotations
 
 import errno
 import io
 import json
+import os
 import re
 import shlex
+import shutil
+import signal
 import sys
+import threading
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 import qkv
 from conftest import Command, refused
+from forked import Forked, view_without_end
+from fuzz.files.formats import GOLDEN as FORMATS
 from qkv._progress import bar, say, spinner
 from qkv.cli.shared import folder
-from qkv.models import loading
+from qkv.models import DecoderConfig, DecoderLM, checkpoint, loading
 
-pytest.importorskip("transformers", reason="profiling models needs transformers")
+pytest.importorskip("transformers", reason="loading models needs transformers")
+TABLE = tomllib.loads((Path(__file__).parent / "refusals.toml").read_text("utf-8"))
+ROWS = [(name, *row) for name, rows in TABLE.items() for row in rows]
+GOLDEN = FORMATS / "profile.qkv.zip"
+FILES = {
+    "x.txt": b"def one():\n    return 1\n", "bytes.bin": b"\xff\xfe\x00\x80", "bad.toml": b"task = ",
+    "x.toml": b'task = "reversal"\n', "y.toml": b'task = "reversal"\n[training]\nstepps = 3\n',
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -47,6 +66,29 @@ def test_profile_measures_what_is_asked_and_writes_all_files(
     assert set(result.attrs["versions"]) == {"qkv", "torch", "transformers", "python"}
     assert "weights" not in result.data  # longer than --map-tokens
     np.testing.assert_allclose(result.data["received"].sum("key"), 100, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model `own`, the profile in `found`, and FILES."""
+    path = tmp_path_factory.mktemp("here")
+    checkpoint.save(DecoderLM(DecoderConfig.llama(d_model=8, layers=1, heads=2, context=32)), path / "own")
+    (path / "found").mkdir()
+    shutil.copy(GOLDEN, path / "found")
+    for name, data in FILES.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(("name", "words", "fragment"), [*ROWS, ("generate", "own \udcff", "not UTF-8")])
+def test_bad_input_is_one_sentence_and_code_2(
+    name: str, words: str, fragment: str, here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read when it was imported
+    assert fragment in command.refuses(name, *shlex.split(words))
+    assert {path.name for path in here.iterdir()} == {*FILES, "own", "found"}, "something was left behind"
+    assert (here / "bytes.bin").read_bytes() == FILES["bytes.bin"]
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -102,6 +144,42 @@ def test_code_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.Monkey
     with refused("model", "custom code"):
         loading.load_model(str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+# --- `qkv view` -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_interrupt_before_the_model_is_ready_ends_a_public_server_quietly(tmp_path: Path) -> None:
+    words = ("qkv-mini", "--host", "0.0.0.0", "--port", 0, "--no-browser")
+    process = Forked(view_without_end, *words, folder=tmp_path, HF_HUB_OFFLINE="1")
+    process.has_said("\n")
+    assert process.out.startswith("Viewer"), process.out
+    url = httpx.URL(process.out.split()[1])
+    assert url.params["token"]
+    assert httpx.get(url.copy_with(query=None)).status_code == 401
+    assert httpx.get(url).status_code == 303
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait() == 0
+    assert "Traceback" not in process.errors
+
+
+def test_the_address_is_printed_whole_and_opened_in_a_browser_unless_told_not_to(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = threading.Event()
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.set())
+
+    def serve(session: Any, *, on_start: Any, **options: Any) -> bool:
+        on_start("http://[fe80::1]:8765/?token=x")
+        return True
+
+    monkeypatch.setattr("qkv.server.run.serve", serve)
+    out = command.succeeds("view", GOLDEN, "--no-browser", "--host", "::")
+    assert out.count("http://[fe80::1]:8765/?token=x\n") == 2
+    assert not opened.is_set()
+    command.succeeds("view", GOLDEN)
+    assert opened.wait(60)
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The public interface as text: names with their parameters, options of the command line, saved formats.
 
-`make contract` writes names.txt, options.txt and formats.txt beside this file. `tests/docs/test_contract.py` fails if
+`make contract` writes names.txt, options.txt and formats.txt beside this file. `tests/docs/test_public.py` fails if
 they differ from the code. Types are left out: how Python writes them changes with its version.
 """
 

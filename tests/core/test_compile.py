@@ -15,25 +15,19 @@ pytestmark = pytest.mark.slow
 SETUP = """
 import torch
 from torch._dynamo.utils import counters
-from qkv.models.decoder import DecoderConfig, DecoderLM
-flavours = {
-    "gpt2": {},
-    "llama": {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tied": False},
-    "window": {"window": 5, "positions": "alibi", "sink": True},
-}
-def model_of(name):
-    sizes = {"vocab_size": 23, "context": 128, "d_model": 24, "layers": 1, "heads": 6, "kv_heads": 2}
-    return DecoderLM(DecoderConfig(**(sizes | flavours[name])))
 def compiled_anew(model, **how):  # after a few models of one class dynamo would give up and run them as they are
     torch._dynamo.reset()
     counters.clear()
     return torch.compile(model, **how)
-ids = torch.randint(23, (2, 100), generator=torch.Generator().manual_seed(0))
 """
 PARTS = {
     "decoder": """
 import warnings
-model = model_of("llama")
+from qkv.models.decoder import DecoderConfig, DecoderLM
+sizes = {"vocab_size": 23, "context": 128, "d_model": 24, "layers": 1, "heads": 6, "kv_heads": 2}
+ids = torch.randint(23, (2, 100), generator=torch.Generator().manual_seed(0))
+llama = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tied": False}
+model = DecoderLM(DecoderConfig(**sizes, **llama))
 compiled = compiled_anew(model, fullgraph=True, backend="eager")
 with warnings.catch_warnings(record=True) as raised:
     warnings.simplefilter("always")
@@ -48,24 +42,6 @@ for one in (compiled, model):
     grads.append([p.grad.clone() for p in model.parameters()])
 for ours, theirs in zip(*grads, strict=True):
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
-""",
-    "training under autocast": """
-model = model_of("window")
-with torch.autocast("cpu", torch.bfloat16):
-    exact = model.loss(ids).item()
-compiled = compiled_anew(model, backend="eager")
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-losses = []
-for _ in range(6):
-    optimizer.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = torch.nn.functional.cross_entropy(compiled(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
-assert counters["stats"]["calls_captured"] > 10, counters
-assert abs(losses[0] - exact) < 0.01 * exact, (losses, exact)
-assert losses[-1] < losses[0] - 0.05, losses
 """,
     "encoder and decoder": """
 from qkv import models as m
@@ -196,23 +172,12 @@ json.dump(errors, sys.stdout)
 """
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, str]:
-    """The error of each part, "" if there is none. One process runs them all, since imports take the longest."""
+def test_compiled_code_has_the_same_outputs_and_gradients() -> None:
+    """Without breaks and warnings. One process runs all parts, since imports take the longest."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}  # which is read when Triton is imported
     parts = {name: part for name, part in PARTS.items() if name != "Triton kernels" or find_spec("triton")}
     command = [sys.executable, "-c", SETUP + RUN]
     done = subprocess.run(command, input=json.dumps(parts), capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_compiled_models_have_the_same_outputs_and_gradients_and_train_under_autocast(
-    part: str, errors: dict[str, str]
-) -> None:
-    """Without breaks and warnings."""
-    if part not in errors:
-        pytest.skip("Triton is not installed")
-    assert not errors[part], errors[part]
+    errors: dict[str, str] = json.loads(done.stdout)
+    assert not any(errors.values()), "\n".join(f"{name}: {error}" for name, error in errors.items() if error)

@@ -120,16 +120,6 @@ def test_multihead_padding_and_mask_together(name: str) -> None:
     torch.testing.assert_close(module.out_proj(out.transpose(1, 2).flatten(2))[some], want[some])
 
 
-@pytest.mark.parametrize("name", ["documents, causal", "padding, window", "dense of heads", "random bigbird"])
-def test_flex_attention_gives_the_same(name: str) -> None:
-    mask = every_mask()[name]
-    q, k, v = triple(B, H, H, NQ, NK)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # torch's switch: eager, no warning
-        theirs = torch_flex.flex_attention(q, k, v, block_mask=masks.to_flex(mask, NQ, NK, batch=B, heads=H))
-    torch.testing.assert_close(qkv.attend(q, k, v, mask=mask, kernel="eager"), theirs)
-
-
 # --- from FlexAttention -----------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
 """DecoderLM, plain and with any composition: the logits of transformers and of formulas, cached as uncached, gradients,
-loss, checkpoints."""
+loss, checkpoints and their tokenizers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from qkv.models import checkpoint, pretrained
 from qkv.models.config import to_dict
 from qkv.models.decoder import NORMALIZERS, DecoderConfig, DecoderLM
 from qkv.models.loss import linear_cross_entropy
+from qkv.models.tokenizers import FileTokenizer
 
 TINY = {"vocab_size": 23, "context": 29, "d_model": 12, "layers": 2, "heads": 6, "kv_heads": 2, "d_hidden": 17}
 
@@ -255,6 +256,43 @@ def test_hugging_face_checkpoints_that_do_not_fit_are_rejected(tmp_path: Path) -
         pretrained.from_hugging_face(tmp_path / "nowhere")
 
 
+def tokenizer_file() -> Path:
+    folder = checkpoint.folder_of("qkv-mini")
+    assert folder is not None
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("text", ["", "def one(x):\n    return x\n", "é <s> 日本 🙂"])
+def test_tokens_and_texts_of_tokenizer_json_equal_transformers(text: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="its tokenizer is the reference")
+    theirs, ours = (
+        transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file())),
+        FileTokenizer(tokenizer_file()),
+    )
+    ids = ours.encode(text)
+    for add in (True, False):
+        assert ours(text, add_special_tokens=add) == dict(theirs(text, add_special_tokens=add))
+        assert ours.encode(text, add_special_tokens=add) == theirs.encode(text, add_special_tokens=add)
+        assert ours.decode(ids, skip_special_tokens=add) == theirs.decode(ids, skip_special_tokens=add)
+    for name, x in ours(text, return_tensors="pt").items():
+        assert torch.equal(x, theirs(text, return_tensors="pt")[name])
+    assert ours.convert_ids_to_tokens(ids) == theirs.convert_ids_to_tokens(ids)
+    assert (len(ours), ours.vocab_size, ours.get_vocab()) == (len(theirs), theirs.vocab_size, theirs.get_vocab())
+    assert ours.decode(ids[0]) == theirs.decode(ids[0])
+
+
+def test_bad_tokenizers_and_formats_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for argument, call in (
+        ("model", lambda: FileTokenizer(tmp_path / "tokenizer.json")),
+        ("model", lambda: FileTokenizer(tmp_path / "missing.json")),
+        ("return_tensors", lambda: FileTokenizer(tokenizer_file())("a", return_tensors="np")),
+        ("text", lambda: FileTokenizer(tokenizer_file())(["a", "b"])),  # type: ignore[arg-type]
+    ):
+        with refused(argument):
+            call()
+
+
 # --- our own checkpoints ---------------------------------------------------------------------------------------------
 
 
@@ -429,14 +467,6 @@ def test_every_layer_computes_the_composition(name: str) -> None:
         now, mask = module.attention, masks.Causal() if own.mask is None else own.mask & masks.Causal()
         want = oracle(*given, mask=mask, bias=now.bias, score=now.score, normalizer=now.normalizer)[0]
         close(out, want, eps=4096)
-
-
-def test_the_first_token_of_a_strictly_causal_model_attends_to_nothing() -> None:
-    logits, weights = model_of(**FLAVOURS["strict"])(ids_of(2, 13), return_weights=True)
-    assert logits.isfinite().all()
-    for one in weights:
-        assert not one.triu().any()
-        close(one[:, :, 1:].sum(-1), torch.ones(2, HEADS, 12))
 
 
 def test_every_layer_and_every_model_has_learned_tensors_of_its_own() -> None:

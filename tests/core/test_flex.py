@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
-from torch._inductor import config
 
 import qkv
 from conftest import MASKS, close, rand, refused, triple
@@ -193,19 +192,6 @@ def test_gradients_as_compiled(normalizer: str, bias: str) -> None:
     gradients_agree(normalizer, bias, "cpu", torch.float64, eps=256 if normalizer == "softmax" else 2**14)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("traced")
-def test_score_mods_compile() -> None:
-    """By the compiler that writes the CUDA kernels, which takes half a minute for all of FlexAttention on CPU."""
-    q, k, v = (x.float() for x in triple(hkv=H))
-    call, level = Call.of(q, k, v, normalizer=SoftplusSquared(), bias=ALiBi()), rand(B, H, NQ).float()
-    score_mod = log_space._log_weight(call.normalizer, flex._final_score(call), level, falling=True)
-    places = torch.meshgrid(*map(torch.arange, (B, H, NQ, NK)), indexing="ij")
-    with torch.no_grad(), config.patch({"cpp.vec_isa_ok": False}):
-        found = [run(q @ k.mT, *places) for run in (torch.compile(score_mod, fullgraph=True), score_mod)]
-    close(*found)
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -292,7 +278,7 @@ def test_a_weight_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyP
     assert "Unsupported" in str(flex.unsupported_reason(Call.of(*triple(), normalizer=own(untraceable))))
     for normalizer in (SoftplusSquared(), Square()):
         assert flex.unsupported_reason(Call.of(*triple(), normalizer=normalizer)) is None
-    for power in range(12):  # more than torch's limit for one function
+    for power in range(9):  # more than torch's limit for one function
         made = own(lambda self, s, power=power: s.abs() ** power)
         assert flex.unsupported_reason(Call.of(*triple(), normalizer=made)) is None
 

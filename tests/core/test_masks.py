@@ -145,53 +145,7 @@ def test_masks_match_examples_by_hand() -> None:
     assert picture(Predicate(lambda b, h, q, k: q == k), 2, 3) == [".x.", "..x"]
 
 
-@pytest.mark.parametrize(("w", "nk"), [(1, 5), (2, 11), (3, 5), (5, 11)])
-def test_a_window_keeps_w_keys_its_own_included(w: int, nk: int) -> None:
-    seen = Window(w).dense(5, nk)[0, 0]
-    own = torch.arange(5) + nk - 5
-    assert torch.equal(seen.sum(-1), (own + 1).clamp(max=w))
-    assert seen[torch.arange(5), own].all()
-
-
-@pytest.mark.parametrize("mask", [Causal(), Window(3), Window(2, ahead=2)], ids=str)
-def test_bottom_right_alignment_is_the_end_of_the_square(mask: Mask) -> None:
-    square = mask.dense(11, 11)
-    assert torch.equal(mask.dense(4, 11), square[:, :, 7:])
-    assert torch.equal(mask.dense(11, 4), square[:, :, :, 7:])  # keys before the first do not exist
-    assert torch.equal(Shifted(mask, 4).dense(2, 11), square[:, :, 4:6])  # two of eleven slots of a buffer
-
-
-@pytest.mark.slow
-@given(st.data())
-def test_boolean_algebra(data: st.DataObject) -> None:
-    grid, a = drawn(data)
-    b = data.draw(mask_trees(grid.n_queries, grid.n_keys, grid.batch, grid.heads))
-    seen_a, seen_b = shown(a, grid), shown(b, grid)
-    assert torch.equal(shown(a & b, grid), seen_a & seen_b)
-    assert torch.equal(shown(a | b, grid), seen_a | seen_b)
-    assert torch.equal(shown(~a, grid), ~seen_a)
-    assert torch.equal(shown(~(a & b), grid), ~(seen_a & seen_b))
-    assert torch.equal(shown(~~a, grid), seen_a)
-    assert torch.equal(shown(Shifted(a, grid.offset), grid), seen_a)  # by the alignment: no shift
-
-
 # --- patterns ---------------------------------------------------------------------------------------------------------
-
-
-def test_visible_entries_grow_linearly() -> None:
-    """n·g for global tokens (each both ways), n·r for random keys, n·√n for strides of √n."""
-    for root in (4, 7):
-        n = root**2
-        counts: list[tuple[Mask, int]] = [
-            (Global([0, 3, -1]), 2 * 3 * n - 3 * 3),
-            (Global([-1, n - 1]), 2 * n - 1),  # one token, named twice
-            (RandomKeys(5, seed=3), 5 * n),
-            (Strided(root), n * root),
-            (Dilated(3, 2), 3 * n - 2 - 4),
-        ]
-        for mask, count in counts:
-            assert int(mask.dense(n, n).sum()) == count
-            assert mask.sparsity(n) == pytest.approx(1 - count / n**2)
 
 
 @pytest.mark.parametrize("size", [0, 1, 6, 12, 13, 99])

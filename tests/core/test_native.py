@@ -1,13 +1,17 @@
-"""The native library: its statistics against the tiles of tensor operations, what it refuses, and its build."""
+"""The native library: its statistics against the tiles of tensor operations, what it refuses, and its build.
+
+Output, log-sum-exp and gradients are those of autograd through the weights in float64.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
 import importlib.util
+import itertools
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,22 +22,24 @@ from torch import Tensor
 
 import qkv
 from conftest import covering
-from qkv import biases, native
-from qkv.biases import ALiBi, Bias, RelativePosition, SoftCap, T5Bias
+from qkv import native
+from qkv.biases import ALiBi, Bias, ByDistance, RelativePosition, SoftCap, T5Bias, TensorBias
 from qkv.engine import Call
+from qkv.errors import InputError
 from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Window
 from qkv.normalizers import Softmax
 from qkv.statistics import measure
 from qkv.statistics.built_in import Local, PrefixSinkScores, Streaming
+from qkv.statistics.gradients import DIFFERENTIABLE
 from qkv.statistics.result import Statistics
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of values
     "tiny": (1, 2, 2, 2, 5, 8, 8),
     "grouped heads": (2, 4, 2, 70, 70, 16, 24),
-    "few queries": (1, 2, 1, 33, 130, 32, 32),
+    "few queries": (1, 2, 1, 33, 130, 40, 32),
     "more queries than keys": (2, 2, 2, 130, 33, 8, 20),
-    "several tiles": (1, 2, 2, 600, 1100, 64, 64),
+    "several tiles": (1, 3, 3, 300, 1100, 64, 80),
     "one query": (2, 2, 2, 1, 1100, 20, 7),
     "one query of a group": (1, 8, 1, 1, 1300, 64, 72),
     "three queries of a group": (1, 4, 2, 3, 1700, 40, 36),
@@ -70,9 +76,9 @@ BIASES: dict[str, Callable[[int, int, int, int], tuple[Bias, ...]]] = {
     "none": lambda b, h, nq, nk: (),
     "alibi": lambda b, h, nq, nk: (ALiBi(),),
     "t5": lambda b, h, nq, nk: (T5Bias(torch.randn(32, h)),),
-    "dense, masked": lambda b, h, nq, nk: (biases.TensorBias(dropped(torch.randn(b, h, nq, nk))),),
+    "dense, masked": lambda b, h, nq, nk: (TensorBias(dropped(torch.randn(b, h, nq, nk))),),
     "of rows, cap, of keys": lambda b, h, nq, nk: (
-        biases.TensorBias(torch.randn(nq, 1)), SoftCap(3.0), biases.TensorBias(torch.randn(1, nk)),
+        TensorBias(torch.randn(nq, 1)), SoftCap(3.0), TensorBias(torch.randn(1, nk)),
     ),
 }  # fmt: skip
 
@@ -107,11 +113,12 @@ def bfloat16_products(bfloat16_library: Any, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "library", lambda: bfloat16_library)
 
 
-def inputs(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    b, h, key_heads, n_queries, n_keys, d, dv = shape
+def inputs(shape: str, factor: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a name in SHAPES; the keys are multiplied by `factor`."""
+    b, h, key_heads, n_queries, n_keys, d, dv = SHAPES[shape]
     made = (
         torch.randn(b, n_queries, h, d),
-        torch.randn(b, n_keys, key_heads, d) * 2,
+        torch.randn(b, n_keys, key_heads, d) * factor,
         torch.randn(b, n_keys, key_heads, dv),
     )
     q, k, v = (x.transpose(1, 2) for x in made)  # strides as in a model
@@ -139,7 +146,7 @@ def check(
 ) -> None:  # fmt: skip
     """Output, log-sum-exp and statistics are those of the tiles, or of the tiles in float64 if these are `exact`."""
     b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
-    q, k, v = (x.to(dtype) for x in inputs(SHAPES[shape]))
+    q, k, v = (x.to(dtype) for x in inputs(shape))
     first = torch.randint(0, n_keys - 3, (b,))
     options = {
         "mass": {"local": Local(2).mask, "streaming": Streaming(first, n_keys).mask, "prefix": Prefix(3)},
@@ -187,13 +194,13 @@ def test_output_and_statistics_differ_from_those_of_the_tiles(
 @pytest.mark.slow
 @pytest.mark.usefixtures("bfloat16_products")
 @pytest.mark.parametrize(("shape", "mask", "bias", "sink"), covering(
-    ["grouped heads", "few queries", "more queries than keys", "several tiles", "odd sizes"], MASKS, BIASES,
+    ["few queries", "more queries than keys", "several tiles", "odd sizes"], MASKS, BIASES,
     [None, 0.5],
 ))  # fmt: skip
 def test_products_of_bfloat16_differ_from_float64(
     shape: str, mask: str, bias: str, sink: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q, k, v = (x.bfloat16() for x in inputs(SHAPES[shape]))
+    q, k, v = (x.bfloat16() for x in inputs(shape))
     assert native.binding.products(q, k, v) == torch.bfloat16
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if sink is None else 2)
     check(shape, mask, bias, monkeypatch, sink=sink, padded=sink is not None, dtype=torch.bfloat16, exact=True)
@@ -202,7 +209,7 @@ def test_products_of_bfloat16_differ_from_float64(
 @pytest.mark.usefixtures("bfloat16_products")
 def test_bfloat16_without_statistics_or_its_gradients_differ_from_the_call_with_all() -> None:
     for shape in ("few queries", "odd sizes", "three queries of a group"):
-        q, k, v = (x.bfloat16().requires_grad_() for x in inputs(SHAPES[shape]))
+        q, k, v = (x.bfloat16().requires_grad_() for x in inputs(shape))
         out, whole = qkv.attend(q, k, v, mask=Causal()), qkv.attend(q, k, v, mask=Causal(), return_lse=True)[0]
         exact = qkv.attend(q.double(), k.double(), v.double(), mask=Causal())
         assert out.dtype == torch.bfloat16
@@ -220,11 +227,11 @@ def test_bfloat16_without_statistics_or_its_gradients_differ_from_the_call_with_
 def test_nan_leaks_or_an_overflow_gives_numbers(
     shape: str, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q, k, v = (x.to(dtype) for x in inputs(SHAPES[shape]))
+    q, k, v = (x.to(dtype) for x in inputs(shape))
     keep = (torch.arange(k.shape[2]) != 3)[None]
     hole = torch.where(keep, 1.0, torch.nan)[0, :, None].to(dtype)
     last = torch.where(torch.arange(k.shape[2]) == k.shape[2] - 1, torch.inf, 1.0)[:, None].to(dtype)
-    no_key = biases.TensorBias(torch.full((q.shape[2], 1), -torch.inf))
+    no_key = TensorBias(torch.full((q.shape[2], 1), -torch.inf))
     calls = {
         "masked": Call.of(q, k * hole, v * hole, Dense(keep)),
         "outside of a window": Call.of(q, k * hole, v * hole, Window(k.shape[2] - 3 - q.shape[2])),
@@ -253,12 +260,12 @@ def test_nan_leaks_or_an_overflow_gives_numbers(
 
 
 def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = inputs(SHAPES["grouped heads"])
+    q, k, v = inputs("grouped heads")
     wide = torch.zeros(1, 1, 4, 300)
     calls = {
         "sink logit": Call.of(q, k, v, None, (), None, Softmax(sink=torch.full((4,), torch.nan))),
-        "NaN in a bias": Call.of(q, k, v, None, (biases.TensorBias(torch.full((1, 1), torch.nan)),)),
-        "a bias below all scores": Call.of(q, k, v, None, (biases.TensorBias(torch.full((70, 70), -3e38)),)),
+        "NaN in a bias": Call.of(q, k, v, None, (TensorBias(torch.full((1, 1), torch.nan)),)),
+        "a bias below all scores": Call.of(q, k, v, None, (TensorBias(torch.full((70, 70), -3e38)),)),
         "vectors by distance": Call.of(q, k, v, None, (RelativePosition(torch.randn(5, 16)),)),
         "float64": Call.of(q.double(), k.double(), v.double()),
         "more than 256": Call.of(wide, wide, wide),
@@ -277,15 +284,15 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nan_in_keys_masked_for_all_queries_reaches_gradients() -> None:
-    q, k, v = inputs(SHAPES["few queries"])
+    q, k, v = inputs("few queries")
     leaves = [x.requires_grad_() for x in (q, k.index_fill(2, torch.tensor([0]), torch.nan), v)]
     assert all(x.isfinite().all() for x in torch.autograd.grad(qkv.attend(*leaves, mask=Window(3)).sum(), leaves))
 
 
 def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
-    q, k, _ = inputs(SHAPES["grouped heads"])
+    q, k, _ = inputs("grouped heads")
     for few in (q, q[:, :, -2:]):
-        low = biases.TensorBias(torch.linspace(0, -200, few.shape[2])[:, None])  # of the last query
+        low = TensorBias(torch.linspace(0, -200, few.shape[2])[:, None])  # of the last query
         scores = PrefixSinkScores(k.shape[2])
         sums = qkv.measure(few, k, mask=Causal(), bias=low, normalizer=Softmax(sink=0.5), statistics=[scores])
         assert sums.prefix_sink_scores is not None
@@ -300,8 +307,8 @@ def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", ["tiny", "grouped heads", "few queries", "one query", "more queries than keys"])
 def test_the_way_without_a_call_gives_other_bits(shape: str, dtype: torch.dtype) -> None:
-    (_, h, _, n_queries, n_keys, *_), (q, k, v) = SHAPES[shape], (x.to(dtype) for x in inputs(SHAPES[shape]))
-    by_distance = biases.ByDistance(dropped(torch.randn(h, n_queries + n_keys - 1)))
+    (_, h, _, n_queries, n_keys, *_), (q, k, v) = SHAPES[shape], (x.to(dtype) for x in inputs(shape))
+    by_distance = ByDistance(dropped(torch.randn(h, n_queries + n_keys - 1)))
     for mask in (None, Causal(), Window(3), Window(2, ahead=4)):
         for bias in ((), (ALiBi(),), (ALiBi(torch.rand(h)),), (T5Bias(torch.randn(32, h)),), (by_distance,)):
             want: Any = measure.measured(Call.of(q, k, v, mask, bias), output=True)
@@ -313,15 +320,15 @@ def test_the_way_without_a_call_gives_other_bits(shape: str, dtype: torch.dtype)
 
 
 def test_a_window_without_a_call_gives_other_gradients() -> None:
-    q, k, v = (x.requires_grad_() for x in inputs(SHAPES["few queries"]))
+    q, k, v = (x.requires_grad_() for x in inputs("few queries"))
     for mask in (Window(4), Window(k.shape[2]), Window(3, ahead=2)):
         outs = (qkv.attend(q, k, v, mask=mask, kernel=kernel).square().sum() for kernel in ("auto", "native"))
         assert all(map(torch.equal, *(torch.autograd.grad(out, (q, k, v)) for out in outs)))
 
 
 def test_another_default_dtype_or_device_changes_results() -> None:
-    q, k, v = (x.requires_grad_() for x in inputs(SHAPES["grouped heads"]))
-    bias, found = biases.TensorBias(torch.randn(1, 70, requires_grad=True)), []
+    q, k, v = (x.requires_grad_() for x in inputs("grouped heads"))
+    bias, found = TensorBias(torch.randn(1, 70, requires_grad=True)), []
     for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
         torch.set_default_dtype(dtype)
         try:
@@ -336,7 +343,7 @@ def test_another_default_dtype_or_device_changes_results() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_second_run_gives_other_bits(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, _ = inputs(SHAPES["several tiles"])
+    q, k, _ = inputs("several tiles")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     first, second = (fields(qkv.measure(q[:, :1], k[:, :1], mask=Causal(), bins=8)) for _ in range(2))
     assert [name for name, x in first.items() if not torch.equal(x, second[name])] == []
@@ -359,3 +366,162 @@ def test_a_build_without_a_compiler_fails_or_leaves_an_old_library(
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "no-such-compiler" in build.compiled(ROOT / "src" / "qkv" / "native", library)
     assert not library.exists()
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+GRADED = ["tiny", "grouped heads", "few queries", "more queries than keys", "several tiles"]
+GRADED_MASKS = ["none", "causal, padded", "window ahead", "empty and full cells"]
+FIXED: dict[str, tuple[Bias, ...]] = {"none": (), "alibi": (ALiBi(),), "alibi, then cap": (ALiBi(), SoftCap(3.0))}
+
+
+def results(
+    tensors: Sequence[Tensor], sink: Tensor | None, kernel: str, *, learned: Sequence[Tensor] = (), **options: Any
+) -> list[Tensor]:
+    """Output, log-sum-exp where there is one, and the gradients of a random function of both."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*tensors, *([] if sink is None else [sink]))]
+    normalizer = Softmax(sink=None if sink is None else leaves[3], temperature=1.3)
+    out, lse = qkv.attend(*leaves[:3], normalizer=normalizer, kernel=kernel, return_lse=True, **options)
+    lse = lse.masked_fill(lse == -torch.inf, 0)
+    generator = torch.Generator().manual_seed(0)
+    grad, grad_lse = (torch.randn(x.shape, generator=generator).to(x) for x in (out, lse))
+    return [out.detach(), lse.detach(), *torch.autograd.grad([out, lse], [*leaves, *learned], [grad, grad_lse])]
+
+
+def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float = 2e-5) -> None:
+    for x, y in zip(got, want, strict=True):
+        assert float((x.double() - y).abs().max() / y.abs().max().clamp(min=1)) < tolerance
+
+
+@pytest.mark.parametrize(("shape", "mask", "bias"), covering(GRADED, GRADED_MASKS, FIXED))
+def test_output_or_gradients_differ_from_those_through_the_weights(shape: str, mask: str, bias: str) -> None:
+    options: dict[str, Any] = {
+        "mask": MASKS[mask](torch.rand(SHAPES[shape][0], SHAPES[shape][4]) > 0.3), "bias": FIXED[bias],
+    }  # fmt: skip
+    tensors, sink, double = inputs(shape, 1.0), None, None
+    if bias == "alibi":
+        sink = torch.linspace(-2, 2, SHAPES[shape][1])
+        sink[1] = -torch.inf
+        double = sink.double()
+    want = results([x.double() for x in tensors], double, "eager", **options)
+    assert_close(results(tensors, sink, "native", **options), want)
+
+
+MEASURED: dict[str, tuple[str, ...]] = {  # the statistics by bias
+    "none": (*(x for x in DIFFERENTIABLE if x != "sink_mass"), "local", "ends"),
+    "alibi": (*DIFFERENTIABLE, "ends"),
+    "alibi, then cap": ("received", "local"),
+}
+
+
+@pytest.mark.parametrize(("shape", "mask", "bias"), covering(GRADED, GRADED_MASKS, FIXED))
+def test_gradients_of_statistics_differ_from_those_of_the_tiles(shape: str, mask: str, bias: str) -> None:
+    b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
+    made, sinks = MASKS[mask](torch.rand(b, n_keys) > 0.3), [torch.linspace(-2, 2, h)] if bias == "alibi" else []
+    options = {
+        "mask": made, "mass": {"local": Local(2).mask, "ends": Prefix(2) | Window(3)},
+        "first": torch.randint(0, n_keys, (b,)), "queries": torch.rand(b, n_queries) > 0.3,
+    }  # fmt: skip
+    tensors, table = inputs(shape, 1.0)[:2], torch.randn(1, n_queries + n_keys - 1) / 4
+
+    def found(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).detach().clone().requires_grad_() for x in (*tensors, table, *sinks)]
+        normalizer = Softmax(sink=leaves[3] if sinks else None)
+        got = qkv.measure(
+            *leaves[:2],
+            bias=(ByDistance(leaves[2]), *FIXED[bias]),
+            normalizer=normalizer,
+            differentiable=True,
+            **options,
+        )
+        fields = {name: getattr(got, name) for name in DIFFERENTIABLE} | dict(got.mass)
+        generator = torch.Generator().manual_seed(0)
+        total = torch.zeros((), dtype=leaves[0].dtype)
+        for name in MEASURED[bias]:
+            x = fields[name].masked_fill(fields[name] == -torch.inf, 0)
+            total = total + (x * torch.randn(x.shape, generator=generator) / x.detach().abs().max().clamp(min=1)).sum()
+        return list(torch.autograd.grad(total, leaves))
+
+    assert_close(found(torch.float32), found(torch.float64))
+
+
+@pytest.mark.parametrize(("shape", "mask", "bias"), [*covering(GRADED, GRADED_MASKS, FIXED)][::3])
+def test_one_pass_gives_other_gradients_than_the_weights(shape: str, mask: str, bias: str) -> None:
+    made = MASKS[mask](torch.rand(SHAPES[shape][0], SHAPES[shape][4]) > 0.3)
+    sinks = [torch.linspace(-2, 2, SHAPES[shape][1])] if bias != "none" else []
+    tensors, names = inputs(shape, 1.0), [x for x in DIFFERENTIABLE if sinks or x != "sink_mass"]
+
+    def found(dtype: torch.dtype, kernel: str) -> list[Tensor]:
+        leaves = [x.to(dtype).detach().clone().requires_grad_() for x in (*tensors, *sinks)]
+        normalizer = Softmax(sink=leaves[3] if sinks else None)
+        out, *_, got = qkv.attend(
+            *leaves[:3], mask=made, bias=FIXED[bias], normalizer=normalizer, kernel=kernel, return_statistics=True
+        )
+        results = [x.masked_fill(x == -torch.inf, 0) for x in (out, *(getattr(got, name) for name in names))]
+        generator = torch.Generator().manual_seed(0)
+        grads = [torch.randn(x.shape, generator=generator) / x.detach().abs().max().clamp(min=1) for x in results]
+        loss = sum(((x * grad).sum() for x, grad in zip(results, grads, strict=True)), torch.zeros(()))
+        return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
+
+    assert_close(found(torch.float32, "auto"), found(torch.float64, "eager"))
+
+
+def test_half_precision_differs_from_the_weights_by_more_than_its_rounding() -> None:
+    tensors = [x.bfloat16() for x in inputs("several tiles", 1.0)]
+    want = results([x.double() for x in tensors], None, "eager", mask=Causal())
+    assert_close(results(tensors, None, "native", mask=Causal()), want, 0.02)
+
+
+def test_threads_change_gradients_or_the_same_number_of_them_gives_other_bits() -> None:
+    tensors, threads = inputs("several tiles", 1.0), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        first, second = (results(tensors, torch.zeros(3), "native", mask=Causal()) for _ in range(2))
+        torch.set_num_threads(1)
+        alone = results(tensors, torch.zeros(3), "native", mask=Causal())
+    finally:
+        torch.set_num_threads(threads)
+    assert [i for i, x in enumerate(first) if not torch.equal(x, second[i])] == []
+    assert_close(first, [x.double() for x in alone], 1e-5)
+
+
+LEARNED: dict[str, tuple[Callable[..., tuple[Bias, ...]], Callable[..., list[tuple[int, ...]]]]] = {
+    "slopes": (lambda slopes: (ALiBi(slopes),), lambda b, h, n_queries, n_keys: [(h,)]),
+    "caps between biases": (
+        lambda table, pairs, shared: (T5Bias(table), SoftCap(3.0), TensorBias(pairs), ByDistance(shared), SoftCap(2.0)),
+        lambda b, h, n_queries, n_keys: [(8, h), (n_queries, n_keys), (1, n_queries + n_keys - 1)],
+    ),
+    "pairs, by shape": (
+        lambda *tensors: tuple(map(TensorBias, tensors)),
+        lambda *sizes: list(itertools.product(*((1, size) for size in sizes))),
+    ),
+}
+
+
+@pytest.mark.parametrize(("shape", "mask", "learned"), covering(GRADED, GRADED_MASKS, LEARNED))
+def test_gradients_of_biases_differ_or_are_not_the_same_bits_again(shape: str, mask: str, learned: str) -> None:
+    b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
+    made, (bias, sizes) = MASKS[mask](torch.rand(b, n_keys) > 0.3), LEARNED[learned]
+    tensors, parameters = inputs(shape, 1.0), [torch.randn(size) / 4 for size in sizes(b, h, n_queries, n_keys)]
+
+    def found(kernel: str, dtype: torch.dtype) -> list[Tensor]:
+        mine = [x.to(dtype).requires_grad_() for x in parameters]
+        return results(
+            [x.to(dtype) for x in tensors], torch.zeros(h).to(dtype), kernel, learned=mine, bias=bias(*mine), mask=made
+        )
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        first, second = (found("native", torch.float32) for _ in range(2))
+    finally:
+        torch.set_num_threads(threads)
+    assert [i for i, x in enumerate(first) if not torch.equal(x, second[i])] == []
+    assert_close(first, found("eager", torch.float64))
+
+
+def test_a_second_derivative_is_not_refused() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs("grouped heads", 1.0))
+    grad = torch.autograd.grad(qkv.attend(q, k, v, kernel="native").sum(), q, create_graph=True)[0]
+    with pytest.raises(InputError, match="native"):
+        grad.sum().backward()

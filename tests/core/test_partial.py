@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-
 import pytest
 import torch
 from hypothesis import given
@@ -68,20 +65,6 @@ def test_a_sink_is_a_partial_result_without_a_value_that_counts_once(a: Partial,
     logit = torch.full((5,), sink, dtype=torch.float64)
     same(a.with_sink(logit), merge(a, Partial(torch.zeros(5, 3).double(), logit)))
     same(merge(a, b).with_sink(logit), merge(a.with_sink(logit), b))
-
-
-@pytest.mark.slow
-@given(seed=st.integers(0, 99), cuts=st.sets(st.integers(1, 12), max_size=5), order=st.randoms(use_true_random=False))
-def test_attention_over_splits_of_the_keys_is_the_whole(seed: int, cuts: set[int], order: random.Random) -> None:
-    q, k, v = triple(seed=seed)
-    out, lse, _ = oracle(q, k, v)
-    pieces = list(itertools.pairwise([0, *sorted(cuts), 13]))
-    order.shuffle(pieces)
-    for kernel in ("tiled", "eager"):
-        parts = [Partial(*attend(q, k[:, :, a:b], v[:, :, a:b], kernel=kernel, return_lse=True)) for a, b in pieces]
-        whole = merge(*parts)
-        close(whole.out, out)
-        close(whole.lse, lse)
 
 
 def test_chunks_then_one_sink_are_attention_with_a_sink() -> None:

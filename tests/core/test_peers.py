@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from conftest import close, rand, triple
-from qkv import attend, biases, masks
+from qkv import attend, masks
 from qkv.biases import SoftCap, T5Bias
 from qkv.masks import Causal, Padding, Window
 from qkv.normalizers import Entmax, Softmax
@@ -133,39 +132,6 @@ def layers(layer: nn.Module, x: Tensor, ours: Run, theirs: Run, **asked: Any) ->
     same(through(ours), through(theirs), [x, *layer.parameters()], **asked)
 
 
-# --- torch: scaled_dot_product_attention ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("how", "dtype"),
-    [("plain", WIDTHS[0]), ("bool", WIDTHS[1]), ("float", WIDTHS[0]), ("scale", WIDTHS[1]), ("causal", WIDTHS[0])],
-)
-def test_sdpa(shape: str, how: str, dtype: torch.dtype) -> None:
-    b, h, hkv, nq, nk, d, dv = SHAPES[shape]
-    nq = nk if how == "causal" else nq  # with nq ≠ nk torch aligns the first query and the first key
-    seen = (rand(b, h, nq, nk, seed=5) > 0) | (torch.arange(nk) == 2)
-    bias = rand(h, nq, nk, seed=6, dtype=dtype)
-    ours, theirs = {
-        "plain": ({}, {}),
-        "bool": ({"mask": seen}, {"attn_mask": seen}),
-        "float": ({"bias": biases.TensorBias(bias)}, {"attn_mask": bias}),
-        "scale": ({"score": Dot(0.7)}, {"scale": 0.7}),
-        "causal": ({"mask": Causal()}, {"is_causal": True}),
-    }[how]
-    tensors = triple(b, h, hkv, nq, nk, d, dv, dtype=dtype)
-    peers = functools.partial(scaled_dot_product_attention, enable_gqa=True, **theirs)
-    same(functools.partial(attend, **ours), peers, tensors)
-
-
-def test_the_gradient_of_a_float_mask_is_sdpas() -> None:
-    same(
-        lambda q, k, v, bias, **on: attend(q, k, v, bias=biases.TensorBias(bias), **on),
-        lambda q, k, v, bias: scaled_dot_product_attention(q, k, v, attn_mask=bias),
-        [*triple(2, 4, 4), rand(4, 11, 13, seed=6)],
-    )
-
-
 # --- torch: MultiheadAttention ----------------------------------------------------------------------------------------
 
 
@@ -176,12 +142,6 @@ def _like_multihead(layer: Any, x: Tensor, **asked: Any) -> Tensor:
 
 def _multihead(layer: Any, x: Tensor) -> Tensor:
     return layer(x, x, x, need_weights=False)[0]
-
-
-def test_add_zero_attn_is_softmax_off_by_one() -> None:
-    layer = made(nn.MultiheadAttention(15, 3, batch_first=True, add_zero_attn=True), torch.float64)
-    ours = functools.partial(_like_multihead, normalizer=Softmax(sink=0.0))
-    layers(layer, rand(2, 11, 15), ours, _multihead)
 
 
 def test_bias_k_of_value_zero_is_a_key_that_owns_no_value() -> None:
@@ -224,7 +184,7 @@ def test_gpt_oss(shape: str, window: int | None, sink: float, dtype: torch.dtype
 GROUPED = {"hidden_size": 18, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize(("name", "window"), [("mistral", 2), ("mistral", 30), ("gemma2", 4), ("gemma2", 2)])
+@pytest.mark.parametrize(("name", "window"), [("mistral", 2), ("gemma2", 4)])
 def test_layers_with_a_window(name: str, window: int) -> None:
     """Theirs of w keeps the query's own key and w − 1 before it: so does `Window(w)`."""
     module = of_transformers(name)

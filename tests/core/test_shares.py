@@ -95,7 +95,7 @@ def test_variables_and_the_four_views_of_the_sink_are_shares_of_the_row(kind: st
             assert abs(sums - 1).max() > 0.1, "the rows of this case should not sum to 1"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["window", "entmax", "key bias", "relu"])
 def test_no_share_of_a_head_exceeds_one(kind: str) -> None:
     profile = profiled(kind, LENGTHS[1], factor=20.0)
     heads, scores, sinks = profile.heads(), profile.types(), profile.sinks()

@@ -86,7 +86,6 @@ CASES = {
     "more keys than queries, a sink": Case((1, 3, 1), 63, 129, d=24, dv=40, sink=True, bins=8, prefix_keys=20),
     "more queries than keys, bins of one": Case((1, 2, 2), 129, 63, mask=Causal(), bins=200),
     "a window, masses": Case((1, 2, 2), 129, 129, d=64, dv=64, mask=Window(40), bins=2, sink=True, mass=FULL),
-    "padding": Case((2, 1, 1), 70, 70, mask=Causal() & Padding([70, 41]), bins=2, mass=FULL),
     "padding on the left": Case(
         (2, 2, 1), 70, 70, mask=Causal() & Padding([70, 41], side="left"), first=(0, 29), prefix_keys=16, queries=True,
     ),
@@ -102,9 +101,6 @@ CASES = {
     ),
     "a bias by distance, then a soft cap": Case(
         (2, 1, 1), 70, 63, mask=Padding([63, 41]), biases=(biases.ByDistance(hidden(132)), biases.SoftCap(1.5)),
-    ),
-    "t5, bfloat16": Case(
-        (1, 2, 1), 40, 129, mask=Window(40), biases=(biases.T5Bias(random(32, 2, seed=7)),), dtype=torch.bfloat16,
     ),
     "a bias that hides distances": Case((1, 1, 1), 40, 70, biases=(biases.ByDistance(hidden(109, hide=7)),), bins=8),
     "a soft cap of large and small scores": Case(
@@ -199,7 +195,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], lis
     return launched
 
 
-@pytest.mark.parametrize("name", ["more keys than queries, a sink", "padding on the left", "bfloat16"])
+@pytest.mark.parametrize("name", ["padding on the left", "bfloat16"])
 def test_row_sums_and_contributions_equal_those_of_dense_weights(name: str) -> None:
     case = CASES[name]
     q, k, v = case.tensors()

@@ -24,7 +24,7 @@ def named(tokens: np.ndarray) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_no_caption_is_both_trained_on_and_held_out() -> None:
-    train, held = ({scenes.text(c) for c in drawn(n, held_out=out).captions} for n, out in ((2000, False), (500, True)))
+    train, held = ({scenes.text(c) for c in drawn(n, held_out=out).captions} for n, out in ((800, False), (300, True)))
     assert not train & held
     assert len(held) > 60
 
@@ -47,7 +47,7 @@ def test_captions_name_every_object_once_in_the_order_of_their_colours() -> None
 
 
 def test_masks_are_the_pixels_of_their_colours_in_the_shapes_of_their_names() -> None:
-    found = drawn(200)
+    found = drawn(50)
     for image, tokens, masks in zip(found.images, found.captions, found.masks, strict=True):
         things = named(tokens)
         assert (masks.sum(0) <= 1).all()
@@ -91,16 +91,3 @@ def test_attention_metrics_of_hand_made_weights() -> None:
     assert attention_to_objects(weights, held) == right
     weights[0, 2] = 0  # predicts the end token
     assert attention_to_objects(weights, held) == right
-
-
-def test_attention_on_the_named_object_has_mass_one() -> None:
-    """Hand-made weights on the object that the next token names; shifted by one token the mass is smaller."""
-    held = drawn(50, held_out=True)
-    on = scenes.on_grid(held.masks, 4) > 0
-    weights = np.full((*held.captions[:, 1:].shape, 10, 10), 1 / 100)
-    for i, t in np.argwhere(held.objects[:, 1:] >= 0):
-        cells = on[i, held.objects[i, t + 1]]
-        weights[i, t] = cells / cells.sum()
-    assert attention_to_objects(weights, held)["mass"] == pytest.approx(1)
-    for shift in (-1, 1):
-        assert attention_to_objects(np.roll(weights, shift, 1), held)["mass"] < 0.7

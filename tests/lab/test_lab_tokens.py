@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import refused
@@ -19,6 +19,7 @@ from qkv_lab.tokens import baselines, open_tokens, prepare, split, write_tokens
 
 WORDS = ["def the self.head(x):\n    return x\n", "class Tail:\n    body = 'the self'\n", "été <s> 🙂\r\n"]
 BPE, BYTES = tokens.train_bpe(WORDS, 270), tokens.byte_tokenizer()
+MADE = {tokenizer: tokens.from_json(tokenizer) for tokenizer in (BPE, BYTES)}
 
 
 @pytest.fixture
@@ -33,11 +34,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
+@settings(max_examples=50)
 @given(
     text=st.text(st.characters(codec="utf-8")) | st.sampled_from(["", "<s>", " <s>a</s>", "\u0120\u010a", "a  \t\n"])
 )
 def test_any_text_is_decoded_unchanged_and_never_contains_bos(tokenizer: str, text: str) -> None:
-    made = tokens.from_json(tokenizer)
+    made = MADE[tokenizer]
     ids = made.encode(text)
     lengths = tokens.byte_lengths(tokenizer)
     assert made.decode(ids) == text

@@ -167,14 +167,3 @@ def test_learning_rate_follows_warmup_and_cosine() -> None:
     assert rates[55] == pytest.approx(0.55)
     assert 0.1 < rates[-1] < 0.11
     assert Training(decay="none", warmup=0, lr=2.0).lr_at(500) == 2.0
-
-
-def test_figure_of_the_heads_has_a_line_for_each_head_and_their_mean() -> None:
-    steps = [{"step": n, "check": {"sink": [[0.1 * n, 0.2], [0.3, 0.4]], "other": [n]}} for n in (0, 5, 9)]
-    assert log.heads_figure("a task", steps[:1]) is None
-    assert log.heads_figure("a task", [{"step": n, "check": {}} for n in (0, 5)]) is None
-    figure = log.heads_figure("a task", [*steps, {"step": 9, "loss": 1.0}])
-    assert figure is not None
-    (axes,) = figure.axes
-    assert len(axes.lines) == 4 + 1
-    assert axes.lines[-1].get_ydata().tolist() == pytest.approx([0.225, 0.35, 0.45])

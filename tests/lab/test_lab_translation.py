@@ -190,18 +190,6 @@ def test_alignment_metrics_of_hand_made_weights() -> None:
     assert alignment(right, [unlinked])["aer"] == 0
 
 
-def test_cross_weights_do_not_depend_on_later_target_words() -> None:
-    """Row t has the weights with which word t + 1 is predicted."""
-    task = settings.updated(TINY, {"architecture": "bahdanau"})
-    torch.manual_seed(0)
-    model = task.build().eval()
-    batch = task.batch(0, 1, 0)
-    short, long = (cross_weights(model, batch["source"], batch["target"][:, :n]) for n in (2, 4))
-    assert short is not None
-    assert long is not None
-    torch.testing.assert_close(short, long[:, :, :, :2])
-
-
 @pytest.mark.parametrize("architecture", ["rnn", "transformer"])
 def test_saved_model_translates_text(tmp_path: Path, architecture: str) -> None:
     task = settings.updated(TINY, {"architecture": architecture})

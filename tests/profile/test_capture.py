@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from qkv.profiler.capture.observe import observe, unobserved
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, Record, copied_to_cpu
 from qkv.profiler.capture.residual import nth
-from qkv.profiler.run import profile
 
 
 def observer_of(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> Observer:
@@ -62,12 +60,6 @@ def state(model: nn.Module) -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "modes": torch.overrides._len_torch_function_stack(),
     }
-
-
-def test_weights_are_kept_up_to_map_tokens() -> None:
-    for map_tokens in (0, hf.LENGTH - 1, hf.LENGTH):
-        records, _ = observed(hf.build("llama"), hf.inputs("llama"), map_tokens=map_tokens)
-        assert [r.weights is not None for r in records] == [map_tokens == hf.LENGTH] * 2
 
 
 def some_pairs(n: int) -> Tensor:
@@ -127,15 +119,6 @@ def test_observation_restores_the_model_also_after_an_error(name: str) -> None:
     assert state(model) == before
 
 
-def test_observation_disables_dropout_in_training() -> None:
-    rates = {"attention_probs_dropout_prob": 0.5, "hidden_dropout_prob": 0.5}
-    model, inputs = hf.build("bert", **rates).train(), hf.inputs("bert")
-    records, _ = observed(model, inputs)
-    check(records, hf.build("bert", "eager"), inputs)
-    assert model.training
-    assert not torch.equal(hf.main_output(model(**inputs)), hf.main_output(model(**inputs)))  # it is applied again
-
-
 def test_nested_observations_record_the_calls_of_their_models() -> None:
     model, inputs, other = hf.build("llama"), hf.inputs("llama"), hf.build("bert")
     before = state(model)
@@ -164,51 +147,6 @@ def test_observation_forms_no_quadratic_tensor(name: str, padding: int, monkeypa
     ids = torch.randint(3, hf.VOCABULARY, (1, n), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids} | ({"attention_mask": (torch.arange(n) >= padding).long()[None]} if padding else {})
     assert largest_tensor(lambda: observed(model, inputs, map_tokens=0)) <= heads * n * n / 16
-
-
-def test_unrouted_model_is_restored() -> None:
-    model, inputs = hf.build("bloom"), hf.inputs("bloom")
-    before, was = hf.main_output(model(**inputs)), state(model)
-    records, outputs = observed(model, inputs)
-    assert all(record.causal for record in records)
-    assert state(model) == was
-    assert torch.equal(hf.main_output(outputs), before)
-    assert torch.equal(hf.main_output(model(**inputs)), before)
-
-
-def test_attention_outside_of_the_interface_is_observed() -> None:
-    model, inputs = hf.build("siglip_vision"), hf.inputs("siglip_vision")
-    result = profile(model, inputs, progress=False)
-    *layers, (head, how) = result.attrs["sources"].items()
-    assert [source for _, source in layers] == ["interface"] * 2
-    assert isinstance(model.get_submodule(head), nn.MultiheadAttention)
-    assert how == "sdpa"
-    assert result.data.sizes["layer"] == 2
-    own = [w for (w,) in hf_zoo.own_weights(hf.build("siglip_vision", "eager"), inputs).values() if w.ndim == 4]
-    np.testing.assert_allclose(result.data["weights"], torch.stack(own[:2], 1), atol=1e-5)
-    assert result.group("self-2")["weights"].shape == (2, 1, 4, 1, 36)
-
-
-def test_unreadable_attention_is_named() -> None:
-    """LongT5's encoder attends in blocks without the attention interface; its decoder uses the interface."""
-    model, inputs = hf_zoo.build("longt5_local"), hf_zoo.inputs("longt5_local")
-    with pytest.raises(InputError, match=r"encoder\.block\.0\S+LocalSelfAttention, encoder\.block\.1\S+ \("):
-        profile(model, inputs, progress=False)
-    result = profile(model, inputs, progress=False, partial=True)
-    assert set(result.groups) == {"decoder", "cross"}
-    assert len(result.attrs["unobserved"]) == 2
-
-
-def test_indices_restrict_the_visible_keys() -> None:
-    """DeepSeek-V3.2 passes them besides the mask. (test_zoo tests the model itself.)"""
-    chosen = torch.tensor([[0, 0], [0, 1], [1, 2], [0, 3], [2, 4]])[None]
-    record = attend_to(nn.Identity(), lazy_mask(1, 5, 5), indices=chosen.int())
-    assert record.weights is not None
-    assert (record.weights > 0).sum(-1)[0, 0].tolist() == [1, 2, 2, 2, 2]
-    assert (record.weights[0, :, 4, [2, 4]] > 0).all()
-    late = attend_to(nn.Identity(), lazy_mask(1, 5, 5), indices=chosen.flip(1).int())  # later keys stay masked
-    assert late.weights is not None
-    assert (late.weights > 0).sum(-1)[0, 0].tolist() == [0, 1, 2, 2, 1]
 
 
 def attend_to(module: nn.Module, mask: Any = None, **kwargs: Any) -> Record:
@@ -266,28 +204,6 @@ REFUSED: list[tuple[str, str | None, Callable[[], object]]] = [
 def test_what_cannot_be_observed_is_rejected(argument: str, match: str | None, call: Callable[[], object]) -> None:
     with refused(argument, match):
         call()
-
-
-@pytest.mark.parametrize(
-    ("name", "suffix", "cache"),
-    [
-        ("gpt2", "LMHeadModel", None), ("llama", "ForCausalLM", "static"), ("mistral", "ForCausalLM", None),
-        ("gpt_oss", "ForCausalLM", "static"), ("t5", "ForConditionalGeneration", "static"),
-    ],
-)  # fmt: skip
-def test_generation_under_observation_gives_the_same_tokens(name: str, suffix: str, cache: str | None) -> None:
-    # (transformers' own cache fails for a T5 whose stacks differ in depth)
-    model = hf.build(name, suffix=suffix, **({"num_decoder_layers": 2} if name == "t5" else {}))
-    inputs = hf.inputs(name, "left")
-    inputs = {k: v[:, : hf.WINDOW + 5] for k, v in inputs.items() if not k.startswith("decoder")}
-    asked = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
-    want = model.generate(**inputs, **asked, cache_implementation=cache)
-    with observe(observer_of(model, inputs, map_tokens=0)) as observer:
-        got = model.generate(**inputs, **asked, cache_implementation=cache)
-    assert got.tolist() == want.tolist()
-    assert len({tuple(row) for row in got.tolist()}) == 2
-    assert len(observer.fired) > 7
-    assert unobserved(observer) == []
 
 
 @pytest.mark.parametrize("n", [1, 4, 37, 69])

@@ -1,9 +1,10 @@
-"""`qkv.edit`: edits of single heads equal the same done by hand with hooks, and leave everything else as it is."""
+"""`qkv.edit`: edits of heads equal hooks, eager functions and models that do the same by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ import qkv
 from conftest import refused
 from qkv import edits
 from qkv.models import DecoderConfig, DecoderLM
+from qkv.profiler import everywhere
 from qkv.testing import CheckFailed, check_edit
 
 OUTPUT = {  # the output projection of an attention module, whose input is the heads' outputs side by side
-    "llama": "o_proj", "gpt2": "c_proj", "bert": "dense", "gemma2": "o_proj", "gpt_oss": "o_proj", "gpt_neox": "dense",
-    "distilbert": "out_lin", "vit": "o_proj", "bart": "out_proj", "t5": "o", "whisper": "out_proj",
+    "llama": "o_proj", "gpt2": "c_proj", "bert": "dense", "gpt_oss": "o_proj", "gpt_neox": "dense", "vit": "o_proj",
+    "bart": "out_proj", "t5": "o", "whisper": "out_proj",
 }  # fmt: skip
 HEAD = 2
 
@@ -67,7 +69,6 @@ def test_edits_equal_hooks_on_the_output_projection(name: str) -> None:
     target = projection(model, module, OUTPUT[name])
     vector = torch.linspace(-1, 1, target.weight.shape[-1 if name != "gpt2" else 0] // heads)  # type: ignore[index]
     changes: list[tuple[Any, Callable[[Tensor], Tensor]]] = [
-        ("zero", torch.zeros_like),
         ("mean", lambda x: x.mean(1, keepdim=True).expand_as(x)),
         (edits.Scale(-2.0), lambda x: -2 * x),
         (edits.Steer(vector), lambda x: x + vector),
@@ -95,21 +96,20 @@ def off_by_one(s: Tensor) -> Tensor:
 SQUARE = torch.ones(hf.LENGTH, hf.LENGTH, dtype=torch.bool)
 FIRST_KEY = ~SQUARE
 FIRST_KEY[1:, 0] = True
-WEIGHTS: dict[str, tuple[edits.Edit, Callable[[Tensor], Tensor]]] = {
-    "temperature": (edits.Temperature(2.0), lambda s: (s / 2).softmax(-1)),
-    "window": (edits.WithMask(qkv.masks.Window(5)), lambda s: s.masked_fill(SQUARE.tril(-5), -torch.inf).softmax(-1)),
-    "no first token": (edits.HideFirst(), lambda s: s.masked_fill(FIRST_KEY, -torch.inf).softmax(-1)),
-    "sigmoid": (edits.WithNormalizer(qkv.normalizers.Sigmoid(bias=0.0)), torch.sigmoid),
-    "off by one": (edits.WithNormalizer(qkv.normalizers.Softmax(sink=0.0)), off_by_one),
+SEEN = torch.arange(1, hf.LENGTH + 1).log()[:, None]  # of the number of keys that each query sees
+WEIGHTS: dict[tuple[int, int], tuple[edits.Edit, Callable[[Tensor], Tensor]]] = {  # by layer and head
+    (0, 1): (edits.WithNormalizer(qkv.normalizers.Sigmoid().with_temperature(0.5)), lambda s: (2 * s - SEEN).sigmoid()),
+    (0, 2): (edits.WithNormalizer(qkv.normalizers.Softmax(sink=0.0)), off_by_one),
+    (1, 0): (edits.Temperature(2.0), lambda s: (s / 2).softmax(-1)),
+    (1, 1): (edits.WithMask(qkv.masks.Window(5)), lambda s: s.masked_fill(SQUARE.tril(-5), -torch.inf).softmax(-1)),
+    (1, 2): (edits.HideFirst(), lambda s: s.masked_fill(FIRST_KEY, -torch.inf).softmax(-1)),
+    (1, 3): (edits.WithNormalizer(qkv.normalizers.Sigmoid(bias=0.0)), torch.sigmoid),
 }
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_edits_of_weights_equal_an_eager_function_with_these_weights(name: str, llama: Any) -> None:
-    edit, formula = WEIGHTS[name]
-    inputs = hf.inputs("llama")
-    of_layer: list[Tensor] = []
+def test_different_edits_in_each_layer_equal_an_eager_function_with_these_weights(llama: Any) -> None:
+    inputs, layers = hf.inputs("llama"), list[Tensor]()
 
     def eager(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
         group = q.shape[1] // k.shape[1]
@@ -117,12 +117,13 @@ def test_edits_of_weights_equal_an_eager_function_with_these_weights(name: str, 
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
         weights = scores.softmax(-1)
-        if module.layer_idx == 1:
-            weights[:, HEAD] = formula(scores[:, HEAD])
-            of_layer.append(weights)
+        for (layer, head), (_, formula) in WEIGHTS.items():
+            if layer == module.layer_idx:
+                weights[:, head] = formula(scores[:, head])
+        layers.append(weights)
         return (weights @ v.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), weights
 
-    with qkv.edit(llama, {(1, HEAD): edit}):
+    with qkv.edit(llama, {place: edit for place, (edit, _) in WEIGHTS.items()}):
         got = main_output(llama(**inputs))
         profile = qkv.profile(llama, inputs, probe=False, progress=False)
     before = AttentionInterface._global_mapping.copy()
@@ -132,11 +133,12 @@ def test_edits_of_weights_equal_an_eager_function_with_these_weights(name: str, 
     AttentionInterface._global_mapping.clear()
     AttentionInterface._global_mapping.update(before)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-    weights = profile.data["weights"].values[:, 1]
-    np.testing.assert_allclose(weights, of_layer[0].numpy(), atol=1e-5)
-    total = of_layer[0].sum(-1, keepdim=True)
-    shares = of_layer[0] if name == "off by one" else of_layer[0] / total
-    np.testing.assert_allclose(profile.data["received"].values[:, 1], shares.sum(2).numpy(), atol=1e-4)
+    for layer, weights in enumerate(layers):
+        np.testing.assert_allclose(profile.data["weights"].values[:, layer], weights, atol=1e-5)
+        shares = weights / weights.sum(-1, keepdim=True)
+        if layer == 0:
+            shares[:, 2] = weights[:, 2]  # the rest is on the sink
+        np.testing.assert_allclose(profile.data["received"].values[:, layer], shares.sum(2), atol=1e-4)
 
 
 @torch.no_grad()
@@ -300,3 +302,85 @@ def test_attention_that_forms_its_own_weights_is_refused() -> None:
         layer(torch.randn(1, 5, 32))
     with refused("model"), qkv.edit("llama", {(0, 0): "zero"}):  # type: ignore[arg-type]
         pass
+
+
+# --- models of qkv ----------------------------------------------------------------------------------------------------
+
+NAMES = {"softmax": "softmax", "off-by-one": "off_by_one", "sigmoid": "sigmoid"}
+
+
+def model_of(**changes: object) -> DecoderLM:
+    torch.manual_seed(3)
+    config = DecoderConfig(vocab_size=50, context=64, d_model=32, layers=3, heads=4, **changes)  # type: ignore[arg-type]
+    model = DecoderLM(config).eval()
+    for block in model.blocks:
+        nn.init.normal_(block.attention.in_proj.weight, std=0.5)  # scores far from equal
+    return model
+
+
+def ids_of(n: int = 20) -> Tensor:
+    return torch.randint(50, (1, n), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("softmax", {"positions": "alibi"}),
+        ("off-by-one", {"positions": "rotary", "kv_heads": 2}),
+        ("sigmoid", {"window": 5}),
+    ],
+)
+@torch.no_grad()
+def test_editing_all_heads_equals_a_model_built_with_the_normalizer(name: str, more: dict[str, object]) -> None:
+    model, ids = model_of(**more), ids_of()
+    with qkv.edit(model, everywhere(model, name)):
+        result = model(ids)
+    built = DecoderLM(replace(model.config, normalizer=NAMES[name])).eval()
+    built.load_state_dict(model.state_dict())
+    torch.testing.assert_close(result, built(ids), rtol=0, atol=1e-6)
+    if name != "softmax":
+        assert (result - model(ids)).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_a_learned_sink_is_kept_by_a_temperature_and_removed_by_softmax() -> None:
+    model, ids = model_of(sink=True), ids_of()
+    nn.init.constant_(model.blocks[0].attention.composition.normalizer_sink, 2.0)
+    with qkv.edit(model, {(0, 0): edits.Temperature(2.0), (0, 1): "softmax"}):
+        sums = torch.tensor(qkv.profile(model, ids, progress=False, probe=False).data["row_sum"].values[0, 0])
+    assert sums[0].min() < 0.9
+    torch.testing.assert_close(sums[1], torch.ones(20))
+    assert sums[2].min() < 0.9
+
+
+@torch.no_grad()
+def test_lse_and_weights_that_a_layer_returns_are_those_of_its_edits() -> None:
+    class Layer(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return qkv.attend(q, k, v, return_lse=True, return_weights=True)
+
+    layer = Layer()
+    inputs = torch.randn(3, 1, 4, 9, 8, generator=torch.Generator().manual_seed(0))
+    _, lse, weights = layer(*inputs)
+    with qkv.edit(layer, {("Layer", 1): "off-by-one", ("Layer", 2): "zero"}):
+        _, edited_lse, edited = layer(*inputs)
+    torch.testing.assert_close(edited[:, [0, 2, 3]], weights[:, [0, 2, 3]], rtol=0, atol=0)
+    torch.testing.assert_close(edited_lse[:, 1], torch.logaddexp(lse[:, 1], torch.tensor(0.0)))
+    torch.testing.assert_close(edited[:, 1], weights[:, 1] * torch.sigmoid(lse[:, 1])[..., None])
+
+
+@pytest.mark.parametrize("normalizer", ["entmax", "sigmoid"])
+def test_a_temperature_divides_the_scores_of_any_normalizer(normalizer: str) -> None:
+    """The same effect as smaller queries, but for one head only."""
+    model = model_of(normalizer=normalizer)
+    result = {}
+    for temperature in (1.0, 2.0, 1e3):
+        with qkv.edit(model, {(0, 0): qkv.edits.Temperature(temperature)}):
+            result[temperature] = model(ids_of())
+    assert torch.equal(result[1.0], model(ids_of()))
+    with torch.no_grad():
+        layer = model.blocks[0].attention
+        for parameter in (layer.in_proj.weight, layer.in_proj.bias):
+            parameter[:8] /= 2.0  # the queries of the first head
+    torch.testing.assert_close(result[2.0], model(ids_of()), rtol=0, atol=1e-5)
+    assert not torch.equal(result[1e3], result[2.0])

@@ -23,7 +23,6 @@ from qkv.figures.analyses import heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
-from qkv.models.loss import token_loss
 from qkv.profiler.analyses.eviction import Eviction, _under_masks, eviction, expiry, mass_lost, nats_of, policies_of
 from qkv.profiler.analyses.policies import ONLINE, online_expiry
 from qkv.profiler.capture.datasets import calls_of
@@ -69,8 +68,8 @@ def kept(policy: str, budget: int, weights: np.ndarray, group: int) -> np.ndarra
 
 @pytest.mark.parametrize("parts", [{"positions": "rotary"}, {"sink": True, "window": 9}, {"normalizer": "sigmoid"}])
 def test_mass_lost_equals_dense_weights(parts: dict[str, Any], tile4: None) -> None:
-    settings = [(policy, budget) for policy in (WINDOW, SINKS, HEAVY, MEAN) for budget in (5, 8, 23)]
-    for seen in calls_of(model(**parts), {"ids": text(23)}):
+    settings = [(policy, budget) for policy in (WINDOW, SINKS, HEAVY, MEAN) for budget in (5, 8, 17)]
+    for seen in calls_of(model(**parts), {"ids": text(17)}):
         given = seen.call.given
         weights = oracle(given.q, given.k, given.v, mask=given.mask, normalizer=given.normalizer)[2][0].numpy()
         shares = weights / weights.sum(-1, keepdims=True) if "normalizer" in parts else weights
@@ -79,7 +78,7 @@ def test_mass_lost_equals_dense_weights(parts: dict[str, Any], tile4: None) -> N
         for (policy, budget), mass in found.items():
             expected = (shares * ~kept(policy.name, budget, weights, 3)).sum(-1)
             np.testing.assert_allclose(mass[0].numpy(), expected, rtol=1e-9, atol=1e-12)
-            assert budget == 23 or expected.max() > 0.01
+            assert budget == 17 or expected.max() > 0.01
 
 
 def test_keys_that_received_least_are_evicted() -> None:
@@ -126,17 +125,6 @@ def test_window_and_sinks_equal_masks(layers: int) -> None:
         found = nats_of("caches", lm, ids, policy, 7, lambda tokens: None)
         assert found == pytest.approx(masked_nats(lm, ids, mask), rel=1e-12)
     assert not lm.training
-
-
-def test_heavy_hitters_are_evicted_one_by_one() -> None:
-    lm, ids = model(positions="rotary"), text(33)
-    found = nats_of("caches", lm, ids, HEAVY, 9, lambda tokens: None)
-    heard: list[int] = []
-    expected = token_loss(lm, ids, lambda: HeavyHitters(4, 5), chunk=1, on_chunk=heard.append)
-    assert found == pytest.approx(float(expected.sum()), rel=1e-12)
-    assert heard == [1] * 32
-    together = token_loss(lm, ids, lambda: HeavyHitters(4, 5), chunk=16)
-    assert abs(float(together.sum()) - found) > 1e-3  # so it does matter
 
 
 def worth_of(policy: str, a: np.ndarray, k: np.ndarray, held: list[int], t: int, budget: int) -> np.ndarray:
@@ -298,9 +286,5 @@ def test_command_writes_tables_and_figures(tmp_path: Path, command: Command) -> 
     assert written["loss"][0]["budget"] is None
     mean = mass[(mass["policy"] == "sinks") & (mass["budget"] == 16)]["mass_lost"].mean()
     assert written["mass_lost"][3] == {"policy": "sinks", "budget": 16, "mass_lost": pytest.approx(mean)}
-    assert "--budgets is '8,many'" in command.refuses("evict", "--budgets", "8,many", "--out", tmp_path / "a")
-    estimate = ["evict", "random-gpt2", "--tokens", 30, "--budgets", 8, "--out", tmp_path / "b"]
-    command.refuses(*estimate)
-    assert not (tmp_path / "b").exists()
-    command.succeeds(*estimate, "--no-run")
+    command.succeeds("evict", "random-gpt2", "--tokens", 12, "--budgets", 8, "--no-run", "--out", tmp_path / "b")
     assert not (tmp_path / "b" / "loss.csv").exists()

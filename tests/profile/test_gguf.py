@@ -193,11 +193,6 @@ def test_a_chat_is_profiled_and_answered_as_its_template_writes_it(
         expected = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
     letters = [TOKENS[i] for i in expected.tolist() if i > 1]
     assert answer == "".join(letters).replace("Ġ", " ").replace("Ċ", "\n") + "\n"
-    assert "no chat template" in command.refuses("profile", "qkv-mini", "--chat", "Why?", "--out", "other")
-    assert "--tokens are both" in command.refuses(
-        "profile", "qkv-mini", "--chat", "Why?", "--tokens", "9", "--out", "x"
-    )
-    assert "--chat are both" in command.refuses("profile", "qkv-mini", "hi", "--chat", "Why?", "--out", "other")
 
 
 def test_shares_of_the_parts_of_a_chat_are_sums_of_the_weights(written: tuple[Path, LlamaForCausalLM]) -> None:

@@ -17,7 +17,6 @@ from conftest import refused
 from qkv import kernels
 from qkv.engine import Call, Result
 from qkv.huggingface import register, use
-from qkv.huggingface.client import attend
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
 
@@ -164,17 +163,6 @@ def test_dropout_is_applied_only_in_training() -> None:
     assert torch.equal(hf.main_output(none(**hf.inputs("t5"))), hf.main_output(none.eval()(**hf.inputs("t5"))))
 
 
-def test_dropout_keeps_the_mean() -> None:
-    generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(1, 2, 6, 4, generator=generator) for _ in range(3))
-    torch.manual_seed(0)
-    still, _ = attend(nn.Identity(), q, k, v, None)
-    drawn, _ = attend(nn.Identity(), *(x.expand(400, -1, -1, -1) for x in (q, k, v)), None, dropout=0.4)
-    error = drawn.std(0) / 400**0.5
-    assert ((drawn.mean(0) - still).abs() < 5 * error).all()
-    assert (drawn[0] - still).abs().max() > 0.1
-
-
 @torch.no_grad()
 def generated(model: Any, name: str, length: int, padded: bool, **settings: Any) -> tuple[Tensor, Tensor]:
     """The tokens, and the scores that each was chosen by."""
@@ -211,7 +199,7 @@ def test_generation_gives_the_same_tokens(name: str, search: str) -> None:
     # A cache of T5 has as many layers as the encoder, and room for none of a longer decoder
     settings = {"num_decoder_layers": 2} if name == "t5" else {}
     model = hf.build(name, "eager", suffix=DECODERS[name], **settings)
-    for length, padded, new in ((hf.PADDED + 2, name not in ("whisper", "llama4"), 12), (hf.LENGTH, False, 4)):
+    for length, padded, new in ((hf.PADDED + 2, name not in ("whisper", "llama4"), 7), (hf.LENGTH, False, 3)):
         model.set_attn_implementation("eager")
         asked = {"max_new_tokens": new, **SEARCHES[search]}
         tokens, scores = generated(model, name, length, padded, **asked)

@@ -81,7 +81,7 @@ def test_drawn_replacements_are_seeded_ordinary_tokens() -> None:
     minilm = load_model("minilm")
     data = mixing(minilm.model, "The cat sat.", tokenizer=minilm.tokenizer, replacements=64)
     assert not set(data["replaced_by"].values[0].tolist()) & set(minilm.tokenizer.all_special_ids)
-    data = mixing("minilm", ["The cat sat.", "A dog."], position=2)
+    data = mixing(minilm.model, ["The cat sat.", "A dog."], tokenizer=minilm.tokenizer, position=2)
     assert np.isfinite(data["response"].values[:, 0]).sum(1).tolist() == [6, 5]
     assert data["token_name"].values[1].tolist() == ["[CLS]", "a", "dog", ".", "[SEP]", ""]
 

@@ -149,7 +149,7 @@ def test_profiles_and_surveys_reject_names_in_use(match: str, statistics: list[A
         qkv.profile(hf.build("gpt2"), hf.inputs("gpt2"), statistics=statistics, **QUIET)
     if "sink_share" not in match:  # a survey has no such column
         with refused("statistics", match):
-            survey("qkv-mini", ["import os"], out=tmp_path, statistics=statistics)
+            own_survey(tmp_path, statistics=statistics)
 
 
 def test_a_survey_stores_means_and_histograms(made: Profile, tmp_path: Path) -> None:

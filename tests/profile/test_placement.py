@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import disk_offload, dispatch_model
 from torch import nn
 
 import hf_models as hf
@@ -17,7 +17,6 @@ import qkv
 from conftest import refused
 
 WAYS: dict[str, Callable[[nn.Module, Path], Any]] = {
-    "cpu": lambda model, folder: cpu_offload(model, execution_device=torch.device("cpu")),
     "disk": lambda model, folder: disk_offload(model, str(folder), execution_device=torch.device("cpu")),
     "device map": lambda model, folder: dispatch_model(
         model,

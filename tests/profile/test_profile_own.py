@@ -510,8 +510,6 @@ def test_text_inputs_and_targets() -> None:
     result = own_profile(both, "the source", tokenizer=ByteTokenizer(), target="its end")
     assert "".join(result.groups["cross"]["key_token"][0].values) == "the source"
     assert "".join(result.groups["decoder"]["key_token"][0].values) == "its end"
-    itself = own_profile(both, "the source", tokenizer=ByteTokenizer())
-    assert "".join(itself.data["key_token"][0].values) == "the source"
 
 
 def broken(**changes: Any) -> nn.Module:
@@ -530,12 +528,9 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("model", "no attention call", lambda: own_profile(seq2seq("none"), BOTH)),
     ("inputs", r"43\.\.87", lambda: own_profile(decoder(), IDS + 40)),
     ("target", r"40\.\.89", lambda: own_profile(encoder_decoder(), BOTH | {"target": TARGET + 40})),
-    ("inputs", "no tokens", lambda: own_profile(decoder(), IDS[:, :0])),
-    ("inputs", "no tokenizer", lambda: own_profile(decoder(), "text")),
     ("inputs", "x unknown", lambda: own_profile(decoder(), {"ids": IDS, "x": IDS})),
     ("inputs", "attention_mask unknown", lambda: own_profile(Layer(), {"input_ids": SOURCE, "attention_mask": REAL})),
     ("inputs", "captions missing", lambda: own_profile(captioner(), {"images": IMAGES})),
-    ("target", None, lambda: own_profile(decoder(vocab_size=256), "a", tokenizer=ByteTokenizer(), target="more")),
     ("layers", r"0\.\.0", lambda: own_profile(captioner(), {"images": IMAGES, "captions": TARGET}, layers=[1])),
     ("model", "scores that are NaN", lambda: own_profile(broken(), IDS)),
     ("model", "weights that are NaN", lambda: own_profile(broken(normalizer="sigmoid"), IDS)),
@@ -569,8 +564,8 @@ def test_saved_model_is_loaded_from_python_and_by_the_command(
     assert profile(half, text, tokenizer=ByteTokenizer(), probe=False, progress=False).attrs["dtype"] == "bfloat16"
     assert load_model(str(checkpoint.save(decoder(), tmp_path / "ids"))).tokenizer is None
     assert isinstance(load_model(str(checkpoint.save(classifier(), tmp_path / "classes"))).model, Classifier)
-    monkeypatch.setattr("qkv.cli.profile.FIGURES", ("overview",))
-    command.succeeds("profile", folder, text, "--out", tmp_path / "out")
+    monkeypatch.setattr("qkv.cli.profile.FIGURES", ())
+    command.succeeds("profile", folder, text, "--no-probe", "--out", tmp_path / "out")
     written = Profile.load(tmp_path / "out" / "profile.qkv.zip").data
     assert "".join(written["key_token"][0].values) == text
-    assert {p.name for p in (tmp_path / "out").iterdir()} >= {"report.html", "overview.png", "profile.qkv.zip"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} >= {"report.html", "profile.qkv.zip"}

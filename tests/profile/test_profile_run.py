@@ -18,9 +18,9 @@ import xarray as xr
 from torch import Tensor, nn
 
 import hf_models as hf
+import profile_fixture as made
 import qkv
 from conftest import refused
-from profile_fixture import OF_ONE_TEXT, by_definition
 from qkv.models.loading import ByteTokenizer, Loaded, load_model, random_gpt2
 from qkv.profiler import Profile, profile
 
@@ -32,30 +32,19 @@ TEXTS = (
 PER_QUERY = (
     "entropy", "lse", "sink", "self", "previous", "next", "local", "distance", "spread", "effective_keys",
 )  # fmt: skip
-LOCAL = 5
 
 
 @pytest.fixture(scope="module")
 def minilm() -> Loaded:
-    return load_model("minilm")
-
-
-@pytest.fixture(scope="module")
-def own(minilm: Loaded) -> list[np.ndarray]:
-    """For each text the weights the model's own eager implementation returns, (layer, head, query, key), float64."""
-    model = transformers.BertModel(minilm.model.config, add_pooling_layer=True)
-    model.load_state_dict(minilm.model.state_dict())
-    model.eval().set_attn_implementation("eager")
-    with torch.no_grad():
-        outputs = [model(**minilm.tokenizer(t, return_tensors="pt"), output_attentions=True) for t in TEXTS]
-    return [torch.cat(o["attentions"]).double().numpy() for o in outputs]
+    return loaded("minilm")
 
 
 @pytest.fixture(scope="module")
 def result(minilm: Loaded) -> Profile:
-    return profile(minilm.model, TEXTS, tokenizer=minilm.tokenizer, local_window=LOCAL, probe=False, progress=False)
+    return profile(minilm.model, TEXTS, tokenizer=minilm.tokenizer, probe=False, progress=False)
 
 
+loaded = functools.cache(load_model)
 quick = functools.partial(profile, progress=False, probe=False)
 
 
@@ -66,16 +55,17 @@ def tiny(name: str = "llama") -> tuple[nn.Module, Tensor]:
 # --- a trained model ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", range(len(TEXTS)))
-def test_statistics_of_minilm_equal_those_of_its_weights(result: Profile, own: list[np.ndarray], text: int) -> None:
-    A, n = own[text], own[text].shape[-1]
-    got = result.data.isel(text=text, query=slice(n), key=slice(n))
-    assert A.shape == (6, 12, n, n)
-    expected = by_definition(A, window=LOCAL) | {"visible": np.full((6, 12, n), n)}
-    np.testing.assert_allclose(got["spread"] ** 2, expected.pop("spread") ** 2, atol=2e-3)
-    for name, values in expected.items():
-        np.testing.assert_allclose(got[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
-    np.testing.assert_allclose(got["received"].sum("key"), n, rtol=1e-6)
+def test_profile_of_minilm_equals_that_of_its_weights(result: Profile) -> None:
+    """Which are read and summed by brute force; shorter texts are padded with NaN."""
+    data, want = result.data, made.minilm(TEXTS).data
+    assert len(set(want["n_keys"].values.tolist())) == len(TEXTS)
+    for name in ("module", "query_token", "key_token", "n_queries", "n_keys"):
+        assert data[name].values.tolist() == want[name].values.tolist(), name
+    for name, values in want.drop_vars("lse").data_vars.items():
+        assert data[name].dtype == np.float32
+        power, allowed = (2, 2e-3) if name == "spread" else (1, 1e-5)
+        np.testing.assert_allclose(data[name] ** power, values**power, rtol=1e-5, atol=allowed, err_msg=str(name))
+    assert np.array_equal(np.isfinite(data["lse"]), np.isfinite(want["entropy"]))
 
 
 def test_log_sum_exps_of_minilm_equal_those_of_its_scores(minilm: Loaded, result: Profile) -> None:
@@ -89,29 +79,9 @@ def test_log_sum_exps_of_minilm_equal_those_of_its_scores(minilm: Loaded, result
     np.testing.assert_allclose(result.data["lse"][0, 0, :, :n], want, rtol=1e-5, atol=1e-5)
 
 
-def test_shorter_texts_are_padded_with_nan(result: Profile, own: list[np.ndarray], tmp_path: Path) -> None:
-    data, lengths = result.data, [A.shape[-1] for A in own]
-    assert len(set(lengths)) == len(TEXTS)
-    sizes = [data.sizes[dim] for dim in ("text", "layer", "head", "query", "key")]
-    assert sizes == [3, 6, 12, max(lengths), max(lengths)]
-    assert data["n_queries"].values.tolist() == data["n_keys"].values.tolist() == lengths
-    for text, n in enumerate(lengths):
-        for name in (*PER_QUERY, "received"):
-            assert np.isfinite(data[name][text, ..., :n]).all(), name
-            assert np.isnan(data[name][text, ..., n:]).all(), name
-        assert np.isfinite(data["weights"][text, ..., :n, :n]).all()
-        assert np.isnan(data["weights"][text, ..., n:, :]).all()
-        assert np.isnan(data["weights"][text, ..., n:]).all()
-        assert (data["query_token"][text, n:] == "").all()
-    assert all(data[name].dtype == np.float32 for name in (*PER_QUERY, "received", "weights"))
-    loaded = Profile.load(result.save(tmp_path / "minilm.qkv.zip"))
-    xr.testing.assert_identical(loaded.data, data)
-    assert loaded.attrs == result.attrs
-
-
 def test_a_text_has_the_same_profile_alone_and_of_the_name_of_the_model(minilm: Loaded, result: Profile) -> None:
     before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    settings = {"local_window": LOCAL, "probe": False, "progress": False}
+    settings = {"probe": False, "progress": False}
     alone = profile("minilm", TEXTS[1], **settings)  # type: ignore[arg-type]
     n = alone.data.sizes["query"]
     among = result.data.isel(text=[1], query=slice(n), key=slice(n))
@@ -147,10 +117,22 @@ def test_padding_counts_neither_as_query_nor_as_key(name: str, side: str) -> Non
     padded, alone = quick(model, inputs).data, quick(model, text).data
     assert padded["n_queries"].values.tolist() == padded["n_keys"].values.tolist() == [hf.LENGTH, n]
     assert padded["query_token"][1].values.tolist() == [str(i) for i in text.tolist()] + [""] * hf.PADDED
-    for variable in (*PER_QUERY, "received"):
+    others = (
+        "visible_queries",
+        "streaming_mass",
+        "key_norm",
+        "value_norm",
+        "query_norm",
+        "row_sum",
+        "first_contribution",
+    )
+    for variable in (*PER_QUERY, "received", "prefix_sink_scores", *others):
         near = 2e-2 if variable == "spread" else 1e-4
-        np.testing.assert_allclose(padded[variable][1, ..., :n], alone[variable][0], rtol=1e-4, atol=near)
+        np.testing.assert_allclose(padded[variable][1, ..., :n], alone[variable][0][..., :n], rtol=1e-4, atol=near)
         assert np.isnan(padded[variable][1, ..., n:]).all()
+    for variable in ("cosine_first", "cosine_others", "first_key_angle", "key_directions"):
+        np.testing.assert_allclose(padded[variable][1], alone[variable][0], atol=2e-3, err_msg=variable)
+    assert "map_max" not in padded, "bins would mix padding with the text"
     np.testing.assert_allclose(padded["weights"][1, ..., :n, :n], alone["weights"][0], atol=1e-5)
     assert np.isnan(padded["weights"][1, ..., n:, :]).all()
     assert np.isnan(padded["weights"][1, ..., :, n:]).all()
@@ -171,29 +153,21 @@ def test_encoder_decoder_with_a_target_or_the_source_in_its_place(target: str | 
         assert data.sizes["layer"] == (2 if name == "encoder" else 3)
         assert data.attrs["causal"] is (name == "decoder")
     cross = result.groups["cross"]
-    for name in OF_ONE_TEXT:
+    for name in made.OF_ONE_TEXT:
         assert np.isnan(cross[name]).all(), f"{name}: queries and keys are other texts"
     for name in ("entropy", "sink", "effective_keys", "received"):
         assert np.isfinite(cross[name]).all(), name
     np.testing.assert_allclose(cross["received"].sum("key"), len(target), rtol=1e-5)
 
 
-def test_padding_of_source_and_target() -> None:
-    groups = quick(hf.build("t5"), hf.inputs("t5", "right")).groups
-    sizes = {name: (d["n_queries"].values.tolist(), d["n_keys"].values.tolist()) for name, d in groups.items()}
-    source, target = [hf.LENGTH, hf.LENGTH - hf.PADDED], [hf.TARGET, hf.TARGET - hf.PADDED]
-    assert sizes == {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
-    received = groups["cross"]["received"].sum("key").transpose("layer", "head", "text")
-    np.testing.assert_allclose(received, np.broadcast_to(target, (3, 4, 2)), rtol=1e-5)
-
-
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
-def test_maps_are_kept_only_if_all_texts_are_short(minilm: Loaded) -> None:
-    settings: dict[str, Any] = {"tokenizer": minilm.tokenizer, "map_tokens": 20, "layers": [0]}
-    assert "weights" in quick(minilm.model, TEXTS[1:], **settings).data
-    assert "weights" not in quick(minilm.model, TEXTS, **settings).data
+def test_maps_are_kept_only_if_all_texts_are_short() -> None:
+    model = hf.build("llama", vocab_size=256)
+    for longest in (4, 5):
+        data = quick(model, ["four", "three"], tokenizer=ByteTokenizer(), map_tokens=longest).data
+        assert ("weights" in data) is (longest == 5)
 
 
 # --- models by name -----------------------------------------------------------------------------------------------
@@ -209,7 +183,7 @@ def test_random_gpt2_reads_bytes_and_is_causal(capfd: pytest.CaptureFixture[str]
     assert (np.triu(result.data["weights"].values, 1) == 0).all()
     assert result.attrs["text_preview"] == text
     assert result.attrs["model"] == "random-gpt2 (6 × 6 × 64, untrained)"
-    xr.testing.assert_identical(quick("random-gpt2", text).data, result.data)
+    xr.testing.assert_identical(by_name(text, probe=False, progress=False).data, result.data)
     assert capfd.readouterr() == ("", "")
 
 
@@ -221,7 +195,7 @@ def test_random_gpt2_fits_the_text_and_keeps_the_generator_state() -> None:
     assert torch.equal(torch.rand(3), want)
     assert model.config.n_positions == 1500
     assert load_model("random-gpt2", tokens=1500).model.config.n_positions == 1500
-    assert load_model("random-gpt2").model.config.n_positions == 1024
+    assert loaded("random-gpt2").model.config.n_positions == 1024
 
 
 def test_folder_is_loaded_and_the_mode_of_a_model_restored(tmp_path: Path) -> None:
@@ -239,12 +213,11 @@ def test_folder_is_loaded_and_the_mode_of_a_model_restored(tmp_path: Path) -> No
 # --- errors -------------------------------------------------------------------------------------------------------
 
 IDS = [5, 6, 7]
-loaded = functools.cache(load_model)
 
 
-def by_gpt2(inputs: Any, **settings: Any) -> Profile:
-    """As `profile("random-gpt2", inputs, …)`, of a model that is made once."""
-    return profile(loaded("random-gpt2").model, inputs, tokenizer=loaded("random-gpt2").tokenizer, **settings)
+def by_name(inputs: Any, name: str = "random-gpt2", **settings: Any) -> Profile:
+    """As `profile(name, inputs, …)`, of a model that is made once."""
+    return profile(loaded(name).model, inputs, tokenizer=loaded(name).tokenizer, **settings)
 
 
 BART = hf.build("bart", vocab_size=256)
@@ -255,12 +228,12 @@ def by_bart(target: str) -> Profile:
     return profile(BART, "a", tokenizer=ByteTokenizer(), target=target)
 
 
-def without_attention(*, partial: bool) -> Profile:
-    """Of a model that has an attention layer and does not call it."""
+def without_attention() -> Profile:
+    """Of a model that has an attention layer and does not call it, also where a part would be enough."""
     model, ids = tiny()
     model.layers = nn.ModuleList()
     model.unused = hf.build("llama").layers[0]
-    return quick(model, ids, partial=partial)
+    return quick(model, ids, partial=True)
 
 
 def of_nan() -> Profile:
@@ -274,15 +247,14 @@ def by_llama(inputs: Any) -> Profile:
 
 
 REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
-    ("inputs", "is empty", lambda: profile("random-gpt2", "")),
-    ("inputs", "is empty", lambda: by_gpt2(["a", " \n\t "])),
-    ("inputs", "no text", lambda: by_gpt2([])),
-    ("inputs", "holds int", lambda: by_gpt2([1, 2])),
-    ("inputs", "513 tokens", lambda: profile("minilm", "word " * 511)),
+    ("inputs", "is empty", lambda: by_name(["a", " \n\t "])),
+    ("inputs", "no text", lambda: by_name([])),
+    ("inputs", "holds int", lambda: by_name([1, 2])),
+    ("inputs", "513 tokens", lambda: by_name("word " * 511, "minilm")),
     ("inputs", "63 tokens", lambda: profile(hf.build("roberta"), torch.full((63,), 5))),  # positions count from 2
     ("target", "65 tokens", lambda: by_bart("b" * 65)),
     ("target", "no tokens", lambda: by_bart("")),
-    ("target", None, lambda: by_gpt2("a", target="b")),
+    ("target", None, lambda: by_name("a", target="b")),
     ("target", r"1\.\.299", lambda: profile(BART, BEYOND)),
     ("inputs", "no tokenizer", lambda: by_llama("text")),
     ("inputs", r"5\.\.97", lambda: by_llama(torch.tensor([5, 97]))),
@@ -291,15 +263,14 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("inputs", "bool", lambda: by_llama(torch.ones(3) > 0)),
     ("inputs", r"\(1, 2, 3\)", lambda: by_llama(torch.ones(1, 2, 3).long())),
     ("inputs", "no tokens", lambda: by_llama(torch.ones(0).long())),
-    ("layers", r"\[\]", lambda: by_gpt2("a", layers=[])),
-    ("layers", "from 0", lambda: by_gpt2("a", layers=[0, -1])),
-    ("layers", r"\[0, 6\]", lambda: by_gpt2("a", layers=[0, 6])),
-    ("local_window", None, lambda: by_gpt2("a", local_window=0)),
-    ("map_tokens", None, lambda: by_gpt2("a", map_tokens=-1)),
+    ("layers", r"\[\]", lambda: by_name("a", layers=[])),
+    ("layers", "from 0", lambda: by_name("a", layers=[0, -1])),
+    ("layers", r"\[0, 6\]", lambda: by_name("a", layers=[0, 6])),
+    ("local_window", None, lambda: by_name("a", local_window=0)),
+    ("map_tokens", None, lambda: by_name("a", map_tokens=-1)),
     ("model", "no folder", lambda: profile("./no/such/folder", "a")),
     ("model", "Embedding made no", lambda: profile(nn.Embedding(9, 3), torch.tensor(IDS))),
-    ("model", "LlamaModel made no", lambda: without_attention(partial=False)),
-    ("model", "LlamaModel made no", lambda: without_attention(partial=True)),
+    ("model", "LlamaModel made no", without_attention),
     ("model", r"NaN in layers\.0", of_nan),
 ]
 
@@ -314,10 +285,3 @@ def test_profile_errors_name_the_argument(argument: str, match: str | None, run:
 def test_longest_text_that_fits_is_accepted(name: str, n: int) -> None:
     ids = torch.randint(3, 90, (n,), generator=torch.Generator().manual_seed(1))
     assert quick(hf.build(name), ids).data.sizes["query"] == n
-
-
-@pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model"])
-def test_unknown_model_name_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with refused("model", match="not in the cache"):
-        profile(name, "text")

@@ -19,6 +19,7 @@ from conftest import Command, refused
 from forked import Forked
 from qkv._survey_settings import Settings
 from qkv.figures import survey as survey_plots
+from qkv.models import checkpoint
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.folder import COMPLETE, Folder, Objects
 from qkv.profiler.surveys.merging import Incomplete, check_complete, merge_folders
@@ -247,7 +248,8 @@ def test_commands_survey_parts_and_merge_them(
     (tmp_path / "texts" / "b.py").write_text("import os\n")
     (tmp_path / "texts" / "c.bin").write_bytes(b"\0")
     one, many = tmp_path / "one", tmp_path / "many"
-    words = ["survey", "qkv-mini", tmp_path / "texts", "--shards", 2, "--threads", 1, "--out"]
+    model = checkpoint.save(own(), tmp_path / "model")
+    words = ["survey", model, tmp_path / "texts", "--shards", 2, "--threads", 1, "--out"]
     said = command.succeeds(*words, one)
     assert "2 texts" in said
     assert "Skipped 1 texts: 1 × no UTF-8 text" in said
@@ -262,28 +264,3 @@ def test_commands_survey_parts_and_merge_them(
     for name in (RESULT, "heads.csv"):
         assert (one / name).read_bytes() == (many / name).read_bytes(), name
     assert command.refuses("survey", "merge", many, many).startswith("qkv: DIR")
-
-
-REFUSED = {
-    "--only-shards": ["survey", "qkv-mini", "t.txt", "--only-shards", "9/9"],
-    "DIR": ["survey", "merge"],
-    "--threads": ["survey", "qkv-mini", "t.txt", "--threads", "0"],
-    "--device": ["survey", "qkv-mini", "t.txt", "--device", "abacus"],
-    "overlap is": ["survey", "qkv-mini", "t.txt", "--overlap", "9999"],
-    "corpus": ["survey", "qkv-mini", "library", "t.txt"],
-    "stream": ["survey", "qkv-mini", "library", "--stream"],
-    "nosuch://a": ["survey", "qkv-mini", "nosuch://a"],
-    "--out is 'nosuch": ["survey", "qkv-mini", "t.txt", "--out", "nosuch://a/b"],
-    "two slashes": ["survey", "qkv-mini", "t.txt", "--out", "s3:/bucket/x"],
-    "s3:": ["profile", "qkv-mini", "--out", "s3://bucket/x"],
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_commands_refuse_before_they_write(
-    said: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "t.txt").write_text("hello there")
-    assert said in command.refuses(*REFUSED[said])
-    assert [path.name for path in tmp_path.iterdir()] == ["t.txt"], "a folder was written"

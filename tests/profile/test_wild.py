@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_watch import OF_WHOLE_FORWARDS, same, tokens
+from test_watch import OF_WHOLE_FORWARDS, causal_lm, same, tokens, whole
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, StaticCache
@@ -32,21 +32,6 @@ LEFT[1, :5] = 0
 RIGHT[1, 7:] = 0
 INNER[1, 3:6] = 0
 SIDES = {"left": LEFT, "right": RIGHT, "inner": INNER}
-
-
-def causal_lm(name: str = "llama", implementation: str | None = None, **settings: Any) -> Any:
-    sizes = {"max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None} | settings
-    return hf.build(name, implementation, suffix="ForCausalLM", **sizes)
-
-
-def whole(model: Any, ids: Tensor, mask: Tensor | None = None, **others: Tensor) -> qkv.Profile:
-    """The profile of one forward."""
-    inputs: dict[str, Any] = {"input_ids": ids, **others}
-    if mask is not None:
-        more = torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=mask.dtype)
-        inputs["attention_mask"] = torch.cat([mask, more], 1)
-        inputs.setdefault("position_ids", (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0))
-    return qkv.profile(model, inputs, probe=False, progress=False)
 
 
 # --- gradient checkpointing -------------------------------------------------------------------------------------------
@@ -235,10 +220,8 @@ def test_a_mask_that_changes_between_steps_holds_for_its_own_step() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vlm", "paligemma", "llava", "mllama", "idefics3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vlm", "llava", "mllama"])
 def test_watch_of_images_is_the_profile_of_the_same_inputs(name: str) -> None:
-    if name not in hf_zoo.ALL:
-        pytest.skip(f"no {name} in the zoo")
     model, batch = hf_zoo.build(name), hf_zoo.inputs(name)
     want = model(**batch)[0]
     with qkv.watch(model) as watched:
@@ -396,7 +379,7 @@ def test_a_model_of_images_is_profiled_on_text_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(3))
 def test_random_runs_equal_eager_attention(number: int) -> None:
     from fuzz.runs import mismatch
 
@@ -430,9 +413,9 @@ def test_tensors_without_numbers_give_shapes(kernel: str, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", ["alibi", "sink"])
-def test_exported_and_traced_layers_compute_what_the_layer_does(name: str) -> None:
-    layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(**COMPOSITIONS[name])).eval()
+def test_exported_and_traced_layers_compute_what_the_layer_does() -> None:
+    attention = qkv.Attention(**COMPOSITIONS["alibi"], **COMPOSITIONS["sink"])
+    layer = qkv.nn.MultiHeadAttention(32, 4, attention=attention).eval()
     x, other = torch.randn(2, 1, 10, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for program in (torch.export.export(layer, (x,)).module(), torch.jit.trace(layer, (x,))):

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from research.claims import Verdict, models
-from research.claims.claim import KINDS
-from research.claims.models import TOY, TRAINED, everywhere
+from research.claims.models import everywhere
 from research.claims.results import result, results_in
 from research.claims.settle import common
-from research.sinks.criteria import Sinks
 
 INTERVAL = {"condition": "", "n": 12, "mean": 0.2, "low": 0.1, "high": 0.3, "bound": 0.5, "above": False}
 
@@ -82,12 +80,3 @@ def test_common_verdict_names_all_models_and_tells_who_disagrees(
     numbers = [finding.number for finding in verdict.findings]
     assert numbers == ["", *(len(mini) + len(minilm)) * ["0.20 (0.10 to 0.30); 12 texts"]]
     assert verdict.by[0] == "[experiment `mechanism`](../experiments/README.md#mechanism)"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("id_", sorted(TOY))
-def test_every_claim_is_judged_on_both_trained_models(id_: str) -> None:
-    assert set(TOY) == set(Sinks.claims)
-    verdict = everywhere(id_)
-    assert [f.model for f in verdict.findings if f.length] == [name for name in TRAINED.values() for _ in range(2)]
-    assert {f.kind for f in verdict.findings} <= set(KINDS)

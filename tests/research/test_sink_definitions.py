@@ -11,16 +11,10 @@ import torch
 import qkv
 from qkv.profiler import corpora
 from qkv.profiler.capture import residual
-from qkv.profiler.data import tables
 from qkv.profiler.surveys import accumulators
-from qkv.tracking import tracker
 from qkv_lab import heads
 from research.sinks.effects import FirstKey, Magnitudes, Rows
 from research.sinks.subject import Subject
-
-
-def test_one_sink_threshold():
-    assert tables.SINK_THRESHOLD == accumulators.SINK_THRESHOLD == tracker.SINK_THRESHOLD == heads.THRESHOLD == 0.3
 
 
 @pytest.mark.parametrize(("rest", "largest", "count"), [(1.0, 2000.0, 1), (1.0, 500.0, 0), (0.001, 99.0, 0)])

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import qkv
-import sink_models as made
 from conftest import close, enlarged, refused
 from hf_models import build
 from qkv.edits import HideFirst, Patch
@@ -27,6 +26,70 @@ from research.sinks.effects import FirstKey, Magnitudes, Rows, others, peaks, re
 from research.sinks.measure import Chosen
 from research.sinks.run import NAMES, RESULTS
 from research.sinks.subject import Subject, Texts, default_texts, evaluated, prepared, self_attention
+
+# --- hand-made decoders whose sinks are known in closed form ----------------------------------------------------------
+
+VOCABULARY, WIDTH = 199, 16
+MARK, PEAK = 0, 1
+"""Dimensions: that in which only token 0 is not zero, and that which blocks write."""
+STRENGTH = 12.0
+"""The score of the first key; all other scores are 0."""
+
+
+def decoder(layers: int) -> DecoderLM:
+    """A decoder with one head in each layer whose parameters are all zero, but for the embeddings and norms.
+
+    Every embedding is ±1 in 14 dimensions; token 0 has 1 in the dimension `MARK`, too.
+    """
+    config = DecoderConfig(
+        vocab_size=VOCABULARY, context=64, d_model=WIDTH, layers=layers, heads=1, d_hidden=3, positions="none",
+        norm="rmsnorm", norm_eps=1e-12, activation="relu",
+    )  # fmt: skip
+    model = DecoderLM(config).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if "norm" in name else 0.0)
+        signs = torch.randint(2, (VOCABULARY, WIDTH - 2), generator=torch.Generator().manual_seed(0))
+        model.embedding.weight[:, 2:] = 2.0 * signs - 1
+        model.embedding.weight[0, MARK] = 1
+    return model
+
+
+@torch.no_grad()
+def add_head(model: DecoderLM, layer: int, dimension: int, factor: float) -> None:
+    """A head with the query (1, 0, 0, …), the keys (factor · x̂[dimension], x̂[2], 0, …), and the values x̂[2:]."""
+    attention = model.get_submodule(f"blocks.{layer}.attention")
+    _, k, v = attention.in_proj.weight.view(3, WIDTH, WIDTH)  # type: ignore[operator, union-attr]
+    attention.in_proj.bias[0] = 1  # type: ignore[index, union-attr]
+    k[0, dimension], k[1, 2] = factor, 1
+    v[2:, 2:] = torch.eye(WIDTH - 2)
+    attention.out_proj.weight.copy_(torch.eye(WIDTH))  # type: ignore[operator, union-attr]
+
+
+@torch.no_grad()
+def with_peak(*, read: bool) -> DecoderLM:
+    """Two layers: the first writes a peak at token 0, and a head of the second has its sink there.
+
+    Its key reads the peak, or else the mark that is in the embedding already.
+    """
+    model = decoder(2)
+    feed_forward = model.get_submodule("blocks.0.feed_forward")
+    feed_forward.up.weight[0, MARK] = 10  # type: ignore[index, union-attr]
+    feed_forward.down.weight[PEAK, 0] = 100  # type: ignore[index, union-attr]
+    written = 1000 / (15 / 16) ** 0.5
+    rms = ((15 + written**2) / 16) ** 0.5
+    add_head(model, 1, PEAK if read else MARK, 4 * STRENGTH * rms / (written if read else 1))
+    return model
+
+
+def texts(count: int = 16, n: int = 64) -> Tensor:
+    """Texts that begin with token 0, and do not have it elsewhere."""
+    ids = torch.randint(1, VOCABULARY, (count, n), generator=torch.Generator().manual_seed(1))
+    ids[:, 0] = 0
+    return ids
+
+
+# --- definitions ------------------------------------------------------------------------------------------------------
 
 IDS = torch.randint(97, (2, 11), generator=torch.Generator().manual_seed(0))
 
@@ -125,42 +188,22 @@ def test_first_key_by_definition(name: str) -> None:
     assert list(found) == pytest.approx(want, rel=1e-5)
 
 
-def test_known_head() -> None:
-    """One layer whose query i gives the first token e^s / (e^s + i)."""
-    model, ids = made.with_known_head(), made.texts(1, 20)
-    subject = Subject.of(model, ids)
-    call = self_attention(model, ids)[0].call
-    size = math.exp(made.STRENGTH)
-    want = torch.tensor([size / (size + i) for i in range(20)], dtype=torch.float64)
-    close(Rows.of(call).first[0, 0], want, eps=1e6)
-    key, value = FirstKey.of(call, 0), 15 / 16
-    along, across = 4 * made.STRENGTH, value**-0.5
-    assert key.key_norm == pytest.approx(math.hypot(along, across) / (14 / 16) ** -0.5)
-    assert key.value_norm == pytest.approx((14 / 15) ** 0.5)
-    assert (key.nearest, key.angle) == pytest.approx((1, math.degrees(math.atan(across / along))))
-    assert key.angle_others == pytest.approx(90)
-    with effects.removed(subject, [(0, 0)], masked=True, zero_value=False), evaluated(model):
-        uniform = subject.states(ids)[-1][0, -1, 2:]
-    x = model.embedding.weight[ids[0]].detach()[:, 2:]
-    close(uniform, x[-1] + x[1:].mean(0) * (16 / 14) ** 0.5, eps=1e6)
-
-
 def expected_alpha(score: float) -> Tensor:
     """α of two texts of 20 tokens in which the first key has this score, and the others 0."""
     return torch.full((2,), sum(math.exp(score) / (math.exp(score) + i) for i in range(20)) / 20, dtype=torch.float64)
 
 
 def test_removing_a_peak_destroys_the_sink_of_a_head_that_reads_it() -> None:
-    ids = made.texts(2, 20)
+    ids = texts(2, 20)
     for read in (True, False):
-        subject = Subject.of(made.with_peak(read=read), ids)
+        subject = Subject.of(with_peak(read=read), ids)
         chosen = Chosen.of(subject, ids)
-        assert (chosen.heads, chosen.peaks, chosen.later_heads) == ([(1, 0)], {1: [made.PEAK]}, [(1, 0)])
+        assert (chosen.heads, chosen.peaks, chosen.later_heads) == ([(1, 0)], {1: [PEAK]}, [(1, 0)])
         for by in ("mean", "zero"):
             with replaced(subject, chosen.peaks, by):
                 alpha = Rows.of(self_attention(subject.model, ids)[1].call).alpha
-            close(alpha[:, 0], expected_alpha(0.0 if read else made.STRENGTH), eps=1e12)
-        close(Rows.of(self_attention(subject.model, ids)[1].call).alpha[:, 0], expected_alpha(made.STRENGTH), eps=1e6)
+            close(alpha[:, 0], expected_alpha(0.0 if read else STRENGTH), eps=1e12)
+        close(Rows.of(self_attention(subject.model, ids)[1].call).alpha[:, 0], expected_alpha(STRENGTH), eps=1e6)
 
 
 def test_a_dimension_that_is_large_in_the_embedding_is_no_peak() -> None:
@@ -180,7 +223,7 @@ def test_verdicts_on_hand_made_models_which_are_saved_and_loaded(
 ) -> None:
     """The two models differ in the cause of the sink alone; both have it for one first token only."""
     monkeypatch.setattr(measure, "JUDGED", 5)
-    studied = {read: study(made.with_peak(read=read), made.texts(), progress=False) for read in (True, False)}
+    studied = {read: study(with_peak(read=read), texts(), progress=False) for read in (True, False)}
     for read, found in studied.items():
         holds = {verdict.claim: verdict.holds for verdict in found.verdicts[64]}
         assert list(holds) == list(Sinks.claims)

@@ -105,12 +105,12 @@ tokensInView: () => {
   }).map((x) => [Number(x.dataset.at), x.innerText.trim()]);
 },
 
-// The layout of the stage of a map, by the page's own code.
-layout: async ({ queries, keys, view }) => {
+// The layout of the stage of a whole map, by the page's own code.
+layout: async ([queries, keys]) => {
   const { layoutOf, fitted } = await import("/static/map_scene.js");
   const { clientWidth: width, clientHeight: height } = document.querySelector(".map-canvas").parentElement;
   const size = { width, height, queries, keys };
-  return layoutOf({ ...size, view: view ?? fitted(size) });
+  return layoutOf({ ...size, view: fitted(size) });
 },
 
 // ---- moving on ----------------------------------------------------------------------------------------------------
@@ -129,10 +129,11 @@ async remount(hash) {
   await this.go(hash);
 },
 
-// Whether the next test may use the viewer as it is: nothing is pending or stored.
+// Whether the next test may use the viewer as it is: nothing is pending or stored, also not the last text of Live.
 reusable: () => {
   document.activeElement?.blur();
-  return ["ready", "error"].includes(document.documentElement.dataset.state) && localStorage.length === 0;
+  const atRest = ["ready", "error"].includes(document.documentElement.dataset.state);
+  return atRest && localStorage.length === 0 && !location.hash.startsWith("#/live");
 },
 
 back: () => new Promise((done) => { addEventListener("hashchange", () => done(), { once: true }); history.back(); }),

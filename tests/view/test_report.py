@@ -1,4 +1,4 @@
-"""The HTML report and the card of a notebook: small, safe against hostile tokens; test_file_pages.py opens it."""
+"""The HTML report and the card of a notebook: small, safe against hostile tokens; test_viewer.py opens it."""
 
 from __future__ import annotations
 

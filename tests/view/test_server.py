@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 import logging
@@ -29,7 +28,7 @@ from fastapi import APIRouter
 import qkv
 from conftest import refused
 from qkv.errors import InputError
-from qkv.models import loading
+from qkv.models import DecoderConfig, DecoderLM, loading
 from qkv.profiler import run
 from qkv.profiler.explore.pyramid import Cancelled
 from qkv.server import guard
@@ -239,7 +238,7 @@ def blocks(part: np.ndarray, step: int, pooled: Any) -> np.ndarray:
 @pytest.mark.slow
 def test_tiles_of_a_long_text_pool_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """520 tokens, of a model and of its profile: zoom 0 pools 4 × 4 pairs, zoom 2 is exact; masked tiles are empty."""
-    tiny = loading.Loaded("tiny", loading.random_gpt2(1024, layers=1, heads=2), None)
+    tiny = loading.Loaded("tiny", DecoderLM(DecoderConfig(context=520, layers=1, heads=2)).eval(), None)
     ids = torch.randint(0, 256, (1, 520), generator=torch.Generator().manual_seed(0))
     profile = run.profile(tiny.model, ids, map_tokens=520, probe=False, progress=False)
     monkeypatch.setattr(Session, "_load_small_models", lambda self: None)
@@ -384,26 +383,6 @@ def test_failures_are_told_without_what_the_machine_keeps_secret(monkeypatch: py
     for said in (broken["error"], sentence(ask(app, "/breaks"), 500)):
         assert "RuntimeError" in said
         assert "secret" not in said
-
-
-# --- running models ---------------------------------------------------------------------------------------------------
-
-
-def test_live_answer_holds_weights_before_and_after(app: Guard, session: Session) -> None:
-    change = {"layer": 1, "head": 2, "normalizer": "off-by-one", "temperature": 2}
-    said = post(app, "/api/live", ASKED | {"edits": [change]}).json()
-    assert said["tokens"] == ["<s>", "import", " os"]
-    assert said["divergence"] > 0
-    before, after = (np.frombuffer(base64.b64decode(said[x]), "<f4").reshape(3, 3) for x in ("map_before", "map"))
-    source = session.sources[0].profile
-    assert source is not None
-    near(before, source.data["weights"].values[1, 1, 2, :3, :3], 1e-4, 1e-6)
-    assert after.sum(1).max() < 1
-    config = loading.load_model("qkv-mini").model.config
-    assert np.array(said["rows"]).shape == (config.layers, config.heads, 3)
-    assert "layer is 7" in sentence(post(app, "/api/live", ASKED | {"layer": 7}), 400)
-    for text in ("<script>alert(1)</script>", "\u202eabc", "🦄", "\u200b", "\x00\x07"):
-        assert "".join(post(app, "/api/live", ASKED | {"text": text}).json()["tokens"])
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------

@@ -1,24 +1,31 @@
-"""The viewer in a real browser: properties of all pages, navigation, and each page shows the numbers of its profile.
+"""Pages in a real browser: the viewer, the report, the widget of notebooks, and the tutorial's “attention by hand”.
 
-One module, because the tests of a module share a browser and its tabs.
+Properties of all pages, navigation, and each page shows the numbers of its profile. One module, because the tests of a
+module share a browser and its tabs. docs/make_notebook.py opens the widget in a real JupyterLab, which is too large for
+the development set.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+import profile_fixture as made
+from qkv import masks, normalizers, reference, scores
 from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM
 from qkv.models.loading import Loaded, load_model
+from qkv.profiler import Profile
 from qkv.profiler.data import tables
+from qkv.report import widget
 from qkv.report.payload import trimmed
 from qkv.server.live import Live
 from qkv.server.run import serve_in_thread
@@ -33,19 +40,25 @@ from viewer_fixture import (
     Tab,
     check_picture,
     check_pictures,
+    eventually,
     floats,
     hostile,
     overflow,
     percent,
     plain,
+    rested,
     share,
     texts_of,
     unseen,
 )  # fmt: skip
 
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Page
+
 pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
 
+STATIC = Path(__file__).parents[2] / "docs" / "_static"
 Opens = Callable[..., Tab]
 CELL = ".overview-grid [data-layer]"
 
@@ -82,7 +95,7 @@ def test_every_page_has_names_contrast_focus_and_no_motion_if_reduced(view: Open
 
 
 def test_no_page_overflows_on_a_phone(tab: Opens, mini: Served) -> None:
-    one = tab(mini, viewport=PHONE, has_touch=True, is_mobile=True, device_scale_factor=1)
+    one = tab(mini, phone=True)
     views = [{"page": page} for page in PAGES] + [{"page": "align", "view": view} for view in ("reversal", "captions")]
     for view in views:
         one.open(**view).arrives(view["page"])
@@ -103,6 +116,10 @@ def test_hostile_tokens_are_never_parsed_as_markup(view: Opens, page: str) -> No
     assert one.js("spilt") == []
     if page == "overview":  # the exports of others are tested with their numbers
         check_pictures(one)
+    if page == "text":
+        one.page.fill('[aria-label^="Find in the text"]', "<script>")
+        expect(one.page.locator(".text-found")).to_have_text(re.compile("1 of [23]"))
+        assert any("<img src=x" in text for text in texts_of(check_picture(one)))
 
 
 # ---- troubles -------------------------------------------------------------------------------------------------
@@ -175,54 +192,11 @@ def test_grid_shows_the_statistics_of_the_profile(view: Opens, served: Served) -
     expect(one.page.locator(".overview-card")).to_contain_text(re.compile(f"{heads['distance'][5]:.1f}\\d? tokens"))
 
 
-TILE = 256
-
-
-@dataclass
-class View:
-    """The layout of the stage: `scale` pixels per token, the first at `left`, `top`."""
-
-    n: int
-    scale: float
-    left: float
-    top: float
-
-    def place(self, query: int, key: int) -> tuple[float, float]:
-        """The centre of a cell."""
-        return self.left + (key + 0.5) * self.scale, self.top + (query + 0.5) * self.scale
-
-    @property
-    def deepest(self) -> int:
-        return max(0, math.ceil(math.log2(self.n / TILE)))
-
-    @property
-    def zoom(self) -> int:
-        """The smallest zoom with at least one pixel per screen pixel."""
-        return min(max(math.floor(self.deepest + math.log2(min(self.scale, 1)) + 0.02), 0), self.deepest)
-
-
-def view_of(tab: Tab, queries: int, keys: int) -> View:
-    """The view in the address, with the margins that the page computes."""
-
-    def layout(view: dict[str, float] | None) -> dict:
-        return tab.js("layout", {"queries": queries, "keys": keys, "view": view})
-
-    found = layout(None)
-    if "z" in tab.state:
-        wanted = {name: float(tab.state[name]) for name in "xyz"}
-        area, scale = layout(wanted)["area"], 2 ** wanted["z"]
-        for name, tokens, room in (("x", keys, area["w"]), ("y", queries, area["h"])):  # no view extends beyond the map
-            half = min(room / scale, tokens) / 2
-            wanted[name] = min(max(wanted[name], half), tokens - half)
-        found = layout(wanted)
-    at = found["origin"]
-    return View(max(queries, keys), found["scale"], at["x"], at["y"])
-
-
-def point_at_cell(tab: Tab, view: View, query: int, key: int) -> None:
-    box = tab.page.locator(".map-canvas").bounding_box()
-    x, y = view.place(query, key)
-    tab.page.mouse.move(box["x"] + x, box["y"] + y)
+def point_at_cell(tab: Tab, size: tuple[int, int], query: int, key: int) -> None:
+    """Move the mouse to a pair on the stage of a map of this size, which is shown as a whole."""
+    layout = tab.js("layout", size)
+    box, at, scale = tab.page.locator(".map-canvas").bounding_box(), layout["origin"], layout["scale"]
+    tab.page.mouse.move(box["x"] + at["x"] + (key + 0.5) * scale, box["y"] + at["y"] + (query + 0.5) * scale)
     tab.settled()
 
 
@@ -254,9 +228,8 @@ def test_readout_shows_the_weight_of_the_data_set(
     n, m = int(data["n_queries"][text]), int(data["n_keys"][text])
     weights = data["weights"].values[text, layer, head, :n, :m]
     one = view(server).open("map", source, group=group, text=text, layer=layer, head=head)
-    stage = view_of(one, n, m)
     for query, key in ((n - 1, m - 1), (n - 1, 0), (n // 2, m // 3), (0, m - 1)):
-        point_at_cell(one, stage, query, key)
+        point_at_cell(one, (n, m), query, key)
         if data.attrs["causal"] and key > query:
             expect(one.page.locator(".map-weight")).to_contain_text("masked")
             assert readout(one) == (query, key, 0)
@@ -277,9 +250,7 @@ def test_zoomed_out_readout_shows_the_exact_weight_and_its_bin(view: Opens, serv
     weights = served.profile("wide").data["weights"].values[0, 0, 1]
     one = view().open("map", "wide", x=100, y=500, z=3).open("map", "wide", head=1)
     assert "z" not in one.state
-    stage = view_of(one, 600, 600)
-    assert stage.zoom == 1
-    point_at_cell(one, stage, 433, 120)
+    point_at_cell(one, (600, 600), 433, 120)
     query, key, weight = readout(one)
     assert max(abs(query - 433), abs(key - 120)) <= 1
     assert same(weight, weights[query, key])
@@ -296,9 +267,8 @@ def test_zoomed_out_readout_shows_the_exact_weight_and_its_bin(view: Opens, serv
 def test_readout_and_export_hold_hostile_tokens_literally(view: Opens) -> None:
     one = view().open("map", "hostile", layer=0, head=0, cq=0, ck=0)
     n, said = len(HOSTILE), ""
-    stage = view_of(one, n, n)
     for at in range(n):
-        point_at_cell(one, stage, at, n - 1 - at)
+        point_at_cell(one, (n, n), at, n - 1 - at)
         expect(one.page.locator(".map-pair").nth(0)).to_contain_text(f"query {at} ")
         said += one.page.inner_text(".map-readout")
     assert unseen(said) == []
@@ -313,7 +283,6 @@ def test_readout_and_export_hold_hostile_tokens_literally(view: Opens) -> None:
 
 
 LISTED = 8  # weights in the panel for each direction
-FIND = '[aria-label^="Find in the text"]'
 
 
 def token(at: int, side: str = "query") -> str:
@@ -371,45 +340,23 @@ def test_long_text_is_rendered_in_part(view: Opens, served: Served) -> None:
     tokens = [token.removeprefix("▁") for token in served.profile("long").data["key_token"].values[0]]
     one = view().open("text", "long")
     expect(one.page.locator(".text-panel")).to_contain_text("no maps")
-    for at in (19_999, 15_000, 37):
+    for at in (7_999, 5_000, 37):
         one.open("text", "long", pins=at)
         expect(one.page.locator(token(at))).to_be_in_viewport()
         assert one.page.inner_text(token(at)).strip() == tokens[at]
         assert one.page.evaluate("document.querySelectorAll('main *').length") < 6000
     one.page.focus(".flow")
     one.press("End").settled()
-    expect(one.page.locator(token(19_999))).to_be_in_viewport()
+    expect(one.page.locator(token(7_999))).to_be_in_viewport()
     one.page.locator(".flow").evaluate("(x) => { x.scrollTop -= 12000; }")
     seen = one.settled().js("tokensInView")
-    expect(one.page.locator(token(19_999))).to_have_count(0)
+    expect(one.page.locator(token(7_999))).to_have_count(0)
     first = seen[0][0]
     assert 200 < len(seen) < 3000  # the whole view is filled with text
     assert seen == [[at, tokens[at]] for at in range(first, first + len(seen))]
 
 
-# ---- the text: hostile tokens, export -----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_hostile_tokens_are_shown_literally(view: Opens) -> None:
-    one = view().open("text", "hostile", pins="0,3")
-    said = one.text()
-    # In running text a mark is a separate box without quotation marks.
-    assert unseen(said.replace("U+202E", "‹U+202E›").replace("U+200B", "‹U+200B›")) == []
-    assert "x" * 500 in said or "xxx…" in said
-    assert HOSTILE[0] in one.page.inner_text("#context"), "the bar shows the name of the model"
-    said = one.page.inner_text(".text-side")
-    one.page.focus(".flow")
-    one.press("Home")
-    for at in range(0, 17, 4):
-        one.press(*["ArrowRight"] * 4 * (at > 0)).settled()
-        expect(one.page.locator(".text-token p")).to_contain_text(f"token {at} of 17")
-        said += one.page.inner_text(".text-side")
-    assert unseen(said) == []
-    assert one.is_safe()
-    one.page.fill(FIND, "<script>")
-    expect(one.page.locator(".text-found")).to_have_text(re.compile("1 of [23]"))
-    assert any("<img src=x" in text for text in texts_of(check_picture(one)))
+# ---- the text: export ---------------------------------------------------------------------------------------
 
 
 def test_text_export_holds_the_weights(view: Opens, served: Served) -> None:
@@ -631,3 +578,250 @@ def test_translation_shows_and_exports_its_weights(view: Opens, mini: Served, al
     one.page.fill("#align-text", "the purple zebra")
     expect(one.page.locator("#align-trouble")).not_to_be_empty()
     one.expect("400")
+
+
+# ---- the report -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page(context: BrowserContext) -> Iterator[Page]:
+    page = context.new_page()
+    yield page
+    page.close()
+
+
+def report_of(page: Page, profile: Profile, folder: Path) -> str | None:
+    """Open the report of a profile; returns the state that it announces once it is at rest."""
+    page.goto(profile.report(folder / "report.html").as_uri())
+    rested(page)
+    return page.get_attribute("html", "data-state")
+
+
+@pytest.mark.parametrize(
+    "make", [made.encoder_decoder, lambda: made.long(1024, 2, 2), hostile], ids=["three groups", "long", "hostile"]
+)  # fmt: skip
+def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callable[[], Profile]) -> None:
+    profile = make()
+    assert report_of(page, profile, tmp_path) == "ready"
+    assert page.locator("[role=gridcell]").count() == len(profile.heads()) * (1 + ("weights" in profile.data))
+    assert page.get_by_text("Most attended tokens").count() == 1
+    assert page.locator(".curve").count() > 0
+    assert page.locator("img").count() == 0
+    assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
+
+
+def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> None:
+    profile = made.gpt()
+    heads = profile.heads()
+
+    def after(act: Callable[..., Any], *arguments: Any) -> str:
+        """The title of the card after an action."""
+        act(*arguments)
+        rested(page)
+        return page.locator("#card h3").inner_text()
+
+    def cell(layer: int, head: int, box: str = "#grid-box") -> str:
+        return f'{box} [data-layer="{layer}"][data-head="{head}"]'
+
+    assert report_of(page, profile, tmp_path) == "ready"
+    assert after(page.click, cell(1, 3)) == "Layer 1, head 3"
+    page.keyboard.press("ArrowDown")
+    assert after(page.keyboard.press, "ArrowLeft") == "Layer 2, head 2"
+    focused = page.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert focused.startswith("Layer 2, head 2: ")
+    assert after(page.click, cell(0, 4, "#wall")) == page.locator("#big-map h3").inner_text() == "Layer 0, head 4"
+    page.click(cell(2, 2))
+    assert after(page.click, '[data-key="on"]') == "Layer 2, head 3"
+    assert page.evaluate("document.activeElement.dataset.key") == "on", "the focus is kept"
+    page.select_option("#statistic", "distance")
+    said = f"Layer 0, head 0: Distance {heads['distance'][0]:.1f} tokens; first token 99 %"
+    assert plain(page.get_attribute(cell(0, 0), "aria-label")) == said
+    page.select_option("#statistic", "type")
+    kind = profile.types().query("layer == 1 and head == 3").iloc[0]
+    assert (page.get_attribute(cell(1, 3), "data-tip") or "").split("\n")[:2] == ["Layer 1, head 3", kind["type"]]
+    page.locator('[data-key="choice-Shade by attention received from-head"]').check(force=True)
+    page.click('[data-at="9"]')
+    rested(page)
+    assert "query “wards” (position 9) in L2 · H3" in page.inner_text("#reading .readout")
+    assert page.get_attribute(".flow-token.pinned", "data-at") == "9"
+    page.focus("#big-map canvas")
+    for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
+        page.keyboard.press(key)
+    said = plain(page.inner_text(".head-map-readout"))
+    query, key = map(int, re.match(r"query (\d+) “.*” → key (\d+) ", said).groups())  # type: ignore[union-attr]
+    assert query - key == 3, "from the middle, two down and one to the left"
+    assert share(said) == pytest.approx(float(profile.data["weights"][0, 2, 3, query, key]), abs=0.004)
+    page.click('[data-key="sort-sink"]')
+    best = heads.loc[heads["sink"].idxmax()]
+    assert page.inner_text("#head-table tbody th >> nth=0") == f"L{best['layer']} · H{best['head']}"
+    paper = "getComputedStyle(document.documentElement).backgroundColor"
+    light = page.evaluate(paper)
+    page.click("#theme")
+    assert page.evaluate(paper) != light
+
+
+# ---- the widget of notebooks ------------------------------------------------------------------------------------
+
+PAGE = """<!doctype html><meta charset="utf-8"><body style="background: BACKGROUND"><div id="cell"></div>
+<script>
+window.failed = [];
+addEventListener("error", (event) => failed.push(event.message));
+addEventListener("unhandledrejection", (event) => failed.push(String(event.reason)));
+</script>
+<script type="module">
+SCRIPT
+window.state = STATE;
+const listeners = {}, tell = (name, ...what) => (listeners[name] || []).forEach((one) => one(...what));
+window.model = {
+  get: (name) => state[name], set: (name, value) => { state[name] = value; }, save_changes() {},
+  on: (name, one) => { (listeners[name] ||= []).push(one); },
+  off: (name, one) => { listeners[name] = listeners[name].filter((other) => other !== one); },
+  send: (message) => setTimeout(() => tell("msg:custom", { id: message.id, shape: null }, [])),
+};
+window.select = (changes) => {
+  state.selection = { ...state.selection, ...changes };
+  tell("change:selection");
+};
+window.left = () => Object.values(listeners).flat().length;
+window.end = widgetModule.render({ model, el: document.getElementById("cell") });
+</script>"""
+
+
+@pytest.fixture
+def opened(context: BrowserContext, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Open the widget of a profile on a page with a model like anywidget's, without Python."""
+    pages = []
+
+    def opened(profile: Profile, background: str = "white", width: int = 1000) -> Page:
+        shown = profile.widget()
+        state = json.dumps({name: getattr(shown, name) for name in ("_page", "_packed", "_style", "selection")})
+        parts = {
+            "BACKGROUND": background,
+            "SCRIPT": widget.script().replace("export default", "const widgetModule ="),
+            "STATE": state.replace("<", "\\u003c"),
+        }
+        file = tmp_path / "notebook.html"
+        file.write_text(re.sub("BACKGROUND|SCRIPT|STATE", lambda match: parts[match[0]], PAGE), "utf-8")
+        pages.append(context.new_page())
+        pages[-1].set_viewport_size({"width": width, "height": 900})
+        pages[-1].goto(file.as_uri())
+        pages[-1].wait_for_selector(".qkv-widget[data-ready]")
+        return pages[-1]
+
+    yield opened
+    for page in pages:
+        assert page.evaluate("failed") == []
+        page.close()
+
+
+def test_clicks_change_the_selection_and_the_selection_changes_the_page(opened: Callable[..., Page]) -> None:
+    page = opened(made.gpt())
+    page.locator('.wall [data-layer="1"][data-head="3"]').click()
+    page.locator(".map-title", has_text="Layer 1, head 3").wait_for()
+    assert page.evaluate("[state.selection.layer, state.selection.head]") == [1, 3]
+    page.evaluate("select({ layer: 2, head: 4, query: 20, key: 0 })")
+    page.locator(".map-title", has_text="Layer 2, head 4").wait_for()
+    page.locator(".head-map-readout", has_text="query 20 ").wait_for()
+    said = plain(page.locator(".head-map-readout").inner_text())
+    assert share(said) == pytest.approx(float(made.gpt().data["weights"][0, 2, 4, 20, 0]), abs=0.004)
+    page.get_by_label("Zoom in (+)").click()
+    eventually(page, lambda: 0 < page.evaluate("state.selection.queries[1] - state.selection.queries[0]") < 61)
+    page.locator('[data-key="choice-Show-numbers"]').check()
+    page.locator(".widget-numbers h3", has_text="Layer 2, head 4").first.wait_for()
+    page.locator('[data-key="choice-Show-text"]').check()
+    page.locator('.flow [data-at="9"]').click()
+    page.locator(".reading > .readout", has_text="(position 9) in L2 · H4").wait_for()
+    assert page.evaluate("state.selection.query") == 9
+    page.evaluate("end()")
+    assert page.evaluate("left()") == 0, "a removed widget listens to nothing"
+
+
+def test_hostile_tokens_and_narrow_cells(opened: Callable[..., Page]) -> None:
+    page = opened(hostile(), width=390)
+    page.locator('[data-key="choice-Show-text"]').check()
+    page.locator(".flow-token").first.wait_for()
+    assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.get_attribute("html", "data-state") is None, "the page of the notebook is not the widget's"
+
+
+# ---- the widget of the tutorial ---------------------------------------------------------------------------------
+
+Matrix = list[list[float]]
+Q: Matrix = [[1, 0], [0.5, 1.5], [2, -1]]
+K: Matrix = [[1, 1], [0, 2], [1.5, -0.5]]
+V: Matrix = [[2, 0], [0, 2], [-1, -1]]
+NORMALIZERS: dict[str, Callable[[float], normalizers.Normalizer]] = {
+    "softmax": normalizers.Softmax,
+    "off-by-one": lambda t: normalizers.Softmax(t, sink=0.0),
+    "sigmoid": lambda t: normalizers.Sigmoid().with_temperature(t),
+}
+
+
+@pytest.fixture
+def by_hand(page: Page, tmp_path: Path) -> Iterator[Page]:
+    """A page of the size of a phone with only the widget; any console message or failed request fails the test."""
+    file = tmp_path / "page.html"
+    file.write_text(
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>by hand</title>'
+        f'<link rel="stylesheet" href="{(STATIC / "by-hand.css").as_uri()}">'
+        f'<body><div id="by-hand">Here would be …</div><script src="{(STATIC / "by-hand.js").as_uri()}"></script>',
+        encoding="utf-8",
+    )
+    said: list[str] = []
+
+    page.set_viewport_size(PHONE)
+    for event in ("console", "pageerror", "requestfailed"):
+        page.on(event, lambda what: said.append(str(getattr(what, "text", what))))
+    page.goto(file.as_uri())
+    yield page
+    assert said == []
+
+
+def _shown(page: Page, name: str, columns: int, rows: int = 3) -> np.ndarray:
+    """The numbers of a table or of a matrix of inputs, with one row per query; masked pairs are NaN."""
+    read = "(all) => Object.fromEntries(all.map((x) => [x.dataset.at, x.value ?? x.textContent]))"
+    texts = page.eval_on_selector_all(f'[data-at^="{name}-"]', read)
+    numbers = {at: math.nan if text == "hidden" else float(text.replace("−", "-")) for at, text in texts.items()}
+    return np.array([[numbers[f"{name}-{i}-{j}"] for j in range(columns)] for i in range(rows)])
+
+
+def _expected(
+    q: Any, k: Any, v: Any, normalizer: normalizers.Normalizer, *, plain: bool = False
+) -> reference.Reference:
+    """With a causal mask and scaled scores, unless they are plain."""
+    one = [np.array(x, dtype=float)[None, None] for x in (q, k, v)]
+    mask, score = (None, scores.Dot(1.0)) if plain else (masks.Causal(), None)
+    return reference.attention(*one, mask=mask, score=score, normalizer=normalizer)
+
+
+def _equals(page: Page, found: reference.Reference, rows: int = 3, columns: int = 3) -> None:
+    """The page shows these weights and outputs."""
+    np.testing.assert_allclose(_shown(page, "weights", columns, rows), found.weights[0, 0], atol=5.1e-4)
+    np.testing.assert_allclose(_shown(page, "out", found.out.shape[-1], rows), found.out[0, 0], atol=5.1e-3)
+
+
+def test_weights_and_outputs_by_hand_equal_the_reference(by_hand: Page) -> None:
+    """Initially, after a change of numbers, temperature, mask and scale, and with scores that would overflow."""
+    page = by_hand
+    for name, normalizer in NORMALIZERS.items():
+        page.reload()
+        page.check(f'input[value="{name}"]')
+        _equals(page, _expected(Q, K, V, normalizer(1.0)))
+        page.fill('[data-at="K-1-0"]', "-1.5")
+        page.fill('[data-at="V-2-1"]', "3")
+        page.fill('input[name="temperature"]', "0.3")
+        page.uncheck('input[name="causal"]')
+        page.uncheck('input[name="scaled"]')
+        keys, values = [K[0], [-1.5, 2], K[2]], [V[0], V[1], [-1, 3]]
+        changed = _expected(Q, keys, values, normalizer(10**0.3), plain=True)
+        _equals(page, changed)
+        np.testing.assert_allclose(_shown(page, "weights", 4)[:, 3], changed.weights[0, 0].sum(-1), atol=5.1e-4)
+        np.testing.assert_allclose(_shown(page, "scores", 3), np.array(Q) @ np.array(keys).T / 10**0.3, atol=5.1e-3)
+        page.check('input[name="causal"]')
+        page.check('input[name="scaled"]')
+        page.fill('[data-at="Q-1-0"]', "99")
+        page.fill('[data-at="K-0-0"]', "99")
+        page.fill('input[name="temperature"]', "-1")
+        _equals(page, _expected([Q[0], [99, 1.5], Q[2]], [[99, 1], *keys[1:]], values, normalizer(0.1)))
+        assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))

@@ -1,4 +1,4 @@
-"""The widget of notebooks: its data and its answers to the page, which test_file_pages.py opens in a browser."""
+"""The widget of notebooks: its data and its answers to the page, which test_viewer.py opens in a browser."""
 
 from __future__ import annotations
 

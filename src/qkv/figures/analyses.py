@@ -51,12 +51,13 @@ REMOVED = {"heads": "without the head", "means": "with the head's mean over toke
 
 
 def ablation_figure(ablation: Ablation) -> Figure:
-    """A layer × head map of the change of the loss; red where the loss rises, blue where it falls."""
+    """A layer × head map of the change of the loss, red where it rises, and beside it bars without whole layers."""
     table, attrs = ablation.table, ablation.attrs
     layers, heads = table["layer"].nunique(), table["head"].nunique()
     cell = min(0.46, 5.2 / heads, 5.0 / layers)
     wide, tall = cell * heads, cell * layers
-    figure = Drawing(figsize=(max(0.65 + wide + 0.9, 7.4), 1.1 + tall + 0.5))
+    beside = max(1.8, 7.4 - 0.65 - wide - 1.3)
+    figure = Drawing(figsize=(0.65 + wide + 1.0 + beside + 0.3, 1.1 + tall + 0.5))
     worst = table.loc[table["delta_nats"].idxmax()]
     removed = REMOVED[attrs["what"]]
     name, rise = f"{int(worst['layer'])}.{int(worst['head'])}", f"{worst['delta_nats']:+.3f}"
@@ -67,10 +68,16 @@ def ablation_figure(ablation: Ablation) -> Figure:
     head = f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {ablation.nats:.3f} nats a token · {together}"
     titled(figure, title, head)
     largest = max(1e-6, float(table["delta_nats"].abs().max()))
-    head_map(
+    axes = head_map(
         figure, 0.65, 1.1, wide, tall, table, "delta_nats", TwoSlopeNorm(0, -largest, largest),
         "change of the loss, nats per token", ticks=12, written=cell_number if cell > 0.4 else None, colours=DIVERGING,
     )  # fmt: skip
+    bars = place(figure, 0.65 + wide + 1.0, 1.1, beside, tall)
+    bars.barh(range(layers), ablation.layers["delta_nats"], height=0.7, color=DIVERGING(1.0))
+    bars.set(ylim=axes.get_ylim(), yticks=axes.get_yticks(), yticklabels=[], xlabel="nats per token")
+    bars.axvline(0, color=HAIRLINE, linewidth=0.8)
+    bars.set_title("all heads of the layer at once", loc="left", fontsize=9, color=INK, pad=5)
+    plain(bars)
     return figure
 
 

@@ -146,7 +146,7 @@ def sink_figure(name: str, data: xr.Dataset) -> Figure:
     long = len(trend.ranges) > 1
     layers = data.sizes["layer"]
     wide = min(8.0, max(3.2, 0.5 * layers))
-    beside = 3.6 if long else 0.0
+    beside = max(3.6, 0.75 * len(trend.ranges)) if long else 0.0
     figure = Drawing(figsize=(max(6.4, 0.72 + wide + 0.5 + (0.75 + beside if long else 0.4)), 4.5))
     title = "The first token has no sink score" if found.sinks is None else f"{found.sinks.value} {found.sinks.label}"
     titled(figure, title + found.whole_clause, subtitle_of(name, data))
@@ -198,7 +198,6 @@ def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: n
     axes.plot(x, np.nanmean(even, (1, 2)), color=MUTED, lw=0.9, ls=(0, (1, 1.5)), label="rows of even weights")
     _threshold(axes)
     axes.set_xticks(x, [f"{first:,}–{stop - 1:,}" for first, stop in ranges])
-    axes.tick_params(axis="x", labelrotation=0 if len(ranges) <= 4 else 40)
     axes.set(xlim=(-0.1, len(ranges) - 0.9), ylim=(0, _top(share)))
     axes.set_xlabel("position of the query")
     axes.yaxis.set_major_formatter(PERCENT)

@@ -71,7 +71,7 @@ export function axes(layout, tokens, colours, pointed = null) {
     }
     for (const k of positions(layout.columns, frame.w / 84)) {
       const x = Math.round(origin.x + (k + 0.5) * scale) + 0.5;
-      const anchor = x > layout.width - 40 ? "end" : "middle";
+      const anchor = x + 3.4 * integer(k).length > frame.x + frame.w ? "end" : "middle"; // the entropy's label is beside
       shapes.push({ line: [x, frame.y - 5, x, frame.y], stroke: colours.soft });
       if (!pointed || Math.abs(k - pointed.key) * scale > 14 + 3.6 * (integer(k).length + integer(pointed.key).length)) shapes.push({ text: integer(k), x, y: frame.y - 10, anchor, fill: colours.soft });
     }
