@@ -208,13 +208,8 @@ def token_strip(
 ) -> None:
     """Rows of values along a text, (rows, tokens) averaged over bins of a long text, and their colour bar in percent.
 
-    Args:
-        axes: the axes of the strip; tokens are labelled by `along`.
-        bar: the axes of the colour bar.
-        values: the values; those below the scale have the colour `under`, by default the first one.
-        norm: the logarithmic colour scale.
-        under: colour of values below the scale.
-        extend: the share of the colour bar that shows `under`.
+    Values below the logarithmic scale have the colour `under`, by default the first one; the share `extend` of the
+    colour bar shows it. Tokens are labelled by `along`.
     """
     binned, edges = bins(values, 1200)
     below = under or COLOURS(0.0)
@@ -249,15 +244,10 @@ def layer_by_head(
     ticks: int = 6,
     written: Callable[[float], str] | None = None,
 ) -> AxesImage:
-    """A map of all heads, with a row for each layer and a column for each head.
+    """A map of all heads, with a row for each layer and a column for each head, in axes of their final size.
 
-    Args:
-        axes: the axes, in their final size.
-        values: values by layer (index) and head (columns); NaN leaves a cell blank.
-        norm: norm of the colour map.
-        colours: colour map from small to large values.
-        ticks: approximate number of ids printed on each side.
-        written: formats the value printed in a cell, if cells are large enough; None prints no values.
+    NaN leaves a cell blank. About `ticks` ids are printed on each side; `written` formats the value printed in a cell,
+    if cells are large enough.
     """
     image = heat(axes, values.to_numpy(), norm, colours, missing="white")
     axes.spines[:].set_visible(False)

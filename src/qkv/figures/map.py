@@ -337,15 +337,9 @@ def alignment_figure(
     """Target words down, source words across, for one text.
 
     The tokens of a word share one row and one column: the mean over the word's queries of the sum over the word's keys,
-    which preserves row sums. Weights are printed in cells that are large enough.
-
-    Args:
-        subtitle: model, length and texts, for the second line.
-        of: the head or heads of the weights, such as "Layer 1, head 2"; empty for a model with one head.
-        weights: (queries, keys) of the text.
-        queries: tokens of the rows.
-        keys: tokens of the columns.
-        special: special tokens, which are not part of words.
+    which preserves row sums. Weights are printed in cells that are large enough. `of` names the head or heads of the
+    weights (queries, keys), such as "Layer 1, head 2"; it is empty for a model with one head. Tokens in `special` are
+    not part of words.
     """
     special = special | {AFTER} | {token for token in (*queries, *keys) if MARKUP.fullmatch(token)}
     rows, columns = words(queries, special), words(keys, special)

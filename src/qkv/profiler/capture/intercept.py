@@ -202,16 +202,8 @@ def of_sdpa(
 ) -> tuple[Call, torch.Size]:
     """The call that ``F.scaled_dot_product_attention`` makes with these arguments, and the shape of its output.
 
-    Args:
-        heads: number of heads of the calling module, if known: a folded dimension (batch · heads) is unfolded by it.
-        query: (batch, heads, nq, d); if there are more than 4 dimensions, all but the last three are batch.
-        key: as `query`; with fewer heads if `enable_gqa`.
-        value: as `key`.
-        attn_mask: True where a query may attend, or a bias that is added to the scores.
-        dropout_p: dropout probability.
-        is_causal: query i attends to keys up to i. Torch aligns this at the top left, `Causal` at the bottom right.
-        scale: factor of q·k; 1/√d if None.
-        enable_gqa: True if groups of query heads share a key head.
+    All dimensions but the last three are batch; a folded dimension (batch · heads) is unfolded by the number of heads
+    of the calling module, if it is known. Torch aligns `is_causal` at the top left, `Causal` at the bottom right.
     """
     if torch.is_autocast_enabled(query.device.type):  # as autocast does for the function itself
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
@@ -317,11 +309,9 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:
-    """Scores in 4 dimensions (batch, heads, nq, nk), or None if the meaning of the dimensions is ambiguous.
+    """The input of a softmax as scores (batch, heads, nq, nk), or None if the meaning of its dimensions is ambiguous.
 
-    Args:
-        x: the input of a softmax over the last dimension.
-        heads: number of heads of the module, if known.
+    The softmax is over the last dimension; `heads` is the number of heads of the module, if known.
     """
     if x.ndim == 4 and heads == x.shape[1]:
         return x
