@@ -25,7 +25,6 @@ from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.observe import OBSERVERS, following
 from qkv.profiler.capture.observer import Observer
-from qkv.profiler.capture.record import ObservedCall
 from qkv.profiler.capture.texts import Texts
 
 if TYPE_CHECKING:
@@ -250,7 +249,10 @@ def ablation(
     if ids is None or ids.shape[0] != 1 or ids.shape[1] < 2:
         found = "none" if ids is None else tuple(ids.shape)
         raise InputError(f"inputs has token ids of shape {found}, expected (1, n) of at least 2 tokens")
-    calls = _self_attention(model, batch, layers)
+    _check_head(model)
+    further: dict[str, Any] = {} if isinstance(model, DecoderLM) else {"use_cache": False}
+    calls = calls_of(model, batch | further, layers=layers)
+    calls = [call for call in calls if call.group in ("self", "text")]
     heads = {one.layer: one.call.q.shape[1] for one in calls}
     group = {one.layer: one.group for one in calls}
     sets: list[tuple[int, int]] = [(n, head) for n in heads for head in (*range(heads[n]), ALL)] + [(ALL, ALL)]
@@ -303,12 +305,6 @@ def _check_head(model: nn.Module) -> None:
             f"model {type(model).__name__} has no loss on the next token; expected a causal language model with its "
             "output head, such as qkv-mini or one that AutoModelForCausalLM loads"
         )
-
-
-def _self_attention(model: nn.Module, batch: dict[str, Any], layers: Collection[int] | None) -> list[ObservedCall]:
-    _check_head(model)
-    calls = calls_of(model, batch | ({} if isinstance(model, DecoderLM) else {"use_cache": False}), layers=layers)
-    return [call for call in calls if call.group in ("self", "text")]
 
 
 def _hash(model: nn.Module, ids: Tensor) -> str:

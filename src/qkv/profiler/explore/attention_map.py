@@ -120,7 +120,7 @@ class AttentionMap:
 
     def _checked(self, picture: Picture) -> Picture:
         if picture.maximum.isnan().any():
-            raise inputs.nan_error("weights", self.module)
+            raise inputs.nan_error(self.module)
         return picture
 
 

@@ -161,7 +161,7 @@ class Explorer:
         )  # fmt: skip
         picture = pyramid.tile(zoom, i, j, stopped=stopped, on_progress=on_progress)
         if picture is not None and np.isnan(picture.maximum.cpu().numpy()).any():
-            raise nan_error("weights", at.module)
+            raise nan_error(at.module)
         return picture
 
     def row(
@@ -208,7 +208,7 @@ class Explorer:
             spans.append(whole if index is None else slice(whole.start + index, whole.start + index + 1))
         weights = rectangle(at.cached.call, at.cached.rows, *spans, item=at.item, head=head)
         if bool(weights.isnan().any()):
-            raise nan_error("weights", at.module)
+            raise nan_error(at.module)
         found: np.ndarray = weights.float().cpu().numpy()
         return found
 

@@ -110,15 +110,17 @@ def of_texts(texts: Iterable[str], name: str = "texts", *, unreadable: int = 0) 
     >>> [d.reason for d in of_texts(["a", " "]).documents]
     [None, 'empty']
     """
-    found = []
-    texts = [texts] if isinstance(texts, str) else texts
-    for at, text in enumerate(texts):
+    found, state = list[Document](), hashlib.sha256()
+    for at, text in enumerate([texts] if isinstance(texts, str) else texts):
         if not isinstance(text, str):
             raise InputError(f"corpus holds {type(text).__name__}, expected texts")
-        size = len(text.encode(errors="surrogatepass"))
-        found.append(Document(f"{name} {at}", size, text=text, reason=None if text.strip() else BLANK))
-    found += [Document(f"{name}: a file", 0, reason=BINARY)] * unreadable
-    return _corpus(name, found, (d.text or "" for d in found))
+        data = text.encode(errors="surrogatepass")
+        state.update(hashlib.sha256(data).digest())
+        found.append(Document(f"{name} {at}", len(data), text=text, reason=None if text.strip() else BLANK))
+    for _ in range(unreadable):
+        state.update(hashlib.sha256().digest())
+        found.append(Document(f"{name}: a file", 0, reason=BINARY))
+    return _checked(Corpus(name, tuple(found), state.hexdigest()))
 
 
 def of_files(paths: Sequence[str | os.PathLike[str]]) -> Corpus:
@@ -226,13 +228,6 @@ def _fault(data: bytes) -> str | None:
         return BINARY if b"\0" in data else None if data.decode().strip() else BLANK
     except UnicodeDecodeError:
         return BINARY
-
-
-def _corpus(name: str, documents: list[Document], texts: Iterable[str]) -> Corpus:
-    state = hashlib.sha256()
-    for text in texts:
-        state.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
-    return _checked(Corpus(name, tuple(documents), state.hexdigest()))
 
 
 def _checked(corpus: Corpus) -> Corpus:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qkv.engine import Call, Result
 from qkv.errors import InputError
-from qkv.profiler.capture.inputs import Special, batches, nan_error, sequences_of, special_ids, token_text, tokens_of
+from qkv.profiler.capture.inputs import Special, batches, sequences_of, special_ids, token_text, tokens_of
 from qkv.profiler.capture.observe import observe, unobserved
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import ObservedCall
@@ -248,7 +248,9 @@ class Surveyor:
         result, rows, statistics = measured(call, output=True, statistics=further, **options)
         assert result is not None
         if rows.level is not None and rows.level.isnan().any():
-            raise nan_error("scores", observed.module)
+            raise InputError(
+                f"model computes scores that are NaN in {observed.module}: its parameters or its inputs contain NaN"
+            )
         statistics = in_shares(call, statistics, statistics=[of_prefix], **options)
         layer = group.layers.get(observed.layer)
         if layer is None:
