@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qkv.profiler.capture.residual import MEANING
+from qkv.profiler.capture.residual import VARIABLES as STATES
 from qkv.profiler.data.frames import COLUMNS
 from qkv.profiler.data.types import ROLES, TRAITS, Kind
 from qkv.profiler.data.variables import VARIABLES
@@ -24,7 +24,9 @@ def page() -> str:
     variables = "\n".join(
         f"| `{name}` | {', '.join(v.dims)} | {v.units} | {cell(v.definition)} |" for name, v in VARIABLES.items()
     )
-    hidden = "\n".join(f"| `{name}` | {units} | {cell(definition)} |" for name, (units, definition) in MEANING.items())
+    hidden = "\n".join(
+        f"| `{name}` | {units} | {cell(definition)} |" for name, (_, units, definition) in STATES.items()
+    )
     columns = "\n".join(f"| `{name}` | {units} | {cell(definition)} |" for name, (units, definition) in COLUMNS.items())
     return f"""<!-- Made by docs/make_quantities.py: do not edit. -->
 # What a profile holds

@@ -19,7 +19,7 @@ from qkv.normalizers import Softmax
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import Special, batches, positions, special_ids, tokens_of, vocabulary
 from qkv.profiler.capture.record import WEIGHTS_ONLY, ObservedCall
-from qkv.profiler.capture.residual import layer_of, observe_residual
+from qkv.profiler.capture.residual import attention_modules, layer_around, observe_residual
 
 
 def untrained(model: nn.Module, seed: int) -> nn.Module:
@@ -173,7 +173,8 @@ class Subject:
         """Find the blocks of a model, and check them with one forward on these tokens."""
         name = type(model).__name__
         calls = self_attention(model, ids)
-        layers = [layer_of(model, call.module) or "" for call in calls]
+        attentions = {*attention_modules(model), *(call.module for call in calls)}
+        layers = [layer_around(call.module, attentions, model) or "" for call in calls]
         stacks = {layer.rpartition(".")[0] for layer in layers}
         stack = stacks.pop() if len(stacks) == 1 else ""
         blocks = [b for n, b in model.get_submodule(stack).named_children() if n.isdigit()] if stack else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -16,7 +16,7 @@ from hf_models import PADDED, build, inputs
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.capture import residual
 from qkv.profiler.capture.inputs import real_tokens, sequences_of
-from qkv.profiler.capture.residual import Residuals, attention_modules, joined, layer_of, observe_residual
+from qkv.profiler.capture.residual import Residuals, attention_modules, joined, layer_around, observe_residual
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 
 States = dict[str, list[Tensor]]
@@ -112,6 +112,10 @@ class Hybrid(nn.Module):
             for layer in self.layers:
                 x, _ = layer(hidden_states=x)
         return self.pool_attention(x)
+
+
+def layer_of(model: nn.Module, module: str, others: Sequence[str] = ()) -> str | None:
+    return layer_around(module, {module, *others, *attention_modules(model)}, model)
 
 
 def test_layers_without_attention_count_and_sublayers_and_heads_do_not() -> None:

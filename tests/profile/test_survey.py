@@ -28,8 +28,7 @@ from qkv.profiler import profile
 from qkv.profiler.surveys import corpus
 from qkv.profiler.surveys.accumulators import BINS, DIGITS, QUANTITIES, Layer, edges
 from qkv.profiler.surveys.shard import Piece, Special, batches_of, pieces
-from qkv.profiler.surveys.survey import Survey, survey
-from qkv.profiler.surveys.work import definition_of
+from qkv.profiler.surveys.survey import Survey, definition_of, survey
 from survey_process import TEXTS as OWN_TEXTS
 from survey_process import own, own_survey
 
@@ -167,7 +166,8 @@ def test_batches_contain_every_sequence_once(lengths: list[int], tokens: int, pa
 def test_shards_contain_every_document_once(sizes: list[int], number: int) -> None:
     found = corpus.of_texts("x" * n for n in sizes)
     parts = found.shards(number)
-    assert sorted(d.name for part in parts for d in part.documents) == sorted(d.name for d in found.documents)
+    documents = [d.name for part in parts for chunk in part.chunks() for d in chunk]
+    assert sorted(documents) == sorted(d.name for d in found.documents)
     loads = [part.size for part in parts]
     assert max(loads) - min(loads) <= max(sizes)
 
@@ -185,7 +185,7 @@ def pooled(profiles: list[Any], group: str, name: str) -> np.ndarray:
             x = np.full(data["entropy"].shape, np.nan)
         else:
             x = data[name].values.astype(float)
-        if QUANTITIES[name].later:
+        if QUANTITIES[name].from_second:
             x = x.copy()
             x[..., 0] = np.nan
         found.append(x[0])

@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import refused
-from qkv.profiler.surveys import corpus, formats, stream
+from qkv.profiler.surveys import corpus, stream
 from qkv.profiler.surveys.corpus import Document
 from qkv.profiler.surveys.merging import merge_folders
 from qkv.profiler.surveys.stream import Stream, of_addresses
@@ -106,7 +106,7 @@ def test_lines_are_divided_wherever_the_borders_fall(lengths: list[int], shards:
         cut = [
             d.text
             for start, stop in itertools.pairwise(borders)
-            for d in formats.documents(io.BytesIO(data), "a.jsonl", len(data), start, stop)
+            for d in stream.documents(io.BytesIO(data), "a.jsonl", len(data), start, stop)
         ]
         assert cut == texts
 

@@ -19,7 +19,7 @@ import qkv
 from qkv.errors import InputError
 from qkv.profiler import Profile
 from qkv.profiler.data import tables
-from qkv.profiler.data.findings import headline
+from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.types import MIXED, ROLES
 from qkv.report import html as report
 from qkv.report.notebook import text
@@ -213,7 +213,7 @@ def test_the_card_shows_the_numbers_of_the_profile_and_names_every_kind_of_atten
     profile = made.gpt()
     html = profile._repr_html_()
     parsed = Parsed(html)
-    for said in ("gpt-by-hand", headline(profile.data), "3 layers × 5 heads, 61 tokens", "profile.heads()"):
+    for said in ("gpt-by-hand", Findings(profile.data).headline, "3 layers × 5 heads, 61 tokens", "profile.heads()"):
         assert said in parsed.text
     opacity = [float(value) for name, value in parsed.attributes if name == "fill-opacity" and value != ".75"]
     heads = profile.heads()

@@ -32,10 +32,9 @@ from qkv.models import DecoderConfig, DecoderLM, loading
 from qkv.profiler import run
 from qkv.profiler.explore.pyramid import Cancelled
 from qkv.server import guard
-from qkv.server.app import create_app
 from qkv.server.guard import MAX_BODY, SECURITY, Connection, Guard
 from qkv.server.jobs import JobQueue, JobQueues
-from qkv.server.run import _socket, serve_in_thread
+from qkv.server.run import _socket, create_app, serve_in_thread
 from qkv.server.session import Session, ViewerPage
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 

@@ -29,7 +29,6 @@ from qkv.cli.shared import (
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
-    import xarray as xr
     from rich.console import Console
 
     from qkv.models.loading import Loaded
@@ -93,25 +92,20 @@ def _changes_table(heads: Any) -> Any:
     return found
 
 
-def measured_mixing(loaded: Loaded, inputs: Any, position: int) -> xr.Dataset:
-    """How the hidden states respond when the token at `position` is replaced."""
+def write_mixing(loaded: Loaded, inputs: Any, position: int, out: Path) -> list[Path]:
+    """Measure how the hidden states respond when the token at `position` is replaced; write a figure and a table."""
+    from qkv._files import write_atomically
     from qkv._progress import spinner
+    from qkv.figures.analyses import mixing_figure
+    from qkv.figures.layout import save_figure
     from qkv.profiler.analyses.mixing import mixing
 
     if isinstance(inputs, dict):  # the inputs of --tokens
         inputs = inputs["input_ids"]
     with spinner("measuring the response to a replaced token"):
-        return mixing(loaded.model, inputs, position=position, tokenizer=loaded.tokenizer)
-
-
-def write_mixing(data: xr.Dataset, name: str, out: Path) -> list[Path]:
-    """Write mixing.png and mixing.csv: the mean response of each layer and token."""
-    from qkv._files import write_atomically
-    from qkv.figures.analyses import mixing_figure
-    from qkv.figures.layout import save_figure
-
+        data = mixing(loaded.model, inputs, position=position, tokenizer=loaded.tokenizer)
     figure, table = out / "mixing.png", out / "mixing.csv"
-    save_figure(mixing_figure(data, name=name), figure)
+    save_figure(mixing_figure(data, name=loaded.name), figure)
     write_atomically(table, data["response"].to_dataframe().reset_index().to_csv(index=False).encode())
     return [figure, table]
 
@@ -214,7 +208,7 @@ def profile(
         comparison = None
         if against is not None:
             comparison = (other or profiled(*given.load(passage, model=against))).compare(result)
-        mixed = None if perturb is None else measured_mixing(loaded, inputs, perturb)
+        mixed = [] if perturb is None else write_mixing(loaded, inputs, perturb, out)
         clock.lap("measuring")
         _show(result)
         if comparison is not None:
@@ -224,10 +218,8 @@ def profile(
             files = _figures(result, out)
         if comparison is not None:
             files += write_comparison(comparison, out)
-        if mixed is not None:
-            files += write_mixing(mixed, loaded.name, out)
         clock.lap("figures")
-        _write(result, out, files)
+        _write(result, out, [*files, *mixed])
         clock.lap("report and data")
         print_line("Time", str(clock))
 

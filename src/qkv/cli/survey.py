@@ -14,7 +14,7 @@ import tyro
 
 from qkv._survey_settings import Settings
 from qkv._untrusted import allow
-from qkv.cli.shared import statistics_of, table, token_table
+from qkv.cli.shared import print_line, statistics_of, table, token_table
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
@@ -73,8 +73,6 @@ def _number(value: float) -> str:
 
 def write(result: Survey, folder: Folder) -> None:
     """Write tables and figures of every group, and print where they are."""
-    from rich.console import Console
-
     from qkv.figures.layout import png_of
     from qkv.figures.survey import FIGURES
 
@@ -85,14 +83,10 @@ def write(result: Survey, folder: Folder) -> None:
         for name, draw in FIGURES.items():
             folder.write(f"{name}{ending}.png", png_of(draw(result, group=group)), "a figure")
             names.append(f"{name}{ending}.png")
-    console = Console(highlight=False)
     where = f"{folder}".rstrip("/")
-    for line in (
-        f"Data     {where}/survey.qkv.zip   (qkv.profiler.Survey.load)",
-        f"Heads    {where}/heads.csv",
-        f"Figures  {', '.join(names)}",
-    ):
-        console.print(line, markup=False, soft_wrap=True)
+    print_line("Data", f"{where}/survey.qkv.zip   (qkv.profiler.Survey.load)", main=True)
+    print_line("Heads", f"{where}/heads.csv")
+    print_line("Figures", ", ".join(names))
 
 
 @contextmanager
@@ -225,18 +219,16 @@ def survey(
             show(result)
             write(result, target)
         else:
-            print(
-                f"Part {settings.only_shards} is finished: {len(settings.numbers)} of {settings.shards} shards, ",
-                end="",
-            )
-            print(f"{result.record['tokens']:,} tokens\nWhen all parts are finished: qkv survey merge {out}")
+            shards, tokens = f"{len(settings.numbers)} of {settings.shards}", f"{result.record['tokens']:,}"
+            print(f"Part {settings.only_shards} is finished: {shards} shards, {tokens} tokens")
+            print(f"When all parts are finished: qkv survey merge {out}")
 
 
 def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     """The corpus of these files, folders and addresses, or a named corpus of the lab."""
     from qkv._files import local, scheme_of
     from qkv.profiler import corpora
-    from qkv.profiler.surveys import corpus, formats
+    from qkv.profiler.surveys import corpus
     from qkv.profiler.surveys import stream as streams
 
     known = [n for n in names if n in corpora.NAMES or (n.startswith("hf:") and not n.startswith("hf://"))]
@@ -249,7 +241,7 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     if known:
         found = corpora.load(known[0])
         return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)
-    if stream or any(scheme_of(n) is not None or formats.streams_only(n) for n in names):
+    if stream or any(scheme_of(n) is not None or streams.streams_only(n) for n in names):
         return streams.of_addresses(names)
     return corpus.of_files([local(name) for name in names])
 

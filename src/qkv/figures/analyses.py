@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from qkv.errors import InputError
 from qkv.figures.layout import (
@@ -23,16 +23,17 @@ from qkv.figures.layout import (
     WARM,
     Drawing,
     along,
-    colour_bar,
-    layer_by_head,
-    name_peaks,
-    note,
+    cell_number,
+    head_map,
+    hundredths,
     place,
     plain,
+    reference_line,
     titled,
     token_label,
     token_strip,
 )
+from qkv.figures.overview import share_curve
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import counted, layers_and_heads, percent
 
@@ -52,8 +53,7 @@ REMOVED = {"heads": "without the head", "means": "with the head's mean over toke
 def ablation_figure(ablation: Ablation) -> Figure:
     """A layer × head map of the change of the loss, red where it rises, and beside it bars without whole layers."""
     table, attrs = ablation.table, ablation.attrs
-    values = table.pivot(index="layer", columns="head", values="delta_nats")
-    layers, heads = values.shape
+    layers, heads = table["layer"].nunique(), table["head"].nunique()
     cell = min(0.46, 5.2 / heads, 5.0 / layers)
     wide, tall = cell * heads, cell * layers
     beside = max(1.8, 7.4 - 0.65 - wide - 1.3)
@@ -68,28 +68,17 @@ def ablation_figure(ablation: Ablation) -> Figure:
     head = f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {ablation.nats:.3f} nats a token · {together}"
     titled(figure, title, head)
     largest = max(1e-6, float(table["delta_nats"].abs().max()))
-    axes = place(figure, 0.65, 1.1, wide, tall)
-    written = _written if cell > 0.4 else None
-    image = layer_by_head(
-        axes, values, TwoSlopeNorm(0, -largest, largest), ticks=12, written=written, colours=DIVERGING
-    )
-    axes.set_title("change of the loss, nats per token", loc="left", fontsize=9, color=INK, pad=5)
-    axes.set_xlabel("head", fontsize=8, color=MUTED)
-    axes.set_ylabel("layer", fontsize=8, color=MUTED)
-    colour_bar(place(figure, 0.65 + wide + 0.1, 1.1, 0.08, tall), image, "nats")
+    axes = head_map(
+        figure, 0.65, 1.1, wide, tall, table, "delta_nats", TwoSlopeNorm(0, -largest, largest),
+        "change of the loss, nats per token", ticks=12, written=cell_number if cell > 0.4 else None, colours=DIVERGING,
+    )  # fmt: skip
     bars = place(figure, 0.65 + wide + 1.0, 1.1, beside, tall)
     bars.barh(range(layers), ablation.layers["delta_nats"], height=0.7, color=DIVERGING(1.0))
-    bars.set(ylim=axes.get_ylim(), yticks=axes.get_yticks(), yticklabels=[])
+    bars.set(ylim=axes.get_ylim(), yticks=axes.get_yticks(), yticklabels=[], xlabel="nats per token")
     bars.axvline(0, color=HAIRLINE, linewidth=0.8)
     bars.set_title("all heads of the layer at once", loc="left", fontsize=9, color=INK, pad=5)
-    bars.set_xlabel("nats per token", fontsize=8, color=MUTED)
     plain(bars)
     return figure
-
-
-def _written(value: float) -> str:
-    text = f"{value:.2f}".replace("-", "−")
-    return "0" if text in ("0.00", "−0.00") else text.replace("0.", ".")
 
 
 LINES = {"window": ("#26748f", "s"), "sinks": (WARM, "o"), "heavy": ("#7c4a86", "^")}
@@ -142,16 +131,13 @@ def heads_figure(eviction: Eviction, budget: int | None = None) -> Figure:
     titled(figure, title, f"share of each head's attention on evicted keys · {_eviction_subtitle(eviction)}")
     norm = Normalize(0, max(0.1, float(table["mass_lost"].max())))
     for index, policy in enumerate(policies):
-        axes = place(figure, 0.65 + index * (wide + gap), 1.1, wide, tall)
-        values = table[table["policy"] == policy].pivot(index="layer", columns="head", values="mass_lost")
-        image = layer_by_head(axes, values, norm, ticks=12, written=lambda value: f"{100 * value:.0f}")
-        mean = values.to_numpy().mean()
-        axes.set_title(f"{policy}, mean {percent(mean)}", loc="left", fontsize=9, color=INK, pad=5)
-        axes.set_xlabel("head", fontsize=8, color=MUTED)
-        if index == 0:
-            axes.set_ylabel("layer", fontsize=8, color=MUTED)
-    right = 0.65 + len(policies) * (wide + gap) - gap + 0.1
-    colour_bar(place(figure, right, 1.1, 0.08, tall), image, "%")
+        rows = table[table["policy"] == policy]
+        axes = head_map(
+            figure, 0.65 + index * (wide + gap), 1.1, wide, tall, rows, "mass_lost", norm,
+            f"{policy}, mean {percent(rows['mass_lost'].mean())}", bar=policy == policies[-1], number=hundredths,
+            ticks=12, written=lambda value: f"{100 * value:.0f}",
+        )  # fmt: skip
+        axes.set_ylabel("" if index else "layer")
     return figure
 
 
@@ -169,7 +155,7 @@ def _lines(axes: Axes, table: pd.DataFrame, column: str, meanings: dict[str, str
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_xlabel("keys cached in each layer", fontsize=8, color=MUTED)
+    axes.set_xlabel("keys cached in each layer")
     low, high = float(table[column].min()), float(table[column].max())
     axes.set_ylim(min(0.0, low) - (0.03 * (high - low) if low < 0 else 0), max(high, 1e-6) * 1.12)
     axes.axhline(0, color=MUTED, lw=0.6)
@@ -217,34 +203,14 @@ def flow_figure(rollout: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure
     curve = place(figure, 1.02, 0.95, 7.98, 2.2)
     heat, bar = place(figure, 1.02, 3.27, 7.98, strip), place(figure, 9.09, 3.27, 0.08, strip)
     plain(curve)
-    _shares(curve, share, tokens)
+    share_curve(curve, share, tokens, 9)
     equal = 1 / n if backward else float(share.mean())
-    curve.axhline(equal, color=MUTED, lw=0.7, ls=(0, (4, 3)))
-    note(curve, equal, "equal\nshare" if backward else "mean")
-    what = "share of its final state\nfrom each token" if backward else "share of each token's\nfinal state"
-    curve.set_ylabel(what, fontsize=8, color=MUTED)
+    reference_line(curve, equal, "equal\nshare" if backward else "mean")
+    curve.set_ylabel("share of its final state\nfrom each token" if backward else "share of each token's\nfinal state")
     along(curve, tokens, labels=False)
     _by_depth(heat, bar, by_depth)
     along(heat, tokens, what="token")
     return figure
-
-
-def _shares(axes: Axes, share: np.ndarray, tokens: np.ndarray) -> None:
-    """Shares along the text on a logarithmic scale, with the largest named; shares of 0 are left blank."""
-    positive = share[share > 0]
-    top = float(positive.max())
-    low = min(max(float(np.quantile(positive, 0.02)), top * 1e-6), top / 4)
-    edges, shown = np.arange(len(share) + 1) - 0.5, np.where(share > 0, np.maximum(share, low), np.nan)
-    axes.set_yscale("log")
-    axes.stairs(shown, edges, baseline=low / 2, fill=True, color="#cfe1e4", lw=0)
-    axes.stairs(shown, edges, baseline=None, color=ACCENT, lw=0.9 if len(share) < 500 else 0.5)
-    axes.set_ylim(low / 1.3, top * (top / low) ** 0.2 * 1.2)
-    steps = (1, 2, 5) if top < 100 * low else (1,)
-    axes.yaxis.set_major_locator(FixedLocator([m * 10.0**p for p in range(-9, 1) for m in steps if m * 10.0**p <= 1]))
-    axes.yaxis.set_major_formatter(PERCENT)
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_minor_locator(NullLocator())
-    name_peaks(axes, share, tokens, 9)
 
 
 def _by_depth(axes: Axes, bar: Axes, values: np.ndarray) -> None:
@@ -255,9 +221,8 @@ def _by_depth(axes: Axes, bar: Axes, values: np.ndarray) -> None:
     top = len(values) - 1
     step = max(1, top // 6)
     axes.set_yticks([*range(0, top, step), top], ["embeddings", *map(str, range(step, top, step)), "final"])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.set_ylabel("after layer", fontsize=8, color=MUTED)
+    axes.spines[:].set_visible(False)
+    axes.set_ylabel("after layer")
 
 
 def _flow_sentence(share: np.ndarray, tokens: np.ndarray, position: int, backward: bool) -> str:
@@ -317,8 +282,7 @@ def answer_figure(shares: xr.DataArray, names: Sequence[str], model: str) -> Fig
         step = -(-len(at) // 14)
         labels = [token_label(name) for name in names] if along_ == "token" else shares["layer"].values
         axes.set_xticks(at[::step], labels[::step], rotation=45 if along_ == "token" else 0, fontsize=7)
-        axes.set_xlim(-0.5, len(at) - 0.5)
-        axes.set_ylim(0, 1)
+        axes.set(xlim=(-0.5, len(at) - 0.5), ylim=(0, 1))
         axes.yaxis.set_major_formatter(PERCENT)
         axes.set_title(f"by {along_}", loc="left", fontsize=9, color=INK, pad=20)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=7.5, labelcolor=MUTED)
@@ -359,8 +323,7 @@ def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: in
     token_strip(heat, bar, moved, LogNorm(FAINTEST, most), under="white", extend=0.06)
     along(heat, one["token_name"].values[:n], what="token")
     heat.set_title("Movement of each token, share of its norm", loc="left", fontsize=8.5, color=INK, pad=6)
-    for spine in heat.spines.values():
-        spine.set_color(HAIRLINE)
+    heat.spines[:].set_color(HAIRLINE)
 
     plain(curve)
     curve.set_title("Mean of later tokens", loc="left", fontsize=8.5, color=INK, pad=6)
@@ -396,9 +359,7 @@ def _depths(axes: Axes, depths: int, *, labelled: bool) -> None:
     """The depth axis, downwards as in all figures, with the embeddings at the top."""
     step = max(1, round(depths / 12))
     axes.set_yticks(np.arange(0, depths, step), [str(d) if d else "emb." for d in range(0, depths, step)])
-    axes.set_ylim(depths - 0.5, -0.5)
-    if labelled:
-        axes.set_ylabel("after layer", fontsize=8, color=MUTED)
+    axes.set(ylim=(depths - 0.5, -0.5), ylabel="after layer" if labelled else "")
 
 
 def _mixing_sentence(data: xr.Dataset, other: xr.Dataset | None, text: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +20,8 @@ from qkv.figures.layout import (
     MUTED,
     Drawing,
     colour_bar,
+    head_map,
     heat,
-    layer_by_head,
     place,
     plain,
     titled,
@@ -66,28 +67,16 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
     titled(figure, _comparison_sentence(heads), _subtitle(comparison, group))
     shares = [heads[f"{n}_difference"].abs().max() for n in names if STATISTICS[n].unit == "%"]
     for index, name in enumerate(names):
-        x, unit = left + index * (wide + gap), STATISTICS[name].unit
-        axes, bar = place(figure, x, top, wide, tall), place(figure, x + wide + 0.09, top, 0.08, tall)
+        label, unit = STATISTICS[name][:2]
         limit = np.nanmax([MIN_SCALE[unit], *(shares if unit == "%" else [heads[f"{name}_difference"].abs().max()])])
-        _map(axes, bar, heads.pivot(index="layer", columns="head", values=f"{name}_difference"), name, limit)
-        if index == 0:
-            axes.set_ylabel("layer", fontsize=8, color=MUTED)
-        axes.set_xlabel("head", fontsize=8, color=MUTED)
+        axes = head_map(
+            figure, left + index * (wide + gap), top, wide, tall, heads, f"{name}_difference",
+            Normalize(-limit, limit), label + (", % points" if unit == "%" else f", {unit}"), bar_ticks=5,
+            number=partial(_signed, scale=100 if unit == "%" else 1), colours=DIVERGING,
+        )  # fmt: skip
+        axes.set_ylabel("" if index else "layer")
     _most(place(figure, left, top + tall + 0.9, width - left - 3.4, row * len(most)), most)
     return figure
-
-
-def _map(axes: Axes, bar: Axes, values: pd.DataFrame, name: str, limit: float) -> None:
-    label, unit = STATISTICS[name][:2]
-    image = layer_by_head(axes, values, Normalize(-limit, limit), colours=DIVERGING)
-    axes.set_title(label + (", % points" if unit == "%" else f", {unit}"), loc="left", fontsize=9, color=INK, pad=5)
-    drawn = bar.figure.colorbar(image, cax=bar)
-    drawn.outline.set_visible(False)
-    drawn.locator = MaxNLocator(5)
-    drawn.update_ticks()
-    scale = 100 if unit == "%" else 1
-    bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _signed(scale * value)))
-    bar.tick_params(length=0, labelsize=6.5, colors=MUTED, pad=2)
 
 
 def _most(axes: Axes, heads: pd.DataFrame) -> None:
@@ -95,19 +84,13 @@ def _most(axes: Axes, heads: pd.DataFrame) -> None:
     places = np.arange(len(heads))
     axes.barh(places, 100 * heads["change"], height=0.5, color=ACCENT, lw=0)
     plain(axes)
-    axes.set_ylim(len(heads) - 0.45, -0.55)
-    axes.set_xlim(0, max(100 * float(heads["change"].max()), 1) * 1.02)
+    axes.set(ylim=(len(heads) - 0.45, -0.55), xlim=(0, max(100 * float(heads["change"].max()), 1) * 1.02))
     axes.set_yticks(places, [head_name(row) for _, row in heads.iterrows()])
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g} %"))
-    axes.set_title(
-        "Weight that moved to other tokens, most changed heads (bold: another target)",
-        loc="left",
-        fontsize=9,
-        color=INK,
-        pad=6,
-    )
+    title = "Weight that moved to other tokens, most changed heads (bold: another target)"
+    axes.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
     for height, (_, row) in zip(places, heads.iterrows(), strict=True):
         words = target_change(row["goes_to_a"], row["goes_to_b"]).replace("$", r"\$")
         axes.annotate(
@@ -141,8 +124,8 @@ def _subtitle(comparison: Comparison, group: str) -> str:
     return f"{names} · {' → '.join(dtypes)} · {kind}{length}{texts} · blue: less, orange: more"
 
 
-def _signed(value: float) -> str:
-    return "0" if abs(value) < 1e-9 else f"{value:+.3g}".replace("-", "−")
+def _signed(value: float, scale: float) -> str:
+    return "0" if abs(value) < 1e-9 else f"{scale * value:+.3g}".replace("-", "−")
 
 
 SIDE = 4.3  # inches, of both panels
@@ -197,12 +180,11 @@ def _matrix(axes: Axes, bar: Axes, table: pd.DataFrame) -> None:
     step = max(1, len(starts) // 16)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks((starts + ends - 1)[::step] / 2, [str(name) for name in layer[starts][::step]])
-        axis.label.set(fontsize=8, color=MUTED)
     axes.set(xlabel="layer (its heads in order)", ylabel="layer")
     axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
     axes.spines[:].set_visible(False)
     axes.set_title("All pairs of heads", loc="left", fontsize=9, color=INK, pad=5)
-    colour_bar(bar, image, "")
+    colour_bar(bar, image)
 
 
 def _plane(axes: Axes, table: pd.DataFrame, types: np.ndarray) -> None:
@@ -215,8 +197,8 @@ def _plane(axes: Axes, table: pd.DataFrame, types: np.ndarray) -> None:
                 places[chosen, 0], places[chosen, 1], s=26, color=colour, lw=0.5, ec=MUTED, label=label, zorder=2
             )
     centre, reach = (places.max(0) + places.min(0)) / 2, (np.ptp(places, 0).max() or 1) * 0.56
-    axes.set(xlim=(centre[0] - reach, centre[0] + reach), ylim=(centre[1] - reach, centre[1] + reach))
-    axes.set(xticks=[], yticks=[])
+    low, high = centre - reach, centre + reach
+    axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), xticks=[], yticks=[])
     if len(places) <= SIMILARITY_NAMED:
         _name(axes, table, places, reach)
     axes.spines[:].set_color(HAIRLINE)

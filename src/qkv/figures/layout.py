@@ -6,7 +6,7 @@ import functools
 import io
 import textwrap
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ import numpy as np
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize
+from matplotlib.colorbar import Colorbar
+from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.image import AxesImage
@@ -36,64 +37,54 @@ ACCENT, WARM = "#1f6f8b", "#b8501a"
 RAMP = ("#f3f6f5", "#d9e7e6", "#a8ccd0", "#66a6b4", "#2f7793", "#174a6c", "#0b2545")
 RAMP_DARK = ("#1f262c", "#203d4c", "#236079", "#3a8a9a", "#6fb5b5", "#b0dccf", "#effbee")
 
-# Destinations of weight. Warm: tokens that receive it regardless of content. Cool: by position. Grey: the rest.
+# Destinations of weight: label, and colour on white and on the dark page. Warm: tokens that receive it regardless of
+# content. Cool: by position. Grey: the rest.
 DESTINATIONS = {
-    "first": ("first token", "#b8501a"),
-    "special": ("other special tokens", "#e3a25b"),
-    "sink_logit": ("learned sink", "#7c4a86"),
-    "self": ("self", "#12415f"),
-    "previous": ("previous", "#26748f"),
-    "next": ("next", "#78b9c6"),
-    "nearby": ("nearby", "#bfdcd6"),
-    "elsewhere": ("elsewhere", "#c8ccd0"),
-}
-DESTINATIONS_DARK = {
-    "first": "#d9723b",
-    "special": "#f0c48c",
-    "sink_logit": "#b98cc3",
-    "self": "#d3eef0",
-    "previous": "#77c0cd",
-    "next": "#3f90a5",
-    "nearby": "#2c5d69",
-    "elsewhere": "#464e56",
+    "first": ("first token", "#b8501a", "#d9723b"),
+    "special": ("other special tokens", "#e3a25b", "#f0c48c"),
+    "sink_logit": ("learned sink", "#7c4a86", "#b98cc3"),
+    "self": ("self", "#12415f", "#d3eef0"),
+    "previous": ("previous", "#26748f", "#77c0cd"),
+    "next": ("next", "#78b9c6", "#3f90a5"),
+    "nearby": ("nearby", "#bfdcd6", "#2c5d69"),
+    "elsewhere": ("elsewhere", "#c8ccd0", "#464e56"),
 }
 
-# Types of heads. Warm: sinks, regardless of content. Blue: by position. Green: by content. Grey: no single role.
-# Distinguishable with every kind of colour blindness, on white and on the dark page (ΔE ≥ 13 between any two).
-KINDS = {
-    "induction": "#4b7450",
-    "duplicate token": "#76b562",
-    "previous token": "#26748f",
-    "self": "#12415f",
-    "first token": "#b8501a",
-    "other sink": "#dd8e29",
-    "delimiter": "#f7d99d",
-    "local": "#74b8d9",
-    "uniform": "#9aa2a8",
-    "mixed": "#e4e7e8",
+# Types of heads, on white and on the dark page. Warm: sinks, regardless of content. Blue: by position. Green: by
+# content. Grey: no single role. Distinguishable with every kind of colour blindness, on both (ΔE ≥ 13 between any two).
+_KINDS = {
+    "induction": ("#4b7450", "#45bd80"),
+    "duplicate token": ("#76b562", "#a6ee9c"),
+    "previous token": ("#26748f", "#3f90a5"),
+    "self": ("#12415f", "#d3eef0"),
+    "first token": ("#b8501a", "#d9723b"),
+    "other sink": ("#dd8e29", "#f0c061"),
+    "delimiter": ("#f7d99d", "#8a5433"),
+    "local": ("#74b8d9", "#215a72"),
+    "uniform": ("#9aa2a8", "#8b7d80"),
+    "mixed": ("#e4e7e8", "#2c3339"),
 }
-KINDS_DARK = {
-    "induction": "#45bd80",
-    "duplicate token": "#a6ee9c",
-    "previous token": "#3f90a5",
-    "self": "#d3eef0",
-    "first token": "#d9723b",
-    "other sink": "#f0c061",
-    "delimiter": "#8a5433",
-    "local": "#215a72",
-    "uniform": "#8b7d80",
-    "mixed": "#2c3339",
-}
+KINDS, KINDS_DARK = ({kind: colours[page] for kind, colours in _KINDS.items()} for page in (0, 1))
 
 
 COLOURS: Colormap = LinearSegmentedColormap.from_list("qkv", RAMP)
 DIVERGING: Colormap = LinearSegmentedColormap.from_list(
     "qkv-diverging", ("#0f4560", "#2f7f9b", "#9cc7d2", "#f6f6f4", "#ecb98f", "#c8682a", "#7f3208")
 )
-PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.3g} %")
 LABELLED_TOKENS = 48  # beyond this many tokens, axes count positions instead of printing tokens
 MASKED = "#e9ebeb"  # colour of pairs, or bins of pairs, that are masked
 MIN_CELL = 0.2399  # inches; smaller cells have no room for a readable number
+
+
+def hundredths(value: float) -> str:
+    return f"{100 * value:.3g}"
+
+
+def in_percent(value: float) -> str:
+    return f"{hundredths(value)} %"
+
+
+PERCENT = FuncFormatter(lambda value, _: in_percent(value))
 
 
 class Drawing(Figure):
@@ -145,35 +136,52 @@ class Panel(Axes):
 def place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
     """Axes by their distance from the figure's left and top edges, in inches."""
     wide, tall = figure.get_size_inches()
-    return figure.add_axes((left / wide, 1 - (top + height) / tall, width / wide, height / tall), axes_class=Panel)
+    axes = figure.add_axes((left / wide, 1 - (top + height) / tall, width / wide, height / tall), axes_class=Panel)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set(fontsize=8, color=MUTED)
+    return axes
 
 
 def plain(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(HAIRLINE)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(HAIRLINE)
     axes.tick_params(which="both", colors=MUTED, labelsize=7.5, length=2.5, color=HAIRLINE)
     axes.set_axisbelow(True)
 
 
+def reference_line(axes: Axes, y: float, text: str) -> None:
+    """A dashed horizontal line with a label in the right margin."""
+    axes.axhline(y, color=MUTED, lw=0.7, ls=(0, (4, 3)))
+    note(axes, y, text)
+
+
 def note(axes: Axes, y: float, text: str) -> None:
-    """Label a horizontal line in the right margin."""
+    """Label a height in the right margin."""
     axes.annotate(
         text, (1, y), xycoords=axes.get_yaxis_transform(), xytext=(4, 0), textcoords="offset points",
         fontsize=7, color=MUTED, va="center", linespacing=1.1, annotation_clip=False,
     )  # fmt: skip
 
 
-def colour_bar(bar: Axes, image: Any, unit: str) -> None:
-    figure = bar.figure
-    drawn = figure.colorbar(image, cax=bar)
+def colour_bar(
+    bar: Axes, image: Any, number: Callable[[float], str] | None = None, *, ticks: int | None = 3, label: str = "",
+    **options: Any,
+) -> Colorbar:  # fmt: skip
+    """The colour bar of an image, whose numbers `number` formats; about `ticks` of them, or as they are if it is None.
+
+    `label` names the quantity; `options` are those of `Figure.colorbar`.
+    """
+    drawn: Colorbar = bar.figure.colorbar(image, cax=bar, **options)
     drawn.outline.set_visible(False)
-    drawn.locator = MaxNLocator(3)
-    drawn.update_ticks()
-    if unit == "%":
-        bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}"))
-    bar.tick_params(length=0, labelsize=6.5, colors=MUTED, pad=2)
+    if ticks is not None:
+        drawn.locator = MaxNLocator(ticks)
+        drawn.update_ticks()
+    if number is not None:
+        bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        bar.yaxis.set_minor_formatter(NullFormatter())
+    bar.tick_params(which="both", length=0, labelsize=6.5, colors=MUTED, pad=2)
+    bar.set_ylabel(label, fontsize=7.5, labelpad=4)
+    return drawn
 
 
 def heat(
@@ -191,9 +199,7 @@ def heat(
     colours = colours.with_extremes(bad=missing, under=colours(0.0))
     image = axes.imshow(values, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
     axes.grid(visible=False)
-    for spine in axes.spines.values():
-        spine.set_visible(True)
-        spine.set_color(HAIRLINE)
+    axes.spines[:].set(visible=True, color=HAIRLINE)
     return image
 
 
@@ -202,13 +208,8 @@ def token_strip(
 ) -> None:
     """Rows of values along a text, (rows, tokens) averaged over bins of a long text, and their colour bar in percent.
 
-    Args:
-        axes: the axes of the strip; tokens are labelled by `along`.
-        bar: the axes of the colour bar.
-        values: the values; those below the scale have the colour `under`, by default the first one.
-        norm: the logarithmic colour scale.
-        under: colour of values below the scale.
-        extend: the share of the colour bar that shows `under`.
+    Values below the logarithmic scale have the colour `under`, by default the first one; the share `extend` of the
+    colour bar shows it. Tokens are labelled by `along`.
     """
     binned, edges = bins(values, 1200)
     below = under or COLOURS(0.0)
@@ -216,11 +217,7 @@ def token_strip(
     rows = np.arange(len(values) + 1) - 0.5
     image = axes.pcolormesh(edges - 0.5, rows, binned, cmap=colours, norm=norm, rasterized=True, linewidth=0)
     axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
-    drawn = axes.figure.colorbar(image, cax=bar, extend="min" if extend else "neither", extendfrac=extend or None)
-    drawn.outline.set_visible(False)
-    bar.yaxis.set_major_formatter(PERCENT)
-    bar.yaxis.set_minor_formatter(NullFormatter())
-    bar.tick_params(which="both", length=0, labelsize=6.5, colors=MUTED, pad=2)
+    colour_bar(bar, image, in_percent, ticks=None, extend="min" if extend else "neither", extendfrac=extend or None)
 
 
 def write_cells(axes: Axes, image: AxesImage, written: Callable[[float], str], *, least: float = -np.inf) -> None:
@@ -234,7 +231,7 @@ def write_cells(axes: Axes, image: AxesImage, written: Callable[[float], str], *
         if np.isfinite(value) and value >= least:
             axes.text(
                 column, row, written(value), ha="center", va="center", fontsize=6.2 if cell < 0.4 else 8,
-                color="white" if _is_dark(image.to_rgba(np.array([value]))[0]) else INK,
+                color=ink_on(image.to_rgba(np.array([value]))[0]),
             )  # fmt: skip
 
 
@@ -247,19 +244,13 @@ def layer_by_head(
     ticks: int = 6,
     written: Callable[[float], str] | None = None,
 ) -> AxesImage:
-    """A map of all heads, with a row for each layer and a column for each head.
+    """A map of all heads, with a row for each layer and a column for each head, in axes of their final size.
 
-    Args:
-        axes: the axes, in their final size.
-        values: values by layer (index) and head (columns); NaN leaves a cell blank.
-        norm: norm of the colour map.
-        colours: colour map from small to large values.
-        ticks: approximate number of ids printed on each side.
-        written: formats the value printed in a cell, if cells are large enough; None prints no values.
+    NaN leaves a cell blank. About `ticks` ids are printed on each side; `written` formats the value printed in a cell,
+    if cells are large enough.
     """
     image = heat(axes, values.to_numpy(), norm, colours, missing="white")
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     for axis, ids in ((axes.xaxis, values.columns), (axes.yaxis, values.index)):
         step = max(1, round(len(ids) / ticks))
         axis.set_ticks(np.arange(0, len(ids), step), [str(i) for i in ids[::step]])
@@ -275,10 +266,34 @@ def layer_by_head(
     return image
 
 
-def _is_dark(colour: Any) -> bool:
-    """Whether white is easier to read on a colour than black, by its relative luminance."""
-    red, green, blue = colour[:3]
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.52
+def head_map(
+    figure: Figure, left: float, top: float, wide: float, tall: float, table: pd.DataFrame, column: str,
+    norm: Normalize, title: str, *, bar: bool = True, number: Callable[[float], str] | None = None, bar_ticks: int = 3,
+    **options: Any,
+) -> Axes:  # fmt: skip
+    """A column of a table by layer and head, with a title and a colour bar whose numbers `number` formats, at a place
+    in inches; `options` are those of `layer_by_head`."""
+    axes = place(figure, left, top, wide, tall)
+    image = layer_by_head(axes, table.pivot(index="layer", columns="head", values=column), norm, **options)
+    axes.set_title(title, loc="left", fontsize=9, color=INK, pad=5)
+    axes.set(xlabel="head", ylabel="layer")
+    if bar:
+        colour_bar(place(figure, left + wide + 0.09, top, 0.08, tall), image, number, ticks=bar_ticks)
+    return axes
+
+
+def cell_number(value: float) -> str:
+    """A number in a cell: ".25", "1", "−2.50", "12"."""
+    if value in (1, -1) or abs(value) < 0.005:
+        return f"{round(value)}".replace("-", "−")
+    text = f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
+    return (text.replace("0.", ".", 1) if abs(value) < 1 else text).replace("-", "−")
+
+
+def ink_on(colour: Any) -> str:
+    """The colour of text that is easier to read on a colour, by its relative luminance: white or `INK`."""
+    red, green, blue = to_rgb(colour)
+    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.52 else INK
 
 
 def along(axes: Axes, tokens: np.ndarray, *, vertical: bool = False, labels: bool = True, what: str = "") -> None:
@@ -300,6 +315,33 @@ def along(axes: Axes, tokens: np.ndarray, *, vertical: bool = False, labels: boo
     else:
         axes.set_xlim(-0.5, len(tokens) - 0.5)
         axes.tick_params(labelbottom=labels)
+
+
+CHARACTER = 0.078  # inches of a character of a label, at 8 points
+READABLE = 4.6  # points: labels of tokens are at least as large, else positions are printed
+
+
+def label_side(ax: Axes, side: str, names: Sequence[str] | None, n: int, what: str, *, first: int = 0) -> None:
+    """Ticks of one side of a map: tokens if they are readable, else positions, which begin at `first`."""
+    axis = ax.xaxis if side == "x" else ax.yaxis
+    inches = (ax.bbox.width if side == "x" else ax.bbox.height) / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
+    points = min(8.0, 0.85 * 72 * inches / n)
+    if names is not None and points >= READABLE:
+        texts = [token_label(name) for name in names]
+        turned = side == "x" and is_turned(max(map(len, texts)) * CHARACTER * points / 8, inches / n)
+        axis.set_ticks(range(first, first + n), texts)
+        axis.set_tick_params(labelsize=points, labelrotation=90 if turned else 0, length=0, labelcolor=INK)
+        axis.set_label_text(what, fontsize=8, color=MUTED)
+        return
+    axis.set_major_locator(MaxNLocator(max(1, min(8, int(inches / 0.3))), integer=True))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(value):,}" if value == round(value) else ""))
+    axis.set_tick_params(length=2.5, color=HAIRLINE, labelsize=7, labelcolor=MUTED)
+    axis.set_label_text(what if names is None else f"{what} position", fontsize=8, color=MUTED)
+
+
+def is_turned(longest: float, cell: float) -> bool:
+    """Whether names are turned by 90 degrees: the longest, in inches, does not fit into a cell."""
+    return longest > 0.95 * cell
 
 
 def token_label(token: str) -> str:

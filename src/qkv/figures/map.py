@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.errors import InputError
 from qkv.figures.layout import (
@@ -26,6 +24,9 @@ from qkv.figures.layout import (
     along,
     colour_bar,
     heat,
+    hundredths,
+    in_percent,
+    label_side,
     place,
     titled,
     token_label,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
+    from qkv.profiler.explore.attention_map import AttentionMap
+
 
 POOLS = ("max", "mean", "both")
 LABELLED = 64  # up to this many tokens on a side are printed
@@ -46,32 +49,11 @@ RANGE = 30.0  # the colour scale is logarithmic if weights differ by more than t
 FAINTEST = 1e-4  # relative to the largest weight; smaller weights have the colour of 0
 
 
-class Mapped(Protocol):
-    """The head that a picture shows: `qkv.profiler.explore.attention_map.AttentionMap`, or `StoredMap` of a profile."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def group(self) -> str: ...
-    @property
-    def layer(self) -> int: ...
-    @property
-    def head(self) -> int: ...
-    @property
-    def n_queries(self) -> int: ...
-    @property
-    def n_keys(self) -> int: ...
-    def query_tokens(self, rows: slice = ..., *, item: int = ...) -> list[str]: ...
-    def key_tokens(self, columns: slice = ..., *, item: int = ...) -> list[str]: ...
+Panel = tuple[str, np.ndarray, str]
+"""Its title, its values, and what they are."""
 
 
-class _Panel(NamedTuple):
-    title: str
-    values: np.ndarray
-    what: str
-
-
-def map_figure(head_map: Mapped, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
+def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
     """The attention map of one head: queries down, keys across, starting at the top left.
 
     Each bin is a whole number of pixels when saved by `qkv.figures.layout.save_figure`, so that a sink one bin wide
@@ -112,18 +94,19 @@ def map_figure(head_map: Mapped, picture: Picture, *, pool: str = "both", item: 
         x, y = (left, top + n * under) if stacked else (left + n * aside, top)
         axes = _at(figure, x, y, wide, tall)
         _draw(axes, _at(figure, x + wide / DPI + 0.1, y, round(0.1 * DPI), tall), panel, picture, down, across)
-        _label(axes, rows, columns, down, across)
+        for side, names, edges, what in (("y", rows, down, "query"), ("x", columns, across, "key")):
+            label_side(axes, side, names, edges[-1] - edges[0], what if names else f"{what} position", first=edges[0])
     return figure
 
 
-def _panels(picture: Picture, pool: str, down: list[int], across: list[int]) -> list[_Panel]:
+def _panels(picture: Picture, pool: str, down: list[int], across: list[int]) -> list[Panel]:
     sizes = [int(max(np.diff(edges))) for edges in (down, across)]
     if max(sizes) == 1:
-        return [_Panel("Weight of each query on each key", _numpy(picture.mean), "weight")]
+        return [("Weight of each query on each key", _numpy(picture.mean), "weight")]
     bins = f"bins of {sizes[0]:,} × {sizes[1]:,} tokens" + (" at most" if _uneven(down) or _uneven(across) else "")
     both = {
-        "max": _Panel(f"Largest weight in {bins}", _numpy(picture.maximum), "largest"),
-        "mean": _Panel(f"Average weight in {bins}, masked pairs as 0", _numpy(picture.mean), "average"),
+        "max": (f"Largest weight in {bins}", _numpy(picture.maximum), "largest"),
+        "mean": (f"Average weight in {bins}, masked pairs as 0", _numpy(picture.mean), "average"),
     }
     return list(both.values()) if pool == "both" else [both[pool]]
 
@@ -137,23 +120,22 @@ def _numpy(x: Tensor) -> np.ndarray:
     return array
 
 
-def _draw(axes: Axes, bar: Axes, panel: _Panel, picture: Picture, down: list[int], across: list[int]) -> None:
+def _draw(axes: Axes, bar: Axes, panel: Panel, picture: Picture, down: list[int], across: list[int]) -> None:
     """A panel and its colour bar."""
-    values = np.ma.masked_where(_numpy(picture.visible) == 0, panel.values)
+    title, weights, what = panel
+    values = np.ma.masked_where(_numpy(picture.visible) == 0, weights)
     norm, logarithmic = _norm(values)
     extent = (across[0] - 0.5, across[-1] - 0.5, down[-1] - 0.5, down[0] - 0.5)
     image = heat(axes, values, norm, extent=extent)
-    axes.set_title(panel.title, loc="left", fontsize=9, color=INK, pad=7)
-    drawn = axes.figure.colorbar(image, cax=bar, extend="min" if logarithmic else "neither", extendfrac=0.03)
-    drawn.outline.set_visible(False)
+    axes.set_title(title, loc="left", fontsize=9, color=INK, pad=7)
+    extend = "min" if logarithmic else "neither"
+    drawn = colour_bar(bar, image, in_percent, ticks=None, extend=extend, extendfrac=0.03)
     if logarithmic:  # powers of ten, and the largest weight unless it would overlap one of them
         low, top = float(norm.vmin or 0), float(norm.vmax or 1)
         tens = [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1)]
         drawn.set_ticks([*(x for x in tens if x < 0.75 * top), top], minor=False)
         drawn.set_ticks([], minor=True)
-    bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
-    bar.tick_params(which="both", length=0, labelsize=7, colors=MUTED, pad=2)
-    scale = f"{panel.what},\nlog scale" if logarithmic else panel.what
+    scale = f"{what},\nlog scale" if logarithmic else what
     bar.set_title(scale, fontsize=7.5, color=MUTED, loc="left", pad=7, linespacing=1.1)
 
 
@@ -166,22 +148,7 @@ def _norm(values: np.ma.MaskedArray) -> tuple[Normalize, bool]:
     return (LogNorm(low, top), True) if top > RANGE * low else (Normalize(0, top), False)
 
 
-def _label(axes: Axes, rows: list[str] | None, columns: list[str] | None, down: list[int], across: list[int]) -> None:
-    """Tick labels: tokens if there are few, else positions; queries down, keys across."""
-    for axis, names, edges, what in ((axes.yaxis, rows, down, "query"), (axes.xaxis, columns, across, "key")):
-        vertical = axis is axes.yaxis
-        if names is None:
-            axis.set_major_locator(MaxNLocator(8, integer=True))
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-            axis.set_label_text(f"{what} position", fontsize=8, color=MUTED)
-            axis.set_tick_params(length=2.5, color=HAIRLINE, labelsize=7.5, labelcolor=MUTED)
-            continue
-        size = max(5.5, min(8.0, 380 / len(names)))
-        axis.set_ticks(range(edges[0], edges[-1]), [token_label(name) for name in names])
-        axis.set_tick_params(length=0, labelsize=size, labelcolor=INK, labelrotation=0 if vertical else 90)
-
-
-def sentence(head_map: Mapped, picture: Picture, item: int = 0) -> str:
+def sentence(head_map: AttentionMap | StoredMap, picture: Picture, item: int = 0) -> str:
     """The title: the key or bin that receives most of the weight shown."""
     down, across = picture.row_edges.diff().double(), picture.column_edges.diff().double()
     mass = (picture.mean.double() * down[:, None] * across).sum(0)
@@ -200,7 +167,7 @@ def sentence(head_map: Mapped, picture: Picture, item: int = 0) -> str:
     return f"{where}: spread over keys, with {percent(share)} of the weight shown on {name}"
 
 
-def _subtitle(head_map: Mapped, picture: Picture) -> str:
+def _subtitle(head_map: AttentionMap | StoredMap, picture: Picture) -> str:
     sides = []
     for what, edges, n in (
         ("queries", picture.row_edges, head_map.n_queries),
@@ -220,30 +187,13 @@ def _at(figure: Figure, left: float, top: float, wide: int, tall: int) -> Axes:
     return figure.add_axes((x / across, 1 - (y + tall) / up, wide / across, tall / up))
 
 
-@dataclass(frozen=True)
 class StoredMap:
     """One head of a data set of one text; `at` holds the indices of its layer and head."""
 
-    model: str
-    group: str
-    data: xr.Dataset
-    at: tuple[int, int]
-
-    @property
-    def layer(self) -> int:
-        return int(self.data["layer"][self.at[0]])
-
-    @property
-    def head(self) -> int:
-        return int(self.data["head"][self.at[1]])
-
-    @property
-    def n_queries(self) -> int:
-        return int(self.data["n_queries"][0])
-
-    @property
-    def n_keys(self) -> int:
-        return int(self.data["n_keys"][0])
+    def __init__(self, model: str, group: str, data: xr.Dataset, at: tuple[int, int]) -> None:
+        self.model, self.group, self.data, self.at = model, group, data, at
+        self.layer, self.head = int(data["layer"][at[0]]), int(data["head"][at[1]])
+        self.n_queries, self.n_keys = int(data["n_queries"][0]), int(data["n_keys"][0])
 
     def query_tokens(self, rows: slice = slice(None), *, item: int = 0) -> list[str]:
         """The tokens of the queries."""
@@ -274,13 +224,14 @@ class StoredMap:
         return Picture(*(torch.from_numpy(np.array(x)) for x in (largest, average, visible, down, across)))
 
 
-ACROSS = 6  # pictures in a row
+MOST_OVERLAYS, ACROSS = 35, 6  # pictures in one figure, and in a row
 DARK = 0.22  # brightness, relative to the image, at a weight of 0
 
 
 def overlay_figure(
-    subtitle: str, of: str, image: np.ndarray, maps: np.ndarray, names: Sequence[str], *, corners: bool = False
-) -> Figure:
+    subtitle: str, of: str, image: np.ndarray, weights: np.ndarray, grid: tuple[int, int], names: Sequence[str],
+    *, corners: bool = False,
+) -> Figure:  # fmt: skip
     """The image, followed by a picture for each query.
 
     The brightness of a picture is proportional to the weights, interpolated between the centres of cells; the cell with
@@ -290,12 +241,18 @@ def overlay_figure(
         subtitle: model, length and texts, for the second line.
         of: the head or heads of the weights; empty for a model with one head.
         image: (h, w, 3), numbers from 0 to 1 or bytes.
-        maps: (queries, gh, gw) weights.
+        weights: (queries, keys); the cells of the grid are the last keys.
+        grid: numbers of cells down and across.
         names: names of the queries.
         corners: whether cell (i, j) is centred on the pixel (i h / gh, j w / gw), as after strided convolutions with
             padding; otherwise on the middle of its part of the image.
     """
-    picture = checked(image)
+    cells = grid[0] * grid[1]
+    if min(grid) < 1 or cells > weights.shape[1]:
+        raise InputError(f"grid is {grid[0]} × {grid[1]}, expected at most the {weights.shape[1]} keys of the weights")
+    if len(weights) > MOST_OVERLAYS:
+        raise InputError(f"{len(weights)} queries are chosen, expected at most {MOST_OVERLAYS}")
+    picture, maps = checked(image), weights[:, weights.shape[1] - cells :].reshape(-1, *grid)
     across = min(ACROSS, len(maps) + 1)
     down = -(-(len(maps) + 1) // across)
     wide = 1.45 if len(maps) > 2 else 2.6
@@ -307,9 +264,9 @@ def overlay_figure(
     panels = [place(figure, left + n % across * (wide + gap_x), top + n // across * (tall + gap_y), wide, tall)
               for n in range(len(maps) + 1)]  # fmt: skip
     show_image(panels[0], picture, "the image")
-    for axes, weights, name in zip(panels[1:], maps, names, strict=True):
-        show_image(axes, lit(picture, weights, corners=corners), token_label(name))
-        peak = f"{percent(float(weights.max()))} on one of {weights.size:,} cells"
+    for axes, one, name in zip(panels[1:], maps, names, strict=True):
+        show_image(axes, lit(picture, one, corners=corners), token_label(name))
+        peak = f"{percent(float(one.max()))} on one of {cells:,} cells"
         axes.set_xlabel(peak, fontsize=6.5, color=MUTED, labelpad=3, loc="left")
     return figure
 
@@ -353,8 +310,7 @@ def show_image(axes: Axes, picture: np.ndarray, name: str) -> None:
     axes.imshow(picture, aspect="auto", interpolation="nearest")
     axes.set_xticks([])
     axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_color(HAIRLINE)
+    axes.spines[:].set_color(HAIRLINE)
     axes.set_title(name, loc="left", fontsize=8.5, color=INK, pad=4)
 
 
@@ -381,15 +337,9 @@ def alignment_figure(
     """Target words down, source words across, for one text.
 
     The tokens of a word share one row and one column: the mean over the word's queries of the sum over the word's keys,
-    which preserves row sums. Weights are printed in cells that are large enough.
-
-    Args:
-        subtitle: model, length and texts, for the second line.
-        of: the head or heads of the weights, such as "Layer 1, head 2"; empty for a model with one head.
-        weights: (queries, keys) of the text.
-        queries: tokens of the rows.
-        keys: tokens of the columns.
-        special: special tokens, which are not part of words.
+    which preserves row sums. Weights are printed in cells that are large enough. `of` names the head or heads of the
+    weights (queries, keys), such as "Layer 1, head 2"; it is empty for a model with one head. Tokens in `special` are
+    not part of words.
     """
     special = special | {AFTER} | {token for token in (*queries, *keys) if MARKUP.fullmatch(token)}
     rows, columns = words(queries, special), words(keys, special)
@@ -412,7 +362,7 @@ def alignment_figure(
     axes.set_xlabel("source: key", fontsize=8, color=MUTED, loc="left", labelpad=6)
     axes.set_ylabel("target: query", fontsize=8, color=MUTED, loc="top", labelpad=6)
     write_cells(axes, image, lambda weight: f"{100 * weight:.0f}", least=PRINTED)
-    colour_bar(bar, image, "%")
+    colour_bar(bar, image, hundredths)
     bar.set_title("weight, %", fontsize=7.5, color=MUTED, loc="left", pad=5)
     return figure
 

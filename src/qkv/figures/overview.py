@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize, PowerNorm, to_rgb
+from matplotlib.colors import ListedColormap, LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
@@ -25,20 +25,26 @@ from qkv.figures.layout import (
     Drawing,
     along,
     bins,
+    cell_number,
     colour_bar,
+    head_map,
     heat,
+    hundredths,
+    in_percent,
+    ink_on,
     layer_by_head,
     name_peaks,
     note,
     place,
     plain,
+    reference_line,
     titled,
     token_label,
     token_strip,
 )
 from qkv.profiler.data import tables
-from qkv.profiler.data.findings import headline
-from qkv.profiler.data.frames import STATISTICS, Column, columns_of, counted, layers_and_heads, percent, written
+from qkv.profiler.data.findings import Findings
+from qkv.profiler.data.frames import STATISTICS, columns_of, counted, layers_and_heads, percent, written
 from qkv.profiler.data.types import MIXED, ROLES, TRAITS
 
 if TYPE_CHECKING:
@@ -61,35 +67,18 @@ def overview_figure(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tup
     shares = [heads[name].max() for name in names if known[name].unit == "%"]
     for index, statistic in enumerate(names):
         row, column = divmod(index, across)
-        x, y = left + column * (wide + gap_x), top + row * (tall + gap_y)
-        axes, bar = place(figure, x, y, wide, tall), place(figure, x + wide + 0.09, y, 0.08, tall)
-        unit = known[statistic].unit
-        most = {"%": max([0.1, *shares]), "ratio": max(1.0, heads[statistic].max())}.get(unit, heads[statistic].max())
-        _grid(axes, heads.pivot(index="layer", columns="head", values=statistic), known[statistic], most, cell)
-        colour_bar(bar, axes.images[0], unit)
-        if column == 0:
-            axes.set_ylabel("layer", fontsize=8, color=MUTED)
-        if row == down - 1:
-            axes.set_xlabel("head", fontsize=8, color=MUTED)
+        (label, unit), largest = known[statistic][:2], heads[statistic].max()
+        most = {"%": max([0.1, *shares]), "ratio": max(1.0, largest)}.get(unit, largest)
+        least = min(0.0, float(np.nanmin(heads[statistic], initial=0)))
+        norm = Normalize(least, most if most > least else least + 1.0)
+        axes = head_map(
+            figure, left + column * (wide + gap_x), top + row * (tall + gap_y), wide, tall, heads, statistic, norm,
+            label + {"%": ", %", "ratio": "", "": ""}.get(unit, f", {unit}"),
+            number=hundredths if unit == "%" else None, ticks=12 if cell >= 0.25 else 6,
+            written=lambda value, share=unit == "%": f"{100 * value:.0f}" if share else cell_number(value),
+        )  # fmt: skip
+        axes.set(xlabel="head" if row == down - 1 else "", ylabel="" if column else "layer")
     return figure
-
-
-def _grid(axes: Axes, values: pd.DataFrame, column: Column, most: float, cell: float) -> None:
-    """One layer × head map with its values."""
-    label, unit = column[:2]
-    least = min(0.0, float(np.nanmin(values.to_numpy(), initial=0)))
-    norm = Normalize(least, most if most > least else least + 1.0)
-    layer_by_head(axes, values, norm, ticks=12 if cell >= 0.25 else 6, written=lambda value: _in_cell(value, unit))
-    suffix = {"%": ", %", "ratio": "", "": ""}.get(unit, f", {unit}")
-    axes.set_title(label + suffix, loc="left", fontsize=9, color=INK, pad=5)
-
-
-def _in_cell(value: float, unit: str) -> str:
-    if unit == "%":
-        return f"{100 * value:.0f}"
-    if unit == "ratio":
-        return f"{value:.2f}".removeprefix("0")
-    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.1f}"
 
 
 def by_layer_figure(
@@ -118,9 +107,8 @@ def by_layer_figure(
         )  # fmt: skip
     step = max(1, layers // 16)
     axes.set_xticks(np.arange(0, layers, step), [str(layer) for layer in data["layer"].values[::step]])
-    axes.set_xlim(-0.6, layers - 0.4)
-    axes.set_xlabel("layer", fontsize=8, color=MUTED)
-    axes.set_ylabel(label.lower() if unit == "%" else f"{label.lower()}, {unit}", fontsize=8, color=MUTED)
+    ylabel = label.lower() if unit == "%" else f"{label.lower()}, {unit}"
+    axes.set(xlim=(-0.6, layers - 0.4), xlabel="layer", ylabel=ylabel)
     axes.legend(
         loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=7.5,
         labelcolor=MUTED, borderaxespad=0.2, handletextpad=0.5, columnspacing=1.4,
@@ -131,7 +119,7 @@ def by_layer_figure(
 
 def sentence(data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> str:
     if len(names) > 1:
-        return headline(data).removesuffix(".")
+        return Findings(data).headline.removesuffix(".")
     label, unit = columns_of(data)[names[0]][:2]
     values = heads[names[0]]
     if values.isna().all():
@@ -182,26 +170,16 @@ def types_figure(name: str, table: pd.DataFrame) -> Figure:
         f"{name} · {layers_and_heads(layers, heads)} · a head has the first type whose threshold it reaches",
     )
     axes = place(figure, left, top, wide, tall)
-    _cells(axes, grid, traits, cell)
+    order = {kind: float(at) for at, kind in enumerate(KINDS)}
+    colours = ListedColormap([*KINDS.values()])
+    layer_by_head(axes, grid.replace(order).astype(float), Normalize(-0.5, len(KINDS) - 0.5), colours=colours, ticks=16)
+    axes.set(xlabel="head", ylabel="layer")
+    for (row, column), kind in np.ndenumerate(grid.to_numpy()):
+        marks = "".join(MARKS[t] for t in traits.to_numpy()[row, column].split(", ") if t in MARKS)
+        if marks and cell > 0.2:
+            axes.text(column, row, marks, ha="center", va="center", fontsize=6.5, color=ink_on(KINDS[kind]))
     _legend(place(figure, left + wide + 0.35, top, 3.2, legend), table, present, shown)
     return figure
-
-
-def _cells(axes: Axes, grid: pd.DataFrame, traits: pd.DataFrame, cell: float) -> None:
-    layers, heads = grid.shape
-    for (i, j), kind in np.ndenumerate(grid.to_numpy()):
-        axes.add_patch(Rectangle((j + 0.03, i + 0.03), 0.94, 0.94, color=KINDS[kind], lw=0))
-        marks = "".join(MARKS[t] for t in traits.to_numpy()[i, j].split(", ") if t in MARKS)
-        if marks and cell > 0.2:
-            axes.text(j + 0.5, i + 0.52, marks, ha="center", va="center", fontsize=6.5, color=_ink(KINDS[kind]))
-    axes.set(xlim=(0, heads), ylim=(layers, 0), xlabel="head", ylabel="layer")
-    for axis, names in ((axes.xaxis, grid.columns), (axes.yaxis, grid.index)):
-        step = max(1, len(names) // 16)
-        axis.set_ticks(np.arange(0, len(names), step) + 0.5, [str(n) for n in names[::step]])
-        axis.label.set(fontsize=8, color=MUTED)
-    axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
 
 
 def _legend(axes: Axes, table: pd.DataFrame, present: list[str], shown: list[str]) -> None:
@@ -218,12 +196,6 @@ def _legend(axes: Axes, table: pd.DataFrame, present: list[str], shown: list[str
         axes.text(0.08, row + 0.5, MARKS[trait], va="center", ha="center", fontsize=8.5, color=INK)
         axes.text(0.25, row + 0.5, trait, va="center", fontsize=8.5, color=INK)
         axes.text(1.45, row + 0.5, f"{has:,}  {bound}", va="center", fontsize=8, color=MUTED)
-
-
-def _ink(colour: str) -> str:
-    """A text colour that is readable on `colour`."""
-    red, green, blue = to_rgb(colour)
-    return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
 
 
 def _sentence(table: pd.DataFrame) -> str:
@@ -252,19 +224,16 @@ def received_figure(name: str, data: xr.Dataset) -> Figure:
     bar = place(figure, 8.89, 3.27, 0.08, strip)
 
     plain(curve)
-    received_curve(curve, mean, tokens, 9)
-    curve.axhline(1 / n_keys, color=MUTED, lw=0.7, ls=(0, (4, 3)))
-    note(curve, 1 / n_keys, "equal\nshare")
-    curve.set_ylabel("share of all attention", fontsize=8, color=MUTED)
+    share_curve(curve, mean, tokens, 9)
+    reference_line(curve, 1 / n_keys, "equal\nshare")
+    curve.set_ylabel("share of all attention")
 
     low = max(float(np.quantile(by_layer, 0.05)), by_layer.max() * 1e-6, 1e-12)
     token_strip(heat, bar, by_layer, LogNorm(low, by_layer.max()))
-    heat.set_ylim(layers - 0.5, -0.5)
-    heat.set_ylabel("layer", fontsize=8, color=MUTED)
+    heat.set(ylim=(layers - 0.5, -0.5), ylabel="layer")
     step = max(1, layers // 6)
     heat.set_yticks(np.arange(0, layers, step), [str(layer) for layer in data["layer"].values[::step]])
-    for spine in heat.spines.values():
-        spine.set_visible(False)
+    heat.spines[:].set_visible(False)
     along(heat, tokens)
     along(curve, tokens, labels=False)
     return figure
@@ -298,7 +267,7 @@ def head_figure(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
 
     received = tables.received_share(data)[0, layer, head, :n_keys]
     axes = axes_at(0, "Received by each key, share of the head's weight", keys, "key")
-    received_curve(axes, received, keys, 6)
+    share_curve(axes, received, keys, 6)
 
     entropy, visible = one["entropy"].values[:n_queries], one["visible"].values[:n_queries]
     uniform = np.log(np.maximum(visible, 1))
@@ -319,22 +288,18 @@ def _stack(axes: Axes, data: xr.Dataset, layer: int, head: int) -> None:
     axes.set_axis_off()
     shares = {name: float(value[0, layer, head]) for name, value in tables.destinations(data).items()}
     whole, left, shown = sum(shares.values()) or 1.0, 0.0, []
-    for name, (label, colour) in DESTINATIONS.items():
+    for name, (label, colour, _) in DESTINATIONS.items():
         share = shares[name] / whole
         if share > 0:
             axes.barh(0, share, left=left, height=1, color=colour, lw=0.8, edgecolor="white")
             if share >= 0.05:
-                dark = name in ("first", "sink_logit", "self", "previous")
-                axes.text(
-                    left + share / 2, 0, percent(shares[name]), ha="center", va="center", fontsize=8,
-                    color="white" if dark else INK,
-                )  # fmt: skip
+                text, at = percent(shares[name]), left + share / 2
+                axes.text(at, 0, text, ha="center", va="center", fontsize=8, color=ink_on(colour))
             left += share
             if share >= 0.005:
                 window = f" ±{data.attrs['local_window']}" if name == "nearby" else ""
                 shown.append((label + window, colour))
-    axes.set_xlim(0, 1)
-    axes.set_ylim(-0.5, 0.5)
+    axes.set(xlim=(0, 1), ylim=(-0.5, 0.5))
     handles = [mpl.patches.Patch(color=colour, label=label) for label, colour in shown]
     axes.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(-0.004, -0.18), ncols=len(handles), frameon=False,
@@ -359,10 +324,7 @@ def weights_figure(name: str, data: xr.Dataset, layer: int, head: int, weights: 
     along(axes, data["key_token"].values[0, :n_keys])
     along(axes, data["query_token"].values[0, :n_queries], vertical=True)
     axes.tick_params(length=0, colors=MUTED)
-    drawn = figure.colorbar(image, cax=bar)
-    drawn.outline.set_visible(False)
-    bar.yaxis.set_major_formatter(PERCENT)
-    bar.tick_params(length=0, labelsize=7, colors=MUTED)
+    colour_bar(bar, image, in_percent, ticks=None)
     bar.set_title("weight", fontsize=7.5, color=MUTED, loc="left", pad=5)
     return figure
 
@@ -378,21 +340,24 @@ def _curve(axes: Axes, values: np.ndarray) -> None:
     axes.set_ylim(bottom=0)
 
 
-def received_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: int) -> None:
-    """Received attention by key on a logarithmic scale: a sink receives a thousand times more than other keys."""
-    top = float(share.max()) or 1.0
-    low = max(float(np.quantile(share, 0.02)), top * 1e-6)
-    edges = np.arange(len(share) + 1) - 0.5
-    shown = np.maximum(share, low)
+def share_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: int) -> None:
+    """Shares along a text on a logarithmic scale, with the largest named; shares of 0 are left blank.
+
+    A sink receives a thousand times more than other keys.
+    """
+    positive = share[share > 0] if (share > 0).any() else np.ones(1)
+    top = float(positive.max())
+    low = min(max(float(np.quantile(positive, 0.02)), top * 1e-6), top / 4)
+    edges, shown = np.arange(len(share) + 1) - 0.5, np.where(share > 0, np.maximum(share, low), np.nan)
     axes.set_yscale("log")
     axes.stairs(shown, edges, baseline=low / 2, fill=True, color="#cfe1e4", lw=0)
     axes.stairs(shown, edges, baseline=None, color=ACCENT, lw=0.9 if len(share) < 500 else 0.5)
     axes.set_ylim(low / 1.3, top * (top / low) ** 0.25 * 1.2)
+    steps = (1, 2, 5) if top < 100 * low else (1,)  # in a narrow range, powers of ten would give too few ticks
+    axes.yaxis.set_major_locator(FixedLocator([m * 10.0**p for p in range(-9, 1) for m in steps if m * 10.0**p <= 1]))
     axes.yaxis.set_major_formatter(PERCENT)
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_locator(NullLocator())
-    if top < 100 * low:  # a narrow range: powers of ten would give too few ticks
-        axes.yaxis.set_major_locator(FixedLocator([m * 10.0**p for p in range(-9, 1) for m in (1, 2, 5)]))
     name_peaks(axes, share, tokens, named)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from qkv.errors import InputError, nearest
-from qkv.figures.layout import MUTED, note
-from qkv.figures.map import AFTER, alignment_figure
+from qkv.figures.comparison import similarity_figure
+from qkv.figures.layout import reference_line
+from qkv.figures.map import AFTER, StoredMap, alignment_figure, map_figure, overlay_figure
 from qkv.figures.overview import (
     by_layer_figure,
     head_figure,
@@ -18,8 +19,10 @@ from qkv.figures.overview import (
     position,
     received_figure,
     subtitle_of,
+    types_figure,
     weights_figure,
 )
+from qkv.figures.sinks import sink_figure, sinks_figure, states_figure
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import shared_by
 from qkv.profiler.data.frames import columns_of
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 
     from qkv.profiler.profiles import Profile
 
-MOST_OVERLAYS = 35  # largest number of pictures in one figure
 SMALL_MULTIPLES = ("sink", "previous", "self", "local", "distance", "entropy_ratio")
 
 
@@ -88,27 +90,20 @@ class Plots:
             title = f"Attention is sharpest in layer {sharpest}: {median[sharpest]:.1f} nats in its median head, "
         title += shared_by(median[sharpest])
         figure, axes = by_layer_figure(self._name(), data, heads, "entropy", title)
-        axes.axhline(uniform, color=MUTED, lw=0.8, ls=(0, (4, 3)))
-        note(axes, uniform, "uniform\nattention")
+        reference_line(axes, uniform, "uniform\nattention")
         axes.set_ylim(0, uniform * 1.1 or 1)
         return figure
 
     def sink(self, text: int | None = None, group: str | None = None) -> Figure:
         """The sink score of the first token: every head by layer, and its weight along the text."""
-        from qkv.figures.sinks import sink_figure
-
         return sink_figure(self._name(), self._data(group, text))
 
     def sinks(self, group: str | None = None) -> Figure:
         """Sink scores of every head on three kinds of text, norms of sink values, and the tokens that are sinks."""
-        from qkv.figures.sinks import sinks_figure
-
         return sinks_figure(self._name(), self._profile.group(group))
 
     def types(self, group: str | None = None) -> Figure:
         """The type of each head as a layer × head map: `Profile.types` as a figure."""
-        from qkv.figures.overview import types_figure
-
         return types_figure(self._name(), self._profile.types(group))
 
     def states(self) -> Figure:
@@ -117,8 +112,6 @@ class Plots:
         Mean cosine over all pairs of tokens (Ethayarajh 2019, arXiv:1909.00512); Dong et al. 2021, arXiv:2103.03404,
         show that attention without skip connections makes all states alike.
         """
-        from qkv.figures.sinks import states_figure
-
         return states_figure(self._name(), self._profile.residual)
 
     def similarity(
@@ -129,8 +122,6 @@ class Plots:
         Points are coloured by the type of head, and placed by classical multidimensional scaling, as in figure 6 of
         Clark et al. 2019 (arXiv:1906.04341).
         """
-        from qkv.figures.comparison import similarity_figure
-
         subtitle = subtitle_of(self._name(), self._data(group, text))
         return similarity_figure(subtitle, self._profile.similarity(text, group, maps=maps), self._profile.types(group))
 
@@ -141,11 +132,9 @@ class Plots:
 
     def map(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
         """The map of one head, query by key: all weights, or for a long text the largest and the mean in bins."""
-        from qkv.figures.map import StoredMap, map_figure
-
         data = self._data(group, text)
         at = position(data, layer, head)
-        if (weights := _dense_weights(data)) is not None:
+        if (weights := dense_weights(data)) is not None:
             return weights_figure(self._name(), data, *at, weights[at])
         stored = StoredMap(self._name(), data.attrs["group"], data, at)
         if (picture := stored.picture()) is not None:
@@ -193,25 +182,17 @@ class Plots:
             corners: where the centres of cells are, see `qkv.figures.map.overlay_figure`; True for the grid of
                 `qkv.models.Captioner`.
         """
-        from qkv.figures.map import overlay_figure
-
         data = self._data(group, text)
         of, weights = _mean_of(data, layer, head, text)
         n_queries, n_keys = weights.shape
-        cells = grid[0] * grid[1]
-        if min(grid) < 1 or cells > n_keys:
-            raise InputError(f"grid: got {grid[0]} × {grid[1]} cells; expected at most the {n_keys} keys of this text")
-        chosen = range(n_queries) if query is None else [query] if isinstance(query, int) else list(query)
+        chosen = list(range(n_queries)) if query is None else [query] if isinstance(query, int) else list(query)
         if not chosen or not all(0 <= at < n_queries for at in chosen):
             raise InputError(f"query: got {query}; expected positions from 0 to {n_queries - 1}")
-        if len(chosen) > MOST_OVERLAYS:
-            raise InputError(f"query: got {len(chosen)} queries; expected at most {MOST_OVERLAYS}")
-        maps = weights[list(chosen), n_keys - cells :].reshape(-1, *grid)
-        queries = _predicted(data)
-        names = [queries[at] for at in chosen]
-        left_out = f" · {n_keys - cells} keys outside the grid" if n_keys > cells else ""
+        queries, others = _predicted(data), n_keys - grid[0] * grid[1]
+        left_out = f" · {others} keys outside the grid" if others > 0 else ""
         subtitle = f"{subtitle_of(self._name(), data)}{left_out} · brightness is the weight"
-        return overlay_figure(subtitle, of, image, maps, names, corners=corners)
+        names = [queries[at] for at in chosen]
+        return overlay_figure(subtitle, of, image, weights[chosen], grid, names, corners=corners)
 
     def _name(self) -> str:
         return str(self._profile.attrs.get("model", "model"))
@@ -220,7 +201,7 @@ class Plots:
         return self._profile.one_text(text, group).assign_attrs(group=group or self._profile.main)
 
 
-def _dense_weights(data: xr.Dataset) -> np.ndarray | None:
+def dense_weights(data: xr.Dataset) -> np.ndarray | None:
     """All weights (layer, head, query, key) of a data set of one text, without padding; None if not stored."""
     if "weights" not in data:
         return None
@@ -246,7 +227,7 @@ def _mean_of(data: xr.Dataset, layer: int | None, head: int | None, text: int) -
     """A name and the weights (query, key) of one head, or of the mean over a layer or over all heads."""
     if head is not None and layer is None:
         raise InputError(f"layer: got None with head {head}; expected the layer of that head")
-    weights = _dense_weights(data)
+    weights = dense_weights(data)
     if weights is None:
         raise _no_weights(data, text)
     layers, heads = weights.shape[:2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.colors import Normalize
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from qkv.errors import InputError
-from qkv.figures.layout import ACCENT, HAIRLINE, INK, MUTED, PERCENT, WARM, Drawing, layer_by_head, place, plain, titled
+from qkv.figures.layout import ACCENT, HAIRLINE, INK, MUTED, PERCENT, WARM, Drawing, head_map, place, plain, titled
 from qkv.figures.overview import subtitle_of
 from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.frames import counted, percent
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
     from matplotlib.axes import Axes
-    from matplotlib.image import AxesImage
 
 
 KINDS = {"alpha_first": "this text", "alpha_random": "random tokens", "alpha_repeated": "one token repeated"}
@@ -53,13 +52,18 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
         f"64{_floor(data)}",
     )
     for index, (column, label) in enumerate(kinds.items()):
-        axes = place(figure, left + index * (wide + gap), top, wide, tall)
-        picture = _map(axes, table, column, label)
-        if index == 0:
-            axes.set_ylabel("layer", fontsize=8, color=MUTED)
-        if index < len(kinds) - 1:
-            continue
-        _bar(figure, picture, place(figure, left + len(kinds) * (wide + gap) - gap + 0.12, top, 0.09, tall))
+        strong = table[table[column] > EPSILON]
+        axes = head_map(
+            figure, left + index * (wide + gap), top, wide, tall, table, column,
+            Normalize(0, max(1.0, table[column].max())), f"{label}\n{len(strong)} of {len(table)} heads",
+            bar=index == len(kinds) - 1, ticks=8,
+        )  # fmt: skip
+        axes.set_ylabel("" if index else "layer")
+        at = (np.searchsorted(data[name].values, strong[name]) for name in ("head", "layer"))
+        axes.plot(*at, linestyle="", marker="o", ms=2.2, mew=0, color=WARM)
+    for bar in figure.axes[-1:]:  # none without kinds
+        bar.axhline(EPSILON, color=WARM, lw=1.2)
+        bar.set_ylabel("α of the first token")
     _values(place(figure, left, lower, 3.4, 2.4), table)
     _tokens(place(figure, left + 5.0, lower, width - left - 5.6, 2.4), sink_tokens(data), len(table))
     return figure
@@ -68,26 +72,6 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
 def _floor(data: xr.Dataset) -> str:
     even = sink_table(data)["alpha_even"].mean()
     return "" if np.isnan(even) else f" (even rows: {percent(even)})"
-
-
-def _map(axes: Axes, table: pd.DataFrame, column: str, label: str) -> AxesImage:
-    grid = table.pivot(index="layer", columns="head", values=column)
-    picture = layer_by_head(axes, grid, Normalize(0, max(1.0, float(grid.max(axis=None)))), ticks=8)
-    over = int((table[column] > EPSILON).sum())
-    axes.set_title(f"{label}\n{over} of {len(table)} heads", fontsize=8.5, color=INK, loc="left", pad=5)
-    axes.set_xlabel("head", fontsize=8, color=MUTED)
-    for (i, j), value in np.ndenumerate(grid.to_numpy()):
-        if value > EPSILON:
-            axes.plot(j, i, marker="o", ms=2.2, mew=0, color=WARM)
-    return picture
-
-
-def _bar(figure: Figure, picture: AxesImage, axes: Axes) -> None:
-    bar = figure.colorbar(picture, cax=axes)
-    bar.set_label("α of the first token", fontsize=7.5, color=MUTED)
-    axes.axhline(EPSILON, color=WARM, lw=1.2)
-    axes.tick_params(labelsize=7, colors=MUTED, length=2)
-    bar.outline.set_visible(False)
 
 
 def _values(axes: Axes, table: pd.DataFrame) -> None:
@@ -108,8 +92,7 @@ def _values(axes: Axes, table: pd.DataFrame) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("α of the first token", fontsize=8, color=MUTED)
-    axes.set_ylabel("norm of its value / mean of the others", fontsize=8, color=MUTED)
+    axes.set(xlabel="α of the first token", ylabel="norm of its value / mean of the others")
 
 
 def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:
@@ -124,8 +107,8 @@ def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:
     axes.barh(np.arange(len(rows)), rows["heads"], height=0.62, color=WARM, lw=0)
     names = [f"{readable(row.token)}  ({row.position:,})" for row in rows.itertuples()]
     axes.set_yticks(np.arange(len(rows)), [n.replace("$", r"\$") for n in names])
-    axes.set(ylim=(max(len(rows), 4) - 0.4, -0.6), xlim=(0, max(2, 1.15 * rows["heads"].max())))
-    axes.set_xlabel(f"heads, of {heads:,}", fontsize=8, color=MUTED)
+    limits = {"ylim": (max(len(rows), 4) - 0.4, -0.6), "xlim": (0, max(2, 1.15 * rows["heads"].max()))}
+    axes.set(xlabel=f"heads, of {heads:,}", **limits)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.tick_params(axis="y", length=0, labelsize=8, colors=INK)
 
@@ -138,6 +121,12 @@ def _sinks_sentence(data: xr.Dataset) -> str:
     if "sink_mass" in data and (learned := float(np.nanmean(data["sink_mass"].values))) >= 0.01:
         parts.append(f"the learned sink takes {percent(learned)}")
     return ", ".join(parts)
+
+
+LEGEND: dict[str, Any] = {
+    "loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 2, "frameon": False, "fontsize": 7.5,
+    "labelcolor": MUTED, "columnspacing": 1.2,
+}  # fmt: skip
 
 
 def sink_figure(name: str, data: xr.Dataset) -> Figure:
@@ -190,22 +179,13 @@ def _by_layer(axes: Axes, data: xr.Dataset, table: pd.DataFrame, window: str, *,
     step = max(1, len(layers) // 16)
     axes.set_xticks(np.arange(0, len(layers), step), [str(layer) for layer in layers[::step]])
     axes.set(xlim=(-0.6, len(layers) - 0.4), ylim=(0, _top(table["alpha_first"].to_numpy())))
-    axes.set_xlabel("layer", fontsize=8, color=MUTED)
-    axes.set_ylabel("α: mean share of the row on the first token", fontsize=8, color=MUTED)
+    axes.set(xlabel="layer", ylabel="α: mean share of the row on the first token")
     axes.yaxis.set_major_formatter(PERCENT)
     if not np.isfinite(table["alpha_first"]).any():
-        axes.text(
-            0.5,
-            0.4,
-            "the profile has no score of\nthese heads over the first queries",
-            transform=axes.transAxes,
-            ha="center",
-            fontsize=8,
-            color=MUTED,
-        )
+        missing = "the profile has no score of\nthese heads over the first queries"
+        axes.text(0.5, 0.4, missing, transform=axes.transAxes, ha="center", fontsize=8, color=MUTED)
         return
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, frameon=False, fontsize=7.5, labelcolor=MUTED,
-                handletextpad=0.2, columnspacing=1.2, scatteryoffsets=[0.5])  # fmt: skip
+    axes.legend(handletextpad=0.2, scatteryoffsets=[0.5], **LEGEND)
 
 
 def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: np.ndarray) -> None:
@@ -219,10 +199,9 @@ def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: n
     _threshold(axes)
     axes.set_xticks(x, [f"{first:,}–{stop - 1:,}" for first, stop in ranges])
     axes.set(xlim=(-0.1, len(ranges) - 0.9), ylim=(0, _top(share)))
-    axes.set_xlabel("position of the query", fontsize=8, color=MUTED)
+    axes.set_xlabel("position of the query")
     axes.yaxis.set_major_formatter(PERCENT)
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, frameon=False, fontsize=7.5, labelcolor=MUTED,
-                handletextpad=0.5, columnspacing=1.2)  # fmt: skip
+    axes.legend(handletextpad=0.5, **LEGEND)
 
 
 def _top(shares: np.ndarray) -> float:
@@ -270,8 +249,8 @@ def states_figure(name: str, stacks: Mapping[str, xr.Dataset]) -> Figure:
         axes.plot(x, np.nanmean(values, 0), color=colour, lw=1.6, marker="o", ms=3.5, label=stack)
     axes.set_ylim(min(0.0, *(float(np.nanmin(values)) for values in cosines.values())) - 0.02, 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(min(depths, 16), integer=True))
-    axes.set_xlabel("depth: 0 is the input of the first layer, i the output of layer i", fontsize=8, color=MUTED)
-    axes.set_ylabel("cosine of two tokens' states", fontsize=8, color=MUTED)
+    axes.set_xlabel("depth: 0 is the input of the first layer, i the output of layer i")
+    axes.set_ylabel("cosine of two tokens' states")
     if len(cosines) > 1:
         axes.legend(loc="best", frameon=False, fontsize=7.5, labelcolor=MUTED)
     return figure

@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.errors import InputError, nearest
-from qkv.figures.layout import ACCENT, INK, MUTED, PERCENT, WARM, Drawing, heat, layer_by_head, place, plain, titled
+from qkv.figures.layout import ACCENT, PERCENT, WARM, Drawing, colour_bar, head_map, heat, place, plain, titled
 from qkv.profiler.data.frames import percent
 from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.surveys.accumulators import Quantity, edges
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-
     from qkv.profiler.surveys.data import Survey
 
 NEGLIGIBLE = 0.005  # a quantity that no head exceeds is not drawn
@@ -46,15 +42,12 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
         f"{_about(survey)} · means over all queries; a sink is a score above {SINK_THRESHOLD}",
     )
     for at, name in enumerate(names):
-        x, y = left + at % across * (wide + gap_x), top + at // across * (tall + gap_y)
-        axes, bar = place(figure, x, y, wide, tall), place(figure, x + wide + 0.08, y, 0.08, tall)
-        _map(axes, table, name, _title(survey, name))
-        colour = figure.colorbar(axes.images[0], cax=bar)
-        colour.outline.set_visible(False)
-        bar.tick_params(labelsize=7, colors=MUTED, length=2)
-        bar.yaxis.set_major_locator(MaxNLocator(4))
-        axes.set_xlabel("head" if at // across == down - 1 else "", fontsize=8, color=MUTED)
-        axes.set_ylabel("" if at % across else "layer", fontsize=8, color=MUTED)
+        row, column = divmod(at, across)
+        axes = head_map(
+            figure, left + column * (wide + gap_x), top + row * (tall + gap_y), wide, tall, table, name,
+            Normalize(0, table[name].max()), _title(survey, name), bar_ticks=4,
+        )  # fmt: skip
+        axes.set(xlabel="head" if row == down - 1 else "", ylabel="" if column else "layer")
     return figure
 
 
@@ -71,8 +64,7 @@ def texts(survey: Survey, quantity: str = "entropy_ratio", group: str | None = N
     plain(axes)
     axes.vlines(table.index, low, high, color=ACCENT, alpha=0.35, lw=max(0.6, min(4.0, 400 / len(table))))
     axes.plot(table.index, middle, "o", ms=2.5, color=ACCENT)
-    axes.set_xlabel("heads, in order of their median", fontsize=8, color=MUTED)
-    axes.set_ylabel(f"{about.label.lower()} ({_unit(about)})", fontsize=8, color=MUTED)
+    axes.set(xlabel="heads, in order of their median", ylabel=f"{about.label.lower()} ({_unit(about)})")
     return figure
 
 
@@ -98,13 +90,9 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
     axes.set_yticks(
         ends - [layer.heads for layer in layers] - 0.5, [str(n) for n in sorted(survey.group(group).layers)]
     )
-    axes.set_xlabel(f"{about.label.lower()} ({_unit(about)})", fontsize=8, color=MUTED)
-    axes.set_ylabel("layer, with a row for each head", fontsize=8, color=MUTED)
+    axes.set(xlabel=f"{about.label.lower()} ({_unit(about)})", ylabel="layer, with a row for each head")
     plain(axes)
-    figure.colorbar(picture, cax=bar, format=FuncFormatter(lambda v, _: f"{100 * v * v:.0f} %")).outline.set_visible(
-        False
-    )
-    bar.tick_params(labelsize=7, colors=MUTED, length=2)
+    colour_bar(bar, picture, lambda root: f"{100 * root * root:.0f} %", ticks=None)
     return figure
 
 
@@ -113,41 +101,27 @@ def sinks(survey: Survey, group: str | None = None) -> Figure:
     table = survey.sinks(group)
     known = table["share"].notna().any()
     figure = Drawing(figsize=(8.2, 4.2))
-    title = "No text has 64 tokens"
-    if known:
-        first = table["share"].iloc[0]
-        title = f"The first token is a sink in {percent(first)} of texts × heads, no other in more than "
-        title += percent(table["share"].iloc[1:].max())
+    first, others = percent(table["share"].iloc[0]), percent(table["share"].iloc[1:].max())
+    title = f"The first token is a sink in {first} of texts × heads, no other in more than {others}"
+    title = title if known else "No text has 64 tokens"
     titled(figure, title, f"{_about(survey)} · sink score above {SINK_THRESHOLD} over the first 64 tokens")
     axes = place(figure, 0.75, 1.05, 7.2, 2.5)
     plain(axes)
     if known:
         axes.bar(table["key"], table["share"], color=WARM, width=0.8)
         axes.yaxis.set_major_formatter(PERCENT)
-    axes.set_xlabel("key, counted from the beginning of the text", fontsize=8, color=MUTED)
-    axes.set_ylabel("of texts × heads", fontsize=8, color=MUTED)
+    axes.set(xlabel="key, counted from the beginning of the text", ylabel="of texts × heads")
     return figure
 
 
-FIGURES: dict[str, Callable[..., Figure]] = {
-    "heads": heads,
-    "texts": texts,
-    "distribution": distribution,
-    "sinks": sinks,
-}
-
-
-def _map(axes: Axes, table: pd.DataFrame, name: str, title: str) -> None:
-    grid = table.pivot(index="layer", columns="head", values=name)
-    layer_by_head(axes, grid, Normalize(0, float(grid.max(axis=None))))
-    axes.set_title(title, loc="left", fontsize=8.5, color=INK, pad=5)
+FIGURES: dict[str, Callable[..., Figure]] = {draw.__name__: draw for draw in (heads, texts, distribution, sinks)}
 
 
 def _title(survey: Survey, name: str) -> str:
     if name in NAMES:
         return NAMES[name]
     about = survey.quantities[name]
-    return about.label if about.unit == "1" else f"{about.label}, {about.unit}"
+    return about.label if about.units == "1" else f"{about.label}, {about.units}"
 
 
 def _quantity(survey: Survey, name: str) -> Quantity:
@@ -162,7 +136,7 @@ def _unit(quantity: Quantity) -> str:
     if quantity.share:
         return "share of the weight"
     plain = "1 is uniform" if quantity.parameters is None else "a plain number"
-    return plain if quantity.unit == "1" else quantity.unit
+    return plain if quantity.units == "1" else quantity.units
 
 
 def _about(survey: Survey) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import reduce
+from operator import and_, or_
 from typing import Any
 
 import torch
@@ -200,14 +201,12 @@ def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | Non
             if mask is not None and mask.band is None:
                 raise _UnknownError
             return mask  # within a packed sequence, differences of positions equal differences of indices
-        case "and_masks":
+        case "and_masks" | "or_masks":
             parts = [_decode(f, n_keys, start) for f in inner["mask_functions"]]
             known = [m for m in parts if m is not None]
-            return reduce(lambda a, b: a & b, known) if known else None
-        case "or_masks":
-            parts = [_decode(f, n_keys, start) for f in inner["mask_functions"]]
-            known = [m for m in parts if m is not None]
-            return reduce(lambda a, b: a | b, known) if len(known) == len(parts) else None
+            if not known or (name == "or_masks" and len(known) < len(parts)):
+                return None
+            return reduce(and_ if name == "and_masks" else or_, known)
     raise _UnknownError
 
 

@@ -169,16 +169,22 @@ class Tokenizer(Protocol):
 
 
 @contextmanager
-def evaluating(model: Model) -> Iterator[None]:
-    """Evaluation mode without autograd; afterwards, restore the mode of each submodule."""
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Inside, a model is in evaluation mode; afterwards, restore the mode of each submodule."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.inference_mode():
-            yield
+        yield
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def evaluating(model: Model) -> Iterator[None]:
+    """Inside, a model is in evaluation mode, without autograd."""
+    with evaluation_mode(model), torch.inference_mode():
+        yield
 
 
 def stream(

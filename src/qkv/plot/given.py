@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qkv._packages import user_frame
 from qkv.errors import InputError
+from qkv.figures.plots import dense_weights
 from qkv.masks import Mask
 from qkv.profiler.profiles import Profile
 
@@ -49,6 +50,14 @@ class Layers:
             head_ids=self.head_ids[pick],
             sizes=self.sizes[pick],
         )
+
+    def names_of(
+        self, tokens: Sequence[Any] | None, queries: Sequence[Any] | None
+    ) -> tuple[list[str] | None, list[str] | None]:
+        """Names of the queries and of the keys of the only layer: those that are given, else those of a profile."""
+        if tokens is None and queries is None:
+            return self.queries, self.keys
+        return token_lists(tokens, queries, *self.sizes[0])
 
     def maps(self) -> Iterator[np.ndarray]:
         """The weights of each layer, (heads, queries, keys), float64."""
@@ -182,8 +191,8 @@ def _of_profile(profile: Profile, item: int | None) -> Layers:
     if item is None and data.sizes["text"] > 1:
         raise InputError(f"item is None with {data.sizes['text']} texts, expected the text to draw")
     at = _index("item", item, range(data.sizes["text"]))
-    one = data.isel(text=at)
-    n_queries, n_keys = int(one["n_queries"]), int(one["n_keys"])
+    one = data.isel(text=[at])
+    n_queries, n_keys = int(one["n_queries"][0]), int(one["n_keys"][0])
     values, bins = _stored(one, n_queries, n_keys)
     if values is None:
         raise InputError(
@@ -201,21 +210,19 @@ def _of_profile(profile: Profile, item: int | None) -> Layers:
         [[int(x) for x in one["head"].values]] * count,
         [(n_queries, n_keys)] * count,
         bins,
-        [str(x) for x in one["key_token"].values[:n_keys]],
-        [str(x) for x in one["query_token"].values[:n_queries]],
+        [str(x) for x in one["key_token"].values[0, :n_keys]],
+        [str(x) for x in one["query_token"].values[0, :n_queries]],
     )
 
 
 def _stored(one: xr.Dataset, n_queries: int, n_keys: int) -> tuple[np.ndarray | None, tuple[int, int]]:
     """The weights (layer, head, query, key) that a profile stores for a text, else its pooled maps, and their bins."""
-    if "weights" in one:
-        weights = one["weights"].values[:, :, :n_queries, :n_keys]
-        if np.isfinite(weights).any():
-            return weights, (1, 1)
+    if (weights := dense_weights(one)) is not None:
+        return weights, (1, 1)
     if "map_max" in one:
-        bins = int(one["bin_queries"]), int(one["bin_keys"])
+        bins = int(one["bin_queries"][0]), int(one["bin_keys"][0])
         if 0 not in bins:
-            return one["map_max"].values[:, :, : -(-n_queries // bins[0]), : -(-n_keys // bins[1])], bins
+            return one["map_max"].values[0, :, :, : -(-n_queries // bins[0]), : -(-n_keys // bins[1])], bins
     return None, (1, 1)
 
 

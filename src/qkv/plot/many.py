@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from qkv.errors import InputError, at_least_one
-from qkv.figures.layout import ACCENT, INK, MUTED, WARM, Drawing, heat, place, token_label
+from qkv.figures.layout import ACCENT, CHARACTER, INK, MUTED, WARM, Drawing, colour_bar, heat, place, token_label
 from qkv.masks import Mask
 from qkv.plot.given import array, checked_weights, layers, masked, token_lists, visible_pairs
-from qkv.plot.single import CHARACTER, draw, label_inches, norm_of, pooled, scale
+from qkv.plot.single import draw, label_inches, norm_of, pooled
 from qkv.profiler.profiles import Profile
 
 MANY_WIDTH = 7.0  # inches of a figure of several panels
@@ -125,14 +125,10 @@ def heads(
     """
     found = layers(w, item).layer(layer)
     given = {f"head {h}": masked(m, mask) for h, m in zip(found.head_ids[0], next(found.maps()), strict=True)}
-    if tokens is None and queries is None:
-        names = found.queries, found.keys
-    else:
-        names = token_lists(tokens, queries, *found.sizes[0])
     norm = norm_of(list(given.values()), 0, vmax, power)
     return wall(
-        given, [names] * len(given), norm, columns=columns, what="weight", title=title, bins=found.bins,
-        covers=found.sizes[0],
+        given, [found.names_of(tokens, queries)] * len(given), norm, columns=columns, what="weight", title=title,
+        bins=found.bins, covers=found.sizes[0],
     )  # fmt: skip
 
 
@@ -168,29 +164,33 @@ def wall(
     head = 0.12 + 0.2 * len(lines)
     width = left + across * (side + gap) - gap + bar_inches
     figure = Drawing(figsize=(width, head + sum(above) + sum(talls) + 0.12 * (down - 1) + below))
-    if lines:
-        at = 1 - 0.08 / figure.get_figheight()
-        figure.text(0.1 / width, at, "\n".join(lines), va="top", fontsize=10, color=INK)
+    _head(figure, lines)
     image, y = None, head
     for row in range(down):
         y += above[row]
         for column in range(across):
             if (index := row * across + column) >= n:
                 break
-            name, m = list(given.items())[index]
+            m = list(given.values())[index]
             tall = side * ratios[index]
             axes = place(figure, left + column * (side + gap), y, side, tall)
             shown, size = pooled(m, bins, 400)
             image = draw(axes, shown, norm, *names[index], bins=size, covers=covers or (m.shape[0], m.shape[1]),
-                         labels=labels, title=texts[list(given).index(name)])  # fmt: skip
+                         labels=labels, title=texts[index])  # fmt: skip
             axes.title.set_fontsize(8)
             _only_outer(axes, left=column == 0, bottom=index + across >= n)
         y += talls[row] + 0.12
     if what is not None and image is not None:
         tall = min(talls[0], side)
         bar = place(figure, width - bar_inches + 0.12, head + above[0], 0.1, tall)
-        scale(bar, image, what)
+        colour_bar(bar, image, ticks=4, label=what)
     return figure
+
+
+def _head(figure: Figure, lines: list[str]) -> None:
+    """Print the title of a figure."""
+    wide, tall = figure.get_size_inches()
+    figure.text(0.1 / wide, 1 - 0.08 / tall, "\n".join(lines), va="top", fontsize=10, color=INK)
 
 
 def _only_outer(axes: Axes, *, left: bool, bottom: bool) -> None:
@@ -239,28 +239,22 @@ def model(
     lines = textwrap.wrap(title, int(width * 11))
     top = 0.5 + 0.2 * len(lines) + (0.05 if title else 0)
     figure = Drawing(figsize=(width, top + tall + 0.12))
-    if title:
-        at = 1 - 0.08 / figure.get_figheight()
-        figure.text(0.1 / width, at, "\n".join(lines), va="top", fontsize=10, color=INK)
+    _head(figure, lines)
     axes = place(figure, left, top, wide, tall)
     gap, image = 0.04, None
     for row, layer in enumerate(shown):
         for column, m in enumerate(layer):
             image = heat(axes, m, norm, extent=(column + gap, column + 1 - gap, row + 1 - gap, row + gap))
     assert image is not None
-    axes.set_xlim(0, columns)
-    axes.set_ylim(rows, 0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.set(xlim=(0, columns), ylim=(rows, 0), xlabel="head", ylabel="layer")
+    axes.spines[:].set_visible(False)
     widest = max(found.head_ids, key=len)
     for axis, ids, n in ((axes.xaxis, widest, columns), (axes.yaxis, found.layer_ids, rows)):
         step = -(-n // 24)
         axis.set_ticks([x + 0.5 for x in range(0, n, step)], [str(x) for x in ids[::step]])
     axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED, labeltop=True, labelbottom=False, pad=2)
     axes.xaxis.set_label_position("top")
-    axes.set_xlabel("head", fontsize=8, color=MUTED)
-    axes.set_ylabel("layer", fontsize=8, color=MUTED)
-    scale(place(figure, left + wide + 0.12, top, 0.1, min(tall, 2.2)), image, "weight")
+    colour_bar(place(figure, left + wide + 0.12, top, 0.1, min(tall, 2.2)), image, ticks=4, label="weight")
     return figure
 
 

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.figures.layout import COLOURS, DIVERGING, HAIRLINE, INK, MUTED, Drawing, heat, place, token_label, write_cells
+from qkv.figures.layout import (
+    CHARACTER,
+    COLOURS,
+    DIVERGING,
+    INK,
+    READABLE,
+    Drawing,
+    cell_number,
+    colour_bar,
+    heat,
+    is_turned,
+    label_side,
+    place,
+    token_label,
+    write_cells,
+)
 from qkv.figures.map import alignment_figure, overlay_figure
 from qkv.plot.given import array, layers, masked, token_lists
 
 CELL, LEAST, MOST = 0.42, 1.5, 5.6  # inches: a cell, and the shortest and longest side of a matrix
-CHARACTER = 0.078  # inches of a character of a label, at 8 points
 PIXELS = 800  # longer sides are shown in bins, since a raster image would leave out rows
-READABLE = 4.6  # points: labels of tokens are at least as large, else positions are printed
 
 
 def weights(
@@ -71,14 +83,9 @@ def weights(
     """
     found = layers(w, item).layer(layer)
     shown = found.head(head)
-    n_queries, n_keys = found.sizes[0]
-    if tokens is None and queries is None:
-        rows, columns = found.queries, found.keys
-    else:
-        rows, columns = token_lists(tokens, queries, n_queries, n_keys)
     return drawn(
-        masked(shown, mask), rows, columns, vmin=0, vmax=vmax, power=power, values=values, title=title, ax=ax,
-        what="weight", bins=found.bins, covers=(n_queries, n_keys),
+        masked(shown, mask), *found.names_of(tokens, queries), vmin=0, vmax=vmax, power=power, values=values,
+        title=title, ax=ax, what="weight", bins=found.bins, covers=found.sizes[0],
     )  # fmt: skip
 
 
@@ -164,10 +171,10 @@ def drawn(
         title = "\n".join(lines)
     image = draw(ax, shown, norm, rows, columns, bins=bins, covers=covers, labels=labels, title=title)
     if values and bins == (1, 1):
-        write_cells(ax, image, written)
+        write_cells(ax, image, cell_number)
     if bar is not None:
         largest = "" if bins == (1, 1) else f"largest {what or 'value'} in bins of {bins[0]} × {bins[1]}"
-        scale(bar, image, largest or what)
+        colour_bar(bar, image, ticks=4, label=largest or what)
     return ax
 
 
@@ -191,37 +198,9 @@ def draw(
     ax.set_ylim(covers[0] - 0.5, -0.5)
     if title:
         ax.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
-    label(ax, "y", rows, covers[0], labels[0])
-    label(ax, "x", columns, covers[1], labels[1])
+    label_side(ax, "y", rows, covers[0], labels[0])
+    label_side(ax, "x", columns, covers[1], labels[1])
     return image
-
-
-def label(ax: Axes, side: Literal["x", "y"], names: list[str] | None, n: int, what: str) -> None:
-    """Ticks of one side: tokens if they are readable, else positions."""
-    axis = ax.xaxis if side == "x" else ax.yaxis
-    inches = (ax.bbox.width if side == "x" else ax.bbox.height) / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
-    points = min(8.0, 0.85 * 72 * inches / n)
-    if names is not None and points >= READABLE:
-        texts = [token_label(name) for name in names]
-        turned = side == "x" and _turned(max(map(len, texts)) * CHARACTER * points / 8, inches / n)
-        axis.set_ticks(range(n), texts)
-        axis.set_tick_params(labelsize=points, labelrotation=90 if turned else 0, length=0, labelcolor=INK)
-        axis.set_label_text(what, fontsize=8, color=MUTED)
-        return
-    axis.set_major_locator(MaxNLocator(max(1, min(8, int(inches / 0.3))), integer=True))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(value):,}" if value == round(value) else ""))
-    axis.set_tick_params(length=2.5, color=HAIRLINE, labelsize=7, labelcolor=MUTED)
-    axis.set_label_text(what if names is None else f"{what} position", fontsize=8, color=MUTED)
-
-
-def scale(bar: Axes, image: AxesImage, what: str) -> None:
-    """The colour bar of an image."""
-    colour_bar = bar.figure.colorbar(image, cax=bar)
-    colour_bar.outline.set_visible(False)
-    colour_bar.locator = MaxNLocator(4)
-    colour_bar.update_ticks()
-    bar.tick_params(which="both", length=0, labelsize=7, colors=MUTED, pad=2)
-    bar.set_ylabel(what, fontsize=7.5, color=MUTED, labelpad=4)
 
 
 def norm_of(shown: Sequence[np.ndarray], vmin: float | None, vmax: float | None, power: float = 1.0) -> Normalize:
@@ -267,23 +246,7 @@ def label_inches(names: list[str] | None, *, cell: float | None = None) -> float
         return 0.2
     points = 8.0 if cell is None else min(8.0, 0.85 * 72 * cell)
     longest = CHARACTER * points / 8 * max(len(token_label(name)) for name in names)
-    return 0.2 if cell is not None and not _turned(longest, cell) else 0.1 + longest
-
-
-def _turned(longest: float, cell: float) -> bool:
-    """Whether names are turned by 90 degrees: the longest, in inches, does not fit into a cell."""
-    return longest > 0.95 * cell
-
-
-def written(value: float) -> str:
-    """A number in a cell: ".25", "1", "−2.50", "12"."""
-    if value in (0, 1, -1):
-        return f"{value:.0f}".replace("-", "−")
-    text = f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
-    return (text.replace("0.", ".", 1) if abs(value) < 1 else text).replace("-", "−")
-
-
-MOST_OVERLAYS = 35  # largest number of pictures in one figure
+    return 0.2 if cell is not None and not is_turned(longest, cell) else 0.1 + longest
 
 
 def alignment(
@@ -373,14 +336,7 @@ def overlay(
     if shown.ndim != 2 or 0 in shown.shape:
         raise InputError(f"w has shape {shown.shape}, expected (nq, nk)")
     shown = layers(shown).head(0)
-    n_queries, n_keys = shown.shape
-    cells = grid[0] * grid[1]
-    if min(grid) < 1 or cells > n_keys:
-        raise InputError(f"grid is {grid[0]} × {grid[1]}, expected at most the {n_keys} keys of w")
-    if n_queries > MOST_OVERLAYS:
-        raise InputError(f"w has {n_queries} queries, expected at most {MOST_OVERLAYS}; pass some rows of it")
-    names = [f"query {i}" for i in range(n_queries)] if queries is None else None
-    names = token_lists(None, queries, n_queries, n_keys)[0] if names is None else names
-    maps = np.nan_to_num(shown[:, n_keys - cells :]).reshape(-1, *grid)
+    names = [f"query {i}" for i in range(len(shown))]
+    names = names if queries is None else token_lists(None, queries, *shown.shape)[0] or []
     picture = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
-    return overlay_figure(note, "", picture, maps, names or [], corners=corners)
+    return overlay_figure(note, "", picture, np.nan_to_num(shown), grid, names, corners=corners)

@@ -11,15 +11,27 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from qkv.errors import InputError, nearest
-from qkv.figures.layout import DIVERGING, INK, MUTED, Drawing, layer_by_head, place, plain
-from qkv.figures.overview import received_curve
+from qkv.errors import InputError, nearest, renamed
+from qkv.figures.layout import (
+    COLOURS,
+    DIVERGING,
+    INK,
+    MUTED,
+    Drawing,
+    cell_number,
+    colour_bar,
+    label_side,
+    layer_by_head,
+    place,
+    plain,
+)
+from qkv.figures.overview import share_curve
 from qkv.plot.given import array, layers, token_lists
-from qkv.plot.single import label, label_inches, scale, written
+from qkv.plot.single import label_inches
+from qkv.profiler.data import tables
 from qkv.profiler.data.frames import STATISTICS
 from qkv.profiler.profiles import Profile
 from qkv.statistics.from_weights import measure_weights
-from qkv.statistics.result import Statistics
 
 SHORTEST = 1.0  # inches of a colour bar
 
@@ -76,15 +88,13 @@ def _draw(table: pd.DataFrame, what: str, *, vmax: float | None = None, title: s
         figure = Drawing(figsize=(max(wide + 1.5, 0.09 * len(title) + 0.6), top_inches + tall + 0.5))
         ax = place(figure, 0.55, top_inches, wide, tall)
         bar = place(figure, 0.55 + wide + 0.12, top_inches, 0.1, tall) if tall >= SHORTEST else None
-    image = layer_by_head(
-        ax, table, norm, ticks=16, written=written, **({"colours": DIVERGING} if low < 0 else {})
-    )  # fmt: skip
+    image = layer_by_head(ax, table, norm, ticks=16, written=cell_number, colours=DIVERGING if low < 0 else COLOURS)
     ax.set_xlabel("head", fontsize=8, color=MUTED)
     ax.set_ylabel("layer", fontsize=8, color=MUTED)
     if title:
         ax.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
     if bar is not None:
-        scale(bar, image, what)
+        colour_bar(bar, image, ticks=4, label=what)
     return ax
 
 
@@ -131,8 +141,7 @@ def entropy(w: Any, *, item: int | None = None, title: str = "", ax: Axes | None
     >>> round(float(qkv.plot.entropy(torch.full((2, 4, 4), 0.25)).images[0].get_array()[0, 1]), 4)
     1.3863
     """
-    found = _by_head(w, "entropy", item, lambda one: one.entropy)
-    return _draw(found, "entropy, nats", title=title, ax=ax)
+    return _draw(_by_head(w, "entropy", item), "entropy, nats", title=title, ax=ax)
 
 
 def sinks(w: Any, *, first: int = 0, item: int | None = None, title: str = "", ax: Axes | None = None) -> Axes:
@@ -156,40 +165,25 @@ def sinks(w: Any, *, first: int = 0, item: int | None = None, title: str = "", a
     >>> qkv.plot.sinks(w).images[0].get_array().tolist()
     [[0.5]]
     """
-    found = _by_head(w, "sink", item, lambda one: one.sink, first)
-    return _draw(found, "weight on the first key", vmax=1.0, title=title, ax=ax)
+    return _draw(_by_head(w, "sink", item, first), "weight on the first key", vmax=1.0, title=title, ax=ax)
 
 
-def _by_head(w: Any, statistic: str, item: int | None, of: Any, first: int = 0) -> pd.DataFrame:
+def _by_head(w: Any, statistic: str, item: int | None, first: int = 0) -> pd.DataFrame:
     """The mean of a statistic over the queries of each head, by layer and head."""
     if isinstance(w, Profile):
         if first:
             raise InputError(f"first is {first} with a Profile, which knows the first token of each text, expected 0")
-        heads = w.heads() if item is None else layers_of_text(w, item)
-        return _table(heads, statistic)
+        with renamed(text="item"):
+            return _table(tables.head_table(w.one_text(item)), statistic)
     found = layers(w, item, stacked=True)
     rows = []
     for one in found.maps():
-        by_query = of(_measured(one, first))
+        weights = torch.from_numpy(np.nan_to_num(one))  # masked pairs have weight 0
+        by_query = getattr(measure_weights(weights, first=first, unnormalized=True), statistic)
         later = by_query[:, first + 1 :] if statistic == "sink" else by_query
         rows.append((later if later.shape[1] else by_query).mean(-1).tolist())
     most = max(map(len, rows))
     return pd.DataFrame([row + [np.nan] * (most - len(row)) for row in rows])
-
-
-def layers_of_text(profile: Profile, text: int) -> pd.DataFrame:
-    """The table of heads of one text of a profile."""
-    from qkv.profiler.data import tables
-
-    texts = profile.data.sizes["text"]
-    if not 0 <= text < texts:
-        raise InputError(f"item is {text}, expected a text from 0 to {texts - 1}")
-    return tables.head_table(profile.data.isel(text=[text]))
-
-
-def _measured(weights: np.ndarray, first: int = 0) -> Statistics:
-    """The statistics of a layer (h, nq, nk); masked pairs (NaN) have weight 0."""
-    return measure_weights(torch.from_numpy(np.nan_to_num(weights)), first=first, unnormalized=True)
 
 
 def received(
@@ -242,9 +236,9 @@ def received(
         ax = place(figure, 0.75, above, 6.0, 1.75)
     plain(ax)
     labels = np.array(names if names is not None else [str(i) for i in range(len(share))], object)
-    received_curve(ax, share, labels, 0 if names is None or len(share) <= 30 else 8)
+    share_curve(ax, share, labels, 0 if names is None or len(share) <= 30 else 8)
     ax.set_xlim(-0.5, len(share) - 0.5)
-    label(ax, "x", names, len(share), "key")
+    label_side(ax, "x", names, len(share), "key")
     ax.set_ylabel("share of all attention", fontsize=8, color=MUTED)
     if title:
         ax.set_title(title, loc="left", fontsize=9, color=INK, pad=8)

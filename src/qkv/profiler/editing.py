@@ -20,11 +20,11 @@ from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import ACTIVE, BY_NAME, SELF, Edit, Edits, Head, HideFirst, Mean, Place, Zero
 from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
+from qkv.models.generation import evaluation_mode
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.observe import OBSERVERS, following
 from qkv.profiler.capture.observer import Observer
-from qkv.profiler.capture.record import ObservedCall
 from qkv.profiler.capture.texts import Texts
 
 if TYPE_CHECKING:
@@ -249,16 +249,17 @@ def ablation(
     if ids is None or ids.shape[0] != 1 or ids.shape[1] < 2:
         found = "none" if ids is None else tuple(ids.shape)
         raise InputError(f"inputs has token ids of shape {found}, expected (1, n) of at least 2 tokens")
-    calls = _self_attention(model, batch, layers)
+    _check_head(model)
+    further: dict[str, Any] = {} if isinstance(model, DecoderLM) else {"use_cache": False}
+    calls = calls_of(model, batch | further, layers=layers)
+    calls = [call for call in calls if call.group in ("self", "text")]
     heads = {one.layer: one.call.q.shape[1] for one in calls}
     group = {one.layer: one.group for one in calls}
     sets: list[tuple[int, int]] = [(n, head) for n in heads for head in (*range(heads[n]), ALL)] + [(ALL, ALL)]
     key = f"{what}:{_hash(model, ids)}"
     kept = Path(folder) / PROGRESS if folder is not None else None
     done = _read(kept, key)
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
+    with evaluation_mode(model):
         whole = next_token_loss(model, ids)
         with bar("ablating", "heads", show=progress) as step:
             for layer, head in sets:
@@ -269,9 +270,6 @@ def ablation(
                     if kept is not None and layer != ALL:  # another run in the folder may name other layers
                         _write(kept, key, done)
                 step(1, of=len(sets))
-    finally:
-        for module in training:
-            module.training = True
     rows = [(layer, head, done[layer, head], done[layer, head] - whole) for layer, head in sets if layer != ALL]
     table = pd.DataFrame(rows, columns=["layer", "head", "nats", "delta_nats"])
     of_layers = table[table["head"] == ALL].drop(columns="head").reset_index(drop=True)
@@ -307,12 +305,6 @@ def _check_head(model: nn.Module) -> None:
             f"model {type(model).__name__} has no loss on the next token; expected a causal language model with its "
             "output head, such as qkv-mini or one that AutoModelForCausalLM loads"
         )
-
-
-def _self_attention(model: nn.Module, batch: dict[str, Any], layers: Collection[int] | None) -> list[ObservedCall]:
-    _check_head(model)
-    calls = calls_of(model, batch | ({} if isinstance(model, DecoderLM) else {"use_cache": False}), layers=layers)
-    return [call for call in calls if call.group in ("self", "text")]
 
 
 def _hash(model: nn.Module, ids: Tensor) -> str:

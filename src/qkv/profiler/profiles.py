@@ -14,7 +14,7 @@ import xarray as xr
 from qkv._lazy import above
 from qkv._packages import require
 from qkv.errors import InputError
-from qkv.profiler.data import archive, frames, sinks, tables, types
+from qkv.profiler.data import archive, frames, sinks, tables, types, variables
 from qkv.profiler.data.findings import Finding, Findings
 from qkv.profiler.data.frames import size_of
 from qkv.profiler.data.variables import ATTRIBUTES, COORDINATES, VARIABLES
@@ -112,7 +112,9 @@ class Profile:
         because it can attend only to itself, and in others so that both compare. The unit and definition of each column
         are in the frame's ``attrs``. ``frame="polars"`` gives a polars frame.
         """
-        return frames.as_frame(frames.of_heads(self.group(group)), frame)
+        data = self.group(group)
+        table = frames.described(tables.head_table(data), variables.custom_variables(data))
+        return frames.as_frame(table, frame)
 
     def tokens(self, k: int = 10, group: str | None = None) -> pd.DataFrame:
         """The `k` most attended tokens; all occurrences of a token are counted together.
@@ -411,10 +413,7 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
 
 def _strings(values: np.ndarray) -> np.ndarray:
     """An object array of strings, because NumPy's fixed-width strings drop trailing NULs."""
-    strings = np.empty(values.shape, object)
-    for index, value in np.ndenumerate(values):
-        strings[index] = str(value)
-    return strings
+    return np.array([str(value) for value in values.ravel()], object).reshape(values.shape)
 
 
 def _check_json(name: str, value: Any) -> None:

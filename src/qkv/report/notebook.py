@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qkv.profiler.data import frames, tables
-from qkv.profiler.data.findings import headline
+from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.frames import size_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def card(profile: Profile) -> str:
         'font-family:system-ui,sans-serif;font-size:13px;line-height:1.45">'
         '<div style="flex:1 1 300px;max-width:560px">'
         f"<div {FAINT}><bdi>{text(profile.attrs.get('model', 'unnamed model'))}</bdi> · attention profile</div>"
-        f'<div style="font-size:17px;line-height:1.3;margin:2px 0 8px"><bdi>{text(headline(data))}</bdi></div>'
+        f'<div style="font-size:17px;line-height:1.3;margin:2px 0 8px"><bdi>{text(Findings(data).headline)}</bdi></div>'
         f'{sizes}<div style="margin-top:8px;opacity:.75">{hints}</div></div>'
         f"{_grid(data, heads, statistic)}</div>"
     )

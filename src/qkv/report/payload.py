@@ -101,8 +101,8 @@ def looks(*groups: xr.Dataset) -> dict[str, Any]:
     return {
         "statistics": {name: column._asdict() for name, column in statistics.items()},
         "destinations": [
-            {"name": name, "label": label, "light": colour, "dark": layout.DESTINATIONS_DARK[name]}
-            for name, (label, colour) in layout.DESTINATIONS.items()
+            {"name": name, "label": label, "light": light, "dark": dark}
+            for name, (label, light, dark) in layout.DESTINATIONS.items()
         ],
         "ramp": {"light": layout.RAMP, "dark": layout.RAMP_DARK},
     }
@@ -330,8 +330,7 @@ def _packed(maps: np.ndarray, seen: np.ndarray, bins: tuple[int, int]) -> tuple[
     low = high * RANGE
     steps = np.rint(254 * np.log(np.maximum(maps, low).astype(np.float64) / low) / np.log(1 / RANGE)) + 1
     codes = np.where(seen[:, :, None], np.clip(steps, 1, 255), 0).astype(np.uint8)
-    heads = codes.reshape(-1, codes[0, 0].size)
-    packed = [base64.b64encode(zlib.compress(head.tobytes(), 6)).decode("ascii") for head in heads]
+    packed = [_deflated(head) for head in codes.reshape(-1, codes[0, 0].size)]
     about = {"rows": rows, "columns": columns, "bin_queries": bins[0], "bin_keys": bins[1], "low": low, "high": high}
     return about, json.dumps(packed)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from qkv.errors import InputError
 from qkv.figures.map import StoredMap
+from qkv.profiler.explore.explorer import Info
 from qkv.profiler.explore.pyramid import OnProgress, Stopped, deepest, edges, never
 from qkv.report.payload import trimmed
 from qkv.statistics.maps import Picture
@@ -17,18 +18,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from qkv.profiler.profiles import Profile
-
-
-class StoredShape(NamedTuple):
-    """Size and resolution of the maps of a text: the fields of `qkv.server.schemas.MapShape` except `tile`."""
-
-    kind: str
-    n_queries: int
-    n_keys: int
-    deepest: int
-    pixel_queries: int = 1
-    pixel_keys: int = 1
-    why: str | None = None
 
 
 class StoredMaps:
@@ -46,20 +35,20 @@ class StoredMaps:
             for group, data in profile.groups.items()
             for text in range(data.sizes["text"])
         }
-        self._shapes = {place: self._shape(one) for place, one in self._texts.items()}
+        self._infos = {place: self._info(one) for place, one in self._texts.items()}
 
-    def shape(self, group: str, text: int) -> StoredShape:
+    def info(self, group: str, text: int) -> Info:
         """The size and resolution of the maps of a text."""
-        return self._shapes[group, text]
+        return self._infos[group, text]
 
-    def _shape(self, one: xr.Dataset) -> StoredShape:
-        n_queries, n_keys = one.sizes["query"], one.sizes["key"]
+    def _info(self, one: xr.Dataset) -> Info:
+        sizes = one.sizes["query"], one.sizes["key"]
         if "weights" in one and np.isfinite(one["weights"].values).all():
-            return StoredShape("stored", n_queries, n_keys, deepest(n_queries, n_keys))
+            return Info(*sizes, deepest(*sizes), 0, "stored")
         if "map_max" in one and np.isfinite(one["map_max"].values).any():
             bins = int(one["bin_queries"][0]), int(one["bin_keys"][0])
-            return StoredShape("small", n_queries, n_keys, 0, *bins, self._explanation("only small pooled maps"))
-        return StoredShape("none", n_queries, n_keys, 0, why=self._explanation("no maps"))
+            return Info(*sizes, 0, 0, "small", *bins, self._explanation("only small pooled maps"))
+        return Info(*sizes, 0, 0, "none", why=self._explanation("no maps"))
 
     def _explanation(self, available: str) -> str:
         if self._reason is not None:
@@ -71,14 +60,14 @@ class StoredMaps:
         *, stopped: Stopped = never, on_progress: OnProgress = lambda share: None,
     ) -> Picture | None:  # fmt: skip
         """A tile as in `Pyramid.tile`; None if causality masks all of it."""
-        shape, one = self.shape(group, text), self._texts[group, text]
-        if shape.kind == "small":
+        info, one = self.info(group, text), self._texts[group, text]
+        if info.kind == "small":
             if (zoom, i, j) != (0, 0, 0):
                 raise InputError(f"tile is {zoom}/{i}/{j}, expected 0/0/0: the profile stores one small map")
             return StoredMap("", group, one, (layer, head)).picture()
         weights = self._weights(group, text, layer)[head]
-        rows, columns = edges(zoom, i, j, (shape.n_queries, shape.n_keys))
-        causal = bool(one.attrs["causal"]) and shape.n_queries == shape.n_keys
+        rows, columns = edges(zoom, i, j, info[:2])
+        causal = bool(one.attrs["causal"]) and info.n_queries == info.n_keys
         if causal and columns[0] >= rows[-1]:
             return None
         part = weights[rows[0] : rows[-1], columns[0] : columns[-1]].astype(np.float64)
@@ -89,8 +78,7 @@ class StoredMaps:
         self, group: str, text: int, layer: int, head: int | None, query: int, *, stopped: Stopped = never
     ) -> np.ndarray:
         """Weights of a query, (n_keys,) float32; with head None, the mean over heads."""
-        weights = self._weights(group, text, layer)[:, query]
-        return _select_head(weights, head)
+        return _select_head(self._weights(group, text, layer)[:, query], head)
 
     def column(
         self, group: str, text: int, layer: int, head: int | None, key: int, *, stopped: Stopped = never
@@ -113,9 +101,9 @@ class StoredMaps:
 
     def _weights(self, group: str, text: int, layer: int) -> np.ndarray:
         """(heads, n_queries, n_keys) of a layer."""
-        shape = self.shape(group, text)
-        if shape.kind != "stored":
-            raise InputError(shape.why or "")
+        info = self.info(group, text)
+        if info.kind != "stored":
+            raise InputError(info.why or "")
         weights: np.ndarray = self._texts[group, text]["weights"].values[0, layer]
         return weights
 

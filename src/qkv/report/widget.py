@@ -167,13 +167,9 @@ class ProfileWidget(anywidget.AnyWidget):
 
     def _shape(self, group: str, text: int) -> dict[str, int] | None:
         """The size of exact maps; None if there are none."""
-        maps, data = self._maps, self._profile.group(group)
-        if isinstance(maps, StoredMaps):
-            stored = maps.shape(group, text)
-            if stored.kind != "stored":
-                return None
-            return {"n_queries": stored.n_queries, "n_keys": stored.n_keys, "deepest": stored.deepest}
-        info = maps.info(group, text)
+        info, data = self._maps.info(group, text), self._profile.group(group)
+        if info.kind in ("small", "none"):
+            return None
         sizes = int(data["n_queries"][text]), int(data["n_keys"][text])
         if (info.n_queries, info.n_keys) != sizes:
             raise InputError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import re
 import secrets
 import socket
@@ -17,6 +16,8 @@ from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode
 
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 if TYPE_CHECKING:
@@ -120,18 +121,18 @@ class Guard:
                 message = {**message, "body": b""}
             await send(message)
 
-        headers = _Headers(scope)
+        headers = Headers(scope=scope)
         if (problem := self._problem(scope, headers)) is not None:
-            await _send_error(protected, *problem)
+            await _error(*problem)(scope, receive, protected)
             return
         if self.token is not None:
             sent = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("token")
             if sent is not None and _equal(sent, self.token):
-                await self._set_cookie(scope, protected)
+                await self._with_cookie(scope)(scope, receive, protected)
                 return
-            if not _equal(_cookie(headers.single("cookie") or "", self.cookie), self.token):
+            if not _equal(_cookie(_single(headers, "cookie") or "", self.cookie), self.token):
                 sentence = "The request lacks the server's token: open the address that its terminal shows."
-                await _send_error(protected, 401, sentence)
+                await _error(401, sentence)(scope, receive, protected)
                 return
         if scope["method"] != "POST":
             # HEAD is answered as GET without the body (RFC 9110, section 9.3.2).
@@ -140,31 +141,32 @@ class Guard:
         try:
             body = await asyncio.wait_for(_body(receive), BODY_SECONDS)
         except TimeoutError:
-            await _send_error(protected, 408, f"The request took more than {BODY_SECONDS} seconds to arrive.")
+            sentence = f"The request took more than {BODY_SECONDS} seconds to arrive."
+            await _error(408, sentence)(scope, receive, protected)
             return
         if body is None:
             return  # the client has left
         if len(body) > MAX_BODY:
-            await _send_error(protected, 413, f"The request is larger than {MAX_BODY // 1024} KiB.")
+            await _error(413, f"The request is larger than {MAX_BODY // 1024} KiB.")(scope, receive, protected)
             return
         await self.app(scope, _replay(body, receive), protected)
 
-    def _problem(self, scope: Scope, headers: _Headers) -> tuple[int, str] | None:
+    def _problem(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
         """Status and sentence if the method, the address or the headers are invalid; None if they are valid."""
-        host = headers.single("host")
+        host = _single(headers, "host")
         if host is None or not self.is_own_host(host):
             return 403, "The Host of the request is not this server's: open the address that its terminal shows."
-        origin = headers.single("origin")
-        if headers.all("origin") and (origin is None or origin.lower() != f"http://{host.lower()}"):
+        origin = _single(headers, "origin")
+        if headers.getlist("origin") and (origin is None or origin.lower() != f"http://{host.lower()}"):
             return 403, "The request comes from a page of another site."
-        sites = headers.all("sec-fetch-site")
+        sites = headers.getlist("sec-fetch-site")
         if scope["path"].startswith("/api/") and not OWN_SITE.issuperset(sites):
             return 403, "The request comes from a page of another site."
         if scope["method"] not in METHODS:
             return 405, "The method is not GET, HEAD or POST."
         if len(scope["query_string"]) > MAX_QUERY:
             return 414, "The address is too long."
-        length = headers.single("content-length") or "0"
+        length = _single(headers, "content-length") or "0"
         if not length.isdecimal() or len(length) > 12 or int(length) > MAX_BODY:
             return 413, f"The request is larger than {MAX_BODY // 1024} KiB."
         return None
@@ -177,20 +179,16 @@ class Guard:
         name = found["name"].strip("[]").lower()
         return name in self.names or (self.public and _is_address(name))
 
-    async def _set_cookie(self, scope: Scope, send: Send) -> None:
+    def _with_cookie(self, scope: Scope) -> Response:
         """Put the token into a cookie and redirect to the address without it: people share addresses."""
         rest = [(k, v) for k, v in parse_qsl(scope["query_string"].decode("latin-1")) if k != "token"]
         # A browser reads a path that begins with two slashes as another host.
         path = "/" + scope.get("raw_path", scope["path"].encode()).decode("latin-1").lstrip("/\\")
         cookie = f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
-        headers = [
-            (b"location", (path + (f"?{urlencode(rest)}" if rest else "")).encode("latin-1")),
-            (b"set-cookie", cookie.encode()),
-            (b"cache-control", b"no-store"),
-            (b"content-length", b"0"),
-        ]
-        await send({"type": "http.response.start", "status": 303, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
+        location = path + (f"?{urlencode(rest)}" if rest else "")
+        return Response(
+            status_code=303, headers={"location": location, "set-cookie": cookie, "cache-control": "no-store"}
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -211,17 +209,10 @@ def _is_address(name: str) -> bool:
     return True
 
 
-class _Headers:
-    def __init__(self, scope: Scope) -> None:
-        self._pairs: list[tuple[bytes, bytes]] = scope["headers"]
-
-    def all(self, name: str) -> list[str]:
-        return [value.decode("latin-1") for key, value in self._pairs if key.lower() == name.encode()]
-
-    def single(self, name: str) -> str | None:
-        """The value of a header that occurs once, else None: if it occurs twice, programs differ in which they read."""
-        found = self.all(name)
-        return found[0] if len(found) == 1 else None
+def _single(headers: Headers, name: str) -> str | None:
+    """The value of a header that occurs once, else None: if it occurs twice, programs differ in which they read."""
+    found = headers.getlist(name)
+    return found[0] if len(found) == 1 else None
 
 
 def _equal(sent: str, token: str) -> bool:
@@ -262,14 +253,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _send_error(send: Send, status: int, sentence: str) -> None:
-    body = json.dumps({"error": sentence}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"cache-control", b"no-store"),
-    ]
+def _error(status: int, sentence: str) -> Response:
+    headers = {"cache-control": "no-store"}
     if status in (408, 413):  # the rest of the body is never read
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        headers["connection"] = "close"
+    return JSONResponse({"error": sentence}, status, headers)

@@ -39,13 +39,6 @@ COLDEST, HOTTEST = 1e-3, 1e3
 """The lowest and highest temperature of an edit: beyond, scores overflow, or differ only by rounding."""
 
 
-class Answer(NamedTuple):
-    """Logits of the next token, and the attention weights of every layer."""
-
-    logits: Float[Tensor, "1 vocabulary"]
-    weights: list[Float[Tensor, "heads n n"]]
-
-
 class HeadEdit(NamedTuple):
     """Another normalizer in one head, by a name that the page uses; its scores are divided by the temperature."""
 
@@ -67,45 +60,16 @@ def _change(normalizer: str, temperature: float) -> edits.Edit:
     return edits.Temperature(temperature)
 
 
-def live_model(model: nn.Module) -> LiveModel | None:
-    """The model for the Live page; None if it is no language model whose heads can be edited."""
-    if isinstance(model, DecoderLM):
-        if model.config.normalizer not in NAMES or model.config.attention is not None:  # its normalizer may be any
-            return None
-        return LiveModel(model, NAMES[model.config.normalizer])
-    head = getattr(model, "get_output_embeddings", None)
-    if head is None or head() is None or getattr(model.config, "is_encoder_decoder", False):
-        return None
-    try:
-        return LiveModel(model, "softmax")
-    except InputError:  # its attention cannot be read, or not be edited
-        return None
+def own_normalizer(model: nn.Module) -> str | None:
+    """The name of the normalizer of a language model whose heads can be edited, as far as its class tells; else None.
 
-
-class LiveModel:
-    """A language model whose heads can get another normalizer or temperature, by `qkv.edit`.
-
-    Args:
-        model: a `DecoderLM`, or a causal language model of Hugging Face.
-        own: the name of the normalizer that it was trained with.
+    The model is a `DecoderLM`, or a causal language model of Hugging Face.
     """
-
-    def __init__(self, model: Any, own: str) -> None:
-        self.model, self.own = model, own
-        self.most_tokens = getattr(model.config, "context", None) or positions(model)
-        data = _profiled(model, [0, 0])
-        if not isinstance(model, DecoderLM) and ("sink_mass" in data or not data.attrs["causal"]):
-            raise InputError("model has a learned sink or sees the future, expected a causal softmax")
-        self.heads: list[int] = [data.sizes["head"]] * data.sizes["layer"]
-        self.run([0, 0], [HeadEdit(0, 0, "off-by-one")])
-
-    def run(self, ids: Sequence[int], changes: list[HeadEdit]) -> Answer:
-        """One forward over the tokens, with these edits; a profile inside reads its weights."""
-        logits: list[Tensor] = []
-        made: dict[Key, edits.Edit | str] = {one[:2]: _change(*one[2:]) for one in changes}
-        with torch.no_grad(), evaluating(self.model), edit(self.model, made) if made else nullcontext():
-            data = _profiled(self.model, ids, lambda out: logits.append(getattr(out, "logits", out)[:, -1]))
-        return Answer(logits[0].float().cpu(), [torch.from_numpy(one.copy()) for one in data["weights"].values[0]])
+    if isinstance(model, DecoderLM):
+        return None if model.config.attention is not None else NAMES.get(model.config.normalizer)
+    head = getattr(model, "get_output_embeddings", None)
+    decoder = head is not None and head() is not None and not getattr(model.config, "is_encoder_decoder", False)
+    return "softmax" if decoder else None
 
 
 def everywhere(model: nn.Module, normalizer: str) -> Callable[[], AbstractContextManager[None]]:
@@ -123,20 +87,6 @@ def everywhere(model: nn.Module, normalizer: str) -> Callable[[], AbstractContex
     return functools.partial(edit, model, every_head(model, normalizer))
 
 
-def _profiled(
-    model: nn.Module, ids: Sequence[int], on_output: Callable[[Any], None] = lambda output: None
-) -> xr.Dataset:
-    tokens = torch.tensor([list(ids)], device=device_of(model))
-    handle = model.register_forward_hook(lambda module, inputs, output: on_output(output))
-    try:
-        found = profile(model, tokens, map_tokens=len(ids), map_bins=0, probe=False, progress=False)
-    finally:
-        handle.remove()
-    if list(found.groups) != ["self"]:
-        raise InputError(f"model has attention of the kinds {', '.join(found.groups)}, expected self-attention only")
-    return found.data
-
-
 MAX_TOKENS = 512
 """Limits the size of an answer, which holds attention maps."""
 EXAMPLE = "import os\n\nclass Stack:\n    def __init__(self"
@@ -147,13 +97,25 @@ CONTEXT_TOKENS = 16  # decoded with a new token, because the text of a token dep
 class ForwardPass:
     """The result of one forward pass over a text."""
 
-    probabilities: Float[Tensor, " vocabulary"]
-    """Probabilities of the next token, float64."""
     logits: Float[Tensor, "1 vocabulary"]
-    weights: list[Float[Tensor, "heads n n"]]
-    """Attention weights of every layer."""
-    sigmoid: list[list[bool]]
-    """Whether a head of a layer has sigmoid weights, whose rows do not sum to 1."""
+    """Of the next token."""
+    data: xr.Dataset
+    """Its profile, with all weights."""
+
+    @property
+    def probabilities(self) -> Float[Tensor, " vocabulary"]:
+        """Probabilities of the next token, float64."""
+        return self.logits[0].double().softmax(-1)
+
+    @property
+    def weights(self) -> Float[Tensor, "layers heads n n"]:
+        return torch.from_numpy(self.data["weights"].values[0].copy())
+
+    def mean(self, name: str, first: int) -> list[list[float]]:
+        """The mean of a statistic over the queries from `first` on, by layer and head; 0 if there are none."""
+        values = self.data[name].values[0, :, :, first:]
+        means: list[list[float]] = (values.sum(-1) / max(1, values.shape[-1])).tolist()
+        return means
 
 
 class Live:
@@ -170,23 +132,34 @@ class Live:
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
-        self.model = None if loaded.tokenizer is None else live_model(loaded.model)
+        self.own = None if loaded.tokenizer is None else own_normalizer(loaded.model)
+        """The name of the normalizer that the model was trained with; None if it does not support live answers."""
+        self.layers = self.heads = 0
+        if self.own is not None:
+            try:
+                data = self._run([0, 0], [HeadEdit(0, 0, "off-by-one")]).data
+                self.layers, self.heads = data.sizes["layer"], data.sizes["head"]
+                if not isinstance(loaded.model, DecoderLM):
+                    plain = self._run([0, 0], []).data
+                    self.own = self.own if plain.attrs["causal"] and "sink_mass" not in plain else None
+            except InputError:  # its attention cannot be read, or not be edited
+                self.own = None
 
     def description(self) -> dict[str, Any] | None:
         """The fields of `LiveModel`, or None if the model is no language model whose heads can be edited.
 
         It also needs a tokenizer. The first of the normalizers is the one that the model was trained with.
         """
-        if self.model is None:
+        if self.own is None:
             return None
-        own, heads = self.model.own, self.model.heads
+        most_tokens = getattr(self.loaded.model.config, "context", None) or positions(self.loaded.model)
         return {
             "model": self.loaded.name,
-            "layers": len(heads),
-            "heads": max(heads),
-            "most_tokens": min(MAX_TOKENS, self.model.most_tokens or MAX_TOKENS),
+            "layers": self.layers,
+            "heads": self.heads,
+            "most_tokens": min(MAX_TOKENS, most_tokens or MAX_TOKENS),
             "most_characters": MAX_CHARACTERS,
-            "normalizers": [own, *(name for name in NAMES.values() if name != own)],
+            "normalizers": [self.own, *(name for name in NAMES.values() if name != self.own)],
             "example": EXAMPLE,
         }
 
@@ -194,12 +167,8 @@ class Live:
         """Attention weights of every head and the probabilities of the next token, before and after the edits.
 
         Returns:
-            The fields of `LiveAnswer`: ``tokens``; ``next``, the `k` likeliest tokens before and after the edits, in
-            the same order; ``divergence``, KL(before ‖ after) of the next token in nats; for each layer and head,
-            before and after, ``sink`` (mean share of the row on the first token over all later queries; 0 for a text
-            of one token) and ``entropy`` (mean over the queries, of the weights divided by their sum, in nats);
-            ``rows``, the weights of the last query after the edits; ``map`` and ``map_before`` of the requested head,
-            base64 of float32.
+            The fields of `qkv.server.schemas.LiveAnswer`. The `k` likeliest tokens before and after the edits are in
+            the same order; ``sink`` and ``entropy`` are means over the queries, as in a profile.
         """
         ids = self._ids(request)
         changes = self._changes(request)
@@ -210,11 +179,11 @@ class Live:
             "tokens": self._names(ids),
             "next": {"before": self._listed(before, likeliest), "after": self._listed(after, likeliest)},
             "divergence": _divergence(before.probabilities, after.probabilities),
-            "sink": {"before": _sinks(before), "after": _sinks(after)},
-            "entropy": {"before": _entropies(before), "after": _entropies(after)},
-            "rows": [x[:, -1].tolist() for x in after.weights],
-            "map": _encoded(after.weights[request.layer][request.head]),
-            "map_before": _encoded(before.weights[request.layer][request.head]),
+            "sink": {"before": before.mean("sink", 1), "after": after.mean("sink", 1)},
+            "entropy": {"before": before.mean("entropy", 0), "after": after.mean("entropy", 0)},
+            "rows": after.weights[:, :, -1].tolist(),
+            "map": _encoded(after.weights[request.layer, request.head]),
+            "map_before": _encoded(before.weights[request.layer, request.head]),
         }
 
     def step(self, request: StepRequest) -> dict[str, Any]:
@@ -242,7 +211,7 @@ class Live:
             "probability": float(found.probabilities[token]),
             "top": self._listed(found, _likeliest([found], request.k)),
             "tokens": self._names(ids),
-            "row": found.weights[request.layer][request.head, -1].tolist(),
+            "row": found.weights[request.layer, request.head, -1].tolist(),
         }
 
     def _ids(self, request: LiveRequest) -> list[int]:
@@ -271,32 +240,43 @@ class Live:
 
     def _changes(self, request: LiveRequest) -> list[HeadEdit]:
         """The edits that have an effect. This also checks the requested head."""
-        assert self.model is not None
-        own, heads = self.model.own, self.model.heads
-        if not 0 <= request.layer < len(heads):
-            raise InputError(f"layer is {request.layer}, expected 0 to {len(heads) - 1}")
-        if not 0 <= request.head < heads[request.layer]:
-            raise InputError(f"head is {request.head}, expected 0 to {heads[request.layer] - 1}")
+        for name, index, size in (("layer", request.layer, self.layers), ("head", request.head, self.heads)):
+            if not 0 <= index < size:
+                raise InputError(f"{name} is {index}, expected 0 to {size - 1}")
         changes: dict[tuple[int, int], HeadEdit] = {}
         for e in request.edits:
-            if not (0 <= e.layer < len(heads) and 0 <= e.head < heads[e.layer]):
-                raise InputError(f"edit: layer is {e.layer} and head {e.head}, expected one of the {sum(heads)} heads")
+            if not (0 <= e.layer < self.layers and 0 <= e.head < self.heads):
+                all_heads = self.layers * self.heads
+                raise InputError(f"edit: layer is {e.layer} and head {e.head}, expected one of the {all_heads} heads")
             if (e.layer, e.head) in changes:
                 raise InputError(f"edits has two edits of layer {e.layer}, head {e.head}, expected one for each head")
             one_of("edit: normalizer", e.normalizer, NAMES.values())
             if not COLDEST <= e.temperature <= HOTTEST:
                 raise InputError(f"edit: temperature is {e.temperature}, expected {COLDEST} to {HOTTEST:g}")
-            as_trained = AS_TRAINED if e.normalizer == own else e.normalizer
+            as_trained = AS_TRAINED if e.normalizer == self.own else e.normalizer
             changes[e.layer, e.head] = HeadEdit(e.layer, e.head, as_trained, e.temperature)
         return [one for one in changes.values() if one[2:] != (AS_TRAINED, 1)]  # others have no effect
 
-    def _run(self, ids: list[int], changes: list[HeadEdit]) -> ForwardPass:
-        assert self.model is not None
-        logits, weights = self.model.run(ids, changes)
-        used = {(e.layer, e.head): e.normalizer for e in changes if e.normalizer != AS_TRAINED}
-        own = self.model.own
-        sigmoid = [[used.get((i, j), own) == "sigmoid" for j in range(len(x))] for i, x in enumerate(weights)]
-        return ForwardPass(logits[0].double().softmax(-1), logits, weights, sigmoid)
+    def _run(self, ids: Sequence[int], changes: list[HeadEdit]) -> ForwardPass:
+        """One forward over the tokens, with these edits; a profile inside reads its weights."""
+        model: Any = self.loaded.model
+        logits: list[Tensor] = []
+        made: dict[Key, edits.Edit | str] = {one[:2]: _change(*one[2:]) for one in changes}
+
+        def keep(module: nn.Module, inputs: Any, out: Any) -> None:
+            logits.append(getattr(out, "logits", out)[:, -1])
+
+        handle = model.register_forward_hook(keep)
+        try:
+            with torch.no_grad(), evaluating(model), edit(model, made) if made else nullcontext():
+                tokens = torch.tensor([list(ids)], device=device_of(model))
+                found = profile(model, tokens, map_tokens=len(ids), map_bins=0, probe=False, progress=False)
+        finally:
+            handle.remove()
+        if list(found.groups) != ["self"]:
+            kinds = ", ".join(found.groups)
+            raise InputError(f"model has attention of the kinds {kinds}, expected self-attention only")
+        return ForwardPass(logits[0].float().cpu(), found.data)
 
     def _listed(self, run: ForwardPass, tokens: list[int]) -> list[dict[str, Any]]:
         names = zip(tokens, self._names(tokens), strict=True)
@@ -332,27 +312,6 @@ def _divergence(p: Tensor, q: Tensor) -> float:
     smallest = torch.finfo(q.dtype).tiny
     terms = torch.where(p > 0, p * (p.clamp(min=smallest).log() - q.clamp(min=smallest).log()), 0.0)
     return max(float(terms.sum()), 0.0)
-
-
-def _sinks(run: ForwardPass) -> list[list[float]]:
-    """The mean share of the row on the first token over all later queries, by layer and head, as in a profile."""
-    if run.weights[0].shape[1] == 1:
-        return [[0.0] * len(x) for x in run.weights]
-    shares = [
-        torch.where(torch.tensor(sigmoid)[:, None, None], divided, x)
-        for sigmoid, x, divided in zip(run.sigmoid, run.weights, _divided(run.weights), strict=True)
-    ]
-    return [x[:, 1:, 0].mean(1).tolist() for x in shares]
-
-
-def _entropies(run: ForwardPass) -> list[list[float]]:
-    """The mean entropy of the normalized weights of a query, by layer and head, in nats."""
-    return [torch.special.entr(x).sum(-1).mean(1).tolist() for x in _divided(run.weights)]
-
-
-def _divided(weights: list[Float[Tensor, "heads n n"]]) -> list[Float[Tensor, "heads n n"]]:
-    """The weights divided by the sums of their rows; rows of zeros stay zero."""
-    return [x / x.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) for x in weights]
 
 
 def _encoded(weights: Float[Tensor, "n n"]) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from qkv.profiler.data.similarity import held_maps, similarities
 from qkv.profiler.explore.pyramid import TILE, Stopped
-from qkv.report.stored import StoredMaps
 from qkv.server.jobs import Work, compute, not_found
 from qkv.server.schemas import (
     LARGEST_INDEX,
@@ -29,6 +28,8 @@ from qkv.server.schemas import (
 )
 
 if TYPE_CHECKING:
+    from qkv.profiler.explore.explorer import Explorer
+    from qkv.report.stored import StoredMaps
     from qkv.server.live import Live
     from qkv.server.session import Session, Source
 
@@ -60,42 +61,92 @@ class Floats(Response):
         )
 
 
-class TextLocation(NamedTuple):
-    """A text of a source that is ready."""
+class Location(NamedTuple):
+    """A text of a source that is ready, and a layer and a head in it."""
 
     source: Source
-    group: str
+    of_group: dict[str, Any]
+    """The entry of its group in the page: see `qkv.report.payload.payload`."""
     text: int
-    view: dict[str, Any]
-    """The entry of the text in the page: see `qkv.report.payload.payload`."""
+    place: tuple[int | str, ...]
+    """Source, group, text, layer and head as they are in the address."""
+    layer: int = 0
+    head: int | None = 0
+    """None for the mean over heads."""
+
+    @property
+    def group(self) -> str:
+        return str(self.of_group["name"])
+
+    @property
+    def view(self) -> dict[str, Any]:
+        """The entry of the text in the page."""
+        view: dict[str, Any] = self.of_group["texts"][self.text]
+        return view
+
+    @property
+    def maps(self) -> Explorer | StoredMaps:
+        return self.source.maps[self.group]
+
+    def query(self, query: int) -> int:
+        """The query, if the text has it."""
+        return _checked_index("query", query, self.view["n_queries"])
+
+    def key(self, key: int) -> int:
+        """The key, if the text has it."""
+        return _checked_index("key", key, self.view["n_keys"])
+
+    def lookup(self, name: str, *where: int) -> Work:
+        """Work that calls a method of the maps for one head, or for the mean over heads."""
+        method = getattr(self.maps, name)
+        return lambda stopped: method(self.group, self.text, self.layer, self.head, *where, stopped=stopped)
 
 
-def locate(request: Request, s: int, g: int, t: int, layer: int = 0, head: int | str | None = 0) -> TextLocation:
-    """Find a text, and check that the source is ready and that all indices exist."""
+# Each of these finds a place, and checks that the source is ready and that all indices exist.
+async def text_of(request: Request, s: Position, g: Position, t: Position) -> Location:
     source = ready_source(request, s)
-    _check_index("group", g, len(source.groups))
-    group = source.groups[g]
-    _check_index("text", t, len(group["texts"]))
-    _check_index("layer", layer, len(group["layers"]))
-    if isinstance(head, int):
-        _check_index("head", head, len(group["heads"]))
-    return TextLocation(source, group["name"], t, group["texts"][t])
+    group = source.groups[_checked_index("group", g, len(source.groups))]
+    return Location(source, group, _checked_index("text", t, len(group["texts"])), (s, g, t))
+
+
+TextAt = Annotated[Location, Depends(text_of)]
+
+
+async def layer_of(at: TextAt, layer: Position) -> Location:
+    _checked_index("layer", layer, len(at.of_group["layers"]))
+    return at._replace(layer=layer, place=(*at.place, layer))
+
+
+LayerAt = Annotated[Location, Depends(layer_of)]
+
+
+async def head_of(at: LayerAt, head: Position) -> Location:
+    _checked_index("head", head, len(at.of_group["heads"]))
+    return at._replace(head=head, place=(*at.place, head))
+
+
+async def head_or_mean_of(at: LayerAt, head: HeadOrMean) -> Location:
+    return await head_of(at, head) if isinstance(head, int) else at._replace(head=None, place=(*at.place, head))
+
+
+HeadAt = Annotated[Location, Depends(head_of)]
+HeadOrMeanAt = Annotated[Location, Depends(head_or_mean_of)]
 
 
 def ready_source(request: Request, s: int) -> Source:
     """The source of this index."""
     session: Session = request.app.state.session
-    _check_index("source", s, len(session.sources))
-    source = session.sources[s]
+    source = session.sources[_checked_index("source", s, len(session.sources))]
     if source.state != "ready":
         reason = source.error or f"it is still {source.stage}"
         raise not_found(f"The source {source.name} is not ready: {reason}")
     return source
 
 
-def _check_index(name: str, index: int, n: int) -> None:
+def _checked_index(name: str, index: int, n: int) -> int:
     if index >= n:
         raise not_found(f"{name} is {index}, expected {'0' if n == 1 else f'0..{n - 1}'}.")
+    return index
 
 
 @data_router.get("/page", responses={200: {"model": dict[str, Any]}})
@@ -105,33 +156,23 @@ async def page(request: Request, s: Position) -> Response:
 
 
 @data_router.get("/curves/{g}/{t}", responses=FLOATS)
-async def curves(request: Request, s: Position, g: Position, t: Position) -> Response:
+async def curves(at: TextAt, g: Position, t: Position) -> Response:
     """Curves along a text as planes of 16-bit integers; `arrays` in the page describes how to decode them."""
-    at = locate(request, s, g, t)
     return Response(
         at.source.curves[g, t], media_type="application/octet-stream", headers={"Cache-Control": "no-cache"}
     )
 
 
 @data_router.get("/pools/{g}/{t}")
-async def pools(request: Request, s: Position, g: Position, t: Position) -> Response:
+async def pools(at: TextAt, g: Position, t: Position) -> Response:
     """The pooled map of each head in base64, deflated; `pooled` in the page describes how to decode them."""
-    at = locate(request, s, g, t)
     return Response(at.source.pools[g, t], media_type="application/json", headers={"Cache-Control": "no-cache"})
 
 
 @data_router.get("/map/{g}/{t}/{layer}/{head}")
-async def shape(request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position) -> MapShape:
+async def shape(at: HeadAt) -> MapShape:
     """The size of the attention map of a head, and at which resolution it is available."""
-    at = locate(request, s, g, t, layer, head)
-    maps = at.source.maps[at.group]
-    if isinstance(maps, StoredMaps):
-        return MapShape(tile=TILE, **maps.shape(at.group, t)._asdict())
-    n_queries, n_keys, deepest, _ = maps.info(at.group, t)
-    return MapShape(
-        kind="exact", n_queries=n_queries, n_keys=n_keys, tile=TILE, deepest=deepest, pixel_queries=1, pixel_keys=1,
-        why=None,
-    )  # fmt: skip
+    return MapShape(tile=TILE, **at.maps.info(at.group, at.text)._asdict())
 
 
 @data_router.get(
@@ -139,30 +180,21 @@ async def shape(request: Request, s: Position, g: Position, t: Position, layer: 
     responses=FLOATS | {204: {"description": "All pairs of the tile are masked."}},
 )
 async def tile(
-    request: Request,
-    s: Position,
-    version: Annotated[str, Path(max_length=64)],
-    g: Position,
-    t: Position,
-    layer: Position,
-    head: Position,
-    pool: Literal["max", "mean"],
-    zoom: Annotated[int, Path(ge=0, le=32)],
-    i: Position,
-    j: Position,
-) -> Response:
+    request: Request, at: HeadAt, version: Annotated[str, Path(max_length=64)], pool: Literal["max", "mean"],
+    zoom: Annotated[int, Path(ge=0, le=32)], i: Position, j: Position,
+) -> Response:  # fmt: skip
     """Tile (i, j) of the map, in row i and column j of tiles: at most 256 × 256 pixels, rows × columns float32."""
-    at = locate(request, s, g, t, layer, head)
     if version != request.app.state.session.version:
         raise not_found("The page belongs to an earlier run of the server: reload it.")
-    where, maps = (layer, head, zoom, i, j), at.source.maps[at.group]
     report = request.app.state.queues.slow.report_progress
+    assert at.head is not None
+    where = at.group, at.text, at.layer, at.head, zoom, i, j
     picture = await compute(
         request,
-        ("tile", s, g, t, *where),
-        lambda stopped: maps.tile(at.group, t, *where, stopped=stopped, on_progress=report),
+        ("tile", *at.place, zoom, i, j),
+        lambda stopped: at.maps.tile(*where, stopped=stopped, on_progress=report),
         # The explorer keeps partial results, so a stopped tile loses no work.
-        long=not isinstance(maps, StoredMaps) and zoom < maps.info(at.group, t).base,
+        long=zoom < at.maps.info(at.group, at.text).base,
     )
     if picture is None:
         return Response(status_code=204, headers={"Cache-Control": IMMUTABLE})
@@ -172,99 +204,58 @@ async def tile(
 
 
 @data_router.get("/profiles/{g}/{t}/{layer}/{head}", responses=FLOATS)
-async def profiles(
-    request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position
-) -> Response:
+async def profiles(at: HeadAt) -> Response:
     """The share of all attention that each key receives, (n_keys,), and the entropy of each query, (n_queries,)."""
-    at = locate(request, s, g, t, layer, head)
     assert at.source.profile is not None
     data, n_queries, n_keys = at.source.profile.groups[at.group], at.view["n_queries"], at.view["n_keys"]
-    received = data["received"].values[t, layer, head, :n_keys].astype(np.float64) / n_queries
-    return Floats(np.concatenate([received, data["entropy"].values[t, layer, head, :n_queries]]))
+    of_head = at.text, at.layer, at.head
+    received = data["received"].values[of_head][:n_keys].astype(np.float64) / n_queries
+    return Floats(np.concatenate([received, data["entropy"].values[of_head][:n_queries]]))
 
 
 @data_router.get("/pair/{g}/{t}/{layer}/{head}")
-async def pair(
-    request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, query: Token, key: Token
-) -> Weight:
+async def pair(request: Request, at: HeadOrMeanAt, query: Token, key: Token) -> Weight:
     """The weight of one query on one key."""
-    at = locate(request, s, g, t, layer, head)
-    _check_index("query", query, at.view["n_queries"])
-    _check_index("key", key, at.view["n_keys"])
-    work = _lookup(at, "pair", layer, head, query, key)
-    return Weight(weight=await compute(request, ("pair", s, g, t, layer, head, query, key), work, quick=True))
+    work = at.lookup("pair", at.query(query), at.key(key))
+    return Weight(weight=await compute(request, ("pair", *at.place, query, key), work, quick=True))
 
 
 @data_router.get("/row/{g}/{t}/{layer}/{head}")
-async def row(
-    request: Request,
-    s: Position,
-    g: Position,
-    t: Position,
-    layer: Position,
-    head: HeadOrMean,
-    query: Token,
-    k: Count = 20,
-) -> TopWeights:
+async def row(request: Request, at: HeadOrMeanAt, query: Token, k: Count = 20) -> TopWeights:
     """The keys that a query attends to most."""
-    at = locate(request, s, g, t, layer, head)
-    _check_index("query", query, at.view["n_queries"])
     keys = at.view["keys"]
-    work = _top_weights(_lookup(at, "row", layer, head, query), query, at.view["queries"] or keys, keys, k)
-    return await compute(request, ("row", s, g, t, layer, head, query, k), work, quick=True)
+    work = _top_weights(at.lookup("row", at.query(query)), query, at.view["queries"] or keys, keys, k)
+    return await compute(request, ("row", *at.place, query, k), work, quick=True)
 
 
 @data_router.get("/column/{g}/{t}/{layer}/{head}")
-async def column(
-    request: Request,
-    s: Position,
-    g: Position,
-    t: Position,
-    layer: Position,
-    head: HeadOrMean,
-    key: Token,
-    k: Count = 20,
-) -> TopWeights:
+async def column(request: Request, at: HeadOrMeanAt, key: Token, k: Count = 20) -> TopWeights:
     """The queries that attend most to a key."""
-    at = locate(request, s, g, t, layer, head)
-    _check_index("key", key, at.view["n_keys"])
     keys = at.view["keys"]
-    work = _top_weights(_lookup(at, "column", layer, head, key), key, keys, at.view["queries"] or keys, k)
-    return await compute(request, ("column", s, g, t, layer, head, key, k), work, quick=True)
+    work = _top_weights(at.lookup("column", at.key(key)), key, keys, at.view["queries"] or keys, k)
+    return await compute(request, ("column", *at.place, key, k), work, quick=True)
 
 
 @data_router.get("/row-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
-async def row_weights(
-    request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, query: Token
-) -> Response:
+async def row_weights(request: Request, at: HeadOrMeanAt, query: Token) -> Response:
     """All weights of a query, (n_keys,)."""
-    at = locate(request, s, g, t, layer, head)
-    _check_index("query", query, at.view["n_queries"])
-    work = _lookup(at, "row", layer, head, query)
-    return Floats(await compute(request, ("row-weights", s, g, t, layer, head, query), work, quick=True))
+    work = at.lookup("row", at.query(query))
+    return Floats(await compute(request, ("row-weights", *at.place, query), work, quick=True))
 
 
 @data_router.get("/column-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
-async def column_weights(
-    request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, key: Token
-) -> Response:
+async def column_weights(request: Request, at: HeadOrMeanAt, key: Token) -> Response:
     """All weights on a key, (n_queries,)."""
-    at = locate(request, s, g, t, layer, head)
-    _check_index("key", key, at.view["n_keys"])
-    work = _lookup(at, "column", layer, head, key)
-    return Floats(await compute(request, ("column-weights", s, g, t, layer, head, key), work, quick=True))
+    work = at.lookup("column", at.key(key))
+    return Floats(await compute(request, ("column-weights", *at.place, key), work, quick=True))
 
 
 @data_router.get("/links/{g}/{t}/{layer}")
-async def links(request: Request, s: Position, g: Position, t: Position, layer: Position, query: Token) -> Links:
+async def links(request: Request, at: LayerAt, query: Token) -> Links:
     """The key with the largest weight of a query, in every head of a layer."""
-    at = locate(request, s, g, t, layer)
-    _check_index("query", query, at.view["n_queries"])
+    where = at.group, at.text, at.layer, at.query(query)
     keys, weights = await compute(
-        request,
-        ("links", s, g, t, layer, query),
-        lambda stopped: at.source.maps[at.group].strongest(at.group, t, layer, query, stopped=stopped),
-        quick=True,
+        request, ("links", *at.place, query), lambda stopped: at.maps.strongest(*where, stopped=stopped), quick=True
     )
     names = at.view["keys"]
     return Links(
@@ -276,18 +267,16 @@ async def links(request: Request, s: Position, g: Position, t: Position, layer: 
 
 
 @data_router.get("/similar/{g}/{t}/{layer}/{head}")
-async def similar(
-    request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position
-) -> Similarities:
+async def similar(request: Request, at: HeadAt) -> Similarities:
     """How similar the map of every head is to that of one: a row of `Profile.similarity`.
 
     It compares all weights, or the pooled maps where the weights are many, because it answers for every head that is
     selected.
     """
-    at = locate(request, s, g, t, layer, head)
     assert at.source.profile is not None
-    data = at.source.profile.one_text(t, at.group)
-    row = layer * data.sizes["head"] + head
+    assert at.head is not None
+    data = at.source.profile.one_text(at.text, at.group)
+    row = at.layer * data.sizes["head"] + at.head
 
     def work(stopped: Stopped) -> Similarities:
         held = held_maps(data)
@@ -298,15 +287,7 @@ async def similar(
         values = similarities(data, range(row, row + 1), maps)[0]
         return Similarities(maps=maps, values=[float(x) if np.isfinite(x) else None for x in values])
 
-    return await compute(request, ("similar", s, g, t, layer, head), work)
-
-
-def _lookup(at: TextLocation, name: str, layer: int, head: int | str, *where: int) -> Work:
-    """Work that calls a method of the maps of a text for one head, or for the mean over heads."""
-    method = getattr(at.source.maps[at.group], name)
-    return lambda stopped: method(
-        at.group, at.text, layer, None if isinstance(head, str) else head, *where, stopped=stopped
-    )
+    return await compute(request, ("similar", *at.place), work)
 
 
 def _top_weights(work: Work, position: int, tokens: list[str], others: list[str], k: int) -> Work:

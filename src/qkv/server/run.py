@@ -1,24 +1,186 @@
-"""Start the server, in the foreground until it is interrupted or in a background thread of a program."""
+"""The server of a session: its FastAPI application, in the foreground until an interrupt or in a thread of a program.
+
+Every error is answered with one sentence.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from http import HTTPStatus
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException
 
+import qkv
 from qkv.errors import InputError
-from qkv.server.app import create_app
-from qkv.server.guard import WILDCARDS, Connection, is_loopback
-from qkv.server.jobs import JobQueues
+from qkv.report.payload import looks
+from qkv.server import routes
+from qkv.server.guard import WILDCARDS, Connection, Guard, is_loopback
+from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull, not_found
+from qkv.server.routes import IMMUTABLE
+from qkv.server.schemas import AddedPage, ErrorAnswer, LiveModel, SessionState, SourceState
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from qkv.server.session import Session
+
+TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png"}
+ERRORS = (400, 404, 422, 503)
+DESCRIPTION = (
+    "The interface between the page of qkv view and its server. Indices of sources (s), groups (g), texts (t), layers "
+    "and heads are positions that count from 0; so are queries and keys, which are positions of tokens. Arrays are "
+    "little-endian float32. Every answer that is not a success has the type ErrorAnswer: 400 and 422 for invalid "
+    "requests, 404 for an index or address that does not exist, 503 if the job queue of the server is full."
+)
+
+
+def create_app(
+    session: Session, *, host: str = "127.0.0.1", port: int = 8765, token: str | None = None,
+    queues: JobQueues | None = None,
+) -> Guard:  # fmt: skip
+    """The ASGI application of a session.
+
+    Args:
+        session: the profiles and models to serve.
+        host: the address that the server is bound to, which the Host header of requests must match.
+        port: the port that the server is bound to, likewise.
+        token: if given, every request must carry it.
+        queues: the job queues to compute in; new ones by default. They are stopped when the server ends.
+    """
+    queues = queues or JobQueues()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        session.start()
+        yield
+        queues.stop()
+
+    app = FastAPI(
+        title="qkv view", version=qkv.__version__, description=DESCRIPTION, lifespan=lifespan, docs_url=None,
+        redoc_url=None, openapi_url=None, redirect_slashes=False,
+        responses={code: {"model": ErrorAnswer} for code in ERRORS},
+    )  # fmt: skip
+    app.state.session, app.state.queues = session, queues
+    _add_error_handlers(app)
+    _add_pages(app, [page.folder for page in session.pages])
+    for router in (routes.data_router, routes.model_router, *(page.router for page in session.pages)):
+        app.include_router(router)
+    return Guard(app, host=host, port=port, token=token)
+
+
+def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
+    """Serve the viewer and its static files, with those of the pages that other packages add."""
+    folder = files("qkv.page")
+    # All files are read at the start and found by name, so a name that a client sends never becomes a path.
+    known = {x.name: x.read_bytes() for where in (*others, folder) for x in where.iterdir() if _type_of(x.name)}
+    packed = {name: gzip.compress(content, mtime=0) for name, content in known.items()}
+    styles = "".join(
+        f'<link rel="stylesheet" href="/static/{name}">\n'
+        for name in sorted(known) if name.startswith("page_") and name.endswith(".css")
+    )  # fmt: skip
+    html = (folder / "viewer.html").read_text(encoding="utf-8").replace("{{page styles}}\n", styles)
+
+    @app.get("/", include_in_schema=False)
+    async def viewer() -> Response:
+        return HTMLResponse(html, headers={"Cache-Control": "no-cache"})
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:
+        return Response(status_code=204, headers={"Cache-Control": IMMUTABLE})  # browsers always request it
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def static(request: Request, name: str) -> Response:
+        if name not in known:
+            raise not_found("There is no such file.")
+        headers = {"Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(packed[name], media_type=_type_of(name), headers=headers | {"Content-Encoding": "gzip"})
+        return Response(known[name], media_type=_type_of(name), headers=headers)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return JSONResponse(app.openapi())
+
+    @app.get("/api/session", tags=["session"])
+    async def state(request: Request, response: Response) -> SessionState:
+        """The sources of the session with their progress, the model for text, and the pages that other packages add."""
+        response.headers["Cache-Control"] = "no-store"
+        session: Session = request.app.state.session
+        return SessionState(
+            version=session.version,
+            title=session.title,
+            sources=[SourceState.model_validate(x, from_attributes=True) for x in session.sources],
+            live=None if session.live_description is None else LiveModel(**session.live_description),
+            pages=[
+                AddedPage(id=x.id, title=x.title, data=session.page_data.get(x.id), missing=session.missing(x))
+                for x in session.pages
+            ],
+            looks=looks(),
+            computing=request.app.state.queues.slow.progress,
+        )  # fmt: skip
+
+
+def _type_of(name: str) -> str | None:
+    return TYPES.get(name[name.rfind(".") :])
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def bad_input(request: Request, error: Any) -> Response:
+        sentence = f"{error}"  # messages of InputError have no full stop
+        return _error(400, sentence if sentence.endswith(("?", ".")) else f"{sentence}.")
+
+    async def http(request: Request, error: Any) -> Response:
+        sentences = {404: "There is nothing at this address.", 405: "This address does not support the method."}
+        code, detail = error.status_code, str(error.detail)
+        if detail == HTTPStatus(code).phrase:  # Starlette's default, which only names the code
+            detail = sentences.get(code, detail)
+        return _error(code, detail if detail.endswith(".") else f"{detail}.")
+
+    async def invalid(request: Request, error: Any) -> Response:
+        return _error(422, _validation_sentence(error))
+
+    async def busy(request: Request, error: Any) -> Response:
+        return _error(503, "The job queue of the server is full: try again in a moment.", {"Retry-After": "1"})
+
+    async def disconnected(request: Request, error: Any) -> Response:
+        return _error(499, "The client has disconnected.")  # never delivered, but a handler must return a response
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return _error(500, f"The server failed ({type(error).__name__}): its terminal shows the traceback.")
+
+    app.add_exception_handler(InputError, bad_input)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(QueueFull, busy)
+    app.add_exception_handler(ClientDisconnected, disconnected)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _error(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
+    body = json.dumps({"error": sentence})  # in ASCII: a sentence may quote half of a character
+    return Response(body, status, {"Cache-Control": "no-store"} | (headers or {}), "application/json")
+
+
+def _validation_sentence(error: RequestValidationError) -> str:
+    """The first invalid field, and the number of further ones."""
+    first, *others = error.errors()
+    where = ".".join(str(x) for x in first["loc"][1:] if not str(x).startswith(("constrained-", "literal[")))
+    more = f" (and {len(others)} more)" if others else ""
+    return f"{where or 'the request'}: {first['msg'][:1].lower()}{first['msg'][1:]}{more}."
+
 
 MAX_CONNECTIONS = 1000  # at a time; further requests are answered with 503
 GRACE = 1  # seconds in which requests may still be answered after an interrupt, a whole number for uvicorn

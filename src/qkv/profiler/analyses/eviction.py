@@ -49,6 +49,7 @@ from qkv.huggingface.client import attend, routed
 from qkv.kernels import changing
 from qkv.masks import Mask, Predicate, Prefix, Window
 from qkv.models.decoder import DecoderLM
+from qkv.models.generation import evaluation_mode
 from qkv.models.loading import load_if_named
 from qkv.models.loss import token_loss
 from qkv.profiler.analyses.policies import ONLINE, OfCache, Online, held_keys
@@ -82,18 +83,18 @@ class Policy:
         """The keys that each query of a layer can attend to, as a cache of this budget would hold them."""
         if self.mask is not None:
             return self.mask(budget)
-        if self.online is not None:
-            return held_keys(call, self.online, budget)
-        cache = self.cache(budget) if self.cache else None
-        assert isinstance(cache, Evicting)
-        return held_keys(call, OfCache(cache), budget)
+        return held_keys(call, self.online or OfCache(self._evicting(budget)), budget)
 
     def worth(self, received: Tensor, budget: int) -> tuple[Tensor, int, int]:
         """The worth of every key (b, hkv, n) at the end of a text, and how many old and recent keys are retained."""
-        cache = self.cache(budget) if self.cache else None
-        assert isinstance(cache, Evicting)
+        cache = self._evicting(budget)
         queries = torch.arange(received.shape[-1], 0, -1, device=received.device).expand(received.shape)
         return cache.checked_worth(received, queries), cache.keys - cache.recent, cache.recent
+
+    def _evicting(self, budget: int) -> Evicting:
+        cache = self.cache(budget) if self.cache else None
+        assert isinstance(cache, Evicting)
+        return cache
 
 
 def policies_of(chosen: Sequence[str | type[Evicting]], first: int) -> tuple[Policy, ...]:
@@ -402,9 +403,7 @@ def nats_of(
     on_tokens: Callable[[float], None],
 ) -> float:  # fmt: skip
     """The sum of the loss over the n − 1 next tokens, in nats; without a policy all keys are kept."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
+    with evaluation_mode(model):
         if isinstance(model, DecoderLM) and (policy is None or policy.cache is not None):
             online = policy is not None and policy.mask is None
             chunk, begin = (1, budget) if online else (64, 0)
@@ -413,9 +412,6 @@ def nats_of(
             found = token_loss(model, ids, lambda: make(size), chunk=chunk, begin=begin, on_chunk=on_tokens)
             return float(found.sum())
         logits = _under_masks(model, ids, lambda call: policy.kept(call, budget) if policy else None)
-    finally:
-        for module in training:
-            module.training = True
     on_tokens(ids.shape[1])
     return float(nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:], reduction="sum"))
 

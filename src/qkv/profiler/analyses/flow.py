@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from qkv.engine import RowState
 from qkv.errors import InputError, nearest
 from qkv.models.loading import load_if_named
-from qkv.profiler.capture.datasets import calls_of, without_values
+from qkv.profiler.capture.datasets import calls_of, names_table, without_values
 from qkv.profiler.capture.inputs import Tokens, batches, sequences_of
 from qkv.profiler.capture.record import ObservedCall
 from qkv.statistics.measure import row_state
@@ -154,7 +154,11 @@ def _traced(
         start = torch.zeros(*real.shape, len(chosen), dtype=torch.float64, device=real.device)
         start.scatter_(1, places[:, None], 1.0)
         steps = walk(list(map(_Layer.of, stack, factors, repeat(residual))), start, on_layer)
-        found += _items(torch.stack(steps, 1).cpu().numpy(), real.cpu().numpy(), places.cpu().numpy(), names)
+        flows, chosen_places = torch.stack(steps, 1).cpu().numpy(), places.cpu().numpy()  # (b, depth, n, m), (b, m)
+        for item, keep in enumerate(real.cpu().numpy()):  # without padding
+            positions = (np.cumsum(keep) - 1)[chosen_places[item]]
+            values = flows[item][:, keep].transpose(2, 0, 1)
+            found.append(_Item(values, names.names(names.queries, item, keep), positions))
     attributes = {"model": loaded.name, "group": stack[0].group, "residual": residual}
     attributes |= {"by": by, "of": called, "definition": DEFINITIONS[called], "units": "1"}
     return _array(found, attributes)
@@ -301,31 +305,19 @@ class _Item:
     positions: np.ndarray  # of the chosen, among the real tokens
 
 
-def _items(steps: np.ndarray, real: np.ndarray, places: np.ndarray, tokens: Tokens) -> list[_Item]:
-    """The texts of a batch without their padding; `steps` is (b, depth, n, m)."""
-    found = []
-    for item, keep in enumerate(real):
-        rank = np.cumsum(keep) - 1
-        values = steps[item][:, keep].transpose(2, 0, 1)
-        found.append(_Item(values, tokens.names(tokens.queries, item, keep), rank[places[item]]))
-    return found
-
-
 def _array(items: list[_Item], attributes: dict[str, Any]) -> xr.DataArray:
     """Stack the texts in one array, padded with NaN and empty names."""
     longest = max(len(item.names) for item in items)
     chosen, depth = items[0].values.shape[:2]
     values = np.full((len(items), chosen, depth, longest), np.nan)
-    names = np.full((len(items), longest), "", object)
     for row, item in enumerate(items):
         values[row, ..., : len(item.names)] = item.values
-        names[row, : len(item.names)] = item.names
     return xr.DataArray(
         values,
         dims=("text", "chosen", "depth", "token"),
         coords={
             "depth": np.arange(depth),
-            "token_name": (("text", "token"), names),
+            "token_name": (("text", "token"), names_table([item.names for item in items], longest)),
             "chosen_position": (("text", "chosen"), np.stack([item.positions for item in items])),
             "chosen_name": (
                 ("text", "chosen"),

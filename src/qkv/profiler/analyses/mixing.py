@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qkv.engine import at_least_float32
 from qkv.errors import InputError
+from qkv.models.generation import evaluation_mode
 from qkv.models.loading import load_if_named
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids, token_text, vocabulary
 from qkv.profiler.capture.residual import attention_modules, observe_residual
@@ -152,14 +153,8 @@ def _responses(model: nn.Module, batch: dict[str, Any], items: int) -> dict[str,
         x = hidden.to(at_least_float32(hidden.dtype))
         found.setdefault(stack, []).append(((x[1:] - x[:1]).norm(dim=2) / x[:1].norm(dim=2)).cpu())
 
-    training = [m for m in model.modules() if m.training]
-    try:
-        model.eval()
-        with torch.no_grad(), observe_residual(model, attention_modules(model), compare):
-            model(**batch)
-    finally:
-        for module in training:
-            module.training = True
+    with evaluation_mode(model), torch.no_grad(), observe_residual(model, attention_modules(model), compare):
+        model(**batch)
     return found
 
 

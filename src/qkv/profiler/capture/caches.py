@@ -145,31 +145,45 @@ def located(
     return torch.tensor(items), torch.stack(places)
 
 
-class _Listening:
-    """Reports batch items that any cache selects, and None when it is cropped.
-
-    The methods of a class are replaced once for all who listen.
-    """
+class Installed:
+    """What the first of several contexts installs in the process, for all of them, and the last one removes."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.listeners: list[Callable[[Any, Tensor | None], None]] = []
-        self.replaced: dict[tuple[type, str], Any] = {}
-        self.inside = threading.local()
+        self.lock, self.users = threading.RLock(), list[Any]()
 
     @contextmanager
-    def __call__(self, listener: Callable[[Any, Tensor | None], None]) -> Iterator[None]:
+    def __call__(self, user: Any = None) -> Iterator[None]:
         with self.lock:
-            self.listeners.append(listener)
+            if not self.users:
+                self.install()
+            self.users.append(user)
         try:
             yield
         finally:
             with self.lock:
-                self.listeners.remove(listener)
-                for (kind, name), own in self.replaced.items() if not self.listeners else ():
-                    delattr(kind, name) if own is None else setattr(kind, name, own)
-                if not self.listeners:
-                    self.replaced.clear()
+                self.users.remove(user)
+                if not self.users:
+                    self.remove()
+
+    def install(self) -> None:
+        """Called at the start of the first context."""
+
+    def remove(self) -> None:
+        """Called at the end of the last context."""
+
+
+class _Listening(Installed):
+    """Reports batch items that any cache selects, and None when it is cropped, to functions of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced: dict[tuple[type, str], Any] = {}
+        self.inside = threading.local()
+
+    def remove(self) -> None:
+        for (kind, name), own in self.replaced.items():
+            delattr(kind, name) if own is None else setattr(kind, name, own)
+        self.replaced.clear()
 
     def to(self, kind: type) -> None:
         """Report the caches of this class, too."""
@@ -193,7 +207,7 @@ class _Listening:
                 made = own(cache, *args, **named)
             finally:
                 self.inside.on = False
-            for listener in list(self.listeners):
+            for listener in list(self.users):
                 listener(cache, None if name == CROP or items is None else torch.as_tensor(items).detach().clone())
             return made
 

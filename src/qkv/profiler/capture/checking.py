@@ -70,23 +70,6 @@ def compared(
     return Checked(name, where, difference)
 
 
-def compared_weights(
-    name: str,
-    where: str,
-    own: Float[Tensor, "b nq h dv"],
-    weights: Float[Tensor, "b h nq nk"],
-    value: Float[Tensor, "b hkv nk dv"],
-) -> Checked:
-    """The difference between an output and the product of the returned weights with the values."""
-    if weights.shape[1] % value.shape[1] or weights.shape[3] != value.shape[2]:
-        raise InputError(
-            f"model attends in {name} by {where}, which returns weights of shape {tuple(weights.shape)} for values of "
-            f"shape {tuple(value.shape)}; expected (batch, heads, queries, keys)"
-        )
-    values = value.detach().repeat_interleave(weights.shape[1] // value.shape[1], 1)
-    return compared(name, where, own.transpose(1, 2), weights.to(values.dtype) @ values, None)
-
-
 def check_rows(
     module: nn.Module,
     name: str,
@@ -99,15 +82,6 @@ def check_rows(
     """Run the model's own function for the last few queries and compare with the same rows of `out`.
 
     None if the function does not accept these arguments, so that nothing can be compared.
-
-    Args:
-        module: the attention module.
-        name: its name.
-        function: its attention function, one of transformers.
-        call: the call as qkv reads it.
-        out: its output by qkv.
-        attention_mask: as passed by the model.
-        arguments: further arguments as passed by the model.
     """
     b, h, n_queries, _ = call.q.shape
     n_keys = call.k.shape[2]
@@ -191,15 +165,7 @@ class Checks(list[Checked]):
     ) -> tuple[Call, Tensor | None]:  # fmt: skip
         """The call of a model's own function, and its padding mask: the reading of its arguments that gives its output.
 
-        Args:
-            module: the module that attends.
-            name: its name.
-            function: its attention function.
-            out: the output of the function.
-            args: query, key, value and mask.
-            named: further arguments.
-            dropped: weights were dropped, so that the output cannot be compared.
-            once: compare the first call only.
+        If weights were dropped, the output cannot be compared; with `once`, only the first call is.
         """
         where, known = name_of(function), is_known(function)
         if dropped and not known:
@@ -233,8 +199,16 @@ class Checks(list[Checked]):
         weights = returned[1] if len(returned) > 1 else None
         if not isinstance(weights, Tensor) or weights.ndim != 4:
             raise reason
-        self.append(compared_weights(name, name_of(function), returned[0].detach(), weights.detach(), value))
-        return weights.detach()
+        where, weights = name_of(function), weights.detach()
+        if weights.shape[1] % value.shape[1] or weights.shape[3] != value.shape[2]:
+            raise InputError(
+                f"model attends in {name} by {where}, which returns weights of shape {tuple(weights.shape)} for values "
+                f"of shape {tuple(value.shape)}; expected (batch, heads, queries, keys)"
+            )
+        values = value.detach().repeat_interleave(weights.shape[1] // value.shape[1], 1)
+        own = returned[0].detach().transpose(1, 2)
+        self.append(compared(name, where, own, weights.to(values.dtype) @ values, None))
+        return weights
 
 
 RETURNED = {  # fields of transformers' outputs, and the groups that they hold

@@ -188,8 +188,8 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
             "layer": [r.layer for r in records],
             "head": np.arange(first.statistics.entropy.shape[1]),
             "module": ("layer", [r.module for r in records]),
-            "query_token": (("text", "query"), _table(query_names, n_queries)),
-            "key_token": (("text", "key"), _table(key_names, n_keys)),
+            "query_token": (("text", "query"), names_table(query_names, n_queries)),
+            "key_token": (("text", "key"), names_table(key_names, n_keys)),
             "n_queries": ("text", real_q.sum(1)),
             "n_keys": ("text", real_k.sum(1)),
             "bin_queries": ("text", np.full(b, bins[0])),
@@ -244,7 +244,8 @@ def _packed(x: np.ndarray, axis: int, keep: np.ndarray) -> np.ndarray:
     return np.pad(kept, widths, constant_values=np.nan)
 
 
-def _table(names: list[list[str]], length: int) -> np.ndarray:
+def names_table(names: list[list[str]], length: int) -> np.ndarray:
+    """Names by text and token; shorter texts end with empty names."""
     table = np.full((len(names), length), "", dtype=object)
     for row, row_names in zip(table, names, strict=True):
         row[: len(row_names)] = row_names

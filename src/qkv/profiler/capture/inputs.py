@@ -285,13 +285,7 @@ def of_call(name: str, *, n_queries: int, n_keys: int, causal: bool, two_sided: 
        many queries as the second sequence has tokens; else encoder.
     6. Any other module has the name of its side (encoder or decoder), or is self.
 
-    Args:
-        name: dotted name of the module.
-        n_queries: number of queries of the call.
-        n_keys: number of keys of the call.
-        causal: True if no query can attend to a later key.
-        two_sided: True if the model has modules called encoder and modules called decoder.
-        sequences: the sequences that the model reads.
+    `two_sided` is True if the model has modules called encoder and modules called decoder.
     """
     if _CROSS.search(name):
         return "cross"
@@ -350,6 +344,10 @@ class Tokens:
     @property
     def special(self) -> list[str]:
         return list(getattr(self.tokenizer, "all_special_tokens", ()) or ())
+
+
+def nan_error(module: str) -> InputError:
+    return InputError(f"model computes weights that are NaN in {module}: its parameters or its inputs contain NaN")
 
 
 def special_ids(model: nn.Module, tokenizer: Any) -> set[int]:

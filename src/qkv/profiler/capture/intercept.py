@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -22,24 +22,21 @@ from torch.overrides import TorchFunctionMode
 
 from qkv import masks
 from qkv.biases import TensorBias
-from qkv.engine import Call, Result, at_least_float32
+from qkv.engine import Call, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import read_mask
 from qkv.masks import Causal, Mask, Shifted
 from qkv.normalizers import Pointwise
 from qkv.scores import Dot
 
+if TYPE_CHECKING:
+    from qkv.profiler.capture.observer import Observer
+
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
 SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "nhead", "heads")
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile("softmax", re.IGNORECASE)
-
-OnCall = Callable[..., Result]
-"""Module, source ("sdpa" or "softmax"), call, the output that the model has computed or None, and by name whether it
-can be edited; returns the result of the call."""
-
-OnOutput = Callable[[str, Callable[[], Tensor], Result], None]  # module, function that computes torch's output, result
 
 
 def unwatched() -> AbstractContextManager[object]:
@@ -52,33 +49,17 @@ NO_HEADS = "it has no attribute num_heads; set one"
 
 
 class Intercept(TorchFunctionMode):
-    """Inside, `on_call` receives every recognised attention call; other attention modules are added to `unreadable`.
+    """Inside, an observer receives every recognised attention call; other attention modules are its `unreadable` ones.
 
-    Args:
-        model: the model whose calls are intercepted.
-        names: names of its modules, by id.
-        expected: modules that use transformers' attention interface, which is observed elsewhere.
-        on_call: callback for every recognised call.
-        check: callback that may compare torch's own output with the result of `on_call`.
-        unreadable: gets the names of modules whose attention cannot be read, and the reasons.
-        beside: let torch's function compute, and only report the call.
+    If it observes beside the model, torch's functions compute, and calls are only reported. It compares torch's own
+    output with the result of a call.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        names: dict[int, str],
-        expected: Collection[str],
-        on_call: OnCall,
-        check: OnOutput,
-        unreadable: dict[str, str],
-        *,
-        beside: bool = False,
-    ) -> None:
+    def __init__(self, observer: Observer) -> None:
         super().__init__()
-        self.model, self.names, self.expected = model, names, frozenset(expected)
-        self.beside = beside
-        self.on_call, self.check, self.unreadable = on_call, check, unreadable
+        self.model, self.names, self.expected = observer.model, observer.names, frozenset(observer.expected)
+        self.on_call, self.check = observer.intercepted, observer.checks.of_torch
+        self.beside, self.unreadable = observer.beside, observer.unreadable
         self.scores: dict[int, list[Tensor | str]] = {}  # of modules whose forward is running, or why not readable
         self.handles: list[Any] = []
 
@@ -221,16 +202,8 @@ def of_sdpa(
 ) -> tuple[Call, torch.Size]:
     """The call that ``F.scaled_dot_product_attention`` makes with these arguments, and the shape of its output.
 
-    Args:
-        heads: number of heads of the calling module, if known: a folded dimension (batch · heads) is unfolded by it.
-        query: (batch, heads, nq, d); if there are more than 4 dimensions, all but the last three are batch.
-        key: as `query`; with fewer heads if `enable_gqa`.
-        value: as `key`.
-        attn_mask: True where a query may attend, or a bias that is added to the scores.
-        dropout_p: dropout probability.
-        is_causal: query i attends to keys up to i. Torch aligns this at the top left, `Causal` at the bottom right.
-        scale: factor of q·k; 1/√d if None.
-        enable_gqa: True if groups of query heads share a key head.
+    All dimensions but the last three are batch; a folded dimension (batch · heads) is unfolded by the number of heads
+    of the calling module, if it is known. Torch aligns `is_causal` at the top left, `Causal` at the bottom right.
     """
     if torch.is_autocast_enabled(query.device.type):  # as autocast does for the function itself
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
@@ -336,11 +309,9 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:
-    """Scores in 4 dimensions (batch, heads, nq, nk), or None if the meaning of the dimensions is ambiguous.
+    """The input of a softmax as scores (batch, heads, nq, nk), or None if the meaning of its dimensions is ambiguous.
 
-    Args:
-        x: the input of a softmax over the last dimension.
-        heads: number of heads of the module, if known.
+    The softmax is over the last dimension; `heads` is the number of heads of the module, if known.
     """
     if x.ndim == 4 and heads == x.shape[1]:
         return x

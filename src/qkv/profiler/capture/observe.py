@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,8 +25,9 @@ from qkv.edits import ACTIVE
 from qkv.errors import InputError
 from qkv.huggingface.client import is_known, routed, wrapped
 from qkv.kernels import serving
+from qkv.models.generation import evaluation_mode
 from qkv.nn import Composition
-from qkv.profiler.capture.caches import listening
+from qkv.profiler.capture.caches import Installed, listening
 from qkv.profiler.capture.checking import recorded_inputs
 from qkv.profiler.capture.intercept import all_routed
 from qkv.profiler.capture.observer import Observer
@@ -49,9 +50,18 @@ def observe(observer: Observer) -> Iterator[Observer]:
     models every call is a layer. With `Observer.beside` the model is neither put into evaluation mode nor detached from
     autograd: its own functions compute, and the calls are collected beside them.
     """
-    _refuse_split_heads(observer.model)
-    with _observed(observer):
-        yield observer
+    model = observer.model
+    _refuse_split_heads(model)
+    if observer.beside:
+        with _alone(observer), _computing(observer), _checkpoints(observer):
+            yield observer
+        return
+    with evaluation_mode(model):
+        with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
+            with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
+                yield observer
+            observer.recorder.finish(observer.run.query_masks)
+        observer.record_returned(recorded)
 
 
 OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()
@@ -89,70 +99,39 @@ def _counted(own: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
 
 
 @contextmanager
-def _observed(observer: Observer) -> Iterator[Observer]:
-    model = observer.model
-    if observer.beside:
-        with _alone(observer), _computing(observer), _checkpoints(observer):
-            yield observer
-        return
-    training = [m for m in model.modules() if m.training]
-    try:
-        model.eval()
-        with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
-            with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
-                yield observer
-            observer.recorder.finish(observer.run.query_masks)
-        observer.record_returned(recorded)
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
 def _computing(observer: Observer) -> Iterator[None]:
     """Inside, an observer beside the model receives its calls."""
     with _uncompiled(), _routed(observer), _hooked(observer), serving(observer.observe_call):
         yield
 
 
-class _Checkpoints:
+class _Checkpoints(Installed):
     """Lets what gradient checkpointing computes again be what the forward computed, also after the context has ended.
 
-    Both functions by which `torch.utils.checkpoint` computes again are replaced once for all observers.
+    Both functions by which `torch.utils.checkpoint` computes again are replaced for all observers.
     """
 
-    def __init__(self) -> None:
-        self.lock, self.observers, self.own = threading.Lock(), list[Observer](), tuple[Any, ...]()
-
-    @contextmanager
-    def __call__(self, observer: Observer) -> Iterator[None]:
+    def install(self) -> None:
         module: Any = torch.utils.checkpoint
-        with self.lock:
-            if not self.observers:
-                generator, kind = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
-                self.own = generator, kind
+        generator, kind = self.own = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
 
-                class Reentrant:
-                    apply = staticmethod(lambda function, *args: kind.apply(self.as_it_was(function), *args))
+        class Reentrant:
+            apply = staticmethod(lambda function, *args: kind.apply(self.as_it_was(function), *args))
 
-                module.CheckpointFunction = Reentrant
-                module._checkpoint_without_reentrant_generator = lambda function, *args, **named: generator(
-                    self.as_it_was(function), *args, **named
-                )
-            self.observers.append(observer)
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.observers.remove(observer)
-                if not self.observers:
-                    module._checkpoint_without_reentrant_generator, module.CheckpointFunction = self.own
+        module.CheckpointFunction = Reentrant
+        module._checkpoint_without_reentrant_generator = lambda function, *args, **named: generator(
+            self.as_it_was(function), *args, **named
+        )
+
+    def remove(self) -> None:
+        module: Any = torch.utils.checkpoint
+        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = self.own
 
     def as_it_was(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, with the edits of now whenever it is computed again for the gradients."""
         then = [
             (one, replace(one.run, running=list(one.run.running), made=dict(one.run.made)), tuple(edits))
-            for one in self.observers
+            for one in self.users
             if one.run.running
             for edits in [ACTIVE.get(one.model, ())]
         ]
@@ -162,7 +141,7 @@ class _Checkpoints:
                 return function(*args, **named)
             with ExitStack() as stack:
                 for observer, of_run, edits in then:
-                    if observer not in self.observers and edits:  # the context has ended
+                    if observer not in self.users and edits:  # the context has ended
                         stack.enter_context(_computing(observer))
                     stack.enter_context(observer.again(of_run, edits))
                 return function(*args, **named)
@@ -192,32 +171,24 @@ def _alone(observer: Observer) -> Iterator[None]:
         lock.release()
 
 
-class _EagerMode:
-    """torch.compile has one stance in a process: the first context sets it, and the last that ends restores it."""
+class _EagerMode(Installed):
+    """torch.compile has one stance in a process."""
 
-    def __init__(self) -> None:
-        self.lock, self.contexts, self.previous = threading.Lock(), 0, ExitStack()
+    def install(self) -> None:
+        self.previous = ExitStack()
+        self.previous.enter_context(torch.compiler.set_stance("force_eager"))
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Run compiled parts of the model in eager mode, because compiled code cannot be observed."""
-        if "torch._dynamo" not in sys.modules:  # slow to import; if it is not loaded, nothing is compiled
-            yield
-            return
-        with self.lock:
-            if not self.contexts:
-                self.previous.enter_context(torch.compiler.set_stance("force_eager"))
-            self.contexts += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.contexts -= 1
-                if not self.contexts:
-                    self.previous.close()
+    def remove(self) -> None:
+        self.previous.close()
 
 
-_uncompiled = _EagerMode()
+_eager_mode = _EagerMode()
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Run compiled parts of the model in eager mode, because compiled code cannot be observed."""
+    known = "torch._dynamo" in sys.modules  # slow to import; if it is not loaded, nothing is compiled
+    return _eager_mode() if known else nullcontext()
 
 
 @contextmanager

@@ -9,15 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from qkv import ring
 from qkv.edits import ACTIVE, Edits, Placed, applied
-from qkv.engine import Call, Result, Shared, detached
+from qkv.engine import Call, Result, RowState, Shared, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.client import Own, function_of
@@ -27,13 +29,75 @@ from qkv.profiler.capture import inputs
 from qkv.profiler.capture.checking import Checks, Inputs, returned
 from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
-from qkv.profiler.capture.record import WEIGHTS_ONLY, Measures, ObservedCall, Record, is_causal, served
-from qkv.profiler.capture.recorder import Recorder
+from qkv.profiler.capture.layer import Layer
+from qkv.profiler.capture.record import PREFIX, WEIGHTS_ONLY, Measures, ObservedCall, Record, is_causal, served
 from qkv.profiler.capture.texts import Forward, Texts
+from qkv.statistics import PrefixSinkScores
+from qkv.statistics.measure import sweep
+from qkv.statistics.result import Statistics
 
 Receive = Callable[[ObservedCall, Result | None, Mapping[int, Call]], Result]
 """Receives an observed call, its result after the edits, and the calls of single heads whose weights an edit changed;
 returns the result. If the result is None, the receiver computes it."""
+
+
+class Recorder:
+    """Receives the calls of one forward and measures each, together with its result where that is not known."""
+
+    def __init__(self, measures: Measures) -> None:
+        self.measures = measures
+        self.records: list[Record] = []
+        self.group: ProcessGroup | None = None
+        """The processes that share the sequence, if there are several."""
+        self._layers: list[tuple[int, Layer]] = []  # places of records, and modules that attend step by step
+
+    def __call__(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
+        if observed.step is None:
+            result, record = self.measures.record(observed, result, changed)
+            self.records.append(record)
+            return result
+        if observed.step == 0:
+            layer = Layer(observed.module, observed.group, observed.layer, observed.source, own_keys=True)
+            self._layers.append((len(self.records), layer))
+            self.records.append(None)  # type: ignore[arg-type]
+        layer = next(one for _, one in reversed(self._layers) if one.module == observed.module)
+        layer.add(observed, observed.step, 0, None, stays=True)
+        return served(observed.call) if result is None else result
+
+    def finish(self, real: Mapping[int, Tensor]) -> None:
+        """Join the steps of each module that attends step by step; `real` is True at real queries, by their number."""
+        for at, layer in self._layers:
+            total = sum(piece.count for piece in layer.pieces)  # type: ignore[union-attr, misc]
+            self.records[at] = layer.record(self.measures, real.get(total), total, {})
+        self._layers.clear()
+
+    def add_shared(self, name: str, group: str, layer: int, shared: Shared, result: Result) -> None:
+        """Record a call of which this process has a shard."""
+        if names := [s.name for s in self.measures.statistics]:
+            raise InputError(
+                f"statistics has {', '.join(names)}, but {name} shares its sequence with other processes, where custom "
+                "statistics are not supported; expected none"
+            )
+        self.group, call = shared.group, detached(shared.call)
+        mass = self.measures.masses(0, shared.grid.n_keys)
+        found = sweep(call, RowState(result.lse), mass=mass, statistics=[PrefixSinkScores(PREFIX)], shared=shared)
+        whole = _gathered(found, shared.group)
+        self.records.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
+
+
+def _gathered(statistics: Statistics, group: ProcessGroup) -> Statistics:
+    """The statistics of a whole sequence, from processes that each have those of their own shard."""
+
+    def whole(x: Tensor | None) -> Tensor | None:
+        return None if x is None else ring.unshard(x, group)
+
+    by_token = {
+        f.name: whole(getattr(statistics, f.name))
+        for f in fields(Statistics)
+        if f.name not in ("mass", "own", "prefix_sink_scores", "thumbnail")
+    }
+    mass = {name: whole(x) for name, x in statistics.mass.items()}
+    return replace(statistics, **by_token, mass=mass)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -188,10 +252,7 @@ class Observer:
         """A context that observes attention which the model computes by torch's functions, as far as it may."""
         if all_routed(self.model, self.names, self.expected):
             return nullcontext()  # reading every function of torch takes time
-        return Intercept(
-            self.model, self.names, self.expected, self.intercepted, self.checks.of_torch, self.unreadable,
-            beside=self.beside,
-        )  # fmt: skip
+        return Intercept(self)
 
     def record_returned(self, recorded: Inputs) -> None:
         """For modules whose calls could not be read, record the weights that the model itself returns, if it does."""

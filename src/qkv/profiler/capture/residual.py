@@ -36,27 +36,35 @@ OnHiddenStates = Callable[[str, int, Tensor], None]  # stack, depth, hidden stat
 _ATTENDS = re.compile("attention|attn", re.IGNORECASE)
 _DECODER = re.compile(r"(?:^|\.)decoder(?:\.|$)")
 
-MEANING = {
-    "norm": ("1", "L2 norm of the hidden state of each token"),
+BY_TEXT, RANKED = ("text", "depth"), ("text", "depth", "rank")
+VARIABLES = {  # dimensions, units and definition
+    "norm": (("text", "depth", "token"), "1", "L2 norm of the hidden state of each token"),
     "cosine": (
+        BY_TEXT,
         "1",
         "mean cosine similarity of the hidden states of two different tokens, over all pairs of tokens with a state "
         "other than zero (Ethayarajh 2019, arXiv:1909.00512, §3); NaN for fewer than two",
     ),
     "median": (
+        BY_TEXT,
         "1",
         "median |x| over all tokens and dimensions (for an even count, the lower of the two middle values)",
     ),
     "massive": (
+        BY_TEXT,
         "activations",
         f"number of |x| > {MASSIVE:g} and ≥ {TIMES_MEDIAN:g} × the median (Sun et al. 2024, arXiv:2402.17762, §2)",
     ),
-    "ratio": ("1", "the largest |x| divided by the median"),
-    "first_ratio": ("1", "the largest |x| of the first token divided by the median"),
-    "largest": ("1", "the largest |x|, in descending order"),
-    "largest_token": ("position", "position in the text of the token with that activation; −1 if there is none"),
-    "largest_dimension": ("index", "dimension of the hidden state with that activation; −1 if there is none"),
-}
+    "ratio": (BY_TEXT, "1", "the largest |x| divided by the median"),
+    "first_ratio": (BY_TEXT, "1", "the largest |x| of the first token divided by the median"),
+    "largest": (RANKED, "1", "the largest |x|, in descending order"),
+    "largest_token": (
+        RANKED, "position", "position in the text of the token with that activation; −1 if there is none",
+    ),
+    "largest_dimension": (
+        RANKED, "index", "dimension of the hidden state with that activation; −1 if there is none",
+    ),
+}  # fmt: skip
 
 
 def attention_modules(model: nn.Module) -> list[str]:
@@ -69,38 +77,25 @@ def attention_modules(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if name and _is_attention(module)]
 
 
-def layer_of(model: nn.Module, module: str, modules: Collection[str] = ()) -> str | None:
+def layer_around(module: str, attentions: Collection[str], model: nn.Module) -> str | None:
     """The name of the layer that contains an attention module; None if there is no number in the module's name.
 
     This is the innermost numbered module around it with matrices besides those of attention, such as a feed-forward
     layer's: T5 also numbers its sublayers, and some models their heads. If there is none, it is the outermost numbered
     module.
 
-    Args:
-        model: the model.
-        module: dotted name of an attention module.
-        modules: names of further attention modules that `attention_modules` does not find.
-
     >>> from qkv.models import DecoderConfig, DecoderLM
-    >>> layer_of(DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)), "blocks.1.attention")
+    >>> model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4))
+    >>> layer_around("blocks.1.attention", attention_modules(model), model)
     'blocks.1'
     """
-    return _layer_around(module, {module, *modules, *attention_modules(model)}, model)
-
-
-def _layer_around(module: str, attentions: Collection[str], model: nn.Module) -> str | None:
     parts = module.split(".")
     numbered = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
     for path in reversed(numbered):
         matrices = (f"{path}.{name}" for name, x in model.get_submodule(path).named_parameters() if x.ndim > 1)
-        if any(not _inside(matrix, attentions) for matrix in matrices):
+        if any(not any(matrix.startswith(f"{name}.") for name in attentions) for matrix in matrices):
             return path
     return numbered[0] if numbered else None
-
-
-def _inside(name: str, modules: Collection[str]) -> bool:
-    """True if `name` is inside one of the modules."""
-    return any(name.startswith(f"{module}.") for module in modules)
 
 
 @contextmanager
@@ -189,7 +184,7 @@ def _stacks(model: nn.Module, modules: Collection[str]) -> dict[str, list[nn.Mod
     if unknown is not None:
         raise InputError(f"modules has {unknown!r}, expected names of modules of {type(model).__name__}")
     attentions = {*modules, *(name for name, module in names.items() if name and _is_attention(module))}
-    layers = [layer for m in modules if (layer := _layer_around(m, attentions, model)) is not None]
+    layers = [layer for m in modules if (layer := layer_around(m, attentions, model)) is not None]
     stacks = dict.fromkeys(layer.rpartition(".")[0] for layer in layers)
     return {s: [x for name, x in names[s].named_children() if name.isdigit()] for s in stacks}
 
@@ -201,26 +196,13 @@ def _is_attention(module: nn.Module) -> bool:
 # --- summaries of the hidden states -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Summary:
-    """Norms, similarity and largest activations of the hidden states of one text at one depth."""
-
-    norm: Float[Tensor, " n"]
-    cosine: Tensor
-    median: Tensor
-    massive: Tensor
-    first: Tensor
-    largest: Float[Tensor, " k"]
-    token: Tensor
-    dimension: Tensor
-
-
 @dataclass
 class Residual:
     """Norms and massive activations of one stack of layers: `states[depth][text]`."""
 
     stack: str
-    states: list[list[_Summary]] = field(default_factory=list)
+    states: list[list[dict[str, Tensor]]] = field(default_factory=list)
+    """For each depth and text, by the names that `_summarised` gives."""
 
     def dataset(self) -> xr.Dataset:
         """Convert to a labelled data set: see `joined`."""
@@ -262,9 +244,8 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
     """Concatenate the summaries of the same stack in several runs along `text`.
 
     Returns:
-        Variables `norm` (text, depth, token); `cosine`, `median`, `massive`, `ratio` and `first_ratio` (text, depth);
-        `largest`, `largest_token` and `largest_dimension` (text, depth, rank), each with its ``units`` and
-        ``definition``. A text's real tokens are at the start of `token`; after its ``n_tokens`` norms are NaN.
+        The variables of `VARIABLES`, each with its ``units`` and ``definition``. A text's real tokens are at the start
+        of `token`; after its ``n_tokens`` norms are NaN.
 
     Raises:
         InputError: if stacks or numbers of depths differ.
@@ -275,39 +256,31 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
     if len(kinds) != 1:
         raise InputError(f"parts: got (stack, depths) {sorted(kinds)}, expected the same in all parts")
     ((stack, depths),) = kinds
-    texts = [[part.states[depth][text] for depth in range(depths)] for part in parts for text in range(_texts(part))]
-    longest = max(len(state.norm) for text in texts for state in text)
+    texts = [[part.states[depth][text] for depth in range(depths)] for part in parts
+             for text in range(len(part.states[0]))]  # fmt: skip
+    longest = max(len(state["norm"]) for text in texts for state in text)
 
     def table(name: str, length: int | None = None, empty: float = math.nan) -> np.ndarray:
-        rows = [[_padded(getattr(state, name), length, empty) for state in text] for text in texts]
-        return np.array(rows)
+        return np.array([[_padded(state[name], length, empty) for state in text] for text in texts])
 
-    largest, median = table("largest", LARGEST), table("median")
+    values = {name: table(name) for name in ("cosine", "median", "massive")}
+    values |= {"norm": table("norm", longest), "largest": table("largest", LARGEST)}
+    values |= {name: table(name, LARGEST, -1) for name in ("largest_token", "largest_dimension")}
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio, first_ratio = largest[..., 0] / median, table("first") / median
-    pair, ranked = ("text", "depth"), ("text", "depth", "rank")
+        values["ratio"] = values["largest"][..., 0] / values["median"]
+        values["first_ratio"] = table("first") / values["median"]
     data = xr.Dataset(
-        {
-            "norm": (("text", "depth", "token"), table("norm", longest)),
-            "cosine": (pair, table("cosine")),
-            "median": (pair, median),
-            "massive": (pair, table("massive")),
-            "ratio": (pair, ratio),
-            "first_ratio": (pair, first_ratio),
-            "largest": (ranked, largest),
-            "largest_token": (ranked, table("token", LARGEST, -1)),
-            "largest_dimension": (ranked, table("dimension", LARGEST, -1)),
-        },
-        coords={"depth": np.arange(depths), "n_tokens": ("text", [len(text[0].norm) for text in texts])},
+        {name: (dims, values[name], {"units": units, "definition": definition})
+         for name, (dims, units, definition) in VARIABLES.items()},
+        coords={"depth": np.arange(depths), "n_tokens": ("text", [len(text[0]["norm"]) for text in texts])},
         attrs={"stack": stack, "massive_above": MASSIVE, "massive_times_median": TIMES_MEDIAN},
-    )
+    )  # fmt: skip
     data.variables["depth"].attrs["definition"] = "0: input of the first layer; i: output of the i-th layer"
-    for name, (units, definition) in MEANING.items():
-        data.variables[name].attrs.update(units=units, definition=definition)
     return data
 
 
-def _summarised(x: Float[Tensor, "n d"]) -> _Summary:
+def _summarised(x: Float[Tensor, "n d"]) -> dict[str, Tensor]:
+    """Norms, similarity and largest activations of the hidden states of one text at one depth."""
     size = x.abs()
     # The largest activations belong to the tokens with the largest maxima, so only these few rows are sorted.
     of_token = size.amax(1)
@@ -317,8 +290,10 @@ def _summarised(x: Float[Tensor, "n d"]) -> _Summary:
     near = size[of_token > MASSIVE]
     massive = torch.count_nonzero((near > MASSIVE) & (near >= TIMES_MEDIAN * median))
     norm = torch.linalg.vector_norm(x, dim=1)
-    tokens, dimension = tokens[at // x.shape[1]], at % x.shape[1]
-    return _Summary(norm, _mean_cosine(x, norm), median, massive, of_token[0], largest, tokens, dimension)
+    return {
+        "norm": norm, "cosine": _mean_cosine(x, norm), "median": median, "massive": massive, "first": of_token[0],
+        "largest": largest, "largest_token": tokens[at // x.shape[1]], "largest_dimension": at % x.shape[1],
+    }  # fmt: skip
 
 
 def _mean_cosine(x: Float[Tensor, "n d"], norm: Float[Tensor, " n"]) -> Tensor:
@@ -346,10 +321,6 @@ def nth(values: Float[Tensor, " n"], at: int) -> Tensor:
     low, high = (sample[int(x * len(sample))] for x in (share, share + 0.04))
     near, before = values[(values >= low) & (values <= high)], int(torch.count_nonzero(values < low))
     return near.sort().values[at - before] if 0 <= at - before < len(near) else values.sort().values[at]
-
-
-def _texts(part: Residual) -> int:
-    return len(part.states[0])
 
 
 def _padded(x: Tensor, length: int | None, empty: float) -> np.ndarray:

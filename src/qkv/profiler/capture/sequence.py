@@ -31,7 +31,6 @@ class Sequence:
     target: list[Tensor] = field(default_factory=list)
     real: list[Tensor] = field(default_factory=list)
     """True at real tokens, of the decoder if there are two texts; empty while all are real."""
-    real_source: Bool[Tensor, "b n"] | None = None
     two: bool = False
     tokens: int = 0
     """Number of tokens read so far, by the decoder if there are two texts."""

@@ -7,7 +7,7 @@ first token (Gu et al. 2025), over the first 64 queries and over the whole text.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,27 +45,15 @@ def steps_of(kind: str, data: xr.Dataset, attrs: Mapping[str, Any], group: str, 
     write = _Commands(attrs["arguments"]) if "arguments" in attrs else _Python()
     at = int(head["layer"]), int(head["head"])
     shown = Step(f"see L{at[0]} · H{at[1]}", write.map(*at, group), *at)
-    decoder = bool(data.attrs["causal"]) and group == "self"
-    return tuple(step for step in _OF[kind](shown, write, decoder) if step is not None)
-
-
-def _after_sinks(shown: Step, write: _Commands | _Python, decoder: bool) -> list[Step | None]:
-    return [
-        shown,
-        Step("hide the first token from one head at a time", write.ablate()) if decoder else None,
-        Step("evict the first tokens from the cache", write.evict("window", "sinks")) if decoder else None,
-    ]
-
-
-def _after_distance(shown: Step, write: _Commands | _Python, decoder: bool) -> list[Step | None]:
-    return [shown, Step("keep only the last keys in the cache", write.evict("window")) if decoder else None]
-
-
-_OF: dict[str, Callable[[Step, _Commands | _Python, bool], list[Step | None]]] = {
-    "sinks": _after_sinks,
-    "map": lambda shown, _write, _decoder: [shown],
-    "distance": _after_distance,
-}
+    further: dict[str, tuple[Step, ...]] = {
+        "sinks": (
+            Step("hide the first token from one head at a time", write.ablate()),
+            Step("evict the first tokens from the cache", write.evict("window", "sinks")),
+        ),
+        "distance": (Step("keep only the last keys in the cache", write.evict("window")),),
+    }
+    is_decoder = bool(data.attrs["causal"]) and group == "self"
+    return (shown, *(further.get(kind, ()) if is_decoder else ()))
 
 
 class _Commands:
@@ -472,11 +460,6 @@ class Findings:
         return rows
 
 
-def headline(data: xr.Dataset) -> str:
-    """One sentence about a group of a profile: see `Findings.headline`."""
-    return Findings(data).headline
-
-
 def head_name(row: pd.Series) -> str:
     """The short name of a head: "L3 · H7"."""
     return f"L{row['layer']} · H{row['head']}"
@@ -566,7 +549,9 @@ def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
         else "It did not work"
     )
     found = Findings(before)
-    parts = [f"{verdict}: {_heads(had)} had a sink at {first_token(before)} in {found.window}, {has:,} with it"]
+    parts = [
+        f"{verdict}: {counted(had, 'head')} had a sink at {first_token(before)} in {found.window}, {has:,} with it"
+    ]
     if (why := _reason(normalizer, before, after, worked=has <= WORKED * had)) and had + has:
         parts.append(why)
     if has >= WORKED * had and has and not found.is_long:
@@ -596,7 +581,3 @@ def _reason(normalizer: str, before: xr.Dataset, after: xr.Dataset, *, worked: b
             "the model was not trained with a sigmoid, so the first token still has the largest scores"
         )
     return ""
-
-
-def _heads(number: int) -> str:
-    return f"{number:,} head{'' if number == 1 else 's'}"

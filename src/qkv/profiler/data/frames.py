@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qkv._files import write_atomically
 from qkv._packages import check_tested, require
 from qkv.errors import InputError
-from qkv.profiler.data import tables
 from qkv.profiler.data.types import ROLES, TRAITS
 from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, custom_variables
 
@@ -72,11 +71,6 @@ COLUMNS |= {
     name: (VARIABLES[name].units, VARIABLES[name].definition)
     for name in ("cosine_first", "cosine_others", "first_key_angle", "key_bias_cosine")
 }
-
-
-def of_heads(data: xr.Dataset) -> pd.DataFrame:
-    """The head table of a group, with units and definitions."""
-    return described(tables.head_table(data), custom_variables(data))
 
 
 def described(table: pd.DataFrame, statistics: Mapping[str, Variable] | None = None) -> pd.DataFrame:

@@ -25,19 +25,13 @@ EPSILON = 0.3  # a head has a sink where α is larger (Gu et al. 2025, arXiv:241
 
 def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
     """One row per layer and head; `Profile.sinks` documents the columns."""
-    import pandas as pd
-
     _check(data, threshold)
     layers, heads = data.sizes["layer"], data.sizes["head"]
-    table = pd.DataFrame(
-        {"layer": np.repeat(data["layer"].values, heads), "head": np.tile(data["head"].values, layers)}
-    )
     sink = data["sink"].values
     entries = np.where(np.isnan(sink), np.nan, sink > threshold)
     prefix, score = prefix_sink_scores(data), sink_scores(data)
     assert score is not None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        even = np.where(data["visible"].values > 0, 1 / data["visible"].values, 0)
+    even = tables.even_shares(data)
     columns = {
         "sink_share": _mean(data, entries),
         "weight_first": _mean(data, tables.raw_weights(data, "sink")),
@@ -54,7 +48,7 @@ def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
     columns |= {f"alpha_{kind}": _values(data, f"probe_sink_{kind}") for kind in ("random", "repeated")}
     best, text, key = _best(score)
     columns |= {"alpha_best": best, "best_text": text, "best_key": key}
-    table = table.assign(**{name: _flat(x, layers * heads) for name, x in columns.items()})
+    table = tables.heads_of(data).assign(**{name: _flat(x, layers * heads) for name, x in columns.items()})
     table.insert(table.columns.get_loc("best_key") + 1, "best_token", data["key_token"].values[text, key].ravel())
     for name in ("key", "value"):
         if f"{name}_norm" in data:
@@ -139,12 +133,10 @@ def first_token_table(data: xr.Dataset) -> pd.DataFrame:
         raise InputError("profile: no text has a second token, so only the first token attends to the first")
     sink = data["sink"].values
     heads = tables.over_texts(tables.mean_over_queries(sink, later))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        even = np.where(data["visible"].values > 0, 1 / data["visible"].values, 0)
     table = {
         "layer": data["layer"].values,
         "mean": np.nanmean(heads, 1),
-        "even": np.nanmean(tables.over_texts(tables.mean_over_queries(even, later)), 1),
+        "even": np.nanmean(tables.over_texts(tables.mean_over_queries(tables.even_shares(data), later)), 1),
         "strongest_head": data["head"].values[heads.argmax(1)],
         "strongest_mean": heads.max(1),
         "max": np.nanmax(np.where(later[:, None, None], sink, np.nan), (0, 2, 3)),
@@ -166,8 +158,7 @@ class Trend(NamedTuple):
 def trend_by_head(data: xr.Dataset) -> Trend:
     """The weight of each head on the first token, by range of query positions; means over queries, then over texts."""
     sink, positions = data["sink"].values, np.arange(data.sizes["query"])
-    with np.errstate(divide="ignore"):
-        even = np.where(data["visible"].values > 0, 1 / data["visible"].values, np.nan)
+    even = np.where(data["visible"].values > 0, tables.even_shares(data), np.nan)
     ranges = _ranges_of_positions(data.sizes["query"])
     chosen = [tables.valid_queries(data) & (positions >= first) & (positions < stop) for first, stop in ranges]
     share, floor = (

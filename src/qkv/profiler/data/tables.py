@@ -23,17 +23,10 @@ LIFT = 2.0  # a token is a target only if it receives twice its share of the key
 
 def head_table(data: xr.Dataset) -> pd.DataFrame:
     """One row per layer and head; `Profile.heads` documents the columns."""
-    import pandas as pd
-
     names = (*(name for name in OF_HEADS if name in data), "entropy_ratio", "sink_share")
-    table = pd.DataFrame(
-        {
-            "layer": np.repeat(data["layer"].values, data.sizes["head"]),
-            "head": np.tile(data["head"].values, data.sizes["layer"]),
-            "module": np.repeat(data["module"].values, data.sizes["head"]),
-            **{name: mean_of_heads(data, name).ravel() for name in names},
-        }
-    )
+    table = heads_of(data).assign(module=np.repeat(data["module"].values, data.sizes["head"]))
+    for name in names:  # one of them is "self"
+        table[name] = mean_of_heads(data, name).ravel()
     top = _top_keys(data)
     table["top_key"], table["top_key_token"], table["top_key_share"] = top
     table["target"], table["target_share"] = _targets(data, table)
@@ -44,6 +37,20 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
     for name in custom_variables(data):
         table[name] = over_texts(data[name + BY_HEAD].values).ravel()
     return table
+
+
+def heads_of(data: xr.Dataset) -> pd.DataFrame:
+    """A table with the layer and the number of each head."""
+    import pandas as pd
+
+    layers, heads = data["layer"].values, data["head"].values
+    return pd.DataFrame({"layer": np.repeat(layers, len(heads)), "head": np.tile(heads, len(layers))})
+
+
+def even_shares(data: xr.Dataset) -> np.ndarray:
+    """The share that a row of even weights gives each key, (text, layer, head, query); 0 without a visible key."""
+    visible = data["visible"].values
+    return np.divide(1, visible, out=np.zeros(visible.shape), where=visible > 0)
 
 
 def mean_of_heads(data: xr.Dataset, name: str) -> np.ndarray:

@@ -184,14 +184,10 @@ def type_table(data: xr.Dataset, *, whole: bool = False) -> pd.DataFrame:
     """
     import pandas as pd
 
-    layers, heads = data.sizes["layer"], data.sizes["head"]
-    table = pd.DataFrame(
-        {"layer": np.repeat(data["layer"].values, heads), "head": np.tile(data["head"].values, layers)}
-    )
-    holds = {}
+    table, holds = tables.heads_of(data), {}
     for name, kind in (ROLES | TRAITS).items():
         score = _first_of_whole(data) if whole and name == "first token" else kind.score(data)
-        table[name] = np.full(layers * heads, np.nan) if score is None else np.asarray(score, np.float64).ravel()
+        table[name] = np.nan if score is None else np.asarray(score, np.float64).ravel()
         with np.errstate(invalid="ignore"):
             holds[name] = (table[name] <= kind.threshold) if kind.below else (table[name] >= kind.threshold)
     found = pd.DataFrame(holds)

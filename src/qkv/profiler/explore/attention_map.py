@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -121,9 +120,7 @@ class AttentionMap:
 
     def _checked(self, picture: Picture) -> Picture:
         if picture.maximum.isnan().any():
-            raise InputError(
-                f"model computes weights that are NaN in {self.module}: its parameters or its inputs hold NaN"
-            )
+            raise inputs.nan_error(self.module)
         return picture
 
 
@@ -173,27 +170,18 @@ def attention_map(
         raise InputError(f"inputs is {type(inputs).__name__}, expected one text, token ids, or a mapping of tensors")
     batch = next(iter(batches(model, inputs, tokenizer, target)))
     sequences = sequences_of(model, batch)
-    calls = _calls(model, batch, layer, group or _only_group(model, sequences), group, on_call)
+    likely = group or _only_group(model, sequences)
+    try:
+        calls = calls_of(model, batch, layers={layer}, group=likely, on_call=on_call)
+    except InputError:
+        if likely == group:
+            raise
+        calls = calls_of(model, batch, layers={layer}, group=group, on_call=on_call)
     by_group = {observed.group: observed for observed in calls}
     observed = by_group["decoder"] if "decoder" in by_group else next(iter(by_group.values()))
     return AttentionMap(
         without_values(observed), head, Tokens(sequences, tokenizer, observed.group), loaded.name, cache
     )
-
-
-def _calls(
-    model: nn.Module,
-    batch: Mapping[str, Tensor],
-    layer: int,
-    likely: str | None,
-    group: str | None,
-    on_call: Callable[[str], None],
-) -> list[ObservedCall]:
-    """The calls of a layer: of the `likely` group or, if it has none and `group` is None, of any group."""
-    if likely != group:
-        with suppress(InputError):
-            return calls_of(model, batch, layers={layer}, group=likely, on_call=on_call)
-    return calls_of(model, batch, layers={layer}, group=group, on_call=on_call)
 
 
 def _only_group(model: nn.Module, sequences: Sequences) -> str | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from qkv.masks import Dense, Region
 from qkv.models.loading import load_if_named
 from qkv.normalizers import Identity
 from qkv.profiler.capture.datasets import calls_of, collecting, without_values
-from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
+from qkv.profiler.capture.inputs import batches, nan_error, real_tokens, sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import ObservedCall, weights_of
@@ -58,16 +59,21 @@ class CacheBudget:
 
 
 class Info(NamedTuple):
-    """The size of the maps of a text.
+    """The size and resolution of the maps of a text, in its real queries and keys.
 
-    Its real queries and keys; the deepest zoom, at which a pixel is one query and one key; and the base zoom, from
-    whose tiles all lower zooms are pooled (`qkv.profiler.explore.pyramid`).
+    Its deepest zoom, at which a pixel is one query and one key; the base zoom, from whose tiles all lower zooms are
+    pooled (`qkv.profiler.explore.pyramid`); whether maps are ``"exact"``, or ``"stored"`` in a profile as all weights,
+    ``"small"`` pooled ones or ``"none"``; queries and keys of a pixel of a small map, and why there is nothing else.
     """
 
     n_queries: int
     n_keys: int
     deepest: int
     base: int
+    kind: Literal["exact", "stored", "small", "none"] = "exact"
+    pixel_queries: int = 1
+    pixel_keys: int = 1
+    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,15 +98,10 @@ class _CachedCall:
     call: Call
     lse: Tensor | None
     bytes: int
-    _rows: list[RowState] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
+    @cached_property
     def rows(self) -> RowState:
-        with self._lock:
-            if not self._rows:
-                self._rows.append(row_state(self.call, self.lse))
-            return self._rows[0]
+        return row_state(self.call, self.lse)
 
 
 class Explorer:
@@ -160,7 +161,7 @@ class Explorer:
         )  # fmt: skip
         picture = pyramid.tile(zoom, i, j, stopped=stopped, on_progress=on_progress)
         if picture is not None and np.isnan(picture.maximum.cpu().numpy()).any():
-            raise _is_nan(at.module)
+            raise nan_error(at.module)
         return picture
 
     def row(
@@ -207,7 +208,7 @@ class Explorer:
             spans.append(whole if index is None else slice(whole.start + index, whole.start + index + 1))
         weights = rectangle(at.cached.call, at.cached.rows, *spans, item=at.item, head=head)
         if bool(weights.isnan().any()):
-            raise _is_nan(at.module)
+            raise nan_error(at.module)
         found: np.ndarray = weights.float().cpu().numpy()
         return found
 
@@ -356,8 +357,8 @@ def of(
         InputError: if the model does not accept the inputs.
 
     >>> found = of("qkv-mini", "def mean(values):\\n    return sum(values) / len(values)")
-    >>> found.info("self", 0)
-    Info(n_queries=21, n_keys=21, deepest=0, base=0)
+    >>> found.info("self", 0).deepest
+    0
     >>> row = found.row("self", 0, layer=1, head=2, query=20)
     >>> row.shape, round(float(row.sum()), 5)
     ((21,), 1.0)
@@ -437,7 +438,3 @@ def _checking(stopped: Stopped) -> Callable[[str], None]:
             raise Cancelled
 
     return check
-
-
-def _is_nan(module: str) -> InputError:
-    return InputError(f"model computes weights that are NaN in {module}: its parameters or its inputs hold NaN")

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,57 +20,41 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.profiler.data.tables import SINK_THRESHOLD
-from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable
+from qkv.profiler.data.variables import OF_HEADS, QUERY, VARIABLES, Variable
 from qkv.statistics import Statistic
 
 BINS = 128
 """Number of bins of a histogram."""
+LOG_SCALE = "log2(1 + x)"
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """A number measured at every query of every head."""
+class Quantity(Variable):
+    """A number measured at every query of every head.
 
-    unit: str
-    """"1" stands for a plain number or a share."""
-    definition: str
-    high: float
-    """End of the last bin of the histogram, which also counts larger values; the first bin begins at 0."""
-    scale: Literal["x", "log2(1 + x)"] = "x"
-    """The scale in which bins have equal width."""
-    label: str = ""
-    share: bool = False
-    one_text: bool = False
-    """True if it is defined only where queries and keys are the same text."""
-    later: bool = False
-    """True if the first query of a text is left out: in a causal model it can attend only to itself."""
+    The last bin of its histogram ends at `highest`, and also counts larger values; the first begins at 0. Bins have
+    equal width in x, or in log2(1 + x) if it is `logarithmic`. With `from_second`, the first query of a text is left
+    out: in a causal model it can attend only to itself.
+    """
+
     parameters: tuple[tuple[str, str], ...] | None = None
     """The settings of a custom statistic; None if the quantity is built in."""
 
     @classmethod
-    def of(cls, about: Variable) -> Quantity:
+    def of_variable(cls, about: Variable) -> Quantity:
         """The quantity with the description of a profile's variable."""
-        scale: Literal["x", "log2(1 + x)"] = "log2(1 + x)" if about.logarithmic else "x"
-        return cls(
-            about.units, about.definition, about.highest, scale, about.label, about.share, about.one_text,
-            about.from_second,
-        )  # fmt: skip
-
-    @property
-    def logarithmic(self) -> bool:
-        """True if bins have equal width in log2(1 + x)."""
-        return self.scale != "x"
+        return cls(**vars(about))
 
 
 Quantities = Mapping[str, Quantity]
 
 _LEFT_OUT = ("spread",)  # not in the files of older surveys, which must merge with new ones
-QUANTITIES: Quantities = {name: Quantity.of(VARIABLES[name]) for name in OF_HEADS if name not in _LEFT_OUT} | {
+QUANTITIES: Quantities = {name: Quantity.of_variable(VARIABLES[name]) for name in OF_HEADS if name not in _LEFT_OUT} | {
     "entropy_ratio": Quantity(
-        "1", "entropy / ln(visible keys), for queries with two or more visible keys; 1 is uniform", 1.0,
+        QUERY, "1", "entropy / ln(visible keys), for queries with two or more visible keys; 1 is uniform",
         label="Entropy ratio",
     ),
-    "sink_mass": Quantity.of(VARIABLES["sink_mass"]),
+    "sink_mass": Quantity.of_variable(VARIABLES["sink_mass"]),
 }  # fmt: skip
 
 
@@ -81,7 +65,7 @@ def edges(quantity: str | Quantity) -> Float[np.ndarray, " edges"]:
     array([0.       , 0.0078125, 0.015625 ])
     """
     q = QUANTITIES[quantity] if isinstance(quantity, str) else quantity
-    at = np.linspace(0, q.high, BINS + 1)
+    at = np.linspace(0, q.highest, BINS + 1)
     return np.exp2(at) - 1 if q.logarithmic else at
 
 
@@ -89,12 +73,13 @@ def described(statistics: Iterable[Statistic] = ()) -> dict[str, Any]:
     """The description of all quantities for the header of a file; custom statistics are sorted by name."""
 
     def entry(q: Quantity) -> dict[str, Any]:
-        return {"unit": q.unit, "definition": q.definition, "bins": BINS, "high": q.high, "scale": q.scale}
+        scale = LOG_SCALE if q.logarithmic else "x"
+        return {"unit": q.units, "definition": q.definition, "bins": BINS, "high": q.highest, "scale": scale}
 
     found = {name: entry(q) for name, q in QUANTITIES.items()}
     for statistic in sorted(statistics, key=lambda s: s.name):
-        q = Quantity.of(Variable.of(statistic))
-        own = {"label": q.label, "share": q.share, "one_text": q.one_text, "later": q.later}
+        q = Quantity.of_variable(Variable.of(statistic))
+        own = {"label": q.label, "share": q.share, "one_text": q.one_text, "later": q.from_second}
         found[statistic.name] = entry(q) | {"own": own | {"parameters": _parameters(statistic)}}
     return found
 
@@ -103,8 +88,11 @@ def of_description(description: Mapping[str, Any]) -> Quantities:
     """The quantities of a survey, from the description in the header of its file."""
 
     def custom(unit: str, definition: str, high: float, scale: Any, own: Mapping[str, Any], **_: Any) -> Quantity:
-        parameters = tuple(sorted(own["parameters"].items()))
-        return Quantity(unit, definition, high, scale, **{**own, "parameters": parameters})
+        known = {**own, "parameters": tuple(sorted(own["parameters"].items()))}
+        later = known.pop("later")
+        return Quantity(
+            QUERY, unit, definition, highest=high, logarithmic=scale == LOG_SCALE, from_second=later, **known
+        )
 
     return {name: QUANTITIES[name] if name in QUANTITIES else custom(**entry) for name, entry in description.items()}
 
@@ -361,7 +349,7 @@ def _histogram(
 ) -> np.ndarray:
     number, _, heads, _ = x.shape
     scales = quantities.values()
-    scale = torch.tensor([BINS / q.high for q in scales], dtype=x.dtype, device=x.device)
+    scale = torch.tensor([BINS / q.highest for q in scales], dtype=x.dtype, device=x.device)
     at = torch.stack([torch.log2(1 + one) if q.logarithmic else one for one, q in zip(x, scales, strict=True)])
     bins = at.mul_(scale[:, None, None, None]).long().clamp_(0, BINS - 1)
     head = torch.arange(number * heads, device=x.device).view(number, 1, heads, 1)

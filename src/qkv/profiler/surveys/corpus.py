@@ -7,10 +7,10 @@ import heapq
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from qkv.errors import InputError
 
@@ -52,15 +52,14 @@ class Document:
             raise InputError(f"corpus has a file that changed since the survey began: {self.name} ({error})") from error
 
 
-class Part(Protocol):
+@dataclass(frozen=True)
+class Part:
     """The texts of one shard."""
 
-    @property
-    def size(self) -> int:
-        """About its number of bytes."""
-
-    def chunks(self) -> Iterator[Sequence[Document]]:
-        """The texts, in lists of those that are batched together."""
+    size: int
+    """About its number of bytes; 0 if it is not known in advance."""
+    chunks: Callable[[], Iterator[Sequence[Document]]]
+    """Reads the texts, in lists of those that are batched together."""
 
 
 class Source(ABC):
@@ -76,22 +75,6 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class Listed:
-    """The texts of one shard of a `Corpus`, which are batched together."""
-
-    documents: tuple[Document, ...]
-
-    @property
-    def size(self) -> int:
-        """Its number of bytes."""
-        return sum(document.size for document in self.documents)
-
-    def chunks(self) -> Iterator[Sequence[Document]]:
-        """All texts at once."""
-        yield self.documents
-
-
-@dataclass(frozen=True)
 class Corpus(Source):
     """Documents in a reproducible order; documents that cannot be read are included, with the reason."""
 
@@ -100,8 +83,11 @@ class Corpus(Source):
     fingerprint: str
     """SHA-256 of the texts in their order; it does not depend on the location of the files."""
 
-    def shards(self, number: int) -> list[Listed]:
-        """Split the documents into `number` shards of about the same size: each is added to the smallest shard."""
+    def shards(self, number: int) -> list[Part]:
+        """Split the documents into `number` shards of about the same size: each is added to the smallest shard.
+
+        All texts of a shard are batched together.
+        """
         checked_shards(number)
         parts: list[list[Document]] = [[] for _ in range(number)]
         filled = [(0, i) for i in range(number)]
@@ -109,7 +95,7 @@ class Corpus(Source):
             size, least = heapq.heappop(filled)
             parts[least].append(document)
             heapq.heappush(filled, (size + document.size, least))
-        return [Listed(tuple(part)) for part in parts]
+        return [Part(sum(d.size for d in part), partial(iter, (tuple(part),))) for part in parts]
 
 
 def checked_shards(number: int) -> None:
@@ -124,15 +110,17 @@ def of_texts(texts: Iterable[str], name: str = "texts", *, unreadable: int = 0) 
     >>> [d.reason for d in of_texts(["a", " "]).documents]
     [None, 'empty']
     """
-    found = []
-    texts = [texts] if isinstance(texts, str) else texts
-    for at, text in enumerate(texts):
+    found, state = list[Document](), hashlib.sha256()
+    for at, text in enumerate([texts] if isinstance(texts, str) else texts):
         if not isinstance(text, str):
             raise InputError(f"corpus holds {type(text).__name__}, expected texts")
-        size = len(text.encode(errors="surrogatepass"))
-        found.append(Document(f"{name} {at}", size, text=text, reason=None if text.strip() else BLANK))
-    found += [Document(f"{name}: a file", 0, reason=BINARY)] * unreadable
-    return _corpus(name, found, (d.text or "" for d in found))
+        data = text.encode(errors="surrogatepass")
+        state.update(hashlib.sha256(data).digest())
+        found.append(Document(f"{name} {at}", len(data), text=text, reason=None if text.strip() else BLANK))
+    for _ in range(unreadable):
+        state.update(hashlib.sha256().digest())
+        found.append(Document(f"{name}: a file", 0, reason=BINARY))
+    return _checked(Corpus(name, tuple(found), state.hexdigest()))
 
 
 def of_files(paths: Sequence[str | os.PathLike[str]]) -> Corpus:
@@ -240,13 +228,6 @@ def _fault(data: bytes) -> str | None:
         return BINARY if b"\0" in data else None if data.decode().strip() else BLANK
     except UnicodeDecodeError:
         return BINARY
-
-
-def _corpus(name: str, documents: list[Document], texts: Iterable[str]) -> Corpus:
-    state = hashlib.sha256()
-    for text in texts:
-        state.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
-    return _checked(Corpus(name, tuple(documents), state.hexdigest()))
 
 
 def _checked(corpus: Corpus) -> Corpus:

@@ -230,7 +230,7 @@ class Survey:
                 name: _read_group(members, name, layers, definition["vocabulary"], quantities)
                 for name, layers in head["groups"].items()
             }
-            _check_record(head["record"], definition, groups)
+            _check_record(head["record"], definition)
         except OSError as error:
             raise InputError(f"path: cannot read {target!r} ({error.strerror})") from error
         except Exception as error:  # a damaged file can be wrong anywhere
@@ -295,10 +295,10 @@ def _read_group(
     return group
 
 
-def _check_record(record: dict[str, Any], definition: dict[str, Any], groups: Mapping[str, Group]) -> None:
+def _check_record(record: dict[str, Any], definition: dict[str, Any]) -> None:
     """Raise ValueError if an entry of the header is missing or has another type."""
     kinds = {"documents": int, "sequences": int, "tokens": int, "shards": list, "skipped": dict, "examples": list,
              "names": dict, "sources": dict}  # fmt: skip
     wrong = [name for name, kind in kinds.items() if type(record[name]) is not kind]
     if wrong or not isinstance(definition["model"], str):
-        raise ValueError(f"its header is wrong: {', '.join(wrong) or 'model or groups'}")
+        raise ValueError(f"its header is wrong: {', '.join(wrong) or 'model'}")

@@ -10,9 +10,10 @@ import io
 import json
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from qkv._files import filesystem, local, reason, scheme_of, write_atomically
 from qkv._untrusted import parse_json
@@ -23,47 +24,36 @@ COMPLETE = ".complete"
 """The ending of the marker of an object, which is written after it: JSON with its size and SHA-256."""
 
 
-class Storage(Protocol):
-    """Files by their names relative to a folder, with "/" between folders."""
-
-    def names(self, folder: str) -> list[str]:
-        """The names of the whole files in a folder, relative to it; none if it does not exist."""
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file; None if there is no whole one."""
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write or replace a file, so that it is never seen in part."""
-
-    def create(self, folder: str) -> None:
-        """Create a folder, where folders have to be created."""
-
-    def discard_unfinished(self, folder: str) -> None:
-        """Remove what killed processes left in a folder."""
-
-
 class Disk:
-    """A folder of this machine. Files are written under another name, then renamed."""
+    """A folder of this machine. Files are written under another name, then renamed.
+
+    Names of files are relative to the folder, with "/" between folders.
+    """
 
     def __init__(self, address: str) -> None:
         self.root = Path(local(address))
 
     def names(self, folder: str) -> list[str]:
+        """The names of the whole files in a folder, relative to it; none if it does not exist."""
         return [path.name for path in (self.root / folder).glob("[!.]*")]
 
     def read(self, name: str) -> bytes | None:
+        """The content of a file; None if there is no whole one."""
         try:
             return (self.root / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def write(self, name: str, data: bytes) -> None:
+        """Write or replace a file, so that it is never seen in part."""
         write_atomically(self.root / name, data)
 
     def create(self, folder: str) -> None:
+        """Create a folder, where folders have to be created."""
         (self.root / folder).mkdir(parents=True, exist_ok=True)
 
     def discard_unfinished(self, folder: str) -> None:
+        """Remove what killed processes left in a folder."""
         for unfinished in (self.root / folder).glob(".*.tmp"):
             with suppress(OSError):
                 unfinished.unlink()
@@ -134,7 +124,7 @@ class Folder:
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
         self.address = os.fspath(address)
-        self.storage: Storage = Disk(self.address) if scheme_of(address) is None else Objects(self.address)
+        self.storage: Disk | Objects = Disk(self.address) if scheme_of(address) is None else Objects(self.address)
 
     def __str__(self) -> str:
         return self.address
@@ -146,10 +136,8 @@ class Folder:
 
     def finished(self) -> set[int]:
         """Numbers of the finished shards."""
-        try:
+        with self._failing("read the folder"):
             names = self.storage.names(SHARDS)
-        except Exception as error:  # each backend has its own types of errors
-            raise InputError(f"out: cannot read the folder {self.address!r} ({reason(error)})") from error
         return {int(found[1]) for found in map(_SHARD.fullmatch, names) if found}
 
     def settings(self) -> dict[str, Any] | None:
@@ -157,23 +145,19 @@ class Folder:
         data = self._read(SETTINGS)
         if data is None:
             return None
-        try:
+        with self._failing("use the folder", f"{SETTINGS}: "):
             found: dict[str, Any] = parse_json(data)
             found["definition"]["quantities"].items()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"out: cannot use the folder {self.address!r} ({SETTINGS}: {reason(error)})") from error
         return found
 
     def open(self, settings: dict[str, Any]) -> Folder:
         """Create the folder, or continue the survey in it."""
         new = self.settings() is None
-        try:
+        with self._failing("use the folder"):
             self.storage.create(SHARDS)
             if new:
                 text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
                 self.storage.write(SETTINGS, text.encode())
-        except Exception as error:  # each backend has its own types of errors
-            raise InputError(f"out: cannot use the folder {self.address!r} ({reason(error)})") from error
         before = self.settings()  # another process may have written it at the same time
         if (found := differing(before or {}, settings)) is not None:
             name, was, now = found
@@ -227,10 +211,16 @@ class Folder:
             ) from error
 
     def _read(self, name: str) -> bytes | None:
-        try:
+        with self._failing(f"read {name} in"):
             return self.storage.read(name)
+
+    @contextmanager
+    def _failing(self, to: str, of: str = "") -> Iterator[None]:
+        """Inside, any error means that one cannot do this."""
+        try:
+            yield
         except Exception as error:  # each backend has its own types of errors
-            raise InputError(f"out: cannot read {name} in {self.address!r} ({reason(error)})") from error
+            raise InputError(f"out: cannot {to} {self.address!r} ({of}{reason(error)})") from error
 
 
 def _name(number: int) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from qkv.errors import InputError, renamed
 from qkv.profiler.surveys.data import Survey, differing
 from qkv.profiler.surveys.folder import Folder
-from qkv.profiler.surveys.work import label
 
 
 class Incomplete(Exception):  # noqa: N818  # named like StopIteration, after the event
@@ -102,3 +101,8 @@ def _common_settings(folders: Sequence[Folder]) -> dict[str, Any]:
         first = settings if first is None else first
     assert first is not None
     return first
+
+
+def label(settings: dict[str, Any], number: int) -> str:
+    """The name of a shard in the record of a survey."""
+    return f"shard {number} of {settings['shards']} of the corpus {settings['corpus'][:12]}"

@@ -7,17 +7,18 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qkv._files import scheme_of
-from qkv._packages import require
 from qkv.errors import InputError
 from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.merging import Incomplete
-from qkv.profiler.surveys.work import OnBatch, Work
+
+if TYPE_CHECKING:
+    from qkv.profiler.surveys.shard import OnBatch
+    from qkv.profiler.surveys.survey import Work
 
 RETRIES = 20
 """How often a shard is begun again after its process or machine was lost."""
@@ -25,19 +26,9 @@ HERE = (None, "file", "memory")
 """Schemes of folders that other machines do not see, or not as the same folder."""
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a task returns."""
-
-    data: bytes | None
-    """The file of the shard; None if the task has written it to an address itself."""
-    progress: tuple[int, int, int]
-    """The numbers of documents, bytes and tokens."""
-
-
-def check_installed() -> None:
-    """Raise `InputError`, which names the extra, if Ray is not installed."""
-    require("engine='ray'", "ray")
+Done = tuple[bytes | None, tuple[int, int, int]]
+"""What a task returns: the file of the shard, None if the task has written it to an address itself; and the numbers of
+documents, bytes and tokens."""
 
 
 def carry_out(
@@ -47,15 +38,8 @@ def carry_out(
 
     The cluster is the one that Ray finds (``RAY_ADDRESS``, or one on this machine), else one of this process alone. The
     model is sent to each machine once. Where the folder is at an address, each task writes its file there; else the
-    files come back to this process.
-
-    Args:
-        work: what to carry out.
-        numbers: the numbers of the shards.
-        folder: where the files go.
-        threads: the number of CPUs that each task reserves, and of its threads.
-        gpus: the number of GPUs that each task reserves; None is one if the cluster has any now.
-        on_batch: progress callback, called after each shard.
+    files come back to this process. Each task reserves `threads` CPUs, for as many threads, and `gpus` GPUs; None is
+    one if the cluster has any now. `on_batch` is called after each shard.
     """
     if work.surveyor.device.type != "cpu":
         raise InputError(
@@ -73,10 +57,10 @@ def carry_out(
             while waiting:
                 for ready in ray.wait([*waiting])[0]:
                     number = waiting.pop(ready)
-                    done: Done = _result(ray, ready, number)
-                    if done.data is not None:
-                        folder.write_shard(number, done.data)
-                    on_batch(*done.progress)
+                    data, progress = _result(ray, ready, number)
+                    if data is not None:
+                        folder.write_shard(number, data)
+                    on_batch(*progress)
         finally:
             for unfinished in waiting:
                 ray.cancel(unfinished, force=True)
@@ -95,7 +79,7 @@ def _carry_out(sent: list[Any], number: int, address: str | None, threads: int) 
     data = work.shard(number, on_batch)
     if address is not None:
         Folder(address).write_shard(number, data)
-    return Done(data if address is None else None, (documents, size, tokens))
+    return data if address is None else None, (documents, size, tokens)
 
 
 @functools.lru_cache(maxsize=1)
@@ -109,7 +93,8 @@ def _loaded(sent: Any) -> Work:
 
 def _result(ray: Any, ready: Any, number: int) -> Done:
     try:
-        return ray.get(ready)
+        done: Done = ray.get(ready)
+        return done
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, InputError):
             raise error.cause from error

@@ -27,6 +27,9 @@ from qkv.statistics import Local, PrefixSinkScores, Statistic
 from qkv.statistics.measure import in_shares, measured
 from qkv.statistics.result import Statistics
 
+OnBatch = Callable[[int, int, int], None]
+"""Progress callback: numbers of documents, bytes and tokens that were finished since the last call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -39,6 +42,19 @@ class Piece:
     """True if it is the beginning of a text."""
 
 
+def capacity_of(special: Special, length: int, overlap: int | None) -> tuple[int, int]:
+    """How many tokens of text a sequence has, and how many of them it repeats from the one before."""
+    capacity = length - len(special.before) - len(special.after)
+    overlap = min(length // 8, max(capacity - 1, 0)) if overlap is None else overlap
+    if capacity < 1:
+        raise InputError(f"length is {length}, expected more than the {length - capacity} special tokens")
+    if not 0 <= overlap < capacity:
+        raise InputError(
+            f"overlap is {overlap}, expected 0 to less than {capacity}, the tokens of text in a sequence of {length}"
+        )
+    return capacity, overlap
+
+
 def pieces(ids: Sequence[int], special: Special, length: int, overlap: int) -> Iterator[Piece]:
     """Split a text, given without special tokens, into sequences of at most `length` tokens including special tokens.
 
@@ -49,13 +65,7 @@ def pieces(ids: Sequence[int], special: Special, length: int, overlap: int) -> I
     [([8, 1, 2, 3, 9], 0, 4), ([8, 3, 4, 5, 9], 2, 5)]
     """
     before, after = list(special.before), list(special.after)
-    capacity = length - len(before) - len(after)
-    if capacity < 1:
-        raise InputError(f"length is {length}, expected more than the {len(before) + len(after)} special tokens")
-    if not 0 <= overlap < capacity:
-        raise InputError(
-            f"overlap is {overlap}, expected 0 to less than {capacity}, the tokens of text in a sequence of {length}"
-        )
+    capacity, _ = capacity_of(special, length, overlap)
     for start in range(0, max(len(ids) - overlap, 1), capacity - overlap):
         part, last = ids[start : start + capacity], start + capacity >= len(ids)
         whole = [*before, *part, *after]
@@ -136,9 +146,7 @@ class Surveyor:
         model = self.model.to(device)
         return Surveyor(model, self.tokenizer, self.definition, self.batch_tokens, self.statistics)
 
-    def survey(
-        self, chunks: Iterable[Sequence[Document]], label: str, on_batch: Callable[[int, int, int], None]
-    ) -> Survey:
+    def survey(self, chunks: Iterable[Sequence[Document]], label: str, on_batch: OnBatch) -> Survey:
         """Survey a shard; the documents of a chunk are held and batched together. `label` is the name of the shard."""
         groups: dict[str, Group] = {}
         record: dict[str, Any] = {"documents": 0, "sequences": 0, "tokens": 0, "shards": [label]}
@@ -287,7 +295,7 @@ def _values(
     none = torch.zeros_like(base)
     values, valid = [], []
     for name, quantity in quantities.items():
-        counts = none if quantity.one_text and observed.group == "cross" else later if quantity.later else base
+        counts = none if quantity.one_text and observed.group == "cross" else later if quantity.from_second else base
         if name == "entropy_ratio":
             x, counts = statistics.entropy / visible.clamp(min=2).log(), counts & (visible >= 2)
         else:

@@ -1,22 +1,37 @@
 """A corpus that is read as a stream: each shard reads its own part, and no process lists or holds all texts.
 
-`Stream` reads files and folders; `Dataset` reads a dataset of the Hugging Face hub by the package ``datasets``.
+`Stream` reads files and folders (plain text, JSON lines, Parquet, WebDataset tar, each also compressed); `Dataset`
+reads a dataset of the Hugging Face hub by the package ``datasets``.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import PurePosixPath
+from typing import IO, Any
 
 from qkv._files import checked_datasets, dataset_and_column, filesystem, reason
 from qkv.errors import InputError
-from qkv.profiler.surveys.corpus import Document, Source, checked_shards
-from qkv.profiler.surveys.formats import BUFFER, documents, of_value
+from qkv.profiler.surveys.corpus import (
+    BLANK,
+    FIELD,
+    LINES,
+    Document,
+    Part,
+    Source,
+    checked_shards,
+    document_of_bytes,
+    document_of_line,
+)
 
 CHUNK = 2**22
 """Bytes of text that are batched together, and the most that is held of a shard."""
@@ -64,47 +79,39 @@ class Stream(Source):
     extent: int
     """The position after the last file."""
 
-    def shards(self, number: int) -> Sequence[Range]:
-        """`number` parts of equal size. Texts that can only be read from the start of a file are in the same one."""
+    def shards(self, number: int) -> Sequence[Part]:
+        """`number` parts of equal size. Texts that can only be read from the start of a file are in the same one.
+
+        Compressed files hold more text than their bytes say.
+        """
         checked_shards(number)
         borders = [self.extent * i // number for i in range(number + 1)]
-        return [Range(self, low, high) for low, high in itertools.pairwise(borders)]
+        return [Part(high - low, partial(_chunks, partial(self._texts, low, high)))
+                for low, high in itertools.pairwise(borders)]  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Range:
-    """The texts of a stream that begin in a range of positions."""
-
-    stream: Stream
-    low: int
-    high: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of its files; compressed ones hold more text."""
-        return self.high - self.low
-
-    def chunks(self) -> Iterator[Sequence[Document]]:
-        """The texts, in lists of about `CHUNK` bytes."""
-        found, size = list[Document](), 0
-        for file in self._files():
-            for document in _read(file, self.low - file.at, self.high - file.at):
-                found.append(document)
-                size += document.size
-                if size >= CHUNK:
-                    yield found
-                    found, size = [], 0
-        yield found
-
-    def _files(self) -> list[File]:
+    def _texts(self, low: int, high: int) -> Iterator[Document]:
+        """The texts that begin in a range of positions."""
         state, own = hashlib.sha256(), list[File]()
-        for file in _files(self.stream.addresses):
+        for file in _files(self.addresses):
             _add(state, file, file.stamp)
-            if file.at < self.high and self.low <= file.at + file.size:
+            if file.at < high and low <= file.at + file.size:
                 own.append(file)
-        if state.hexdigest() != self.stream.stamp:
+        if state.hexdigest() != self.stamp:
             raise InputError("corpus has files that changed since the survey began; run the same command again")
-        return own
+        for file in own:
+            yield from _read(file, low - file.at, high - file.at)
+
+
+def _chunks(texts: Callable[[], Iterable[Document]]) -> Iterator[Sequence[Document]]:
+    """The texts in lists of about `CHUNK` bytes."""
+    found, size = list[Document](), 0
+    for document in texts():
+        found.append(document)
+        size += document.size
+        if size >= CHUNK:
+            yield found
+            found, size = [], 0
+    yield found
 
 
 def of_addresses(addresses: Sequence[str | os.PathLike[str]]) -> Stream:
@@ -233,44 +240,22 @@ class Dataset(Source):
     fingerprint: str
     """SHA-256 of the names of dataset and column, and of the versions of its files."""
 
-    def shards(self, number: int) -> Sequence[Share]:
+    def shards(self, number: int) -> Sequence[Part]:
         """`number` shares: files of the dataset if `number` divides their number, else every n-th row."""
         checked_shards(number)
-        return [Share(self, i, number) for i in range(number)]
+        return [Part(0, partial(_chunks, partial(self._texts, i, number))) for i in range(number)]
 
-
-@dataclass(frozen=True)
-class Share:
-    """One of `of` shares of a dataset."""
-
-    dataset: Dataset
-    number: int
-    of: int
-
-    @property
-    def size(self) -> int:
-        """The size of a share is not known in advance."""
-        return 0
-
-    def chunks(self) -> Iterator[Sequence[Document]]:
-        """The rows, in lists of about `CHUNK` bytes."""
+    def _texts(self, share: int, of: int) -> Iterator[Document]:
+        """The rows of one of `of` shares."""
         from datasets.distributed import split_dataset_by_node
 
-        column = self.dataset.column
-        found, size = list[Document](), 0
         try:
-            rows = split_dataset_by_node(_rows(self.dataset.dataset, column), self.number, self.of)
-            for at, row in enumerate(rows):
-                found.append(of_value(f"{self.dataset.name} share {self.number} row {at}", row[column], column))
-                size += found[-1].size
-                if size >= CHUNK:
-                    yield found
-                    found, size = [], 0
+            for at, row in enumerate(split_dataset_by_node(_streamed(self.dataset, self.column), share, of)):
+                yield of_value(f"{self.name} share {share} row {at}", row[self.column], self.column)
         except InputError:
             raise
         except Exception as error:  # the network libraries underneath raise their own types of errors
-            raise InputError(f"corpus: cannot read the dataset {self.dataset.dataset!r} ({reason(error)})") from error
-        yield found
+            raise InputError(f"corpus: cannot read the dataset {self.dataset!r} ({reason(error)})") from error
 
 
 def of_dataset(name: str) -> Dataset:
@@ -282,7 +267,7 @@ def of_dataset(name: str) -> Dataset:
     try:
         builder = datasets.load_dataset_builder(dataset)
         origins = [getattr(files, "origin_metadata", None) for files in (builder.config.data_files or {}).values()]
-        columns = list(builder.info.features or _rows(dataset, None).features or {})
+        columns = list(builder.info.features or _streamed(dataset, None).features or {})
     except Exception as error:  # the network libraries underneath raise their own types of errors
         raise InputError(f"corpus: cannot load the dataset {dataset!r} ({reason(error)})") from error
     if column not in columns:
@@ -294,8 +279,150 @@ def of_dataset(name: str) -> Dataset:
     return Dataset(name, dataset, column, hashlib.sha256(version.encode()).hexdigest())
 
 
-def _rows(dataset: str, column: str | None) -> Any:
+def _streamed(dataset: str, column: str | None) -> Any:
     import datasets
 
     rows = datasets.load_dataset(dataset, split="train", streaming=True)
     return rows.select_columns([column]) if column else rows
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+COMPRESSED, PARQUET, TAR = (".zst", ".zstd", ".gz"), (".parquet",), (".tar",)
+BUFFER = 2**20
+ROWS = 256
+"""Rows of a Parquet file that are read at a time."""
+
+
+def streams_only(name: str) -> bool:
+    """True for the name of a file that only `documents` can read."""
+    return PurePosixPath(name.lower()).suffix in (*COMPRESSED, *PARQUET, *TAR)
+
+
+def documents(file: IO[bytes], name: str, size: int, low: int, high: int) -> Iterator[Document]:
+    """The texts of a file that begin at a position from `low` to before `high`, which may be outside the file.
+
+    Every text has a position from 0 to `size`, so ranges that cover these share a file among several readers. Lines
+    begin at their first byte. The groups of rows of a Parquet file are spread over it evenly. Everything else begins
+    at 0, because it can only be read from the start.
+
+    Args:
+        file: the file, which can seek.
+        name: its name, whose ending tells the format.
+        size: its number of bytes.
+        low: first position.
+        high: end of the positions.
+
+    >>> [d.text for d in documents(io.BytesIO(b'{"text": "a"}\\n{"text": "b"}\\n'), "x.jsonl", 28, 1, 28)]
+    ['b']
+    """
+    path = PurePosixPath(name.lower())
+    ending, of_text = path.suffix, _of_format(path.suffix)
+    if ending in LINES:
+        yield from _lines(file, name, low, high)
+    elif ending in PARQUET:
+        yield from _rows(file, name, size, low, high)
+    elif low <= 0 < high:
+        if ending in COMPRESSED:
+            file, of_text = _decompressed(file, ending, name), _of_format(PurePosixPath(path.stem).suffix)
+        yield from of_text(file, name)
+
+
+def _of_format(ending: str) -> Callable[[IO[bytes], str], Iterator[Document]]:
+    """The reader of a whole file, which need not be able to seek."""
+    if ending in PARQUET:
+        return _compressed_parquet
+    return _numbered_lines if ending in LINES else _members if ending in TAR else _whole
+
+
+def _whole(file: IO[bytes], name: str) -> Iterator[Document]:
+    yield document_of_bytes(name, file.read())
+
+
+def _lines(file: IO[bytes], name: str, low: int, high: int) -> Iterator[Document]:
+    """Lines that begin in the range; they are named by the position of their first byte."""
+    at = max(low - 1, 0)
+    file.seek(at)
+    if low > 0:
+        at += len(file.readline())  # the end of the line that begins before the range
+    while at < high and (line := file.readline()):
+        yield from document_of_line(f"{name}@{at}", line)
+        at += len(line)
+
+
+def _numbered_lines(file: IO[bytes], name: str) -> Iterator[Document]:
+    for at, line in enumerate(file, start=1):
+        yield from document_of_line(f"{name}:{at}", line)
+
+
+def _rows(file: IO[bytes], name: str, size: int, low: int, high: int) -> Iterator[Document]:
+    table = _arrow("parquet", name).ParquetFile(file)
+    if FIELD not in table.schema_arrow.names:
+        columns = ", ".join(table.schema_arrow.names)
+        raise InputError(f"corpus has {name} without a column {FIELD!r}, expected one of texts; it has {columns}")
+    groups, row = table.num_row_groups, 0
+    for group in range(groups):
+        if low <= size * group // groups < high:
+            at = row
+            for batch in table.iter_batches(ROWS, row_groups=[group], columns=[FIELD]):
+                for text in batch.column(0).to_pylist():
+                    yield of_value(f"{name}:{at + 1}", text)
+                    at += 1
+        row += table.metadata.row_group(group).num_rows
+
+
+class _Member(tarfile.TarInfo):
+    """A member of a whole archive. By itself, tarfile takes a damaged or missing header for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"the archive is cut off or damaged: {error}") from error
+
+
+def _members(file: IO[bytes], name: str) -> Iterator[Document]:
+    """The texts of a tar: members .txt, and the field "text" of members .json, as WebDataset names them."""
+    with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
+        for member in archive:
+            archive.members = []  # type: ignore[attr-defined]  # else tarfile would collect them all
+            if not member.isfile():
+                continue
+            inner, ending = f"{name}/{member.name}", PurePosixPath(member.name.lower()).suffix
+            if ending not in (".txt", ".json"):
+                yield Document(inner, member.size, reason="member of a tar that is neither .txt nor .json")
+                continue
+            content = archive.extractfile(member)
+            data = content.read() if content else b""
+            if ending == ".txt":
+                yield document_of_bytes(inner, data)
+            else:
+                yield from document_of_line(inner, data or b"{}")
+
+
+def _compressed_parquet(file: IO[bytes], name: str) -> Iterator[Document]:
+    raise InputError(f"corpus has {name}, expected Parquet files as they are: they are compressed inside")
+
+
+def of_value(name: str, text: Any, column: str = FIELD) -> Document:
+    """The text that is the value of a row in this column, or the reason why it is none."""
+    if not isinstance(text, str):
+        return Document(name, 0, reason=f"no text in {column!r}")
+    return Document(name, len(text.encode()), text=text, reason=None if text.strip() else BLANK)
+
+
+def _decompressed(file: IO[bytes], ending: str, name: str) -> IO[bytes]:
+    if ending == ".gz":
+        return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
+    arrow = _arrow("", name)
+    return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), "zstd"), BUFFER)
+
+
+def _arrow(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(f"pyarrow.{module}".rstrip("."))
+    except ImportError as error:
+        raise InputError(f"corpus has {name}, which needs the package pyarrow: pip install 'qkv[cloud]'") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from qkv._packages import require
 from qkv._survey_settings import Settings, takes_settings
 from qkv.errors import InputError
 from qkv.models.loading import load_if_named
-from qkv.profiler.surveys import corpus, on_ray
-from qkv.profiler.surveys.corpus import Source
-from qkv.profiler.surveys.data import Survey
+from qkv.profiler.capture.inputs import Special, positions
+from qkv.profiler.data.tables import SINK_THRESHOLD
+from qkv.profiler.data.variables import checked_custom
+from qkv.profiler.surveys import accumulators, corpus, on_ray, shard
+from qkv.profiler.surveys.accumulators import QUANTITIES
+from qkv.profiler.surveys.corpus import Part, Source
+from qkv.profiler.surveys.data import VERSION, Survey
 from qkv.profiler.surveys.folder import Folder
-from qkv.profiler.surveys.merging import Incomplete, check_complete, merge_shards
-from qkv.profiler.surveys.work import Work
+from qkv.profiler.surveys.merging import Incomplete, check_complete, label, merge_shards
+from qkv.profiler.surveys.shard import OnBatch, Surveyor
 
 __all__ = ["Incomplete", "Survey", "survey"]
 
@@ -32,7 +39,7 @@ def survey(
     *,
     tokenizer: Any = None,
     out: str | Path,
-    on_batch: Callable[[int, int, int], None] = lambda documents, bytes_, tokens: None,
+    on_batch: OnBatch = lambda documents, bytes_, tokens: None,
     **settings: Any,
 ) -> Survey:
     """Measure where every head of a model attends over a whole corpus: exact sums, in memory independent of its size.
@@ -71,7 +78,7 @@ def survey(
     how.check()
     _refuse_torchrun(how)
     if how.engine == "ray":
-        on_ray.check_installed()
+        require("engine='ray'", "ray")
     loaded = load_if_named(model, tokenizer, how.name, dtype=how.dtype)
     if loaded.tokenizer is None:
         raise InputError("tokenizer is None, but a survey reads texts; pass tokenizer=…")
@@ -86,7 +93,7 @@ def survey(
         on_ray.carry_out(work, todo, folder, torch.get_num_threads(), how.gpus, on_batch)
     else:
         for number in todo:
-            work.carry_out(number, folder, on_batch)
+            folder.write_shard(number, work.shard(number, on_batch))
     check_complete(folder.finished(), how.shards, f"in {folder}", how.numbers)
     result = merge_shards(dict.fromkeys(how.numbers, folder), work.settings)
     if len(how.numbers) == how.shards:
@@ -104,3 +111,103 @@ def _refuse_torchrun(settings: Settings) -> None:
             f"WORLD_SIZE is {world}, but processes of torchrun do not divide a survey among them; give each its part "
             "with only_shards='i/N' and merge, or start one process with engine='ray'"
         )
+
+
+LENGTH = 512
+"""The longest sequence of a model without a limit, if none is given."""
+
+
+def definition_of(model: nn.Module, tokenizer: Any, settings: Settings) -> dict[str, Any]:
+    """The settings that must be equal for two surveys to be merged, and what they depend on."""
+    limit = positions(model)
+    if settings.length is not None and limit is not None and settings.length > limit:
+        raise InputError(f"length is {settings.length:,}, but {type(model).__name__} takes {limit:,} tokens")
+    length = settings.length or min(limit or LENGTH, LENGTH)
+    _, overlap = shard.capacity_of(Special.of(tokenizer), length, settings.overlap)
+    return {
+        "version": VERSION,
+        "model": settings.name,
+        "weights": _fingerprint(model),
+        "configuration": _configuration(model),
+        "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
+        "tokenizer": digest(_rules(tokenizer)),
+        "vocabulary": shard.vocabulary(model, tokenizer),
+        "length": length,
+        "overlap": overlap,
+        "long": settings.long,
+        "local_window": settings.local_window,
+        "shares_of_rows": True,
+        "sink_score": {"queries": accumulators.PREFIX, "threshold": SINK_THRESHOLD},
+        "sketch": {"kind": "t-digest (Apache DataSketches)", "k": accumulators.CENTROIDS},
+        "quantities": accumulators.described(settings.statistics),
+    }
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """SHA-256 of the parameters: names, shapes, dtypes and all bytes of each tensor."""
+    state = hashlib.sha256()
+    for name, x in model.state_dict().items():
+        state.update(f"{name} {type(x).__name__}".encode())
+        if isinstance(x, torch.Tensor):
+            state.update(f"{tuple(x.shape)} {x.dtype}".encode())
+            state.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def _configuration(model: nn.Module) -> str:
+    """SHA-256 of the model's class and configuration, without entries such as names and paths."""
+    config: Any = getattr(model, "config", None)
+    entries = config.to_dict() if hasattr(config, "to_dict") else vars(config) if hasattr(config, "__dict__") else {}
+    inert = ("name", "path", "transformers_version", "architectures", "_attn_implementation")
+    kept = {k: repr(v) for k, v in entries.items() if not any(word in str(k) for word in inert)}
+    return digest({"class": type(model).__qualname__, **kept})
+
+
+def _rules(tokenizer: Any) -> Any:
+    """The rules by which the tokenizer converts a text to ids."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    around = Special.of(tokenizer)
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else type(tokenizer).__name__
+    return [backend.to_str() if hasattr(backend, "to_str") else vocabulary, around.before, around.after]
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+TAKEN = ("module", "queries", "special", "delimiter", "sink_score", "sink_texts")  # columns of `Survey.heads`
+
+
+@dataclass(frozen=True)
+class Work:
+    """A survey, ready to be carried out: any process that has it can carry out any shard, any number of times.
+
+    A shard depends on nothing but the model, the texts and the settings, so it is the same file whoever computes it.
+    """
+
+    surveyor: Surveyor
+    parts: Sequence[Part]
+    """The texts of each shard."""
+    settings: dict[str, Any]
+    """Everything that determines the shards, as it is written to the folder of the survey."""
+
+    @classmethod
+    def of(cls, model: nn.Module, texts: Source, tokenizer: Any, settings: Settings) -> Work:
+        """The work of a survey with these settings."""
+        statistics = checked_custom(settings.statistics, (*QUANTITIES, *TAKEN), over="query")
+        definition = definition_of(model, tokenizer, replace(settings, statistics=statistics))
+        kept = {
+            "corpus": texts.fingerprint, "shards": settings.shards, "batch_tokens": settings.batch_tokens,
+            "definition": definition,
+        }  # fmt: skip
+        surveyor = Surveyor(model, tokenizer, definition, settings.batch_tokens, statistics)
+        return cls(surveyor, texts.shards(settings.shards), kept)
+
+    def shard(self, number: int, on_batch: OnBatch) -> bytes:
+        """Survey one shard: its file."""
+        return self.surveyor.survey(self.parts[number].chunks(), label(self.settings, number), on_batch).packed()
+
+    def on(self, device: str) -> Work:
+        """The same work with the model on another device."""
+        return replace(self, surveyor=self.surveyor.on(device))
