@@ -13,7 +13,7 @@ from benchmarks.timing import THREADS
 from qkv import Attention
 from qkv.masks import Causal, bigbird
 from qkv.models.decoder import DecoderConfig, DecoderLM
-from qkv.nn.composition import Composition
+from qkv.nn import Composition
 
 MECHANISMS: dict[str, dict[str, Any]] = {
     "plain": {},
