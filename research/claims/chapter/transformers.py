@@ -243,8 +243,8 @@ def c054() -> Verdict:
 def estimated(n: int, heads: int, kernel: str) -> tuple[int, int]:
     """Operations and peak memory by `qkv.plan`."""
     q = torch.empty(1, heads, n, 64)
-    cost = qkv.plan(q, q, q, kernel=kernel).cost
-    return cost.flops, cost.peak
+    plan = qkv.plan(q, q, q, kernel=kernel)
+    return plan.flops, plan.peak
 
 
 @claim("C055", "chapter", "7.1", "The space of attention is O(n²), for the attention matrix.")
