@@ -41,7 +41,7 @@ test: venv  ## run every check: lint, types and all tests
 	$(PYTEST); tests=$$?; \
 	wait $$lint || { cat $(VENV)/lint.txt; exit 1; }; exit $$tests
 
-quick: venv  ## run one case of each fast test: two to five minutes
+quick: venv  ## run one case of each fast test: about a minute
 	$(PYTEST) -m "not slow" --one-case
 
 test-core:  ## run the tests of a room; as well test-profile, test-view, test-cli, test-lab, test-research and test-docs
