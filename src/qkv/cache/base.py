@@ -92,7 +92,7 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers; constant once they are allocated."""
+        """Bytes of all buffers, free places included; constant once they are allocated."""
         return sum(x.nbytes for x in self._buffers.values())
 
     def attend(

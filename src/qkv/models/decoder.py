@@ -191,7 +191,7 @@ class DecoderState:
 
     @property
     def nbytes(self) -> int:
-        """Total size of the caches in bytes."""
+        """Bytes of all buffers of the caches, free places included."""
         return sum(cache.nbytes for cache in self.caches)
 
 
