@@ -167,14 +167,14 @@ def colour_bar(
     bar: Axes, image: Any, number: Callable[[float], str] | None = None, *, ticks: int | None = 3, label: str = "",
     **options: Any,
 ) -> Colorbar:  # fmt: skip
-    """The colour bar of an image, whose numbers `number` formats; about `ticks` of them, or as they are if it is None.
+    """The colour bar of an image. `number` formats its numbers: one an inch, at least `ticks`; as they are for None.
 
     `label` names the quantity; `options` are those of `Figure.colorbar`.
     """
     drawn: Colorbar = bar.figure.colorbar(image, cax=bar, **options)
     drawn.outline.set_visible(False)
     if ticks is not None:
-        drawn.locator = MaxNLocator(ticks)
+        drawn.locator = MaxNLocator(max(ticks, round(bar.bbox.height / bar.figure.dpi)))
         drawn.update_ticks()
     if number is not None:
         bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
