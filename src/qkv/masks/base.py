@@ -514,7 +514,7 @@ def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, til
     patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in parts.items()]
     ax.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False, fontsize=7.5)
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     ax.set_aspect("equal" if 0.5 <= n_queries / n_keys <= 2 else "auto")
     ax.tick_params(length=0)
     return ax
