@@ -11,7 +11,6 @@ import functools
 import io
 import pickle
 from collections.abc import Collection, Hashable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -55,17 +54,16 @@ def fingerprint(model: nn.Module) -> Hashable | None:
         return None
     try:
         places, digests = {id(m): i for i, m in enumerate(modules)}, dict[int, bytes]()
-        tensors = _hashes(model)
 
         def brief(x: Any) -> Any:  # all modules have the same configuration
             if not hasattr(x, "__dict__") or isinstance(x, nn.Module | Tensor):
                 return x
             if id(x) not in digests:
-                digests[id(x)] = xxhash.xxh3_128_digest(_StatePickler.pickled(x, places, tensors))
+                digests[id(x)] = xxhash.xxh3_128_digest(_StatePickler.pickled(x, places))
             return digests[id(x)]
 
         attributes = [{name: brief(x) for name, x in _attributes(m).items()} for m in modules]
-        state = _StatePickler.pickled(attributes, places, tensors)
+        state = _StatePickler.pickled(attributes, places)
     except Exception:  # pickling runs code of the attributes, which can raise anything
         return None
     autocast = tuple(
@@ -92,13 +90,12 @@ class _StatePickler(pickle.Pickler):
     """
 
     places: dict[int, int]
-    tensors: dict[int, Hashable]
 
     @classmethod
-    def pickled(cls, value: object, places: dict[int, int], tensors: dict[int, Hashable]) -> bytes:
+    def pickled(cls, value: object, places: dict[int, int]) -> bytes:
         file = io.BytesIO()
         pickler = cls(file)
-        pickler.fast, pickler.places, pickler.tensors = True, places, tensors
+        pickler.fast, pickler.places = True, places
         pickler.dump(value)
         return file.getvalue()
 
@@ -106,17 +103,8 @@ class _StatePickler(pickle.Pickler):
         if id(obj) in self.places:
             return self.places[id(obj)]
         if isinstance(obj, set | frozenset):
-            return type(obj), tuple(sorted(self.pickled(x, self.places, self.tensors) for x in obj))
-        if isinstance(obj, Tensor):
-            return self.tensors.get(id(obj)) or _hashed(obj)
-        return None
-
-
-def _hashes(model: nn.Module) -> dict[int, Hashable]:
-    """The hashes of all parameters, by their ids, computed in as many threads as torch uses."""
-    parameters = list(model.parameters())
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        return dict(zip(map(id, parameters), threads.map(_hashed, parameters), strict=True))
+            return type(obj), tuple(sorted(self.pickled(x, self.places) for x in obj))
+        return _hashed(obj) if isinstance(obj, Tensor) else None
 
 
 def _hashed(x: Tensor) -> Hashable:
