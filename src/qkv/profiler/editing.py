@@ -267,7 +267,7 @@ def ablation(
                     removed = [(n, m) for n in heads if layer in (n, ALL) for m in range(heads[n]) if head in (m, ALL)]
                     with edit(model, {(group[n], n, m): REMOVED[what]() for n, m in removed}):
                         done[layer, head] = next_token_loss(model, ids)
-                    if kept is not None and layer != ALL:  # another run in the folder may name other layers
+                    if kept is not None:
                         _write(kept, key, done)
                 step(1, of=len(sets))
     rows = [(layer, head, done[layer, head], done[layer, head] - whole) for layer, head in sets if layer != ALL]
@@ -317,12 +317,13 @@ def _hash(model: nn.Module, ids: Tensor) -> str:
 
 
 def _read(file: Path | None, key: str) -> dict[tuple[int, int], float]:
-    """The heads that an earlier run with the same model, text and edit has finished."""
+    """What an earlier run with the same model, text and edit has finished, but for all layers: it may name others."""
     if file is None or not file.exists():
         return {}
     try:
         rows = [parse_json(line) for line in read_bytes(file).decode().splitlines()]
-        return {(row["layer"], row["head"]): float(row["nats"]) for row in rows if row["key"] == key}
+        own = (row for row in rows if row["key"] == key and row["layer"] != ALL)
+        return {(row["layer"], row["head"]): float(row["nats"]) for row in own}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"folder has {file}, which is not a file of an ablation; expected another folder") from error
 
