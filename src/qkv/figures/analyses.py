@@ -17,7 +17,6 @@ from qkv.figures.layout import (
     ACCENT,
     HAIRLINE,
     INK,
-    LABELLED_TOKENS,
     MUTED,
     PERCENT,
     WARM,
@@ -29,6 +28,7 @@ from qkv.figures.layout import (
     place,
     plain,
     reference_line,
+    room_below,
     titled,
     token_label,
     token_strip,
@@ -197,8 +197,7 @@ def flow_figure(rollout: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure
     backward = rollout.attrs["of"] == "queries"
     share = by_depth[0 if backward else -1]
     strip = max(0.9, 0.16 * len(by_depth))
-    below = 0.95 if n <= LABELLED_TOKENS else 0.6
-    figure = Drawing(figsize=(9.8, 3.27 + strip + below))
+    figure = Drawing(figsize=(9.8, 3.27 + strip + room_below(n)))
     titled(figure, _flow_sentence(share, tokens, position, backward), _flow_subtitle(rollout, n))
     curve = place(figure, 1.02, 0.95, 7.98, 2.2)
     heat, bar = place(figure, 1.02, 3.27, 7.98, strip), place(figure, 9.09, 3.27, 0.08, strip)
@@ -313,7 +312,7 @@ def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: in
     moved = moved[:, np.isfinite(moved).any(0)]
     depths, n = moved.shape
     tall = min(0.3 * depths, 4.6) if depths > 3 else 0.9
-    figure = Drawing(figsize=(9.6, 1.05 + tall + 0.8))
+    figure = Drawing(figsize=(9.6, 1.05 + tall + max(0.8, room_below(n))))
     titled(figure, _mixing_sentence(data, other, text), _mixing_subtitle(data, text, name or str(data.attrs["model"])))
     heat = place(figure, 0.72, 1.05, 5.45, tall)
     bar = place(figure, 6.24, 1.05, 0.09, tall)

@@ -344,6 +344,11 @@ def is_turned(longest: float, cell: float) -> bool:
     return longest > 0.95 * cell
 
 
+def room_below(tokens: int) -> float:
+    """The inches that `along` needs below axes: for the names of tokens, or for positions."""
+    return 1.15 if tokens <= LABELLED_TOKENS else 0.6
+
+
 def token_label(token: str) -> str:
     """A token as a label: short, with whitespace made visible, and without matplotlib's math markup."""
     plain = drawable(tables.readable(str(token)))

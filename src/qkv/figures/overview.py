@@ -18,7 +18,6 @@ from qkv.figures.layout import (
     DESTINATIONS,
     INK,
     KINDS,
-    LABELLED_TOKENS,
     MUTED,
     PERCENT,
     WARM,
@@ -38,6 +37,7 @@ from qkv.figures.layout import (
     place,
     plain,
     reference_line,
+    room_below,
     titled,
     token_label,
     token_strip,
@@ -214,7 +214,7 @@ def received_figure(name: str, data: xr.Dataset) -> Figure:
     mean, layers = by_layer.mean(0), data.sizes["layer"]
     top = int(mean.argmax())
     strip = max(0.9, 0.16 * layers)
-    figure = Drawing(figsize=(9.6, 3.3 + strip + 0.6))
+    figure = Drawing(figsize=(9.6, 3.3 + strip + room_below(n_keys)))
     title = f"“{token_label(tokens[top])}” at position {top} receives {percent(mean[top])} of all attention"
     if np.sort(mean)[-1] > 5 * np.median(mean):
         title += f", {mean[top] / np.median(mean):,.0f} × the median token"
@@ -253,7 +253,7 @@ def head_figure(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
     distance = one["distance"].values[:n_queries]
     curves = 3 if np.isfinite(distance).any() else 2
     height, left, width = 1.05, 0.82, 7.98
-    figure = Drawing(figsize=(9.6, 2.0 + curves * (height + 0.52) + 0.35))
+    figure = Drawing(figsize=(9.6, 1.6 + curves * (height + 0.52) + room_below(max(n_queries, n_keys))))
     title = f"Layer {row['layer']}, head {row['head']}: {row['goes_to']}"
     titled(figure, title, f"{name} · {row['module']} · " + " · ".join(facts))
     _stack(place(figure, left, 1.12, width, 0.3), data, layer, head)
@@ -314,8 +314,7 @@ def weights_figure(name: str, data: xr.Dataset, layer: int, head: int, weights: 
     n_queries, n_keys = weights.shape
     wide = min(5.6, 5.6 * n_keys / n_queries)
     tall = max(wide * n_queries / n_keys, 1.2)
-    below = 1.0 if n_keys <= LABELLED_TOKENS else 0.6
-    figure = Drawing(figsize=(max(wide + 1.9, 6.4), 1.15 + tall + below))
+    figure = Drawing(figsize=(max(wide + 1.9, 6.4), 1.15 + tall + room_below(n_keys)))
     titled(figure, f"Layer {row['layer']}, head {row['head']}: {row['goes_to']}", subtitle_of(name, data))
     axes = place(figure, 0.95, 1.15, wide, tall)
     bar = place(figure, 0.95 + wide + 0.12, 1.15, 0.1, tall)
