@@ -261,9 +261,8 @@ def normalize(
     level = rounding.level(exact, per_sum)
     rows = Rows(rows.weigh, rounding.from_level(rows.scores, level), masked, sink)
     own = rows.sink_weight(level)
-    return Normalized(
-        rows.weights(level), None, None if own is None else own[..., 0], final, exact[..., 0], None, level[..., 0]
-    )
+    weights = rounding.sums_to_one(rows.weights(level), rows.total(level).detach())
+    return Normalized(weights, None, None if own is None else own[..., 0], final, exact[..., 0], None, level[..., 0])
 
 
 def _function(normalizer: Any) -> Weigh:

@@ -54,6 +54,10 @@ class Rounding:
         """Scores whose difference from the level is rounded."""
         return x
 
+    def sums_to_one(self, x: Tensor, total: Tensor) -> Tensor:
+        """Weights at a level found by search, which a kernel may divide by their `total`, 1 but for rounding."""
+        return x
+
     def weights(self, x: Tensor) -> Tensor:
         return x
 
@@ -131,6 +135,9 @@ class Random(Rounding):
 
     def from_level(self, x: Tensor, level: Tensor) -> Tensor:
         return self._by(x, (x - level).detach().abs() * self.sizes.work, torch.tensor(0.0))
+
+    def sums_to_one(self, x: Tensor, total: Tensor) -> Tensor:
+        return torch.where((self._signs(total) > 0) & (total > 0), x / total, x)
 
     def weights(self, x: Tensor) -> Tensor:
         lost = self.sizes.tiny * (self._signs(x) > 0)  # only upwards, so that no weight becomes negative

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -55,28 +55,39 @@ def fingerprint(model: nn.Module) -> Hashable | None:
     try:
         places, digests = {id(m): i for i, m in enumerate(modules)}, dict[int, bytes]()
 
-        def brief(x: Any) -> Any:  # all modules have the same configuration
-            if not hasattr(x, "__dict__") or isinstance(x, nn.Module | Tensor):
-                return x
-            if id(x) not in digests:
+        def brief(x: Any) -> Hashable:
+            if type(x) in ATOMS:
+                return type(x), x
+            if id(x) in places:
+                return places[id(x)]
+            if isinstance(x, Tensor):
+                return _hashed(x)
+            if id(x) not in digests:  # all modules have the same configuration
                 digests[id(x)] = xxhash.xxh3_128_digest(_StatePickler.pickled(x, places))
             return digests[id(x)]
 
-        attributes = [{name: brief(x) for name, x in _attributes(m).items()} for m in modules]
-        state = _StatePickler.pickled(attributes, places)
+        state = tuple((name, brief(x)) for module in modules for name, x in _attributes(module))
     except Exception:  # pickling runs code of the attributes, which can raise anything
         return None
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     )
-    return tuple((type(m), type(m).forward) for m in modules), autocast, xxhash.xxh3_128_digest(state)
+    return tuple((type(m), type(m).forward) for m in modules), autocast, state
 
 
-BOOKKEEPING = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}  # such as empty hooks
+ATOMS = {type(None), bool, int, float, str}
+TABLES = "_parameters", "_buffers", "_modules"
+BOOKKEEPING = vars(nn.Module()).keys() - {"training"}  # such as empty hooks
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: x for name, x in vars(module).items() if name not in BOOKKEEPING}
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The own attributes of a module; a table of parameters, buffers or modules is followed by its entries."""
+    for name, x in vars(module).items():
+        if name in TABLES:
+            yield name, len(x)
+            yield from x.items()
+        elif name not in BOOKKEEPING:
+            yield name, x
 
 
 def _hooked(module: nn.Module) -> bool:
