@@ -137,7 +137,8 @@ class Random(Rounding):
         return self._by(x, (x - level).detach().abs() * self.sizes.work, torch.tensor(0.0))
 
     def sums_to_one(self, x: Tensor, total: Tensor) -> Tensor:
-        return torch.where((self._signs(total) > 0) & (total > 0), x / total, x)
+        # All weights fall as the level increases, so the product does not cancel the error of the weights themselves.
+        return torch.where(total > 0, x * total, x)
 
     def weights(self, x: Tensor) -> Tensor:
         lost = self.sizes.tiny * (self._signs(x) > 0)  # only upwards, so that no weight becomes negative

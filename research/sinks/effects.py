@@ -15,7 +15,8 @@ from qkv.edits import Edit, Head
 from qkv.engine import Call
 from qkv.kernels import serve, serving
 from qkv.masks import Dense, Region
-from qkv.profiler.editing import edit, next_token_loss, predicts_next_token
+from qkv.profiler.analyses.ablation import next_token_loss, predicts_next_token
+from qkv.profiler.editing import edit
 from qkv.statistics.measure import measured
 from research.sinks.criteria import HEAVY, LIGHT, PEAK, SINK
 from research.sinks.subject import Recording, Subject, hidden_of

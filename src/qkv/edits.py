@@ -1,19 +1,17 @@
-"""Interventions on single heads, for `qkv.edit`: each changes the output of a head, or the weights that it has.
+"""Interventions for `qkv.edit`: on heads (output, values or weights), and on the vectors of sublayers and layers.
 
 Your own edit inherits from `Edit` and defines `apply`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkv import masks, normalizers
 from qkv._contract import require
@@ -21,10 +19,10 @@ from qkv.engine import Call, Result
 from qkv.errors import InputError, kind_of
 from qkv.kernels import attention
 from qkv.masks.base import Submask
-from qkv.statistics.result import with_head
 
 __all__ = [
-    "Edit", "Head", "HideFirst", "Mean", "Patch", "Scale", "Steer", "Temperature", "WithMask", "WithNormalizer", "Zero",
+    "At", "Edit", "Head", "HideFirst", "Mean", "Patch", "Scale", "Steer", "Temperature", "Values", "Vectors",
+    "WithMask", "WithNormalizer", "Zero",
 ]  # fmt: skip
 __dir__ = __all__.copy
 
@@ -33,8 +31,9 @@ __dir__ = __all__.copy
 class Placed:
     """Where the queries and keys of a call are in the text."""
 
-    start: int | None
-    """Position of the first query; None if the keys are not the tokens of the text that has the queries."""
+    start: int | Int[Tensor, "b n"] | None
+    """Position of the first query, or of all vectors if they do not follow each other; None if the keys are not the
+    tokens of the text that has the queries."""
     keys_at: int | Int[Tensor, "b hkv nk"]
     """Position of the first key, if the others follow it; else those of all keys."""
     queries: Bool[Tensor, "b nq"] | None
@@ -44,30 +43,20 @@ class Placed:
 
 
 @dataclass(eq=False)
-class Head:
-    """One head in one attention call of a model."""
+class Vectors:
+    """Vectors of the tokens of a text in a model: the output of a head, its values, or the output of a module."""
 
     name: str
-    """The module and the head, for errors."""
-    number: int
-    """Number of the query head."""
-    output: Float[Tensor, "b nq dv"]
-    """Its output before the output projection, as the model computes it or as earlier edits left it."""
+    """What they are, for errors."""
+    output: Float[Tensor, "b n d"]
+    """The vectors, as the model computes them or as earlier edits left them."""
     place: Callable[[], Placed]
-    """Tells where the queries and keys are in the text."""
-    call: Call
-    """The attention call of its layer, with all heads, as earlier edits left it."""
-    compute: Callable[[Call], Result] = attention
-    """Computes another call of the layer, with all that is requested besides the output."""
-    computed: dict[Any, tuple[Call, Result, tuple[Any, ...]]] = field(default_factory=dict)
-    """What `recompute` has computed for heads of the layer: one call for all that have the same edit."""
-    changed: Call | None = field(default=None, init=False)
-    """The call after `recompute`."""
-    result: Result | None = field(default=None, init=False)
-    """Its result."""
+    """Tells where they are in the text."""
+    whole: bool
+    """Whether these are all tokens of the text so far, and not only those of a step of generation."""
 
     @property
-    def queries(self) -> Bool[Tensor, "b nq"] | None:
+    def queries(self) -> Bool[Tensor, "b n"] | None:
         """True at real tokens, False at padding; None if all are real."""
         return self.place().queries
 
@@ -76,12 +65,55 @@ class Head:
         """Position of the first token of the text; one for each batch item where padding is on the left."""
         return self.place().first
 
+    @property
+    def positions(self) -> Int[Tensor, "b n"]:
+        """Position of each vector in the text, counted from its first token that is not padding."""
+        start, (b, n, _), device = self.place().start, self.output.shape, self.output.device
+        if start is None:
+            raise InputError(f"edits has positions in {self.name}, whose tokens are not known; expected self-attention")
+        at = torch.arange(start, start + n, device=device) if isinstance(start, int) else start.to(device)
+        return (at - torch.as_tensor(self.first, device=device).view(-1, 1)).expand(b, n)
+
+    def all_tokens(self, edit: Edit) -> None:
+        """Raise `InputError` unless these are the vectors of the whole text."""
+        if not self.whole:
+            raise InputError(
+                f"edit is {type(edit).__name__} of {self.name} in a step of generation with {self.output.shape[1]} "
+                "tokens; expected a forward over the whole text, without a cache"
+            )
+
+
+@dataclass(eq=False)
+class Head(Vectors):
+    """One head in one attention call of a model; `output` is what it has before the output projection."""
+
+    number: int
+    """Number of the query head."""
+    call: Call
+    """The attention call of its layer, with all heads, as earlier edits left it."""
+    compute: Callable[[Call], Result] = attention
+    """Computes another call of the layer, with all that is requested besides the output."""
+    computed: dict[Any, Any] = field(default_factory=dict)
+    """What has been computed for heads of the layer: one call for all that have the same edit."""
+    changed: Call | None = field(default=None, init=False)
+    """The call after `recompute`."""
+    result: Result | None = field(default=None, init=False)
+    """Its result."""
+
+    def values(self, group: int) -> Vectors:
+        """The values of the keys of a head of keys."""
+        at = self.place().keys_at
+        start = at if isinstance(at, int) else at.expand(-1, self.call.k.shape[1], -1)[:, group]
+        values = (self.call if self.changed is None else self.changed).given.v[:, group]
+        return Vectors(f"the values of {self.name}", values, lambda: replace(self.place(), start=start), self.whole)
+
     def of_text(self, mask: masks.Mask) -> masks.Mask:
         """A mask of the whole text so far, for the queries and keys of the call."""
         call, place = self.call, self.place()
         (b, h, n_queries, _), (_, hkv, n_keys, _), at = call.q.shape, call.k.shape, place.keys_at
         if place.start is None or (n_queries == n_keys and isinstance(at, int) and place.start == at == 0):
             return mask
+        assert isinstance(place.start, int)
         stop = max(place.start + n_queries, at + n_keys if isinstance(at, int) else 0)
         grid = masks.Grid(b, h, stop, stop, 0, call.q.device)
         mask.check(grid)
@@ -97,35 +129,29 @@ class Head:
         mask: masks.Mask | None = None,
         normalizer: normalizers.Normalizer | None = None,
         temperature: float = 1.0,
+        values: Float[Tensor, "b hkv nk dv"] | None = None,
     ) -> Float[Tensor, "b nq dv"]:
-        """The output with other weights, in linear memory.
+        """The output with other weights or values, in linear memory.
 
         Args:
             mask: of the queries and keys of the call, in addition to the mask of the model, by ``&``.
             normalizer: in place of that of the model, with its sink.
             temperature: divides the scores, in addition to the temperature of the normalizer.
+            values: in place of those of the call.
         """
         call = self.call if self.changed is None else self.changed
-        key, given = (id(call), id(mask), id(normalizer), temperature), call.given
+        key, given = (id(call), id(mask), id(normalizer), temperature, id(values)), call.given
         if key not in self.computed:
             both = mask if given.mask is None else given.mask if mask is None else given.mask & mask
             chosen = given.normalizer if normalizer is None else normalizer
             if temperature != 1:
                 chosen = chosen.with_temperature(chosen.temperature * temperature)
-            made = Call.of(given.q, given.k, given.v, both, given.biases, given.score, chosen)
-            made_of = call, mask, normalizer  # kept, so that no other object gets their ids
+            v = given.v if values is None else values
+            made = Call.of(given.q, given.k, v, both, given.biases, given.score, chosen)
+            made_of = call, mask, normalizer, values  # kept, so that no other object gets their ids
             self.computed[key] = made, self.compute(made), made_of
         self.changed, self.result, _ = self.computed[key]
         return self.result.out[:, self.number]
-
-    def all_keys(self, edit: Edit) -> None:
-        """Raise `InputError` if the call has fewer queries than keys, as a step of generation has."""
-        n_queries, n_keys = self.call.q.shape[2], self.call.k.shape[2]
-        if n_queries < n_keys:
-            raise InputError(
-                f"edit is {type(edit).__name__} of {self.name}, which attends with {n_queries} queries to {n_keys} "
-                "keys; expected a forward over the whole text, without a cache"
-            )
 
 
 class Edit:
@@ -138,9 +164,15 @@ class Edit:
 
     positional = True
     """Whether it asks where queries and keys are in the text, which must be followed then."""
+    of_heads = False
+    """Whether it can only be an edit of a head, because it changes the weights or values."""
 
-    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
-        """The output of the head instead of ``head.output``, of the same shape."""
+    def apply(self, head: Any) -> Float[Tensor, "b n d"]:
+        """The vectors instead of ``head.output``, of the same shape.
+
+        Args:
+            head: `Head`, or `Vectors` where the edit is not one of a head.
+        """
         raise NotImplementedError
 
     def check(self) -> None:
@@ -148,130 +180,34 @@ class Edit:
         require(self, Edit, "apply", "head", "the output of the head (b, nq, dv)")
 
 
-def edited(edit: Edit, head: Head) -> Tensor:
-    """The output of a head after an edit, checked."""
+def edited(edit: Edit, head: Vectors) -> Tensor:
+    """The vectors after an edit, checked."""
     out = edit.apply(head)
     if not isinstance(out, Tensor) or out.shape != head.output.shape:
         raise InputError(
             f"{type(edit).__name__}: apply returned {kind_of(out)} for {head.name}, expected a tensor of shape "
-            f"{tuple(head.output.shape)} (batch, queries, values)"
+            f"{tuple(head.output.shape)} (batch, tokens, dimensions)"
         )
     return torch.as_tensor(out, dtype=head.output.dtype, device=head.output.device)
 
 
-Place = tuple[str | None, str | int, int]
-"""Group, layer or module, and head; the group is None if it was not stated."""
-
-SELF = ("self", "text")
-"""Groups whose layers can be named without the group."""
-
-
-@dataclass(eq=False)
-class Edits:
-    """The edits of one `qkv.edit`."""
-
-    by_place: dict[Place, Edit]
-    met: set[Place] = field(default_factory=set)
-    """Places at which the model has attended."""
-    ran: bool = False
-    """Whether the model has attended at all."""
-
-    def of(self, module: str, group: str, layer: int) -> dict[int, Edit]:
-        """The edits of the heads of a layer."""
-        self.ran = True
-        names: tuple[tuple[str | None, str | int], ...] = ((group, layer), (None, module))
-        if group in SELF:
-            names = (*names, (None, layer))
-        edits = {}
-        for place, edit in self.by_place.items():
-            if place[:2] in names:
-                self.met.add(place)
-                edits[place[2]] = edit
-        return edits
-
-
-ACTIVE: WeakKeyDictionary[nn.Module, list[Edits]] = WeakKeyDictionary()
-
-
-def applied(
-    model: nn.Module, module: str, group: str, layer: int, place: Callable[[], Placed], call: Call, result: Result,
-    compute: Callable[[Call], Result], *, editable: bool,
-) -> tuple[Result, dict[int, Call]]:  # fmt: skip
-    """The result of a call after all edits of its layer, and the calls of the heads whose weights changed.
-
-    Args:
-        model: the model that runs.
-        module: the name of the module that attends.
-        group: kind of attention.
-        layer: number of the layer.
-        place: tells where the queries and keys are in the text.
-        call: the attention call.
-        result: its result by the model.
-        compute: computes another call of the layer.
-        editable: False if its weights are all that is known of it.
-    """
-    changed: dict[int, Head] = {}
-    outputs: dict[int, Tensor] = {}
-    computed: dict[Any, Any] = {}
-    heads = call.q.shape[1]
-    for edits in ACTIVE.get(model, ()):
-        found = edits.of(module, group, layer)
-        if found and not editable:
-            raise InputError(
-                f"edits has {module}, which forms its weights itself, so that its heads cannot be edited; expected "
-                "attention of qkv, of transformers' attention interface or of torch's scaled_dot_product_attention"
-            )
-        for number, edit in found.items():
-            if not 0 <= number < heads:
-                raise InputError(f"edits has head {number} of {module}, expected 0 to {heads - 1}")
-            before = changed[number].changed if number in changed else None
-            output, name = outputs.get(number, result.out[:, number]), f"head {number} of {module}"
-            head = Head(name, number, output, place, before or call, compute, computed)
-            outputs[number] = edited(edit, head)
-            if head.changed is not None:
-                changed[number] = head
-    if not outputs:
-        return result, {}
-
-    def joined(name: str) -> Any:
-        x, columns = getattr(result, name), {n: getattr(head.result, name) for n, head in changed.items()}
-        if x is None or any(y is None for y in columns.values()):
-            return None
-        if not isinstance(x, Tensor):
-            return functools.reduce(lambda all_, n: with_head(all_, columns[n], n), columns, x)
-        return _with_columns(x, {n: y[:, n] for n, y in columns.items()})
-
-    made = Result(_with_columns(result.out, outputs), joined("lse"), joined("weights"), joined("statistics"))
-    return made, {number: head.changed for number, head in changed.items() if head.changed is not None}
-
-
-def _with_columns(x: Tensor, columns: Mapping[int, Tensor]) -> Tensor:
-    """A copy with other numbers in some heads."""
-    if not columns:
-        return x
-    x = x.clone()
-    for number, column in columns.items():
-        x[:, number] = column
-    return x
-
-
 class Zero(Edit):
-    """Removes the head: its output is 0."""
+    """Removes the head, or the output of a module: it is 0."""
 
     positional = False
 
-    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+    def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:
         return torch.zeros_like(head.output)
 
 
 class Mean(Edit):
-    """Replaces the output of the head by its mean over the tokens of each text, padding left out.
+    """Replaces the output by its mean over the tokens of each text, padding left out.
 
-    The head then tells the layers above nothing about single tokens, without the shift that `Zero` makes.
+    A head then tells the layers above nothing about single tokens, without the shift that `Zero` makes.
     """
 
-    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
-        head.all_keys(self)
+    def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:
+        head.all_tokens(self)
         if head.queries is None:
             return head.output.mean(1, keepdim=True).expand_as(head.output)
         real = head.queries[..., None].to(head.output)
@@ -281,31 +217,31 @@ class Mean(Edit):
 
 @dataclass(eq=False)
 class Scale(Edit):
-    """Multiplies the output of the head.
+    """Multiplies the output.
 
     Args:
-        factor: a number, or a tensor (for gradients: which heads matter) that broadcasts with (b, nq, dv).
+        factor: a number, or a tensor (for gradients: which heads matter) that broadcasts with (b, n, d).
     """
 
     factor: float | Tensor
     positional = False
 
-    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+    def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:
         return head.output * self.factor
 
 
 @dataclass(eq=False)
 class Steer(Edit):
-    """Adds a vector to the output of the head at every token (Turner et al. 2023, arXiv:2308.10248).
+    """Adds a vector to the output at every token (Turner et al. 2023, arXiv:2308.10248).
 
     Args:
-        vector: (dv,), or what broadcasts with (b, nq, dv).
+        vector: (d,), or what broadcasts with (b, n, d).
     """
 
-    vector: Float[Tensor, "*b dv"]
+    vector: Float[Tensor, "*b d"]
     positional = False
 
-    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+    def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:
         if self.vector.ndim == 0 or self.vector.shape[-1] != head.output.shape[-1]:
             raise InputError(
                 f"vector has shape {tuple(self.vector.shape)}, expected (…, {head.output.shape[-1]}) for {head.name}"
@@ -315,17 +251,80 @@ class Steer(Edit):
 
 @dataclass(eq=False)
 class Patch(Edit):
-    """Replaces the output of the head by that of another run (activation patching).
+    """Replaces the output by that of another run (activation patching).
 
     Args:
-        output: (b, nq, dv), from `qkv.profiler.head_outputs` of a run on a text of the same length.
+        output: (b, n, d), from `qkv.profiler.head_outputs` of a run on a text of the same length.
     """
 
-    output: Float[Tensor, "b nq dv"]
+    output: Float[Tensor, "b n d"]
     positional = False
 
-    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+    def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:
         return self.output.to(head.output)
+
+
+@dataclass(eq=False)
+class At(Edit):
+    """Another edit at some tokens only: `Zero`, `Mean`, `Scale`, `Steer`, `Patch`, or one of your own without weights.
+
+    Args:
+        positions: of the tokens, counted from 0 at the first token of each text that is not padding.
+        edit: what is done there.
+
+    >>> import torch, qkv
+    >>> from qkv.edits import At, Values, Zero
+    >>> model, tokenizer = qkv.load("qkv-mini")
+    >>> with qkv.edit(model, {(0, 2): Values(At([0], Zero())), (1, "mlp"): At([0], Zero())}):
+    ...     logits = model(torch.tensor([[5, 6, 7]]))
+    """
+
+    positions: Sequence[int]
+    edit: Edit
+
+    def check(self) -> None:
+        if not self.positions or not all(isinstance(x, int) and x >= 0 for x in self.positions):
+            raise InputError(f"positions is {self.positions!r}, expected numbers from 0, at least one")
+        _check_inner(self.edit)
+
+    def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:
+        before = getattr(head, "changed", None)
+        out = edited(self.edit, head)
+        if getattr(head, "changed", None) is not before:
+            raise InputError(
+                f"edits has At of {type(self.edit).__name__}, which changes the weights of {head.name}; expected an "
+                "edit of its output, such as Zero(), or WithMask(mask) with a mask of these positions"
+            )
+        at = torch.isin(head.positions, torch.tensor(list(self.positions), device=head.output.device))
+        return torch.where(at[..., None], out, head.output)
+
+
+@dataclass(eq=False)
+class Values(Edit):
+    """Changes the values of the keys that a head attends to, and leaves its weights as they are.
+
+    Args:
+        edit: what is done with the values, such as ``At([0], Zero())`` for those of the first token.
+    """
+
+    edit: Edit
+    of_heads = True
+
+    def check(self) -> None:
+        _check_inner(self.edit)
+
+    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
+        call, key = head.call if head.changed is None else head.changed, (id(self), id(head.changed or head.call))
+        if key not in head.computed:
+            vectors = [head.values(group) for group in range(call.k.shape[1])]
+            head.computed[key] = torch.stack([edited(self.edit, x) for x in vectors], 1)
+        return head.recompute(values=head.computed[key])
+
+
+def _check_inner(edit: object) -> None:
+    if not isinstance(edit, Edit):
+        raise InputError(f"edit is {kind_of(edit)}, expected one of qkv.edits, such as Zero()")
+    edit.check()
 
 
 class Temperature(Edit):
@@ -336,6 +335,7 @@ class Temperature(Edit):
     """
 
     positional = False
+    of_heads = True
 
     def __init__(self, temperature: float) -> None:
         if not temperature > 0:
@@ -354,6 +354,7 @@ class WithNormalizer(Edit):
     """
 
     positional = False
+    of_heads = True
 
     def __init__(self, normalizer: normalizers.Normalizer) -> None:
         if not isinstance(normalizer, normalizers.Normalizer):
@@ -371,6 +372,8 @@ class WithMask(Edit):
         mask: True where a query may attend.
     """
 
+    of_heads = True
+
     def __init__(self, mask: masks.Mask) -> None:
         if not isinstance(mask, masks.Mask):
             raise InputError(f"mask is {type(mask).__name__}, expected one of qkv.masks")
@@ -382,6 +385,8 @@ class WithMask(Edit):
 
 class HideFirst(Edit):
     """Hides the first token of the text from all queries but its own: the head loses its sink there."""
+
+    of_heads = True
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
         first = torch.as_tensor(head.first, device=head.output.device).view(-1, 1, 1, 1)

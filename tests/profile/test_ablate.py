@@ -16,7 +16,7 @@ import qkv
 from conftest import Command, refused
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import ablation
-from qkv.profiler import editing as analysis
+from qkv.profiler.analyses import ablation as analysis
 
 
 def small() -> DecoderLM:
@@ -43,48 +43,76 @@ def test_loss_without_a_head_is_that_with_its_rows_of_the_output_projection_at_z
     assert row["delta_nats"] == pytest.approx(want - found.nats, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ours", "gemma3"])
-def test_losses_are_those_of_models_whose_heads_are_edited_together(name: str) -> None:
-    model = small() if name == "ours" else hf.build(name, suffix="ForCausalLM").eval()
+class Shared(torch.nn.Module):
+    """A block that also reads what the first block has computed inside, if that has run."""
+
+    def __init__(self, block: torch.nn.Module, first: Any, missing: float | None) -> None:
+        super().__init__()
+        self.block, self.missing = block, missing
+        first.attention.register_forward_hook(lambda _, args, out: setattr(self, "inside", out))
+
+    def forward(self, x: torch.Tensor, **named: Any) -> torch.Tensor:
+        out: torch.Tensor = self.block(x + self.__dict__.pop("inside", self.missing), **named)
+        return out
+
+
+@pytest.mark.parametrize("what", analysis.REMOVED)
+@pytest.mark.parametrize("name", ["ours", "gemma3", "albert-like"])
+def test_losses_are_those_of_models_whose_heads_are_edited_together(name: str, what: str) -> None:
+    model = small() if name in ("ours", "albert-like") else hf.build(name, suffix="ForCausalLM").eval()
+    if name == "albert-like":  # all layers are one module
+        model.blocks[1] = model.blocks[0]
     ids = IDS % 30
-    found = ablation(model, ids, what="sinks", progress=False)
+    found = ablation(model, ids, what=what, progress=False)
     layers, heads = range(len(found.layers)), range(found.table["head"].max() + 1)
 
     def edited(layers: Iterable[int], heads: Iterable[int]) -> float:
-        with qkv.edit(model, {(layer, head): qkv.edits.HideFirst() for layer in layers for head in heads}):
+        with qkv.edit(model, {(layer, head): analysis.REMOVED[what] for layer in layers for head in heads}):
             return analysis.next_token_loss(model, ids)
 
-    assert found.table["nats"].tolist() == [edited([layer], [head]) for layer in layers for head in heads]
-    assert found.layers["nats"].tolist() == [edited([layer], heads) for layer in layers]
+    want = [edited([layer], [head]) for layer in layers for head in heads]
+    assert found.table["nats"].tolist() == pytest.approx(want, abs=2e-6)
+    assert found.layers["nats"].tolist() == pytest.approx([edited([layer], heads) for layer in layers], abs=2e-6)
     assert found.all_nats == edited(layers, heads)
+
+
+@pytest.mark.parametrize("missing", [0.0, None], ids=["other numbers", "an error"])
+def test_a_model_whose_layers_share_more_than_the_residual_stream_runs_whole(
+    monkeypatch: pytest.MonkeyPatch, missing: float | None
+) -> None:
+    model, batches = small(), list[int]()
+    model.blocks[1] = Shared(model.blocks[1], model.blocks[0], missing)
+    own = analysis._logits
+    monkeypatch.setattr(analysis, "_logits", lambda model, ids: (batches.append(len(ids)), own(model, ids))[1])
+    found = ablation(model, IDS, layers=[1], progress=False)
+    with qkv.edit(model, {(1, 2): "zero"}):
+        assert found.table["nats"][2] == analysis.next_token_loss(model, IDS)
+    assert batches == [1, 6, *[1] * 7], "the layer was not computed head by head after its control item differed"
 
 
 def test_interrupted_run_resumes_and_another_model_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, computed, own = small(), [], analysis.next_token_loss
+    model, items, own = small(), list[int](), analysis._logits
 
-    def counted(*args: Any) -> float:
-        computed.append(1)
-        if len(computed) == 5:
+    def counted(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        items.append(len(ids))
+        if len(items) == 3:
             raise KeyboardInterrupt
-        return own(*args)
+        return own(model, ids)
 
-    monkeypatch.setattr(analysis, "next_token_loss", counted)
+    monkeypatch.setattr(analysis, "_logits", counted)
     with pytest.raises(KeyboardInterrupt):
         ablation(model, IDS, folder=tmp_path, progress=False)
-    computed.clear()
-    monkeypatch.setattr(analysis, "next_token_loss", lambda *args: (computed.append(1), own(*args))[1])
     resumed = ablation(model, IDS, folder=tmp_path, progress=False)
-    assert len(computed) == 1 + 11 - 3  # the whole model, and the sets of heads that were not finished
+    assert items[3:] == [1, 6, 1]  # the whole model, the second layer with a control, and all heads
     assert resumed.table.equals(ablation(model, IDS, progress=False).table)
     with torch.no_grad():
         model.embedding.weight[0, 0] += 1
-    computed.clear()
-    ablation(model, IDS, folder=tmp_path, progress=False)
-    assert len(computed) == 1 + 11
+    items[:] = [0] * 3
     one = ablation(model, IDS, layers=[0], folder=tmp_path, progress=False)
-    assert one.all_nats == one.layers["nats"].item(), "the loss without all heads is that of another run's layers"
+    assert items[3:] == [1, 6, 1], "the losses of another model were read"
+    assert one.all_nats == pytest.approx(one.layers["nats"].item(), abs=2e-6), "all heads are those of another run"
     (tmp_path / analysis.PROGRESS).write_text("no table")
     with refused("folder"):
         ablation(model, IDS, folder=tmp_path, progress=False)

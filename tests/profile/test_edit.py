@@ -18,8 +18,10 @@ import hf_models as hf
 import qkv
 from conftest import refused
 from qkv import edits
+from qkv.kernels import eager
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import everywhere
+from qkv.profiler.capture.datasets import calls_of
 from qkv.testing import CheckFailed, check_edit
 
 OUTPUT = {  # the output projection of an attention module, whose input is the heads' outputs side by side
@@ -235,12 +237,53 @@ def test_patching_every_head_of_a_layer_carries_over_the_other_run() -> None:
 def test_edits_hold_in_every_step_of_generation() -> None:
     model = hf.build("llama", suffix="ForCausalLM", pad_token_id=0)
     ids = hf.inputs("llama", batch=1)["input_ids"][:, :8]
-    with qkv.edit(model, {(1, 0): "zero", (0, 3): edits.HideFirst()}):
+    first = edits.At([0, 9], edits.Zero())
+    of_heads = {(1, 0): edits.Zero(), (0, 3): edits.HideFirst(), (0, 1): edits.Values(first)}
+    with qkv.edit(model, {**of_heads, (0, "mlp"): first, (1, "residual"): edits.At([3, 11], edits.Scale(9.0))}):
         out = model.generate(ids, max_new_tokens=6, do_sample=False)
         whole = model(out[:, :-1]).logits.argmax(-1)
     assert torch.equal(whole[:, 7:], out[:, 8:])
-    with refused("edit", match="without a cache"), qkv.edit(model, {(0, 0): "mean"}):
-        model.generate(ids, max_new_tokens=2, do_sample=False)
+    for key, edit in {(0, 0): "mean", (0, "mlp"): "mean", (1, 1): edits.Values(edits.Mean())}.items():
+        with refused("edit", match="without a cache"), qkv.edit(model, {key: edit}):
+            model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+def test_edits_of_values_and_modules_equal_hooks_at_these_tokens(name: str) -> None:
+    """The second text has 3 tokens of padding on the left, after which its positions begin."""
+    model, ids = hf.build(name), hf.inputs(name)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    real, vector = mask.bool(), torch.linspace(-1, 1, model.config.hidden_size)
+    second = torch.zeros_like(mask, dtype=torch.bool)
+    second[0, 1] = second[1, 4] = True
+    block = next(m for n, m in model.named_modules() if n in ("layers.1", "h.1"))
+    for what, module in (("mlp", block.mlp), ("residual", block)):
+        steered = edits.At([1], edits.Steer(vector))
+        with qkv.edit(model, {(1, what): steered}):
+            got = main_output(model(**inputs))
+
+        def added(_: nn.Module, __: Any, out: Any) -> Any:
+            first = out[0] if isinstance(out, tuple) else out
+            first = torch.where(second[..., None], first + vector, first)
+            return (first, *out[1:]) if isinstance(out, tuple) else first
+
+        handle = module.register_forward_hook(added)
+        want = main_output(model(**inputs))
+        handle.remove()
+        torch.testing.assert_close(got[real], want[real])
+    call = next(c for c in calls_of(model, inputs) if c.layer == 1).call
+    weights = eager.forward(call).weights
+    assert weights is not None
+    value = call.v[:, HEAD * call.k.shape[1] // call.q.shape[1]]
+    lost = (weights[:, HEAD] * second[:, None]) @ value
+    plain = qkv.profiler.head_outputs(model, inputs, [(1, HEAD)])[1, HEAD]
+    with qkv.edit(model, {(1, HEAD): edits.Patch(plain - lost)}):
+        want = main_output(model(**inputs))
+    with qkv.edit(model, {(1, HEAD): edits.Values(edits.At([1], edits.Zero()))}):
+        torch.testing.assert_close(main_output(model(**inputs))[real], want[real], atol=1e-5, rtol=1e-5)
 
 
 class Halve(edits.Edit):
@@ -275,7 +318,8 @@ def test_an_edit_of_ones_own_is_applied_and_checked(llama: Any) -> None:
 def test_every_edit_fulfils_its_contract() -> None:
     for edit in (
         edits.Zero(), edits.Mean(), edits.Scale(2.0), edits.Steer(torch.ones(6)), edits.Temperature(0.5),
-        edits.WithMask(qkv.masks.Window(3)), edits.WithNormalizer(qkv.normalizers.Sigmoid()), edits.HideFirst(), Halve()
+        edits.WithMask(qkv.masks.Window(3)), edits.WithNormalizer(qkv.normalizers.Sigmoid()), edits.HideFirst(),
+        Halve(), edits.At([1], edits.Zero()), edits.Values(edits.At([0], edits.Zero())),
     ):  # fmt: skip
         check_edit(edit)
 
@@ -283,7 +327,22 @@ def test_every_edit_fulfils_its_contract() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(
     "bad",
-    [{(0, 9): "zero"}, {(7, 0): "zero"}, {("layers.7", 0): "zero"}, {(0, 0): "remove"}, {(0, 0): 3}, {0: "zero"}, {}],
+    [
+        {(0, 9): "zero"},
+        {(7, 0): "zero"},
+        {("layers.7", 0): "zero"},
+        {(0, 0): "remove"},
+        {(0, 0): 3},
+        {0: "zero"},
+        {},
+        {(7, "mlp"): "zero"},
+        {(0, "values"): "zero"},
+        {("layers.7", "output"): "zero"},
+        {("embed_tokens", "output"): edits.At([0], edits.Zero())},
+        {(0, "mlp"): "softmax"},
+        {(0, 0): edits.At([0], edits.Temperature(2.0))},
+        {(0, "mlp"): edits.Values(edits.Zero())},
+    ],
     ids=str,
 )
 def test_bad_edits_are_refused_and_the_model_restored(bad: Any, llama: Any) -> None:

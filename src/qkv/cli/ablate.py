@@ -12,7 +12,7 @@ from qkv._untrusted import allow
 from qkv.cli.shared import INPUT, Input, folder, numbers, table
 
 if TYPE_CHECKING:
-    from qkv.profiler.editing import Ablation
+    from qkv.profiler.analyses.ablation import Ablation
 
 DEFAULT_TOKENS = 256
 MOST = 10
@@ -21,15 +21,14 @@ MOST = 10
 def ablate(
     given: Annotated[Input, tyro.conf.arg(name="")] = INPUT,
     *,
-    what: Literal["heads", "means", "sinks"] = "heads",
+    what: Literal["heads", "means", "sinks", "values"] = "heads",
     layers: Annotated[str | None, tyro.conf.arg(metavar="0,3,8-11", help_behavior_hint="")] = None,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-ablate"),
 ) -> None:
-    """Remove each head of a language model, or each head's sink, and measure how much its loss rises.
+    """Remove each head of a language model, or what it takes from the first token, and measure how its loss rises.
 
-    The model runs once for each head, once for all heads of each layer, and once for all heads. The command prints the
-    heads that matter most, and writes tables (CSV, JSON) and a figure to DIR. An interrupted run resumes with the same
-    command.
+    Each head is removed alone, then all heads of each layer, then all heads. The command prints the heads that matter
+    most, and writes tables (CSV, JSON) and a figure to DIR. An interrupted run resumes with the same command.
 
     qkv ablate                              (the small model that comes with qkv, on 256 tokens)
 
@@ -40,13 +39,13 @@ def ablate(
     Args:
         given: Model and text.
         what: heads sets the output of a head to 0, means replaces it by its mean over the tokens, sinks hides the first
-            token from the queries of a head.
+            token from the queries of a head, values sets the value of the first token to 0.
         layers: Layers whose heads are removed; all by default.
         out: Folder for the results. It is created if it does not exist.
     """
     from qkv.figures.analyses import ablation_figure
     from qkv.figures.layout import save_figure
-    from qkv.profiler.editing import ablation
+    from qkv.profiler.analyses.ablation import ablation
 
     allow(given.max_size)
     if given.is_default:

@@ -41,13 +41,16 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
+    from qkv.profiler.analyses.ablation import Ablation
     from qkv.profiler.analyses.eviction import Eviction
-    from qkv.profiler.editing import Ablation
 
 
 PARTS = ("#b5493a", "#26748f", "#5b7f2b", "#b8860b", "#7c4a86")
 DIVERGING = LinearSegmentedColormap.from_list("qkv diverging", ("#26748f", "#f3f6f5", "#b5493a"))
-REMOVED = {"heads": "without the head", "means": "with the head's mean over tokens", "sinks": "without the head's sink"}
+REMOVED = {
+    "heads": "without the head", "means": "with the head's mean over tokens", "sinks": "without the head's sink",
+    "values": "without the first token's value",
+}  # fmt: skip
 
 
 def ablation_figure(ablation: Ablation) -> Figure:

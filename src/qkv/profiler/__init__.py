@@ -1,11 +1,12 @@
 """Profile models: observe their attention, compute exact statistics, and save, plot and report them."""
 
+from qkv.profiler.analyses.ablation import Ablation, ablation
 from qkv.profiler.analyses.eviction import Eviction, eviction
 from qkv.profiler.analyses.flow import flow_to, rollout
 from qkv.profiler.analyses.mixing import mixing
 from qkv.profiler.comparison import Comparison, compare
 from qkv.profiler.corpora import default_text
-from qkv.profiler.editing import Ablation, ablation, everywhere, head_outputs
+from qkv.profiler.editing import everywhere, head_outputs
 from qkv.profiler.explore.attention_map import AttentionMap, attention_map
 from qkv.profiler.explore.explorer import Explorer
 from qkv.profiler.profiles import Profile

@@ -268,7 +268,7 @@ def check_edit(edit: Edit, *, heads: int = 4, width: int = WIDTH) -> None:
         out = serve(call).out
         found = []
         for _ in range(2):
-            head = Head("head 1 of a test call", 1, out[:, 1].clone(), lambda: Placed(0, 0, queries, 0), call)
+            head = Head("head 1 of a test call", out[:, 1].clone(), lambda: Placed(0, 0, queries, 0), True, 1, call)
             with calling(edit, "apply", where):
                 found.append(edited(edit, head))
             if not torch.equal(head.output, out[:, 1]):

@@ -21,7 +21,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from qkv.edits import ACTIVE
 from qkv.errors import InputError
 from qkv.huggingface.client import is_known, routed, wrapped
 from qkv.kernels import serving
@@ -30,6 +29,7 @@ from qkv.nn import Composition
 from qkv.profiler.capture.caches import Installed, listening
 from qkv.profiler.capture.checking import recorded_inputs
 from qkv.profiler.capture.intercept import all_routed
+from qkv.profiler.capture.interventions import ACTIVE
 from qkv.profiler.capture.observer import Observer
 
 

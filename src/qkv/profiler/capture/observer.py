@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from qkv import ring
-from qkv.edits import ACTIVE, Edits, Placed, applied
+from qkv.edits import Placed
 from qkv.engine import Call, Result, RowState, Shared, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
@@ -29,6 +29,7 @@ from qkv.profiler.capture import inputs
 from qkv.profiler.capture.checking import Checks, Inputs, returned
 from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
+from qkv.profiler.capture.interventions import ACTIVE, Edits, applied
 from qkv.profiler.capture.layer import Layer
 from qkv.profiler.capture.record import PREFIX, WEIGHTS_ONLY, Measures, ObservedCall, Record, is_causal, served
 from qkv.profiler.capture.texts import Forward, Texts
@@ -325,7 +326,9 @@ class Observer:
         stack[:] = edits
         self._runs[thread] = replace(run, made=dict(run.made), steps={}, paused=True, opened=ExitStack())
         try:
-            with serving(self.observe_call):
+            with ExitStack() as hooks, serving(self.observe_call):
+                for ended in set(edits) - set(active):
+                    hooks.enter_context(ended.hooked())
                 yield
         finally:
             self._runs[thread].opened.close()

@@ -21,11 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from qkv.edits import ACTIVE
 from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
+from qkv.profiler.capture.interventions import ACTIVE
 from qkv.profiler.capture.record import ObservedCall, weights_of
 from qkv.profiler.data.variables import VARIABLES
 from qkv.statistics.measure import rows_in_shares
