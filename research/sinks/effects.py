@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from qkv.edits import Edit, Head
+from qkv.edits import At, HideFirst, Values, Zero
 from qkv.engine import Call
-from qkv.kernels import serve, serving
-from qkv.masks import Dense, Region
+from qkv.kernels import serve
+from qkv.masks import Region
 from qkv.profiler.analyses.ablation import next_token_loss, predicts_next_token
 from qkv.profiler.editing import edit
 from qkv.statistics.measure import measured
@@ -284,38 +284,8 @@ CASES = {"masked": (True, False), "value zero": (False, True), "both": (True, Tr
 """Ways to remove the sink: whether the first key is masked, and whether its value is set to zero."""
 
 
-class _Removal(Edit):
-    """Computes a head without the first key for all later queries, with zero as the first value, or both.
-
-    Several heads of a layer share one object, because all heads of the call are computed at once.
-    """
-
-    def __init__(self, masked: bool, zero_value: bool) -> None:
-        self.masked, self.zero_value = masked, zero_value
-        self._last: tuple[Call, Tensor] | None = None
-
-    def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
-        if self._last is None or self._last[0] is not head.call:
-            with serving(None):
-                self._last = head.call, serve(self._changed(head.call)).out
-        return self._last[1][:, head.number]
-
-    def _changed(self, call: Call) -> Call:
-        given = call.given
-        v, mask = given.v, given.mask
-        if self.zero_value:
-            v = v.clone()
-            v[:, :, 0] = 0
-        if self.masked:
-            without_first = visible(call).clone()
-            without_first[:, :, 1:, 0] = False
-            mask = Dense(without_first)
-        return Call.of(given.q, given.k, v, mask, given.biases, given.score, given.normalizer)
-
-
-def removed(
-    subject: Subject, heads: Sequence[HeadNumber], *, masked: bool, zero_value: bool
-) -> AbstractContextManager[None]:
+@contextmanager
+def removed(subject: Subject, heads: Sequence[HeadNumber], *, masked: bool, zero_value: bool) -> Iterator[None]:
     """Inside, these heads compute without the sink.
 
     Args:
@@ -324,8 +294,11 @@ def removed(
         masked: the first key has no weight for any query but its own, so that the rest of the row is renormalised.
         zero_value: the first value is zero, while all weights stay as they are.
     """
-    by_layer = {layer: _Removal(masked, zero_value) for layer, _ in heads}
-    return edit(subject.model, {(layer, head): by_layer[layer] for layer, head in heads})
+    with ExitStack() as stack:
+        for one, wanted in {HideFirst(): masked, Values(At([0], Zero())): zero_value}.items():
+            if wanted:
+                stack.enter_context(edit(subject.model, dict.fromkeys(heads, one)))
+        yield
 
 
 def movement(subject: Subject, ids: Int[Tensor, "b n"], position: int) -> float:

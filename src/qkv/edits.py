@@ -395,7 +395,10 @@ class HideFirst(Edit):
             at = first if len(first) == 1 else first[b.flatten()]
             return (k != at) | (q == k)
 
-        return head.recompute(mask=head.of_text(masks.Predicate(sees)))
+        key = HideFirst, id(head.call)
+        if key not in head.computed:
+            head.computed[key] = head.of_text(masks.Predicate(sees))
+        return head.recompute(mask=head.computed[key])
 
 
 BY_NAME: dict[str, Edit] = {

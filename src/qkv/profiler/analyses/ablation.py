@@ -233,15 +233,9 @@ class _InItems(Edit):
     items: Mapping[int, list[int]]
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
-        result = head.computed.get(self)
-        if result is None:
-            out = self.edit.apply(head)
-            head.computed[self] = head.result  # of all heads, if it has computed other weights or values
-        else:
-            out = result.out[:, head.number]
-        made = head.output.clone()
-        made[self.items[head.number]] = out[self.items[head.number]].to(made)
-        return made
+        out, items = head.output.clone(), self.items[head.number]
+        out[items] = self.edit.apply(head)[items].to(out)
+        return out
 
 
 @contextmanager
