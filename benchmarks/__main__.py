@@ -11,6 +11,7 @@ from rich.console import Console
 from benchmarks import (
     attend_speed,
     decoder_speed,
+    llm_speed,
     map_speed,
     measure_speed,
     native_speed,
@@ -43,6 +44,7 @@ ALL: dict[str, Callable[[], dict[str, Any]]] = {
     "decoder": decoder_speed.decoder,
     "training": training_speed.mechanisms,
     "stream": stream.stream,
+    "llm": llm_speed.llm,
     "map": map_speed.maps,
     "viewer": viewer.viewer,
     "viewer_page": viewer_page.viewer_page,
