@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qkv.engine.call import Call, Result, at_least_float32, detached
+from qkv.engine.call import Call, Result, at_least_float32
 from qkv.engine.sharded import Shared, naming_lost
-from qkv.engine.transforms import Results, differentiable
+from qkv.engine.transforms import Results, differentiable_call
 from qkv.partial import Partial, merge, sink_gradient
 
 RING = "ring attention"
@@ -28,8 +28,6 @@ Choose = Callable[[Call, set[str]], ModuleType]
 
 def run(shared: Shared, choose: Choose) -> Result:
     """out and lse of this process's queries, differentiable in every tensor of the call and through the lse."""
-    if not shared.call.needs_grad:
-        return Result(*_forward(shared, detached(shared.call), choose))
 
     def compute(call: Call) -> tuple[Results, Results]:
         return _forward(shared, call, choose), ()
@@ -41,7 +39,7 @@ def run(shared: Shared, choose: Choose) -> Result:
         slope = torch.zeros_like(out) if grad is None else grad  # every process must take part in the ring
         return _backward(shared, call, Partial(out, lse), slope, grad_lse, wanted, choose)
 
-    return Result(*differentiable(shared.call, compute, backward, "ring"))
+    return Result(*differentiable_call(shared.call, compute, backward, "ring"))
 
 
 class Transfer:

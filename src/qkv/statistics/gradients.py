@@ -21,7 +21,7 @@ from torch import Tensor
 from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, summed, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32
 from qkv.engine.tile_loop import Group, Tile, Workspace, groups, reduce_tiles, tile_size
-from qkv.engine.transforms import Results, differentiable, transformed
+from qkv.engine.transforms import Results, differentiable_call, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
 from qkv.masks import Dense, Mask
@@ -214,7 +214,7 @@ def with_gradients(
         "statistics have first derivatives, not second derivatives; "
         "expected create_graph=False, or statistics computed from the weights of attend(…, return_weights=True)"
     )
-    fields = dict(zip(names, differentiable(call, compute, backward, error), strict=True))
+    fields = dict(zip(names, differentiable_call(call, compute, backward, error), strict=True))
     masses = {name: fields.pop(f"mass {name}") for name in masks}
     out = fields.pop("out", None)
     statistics = replace(measured[0], mass=masses, **fields)
