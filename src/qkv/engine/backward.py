@@ -24,7 +24,7 @@ from qkv.engine.call import Call, at_least_float32
 from qkv.engine.forward import ForwardState, dropped
 from qkv.engine.tile_loop import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import MASKED_SCORE
-from qkv.normalizers import Pointwise, SumToOne
+from qkv.normalizers import Pointwise
 from qkv.normalizers.level import TileWeights
 from qkv.partial import Partial, sink_gradient
 
@@ -311,7 +311,7 @@ class Gradients(WeightGradients):
         values = values if masked is None else tile.group.visible(values, masked)
         grad = self.grad[at].reshape(len(values), -1, values.shape[2])
         dropout = dropped(tile) if call.dropout_p else None
-        if not (isinstance(call.normalizer, SumToOne) and call.normalizer.one_key):
+        if not call.normalizer.one_key:
             assert rows.job.v is not None
             met = weights if dropout is None else weights * dropout
             folded = met.reshape(len(values), -1, met.shape[3])

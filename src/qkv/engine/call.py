@@ -101,15 +101,18 @@ class Call:
                 q, _ = zero_masked_nonfinite(q, k[:, :, :0], mask, grid, normalizer)
         projected, keys = score.project(q, k)
         if seed is None:
-            random = dropout_p > 0 or _draws(normalizer)
+            random = dropout_p > 0 or (normalizer.one_key and normalizer.sample)
             seed = int(torch.randint(2**31, ())) if random else 0
         factor = score.factor(projected.shape[3])
         biases = tuple(one.bound(projected, grid, factor) for one in given.biases)
         for one in biases:
             one.require()
         shift, divisor = _shift_and_divisor(normalizer, mask, grid, q)
-        if getattr(normalizer, "divide", None) == "sum" and overrides(normalizer, Pointwise, "log_weight"):
-            assert isinstance(normalizer, Pointwise)
+        if (
+            isinstance(normalizer, Pointwise)
+            and normalizer.divide == "sum"
+            and overrides(normalizer, Pointwise, "log_weight")
+        ):
             # Weights divided by their sum are the softmax of their logarithms, which do not underflow.
             if shift is not None:
                 biases = (*biases, TensorBias(shift[..., None] * normalizer.temperature))
@@ -192,10 +195,8 @@ class Call:
         )
         reason = None
         with torch.enable_grad():
-            if isinstance(self.normalizer, Pointwise) and user_defined(self.normalizer):
-                reason = _closed_over(self.normalizer, self.normalizer.weight(like), self.normalizer.tensors())
-            elif isinstance(self.normalizer, SumToOne) and user_defined(self.normalizer):
-                reason = _closed_over(self.normalizer, self.normalizer.weight(like, like), self.normalizer.tensors())
+            if user_defined(self.normalizer):
+                reason = _closed_over(self.normalizer, self.normalizer.weigh(like, like), self.normalizer.tensors())
             if self.pairwise is not None and user_defined(self.pairwise):
                 q, k = (x[:1, :, :1].detach().to(like) for x in (self.q, self.k))
                 k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -325,17 +326,13 @@ def _closed_over(thing: object, result: Tensor, listed: Mapping[str, Tensor]) ->
     )
 
 
-def _draws(normalizer: Normalizer) -> bool:
-    return isinstance(normalizer, SumToOne) and normalizer.one_key and normalizer.sample
-
-
 def zero_masked_nonfinite(
     q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer
 ) -> tuple[Tensor, Tensor]:
     """Zero NaN or ∞ in keys that are masked for all queries, and in fully masked queries: 0 · NaN in the backward."""
     if not readable(q):
         return q, k
-    keyed = isinstance(normalizer, SumToOne) and normalizer.key is not None  # a learned key is visible to every query
+    keyed = normalizer.key is not None  # a learned key is visible to every query
     clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
     if clean_q and clean_k:
         return q, k
@@ -383,7 +380,7 @@ def _check_kinds(given: Given, dropout_p: float) -> None:
         given.normalizer.check(given.q.shape[1])
     if not 0 <= dropout_p < 1:
         raise InputError(f"dropout_p is {dropout_p}, expected a probability in [0, 1)")
-    if dropout_p and isinstance(given.normalizer, SumToOne) and given.normalizer.one_key:
+    if dropout_p and given.normalizer.one_key:
         name = type(given.normalizer).__name__
         raise InputError(f"dropout_p is {dropout_p} with normalizer={name}, which has one weight per query; expected 0")
     if sum(bias.value_table is not None for bias in given.biases) > 1:
@@ -391,17 +388,16 @@ def _check_kinds(given: Given, dropout_p: float) -> None:
 
 
 def _sink(given: Given, projected: Tensor) -> Tensor | None:
-    if not isinstance(given.normalizer, SumToOne):
-        return None
-    if given.normalizer.sink is None and given.normalizer.key is None:
+    normalizer = given.normalizer
+    if not isinstance(normalizer, SumToOne) or (normalizer.sink is None and normalizer.key is None):
         return None
     heads, wide = projected.shape[1], at_least_float32(projected.dtype)
-    if given.normalizer.key is None:
-        return given.normalizer.sink_of(projected.new_empty(projected.shape[:3], dtype=wide))
-    key = given.normalizer.key
+    if normalizer.key is None:
+        return normalizer.sink_of(projected.new_empty(projected.shape[:3], dtype=wide))
+    key = normalizer.key
     if key.shape != (heads, given.k.shape[3]):
         raise InputError(
-            f"{type(given.normalizer).__name__}: key has shape {tuple(key.shape)}, "
+            f"{type(normalizer).__name__}: key has shape {tuple(key.shape)}, "
             f"expected (heads, head_dim) = {(heads, given.k.shape[3])}"
         )
     # The learned keys of the query heads in a group are projected as several keys of their key head.
@@ -412,7 +408,7 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
         logit = given.score.scores(q, key)[..., 0]
     else:
         logit = given.score.factor(q.shape[3]) * (q @ key.transpose(-1, -2))[..., 0]
-    return logit / given.normalizer.temperature
+    return logit / normalizer.temperature
 
 
 def _shift_and_divisor(

@@ -19,7 +19,7 @@ from qkv.engine.sizes import sizes
 from qkv.engine.tile_loop import Block, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import LOG2_E, gumbel, uniform
 from qkv.masks import Region
-from qkv.normalizers import Pointwise, SumToOne
+from qkv.normalizers import Normalizer, Pointwise
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_of_rows, level_slopes, pointwise, solve_rows
 from qkv.partial import Partial
@@ -47,7 +47,6 @@ def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
     elif normalizer.has_lse:
         state.level = torch.zeros_like(zeros)
     else:
-        assert isinstance(normalizer, SumToOne)
         reducer, state.level = _Panels, torch.zeros_like(zeros)
         state.mean = torch.zeros_like(state.out) if training else None
         state.chosen = torch.full_like(zeros, -1, dtype=torch.long) if normalizer.one_key else None
@@ -201,7 +200,6 @@ class _Panels(Reducer[None, _Panel]):
 
     def tile(self, panel: _Panel, tile: Tile) -> None:
         call = tile.group.tiles.call
-        assert isinstance(call.normalizer, SumToOne)
         scores, masked = tile.scores()
         panel.columns.append(tile.columns)
         panel.scores.append(scores.clone() if masked is None else scores.masked_fill(masked, -torch.inf))
@@ -216,7 +214,6 @@ class _Panels(Reducer[None, _Panel]):
         block, state = panel.block, self.found
         tiles, call, at = block.group.tiles, block.group.tiles.call, block.at
         normalizer, sink = call.normalizer, tiles.of(call.sink)
-        assert isinstance(normalizer, SumToOne)
         assert state.level is not None
         if sink is not None:
             sink = sink.expand(*tiles.shape, call.q.shape[2])[..., block.rows]
@@ -270,7 +267,7 @@ class _Panels(Reducer[None, _Panel]):
 
 
 def _normalized_level_slopes(
-    normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None
+    normalizer: Normalizer, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None
 ) -> Tensor:
     """−∂ weight / ∂ level of each key, divided by the sum over the row, sink included."""
     level_weights = weights if normalizer.has_lse else level_slopes(normalizer, scores, level, weights)

@@ -11,7 +11,7 @@ from qkv.engine.needs import NEEDS, Need
 from qkv.engine.tiles import ScoreTiles, cached_for_mask, gumbel, uniform, zero_masked_keys
 from qkv.engine.transforms import mapped, transformed
 from qkv.masks import Grid, Mask, Region
-from qkv.normalizers import Pointwise, SumToOne
+from qkv.normalizers import Normalizer, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.built_in import log_sum_exp
 from qkv.normalizers.level import differentiable_level
@@ -74,7 +74,6 @@ def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         level = differentiable_level(normalizer, with_sink, normalizer.tensors())
         weights = weights_of(normalizer, scores, level)
         return (_one_key(call, normalizer, scores, weights) if normalizer.one_key else weights), None
-    assert isinstance(normalizer, Pointwise)
     weights = weights_of(normalizer, scores, None)
     if normalizer.divide == "sum":
         total = weights.sum(-1, keepdim=True)
@@ -84,7 +83,7 @@ def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
     return weights, None
 
 
-def _one_key(call: Call, normalizer: SumToOne, scores: Tensor, soft: Tensor) -> Tensor:
+def _one_key(call: Call, normalizer: Normalizer, scores: Tensor, soft: Tensor) -> Tensor:
     """One-hot weights with the gradient of the softmax weights (straight-through)."""
     noisy = scores
     if normalizer.sample:

@@ -27,7 +27,7 @@ from qkv.engine.sizes import GPUS, has_triton
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility
-from qkv.normalizers import Normalizer, Pointwise, SumToOne
+from qkv.normalizers import Normalizer, Pointwise
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import TOLERANCE, level_slopes, raise_no_level, root
 from qkv.partial import Partial
@@ -263,7 +263,7 @@ def _versions(x: object) -> tuple[int, ...]:
 def _not_by_logarithms(call: Call) -> str | None:
     """Why the weights of a call's normalizer cannot be computed from their logarithms, or None if they can."""
     normalizer, name = call.normalizer, type(call.given.normalizer).__name__
-    if isinstance(normalizer, SumToOne) and normalizer.one_key:
+    if normalizer.one_key:
         return f"{name} takes the value of one key, and it sums over keys"
     if isinstance(normalizer, Pointwise) and not normalizer.nonnegative:
         return f"it takes logarithms of weights, and {name} does not declare that its weights are nonnegative"
@@ -277,7 +277,7 @@ def _not_elementwise(call: Call) -> str | None:
     normalizer, ones = call.normalizer, torch.ones(2, device=call.q.device)
 
     def weight(score: Tensor, level: Tensor) -> Tensor:
-        return _weight(normalizer, score, level if isinstance(normalizer, SumToOne) else None)
+        return normalizer.weigh(score, level)
 
     def falls(score: Tensor, level: Tensor) -> Tensor:
         made: Tensor = torch.func.jvp(lambda at: weight(score, at), (level,), (torch.ones_like(level),))[0]
@@ -317,10 +317,8 @@ def _recompiling() -> Iterator[None]:
 
 def _pointwise(call: Call) -> Float[Tensor, "b h nq dv"]:
     """Output of a `Pointwise` normalizer."""
-    normalizer = call.normalizer
-    assert isinstance(normalizer, Pointwise)
-    part = _attend(call, _log_weight(normalizer, _final_score(call)))
-    if normalizer.divide == "sum":
+    part = _attend(call, _log_weight(call.normalizer, _final_score(call)))
+    if call.normalizer.divide == "sum":
         nothing = part.lse < math.log(torch.finfo(part.lse.dtype).tiny)  # the sum is 0
         return part.out.masked_fill(nothing[..., None], 0)
     log_total = part.lse if call.divisor is None else part.lse - torch.log(call.divisor)
@@ -331,7 +329,6 @@ def _pointwise(call: Call) -> Float[Tensor, "b h nq dv"]:
 def _sum_to_one(call: Call) -> Float[Tensor, "b h nq dv"]:
     """Output of a `SumToOne` normalizer."""
     normalizer, final = call.normalizer, _final_score(call)
-    assert isinstance(normalizer, SumToOne)
     with torch.no_grad():
         still = detached(call, learned=True)
         level = _level(still, final)
@@ -350,7 +347,6 @@ def _sum_to_one(call: Call) -> Float[Tensor, "b h nq dv"]:
 def _level(call: Call, final: ScoreMod) -> Float[Tensor, "b h nq"]:
     """The level of each query, at which its weights and that of the sink sum to one; 0 for fully masked queries."""
     normalizer = call.normalizer
-    assert isinstance(normalizer, SumToOne)
     few = call.v[..., :1]  # only log-sum-exps are needed
     narrow = call.with_tensors({"v": few})
     start = _attend(narrow, final).lse
@@ -372,7 +368,6 @@ def _level(call: Call, final: ScoreMod) -> Float[Tensor, "b h nq"]:
 def _mean(call: Call, final: ScoreMod, level: Tensor) -> Float[Tensor, "b h nq dv"]:
     """Mean of the values, weighted by −∂ weight / ∂ level; the sink's value is 0."""
     normalizer = call.normalizer
-    assert isinstance(normalizer, SumToOne)
     with torch.no_grad():
         part = _attend(call, _log_weight(normalizer, final, level, falling=True))
         out = part.out.masked_fill((part.lse == -torch.inf)[..., None], 0)
@@ -402,18 +397,10 @@ def _log_weight(
         score = torch.where(masked, torch.zeros_like(score) if row is None else row, score)
         if falling:
             # torch.func.grad gives wrong numbers inside a score_mod (torch 2.13); forward mode is right.
-            weight = -torch.func.jvp(lambda at: _weight(normalizer, score, at), (row,), (torch.ones_like(score),))[1]
+            weight = -torch.func.jvp(lambda at: normalizer.weigh(score, at), (row,), (torch.ones_like(score),))[1]
         else:
-            weight = _weight(normalizer, score, row)
+            weight = normalizer.weigh(score, row)
         zero = masked | (weight == 0)
         return torch.where(zero, -torch.inf, torch.log(torch.where(zero, 1.0, weight))).to(score.dtype)
 
     return score_mod
-
-
-def _weight(normalizer: Normalizer, score: Tensor, level: Tensor | None) -> Tensor:
-    if level is None:
-        assert isinstance(normalizer, Pointwise)
-        return normalizer.weight(score)
-    assert isinstance(normalizer, SumToOne)
-    return normalizer.weight(score, level)

@@ -81,7 +81,6 @@ def forward(call: Call) -> Result:
     if keys is not None:
         masked = ~keys[:, None, :, None]
         k, v = k.masked_fill(masked, 0), v.masked_fill(masked, 0)
-    assert isinstance(call.normalizer, Pointwise)
     q = call.q if call.scale == 1 else call.q.to(at_least_float32(call.q.dtype)) * call.scale
     out, _ = attention(q, k, v, causal=band == PAST, divided=call.normalizer.divide == "sum")
     if call.divisor is not None:

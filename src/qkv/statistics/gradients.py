@@ -27,7 +27,7 @@ from qkv.kernels import opaque
 from qkv.masks import Dense, Mask
 from qkv.native import binding
 from qkv.native.kernel import statistics_gradients
-from qkv.normalizers import Pointwise, SumToOne
+from qkv.normalizers import SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_slopes
 from qkv.statistics.base import Statistic, WeightTile
@@ -100,7 +100,6 @@ class LevelSlopes(StatisticsGradients):
 
     def tile(self, rows: RowSlopes, tile: Tile) -> None:
         normalizer, weigh, at = tile.group.tiles.call.normalizer, rows.weigh, tile.block.at
-        assert isinstance(normalizer, SumToOne)
         assert rows.level is not None
         weights, masked = self.weigh(rows, tile)
         slope = self.slope_at_weights(rows, tile, weights, masked)
@@ -125,7 +124,6 @@ class LevelSlopes(StatisticsGradients):
         """The weighted mean, including a sink logit with gradient `at_sink`; 0 where no weight depends on the level."""
         total, sum_ = self.falls, self.sum
         if call.sink is not None:
-            assert isinstance(call.normalizer, SumToOne)
             assert self.level is not None
             column = call.sink.expand_as(self.level)[..., None]
             weights = weights_of(call.normalizer, column, self.level)
@@ -154,7 +152,7 @@ def in_one_pass(call: Call) -> bool:
 
 def unsupported_reason(call: Call) -> str | None:
     """Why the statistics of a call cannot be differentiated, or None if they can."""
-    if isinstance(call.normalizer, SumToOne) and call.normalizer.one_key:
+    if call.normalizer.one_key:
         return f"{type(call.normalizer).__name__} selects one key, which has no derivative"
     if transformed(call):
         return "statistics support neither torch.func transforms nor forward-mode derivatives"
@@ -251,7 +249,7 @@ def _input_gradients(
     totals = zeros(call, needed)
     normalizer, size = call.normalizer, tile_size(call)
     inner = None
-    if normalizer.has_lse or (isinstance(normalizer, Pointwise) and normalizer.divide == "sum"):
+    if normalizer.has_lse or normalizer.divide == "sum":
         inner = _mean_of_slopes(call, rows, values, grads)
         inner = inner if at_sink is None else inner + at_sink * values["sink_mass"]
     elif isinstance(normalizer, SumToOne):
