@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qkv._compiled import LIBRARY
+from qkv.compat import autocast_dtype
 from qkv.engine.call import Call, at_least_float32, zero_masked_nonfinite
-from qkv.engine.inputs import autocast_dtype
 from qkv.kernels import attention, tiled
 from qkv.masks import Dense, Grid, Mask, Window
 from qkv.native import kernel as native

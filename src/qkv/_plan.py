@@ -16,8 +16,8 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias
+from qkv.compat import Form, autocast_dtype
 from qkv.engine.call import A, Call, at_least_float32
-from qkv.engine.inputs import Form, autocast_dtype
 from qkv.engine.sizes import sizes
 from qkv.engine.tiles import block_status
 from qkv.errors import InputError

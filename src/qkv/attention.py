@@ -18,9 +18,8 @@ from torch import Tensor
 from qkv import _operator as operator
 from qkv._plan import Plan, plan
 from qkv.biases import Bias
-from qkv.compat import composition_of
+from qkv.compat import Form, autocast_dtype, composition_of
 from qkv.engine.call import A, Call, Result, dot_softmax
-from qkv.engine.inputs import Form, autocast_dtype
 from qkv.engine.sizes import LARGEST_HEAD, readable
 from qkv.engine.tiles import all_finite
 from qkv.engine.transforms import transformed, transforming

@@ -115,7 +115,7 @@ def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     case = CASES[name]
     q, k, v = case.tensors()
     call = Call.of(q, k, v, case.mask, case.biases, None, case.normalizer())
-    assert host.unsupported_reason(call, case.mass) is None
+    assert host.unsupported_reason(call) is None
     options = case.options()
     out, lse, got = host.attend_and_measure(call, checked(call, call.grid, **options), output=True)
     normalizer = Softmax(case.temperature, case.normalizer().sink.double() if case.sink else None)
@@ -268,4 +268,4 @@ def test_what_the_kernels_do_not_compute_has_a_reason(settings: dict[str, object
     dtype, d = settings.get("dtype", torch.float32), settings.get("d", 8)
     x = torch.zeros(1, 2, 20, d, dtype=dtype, device=DEVICE)
     call = Call.of(x, x, x, settings.get("mask"), settings.get("biases", ()), None, settings.get("normalizer"))
-    assert re.search(reason, str(host.unsupported_reason(call, {})))
+    assert re.search(reason, str(host.unsupported_reason(call)))

@@ -17,9 +17,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of
-from qkv.masks.base import Mask, Predicate, Shifted
+from qkv.masks.base import EMPTY, FULL, PARTIAL, Grid, Mask, Predicate, Region, Shifted, Tiles
 from qkv.masks.built_in import Causal, Dense, Prefix
-from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -17,8 +17,19 @@ from qkv.engine.call import Call, Result, as_mask, detached
 from qkv.engine.sizes import recorded
 from qkv.engine.transforms import Results, differentiable, differentiable_call, transforming
 from qkv.masks import Grid, Mask
-from qkv.native import binding, ranges_of
-from qkv.native.binding import CPU, BiasGradient, Gradients, Prepared, empty, library, of_tensors, prepared, run
+from qkv.native import binding
+from qkv.native.binding import (
+    CPU,
+    BiasGradient,
+    Gradients,
+    Prepared,
+    empty,
+    library,
+    of_tensors,
+    prepared,
+    ranges_of,
+    run,
+)  # fmt: skip
 from qkv.partial import Partial
 
 PLAIN = (Tensor, torch.nn.Parameter)
