@@ -127,8 +127,6 @@ def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     close(out, whole[0], "output", {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[case.dtype] * scale)
     close(lse, whole[1], "lse", 1e-6 * scale)
     for field in dataclasses.fields(got):
-        if field.name == "row_sum":  # `measured` adds it
-            continue
         mine, other = getattr(got, field.name), getattr(want, field.name)
         if isinstance(other, Tensor):
             size = {"distance": 1e-5 * case.nk, "received": 1e-5, "spread": 0.05, "effective_keys": 1e-5 * case.nk}
@@ -218,7 +216,7 @@ def test_row_sums_and_contributions_equal_those_of_dense_weights(name: str) -> N
 
 
 @pytest.mark.parametrize("n", [100, 5000])
-def test_statistics_of_a_layer_take_at_most_12_launches(n: int, recorded: list[object]) -> None:
+def test_statistics_of_a_layer_take_at_most_14_launches(n: int, recorded: list[object]) -> None:
     case = Case((2, 32, 8), n, n, mask=Causal(), sink=True, mass=FULL, prefix_keys=64, bins=64)
     call = Call.of(*case.tensors(), case.mask, (), None, case.normalizer())
     request = Request(case.mass, [0, 0], prefix_keys=case.prefix_keys, bins=case.bins)
@@ -227,7 +225,7 @@ def test_statistics_of_a_layer_take_at_most_12_launches(n: int, recorded: list[o
     with Launches() as of_torch:
         host.attend_and_measure(call, request, output=True)
     assert len(recorded) == 2
-    assert len(recorded) + of_torch.count <= 12, of_torch.names
+    assert len(recorded) + of_torch.count <= 14, of_torch.names
     assert "stack" in of_torch.names  # operations are counted
 
 

@@ -65,24 +65,13 @@ def backward(
         if found.chosen is not None:
             by_distance = _chosen_distances(call, found.chosen, by_distance)
         totals["values"] = torch.einsum("bhqr,bhqd->hrd", by_distance, scaled).sum_to_size(totals["values"].shape)
-    return summed(call, totals)
+    return totals
 
 
 def zeros(call: Call, wanted: set[str]) -> dict[str, Tensor]:
     """Gradient accumulators for the tensors of `call` named in `wanted`, in float32 or better."""
     wide = at_least_float32(call.q.dtype)
-    totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
-    if "shift" in totals:  # one number per query; reduced in `summed`
-        totals["shift"] = torch.zeros(call.q.shape[:3], dtype=wide, device=call.q.device)
-    return totals
-
-
-def summed(call: Call, totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`totals` after the last tile: each gradient reduced to the shape of its tensor."""
-    if "shift" in totals:
-        assert call.shift is not None
-        totals["shift"] = totals["shift"].sum_to_size(call.shift.shape)
-    return totals
+    return {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
 
 
 def finite(level: Tensor | None) -> Tensor | None:
@@ -200,7 +189,8 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         if masked is not None:
             slope.masked_fill_(masked, 0)
         if "shift" in self.totals:
-            self.totals["shift"][tile.block.at] += slope.sum(-1)
+            shift = tile.region.of(self.totals["shift"][..., None])
+            shift += slope.sum_to_size(shift.shape)
         slope = self._through_biases(job, tile, slope, masked)
         keys = group.tiles.k[:, tile.columns]
         keys = keys if masked is None else group.visible(keys, masked)
@@ -233,7 +223,7 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         if not call.biases:
             return slope
         region, before = tile.region, []
-        if call.reshaped is not None:
+        if not all(isinstance(bias, AdditiveBias) for bias in call.biases):
             score = tiles.product(rows, cols)
             score = score if masked is None or tile.group.finite else score.masked_fill(masked, 0)
             for bias in call.biases:

@@ -16,9 +16,9 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from qkv._contract import overrides, unlisted_tensor
-from qkv.biases import AdditiveBias, Bias, TensorBias
+from qkv.biases import Bias, TensorBias
 from qkv.engine.sizes import readable
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.base import mask_of_part
 from qkv.masks.convert import block_visibility
@@ -139,11 +139,6 @@ class Call:
     def scale(self) -> float:
         """Factor of q·k before any bias; it includes the temperature if there are no biases."""
         return self.factor if self.biases else self.factor / self.normalizer.temperature
-
-    @property
-    def reshaped(self) -> Bias | None:
-        """The first bias that is not additive, or None."""
-        return next((bias for bias in self.biases if not isinstance(bias, AdditiveBias)), None)
 
     @property
     def by_head(self) -> bool:
@@ -470,9 +465,8 @@ def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
     if not isinstance(biases, Sequence) or not all(isinstance(b, Bias) for b in biases):
         several = bias if isinstance(bias, Sequence) else (bias,)
         wrong = next(b for b in several if not isinstance(b, Bias))
-        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else type(wrong).__name__
         raise InputError(
-            f"bias is {what}, expected one of qkv.biases or several in a tuple; wrap a float tensor in "
+            f"bias is {kind_of(wrong)}, expected one of qkv.biases or several in a tuple; wrap a float tensor in "
             "qkv.biases.TensorBias"
         )
     return tuple(biases)

@@ -153,7 +153,7 @@ class ScoreTiles:
         heads = self.call.q.shape[1] if score.by_head else self.shape[1]
         numbers = self.shape[0] * heads * (columns.stop - columns.start) * self.q.shape[3]
         parts = []
-        for some in spans(rows.stop - rows.start, max(1, sizes(self.q.device).most_pairs // numbers)):
+        for some in spans(rows.stop - rows.start, max(1, 4 * sizes(self.q.device).pairs // numbers)):
             q, k = self.queries_and_keys(slice(rows.start + some.start, rows.start + some.stop), columns)
             scores = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
             expected = torch.Size((*q.shape[:3], k.shape[2]))

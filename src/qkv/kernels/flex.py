@@ -29,7 +29,7 @@ from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility
 from qkv.normalizers import Normalizer, Pointwise
 from qkv.normalizers.base import weights_of
-from qkv.normalizers.level import TOLERANCE, level_slopes, raise_no_level, root
+from qkv.normalizers.level import TOLERANCE, raise_no_level, root, sink_weights
 from qkv.partial import Partial
 
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
@@ -373,10 +373,9 @@ def _mean(call: Call, final: ScoreMod, level: Tensor) -> Float[Tensor, "b h nq d
         out = part.out.masked_fill((part.lse == -torch.inf)[..., None], 0)
         if call.sink is None:
             return out
-        column = call.sink.expand_as(level)[..., None]
-        falls = level_slopes(normalizer, column, level, weights_of(normalizer, column, level))[..., 0]
         keys = torch.exp(part.lse)
-        return out * (keys / torch.where(keys == 0, 1.0, keys + falls))[..., None].to(out.dtype)
+        whole = keys + sink_weights(normalizer, call.sink, level)[1]
+        return out * (keys / torch.where(keys == 0, 1.0, whole))[..., None].to(out.dtype)
 
 
 def _at_sink(call: Call, level: Tensor) -> Float[Tensor, "b h nq"]:

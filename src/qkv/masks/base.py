@@ -342,6 +342,7 @@ def tile_status(full: Tensor, empty: Tensor) -> Tensor:
     return out if out.ndim == 4 else out[None, None]
 
 
+@dataclass(frozen=True)
 class _Two(Mask):
     """Base of `And` and `Or`."""
 
@@ -353,7 +354,7 @@ class _Two(Mask):
         self.right.check(grid)
 
     def ready(self, grid: Grid) -> Mask:
-        return type(self)(self.left.ready(grid), self.right.ready(grid))  # type: ignore[call-arg]
+        return type(self)(self.left.ready(grid), self.right.ready(grid))
 
 
 class OtherGrid(Mask):
@@ -444,7 +445,6 @@ def mask_of_part(mask: Mask, grid: Grid, part: Region) -> Mask | None:
     return mask if unchanged else Submask(mask, grid, down, right)
 
 
-@dataclass(frozen=True)
 class And(_Two):
     """Intersection: visible where both masks are visible.
 
@@ -452,9 +452,6 @@ class And(_Two):
     >>> (Causal() & Window(2)).dense(1, 4)[0, 0, 0].int().tolist()
     [0, 0, 1, 1]
     """
-
-    left: Mask
-    right: Mask
 
     @property
     def band(self) -> tuple[float, float] | None:
@@ -473,7 +470,6 @@ class And(_Two):
         return torch.minimum(self.left.classify(tiles, grid), self.right.classify(tiles, grid))
 
 
-@dataclass(frozen=True)
 class Or(_Two):
     """Union: visible where either mask is visible.
 
@@ -481,9 +477,6 @@ class Or(_Two):
     >>> (Prefix(1) | Window(1)).dense(1, 4)[0, 0, 0].int().tolist()
     [1, 0, 0, 1]
     """
-
-    left: Mask
-    right: Mask
 
     def alternatives(self) -> tuple[Mask, ...]:
         return self.left, self.right

@@ -239,6 +239,13 @@ def level_slopes(normalizer: Normalizer, scores: Tensor, level: Tensor, weights:
     return torch.zeros_like(scores) if falls is None else falls.masked_fill_(masked, 0)
 
 
+def sink_weights(normalizer: Normalizer, sink: PerRow, level: PerRow) -> tuple[PerRow, PerRow]:
+    """The weight of a sink at the level of each row, and its −∂ weight / ∂ level."""
+    column = sink.expand_as(level)[..., None]
+    weights = weights_of(normalizer, column, level)
+    return weights[..., 0], level_slopes(normalizer, column, level, weights)[..., 0]
+
+
 class TileWeights:
     """The weights of one tile, and then the vector-Jacobian product from weights to scores, at a fixed level.
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, summed, zeros
+from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32
 from qkv.engine.tile_loop import Group, Tile, Workspace, groups, reduce_tiles, tile_size
 from qkv.engine.transforms import Results, differentiable_call, transformed
@@ -28,8 +28,7 @@ from qkv.masks import Dense, Mask
 from qkv.native import binding
 from qkv.native.kernel import statistics_gradients
 from qkv.normalizers import SumToOne
-from qkv.normalizers.base import weights_of
-from qkv.normalizers.level import level_slopes
+from qkv.normalizers.level import level_slopes, sink_weights
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.built_in import FIELDS, Mass
 from qkv.statistics.reduce import weights_matmul
@@ -125,9 +124,7 @@ class LevelSlopes(StatisticsGradients):
         total, sum_ = self.falls, self.sum
         if call.sink is not None:
             assert self.level is not None
-            column = call.sink.expand_as(self.level)[..., None]
-            weights = weights_of(call.normalizer, column, self.level)
-            fall = level_slopes(call.normalizer, column, self.level, weights)[..., 0]
+            fall = sink_weights(call.normalizer, call.sink, self.level)[1]
             total = total + fall
             sum_ = sum_ if at_sink is None else sum_ + fall * at_sink
         return (sum_ / torch.where(total == 0, 1.0, total)).to(self.constant)
@@ -269,7 +266,7 @@ def _input_gradients(
             totals["sink"] = (weight * at_sink).sum_to_size(call.sink.shape)
     arguments = (call, rows, level, slopes, constant, firsts, totals)
     reduce_tiles(groups(call, size), StatisticsGradients(*arguments))
-    return summed(call, totals)
+    return totals
 
 
 def _slopes(

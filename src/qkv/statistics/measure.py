@@ -230,11 +230,7 @@ def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None
     if results is None:
         return None
     out, lse, statistics = results
-    if statistics.row_sum is None:  # of Triton: 1 less the weight on a sink logit, and 0 where no key is visible
-        whole = torch.ones_like(lse) if statistics.sink_mass is None else 1 - statistics.sink_mass
-        statistics = replace(statistics, row_sum=whole.masked_fill(statistics.visible == 0, 0))
     if request.statistics:
-        assert statistics.row_sum is not None
         rows = _counted(call, RowState(lse), request)
         statistics = replace(statistics, own=own_statistics(call, rows, request, statistics.row_sum))
     return out, lse, statistics
@@ -387,7 +383,6 @@ def in_shares(call: Call, measured: Statistics, **options: Any) -> Statistics:
     """
     if sums_to_one(call.normalizer):
         return measured
-    assert measured.row_sum is not None
     total = torch.where(measured.row_sum > 0, measured.row_sum, 1.0)
     shares = sweep(call, RowState(total=total), **options)
     return replace(measured, **{name: getattr(shares, name) for name in WEIGHTS})
@@ -458,7 +453,6 @@ def measure_weights(
     totals = Totals(call, request)
     add_tiles(call, _WeightsReducer(weights, request, totals))
     measurement = finished(call, RowState(), request, totals)
-    assert measurement.row_sum is not None
     _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)
     back: Statistics = form.all_back(measurement)
     return back

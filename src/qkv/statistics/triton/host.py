@@ -189,12 +189,14 @@ def attend_and_measure(
         POOL_M=block["BM"] if pool is None else pool.of_rows, POOL_N=block["BN"] if pool is None else pool.of_columns,
     )  # fmt: skip
     values = dict(zip(OF_QUERIES, found, strict=False))
+    row_sum = torch.ones_like(lse) if sink is None else 1 - found[-2]
     shown = lse if queries is None else lse.masked_fill(~queries[:, None], -torch.inf)
     return out, lse, Statistics(
         lse=shown,
         **values,
         received=received,
         visible_queries=audience,
+        row_sum=row_sum.masked_fill(values["visible"] == 0, 0),
         prefix_sink_scores=prefix,
         thumbnail=None if pool is None or pooled is None else pool.thumbnail(pooled),
         sink_mass=None if sink is None else found[-2],
