@@ -84,14 +84,12 @@ def attention_gradients(
     q, k, v, _, sink, *_ = arguments
     with torch.no_grad():
         call = _call(*arguments)
-        if native.unsupported_reason(call) is None and is_finite(call):
-            gradients = native.gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse)
-        else:
-            if call.mask is not None:
-                q, _ = zero_masked_nonfinite(q, k[:, :, :0], call.mask, call.grid, call.normalizer)
-                call = _call(q, *arguments[1:])
-            names = {"q", "k", "v", "sink"} - ({"sink"} if sink is None else set())
-            gradients = tiled.gradients(call, Partial(out, lse), grad, grad_lse, names)
+        by_library = native.unsupported_reason(call) is None and is_finite(call)
+        if not by_library and call.mask is not None:
+            q, _ = zero_masked_nonfinite(q, k[:, :, :0], call.mask, call.grid, call.normalizer)
+            call = _call(q, *arguments[1:])
+        names = {"q", "k", "v", "sink"} - ({"sink"} if sink is None else set())
+        gradients = (native if by_library else tiled).gradients(call, Partial(out, lse), grad, grad_lse, names)
         inputs = {"q": q, "k": k, "v": v, "sink": q.new_empty(0) if sink is None else sink}
         dq, dk, dv, dsink = (
             gradients[name].to(x.dtype).reshape(x.shape).contiguous() if name in gradients else x

@@ -20,7 +20,7 @@ import qkv
 from benchmarks.launches import Launches
 from qkv import biases, normalizers
 from qkv.biases import Bias
-from qkv.engine import Call
+from qkv.engine import Call, RowState
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
 from qkv.statistics import PrefixSinkScores
@@ -239,7 +239,8 @@ def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
     q, k, v = (torch.empty(2, heads, 300, 64, device="meta", dtype=torch.bfloat16) for heads in (8, 2, 2))
     call = Call.of(q, k, v, Causal())
     if known_lse:  # of surveys
-        statistics = sweep(call, torch.empty(2, 8, 300, device="meta"), mass=FULL, statistics=[PrefixSinkScores(64)])
+        rows = RowState(torch.empty(2, 8, 300, device="meta"))
+        statistics = sweep(call, rows, mass=FULL, statistics=[PrefixSinkScores(64)])
     else:
         result, _, statistics = measured(call, output=True, mass=FULL, statistics=[PrefixSinkScores(64)], bins=32)
         assert result is not None

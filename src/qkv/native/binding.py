@@ -242,20 +242,21 @@ def in_reach(band: tuple[float, float], far: int) -> tuple[int, int]:
 
 def prepared(call: Call, dtype: torch.dtype | None = None) -> Prepared:
     """The arguments of a call for which there is no `unsupported_reason`; `dtype` as of `of_tensors`."""
-    seen = _visibility(call)
-    assert seen is not None
-    arguments = of_tensors(call.q, call.k, call.v, call.factor / call.normalizer.temperature, seen.band, dtype)
+    visibility = _visibility(call)
+    assert visibility is not None
+    band, keep, cells = visibility
+    arguments = of_tensors(call.q, call.k, call.v, call.factor / call.normalizer.temperature, band, dtype)
     assert arguments is not None
-    if seen.keep is not None:
-        arguments.with_tensors(keep=seen.keep)
+    if keep is not None:
+        arguments.with_tensors(keep=keep)
     if call.sink is not None:
         sink = call.sink.detach().float().expand(call.q.shape[:3])
         arguments.with_tensors(sinks=sink, ss=sink.stride())
-    if seen.cells is not None:
-        status = seen.cells.status
+    if cells is not None:
+        status = cells.status
         strides = tuple(0 if n == 1 else step for n, step in zip(status.shape[:2], status.stride(), strict=False))
         arguments.heads = status.shape[1]
-        arguments.with_tensors(cells=status, bits=seen.cells.bits, cs=strides, widest=int((status != 0).sum(3).max()))
+        arguments.with_tensors(cells=status, bits=cells.bits, cs=strides, widest=int((status != 0).sum(3).max()))
     if call.biases:
         arguments.with_biases(call.biases, call.normalizer.temperature)
     return arguments
@@ -315,19 +316,15 @@ def run(function: Any, arguments: Arguments | Gradients) -> bool:
     return status == 0
 
 
-@dataclass(frozen=True, eq=False)
-class Visibility:
-    """A mask as the library takes it: pairs are visible where all of these parts say so."""
-
-    band: tuple[int, int]
-    """Least and largest distance of a visible key before its query."""
-    keep: Bool[Tensor, "b nk"] | None
-    """The keys that are not masked for all queries."""
-    cells: MaskBits | None
+Visibility = tuple[tuple[int, int], Bool[Tensor, "b nk"] | None, MaskBits | None]
 
 
 def _visibility(call: Call) -> Visibility | None:
-    """The parts of a call's mask, found once; None if its bits need too much memory."""
+    """The parts of a call's mask as the library takes them, found once; None if its bits need too much memory.
+
+    They are the least and the largest distance of a visible key before its query, the keys that are not masked for all
+    queries, and the cells of 64 × 64 pairs; a pair is visible where all of them say so.
+    """
     cache, grid = vars(call), call.grid
     if "native visibility" not in cache:
         (low, high), keys, others = parts(call.mask, grid)
@@ -340,7 +337,7 @@ def _visibility(call: Call) -> Visibility | None:
             )
         fits = cells is not None or not others
         band = in_reach((low, high), grid.n_queries + grid.n_keys)
-        cache["native visibility"] = Visibility(band, keys, cells) if fits else None
+        cache["native visibility"] = (band, keys, cells) if fits else None
     seen: Visibility | None = cache["native visibility"]
     return seen
 

@@ -168,40 +168,28 @@ def with_gradients(
 ) -> tuple[Result | None, Statistics]:
     """The result of a call, if the `output` is wanted, and its statistics, differentiable in its tensors.
 
-    Args:
-        call: the attention call, made with gradients enabled.
-        measure_call: `measured`, which returns the result, the normalizer state and the statistics without gradients.
-        output: whether the output is wanted; only for calls that are differentiated `in_one_pass`, without `mass`.
-        mass: as in `measure`.
-        first: as in `measure`.
-        queries: as in `measure`.
+    `measure_call` is `measured`. The output is only for calls that are differentiated `in_one_pass`, without `mass`.
     """
     if (reason := unsupported_reason(call)) is not None:
         raise InputError(f"measure: differentiable=True, but {reason}; expected differentiable=False")
     masks = dict(mass or {})
     if not output:
         call = call.with_tensors({name: x.detach() for name, x in call.tensors().items() if name in UNTRACKED})
+    result, rows, statistics = measure_call(call, output=output, mass=masks, first=first, queries=queries)
     if not call.needs_grad:
-        with torch.no_grad():
-            result, _, statistics = measure_call(call, output=output, mass=masks, first=first, queries=queries)
-            return result, statistics
+        return result, statistics
     firsts = [first] * len(call.q) if isinstance(first, int) else first.tolist()
-    names, measured = list[str](), list[Statistics]()
-
-    def compute(call: Call) -> tuple[Results, Results]:
-        result, rows, statistics = measure_call(call, output=output, mass=masks, first=first, queries=queries)
-        values = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
-        values |= {f"mass {name}": statistics.mass[name] for name in masks}
-        values = {name: x.clone() for name, x in values.items() if x is not None}  # lse shares memory with rows.level
-        values |= {} if result is None else {"out": result.out}
-        names[:], measured[:] = values, [statistics]
-        return (*values.values(),), (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0)
+    found = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
+    found |= {f"mass {name}": statistics.mass[name] for name in masks}
+    found = {name: x.clone() for name, x in found.items() if x is not None}  # lse shares memory with rows.level
+    found |= {} if result is None else {"out": result.out}
+    kept = (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0)
 
     def backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
         level, total, mass, visible = more
         assert mass is not None
         assert visible is not None
-        values, of = ({n: x for n, x in zip(names, xs, strict=True) if x is not None} for xs in (results, grads))
+        values, of = ({n: x for n, x in zip(found, xs, strict=True) if x is not None} for xs in (results, grads))
         rows = RowState(level, total)
         return _input_gradients(call, rows, mass, visible, values, of, masks, firsts, queries, wanted)
 
@@ -209,10 +197,11 @@ def with_gradients(
         "statistics have first derivatives, not second derivatives; "
         "expected create_graph=False, or statistics computed from the weights of attend(…, return_weights=True)"
     )
-    fields = dict(zip(names, differentiable_call(call, compute, backward, error), strict=True))
+    results = differentiable_call(call, lambda _: (tuple(found.values()), kept), backward, error)
+    fields = dict(zip(found, results, strict=True))
     masses = {name: fields.pop(f"mass {name}") for name in masks}
     out = fields.pop("out", None)
-    statistics = replace(measured[0], mass=masses, **fields)
+    statistics = replace(statistics, mass=masses, **fields)
     return None if out is None else Result(out, statistics.lse), statistics
 
 

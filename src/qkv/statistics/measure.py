@@ -171,38 +171,34 @@ def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowStat
 
 
 @torch.no_grad()
-def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Result[Tensor] | None, RowState, Statistics]:
+def measured(
+    call: Call, rows: RowState | None = None, *, output: bool = False, shared: Shared | None = None, **options: Any
+) -> tuple[Result[Tensor] | None, RowState, Statistics]:
     """The result of a call, if the `output` is wanted, its row state and its statistics; in one pass if possible.
 
-    `options` are those of `sweep`, without `shared`.
+    Args:
+        call: the attention call.
+        rows: its row state, if it is known and the output is not wanted; one pass computes it again.
+        output: whether the output is wanted.
+        shared: the whole call, if `call` is this process's shard of one that a process group makes together.
+        options: `mass`, `first`, `queries`, `bins` and `statistics` of `measure`, and `value_norms` (b, h, nk), the
+            norm of each value, for `first_contribution`.
     """
     call = detached(call)
-    request = checked(call, call.grid, **options)
-    results = _fused(call, request, output=output)
+    request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
+    results = None if shared is not None else _fused(call, request, output=output)
     if results is not None:
         out, lse, statistics = results
         return None if out is None else Result(out, lse), RowState(lse), statistics
     result = attention(call) if output else None
-    rows = row_state(call, None if result is None else result.lse)
-    return result, rows, _by_definition(call, rows, request)
+    if rows is None:
+        rows = row_state(call, None if result is None else result.lse)
+    return result, rows, _by_definition(call, rows, request, shared)
 
 
-@torch.no_grad()
-def sweep(
-    call: Call, rows: RowState | Float[Tensor, "b h nq"], *, shared: Shared | None = None, **options: Any
-) -> Statistics:
-    """The statistics of `measure`, given the normalizer state of each row (log-sum-exp or threshold).
-
-    `shared` is set if `call` is this process's shard of a call that a process group makes together. The other options
-    are `mass`, `first`, `queries`, `bins` and `statistics` of `measure`, and `value_norms` (b, h, nk), the norm of each
-    value, for `first_contribution`.
-    """
-    call = detached(call)
-    request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
-    results = None if shared is not None else _fused(call, request, output=False)
-    if results is not None:  # one pass, which computes the log-sum-exp again
-        return results[-1]
-    return _by_definition(call, rows if isinstance(rows, RowState) else RowState(rows), request, shared)
+def sweep(call: Call, rows: RowState, **options: Any) -> Statistics:
+    """The statistics of `measured`, given the normalizer state of each row (log-sum-exp or threshold)."""
+    return measured(call, rows, **options)[-1]
 
 
 def _by_definition(call: Call, rows: RowState, request: Request, shared: Shared | None = None) -> Statistics:
@@ -451,7 +447,7 @@ def measure_weights(
     options: dict[str, Any] = {"mass": mass, "first": first, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
     totals = Totals(call, request)
-    add_tiles(call, _WeightsReducer(weights, request, totals))
+    add_tiles(call, _WeightsReducer(weights, request, totals, call.grid))
     measurement = finished(call, RowState(), request, totals)
     _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)
     back: Statistics = form.all_back(measurement)
@@ -495,9 +491,7 @@ def _tensor(w: Any) -> Tensor:
 class _WeightsReducer(StatisticsReducer):
     """Statistics of weights that are given, as a tensor (b, h, nq, nk)."""
 
-    def __init__(self, weights: Tensor, request: Request, totals: Totals) -> None:
-        b, h, n_queries, n_keys = weights.shape
-        grid = Grid(b, h, n_queries, n_keys, n_keys - n_queries, weights.device)
+    def __init__(self, weights: Tensor, request: Request, totals: Totals, grid: Grid) -> None:
         super().__init__(RowState(), request, totals, grid)
         self.weights = weights
 
