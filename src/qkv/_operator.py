@@ -148,7 +148,7 @@ def traced(
             return None
         mask = Dense(mask)
     low, high, keep = -math.inf, math.inf, None
-    grid = Grid(b, h, n_queries, n_keys, n_keys - n_queries, q.device)
+    grid = Grid.of(n_queries, n_keys, b, h, q.device)
     for factor in () if mask is None else mask.factors():
         if factor.band is not None:
             low, high = max(low, factor.band[0]), min(high, factor.band[1])

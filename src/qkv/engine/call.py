@@ -88,8 +88,7 @@ class Call:
         given = Given(q, k, v, mask, given_biases, score, normalizer)
         _check_tensors(q, k, v)
         _check_kinds(given, dropout_p)
-        batch, heads, n_queries, _ = q.shape
-        grid = Grid(batch, heads, n_queries, k.shape[2], k.shape[2] - n_queries, q.device)
+        grid = Grid.of(q.shape[2], k.shape[2], q.shape[0], q.shape[1], q.device)
         if mask is not None:
             mask.check(grid)
         for one in given.biases:
@@ -107,21 +106,19 @@ class Call:
         biases = tuple(one.bound(projected, grid, factor) for one in given.biases)
         for one in biases:
             one.require()
-        shift, divisor = _shift_and_divisor(normalizer, mask, grid, q)
-        if (
-            isinstance(normalizer, Pointwise)
-            and normalizer.divide == "sum"
-            and overrides(normalizer, Pointwise, "log_weight")
-        ):
-            # Weights divided by their sum are the softmax of their logarithms, which do not underflow.
-            if shift is not None:
-                biases = (*biases, TensorBias(shift[..., None] * normalizer.temperature))
-            kind = LogWeight if normalizer.by_head else LogWeightOfScore
-            biases, normalizer, shift = (*biases, kind(normalizer)), Softmax(), None
+        shift = divisor = None
+        if isinstance(normalizer, Pointwise):
+            shift, divisor = _shift_and_divisor(normalizer, mask, grid, q)
+            if normalizer.divide == "sum" and overrides(normalizer, Pointwise, "log_weight"):
+                # Weights divided by their sum are the softmax of their logarithms, which do not underflow.
+                if shift is not None:
+                    biases = (*biases, TensorBias(shift[..., None] * normalizer.temperature))
+                kind = LogWeight if normalizer.by_head else LogWeightOfScore
+                biases, normalizer, shift = (*biases, kind(normalizer)), Softmax(), None
         learned = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
-        if isinstance(score, Pairwise):
-            learned |= {f"score {name}": x for name, x in score.tensors().items()}
         pairwise = score if isinstance(score, Pairwise) else None
+        if pairwise is not None:
+            learned |= {f"score {name}": x for name, x in pairwise.tensors().items()}
         call = Call(
             projected, keys, v, mask, biases, factor, pairwise, normalizer, _sink(given, projected), shift, divisor,
             _values(given), dropout_p, seed, given, learned,
@@ -131,9 +128,7 @@ class Call:
 
     @cached_property
     def grid(self) -> Grid:
-        batch, heads, n_queries, _ = self.q.shape
-        n_keys = self.k.shape[2]
-        return Grid(batch, heads, n_queries, n_keys, n_keys - n_queries, self.q.device)
+        return Grid.of(self.q.shape[2], self.k.shape[2], self.q.shape[0], self.q.shape[1], self.q.device)
 
     @property
     def scale(self) -> float:
@@ -378,8 +373,6 @@ def _check_kinds(given: Given, dropout_p: float) -> None:
     if dropout_p and given.normalizer.one_key:
         name = type(given.normalizer).__name__
         raise InputError(f"dropout_p is {dropout_p} with normalizer={name}, which has one weight per query; expected 0")
-    if sum(bias.value_table is not None for bias in given.biases) > 1:
-        raise InputError("bias contains several RelativePosition with values, expected at most one")
 
 
 def _sink(given: Given, projected: Tensor) -> Tensor | None:
@@ -407,10 +400,8 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
 
 
 def _shift_and_divisor(
-    normalizer: Normalizer, mask: Mask | None, grid: Grid, q: Tensor
+    normalizer: Pointwise, mask: Mask | None, grid: Grid, q: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    if not isinstance(normalizer, Pointwise):
-        return None, None
     wide = at_least_float32(q.dtype)
 
     def visible() -> Tensor:
@@ -423,16 +414,19 @@ def _shift_and_divisor(
 
 
 def _values(given: Given) -> Tensor | None:
+    values = None
     for bias in given.biases:
-        if bias.value_table is not None:
-            if bias.value_table.shape[-1] != given.v.shape[3]:
-                raise InputError(
-                    f"{type(bias).__name__}: values have {bias.value_table.shape[-1]} entries, "
-                    f"but v has {given.v.shape[3]}"
-                )
-            table = bias.value_table.to(given.v.device, at_least_float32(given.v.dtype))
-            return table if table.ndim == 3 else table[None]
-    return None
+        if (table := bias.value_table) is None:
+            continue
+        if values is not None:
+            raise InputError("bias contains several RelativePosition with values, expected at most one")
+        if table.shape[-1] != given.v.shape[3]:
+            raise InputError(
+                f"{type(bias).__name__}: values have {table.shape[-1]} entries, but v has {given.v.shape[3]}"
+            )
+        values = table.to(given.v.device, at_least_float32(given.v.dtype))
+        values = values if values.ndim == 3 else values[None]
+    return values
 
 
 def dot_softmax(

@@ -51,4 +51,7 @@ NEEDS: dict[Need, Callable[[Call], str | None]] = {
 
 def unmet(call: Call, offers: Collection[Need]) -> str | None:
     """Why a kernel with these offers cannot serve a call, in words; None if it offers all that the call needs."""
-    return next((why for need, find in NEEDS.items() if need not in offers and (why := find(call)) is not None), None)
+    for need, find in NEEDS.items():
+        if need not in offers and (why := find(call)) is not None:
+            return why
+    return None

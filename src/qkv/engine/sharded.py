@@ -177,8 +177,7 @@ class Shared:
                     f"group: {name} has {x.shape[2]} tokens on each of {size} processes, expected two chunks of equal "
                     f"length; pad the sequence to a multiple of {2 * size} before qkv.ring.shard"
                 )
-        n_queries, n_keys = n_queries * size, k.shape[2] * size
-        grid = Grid(batch, heads, n_queries, n_keys, n_keys - n_queries, q.device)
+        grid = Grid.of(n_queries * size, k.shape[2] * size, batch, heads, q.device)
         if mask is not None:
             mask.check(grid)
         for one in biases:

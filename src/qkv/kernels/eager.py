@@ -10,7 +10,7 @@ from qkv.engine.call import Call, Result
 from qkv.engine.needs import NEEDS, Need
 from qkv.engine.tiles import ScoreTiles, cached_for_mask, gumbel, uniform, zero_masked_keys
 from qkv.engine.transforms import mapped, transformed
-from qkv.masks import Grid, Mask, Region
+from qkv.masks import Region
 from qkv.normalizers import Normalizer, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.built_in import log_sum_exp
@@ -38,7 +38,9 @@ def forward(call: Call) -> Result:
     rows, columns = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     whole = Region(rows, columns)
     v = call.v
-    visible = None if call.mask is None else _visible(call.mask, whole, call.grid)
+    visible, mask = None, call.mask
+    if mask is not None:
+        visible = cached_for_mask(mask, call.grid, "visible", lambda: mask.visible(whole, call.grid), Tensor.numel)
     if visible is not None:
         tiles.k = zero_masked_keys(tiles.k.view(call.k.shape), visible).flatten(0, 1)
         v = zero_masked_keys(v, visible)
@@ -55,10 +57,6 @@ def forward(call: Call) -> Result:
     if call.values is not None:
         out = out + _relative(call, weights)
     return Result(out.to(call.v.dtype), lse, weights.to(call.v.dtype))
-
-
-def _visible(mask: Mask, whole: Region, grid: Grid) -> Tensor:
-    return cached_for_mask(mask, grid, "visible", lambda: mask.visible(whole, grid), Tensor.numel)
 
 
 def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:

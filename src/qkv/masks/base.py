@@ -44,8 +44,9 @@ class Grid:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @staticmethod
-    def of(n_queries: int, n_keys: int, batch: int = 1, heads: int = 1) -> Grid:
-        return Grid(batch, heads, n_queries, n_keys, n_keys - n_queries)
+    def of(n_queries: int, n_keys: int, batch: int = 1, heads: int = 1, device: str | torch.device = "cpu") -> Grid:
+        """The grid with the last query at the last key."""
+        return Grid(batch, heads, n_queries, n_keys, n_keys - n_queries, torch.device(device))
 
     def rows(self, start: int, stop: int) -> Int[Tensor, " q"]:
         """Positions of queries ``start`` to ``stop`` (exclusive)."""

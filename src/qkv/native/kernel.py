@@ -90,7 +90,7 @@ def directly(
         return None if grad and n_keys - n_queries > high else arguments
     if not isinstance(bias, Bias) or bias.by_query or bias.value_table is not None or grad:
         return None
-    grid = Grid(q.shape[0], q.shape[1], n_queries, n_keys, n_keys - n_queries, CPU)
+    grid = Grid.of(n_queries, n_keys, q.shape[0], q.shape[1], CPU)
     bias.check(grid)
     bound = bias.bound(q, grid, scale)
     if type(bound) is not ByDistance or (tracked(bound.tensor) and not no_grad) or not binding.bias_is_finite(bound):
