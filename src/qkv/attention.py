@@ -98,7 +98,7 @@ def attend(
         dropout_p: probability with which each weight is dropped; the remaining weights are scaled up. Pass 0 at
             inference. After the same `torch.manual_seed`, every kernel drops the same pairs.
         kernel: ``"auto"``, or the name of a kernel that must serve the call: one of ``"linear"``,
-            ``"native"``, ``"flash"``, ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
+            ``"native"``, ``"fused"``, ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
         return_lse: also return the log-sum-exp of the scores, (b, h, nq), natural, float32 or better; differentiable.
             Only `Softmax` has one.
         return_weights: also return the weights, (b, h, nq, nk). They are formed only on request.

@@ -82,10 +82,11 @@ def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
     blocked = blocked_mask(call)
     if blocked is not None and blocked.masked_keys is not None:  # NaN in padding must not spread
         k, v = (x.masked_fill(blocked.masked_keys[:, None, :, None], 0) for x in (k, v))
-    d, dv = q.shape[3], v.shape[3]
-    q, k, v = _fit(q, d), _fit(k, d), _fit(v, dv)
+    dv = v.shape[3]
+    q, k, v = _fit(q), _fit(k), _fit(v)
     with _naming(call):
-        out, aux = _attention(q.device.type)(
+        out, aux = _attention(
+            q.device.type,
             q,
             k,
             v,
@@ -119,19 +120,15 @@ def _naming(call: Call) -> Iterator[None]:
         ) from error
 
 
-def _fit(x: Tensor, size: int) -> Tensor:
+def _fit(x: Tensor) -> Tensor:
     """Pad heads with zeros to Triton's smallest head dimension."""
     if x.device.type not in GPUS:
         return x
-    x = torch.nn.functional.pad(x, (0, SMALLEST_HEAD - size)) if size < SMALLEST_HEAD else x
+    x = torch.nn.functional.pad(x, (0, SMALLEST_HEAD - x.shape[3])) if x.shape[3] < SMALLEST_HEAD else x
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # --- FlexAttention itself --------------------------------------------------------------------------------------------
-
-
-def _attention(device: str) -> Callable[..., Any]:
-    return _compiled_attention if device == "cuda" else _reference_attention
 
 
 @functools.cache
@@ -143,16 +140,13 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _compiled_attention(*args: Any, **kwargs: Any) -> Any:
-    with _quiet(), _recompiling():
-        return _compiled()(*args, **kwargs)
-
-
-def _reference_attention(*args: Any, **kwargs: Any) -> Any:
+def _attention(device: str, *args: Any, **kwargs: Any) -> Any:
+    """FlexAttention, compiled on CUDA, and torch's eager implementation elsewhere."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    with _quiet():
-        return flex_attention(*args, **kwargs)
+    run: Any = _compiled() if device == "cuda" else flex_attention
+    with _quiet(), _recompiling() if device == "cuda" else contextlib.nullcontext():
+        return run(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -218,13 +212,9 @@ def blocked_mask(call: Call) -> BlockedMask | None:
     """The mask of a call in the form that FlexAttention takes; None if there is no mask."""
     if call.mask is None:
         return None
-    lay = _blocked_mask if keeps_blocks(call.mask) else _blocked_mask.__wrapped__
+    lasting = call.mask.by_value or is_dataclass(call.mask)  # others may change unseen
+    lay = _blocked_mask if lasting else _blocked_mask.__wrapped__
     return lay(call.mask, call.grid, _versions(call.mask), BLOCK)
-
-
-def keeps_blocks(mask: Mask) -> bool:
-    """Whether the blocks of a mask are kept for the next call: not if it may change unseen."""
-    return mask.by_value or is_dataclass(mask)
 
 
 @functools.lru_cache(maxsize=8)
