@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.launches import Launches
 from qkv import masks
-from qkv.engine.call import Call
+from qkv.engine.call import Call, RowState
 from qkv.engine.sizes import BY_DEVICE
 from qkv.statistics import PrefixSinkScores
 from qkv.statistics.measure import measured, row_state, sweep
@@ -100,7 +100,7 @@ def by_triton(settings: dict[str, Any], n: int, *, output: bool) -> Cost:
                 if output:
                     measured(call, output=True, **settings)
                 else:
-                    sweep(call, torch.empty(call.q.shape[:3], device="meta"), **settings)
+                    sweep(call, RowState(torch.empty(call.q.shape[:3], device="meta")), **settings)
     return Cost(found.count + number, found.bytes + traffic)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qkv._compiled import LIBRARY
+from qkv.compat import autocast_dtype
 from qkv.engine.call import Call, at_least_float32, zero_masked_nonfinite
-from qkv.engine.inputs import autocast_dtype
 from qkv.kernels import attention, tiled
 from qkv.masks import Dense, Grid, Mask, Window
 from qkv.native import kernel as native
@@ -84,14 +84,12 @@ def attention_gradients(
     q, k, v, _, sink, *_ = arguments
     with torch.no_grad():
         call = _call(*arguments)
-        if native.unsupported_reason(call) is None and is_finite(call):
-            gradients = native.gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse)
-        else:
-            if call.mask is not None:
-                q, _ = zero_masked_nonfinite(q, k[:, :, :0], call.mask, call.grid, call.normalizer)
-                call = _call(q, *arguments[1:])
-            names = {"q", "k", "v", "sink"} - ({"sink"} if sink is None else set())
-            gradients = tiled.gradients(call, Partial(out, lse), grad, grad_lse, names)
+        by_library = native.unsupported_reason(call) is None and is_finite(call)
+        if not by_library and call.mask is not None:
+            q, _ = zero_masked_nonfinite(q, k[:, :, :0], call.mask, call.grid, call.normalizer)
+            call = _call(q, *arguments[1:])
+        names = {"q", "k", "v", "sink"} - ({"sink"} if sink is None else set())
+        gradients = (native if by_library else tiled).gradients(call, Partial(out, lse), grad, grad_lse, names)
         inputs = {"q": q, "k": k, "v": v, "sink": q.new_empty(0) if sink is None else sink}
         dq, dk, dv, dsink = (
             gradients[name].to(x.dtype).reshape(x.shape).contiguous() if name in gradients else x
@@ -150,7 +148,7 @@ def traced(
             return None
         mask = Dense(mask)
     low, high, keep = -math.inf, math.inf, None
-    grid = Grid(b, h, n_queries, n_keys, n_keys - n_queries, q.device)
+    grid = Grid.of(n_queries, n_keys, b, h, q.device)
     for factor in () if mask is None else mask.factors():
         if factor.band is not None:
             low, high = max(low, factor.band[0]), min(high, factor.band[1])

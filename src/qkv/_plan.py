@@ -16,8 +16,8 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias
+from qkv.compat import Form, autocast_dtype
 from qkv.engine.call import A, Call, at_least_float32
-from qkv.engine.inputs import Form, autocast_dtype
 from qkv.engine.sizes import sizes
 from qkv.engine.tiles import block_status
 from qkv.errors import InputError
@@ -82,7 +82,9 @@ class Plan:
           │ weighted sum of the values
         output   1 × 4 × 100 × 8
         """
-        return drawn(self.steps, form)
+        if form not in ("text", "mermaid"):
+            raise InputError(f"form is {form!r}, expected 'text' or 'mermaid'")
+        return _text(self.steps) if form == "text" else _mermaid(self.steps)
 
     def __str__(self) -> str:
         width = max(map(len, (self.kernel, *self.rejected)))
@@ -228,15 +230,6 @@ def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
     added = "weighted sum of the values" + (" and of the vectors by distance" if call.values is not None else "")
     steps.append(Step("output", (b, h, n_queries, given.v.shape[3]), (added,), ("weights", "values")))
     return tuple(steps)
-
-
-def drawn(steps: Sequence[Step], form: Literal["text", "mermaid"]) -> str:
-    """The steps as text or as a Mermaid chart."""
-    if form == "text":
-        return _text(steps)
-    if form == "mermaid":
-        return _mermaid(steps)
-    raise InputError(f"form is {form!r}, expected 'text' or 'mermaid'")
 
 
 def _text(steps: Sequence[Step]) -> str:

@@ -18,9 +18,8 @@ from torch import Tensor
 from qkv import _operator as operator
 from qkv._plan import Plan, plan
 from qkv.biases import Bias
-from qkv.compat import composition_of
+from qkv.compat import Form, autocast_dtype, composition_of
 from qkv.engine.call import A, Call, Result, dot_softmax
-from qkv.engine.inputs import Form, autocast_dtype
 from qkv.engine.sizes import LARGEST_HEAD, readable
 from qkv.engine.tiles import all_finite
 from qkv.engine.transforms import transformed, transforming
@@ -38,19 +37,24 @@ from qkv.statistics.result import Statistics
 SHORT = 64  # with fewer keys, torch's kernel may return 0 for a query that is NaN or infinite
 
 
-class _Options(TypedDict, total=False):
-    """The arguments of `attend` on which the type of its result does not depend."""
+class _CallOptions(TypedDict, total=False):
+    """The arguments of a call on which the type of its result does not depend."""
+
+    kernel: str
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    blocked: Tensor | None
+
+
+class _Options(_CallOptions, total=False):
+    """The same of `attend`."""
 
     mask: Mask | Bool[Tensor, "..."] | None
     bias: Bias | Sequence[Bias] | None
     score: Score | None
     normalizer: Normalizer | None
     dropout_p: float
-    kernel: str
-    attn_mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    blocked: Tensor | None
 
 
 @overload
@@ -94,7 +98,7 @@ def attend(
         dropout_p: probability with which each weight is dropped; the remaining weights are scaled up. Pass 0 at
             inference. After the same `torch.manual_seed`, every kernel drops the same pairs.
         kernel: ``"auto"``, or the name of a kernel that must serve the call: one of ``"linear"``,
-            ``"native"``, ``"flash"``, ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
+            ``"native"``, ``"fused"``, ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
         return_lse: also return the log-sum-exp of the scores, (b, h, nq), natural, float32 or better; differentiable.
             Only `Softmax` has one.
         return_weights: also return the weights, (b, h, nq, nk). They are formed only on request.
@@ -230,17 +234,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
     return attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=h != hkv)
 
 
-class _CallOptions(TypedDict, total=False):
-    """The arguments of an `Attention` on which the type of its result does not depend."""
-
-    training: bool
-    kernel: str
-    attn_mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    blocked: Tensor | None
-
-
 @dataclass(frozen=True, eq=False)
 class Attention:
     """A frozen composition: all arguments of `attend` except the tensors.
@@ -268,12 +261,12 @@ class Attention:
     @overload
     def __call__(
         self, q: A, k: A, v: A, *, return_lse: Literal[False] = False, return_weights: Literal[False] = False,
-        return_statistics: Literal[False] = False, **options: Unpack[_CallOptions],
+        return_statistics: Literal[False] = False, training: bool = False, **options: Unpack[_CallOptions],
     ) -> A: ...  # fmt: skip
     @overload
     def __call__(
         self, q: A, k: A, v: A, *, return_lse: bool = False, return_weights: bool = False,
-        return_statistics: bool = False, **options: Unpack[_CallOptions],
+        return_statistics: bool = False, training: bool = False, **options: Unpack[_CallOptions],
     ) -> Result[A]: ...  # fmt: skip
     def __call__(
         self, q: Any, k: Any, v: Any, *, training: bool = False, kernel: str = "auto",

@@ -31,12 +31,6 @@ class Partial:
     out: Float[Tensor, "*n d"]
     lse: Float[Tensor, "*n"]
 
-    @staticmethod
-    def zero(like: Float[Tensor, "*n d"]) -> Partial:
-        """The result over no keys, for outputs of this shape, dtype and device; lse is at least float32."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        return Partial(torch.zeros_like(like), like.new_full(like.shape[:-1], -torch.inf, dtype=dtype))
-
     def merge(self, other: Partial, /) -> Partial:
         """Attention over the keys of both parts; see `qkv.merge`."""
         return merge(self, other)

@@ -399,7 +399,7 @@ def first_undefined(*parts: Any) -> str | None:
     for part in parts:
         if part is None:
             continue
-        if type(part) not in DEFINED:
+        if type(part).__module__ not in DEFINED:
             return type(part).__name__
         inside = first_undefined(*(x for x in vars(part).values() if isinstance(x, masks.Mask)))
         if inside is not None:
@@ -407,15 +407,8 @@ def first_undefined(*parts: Any) -> str | None:
     return None
 
 
-DEFINED = frozenset((
-    scores.Dot, scores.General, scores.Cosine, scores.Additive, scores.Features,
-    biases.SoftCap, biases.TensorBias, biases.ByDistance, biases.ALiBi, biases.T5Bias, biases.RelativePosition,
-    masks.Causal, masks.Window, masks.Dilated, masks.Strided, masks.Prefix, masks.Global, masks.RandomKeys,
-    masks.Padding, masks.Document, masks.Dense, masks.Predicate, masks.Blockwise, masks.Shifted, masks.And, masks.Or,
-    masks.Not,
-    normalizers.Softmax, normalizers.Entmax, normalizers.Hard, normalizers.Sigmoid, normalizers.EluPlusOne,
-    normalizers.ReLU, normalizers.Identity,
-))  # fmt: skip
+DEFINED = ("qkv.scores", "qkv.biases.built_in", "qkv.masks.base", "qkv.masks.built_in", "qkv.normalizers.built_in")
+"""The modules whose classes the specification defines."""
 
 
 def attention(

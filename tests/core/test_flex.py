@@ -78,7 +78,7 @@ def as_on_a_card(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors are served as CUDA tensors: with gradients, and traced by torch.compile, but run by eager torch."""
     compiled = torch.compile(torch_flex.flex_attention, backend="eager", fullgraph=True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(flex, "_attention", lambda device: flex._compiled_attention)
+    monkeypatch.setattr(flex, "_attention", lambda _, *args, run=flex._attention, **named: run("cuda", *args, **named))
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
 
 

@@ -88,7 +88,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("operators")
 def test_a_right_kernel_passes_the_check(dtype: torch.dtype) -> None:
-    assert difference(fused._Fused.apply, CPU, dtype) is None
+    assert difference(CPU, dtype) is None
 
 
 @pytest.mark.parametrize("fault", ["scale", "top-left causal", "lse", "dropped gradient", "missing"])
@@ -108,7 +108,7 @@ def test_a_wrong_kernel_is_refused(fault: str, operators: dict[str, Callable[...
     operators["flash"] = flash if fault == "dropped gradient" else wrong
     if fault == "dropped gradient":
         operators["flash backward"] = wrong_backward
-    assert difference(fused._Fused.apply, CPU, torch.float16) is not None
+    assert difference(CPU, torch.float16) is not None
     x = torch.zeros(1, 2, 8, 16, dtype=torch.float16)
     with refused("kernel", "not usable"):
         attend(x, x, x, kernel="fused")
@@ -216,7 +216,7 @@ def test_what_it_cannot_serve_has_a_reason(
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_torchs_kernels_on_this_card_are_right(dtype: torch.dtype) -> None:
-    assert difference(fused._Fused.apply, torch.device("cuda"), dtype) is None
+    assert difference(torch.device("cuda"), dtype) is None
 
 
 def test_on_other_accelerators_plan_says_that_plain_tiles_serve_the_call() -> None:

@@ -216,7 +216,7 @@ CALLS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"mask": Padding([1, 2, 3])}, "lengths", "3 numbers"),
     ({"mask": Padding([14])}, "lengths", r"14\.\.14"),
     ({"mask": Causal() & Document([0] * 12)}, "ids", None),
-    ({"bias": ones(11, 13)}, "bias", "is Tensor"),
+    ({"bias": ones(11, 13)}, "bias", "is torch"),
     ({"bias": biases.SoftCap}, "bias", "the class SoftCap"),
     ({"bias": (biases.SoftCap(1.0), 3.0)}, "bias", "is float"),
     ({"bias": (biases.SoftCap(1.0), biases.TensorBias(ones(5, 11, 13)))}, "bias", "broadcast"),

@@ -161,7 +161,7 @@ def check(
     added = BIASES[bias](b, h, n_queries, n_keys)
     call = Call.of(q, k, v, seen, added, None, normalizer)
     oracle = Call.of(q.double(), k.double(), v.double(), seen, added, None, normalizer) if exact else call
-    assert native.unsupported_reason(call, options["mass"]) is None  # type: ignore[arg-type]
+    assert native.binding.unsupported_reason(call) is None
     result, rows, got = measure.measured(call, output=True, **options)
     slow, slow_rows, want = by_tiles(oracle, monkeypatch, **options)
     assert result is not None
@@ -271,15 +271,16 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
         "more than 256": Call.of(wide, wide, wide),
         "softmax": Call.of(q, k, v, None, (), None, qkv.normalizers.Sigmoid()),
     }
-    assert [name for name, call in calls.items() if native.unsupported_reason(call, {}) is None] == []
+    assert [name for name, call in calls.items() if native.binding.unsupported_reason(call) is None] == []
     part = {"scattered": Dense((torch.arange(70) % 3 == 0)[None, :])}
-    assert native.unsupported_reason(Call.of(q, k, v), part) is not None
-    assert native.unsupported_reason(Call.of(q, k, v), {}) is None
+    call = Call.of(q, k, v)
+    assert native.binding.attend_and_measure(call, measure.checked(call, call.grid, mass=part), output=False) is None
+    assert native.binding.unsupported_reason(call) is None
     monkeypatch.setattr(native.binding, "LARGEST_MASK", 2**10)
-    assert native.unsupported_reason(Call.of(q, k, v, Dense(torch.rand(70, 70) > 0.5)), {}) is not None
+    assert native.binding.unsupported_reason(Call.of(q, k, v, Dense(torch.rand(70, 70) > 0.5))) is not None
     monkeypatch.setattr(native.binding, "LIBRARY", Path("nowhere.so"))
     native.binding.library.cache_clear()
-    assert native.unsupported_reason(Call.of(q, k, v), {}) is not None
+    assert native.binding.unsupported_reason(Call.of(q, k, v)) is not None
     native.binding.library.cache_clear()
 
 

@@ -20,7 +20,7 @@ import qkv
 from benchmarks.launches import Launches
 from qkv import biases, normalizers
 from qkv.biases import Bias
-from qkv.engine import Call
+from qkv.engine import Call, RowState
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
 from qkv.statistics import PrefixSinkScores
@@ -115,7 +115,7 @@ def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     case = CASES[name]
     q, k, v = case.tensors()
     call = Call.of(q, k, v, case.mask, case.biases, None, case.normalizer())
-    assert host.unsupported_reason(call, case.mass) is None
+    assert host.unsupported_reason(call) is None
     options = case.options()
     out, lse, got = host.attend_and_measure(call, checked(call, call.grid, **options), output=True)
     normalizer = Softmax(case.temperature, case.normalizer().sink.double() if case.sink else None)
@@ -127,8 +127,6 @@ def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     close(out, whole[0], "output", {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[case.dtype] * scale)
     close(lse, whole[1], "lse", 1e-6 * scale)
     for field in dataclasses.fields(got):
-        if field.name == "row_sum":  # `measured` adds it
-            continue
         mine, other = getattr(got, field.name), getattr(want, field.name)
         if isinstance(other, Tensor):
             size = {"distance": 1e-5 * case.nk, "received": 1e-5, "spread": 0.05, "effective_keys": 1e-5 * case.nk}
@@ -218,7 +216,7 @@ def test_row_sums_and_contributions_equal_those_of_dense_weights(name: str) -> N
 
 
 @pytest.mark.parametrize("n", [100, 5000])
-def test_statistics_of_a_layer_take_at_most_12_launches(n: int, recorded: list[object]) -> None:
+def test_statistics_of_a_layer_take_at_most_14_launches(n: int, recorded: list[object]) -> None:
     case = Case((2, 32, 8), n, n, mask=Causal(), sink=True, mass=FULL, prefix_keys=64, bins=64)
     call = Call.of(*case.tensors(), case.mask, (), None, case.normalizer())
     request = Request(case.mass, [0, 0], prefix_keys=case.prefix_keys, bins=case.bins)
@@ -227,7 +225,7 @@ def test_statistics_of_a_layer_take_at_most_12_launches(n: int, recorded: list[o
     with Launches() as of_torch:
         host.attend_and_measure(call, request, output=True)
     assert len(recorded) == 2
-    assert len(recorded) + of_torch.count <= 12, of_torch.names
+    assert len(recorded) + of_torch.count <= 14, of_torch.names
     assert "stack" in of_torch.names  # operations are counted
 
 
@@ -241,7 +239,8 @@ def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
     q, k, v = (torch.empty(2, heads, 300, 64, device="meta", dtype=torch.bfloat16) for heads in (8, 2, 2))
     call = Call.of(q, k, v, Causal())
     if known_lse:  # of surveys
-        statistics = sweep(call, torch.empty(2, 8, 300, device="meta"), mass=FULL, statistics=[PrefixSinkScores(64)])
+        rows = RowState(torch.empty(2, 8, 300, device="meta"))
+        statistics = sweep(call, rows, mass=FULL, statistics=[PrefixSinkScores(64)])
     else:
         result, _, statistics = measured(call, output=True, mass=FULL, statistics=[PrefixSinkScores(64)], bins=32)
         assert result is not None
@@ -268,4 +267,4 @@ def test_what_the_kernels_do_not_compute_has_a_reason(settings: dict[str, object
     dtype, d = settings.get("dtype", torch.float32), settings.get("d", 8)
     x = torch.zeros(1, 2, 20, d, dtype=dtype, device=DEVICE)
     call = Call.of(x, x, x, settings.get("mask"), settings.get("biases", ()), None, settings.get("normalizer"))
-    assert re.search(reason, str(host.unsupported_reason(call, {})))
+    assert re.search(reason, str(host.unsupported_reason(call)))

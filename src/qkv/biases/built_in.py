@@ -108,17 +108,12 @@ class ByDistance(SingleTensorBias):
             start, start + region.rows.stop - region.rows.start + region.columns.stop - region.columns.start - 1
         )
 
-    def _heads(self, region: Region) -> Tensor:
-        return self.tensor[region.heads] if len(self.tensor) > 1 else self.tensor
-
-    def hankel(self, region: Region) -> Float[Tensor, "1 h q k"]:
-        """The bias of a region with reversed columns, as a strided view: entry (i, c) is row i, key stop − 1 − c."""
-        span = self._heads(region)[:, self.span(region)]
-        size = (1, len(span), region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)
-        return span.as_strided(size, (0, span.stride(0), span.stride(1), span.stride(1)), span.storage_offset())
-
     def tile(self, region: Region) -> Tensor:
-        return self.hankel(region).flip(-1)
+        span = self.tensor[region.heads if len(self.tensor) > 1 else slice(None), self.span(region)]
+        size = (1, len(span), region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)
+        # Entry (i, c) of this view is row i and key stop − 1 − c.
+        reversed_ = span.as_strided(size, (0, span.stride(0), span.stride(1), span.stride(1)), span.storage_offset())
+        return reversed_.flip(-1)
 
     def add_gradient(self, total: Tensor, region: Region, slope: Tensor) -> None:
         inside = total[region.heads] if len(total) > 1 else total

@@ -24,7 +24,7 @@ from qkv.engine.call import Call, at_least_float32
 from qkv.engine.forward import ForwardState, dropped
 from qkv.engine.tile_loop import Block, Group, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import MASKED_SCORE
-from qkv.normalizers import Pointwise, SumToOne
+from qkv.normalizers import Pointwise
 from qkv.normalizers.level import TileWeights
 from qkv.partial import Partial, sink_gradient
 
@@ -65,24 +65,13 @@ def backward(
         if found.chosen is not None:
             by_distance = _chosen_distances(call, found.chosen, by_distance)
         totals["values"] = torch.einsum("bhqr,bhqd->hrd", by_distance, scaled).sum_to_size(totals["values"].shape)
-    return summed(call, totals)
+    return totals
 
 
 def zeros(call: Call, wanted: set[str]) -> dict[str, Tensor]:
     """Gradient accumulators for the tensors of `call` named in `wanted`, in float32 or better."""
     wide = at_least_float32(call.q.dtype)
-    totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
-    if "shift" in totals:  # one number per query; reduced in `summed`
-        totals["shift"] = torch.zeros(call.q.shape[:3], dtype=wide, device=call.q.device)
-    return totals
-
-
-def summed(call: Call, totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`totals` after the last tile: each gradient reduced to the shape of its tensor."""
-    if "shift" in totals:
-        assert call.shift is not None
-        totals["shift"] = totals["shift"].sum_to_size(call.shift.shape)
-    return totals
+    return {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
 
 
 def finite(level: Tensor | None) -> Tensor | None:
@@ -200,7 +189,8 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         if masked is not None:
             slope.masked_fill_(masked, 0)
         if "shift" in self.totals:
-            self.totals["shift"][tile.block.at] += slope.sum(-1)
+            shift = tile.region.of(self.totals["shift"][..., None])
+            shift += slope.sum_to_size(shift.shape)
         slope = self._through_biases(job, tile, slope, masked)
         keys = group.tiles.k[:, tile.columns]
         keys = keys if masked is None else group.visible(keys, masked)
@@ -233,7 +223,7 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         if not call.biases:
             return slope
         region, before = tile.region, []
-        if call.reshaped is not None:
+        if not all(isinstance(bias, AdditiveBias) for bias in call.biases):
             score = tiles.product(rows, cols)
             score = score if masked is None or tile.group.finite else score.masked_fill(masked, 0)
             for bias in call.biases:
@@ -311,7 +301,7 @@ class Gradients(WeightGradients):
         values = values if masked is None else tile.group.visible(values, masked)
         grad = self.grad[at].reshape(len(values), -1, values.shape[2])
         dropout = dropped(tile) if call.dropout_p else None
-        if not (isinstance(call.normalizer, SumToOne) and call.normalizer.one_key):
+        if not call.normalizer.one_key:
             assert rows.job.v is not None
             met = weights if dropout is None else weights * dropout
             folded = met.reshape(len(values), -1, met.shape[3])

@@ -16,9 +16,9 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from qkv._contract import overrides, unlisted_tensor
-from qkv.biases import AdditiveBias, Bias, TensorBias
+from qkv.biases import Bias, TensorBias
 from qkv.engine.sizes import readable
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.base import mask_of_part
 from qkv.masks.convert import block_visibility
@@ -88,8 +88,7 @@ class Call:
         given = Given(q, k, v, mask, given_biases, score, normalizer)
         _check_tensors(q, k, v)
         _check_kinds(given, dropout_p)
-        batch, heads, n_queries, _ = q.shape
-        grid = Grid(batch, heads, n_queries, k.shape[2], k.shape[2] - n_queries, q.device)
+        grid = Grid.of(q.shape[2], k.shape[2], q.shape[0], q.shape[1], q.device)
         if mask is not None:
             mask.check(grid)
         for one in given.biases:
@@ -101,24 +100,25 @@ class Call:
                 q, _ = zero_masked_nonfinite(q, k[:, :, :0], mask, grid, normalizer)
         projected, keys = score.project(q, k)
         if seed is None:
-            random = dropout_p > 0 or _draws(normalizer)
+            random = dropout_p > 0 or (normalizer.one_key and normalizer.sample)
             seed = int(torch.randint(2**31, ())) if random else 0
         factor = score.factor(projected.shape[3])
         biases = tuple(one.bound(projected, grid, factor) for one in given.biases)
         for one in biases:
             one.require()
-        shift, divisor = _shift_and_divisor(normalizer, mask, grid, q)
-        if getattr(normalizer, "divide", None) == "sum" and overrides(normalizer, Pointwise, "log_weight"):
-            assert isinstance(normalizer, Pointwise)
-            # Weights divided by their sum are the softmax of their logarithms, which do not underflow.
-            if shift is not None:
-                biases = (*biases, TensorBias(shift[..., None] * normalizer.temperature))
-            kind = LogWeight if normalizer.by_head else LogWeightOfScore
-            biases, normalizer, shift = (*biases, kind(normalizer)), Softmax(), None
+        shift = divisor = None
+        if isinstance(normalizer, Pointwise):
+            shift, divisor = _shift_and_divisor(normalizer, mask, grid, q)
+            if normalizer.divide == "sum" and overrides(normalizer, Pointwise, "log_weight"):
+                # Weights divided by their sum are the softmax of their logarithms, which do not underflow.
+                if shift is not None:
+                    biases = (*biases, TensorBias(shift[..., None] * normalizer.temperature))
+                kind = LogWeight if normalizer.by_head else LogWeightOfScore
+                biases, normalizer, shift = (*biases, kind(normalizer)), Softmax(), None
         learned = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
-        if isinstance(score, Pairwise):
-            learned |= {f"score {name}": x for name, x in score.tensors().items()}
         pairwise = score if isinstance(score, Pairwise) else None
+        if pairwise is not None:
+            learned |= {f"score {name}": x for name, x in pairwise.tensors().items()}
         call = Call(
             projected, keys, v, mask, biases, factor, pairwise, normalizer, _sink(given, projected), shift, divisor,
             _values(given), dropout_p, seed, given, learned,
@@ -128,19 +128,12 @@ class Call:
 
     @cached_property
     def grid(self) -> Grid:
-        batch, heads, n_queries, _ = self.q.shape
-        n_keys = self.k.shape[2]
-        return Grid(batch, heads, n_queries, n_keys, n_keys - n_queries, self.q.device)
+        return Grid.of(self.q.shape[2], self.k.shape[2], self.q.shape[0], self.q.shape[1], self.q.device)
 
     @property
     def scale(self) -> float:
         """Factor of q·k before any bias; it includes the temperature if there are no biases."""
         return self.factor if self.biases else self.factor / self.normalizer.temperature
-
-    @property
-    def reshaped(self) -> Bias | None:
-        """The first bias that is not additive, or None."""
-        return next((bias for bias in self.biases if not isinstance(bias, AdditiveBias)), None)
 
     @property
     def by_head(self) -> bool:
@@ -192,10 +185,8 @@ class Call:
         )
         reason = None
         with torch.enable_grad():
-            if isinstance(self.normalizer, Pointwise) and user_defined(self.normalizer):
-                reason = _closed_over(self.normalizer, self.normalizer.weight(like), self.normalizer.tensors())
-            elif isinstance(self.normalizer, SumToOne) and user_defined(self.normalizer):
-                reason = _closed_over(self.normalizer, self.normalizer.weight(like, like), self.normalizer.tensors())
+            if user_defined(self.normalizer):
+                reason = _closed_over(self.normalizer, self.normalizer.weigh(like, like), self.normalizer.tensors())
             if self.pairwise is not None and user_defined(self.pairwise):
                 q, k = (x[:1, :, :1].detach().to(like) for x in (self.q, self.k))
                 k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -325,17 +316,13 @@ def _closed_over(thing: object, result: Tensor, listed: Mapping[str, Tensor]) ->
     )
 
 
-def _draws(normalizer: Normalizer) -> bool:
-    return isinstance(normalizer, SumToOne) and normalizer.one_key and normalizer.sample
-
-
 def zero_masked_nonfinite(
     q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer
 ) -> tuple[Tensor, Tensor]:
     """Zero NaN or ∞ in keys that are masked for all queries, and in fully masked queries: 0 · NaN in the backward."""
     if not readable(q):
         return q, k
-    keyed = isinstance(normalizer, SumToOne) and normalizer.key is not None  # a learned key is visible to every query
+    keyed = normalizer.key is not None  # a learned key is visible to every query
     clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
     if clean_q and clean_k:
         return q, k
@@ -383,25 +370,22 @@ def _check_kinds(given: Given, dropout_p: float) -> None:
         given.normalizer.check(given.q.shape[1])
     if not 0 <= dropout_p < 1:
         raise InputError(f"dropout_p is {dropout_p}, expected a probability in [0, 1)")
-    if dropout_p and isinstance(given.normalizer, SumToOne) and given.normalizer.one_key:
+    if dropout_p and given.normalizer.one_key:
         name = type(given.normalizer).__name__
         raise InputError(f"dropout_p is {dropout_p} with normalizer={name}, which has one weight per query; expected 0")
-    if sum(bias.value_table is not None for bias in given.biases) > 1:
-        raise InputError("bias contains several RelativePosition with values, expected at most one")
 
 
 def _sink(given: Given, projected: Tensor) -> Tensor | None:
-    if not isinstance(given.normalizer, SumToOne):
-        return None
-    if given.normalizer.sink is None and given.normalizer.key is None:
+    normalizer = given.normalizer
+    if not isinstance(normalizer, SumToOne) or (normalizer.sink is None and normalizer.key is None):
         return None
     heads, wide = projected.shape[1], at_least_float32(projected.dtype)
-    if given.normalizer.key is None:
-        return given.normalizer.sink_of(projected.new_empty(projected.shape[:3], dtype=wide))
-    key = given.normalizer.key
+    if normalizer.key is None:
+        return normalizer.sink_of(projected.new_empty(projected.shape[:3], dtype=wide))
+    key = normalizer.key
     if key.shape != (heads, given.k.shape[3]):
         raise InputError(
-            f"{type(given.normalizer).__name__}: key has shape {tuple(key.shape)}, "
+            f"{type(normalizer).__name__}: key has shape {tuple(key.shape)}, "
             f"expected (heads, head_dim) = {(heads, given.k.shape[3])}"
         )
     # The learned keys of the query heads in a group are projected as several keys of their key head.
@@ -412,14 +396,12 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
         logit = given.score.scores(q, key)[..., 0]
     else:
         logit = given.score.factor(q.shape[3]) * (q @ key.transpose(-1, -2))[..., 0]
-    return logit / given.normalizer.temperature
+    return logit / normalizer.temperature
 
 
 def _shift_and_divisor(
-    normalizer: Normalizer, mask: Mask | None, grid: Grid, q: Tensor
+    normalizer: Pointwise, mask: Mask | None, grid: Grid, q: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    if not isinstance(normalizer, Pointwise):
-        return None, None
     wide = at_least_float32(q.dtype)
 
     def visible() -> Tensor:
@@ -432,16 +414,19 @@ def _shift_and_divisor(
 
 
 def _values(given: Given) -> Tensor | None:
+    values = None
     for bias in given.biases:
-        if bias.value_table is not None:
-            if bias.value_table.shape[-1] != given.v.shape[3]:
-                raise InputError(
-                    f"{type(bias).__name__}: values have {bias.value_table.shape[-1]} entries, "
-                    f"but v has {given.v.shape[3]}"
-                )
-            table = bias.value_table.to(given.v.device, at_least_float32(given.v.dtype))
-            return table if table.ndim == 3 else table[None]
-    return None
+        if (table := bias.value_table) is None:
+            continue
+        if values is not None:
+            raise InputError("bias contains several RelativePosition with values, expected at most one")
+        if table.shape[-1] != given.v.shape[3]:
+            raise InputError(
+                f"{type(bias).__name__}: values have {table.shape[-1]} entries, but v has {given.v.shape[3]}"
+            )
+        values = table.to(given.v.device, at_least_float32(given.v.dtype))
+        values = values if values.ndim == 3 else values[None]
+    return values
 
 
 def dot_softmax(
@@ -474,9 +459,8 @@ def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
     if not isinstance(biases, Sequence) or not all(isinstance(b, Bias) for b in biases):
         several = bias if isinstance(bias, Sequence) else (bias,)
         wrong = next(b for b in several if not isinstance(b, Bias))
-        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else type(wrong).__name__
         raise InputError(
-            f"bias is {what}, expected one of qkv.biases or several in a tuple; wrap a float tensor in "
+            f"bias is {kind_of(wrong)}, expected one of qkv.biases or several in a tuple; wrap a float tensor in "
             "qkv.biases.TensorBias"
         )
     return tuple(biases)

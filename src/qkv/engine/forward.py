@@ -19,9 +19,8 @@ from qkv.engine.sizes import sizes
 from qkv.engine.tile_loop import Block, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import LOG2_E, gumbel, uniform
 from qkv.masks import Region
-from qkv.normalizers import Pointwise, SumToOne
-from qkv.normalizers.base import weights_of
-from qkv.normalizers.level import level_of_rows, level_slopes, pointwise, solve_rows
+from qkv.normalizers import Normalizer, Pointwise
+from qkv.normalizers.level import level_of_rows, level_slopes, pointwise, sink_weights, solve_rows
 from qkv.partial import Partial
 
 
@@ -47,7 +46,6 @@ def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
     elif normalizer.has_lse:
         state.level = torch.zeros_like(zeros)
     else:
-        assert isinstance(normalizer, SumToOne)
         reducer, state.level = _Panels, torch.zeros_like(zeros)
         state.mean = torch.zeros_like(state.out) if training else None
         state.chosen = torch.full_like(zeros, -1, dtype=torch.long) if normalizer.one_key else None
@@ -93,7 +91,8 @@ class _Attention(Reducer[None, "_Sums"]):
 
     def begin(self, job: None, block: Block) -> _Sums:
         tiles = block.group.tiles
-        return _Sums(block, tiles.q.new_zeros(*block.shape, tiles.v.shape[2]))
+        zeros = tiles.q.new_zeros(*block.shape, tiles.v.shape[2])
+        return _Sums(block, zeros, tiles.q.new_full(block.shape, -torch.inf), tiles.q.new_zeros(block.shape))
 
     def _add(self, sums: _Sums, tile: Tile, weights: Tensor, values: Tensor) -> None:
         if tile.group.tiles.call.dropout_p:
@@ -110,19 +109,12 @@ class _Sums:
 
     block: Block
     out: Tensor
-    top: Tensor | None = None
-    total: Tensor | None = None
+    top: Tensor
+    total: Tensor
 
 
 class _Softmax(_Attention):
-    def begin(self, job: None, block: Block) -> _Sums:
-        sums, q = super().begin(job, block), block.group.tiles.q
-        sums.top, sums.total = q.new_full(block.shape, -torch.inf), q.new_zeros(block.shape)
-        return sums
-
     def tile(self, sums: _Sums, tile: Tile) -> None:
-        assert sums.top is not None
-        assert sums.total is not None
         scores, masked = tile.scores()
         values = tile.group.tiles.v[:, tile.columns]
         if masked is not None:
@@ -140,8 +132,6 @@ class _Softmax(_Attention):
         sums.top = new
 
     def end(self, sums: _Sums, space: Workspace) -> None:
-        assert sums.top is not None
-        assert sums.total is not None
         assert self.found.level is not None
         at, visible = sums.block.at, sums.total != 0  # True for NaN: it must propagate
         total = torch.where(visible, sums.total, 1.0)
@@ -201,7 +191,6 @@ class _Panels(Reducer[None, _Panel]):
 
     def tile(self, panel: _Panel, tile: Tile) -> None:
         call = tile.group.tiles.call
-        assert isinstance(call.normalizer, SumToOne)
         scores, masked = tile.scores()
         panel.columns.append(tile.columns)
         panel.scores.append(scores.clone() if masked is None else scores.masked_fill(masked, -torch.inf))
@@ -216,7 +205,6 @@ class _Panels(Reducer[None, _Panel]):
         block, state = panel.block, self.found
         tiles, call, at = block.group.tiles, block.group.tiles.call, block.at
         normalizer, sink = call.normalizer, tiles.of(call.sink)
-        assert isinstance(normalizer, SumToOne)
         assert state.level is not None
         if sink is not None:
             sink = sink.expand(*tiles.shape, call.q.shape[2])[..., block.rows]
@@ -264,18 +252,17 @@ class _Panels(Reducer[None, _Panel]):
             start = part.stop
         if level_weights is not None:
             assert self.found.mean is not None
-            table = tiles.of(tiles.call.values[None]) if tiles.call.values is not None else None
-            assert table is not None
-            self.found.mean[at] += mean.tensor @ table[0].to(mean.tensor)
+            assert tiles.call.values is not None
+            table = tiles.call.values[tiles.heads if len(tiles.call.values) > 1 else slice(None)]
+            self.found.mean[at] += mean.tensor @ table.to(mean.tensor)
 
 
 def _normalized_level_slopes(
-    normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None
+    normalizer: Normalizer, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None
 ) -> Tensor:
     """−∂ weight / ∂ level of each key, divided by the sum over the row, sink included."""
     level_weights = weights if normalizer.has_lse else level_slopes(normalizer, scores, level, weights)
     total = level_weights.sum(-1, keepdim=True)
     if sink is not None:
-        column = sink[..., None]
-        total = total + level_slopes(normalizer, column, level, weights_of(normalizer, column, level))
+        total = total + sink_weights(normalizer, sink, level)[1][..., None]
     return level_weights / torch.where(total == 0, 1.0, total)

@@ -12,7 +12,6 @@ from typing import Literal
 
 from qkv.engine.call import Call
 from qkv.engine.transforms import transformed
-from qkv.normalizers import SumToOne
 
 Need = Literal[
     "weights that are no softmax", "pairwise scores", "biases", "vectors by distance", "dropout", "drawn keys",
@@ -29,19 +28,17 @@ def _pairwise(call: Call) -> str | None:
     return None if score is None else f"the score {type(score).__name__} is not a product of query and key"
 
 
-def _draws(call: Call) -> str | None:
-    normalizer = call.normalizer
-    draws = isinstance(normalizer, SumToOne) and normalizer.sample
-    return f"it does not sample, and {type(normalizer).__name__}(sample=True) does" if draws else None
-
-
 NEEDS: dict[Need, Callable[[Call], str | None]] = {
     "weights that are no softmax": _weights,
     "pairwise scores": _pairwise,
     "biases": lambda call: "it has no biases" if call.biases else None,
     "vectors by distance": lambda call: None if call.values is None else "it has no values that depend on the distance",
     "dropout": lambda call: "dropout acts on weights, which it never forms" if call.dropout_p else None,
-    "drawn keys": _draws,
+    "drawn keys": lambda call: (
+        f"it does not sample, and {type(call.normalizer).__name__}(sample=True) does"
+        if call.normalizer.sample
+        else None
+    ),
     "gradients": lambda call: (
         "it has no gradients; detach the inputs or use torch.no_grad()" if call.needs_grad else None
     ),
@@ -54,4 +51,7 @@ NEEDS: dict[Need, Callable[[Call], str | None]] = {
 
 def unmet(call: Call, offers: Collection[Need]) -> str | None:
     """Why a kernel with these offers cannot serve a call, in words; None if it offers all that the call needs."""
-    return next((why for need, find in NEEDS.items() if need not in offers and (why := find(call)) is not None), None)
+    for need, find in NEEDS.items():
+        if need not in offers and (why := find(call)) is not None:
+            return why
+    return None

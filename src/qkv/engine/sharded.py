@@ -1,16 +1,24 @@
-"""How one sequence is sharded over the processes of a group, and a call on it (`Shared`).
+"""Ring attention: a sequence that is sharded over the processes of a group, and a call on it (`Shared`).
 
 Under a causal mask, later queries have more visible keys. To balance the load, the sequence is cut into 2 P chunks for
 P processes, and the *shard* of process r is chunk r followed by chunk 2 P − 1 − r: every process then has the same
 number of visible pairs at every step of the ring (the order of Llama 3: Grattafiori et al. 2024, arXiv:2407.21783,
-§3.3.2). The communication is in `qkv.kernels.ring`.
+§3.3.2).
+
+In P steps, every shard of keys and values visits every process, which computes the attention of its own queries to it
+and merges the partial result (`qkv.partial.merge`). The next shard is transferred while the current one is computed. In
+the backward, the gradients of a shard travel with it and are complete when they return to its process; the gradients of
+a block are exact because its kernel gets the output and log-sum-exp of the whole row. (Liu et al. 2023,
+arXiv:2310.01889.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -19,11 +27,13 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias
-from qkv.engine.call import Call, as_biases, as_mask
+from qkv.engine.call import Call, Result, as_biases, as_mask, at_least_float32
 from qkv.engine.tiles import block_status
+from qkv.engine.transforms import Results, differentiable_call
 from qkv.errors import InputError, kind_of
 from qkv.masks import EMPTY, Grid, Mask, Region, Tiles
 from qkv.normalizers import Normalizer
+from qkv.partial import Partial, merge, sink_gradient
 from qkv.scores import Score
 
 
@@ -167,8 +177,7 @@ class Shared:
                     f"group: {name} has {x.shape[2]} tokens on each of {size} processes, expected two chunks of equal "
                     f"length; pad the sequence to a multiple of {2 * size} before qkv.ring.shard"
                 )
-        n_queries, n_keys = n_queries * size, k.shape[2] * size
-        grid = Grid(batch, heads, n_queries, n_keys, n_keys - n_queries, q.device)
+        grid = Grid.of(n_queries * size, k.shape[2] * size, batch, heads, q.device)
         if mask is not None:
             mask.check(grid)
         for one in biases:
@@ -267,3 +276,124 @@ def _closed(group: dist.ProcessGroup) -> list[int]:
         except RuntimeError:
             closed.append(peer)
     return closed
+
+
+RING = "ring attention"
+Choose = Callable[[Call, set[str]], ModuleType]
+"""The kernel for a block, given the names of the tensors that need gradients (empty in the forward)."""
+
+
+def run(shared: Shared, choose: Choose) -> Result:
+    """out and lse of this process's queries, differentiable in every tensor of the call and through the lse."""
+    forward, backward = functools.partial(_forward, shared, choose), functools.partial(_backward, shared, choose)
+    return Result(*differentiable_call(shared.call, forward, backward, "ring"))
+
+
+class Transfer:
+    """An asynchronous transfer: send tensors to the next process, and receive the same shapes from the previous one."""
+
+    def __init__(self, shared: Shared, tensors: tuple[Tensor, ...], tag: int) -> None:
+        self.sent = [x.contiguous() for x in tensors]
+        self.received = tuple(torch.empty_like(x) for x in self.sent)
+        before, after = (shared.rank - 1) % shared.size, (shared.rank + 1) % shared.size
+        directions = ((dist.isend, self.sent, after), (dist.irecv, self.received, before))
+        self.peers = [peer for _, tensors, peer in directions for _ in tensors]
+        self.group = shared.group
+        with naming_lost(RING, self.group, (before, after)):
+            self.works = dist.batch_isend_irecv([
+                dist.P2POp(operation, x, group=shared.group, group_peer=peer, tag=tag + i)
+                for operation, tensors, peer in directions
+                for i, x in enumerate(tensors)
+            ])  # fmt: skip
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait for the transfer and return the received tensors."""
+        separate = len(self.works) == len(self.peers)  # some backends join all transfers in one
+        for i, work in enumerate(self.works):
+            with naming_lost(RING, self.group, [self.peers[i]] if separate else self.peers):
+                work.wait()
+        return self.received
+
+
+def blocks(shared: Shared, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """The rank and `tensors` of every process in turn, starting with this one; the next are prefetched meanwhile."""
+    for step in range(shared.size):
+        next_ = Transfer(shared, tensors, tag=0) if step + 1 < shared.size else None
+        yield (shared.rank - step) % shared.size, tensors
+        if next_ is not None:
+            tensors = next_.wait()
+
+
+class RingAccumulator:
+    """Sums that travel around the ring with the shards of `blocks`; each process adds its partial sums."""
+
+    TAG = 16  # distinct from the tags of `blocks`
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.sums: tuple[Tensor, ...] | None = None
+        self.transfer: Transfer | None = None
+
+    def add(self, *partial: Tensor) -> None:
+        """Add partial sums to the received sums of the current shard, and start sending them to the next process."""
+        if self.sums is not None:
+            for share, before in zip(partial, self.finish(), strict=True):
+                share.add_(before)
+        self.sums = partial
+        self.transfer = Transfer(self.shared, partial, self.TAG) if self.shared.size > 1 else None
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """After the last shard: the complete sums of this process's own shard."""
+        assert self.sums is not None
+        return self.sums if self.transfer is None else self.transfer.wait()
+
+
+def _forward(shared: Shared, choose: Choose, call: Call) -> tuple[Results, Results]:
+    """Attention of the local queries to all keys, including the sink."""
+    wide = at_least_float32(call.q.dtype)
+    out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3], dtype=wide)
+    lse = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=wide)
+    for source, (k, v) in blocks(shared, call.k, call.v):
+        for piece in shared.pieces(source):
+            part = shared.part(call, k, v, piece)
+            result = choose(part, set()).forward(part)
+            at = (slice(None), slice(None), piece.rows)
+            whole = merge(Partial(out[at], lse[at]), Partial(result.out, result.lse))
+            out[at], lse[at] = whole.out, whole.lse
+    whole = Partial(out, lse) if call.sink is None else Partial(out, lse).with_sink(call.sink)
+    return (whole.out.to(call.v.dtype), whole.lse), ()
+
+
+def _backward(
+    shared: Shared, choose: Choose, call: Call, results: Results, more: Results, grads: Results, wanted: set[str]
+) -> dict[str, Tensor]:
+    """Gradients of the local tensors; those of k and v are summed over all processes around the ring."""
+    (out, lse), (grad, grad_lse) = results, grads
+    assert out is not None
+    assert lse is not None
+    whole, grad = Partial(out, lse), torch.zeros_like(out) if grad is None else grad  # every process takes part
+    wide = at_least_float32(call.q.dtype)
+    totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items()}
+    if call.sink is not None:
+        totals["sink"] = sink_gradient(call.sink, whole, grad, grad_lse)
+    of_blocks = {"q", "k", "v"} | (wanted - {"sink"})
+    travelling = RingAccumulator(shared)
+    for source, (k, v) in blocks(shared, call.k, call.v):
+        dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        for piece in shared.pieces(source):
+            part, rows = shared.part(call, k, v, piece), (slice(None), slice(None), piece.rows)
+            row = Partial(whole.out[rows], whole.lse[rows])
+            slope = None if grad_lse is None else grad_lse[rows]
+            gradients = choose(part, of_blocks).gradients(part, row, grad[rows], slope, of_blocks)
+            places = totals | {"q": totals["q"][rows], "k": dk[:, :, piece.keys], "v": dv[:, :, piece.keys]}
+            for i, bias in enumerate(call.biases):
+                names = {name: f"bias {i} {name}" for name in bias.tensors() if f"bias {i} {name}" in of_blocks}
+                if names:
+                    sums = bias.with_tensors({name: totals[key] for name, key in names.items()})
+                    of_part = sums.part(piece.region).tensors()
+                    places |= {key: of_part[name] for name, key in names.items()}
+            for name in of_blocks:
+                places[name].add_(gradients[name])
+        travelling.add(dk, dv)
+    totals["k"], totals["v"] = travelling.finish()
+    return totals

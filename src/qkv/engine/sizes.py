@@ -24,26 +24,21 @@ class Sizes:
     heads: int
     """Query heads per tile. On CPU, a tile of all these heads should fit in cache."""
     pairs: int
-    """Largest intermediate of a pairwise score on one tile, in elements; tiles are made smaller to respect it."""
-    most_pairs: int
-    """The same limit where the tile size is fixed; the score is then computed in chunks of rows."""
+    """Largest intermediate of a pairwise score on one tile, in elements; tiles are made smaller to respect it. Tiles of
+    a fixed size may have four times as many, and compute the score in chunks of rows."""
     panel: int
     """Scores per panel of whole rows, for normalizers that are solved on whole rows."""
     picture: tuple[int, int]
     """Queries and keys per tile of one head, for attention maps."""
-    few_scores: int
+    few_scores: int = 2**14
     """Scores per head up to which forming the weights (the eager kernel) is fastest."""
 
 
 # On CUDA a kernel launch costs more than a small tile, so tiles are large. (These sizes have not been tuned on a GPU.)
 BY_DEVICE = {
-    "cpu": Sizes(
-        tile=256, heads=12, pairs=2**20, most_pairs=2**22, panel=2**20, picture=(128, 1024), few_scores=2**14,
-    ),
-    "cuda": Sizes(
-        tile=1024, heads=16, pairs=2**24, most_pairs=2**26, panel=2**25, picture=(1024, 4096), few_scores=2**14,
-    ),
-}  # fmt: skip
+    "cpu": Sizes(tile=256, heads=12, pairs=2**20, panel=2**20, picture=(128, 1024)),
+    "cuda": Sizes(tile=1024, heads=16, pairs=2**24, panel=2**25, picture=(1024, 4096)),
+}
 
 
 def sizes(device: torch.device) -> Sizes:

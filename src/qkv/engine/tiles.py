@@ -41,9 +41,10 @@ def cached_for_mask(
     """``make()``, or what it returned for an equal mask, grid and key before; nobody may change it.
 
     Only masks that compare by value have entries, as tensors and functions inside of a mask may change. Decoding has
-    none, since each step has another grid. `nbytes` is the memory of a result.
+    none, since each step has another grid, and neither have dispatch modes, under which tensors may be fake or wrapped.
+    `nbytes` is the memory of a result.
     """
-    if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
+    if grid.n_queries == 1 or not mask.by_value or transforming() or torch._C._len_torch_dispatch_stack() > 0:
         return make()
     place = mask, grid, key
     with _LOCK:
@@ -58,11 +59,6 @@ def cached_for_mask(
         with _LOCK:
             _CACHE[place] = result, size
     return result
-
-
-def _other_tensors() -> bool:
-    """Whether a dispatch mode is active under which new tensors may be fake or wrapped."""
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 LOG2_E = math.log2(math.e)
@@ -153,7 +149,7 @@ class ScoreTiles:
         heads = self.call.q.shape[1] if score.by_head else self.shape[1]
         numbers = self.shape[0] * heads * (columns.stop - columns.start) * self.q.shape[3]
         parts = []
-        for some in spans(rows.stop - rows.start, max(1, sizes(self.q.device).most_pairs // numbers)):
+        for some in spans(rows.stop - rows.start, max(1, 4 * sizes(self.q.device).pairs // numbers)):
             q, k = self.queries_and_keys(slice(rows.start + some.start, rows.start + some.stop), columns)
             scores = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
             expected = torch.Size((*q.shape[:3], k.shape[2]))

@@ -6,7 +6,7 @@ implement their own backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,32 +71,48 @@ def once_differentiable(
 
 
 Results = tuple[Tensor | None, ...]
+Gradients = Callable[[dict[str, Tensor], Results, Results, Results, set[str]], dict[str, Tensor]]
+"""Takes the tensors by name, the results, what was kept besides, the gradients of the results, and the names of the
+tensors that need gradients; returns these gradients by name."""
 Compute = Callable[[Call], tuple[Results, Results]]
 """Takes a call without gradients; returns results, and what the backward needs besides."""
 Backward = Callable[[Call, Results, Results, Results, set[str]], dict[str, Tensor]]
-"""Takes the call, the results of `Compute` and what it kept, the gradients of the results, and the names of the tensors
-that need gradients; returns these gradients by name."""
+"""As `Gradients`, with a call instead of its tensors."""
 
 
-def differentiable(call: Call, compute: Compute, backward: Backward, kernel: str | InputError) -> Any:
-    """The results of `compute`, differentiable in the tensors of the call.
+def differentiable_call(call: Call, compute: Compute, backward: Backward, kernel: str | InputError) -> Any:
+    """The results of `compute`, differentiable in the tensors of the call; `kernel` as in `differentiable`."""
+    if not call.needs_grad:
+        return compute(detached(call))[0]
+    # Learned tensors inside user-defined objects are used directly; `saved_tensors` checks their versions.
+    plain = detached(call, learned=True)
+
+    def gradients(tensors: dict[str, Tensor], *saved: Any) -> dict[str, Tensor]:
+        return backward(detached(plain.with_tensors(tensors), learned=True), *saved)
+
+    return differentiable(call.tensors(), lambda: compute(detached(call)), gradients, kernel)
+
+
+def differentiable(
+    tensors: Mapping[str, Tensor], compute: Callable[[], tuple[Results, Results]], gradients: Gradients,
+    kernel: str | InputError,
+) -> Any:  # fmt: skip
+    """The results of `compute`, differentiable in the tensors; it also returns what `gradients` needs besides.
 
     `kernel` is the name of the kernel, or the error for second derivatives.
     """
-    tensors = call.tensors()
-    return _Differentiable.apply(call, compute, backward, kernel, list(tensors), *tensors.values())
+    return _Differentiable.apply(compute, gradients, kernel, list(tensors), *tensors.values())
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, compute: Compute, backward: Backward, kernel: object, names: list[str], *tensors: Tensor
-    ) -> Results:
-        results, more = compute(detached(call))
+        ctx: Any, compute: Callable[[], tuple[Results, Results]], gradients: Gradients, kernel: object,
+        names: list[str], *tensors: Tensor,
+    ) -> Results:  # fmt: skip
+        results, more = compute()
         ctx.save_for_backward(*tensors, *results, *more)
-        # Learned tensors inside user-defined objects are used directly; `saved_tensors` checks their versions.
-        ctx.call, ctx.gradients, ctx.kernel = detached(call, learned=True), backward, kernel
-        ctx.names, ctx.n_results = names, len(results)
+        ctx.gradients, ctx.kernel, ctx.names, ctx.n_results = gradients, kernel, names, len(results)
         ctx.set_materialize_grads(False)
         return results
 
@@ -104,12 +120,12 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Results:
         n, saved = len(ctx.names), ctx.saved_tensors
         tensors, results, more = saved[:n], saved[n : n + ctx.n_results], saved[n + ctx.n_results :]
+        named = dict(zip(ctx.names, tensors, strict=True))
         needed = {name for name, need in zip(ctx.names, ctx.needs_input_grad[-n:], strict=True) if need}
         with torch.no_grad():
-            call = detached(ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), learned=True)
-            gradients = ctx.gradients(call, results, more, grads, needed)
+            gradients = ctx.gradients(named, results, more, grads, needed)
             back = tuple(
                 gradients[name].to(x.dtype) if name in needed and name in gradients else None
-                for name, x in zip(ctx.names, tensors, strict=True)
+                for name, x in named.items()
             )
-        return *(None,) * 5, *once_differentiable(ctx.kernel, back, [x for x in (*tensors, *grads) if x is not None])
+        return *(None,) * 4, *once_differentiable(ctx.kernel, back, [x for x in (*tensors, *grads) if x is not None])

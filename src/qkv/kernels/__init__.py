@@ -16,11 +16,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from qkv.engine import sharded
 from qkv.engine.call import Call, Result, at_least_float32
 from qkv.engine.sharded import Shared
 from qkv.engine.sizes import recorded, shape_only, sizes
 from qkv.errors import InputError
-from qkv.kernels import eager, flex, fused, linear, reference, ring, tiled
+from qkv.kernels import eager, flex, fused, linear, reference, tiled
 from qkv.native import kernel as native
 from qkv.native.binding import is_finite
 from qkv.normalizers import SumToOne
@@ -207,7 +208,7 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
         )
     if kernel != "auto":
         pick(shared.call, kernel)
-    compute = functools.partial(ring.run, choose=functools.partial(_block_kernel, kernel))
+    compute = functools.partial(sharded.run, choose=functools.partial(_block_kernel, kernel))
     server = _server()
     return compute(shared) if server is None else server(shared, compute, False)
 

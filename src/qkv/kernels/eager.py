@@ -10,8 +10,8 @@ from qkv.engine.call import Call, Result
 from qkv.engine.needs import NEEDS, Need
 from qkv.engine.tiles import ScoreTiles, cached_for_mask, gumbel, uniform, zero_masked_keys
 from qkv.engine.transforms import mapped, transformed
-from qkv.masks import Grid, Mask, Region
-from qkv.normalizers import Pointwise, SumToOne
+from qkv.masks import Region
+from qkv.normalizers import Normalizer, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.built_in import log_sum_exp
 from qkv.normalizers.level import differentiable_level
@@ -38,7 +38,9 @@ def forward(call: Call) -> Result:
     rows, columns = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     whole = Region(rows, columns)
     v = call.v
-    visible = None if call.mask is None else _visible(call.mask, whole, call.grid)
+    visible, mask = None, call.mask
+    if mask is not None:
+        visible = cached_for_mask(mask, call.grid, "visible", lambda: mask.visible(whole, call.grid), Tensor.numel)
     if visible is not None:
         tiles.k = zero_masked_keys(tiles.k.view(call.k.shape), visible).flatten(0, 1)
         v = zero_masked_keys(v, visible)
@@ -57,10 +59,6 @@ def forward(call: Call) -> Result:
     return Result(out.to(call.v.dtype), lse, weights.to(call.v.dtype))
 
 
-def _visible(mask: Mask, whole: Region, grid: Grid) -> Tensor:
-    return cached_for_mask(mask, grid, "visible", lambda: mask.visible(whole, grid), Tensor.numel)
-
-
 def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weights, and the log-sum-exp if the normalizer has one."""
     normalizer = call.normalizer
@@ -74,7 +72,6 @@ def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         level = differentiable_level(normalizer, with_sink, normalizer.tensors())
         weights = weights_of(normalizer, scores, level)
         return (_one_key(call, normalizer, scores, weights) if normalizer.one_key else weights), None
-    assert isinstance(normalizer, Pointwise)
     weights = weights_of(normalizer, scores, None)
     if normalizer.divide == "sum":
         total = weights.sum(-1, keepdim=True)
@@ -84,7 +81,7 @@ def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
     return weights, None
 
 
-def _one_key(call: Call, normalizer: SumToOne, scores: Tensor, soft: Tensor) -> Tensor:
+def _one_key(call: Call, normalizer: Normalizer, scores: Tensor, soft: Tensor) -> Tensor:
     """One-hot weights with the gradient of the softmax weights (straight-through)."""
     noisy = scores
     if normalizer.sample:

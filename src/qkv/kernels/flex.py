@@ -27,9 +27,9 @@ from qkv.engine.sizes import GPUS, has_triton
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility
-from qkv.normalizers import Normalizer, Pointwise, SumToOne
+from qkv.normalizers import Normalizer, Pointwise
 from qkv.normalizers.base import weights_of
-from qkv.normalizers.level import TOLERANCE, level_slopes, raise_no_level, root
+from qkv.normalizers.level import TOLERANCE, raise_no_level, root, sink_weights
 from qkv.partial import Partial
 
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
@@ -82,10 +82,11 @@ def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
     blocked = blocked_mask(call)
     if blocked is not None and blocked.masked_keys is not None:  # NaN in padding must not spread
         k, v = (x.masked_fill(blocked.masked_keys[:, None, :, None], 0) for x in (k, v))
-    d, dv = q.shape[3], v.shape[3]
-    q, k, v = _fit(q, d), _fit(k, d), _fit(v, dv)
+    dv = v.shape[3]
+    q, k, v = _fit(q), _fit(k), _fit(v)
     with _naming(call):
-        out, aux = _attention(q.device.type)(
+        out, aux = _attention(
+            q.device.type,
             q,
             k,
             v,
@@ -119,19 +120,15 @@ def _naming(call: Call) -> Iterator[None]:
         ) from error
 
 
-def _fit(x: Tensor, size: int) -> Tensor:
+def _fit(x: Tensor) -> Tensor:
     """Pad heads with zeros to Triton's smallest head dimension."""
     if x.device.type not in GPUS:
         return x
-    x = torch.nn.functional.pad(x, (0, SMALLEST_HEAD - size)) if size < SMALLEST_HEAD else x
+    x = torch.nn.functional.pad(x, (0, SMALLEST_HEAD - x.shape[3])) if x.shape[3] < SMALLEST_HEAD else x
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # --- FlexAttention itself --------------------------------------------------------------------------------------------
-
-
-def _attention(device: str) -> Callable[..., Any]:
-    return _compiled_attention if device == "cuda" else _reference_attention
 
 
 @functools.cache
@@ -143,16 +140,13 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _compiled_attention(*args: Any, **kwargs: Any) -> Any:
-    with _quiet(), _recompiling():
-        return _compiled()(*args, **kwargs)
-
-
-def _reference_attention(*args: Any, **kwargs: Any) -> Any:
+def _attention(device: str, *args: Any, **kwargs: Any) -> Any:
+    """FlexAttention, compiled on CUDA, and torch's eager implementation elsewhere."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    with _quiet():
-        return flex_attention(*args, **kwargs)
+    run: Any = _compiled() if device == "cuda" else flex_attention
+    with _quiet(), _recompiling() if device == "cuda" else contextlib.nullcontext():
+        return run(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -218,13 +212,9 @@ def blocked_mask(call: Call) -> BlockedMask | None:
     """The mask of a call in the form that FlexAttention takes; None if there is no mask."""
     if call.mask is None:
         return None
-    lay = _blocked_mask if keeps_blocks(call.mask) else _blocked_mask.__wrapped__
+    lasting = call.mask.by_value or is_dataclass(call.mask)  # others may change unseen
+    lay = _blocked_mask if lasting else _blocked_mask.__wrapped__
     return lay(call.mask, call.grid, _versions(call.mask), BLOCK)
-
-
-def keeps_blocks(mask: Mask) -> bool:
-    """Whether the blocks of a mask are kept for the next call: not if it may change unseen."""
-    return mask.by_value or is_dataclass(mask)
 
 
 @functools.lru_cache(maxsize=8)
@@ -263,7 +253,7 @@ def _versions(x: object) -> tuple[int, ...]:
 def _not_by_logarithms(call: Call) -> str | None:
     """Why the weights of a call's normalizer cannot be computed from their logarithms, or None if they can."""
     normalizer, name = call.normalizer, type(call.given.normalizer).__name__
-    if isinstance(normalizer, SumToOne) and normalizer.one_key:
+    if normalizer.one_key:
         return f"{name} takes the value of one key, and it sums over keys"
     if isinstance(normalizer, Pointwise) and not normalizer.nonnegative:
         return f"it takes logarithms of weights, and {name} does not declare that its weights are nonnegative"
@@ -277,7 +267,7 @@ def _not_elementwise(call: Call) -> str | None:
     normalizer, ones = call.normalizer, torch.ones(2, device=call.q.device)
 
     def weight(score: Tensor, level: Tensor) -> Tensor:
-        return _weight(normalizer, score, level if isinstance(normalizer, SumToOne) else None)
+        return normalizer.weigh(score, level)
 
     def falls(score: Tensor, level: Tensor) -> Tensor:
         made: Tensor = torch.func.jvp(lambda at: weight(score, at), (level,), (torch.ones_like(level),))[0]
@@ -317,10 +307,8 @@ def _recompiling() -> Iterator[None]:
 
 def _pointwise(call: Call) -> Float[Tensor, "b h nq dv"]:
     """Output of a `Pointwise` normalizer."""
-    normalizer = call.normalizer
-    assert isinstance(normalizer, Pointwise)
-    part = _attend(call, _log_weight(normalizer, _final_score(call)))
-    if normalizer.divide == "sum":
+    part = _attend(call, _log_weight(call.normalizer, _final_score(call)))
+    if call.normalizer.divide == "sum":
         nothing = part.lse < math.log(torch.finfo(part.lse.dtype).tiny)  # the sum is 0
         return part.out.masked_fill(nothing[..., None], 0)
     log_total = part.lse if call.divisor is None else part.lse - torch.log(call.divisor)
@@ -331,7 +319,6 @@ def _pointwise(call: Call) -> Float[Tensor, "b h nq dv"]:
 def _sum_to_one(call: Call) -> Float[Tensor, "b h nq dv"]:
     """Output of a `SumToOne` normalizer."""
     normalizer, final = call.normalizer, _final_score(call)
-    assert isinstance(normalizer, SumToOne)
     with torch.no_grad():
         still = detached(call, learned=True)
         level = _level(still, final)
@@ -350,7 +337,6 @@ def _sum_to_one(call: Call) -> Float[Tensor, "b h nq dv"]:
 def _level(call: Call, final: ScoreMod) -> Float[Tensor, "b h nq"]:
     """The level of each query, at which its weights and that of the sink sum to one; 0 for fully masked queries."""
     normalizer = call.normalizer
-    assert isinstance(normalizer, SumToOne)
     few = call.v[..., :1]  # only log-sum-exps are needed
     narrow = call.with_tensors({"v": few})
     start = _attend(narrow, final).lse
@@ -372,16 +358,14 @@ def _level(call: Call, final: ScoreMod) -> Float[Tensor, "b h nq"]:
 def _mean(call: Call, final: ScoreMod, level: Tensor) -> Float[Tensor, "b h nq dv"]:
     """Mean of the values, weighted by −∂ weight / ∂ level; the sink's value is 0."""
     normalizer = call.normalizer
-    assert isinstance(normalizer, SumToOne)
     with torch.no_grad():
         part = _attend(call, _log_weight(normalizer, final, level, falling=True))
         out = part.out.masked_fill((part.lse == -torch.inf)[..., None], 0)
         if call.sink is None:
             return out
-        column = call.sink.expand_as(level)[..., None]
-        falls = level_slopes(normalizer, column, level, weights_of(normalizer, column, level))[..., 0]
         keys = torch.exp(part.lse)
-        return out * (keys / torch.where(keys == 0, 1.0, keys + falls))[..., None].to(out.dtype)
+        whole = keys + sink_weights(normalizer, call.sink, level)[1]
+        return out * (keys / torch.where(keys == 0, 1.0, whole))[..., None].to(out.dtype)
 
 
 def _at_sink(call: Call, level: Tensor) -> Float[Tensor, "b h nq"]:
@@ -402,18 +386,10 @@ def _log_weight(
         score = torch.where(masked, torch.zeros_like(score) if row is None else row, score)
         if falling:
             # torch.func.grad gives wrong numbers inside a score_mod (torch 2.13); forward mode is right.
-            weight = -torch.func.jvp(lambda at: _weight(normalizer, score, at), (row,), (torch.ones_like(score),))[1]
+            weight = -torch.func.jvp(lambda at: normalizer.weigh(score, at), (row,), (torch.ones_like(score),))[1]
         else:
-            weight = _weight(normalizer, score, row)
+            weight = normalizer.weigh(score, row)
         zero = masked | (weight == 0)
         return torch.where(zero, -torch.inf, torch.log(torch.where(zero, 1.0, weight))).to(score.dtype)
 
     return score_mod
-
-
-def _weight(normalizer: Normalizer, score: Tensor, level: Tensor | None) -> Tensor:
-    if level is None:
-        assert isinstance(normalizer, Pointwise)
-        return normalizer.weight(score)
-    assert isinstance(normalizer, SumToOne)
-    return normalizer.weight(score, level)

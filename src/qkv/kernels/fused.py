@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +18,11 @@ from torch import Tensor
 from qkv.engine.call import Call, Result
 from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv.engine.transforms import once_differentiable
+from qkv.engine.transforms import Results, differentiable_call
+from qkv.masks import Causal, Mask, Window
+from qkv.normalizers import Softmax
 from qkv.partial import Partial, sink_gradient
+from qkv.scores import Dot
 
 MULTIPLE = 8  # head dimensions are padded to a multiple of it
 CAUSAL_FROM_BOTTOM_RIGHT = 2  # torch's number for it in `_efficient_attention_forward`
@@ -55,59 +57,55 @@ def unsupported_reason(call: Call) -> str | None:
 
 def forward(call: Call) -> Result:
     """Attention in linear memory, differentiable in q, k, v and the sink, and through the lse."""
-    dv, size = call.v.shape[3], padded_size(call)
+    return Result(*differentiable_call(call, _compute, _backward, "fused"))
+
+
+def _compute(call: Call) -> tuple[Results, Results]:
+    """out and lse, including the sink, and what the backward needs besides."""
+    q, k, v, scale, band = _prepared(call)
+    out, lse, *random = _attend(q, k, v, scale, band)
+    part = Partial(out, lse) if call.sink is None else _with_sink(out, lse, call.sink)
+    return (part.out[..., : call.v.shape[3]], part.lse), tuple(random)
+
+
+def _backward(call: Call, results: Results, random: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
+    (out, lse), (grad, grad_lse) = results, grads
+    if out is None or lse is None or (grad is None and grad_lse is None):
+        return {}
+    q, k, v, scale, band = _prepared(call)
+    d, slope = q.shape[3], torch.zeros_like(out) if grad is None else grad
+    tensors = [_pad(x, d) for x in (slope, q, k, v, out)]
+    if grad_lse is not None:
+        # More dimensions turn the kernel's rowsum(grad·out) into rowsum(grad·out) − grad_lse, which is exactly
+        # the contribution of a gradient of the log-sum-exp; q, k and v are 0 there.
+        tensors = [_pad(x, d + MULTIPLE) for x in tensors]
+        tensors[0][..., d], tensors[4][..., d] = grad_lse.to(slope.dtype), -1
+    dq, dk, dv = _gradients(tensors, lse, random, scale, band)
+    dq = dq if call.scale > 0 else dq * _sign(call.scale)
+    gradients = {"q": dq[..., : call.q.shape[3]], "k": dk[..., : call.k.shape[3]], "v": dv[..., : call.v.shape[3]]}
+    if call.sink is not None:
+        gradients["sink"] = sink_gradient(call.sink, Partial(out, lse), slope, grad_lse)
+    return gradients
+
+
+def _prepared(call: Call) -> tuple[Tensor, Tensor, Tensor, float, tuple[float, float]]:
+    """Queries, keys and values of one head dimension, the scale and the band, as torch's kernels take them."""
+    scale, band = call.scale, EVERYTHING if call.mask is None else call.mask.band
+    size = -(-max(call.q.shape[3], call.v.shape[3]) // MULTIPLE) * MULTIPLE
     q, k, v = (_pad(x, size) for x in (call.q, call.k, call.v))
-    scale = call.scale
     if scale <= 0:  # the kernels find the maximum of a row before they multiply by the scale
-        q, scale = q * ((scale > 0) - (scale < 0)), abs(scale) or 1.0
-    band = EVERYTHING if call.mask is None else call.mask.band
+        q, scale = q * _sign(scale), abs(scale) or 1.0
     assert band is not None
-    out, lse = _Fused.apply(q, k, v, call.sink, scale, band)
-    return Result(out[..., :dv], lse)
+    return q, k, v, scale, band
 
 
-def padded_size(call: Call) -> int:
-    """The head dimension to which queries, keys and values are padded."""
-    return -(-max(call.q.shape[3], call.v.shape[3]) // MULTIPLE) * MULTIPLE
+def _sign(x: float) -> int:
+    return (x > 0) - (x < 0)
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
     x = x if x.shape[3] == size else torch.nn.functional.pad(x, (0, size - x.shape[3]))
     return x if x.stride(3) == 1 else x.contiguous()
-
-
-class _Fused(torch.autograd.Function):
-    """out and lse, including the sink, for q, k and v of one head dimension."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, band: tuple[float, float]
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *ctx.random = _attend(q, k, v, scale, band)
-        part = Partial(out, lse) if sink is None else _with_sink(out, lse, sink)
-        ctx.save_for_backward(q, k, v, sink, part.out, part.lse)
-        ctx.scale, ctx.band = scale, band
-        ctx.set_materialize_grads(False)
-        return part.out, part.lse
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
-        if grad is None and grad_lse is None:
-            return (None,) * 6
-        with torch.no_grad():
-            slope = torch.zeros_like(out) if grad is None else grad
-            grad_sink = None if sink is None else sink_gradient(sink, Partial(out, lse), slope, grad_lse)
-            d, tensors = q.shape[3], [slope, q, k, v, out]
-            if grad_lse is not None:
-                # More dimensions turn the kernel's rowsum(grad·out) into rowsum(grad·out) − grad_lse, which is exactly
-                # the contribution of a gradient of the log-sum-exp; q, k and v are 0 there.
-                tensors = [_pad(x, d + MULTIPLE) for x in tensors]
-                tensors[0][..., d], tensors[4][..., d] = grad_lse.to(slope.dtype), -1
-            grads = _backward(tensors, lse, ctx.random, ctx.scale, ctx.band)
-            gradients = (*(g[..., :d].to(q.dtype) for g in grads), grad_sink)
-        inputs = [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]
-        return *once_differentiable("fused", gradients, inputs), None, None
 
 
 SINK_ROWS = 16  # queries for each program of the kernel that merges a sink
@@ -159,8 +157,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[float, fl
     return out.transpose(1, 2), lse, *random
 
 
-def _backward(
-    tensors: list[Tensor], lse: Tensor, random: list[Tensor], scale: float, band: tuple[float, float]
+def _gradients(
+    tensors: list[Tensor], lse: Tensor, random: Results, scale: float, band: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `tensors` are the gradient of the output, q, k, v and the output."""
     grad, q, k, v, out = tensors
@@ -199,7 +197,7 @@ _OPERATORS: dict[str, Any] = {  # None for one that this torch lacks: then the c
 @functools.cache
 def _wrong(device: torch.device, dtype: torch.dtype) -> str | None:
     """What is wrong with torch's kernels for a dtype on a card, found by a small call; None if they are right."""
-    problem = difference(_Fused.apply, device, dtype)
+    problem = difference(device, dtype)
     return None if problem is None else f"torch's fused kernels for {dtype} on this card are not usable: {problem}"
 
 
@@ -207,52 +205,47 @@ ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """Largest difference of an output or a gradient of about 1; a wrong alignment or scale makes one of 0.1 or more."""
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float, tuple[float, float]], tuple[Tensor, Tensor]]
-"""Takes q, k, v, a sink, the scale and a band; returns the output and the log-sum-exp."""
+def difference(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What first differs from the formula for each mask, with grouped heads, a sink and a gradient of the lse."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():  # in any caller's context
+        return _difference(device, dtype)
 
 
-def difference(attend: Attend, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What of `attend` differs first, or None: for each mask, with grouped heads, a sink and a gradient of the lse."""
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():  # whoever calls
-        return _difference(attend, device, dtype)
-
-
-def _difference(attend: Attend, device: torch.device, dtype: torch.dtype) -> str | None:
-    bands = [(-math.inf, math.inf), (0, math.inf)] + ([] if dtype == torch.float32 else [(0, 5), (-3, 7)])
-    for band in bands:
+def _difference(device: torch.device, dtype: torch.dtype) -> str | None:
+    masks: list[Mask | None] = [None, Causal()] + ([] if dtype == torch.float32 else [Window(6), Window(8, ahead=3)])
+    for mask in masks:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (
             torch.randn(2, heads, n, 16, generator=generator).to(device, dtype).requires_grad_()
             for heads, n in ((4, 37), (2, 45), (2, 45))
         )
-        sink = torch.tensor([[[0.5], [-1.0], [2.0], [0.0]]], device=device, requires_grad=True)
+        sink = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device, requires_grad=True)
         try:
-            got = _gradients(*attend(q, k, v, sink, 0.3, band), q, k, v, sink)
+            result = forward(Call.of(q, k, v, mask, None, Dot(0.3), Softmax(sink=sink)))
+            got = _with_gradients(*result, q, k, v, sink)
         except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        want = _gradients(*_formula(q, k, v, sink, 0.3, band), q, k, v, sink)
+        want = _with_gradients(*_formula(q, k, v, sink, 0.3, mask), q, k, v, sink)
         for name, one, other in zip(("out", "lse", "dq", "dk", "dv", "dsink"), got, want, strict=True):
             off = float((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1))
             if not off <= ALLOWED[dtype]:
-                return f"{name} is off by {off:.2g} for the band {band}"
+                return f"{name} is off by {off:.2g} for the mask {mask}"
     return None
 
 
-def _gradients(out: Tensor, lse: Tensor, *of: Tensor) -> list[Tensor]:
+def _with_gradients(out: Tensor, lse: Tensor, *of: Tensor) -> list[Tensor]:
     """Output, lse and the gradients of a loss that depends on both."""
     slope = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
     loss = (out * slope).sum() + (lse * torch.linspace(0, 1, lse.shape[2], device=lse.device).to(lse.dtype)).sum()
     return [x.detach() for x in (out, lse, *torch.autograd.grad(loss, of))]
 
 
-def _formula(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, scale: float, band: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
+def _formula(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, scale: float, mask: Mask | None) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp in float64, with all scores formed."""
-    share, (n_queries, n_keys) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
+    share = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(share, 1) for x in (k, v))
-    back = torch.arange(n_queries)[:, None] + n_keys - n_queries - torch.arange(n_keys)
-    masked = ((back < band[0]) | (back > band[1])).to(q.device)
-    scores = (scale * q.double() @ keys.transpose(2, 3)).masked_fill(masked, -math.inf)
-    lse = torch.logaddexp(scores.logsumexp(-1), sink.double().expand(scores.shape[:3]))
+    scores = scale * q.double() @ keys.transpose(2, 3)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.dense(q.shape[2], k.shape[2]).to(q.device), -math.inf)
+    lse = torch.logaddexp(scores.logsumexp(-1), sink.double()[:, None].expand(scores.shape[:3]))
     return torch.exp(scores - lse[..., None]) @ values, lse

@@ -81,7 +81,6 @@ def forward(call: Call) -> Result:
     if keys is not None:
         masked = ~keys[:, None, :, None]
         k, v = k.masked_fill(masked, 0), v.masked_fill(masked, 0)
-    assert isinstance(call.normalizer, Pointwise)
     q = call.q if call.scale == 1 else call.q.to(at_least_float32(call.q.dtype)) * call.scale
     out, _ = attention(q, k, v, causal=band == PAST, divided=call.normalizer.divide == "sum")
     if call.divisor is not None:
@@ -170,7 +169,8 @@ def _square(
 
     kv, before = _sums(k.mT @ v, state.kv)
     weights = (q @ k.mT).unflatten(3, (group, chunk)).tril_().flatten(3, 4)
-    out = _add_product(weights @ v, q, before)
+    inside = weights @ v
+    out = torch.baddbmm(inside.flatten(0, 2), q.flatten(0, 2), before.flatten(0, 2)).view(inside.shape)
     k_sum, before = _sums(k.sum(3), state.k_sum)
     total = weights.sum(4) + (q @ before[..., None])[..., 0] if divided else None
 
@@ -184,10 +184,3 @@ def _sums(x: Float[Tensor, "b hkv c *n"], start: Float[Tensor, "b hkv *n"]) -> t
     """`start` plus the sum of all chunks; and for each chunk, `start` plus the sum of the earlier chunks."""
     sums = torch.cat([start[:, :, None], x], 2).cumsum(2)
     return sums[:, :, -1], sums[:, :, :-1]
-
-
-def _add_product(
-    out: Float[Tensor, "b hkv c q dv"], q: Float[Tensor, "b hkv c q m"], state: Float[Tensor, "b hkv c m dv"]
-) -> Float[Tensor, "b hkv c q dv"]:
-    """out + q @ state in one pass."""
-    return torch.baddbmm(out.flatten(0, 2), q.flatten(0, 2), state.flatten(0, 2)).view(out.shape)

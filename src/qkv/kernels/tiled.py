@@ -12,7 +12,7 @@ from qkv.engine.backward import backward
 from qkv.engine.call import Call, Result, RowState, detached
 from qkv.engine.forward import ForwardState, forward_tiles
 from qkv.engine.needs import NEEDS, Need, unmet
-from qkv.engine.transforms import Results, differentiable
+from qkv.engine.transforms import Results, differentiable_call
 from qkv.partial import Partial
 
 OFFERS: tuple[Need, ...] = tuple(need for need in NEEDS if need not in ("transforms", "tensors in closures"))
@@ -28,7 +28,7 @@ def forward(call: Call) -> Result:
     if not call.needs_grad:
         state = forward_tiles(detached(call))
         return Result(state.out.to(call.v.dtype), state.lse)
-    return Result(*differentiable(call, _compute, _backward, "tiled"))
+    return Result(*differentiable_call(call, _compute, _backward, "tiled"))
 
 
 def row_state(call: Call) -> RowState:

@@ -10,7 +10,7 @@ by default: the last query is aligned with the last key (bottom-right alignment)
 
 from __future__ import annotations
 
-from qkv.masks.base import And, Blockwise, Mask, Not, Or, Predicate, Shifted
+from qkv.masks.base import EMPTY, FULL, PARTIAL, And, Blockwise, Grid, Mask, Not, Or, Predicate, Region, Shifted, Tiles
 from qkv.masks.built_in import (
     Causal,
     Dense,
@@ -26,7 +26,6 @@ from qkv.masks.built_in import (
     longformer,
 )
 from qkv.masks.convert import from_flex, from_multihead, from_sdpa, mask_mod, to_flex, to_multihead, to_sdpa
-from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 __all__ = [
     "EMPTY",

@@ -12,8 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of, one_of
-from qkv.masks.base import Blockwise, Mask, Predicate, TensorMask, check_pairs, tile_status
-from qkv.masks.grid import Grid, Region, Tiles
+from qkv.masks.base import Blockwise, Grid, Mask, Predicate, Region, TensorMask, Tiles, check_pairs, tile_status
 
 
 class _Band(Mask):

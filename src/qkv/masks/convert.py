@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -17,9 +17,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of
-from qkv.masks.base import Mask, Predicate, Shifted
+from qkv.masks.base import EMPTY, FULL, PARTIAL, Grid, Mask, Predicate, Region, Shifted, Tiles
 from qkv.masks.built_in import Causal, Dense, Prefix
-from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -163,13 +162,9 @@ def mask_mod(
     >>> mask_mod(Causal(), 2, 3)(zero, zero, zero, torch.tensor(1)).item()
     True
     """
-    grid = _grid(n_queries, n_keys, batch, heads, device)
+    grid = Grid.of(n_queries, n_keys, batch, heads, device)
     mask.check(grid)
     return grid_mod(mask, grid)
-
-
-def _grid(n_queries: int, n_keys: int, batch: int, heads: int, device: str | torch.device) -> Grid:
-    return replace(Grid.of(n_queries, n_keys, batch, heads), device=torch.device(device))
 
 
 def grid_mod(mask: Mask, grid: Grid) -> Visible:
@@ -329,7 +324,7 @@ def to_flex(
     """
     if block_size < 1:
         raise InputError(f"to_flex: block_size is {block_size}, expected at least 1 token")
-    grid = _grid(n_queries, n_keys, batch or 1, heads or 1, device)
+    grid = Grid.of(n_queries, n_keys, batch or 1, heads or 1, device)
     mask.check(grid)
     status = block_visibility(mask, grid, block_size).status.expand(grid.batch, grid.heads, -1, -1)
     return block_mask(mask, grid, status, block_size)

@@ -1,7 +1,7 @@
 /* Exact softmax attention and statistics of its weights in one pass over the scores (CPU), in float32, or with BFLOAT16:
  * both products by the processor's dot products of pairs of bfloat16, which it sums in float32; all else is float32.
  *
- * Plain C11 with vector extensions of gcc and clang, and OpenMP for threads; qkv/native/__init__.py calls it. For each
+ * Plain C11 with vector extensions of gcc and clang, and OpenMP for threads; qkv/native/binding.py calls it. For each
  * block of BLOCK queries and each tile of TILE keys, strips of RS queries go through three steps while they are in the
  * L1 cache: scores (packed q * packed K), weights (exp2 and all sums that need no normalizer), output (weights * packed
  * V). The weights of a block stay in memory, BLOCK * keys floats for each thread, until the log-sum-exp of its rows is

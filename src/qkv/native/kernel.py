@@ -15,10 +15,21 @@ from qkv.biases import Bias, ByDistance
 from qkv.biases.base import SingleTensorBias
 from qkv.engine.call import Call, Result, as_mask, detached
 from qkv.engine.sizes import recorded
-from qkv.engine.transforms import Results, differentiable, once_differentiable, transforming
+from qkv.engine.transforms import Results, differentiable, differentiable_call, transforming
 from qkv.masks import Grid, Mask
-from qkv.native import binding, ranges_of
-from qkv.native.binding import CPU, BiasGradient, Gradients, Prepared, empty, library, of_tensors, prepared, run
+from qkv.native import binding
+from qkv.native.binding import (
+    CPU,
+    BiasGradient,
+    Gradients,
+    Prepared,
+    empty,
+    library,
+    of_tensors,
+    prepared,
+    ranges_of,
+    run,
+)  # fmt: skip
 from qkv.partial import Partial
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -44,7 +55,7 @@ def forward(call: Call) -> Result | None:
         results = binding.forward(call)
     if results is None or not call.needs_grad:
         return None if results is None else Result(*results)
-    return Result(*differentiable(call, lambda _: (results, ()), _backward, "native"))
+    return Result(*differentiable_call(call, lambda _: (results, ()), _backward, "native"))
 
 
 def directly(
@@ -79,7 +90,7 @@ def directly(
         return None if grad and n_keys - n_queries > high else arguments
     if not isinstance(bias, Bias) or bias.by_query or bias.value_table is not None or grad:
         return None
-    grid = Grid(q.shape[0], q.shape[1], n_queries, n_keys, n_keys - n_queries, CPU)
+    grid = Grid.of(n_queries, n_keys, q.shape[0], q.shape[1], CPU)
     bias.check(grid)
     bound = bias.bound(q, grid, scale)
     if type(bound) is not ByDistance or (tracked(bound.tensor) and not no_grad) or not binding.bias_is_finite(bound):
@@ -112,42 +123,18 @@ def plain(
         wide = plain(q.float(), k.float(), v.float(), mask, bias, scale)
         return None if wide is None else wide.to(q.dtype)
     out, lse = arguments.output(), empty(*q.shape[:3])
-    arguments.with_tensors(lse=lse)
+    c = arguments.with_tensors(lse=lse)
     if not binding.attend(arguments):
         return None
-    given = arguments.arguments.scale, (arguments.arguments.low, arguments.arguments.high)
-    output: Tensor = _Plain.apply(q, k, v, out, lse, given)
+
+    def backward(tensors: dict[str, Tensor], results: Results, more: Results, grads: Results, wanted: set[str]) -> Any:
+        again = of_tensors(tensors["q"], tensors["k"], tensors["v"], c.scale, (c.low, c.high), torch.float32)
+        assert again is not None
+        assert more[0] is not None
+        return _gradients(again, more[0], out=results[0], grad=grads[0])
+
+    output: Tensor = differentiable({"q": q, "k": k, "v": v}, lambda: ((out,), (lse,)), backward, "native")[0]
     return output
-
-
-class _Plain(torch.autograd.Function):
-    """The output that `plain` found, with gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, given: tuple[float, tuple[int, int]]
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.given = given
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        with torch.no_grad():
-            scale, band = ctx.given
-            arguments = of_tensors(q, k, v, scale, band, torch.float32)
-            assert arguments is not None
-            rows, out = grad.float(), out.float()
-            rows = rows if rows.stride(3) == 1 else rows.contiguous()
-            grads = tuple(empty(*x.shape) for x in (q, k, v))
-            scores = Gradients(
-                call=arguments.with_tensors(out=out, lse=lse), grad_out=rows.data_ptr(), gs=rows.stride()[:3],
-                **{f"d{name}": x.data_ptr() for name, x in zip("qkv", grads, strict=True)},
-            )  # fmt: skip
-            run(library().qkv_gradients, scores)  # type: ignore[union-attr]
-        grads = tuple(x.to(q.dtype) for x in grads)
-        return *once_differentiable("native", grads, (q, k, v, grad)), None, None, None
 
 
 def gradients_of(
@@ -171,34 +158,39 @@ def gradients_of(
         wanted: names of tensors of the call.
         **more: fields of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
     """
-    prepared_call = prepared(call, torch.float32)
-    tensors = {"lse": lse.float().contiguous(), "out": None if out is None else out.float().contiguous()}
-    if grad is not None:
-        grad = grad.float()
-        grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    pointers = {name: x.float().contiguous() for name, x in more.items() if x is not None}
-    gradients = {name: empty(*x.shape) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))}
-    if grad is None:
-        del gradients["v"]
-    if call.sink is not None:
-        gradients["sink"] = empty(*call.q.shape[:3])
+    made = prepared(call, torch.float32)
+    made.with_tensors(**(arguments or {}))
     sums = {i: BiasSums(bias, call) for i, bias in enumerate(call.biases) if f"bias {i} tensor" in wanted}
     biases = (BiasGradient * len(call.biases))()
     for i, x in sums.items():
         biases[i] = x.argument
-    scores = Gradients(
-        call=prepared_call.with_tensors(**tensors, **(arguments or {})),
-        grad_out=None if grad is None else grad.data_ptr(),
-        gs=(0, 0, 0) if grad is None else grad.stride()[:3],
-        biases=ctypes.addressof(biases) if sums else None,
-        in_order=any(x.in_order for x in sums.values()),
-        **{name: x.data_ptr() for name, x in pointers.items()},
-        **{"dsinks" if name == "sink" else f"d{name}": x.data_ptr() for name, x in gradients.items()},
-    )
-    run(library().qkv_gradients, scores)  # type: ignore[union-attr]
-    if call.sink is not None:
-        gradients["sink"] = gradients["sink"].sum_to_size(call.sink.shape)
+    more = {name: x.float().contiguous() for name, x in more.items() if x is not None}
+    of_sinks = None if call.sink is None else empty(*call.q.shape[:3])
+    gradients = _gradients(
+        made, lse, out=out, grad=grad, biases=ctypes.addressof(biases) if sums else None, dsinks=of_sinks,
+        in_order=any(x.in_order for x in sums.values()), **more,
+    )  # fmt: skip
+    if call.sink is not None and of_sinks is not None:
+        gradients["sink"] = of_sinks.sum_to_size(call.sink.shape)
     return gradients | {f"bias {i} tensor": x.gradient(call.normalizer.temperature) for i, x in sums.items()}
+
+
+def _gradients(
+    made: Prepared, lse: Tensor, *, out: Tensor | None, grad: Tensor | None, **more: Any
+) -> dict[str, Tensor]:
+    """Gradients of q, k and v, of v only if there is that of the output; `more` are fields of `binding.Gradients`."""
+    gradients = {name: empty(*x.shape) for name, x in zip("qkv", made.held, strict=False)}
+    if grad is None:
+        del gradients["v"]
+    else:
+        grad = grad.float()
+        grad = grad if grad.stride(3) == 1 else grad.contiguous()
+    more |= {f"d{name}": x for name, x in gradients.items()} | {"grad_out": grad}
+    pointers = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in more.items()}
+    tensors = {"lse": lse.float().contiguous(), "out": None if out is None else out.float().contiguous()}
+    strides = (0, 0, 0) if grad is None else grad.stride()[:3]
+    run(library().qkv_gradients, Gradients(call=made.with_tensors(**tensors), gs=strides, **pointers))  # type: ignore[union-attr]
+    return gradients
 
 
 class BiasSums:

@@ -44,6 +44,29 @@ class Normalizer(Definition):
     zero_at_minus_infinity = False
     """Whether `weight` returns 0, with derivative 0, for a score of −inf. Otherwise masked scores are replaced by
     finite ones first, and their weights set to 0."""
+    divide: str | None = None
+    sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None
+    key: Float[Tensor, "heads d"] | None = None
+    one_key = False
+    """Whether a query takes a single key, and the weights are only used for the gradient (straight-through)."""
+    sample = False
+    """Whether that key is drawn from the softmax of the scores."""
+
+    def weigh(self, scores: Scores, level: Level | None) -> Scores:
+        """`weight` of scores at the level of their rows, which a `Pointwise` normalizer does not have."""
+        raise NotImplementedError
+
+    def weigh_(self, scores: Scores, level: Level | None) -> Scores:
+        """`weigh`; it may overwrite `scores`."""
+        raise NotImplementedError
+
+    def slope_from_weights(self, weights: Scores) -> Scores:
+        """∂ weight / ∂ score as a function of the weights, if they determine it."""
+        raise NotImplementedError
+
+    def level_of(self, scores: Scores) -> Float[Tensor, "*n"]:
+        """The level of whole rows, −inf where masked, in closed form."""
+        raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
         """Learned tensors that `weight` uses, by name."""
@@ -94,7 +117,6 @@ class Pointwise(Normalizer):
             "zero_at_minus_infinity", "tensors",
         )
     }  # fmt: skip
-    divide: str | None = None
     by_head = True
     zero_at_minus_infinity = False
     is_identity = False
@@ -109,6 +131,12 @@ class Pointwise(Normalizer):
         parameter of shape (heads, 1, 1) broadcasts. They must not be changed in place.
         """
         raise InputError(f"{type(self).__name__}: no method weight(scores)")
+
+    def weigh(self, scores: Scores, level: Level | None) -> Scores:
+        return self.weight(scores)
+
+    def weigh_(self, scores: Scores, level: Level | None) -> Scores:
+        return self.weight_(scores)
 
     # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
 
@@ -180,15 +208,9 @@ class SumToOne(Normalizer):
             "weight_", "level_of", "slope_from_weights", "has_lse", "by_head", "zero_at_minus_infinity", "tensors",
         )
     }  # fmt: skip
-    sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None
-    key: Float[Tensor, "heads d"] | None = None
     has_lse = False
     by_head = True
     zero_at_minus_infinity = False
-    one_key = False
-    """Whether a query takes a single key, and the weights are only used for the gradient (straight-through)."""
-    sample = False
-    """Whether that key is drawn from the softmax of the scores."""
 
     def __init__(
         self,
@@ -213,6 +235,12 @@ class SumToOne(Normalizer):
         parameter of shape (heads, 1, 1) broadcasts. They must not be changed in place.
         """
         raise InputError(f"{type(self).__name__}: no method weight(scores, level)")
+
+    def weigh(self, scores: Scores, level: Level | None) -> Scores:
+        return self.weight(scores, level)  # type: ignore[arg-type]  # such a normalizer always has one
+
+    def weigh_(self, scores: Scores, level: Level | None) -> Scores:
+        return self.weight_(scores, level)  # type: ignore[arg-type]
 
     # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
 
@@ -284,24 +312,15 @@ def weights_of(normalizer: Normalizer, scores: Scores, level: Float[Tensor, "*n"
     """
     row = None if level is None else level[..., None]
     if normalizer.zero_at_minus_infinity:
-        return _defined(normalizer, scores, row)
+        return checked_shape(normalizer, normalizer.weigh(scores, row), scores)
     masked = scores == -torch.inf
-    return _defined(normalizer, unmasked(scores, masked, row), row).masked_fill(masked, 0)
+    weights = normalizer.weigh(unmasked(scores, masked, row), row)
+    return checked_shape(normalizer, weights, scores).masked_fill(masked, 0)
 
 
 def unmasked(scores: Scores, masked: Tensor, level: Level | None) -> Scores:
     """Scores with a finite number where masked, so that functions and derivatives never get −inf or NaN."""
     return scores.masked_fill(masked, 0) if level is None else torch.where(masked, level.detach(), scores)
-
-
-def _defined(normalizer: Normalizer, scores: Scores, level: Level | None) -> Scores:
-    if isinstance(normalizer, SumToOne):
-        assert level is not None
-        weights = normalizer.weight(scores, level)
-    else:
-        assert isinstance(normalizer, Pointwise)
-        weights = normalizer.weight(scores)
-    return checked_shape(normalizer, weights, scores)
 
 
 def checked_shape(thing: object, made: Tensor, scores: Tensor, method: str = "weight") -> Tensor:

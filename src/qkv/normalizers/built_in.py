@@ -219,12 +219,11 @@ class Sigmoid(Pointwise):
     nonnegative = True
 
     def __post_init__(self) -> None:
-        super().check(0)
-        check_by_head("Sigmoid: bias", 0.0 if self.bias is None else self.bias)
+        self.check(0)
 
     def check(self, heads: int) -> None:
         super().check(heads)
-        check_by_head("Sigmoid: bias", 0.0 if self.bias is None else self.bias, heads)
+        check_by_head("Sigmoid: bias", 0.0 if self.bias is None else self.bias, heads or None)
 
     def shift(self, visible: Callable[[], Tensor], like: Tensor) -> Tensor:
         if self.bias is None:

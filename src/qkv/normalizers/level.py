@@ -28,7 +28,7 @@ JUMP = 0.01  # tolerance of log Σ w at a fully converged level: more is a disco
 FARTHEST = 1e12  # largest distance of the level from the largest score, in units of 1 + |score|
 
 
-def level_of_rows(normalizer: SumToOne, scores: Scores) -> PerRow:
+def level_of_rows(normalizer: Normalizer, scores: Scores) -> PerRow:
     """The level of whole rows, −inf where masked and with a sink as one more score; 0 for fully masked rows.
 
     Not differentiable; see `differentiable_level`.
@@ -39,7 +39,7 @@ def level_of_rows(normalizer: SumToOne, scores: Scores) -> PerRow:
         return solve(normalizer, scores)[0]
 
 
-def solve(normalizer: SumToOne, scores: Scores) -> tuple[PerRow, Scores]:
+def solve(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores]:
     """Level and weights of whole rows, by search; without gradients."""
     scores = scores.detach()
     top = scores.amax(-1)
@@ -73,7 +73,7 @@ def solve(normalizer: SumToOne, scores: Scores) -> tuple[PerRow, Scores]:
 class _MaskedRows:
     """Rows of scores with masked entries (−inf), whose weights are 0."""
 
-    def __init__(self, normalizer: SumToOne, scores: Scores, top: PerRow) -> None:
+    def __init__(self, normalizer: Normalizer, scores: Scores, top: PerRow) -> None:
         self.normalizer, self.scores = normalizer, scores
         self.masked: Tensor | None = None
         if normalizer.zero_at_minus_infinity:
@@ -89,7 +89,7 @@ class _MaskedRows:
 
     def weights(self, level: PerRow) -> Scores:
         """Weights at the given levels."""
-        weights = checked_shape(self.normalizer, self.normalizer.weight(self.scores, level[..., None]), self.scores)
+        weights = checked_shape(self.normalizer, self.normalizer.weigh(self.scores, level[..., None]), self.scores)
         if self.masked is not None:
             weights = weights.contiguous()
             weights[..., self.columns].masked_fill_(self.masked, 0)
@@ -146,7 +146,7 @@ def root(
     return x, fall, near | (done & (y.abs() <= JUMP))
 
 
-def raise_no_level(normalizer: SumToOne, top: PerRow, level: PerRow, total: PerRow, sure: Bool[Tensor, "*n"]) -> None:
+def raise_no_level(normalizer: Normalizer, top: PerRow, level: PerRow, total: PerRow, sure: Bool[Tensor, "*n"]) -> None:
     """Raise `InputError` for rows without a level at which the weights sum to one."""
     name = type(normalizer).__name__
     small, large = ~sure & (total < 1 - JUMP), ~sure & (total > 1 + JUMP)
@@ -164,7 +164,7 @@ def raise_no_level(normalizer: SumToOne, top: PerRow, level: PerRow, total: PerR
     raise InputError(f"{name}: weight does not sum to 1 over the keys of a query at any level; is it continuous?")
 
 
-def differentiable_level(normalizer: SumToOne, scores: Scores, learned: Mapping[str, Tensor]) -> PerRow:
+def differentiable_level(normalizer: Normalizer, scores: Scores, learned: Mapping[str, Tensor]) -> PerRow:
     """`level_of_rows` with gradients for the scores and learned tensors, by the implicit function theorem."""
     if not (torch.is_grad_enabled() and (scores.requires_grad or learned)):
         return level_of_rows(normalizer, scores)
@@ -175,7 +175,7 @@ class _Level(torch.autograd.Function):
     """From Σ w(s, level) = 1: d level = −(Σ ∂w/∂s ds) / (Σ ∂w/∂level)."""
 
     @staticmethod
-    def forward(ctx: Any, normalizer: SumToOne, scores: Tensor, *learned: Tensor) -> Tensor:
+    def forward(ctx: Any, normalizer: Normalizer, scores: Tensor, *learned: Tensor) -> Tensor:
         level = level_of_rows(normalizer, scores)
         ctx.save_for_backward(scores, level, *learned)
         ctx.normalizer = normalizer
@@ -215,7 +215,7 @@ def pointwise(normalizer: Pointwise, scores: Tensor) -> Tensor:
     return scores
 
 
-def solve_rows(normalizer: SumToOne, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def solve_rows(normalizer: Normalizer, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Level of whole rows with an optional sink, and the weights of the scores without the sink."""
     with_sink = scores if sink is None else torch.cat([scores, sink[..., None]], -1)
     if overrides(normalizer, SumToOne, "level_of"):
@@ -225,18 +225,25 @@ def solve_rows(normalizer: SumToOne, scores: Tensor, sink: Tensor | None) -> tup
     return level, weights if sink is None else weights[..., :-1]
 
 
-def level_slopes(normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor) -> Tensor:
+def level_slopes(normalizer: Normalizer, scores: Tensor, level: Tensor, weights: Tensor) -> Tensor:
     """−∂ weight / ∂ level of whole rows; 0 for scores of −inf."""
     if overrides(normalizer, SumToOne, "slope_from_weights") and not normalizer.tensors():
         return normalizer.slope_from_weights(weights)  # such weights depend on score − level
     masked = scores == -torch.inf
     with torch.enable_grad():
         at = level[..., None].expand_as(scores).contiguous().requires_grad_()
-        made = normalizer.weight(unmasked(scores, masked, level[..., None]), at)
+        made = normalizer.weigh(unmasked(scores, masked, level[..., None]), at)
     if not made.requires_grad:
         return torch.zeros_like(scores)
     (falls,) = torch.autograd.grad(made, at, -torch.ones_like(made), allow_unused=True)
     return torch.zeros_like(scores) if falls is None else falls.masked_fill_(masked, 0)
+
+
+def sink_weights(normalizer: Normalizer, sink: PerRow, level: PerRow) -> tuple[PerRow, PerRow]:
+    """The weight of a sink at the level of each row, and its −∂ weight / ∂ level."""
+    column = sink.expand_as(level)[..., None]
+    weights = weights_of(normalizer, column, level)
+    return weights[..., 0], level_slopes(normalizer, column, level, weights)[..., 0]
 
 
 class TileWeights:
@@ -253,26 +260,14 @@ class TileWeights:
 
     def weights(self, scores: Tensor, level: Tensor | None, masked: Tensor | None) -> Tensor:
         """Weights of scores at the level of their rows, 0 where masked. May overwrite the scores."""
-        normalizer = self.normalizer
+        normalizer, row = self.normalizer, None if level is None else level[..., None]
         if self.shortcut:
-            if isinstance(normalizer, Pointwise):
-                weights = normalizer.weight_(scores)
-            else:
-                assert isinstance(normalizer, SumToOne)
-                assert level is not None
-                weights = normalizer.weight_(scores, level[..., None])
+            weights = normalizer.weigh_(scores, row)
             self.made = weights if masked is None else weights.masked_fill_(masked, 0)
             return self.made
-        row = level[..., None] if level is not None else None
         s = (scores if masked is None else unmasked(scores, masked, row)).detach().requires_grad_()
         with torch.enable_grad():
-            if isinstance(normalizer, SumToOne):
-                assert row is not None
-                made = normalizer.weight(s, row)
-            else:
-                assert isinstance(normalizer, Pointwise)
-                made = normalizer.weight(s)
-            made = checked_shape(normalizer, made, s)
+            made = checked_shape(normalizer, normalizer.weigh(s, row), s)
         self.made = s, made
         return made.detach() if masked is None else made.detach().masked_fill(masked, 0)
 
@@ -282,7 +277,6 @@ class TileWeights:
         May overwrite `grad`.
         """
         if not isinstance(self.made, tuple):
-            assert isinstance(self.normalizer, Pointwise | SumToOne)
             return grad.mul_(self.normalizer.slope_from_weights(self.made)), [None] * len(self.learned)
         s, weights = self.made
         if not weights.requires_grad:

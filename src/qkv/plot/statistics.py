@@ -31,7 +31,7 @@ from qkv.plot.single import label_inches
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import STATISTICS
 from qkv.profiler.profiles import Profile
-from qkv.statistics.from_weights import measure_weights
+from qkv.statistics.measure import measure_weights
 
 SHORTEST = 1.0  # inches of a colour bar
 

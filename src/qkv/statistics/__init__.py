@@ -33,7 +33,7 @@ from qkv.statistics.built_in import (
 from qkv.statistics.result import Statistics, Thumbnail
 
 if TYPE_CHECKING:
-    from qkv.statistics.from_weights import measure_weights
+    from qkv.statistics.measure import measure_weights
 
 BUILT_IN: dict[str, Statistic] = {s.name: s for field, s in FIELDS.items() if field != "row_sum"}
 """The statistics that `measure` always returns, by name."""
@@ -66,4 +66,4 @@ __dir__ = __all__.copy
 
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(__name__, {"qkv.statistics.from_weights": ("measure_weights",)})
+    __getattr__ = lazy(__name__, {"qkv.statistics.measure": ("measure_weights",)})

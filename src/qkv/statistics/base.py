@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv._contract import Definition, require
 from qkv._registry import Registry
-from qkv.errors import InputError
+from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Region
 
 LOG_OF_ZERO = -1e30  # stands for ln 0: finite, so that 0 · ln 0 = 0
@@ -190,8 +190,7 @@ def validated(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
     statistics = tuple(statistics)
     for s in statistics:
         if not isinstance(s, Statistic):
-            item = f"the class {s.__name__}" if isinstance(s, type) else type(s).__name__
-            raise InputError(f"statistics holds {item}, expected objects of classes that inherit from Statistic")
+            raise InputError(f"statistics holds {kind_of(s)}, expected objects of classes that inherit from Statistic")
         s.require()
     names = [s.name for s in statistics]
     if len(set(names)) < len(names):

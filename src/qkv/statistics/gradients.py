@@ -18,18 +18,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, summed, zeros
+from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32
 from qkv.engine.tile_loop import Group, Tile, Workspace, groups, reduce_tiles, tile_size
-from qkv.engine.transforms import Results, differentiable, transformed
+from qkv.engine.transforms import Results, differentiable_call, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
 from qkv.masks import Dense, Mask
 from qkv.native import binding
 from qkv.native.kernel import statistics_gradients
-from qkv.normalizers import Pointwise, SumToOne
-from qkv.normalizers.base import weights_of
-from qkv.normalizers.level import level_slopes
+from qkv.normalizers import SumToOne
+from qkv.normalizers.level import level_slopes, sink_weights
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.built_in import FIELDS, Mass
 from qkv.statistics.reduce import weights_matmul
@@ -100,7 +99,6 @@ class LevelSlopes(StatisticsGradients):
 
     def tile(self, rows: RowSlopes, tile: Tile) -> None:
         normalizer, weigh, at = tile.group.tiles.call.normalizer, rows.weigh, tile.block.at
-        assert isinstance(normalizer, SumToOne)
         assert rows.level is not None
         weights, masked = self.weigh(rows, tile)
         slope = self.slope_at_weights(rows, tile, weights, masked)
@@ -125,11 +123,8 @@ class LevelSlopes(StatisticsGradients):
         """The weighted mean, including a sink logit with gradient `at_sink`; 0 where no weight depends on the level."""
         total, sum_ = self.falls, self.sum
         if call.sink is not None:
-            assert isinstance(call.normalizer, SumToOne)
             assert self.level is not None
-            column = call.sink.expand_as(self.level)[..., None]
-            weights = weights_of(call.normalizer, column, self.level)
-            fall = level_slopes(call.normalizer, column, self.level, weights)[..., 0]
+            fall = sink_weights(call.normalizer, call.sink, self.level)[1]
             total = total + fall
             sum_ = sum_ if at_sink is None else sum_ + fall * at_sink
         return (sum_ / torch.where(total == 0, 1.0, total)).to(self.constant)
@@ -154,7 +149,7 @@ def in_one_pass(call: Call) -> bool:
 
 def unsupported_reason(call: Call) -> str | None:
     """Why the statistics of a call cannot be differentiated, or None if they can."""
-    if isinstance(call.normalizer, SumToOne) and call.normalizer.one_key:
+    if call.normalizer.one_key:
         return f"{type(call.normalizer).__name__} selects one key, which has no derivative"
     if transformed(call):
         return "statistics support neither torch.func transforms nor forward-mode derivatives"
@@ -173,40 +168,28 @@ def with_gradients(
 ) -> tuple[Result | None, Statistics]:
     """The result of a call, if the `output` is wanted, and its statistics, differentiable in its tensors.
 
-    Args:
-        call: the attention call, made with gradients enabled.
-        measure_call: `measured`, which returns the result, the normalizer state and the statistics without gradients.
-        output: whether the output is wanted; only for calls that are differentiated `in_one_pass`, without `mass`.
-        mass: as in `measure`.
-        first: as in `measure`.
-        queries: as in `measure`.
+    `measure_call` is `measured`. The output is only for calls that are differentiated `in_one_pass`, without `mass`.
     """
     if (reason := unsupported_reason(call)) is not None:
         raise InputError(f"measure: differentiable=True, but {reason}; expected differentiable=False")
     masks = dict(mass or {})
     if not output:
         call = call.with_tensors({name: x.detach() for name, x in call.tensors().items() if name in UNTRACKED})
+    result, rows, statistics = measure_call(call, output=output, mass=masks, first=first, queries=queries)
     if not call.needs_grad:
-        with torch.no_grad():
-            result, _, statistics = measure_call(call, output=output, mass=masks, first=first, queries=queries)
-            return result, statistics
+        return result, statistics
     firsts = [first] * len(call.q) if isinstance(first, int) else first.tolist()
-    names, measured = list[str](), list[Statistics]()
-
-    def compute(call: Call) -> tuple[Results, Results]:
-        result, rows, statistics = measure_call(call, output=output, mass=masks, first=first, queries=queries)
-        values = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
-        values |= {f"mass {name}": statistics.mass[name] for name in masks}
-        values = {name: x.clone() for name, x in values.items() if x is not None}  # lse shares memory with rows.level
-        values |= {} if result is None else {"out": result.out}
-        names[:], measured[:] = values, [statistics]
-        return (*values.values(),), (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0)
+    found = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
+    found |= {f"mass {name}": statistics.mass[name] for name in masks}
+    found = {name: x.clone() for name, x in found.items() if x is not None}  # lse shares memory with rows.level
+    found |= {} if result is None else {"out": result.out}
+    kept = (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0)
 
     def backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
         level, total, mass, visible = more
         assert mass is not None
         assert visible is not None
-        values, of = ({n: x for n, x in zip(names, xs, strict=True) if x is not None} for xs in (results, grads))
+        values, of = ({n: x for n, x in zip(found, xs, strict=True) if x is not None} for xs in (results, grads))
         rows = RowState(level, total)
         return _input_gradients(call, rows, mass, visible, values, of, masks, firsts, queries, wanted)
 
@@ -214,10 +197,11 @@ def with_gradients(
         "statistics have first derivatives, not second derivatives; "
         "expected create_graph=False, or statistics computed from the weights of attend(…, return_weights=True)"
     )
-    fields = dict(zip(names, differentiable(call, compute, backward, error), strict=True))
+    results = differentiable_call(call, lambda _: (tuple(found.values()), kept), backward, error)
+    fields = dict(zip(found, results, strict=True))
     masses = {name: fields.pop(f"mass {name}") for name in masks}
     out = fields.pop("out", None)
-    statistics = replace(measured[0], mass=masses, **fields)
+    statistics = replace(statistics, mass=masses, **fields)
     return None if out is None else Result(out, statistics.lse), statistics
 
 
@@ -251,7 +235,7 @@ def _input_gradients(
     totals = zeros(call, needed)
     normalizer, size = call.normalizer, tile_size(call)
     inner = None
-    if normalizer.has_lse or (isinstance(normalizer, Pointwise) and normalizer.divide == "sum"):
+    if normalizer.has_lse or normalizer.divide == "sum":
         inner = _mean_of_slopes(call, rows, values, grads)
         inner = inner if at_sink is None else inner + at_sink * values["sink_mass"]
     elif isinstance(normalizer, SumToOne):
@@ -271,7 +255,7 @@ def _input_gradients(
             totals["sink"] = (weight * at_sink).sum_to_size(call.sink.shape)
     arguments = (call, rows, level, slopes, constant, firsts, totals)
     reduce_tiles(groups(call, size), StatisticsGradients(*arguments))
-    return summed(call, totals)
+    return totals
 
 
 def _slopes(

@@ -77,11 +77,7 @@ class HeadMap:
         self, call: Call, rows: RowState, *, item: int = 0, head: int = 0, real: Bool[Tensor, "b nq"] | None = None
     ) -> None:
         b, h, n_queries, _ = call.q.shape
-        for name, index, n in (("item", item, b), ("head", head, h)):
-            if not 0 <= index < n:
-                raise InputError(
-                    f"{name} is {index}, expected 0..{n - 1}" if n > 1 else f"{name} is {index}, expected 0"
-                )
+        _check_indices(call, item, head)
         if real is not None and (real.dtype != torch.bool or real.shape != (b, n_queries)):
             raise InputError(f"real is {real.dtype} of shape {tuple(real.shape)}, expected bool of {(b, n_queries)}")
         self.grid = call.grid
@@ -208,10 +204,8 @@ def rectangle(
     >>> rectangle(call, row_state(call), slice(1, 2), slice(None))[:, 0].tolist()
     [[0.5, 0.5, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]]
     """
-    b, h, n_queries, _ = call.q.shape
-    for name, index, n in (("item", item, b), ("head", 0 if head is None else head, h)):
-        if not 0 <= index < n:
-            raise InputError(f"{name} is {index}, expected 0..{n - 1}")
+    _, h, n_queries, _ = call.q.shape
+    _check_indices(call, item, 0 if head is None else head)
     queries, keys = checked_slice("queries", queries, n_queries), checked_slice("keys", keys, call.k.shape[2])
     part, part_rows = replace(detached(call), values=None).part(queries, keys), rows.part(queries, keys)
     whole, group = Region(slice(0, part.q.shape[2]), slice(0, part.k.shape[2])), h // call.k.shape[1]
@@ -241,6 +235,12 @@ def is_masked(call: Call, queries: slice, keys: slice, *, item: int = 0, head: i
     status = block_status(call.mask, Tiles.of_spans([queries], [keys], call.grid), call.grid)
     whole = slice(None)
     return Region(whole, whole, slice(item, item + 1), slice(head, head + 1)).of(status).item() == EMPTY
+
+
+def _check_indices(call: Call, item: int, head: int) -> None:
+    for name, index, n in (("item", item, call.q.shape[0]), ("head", head, call.q.shape[1])):
+        if not 0 <= index < n:
+            raise InputError(f"{name} is {index}, expected 0" + (f"..{n - 1}" if n > 1 else ""))
 
 
 def checked_slice(name: str, part: slice, length: int) -> slice:

@@ -18,20 +18,21 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv import native
 from qkv.biases import Bias
-from qkv.compat import refuse_unknown
+from qkv.compat import Form, autocast_dtype, refuse_unknown
 from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax
-from qkv.engine.inputs import Form, autocast_dtype
-from qkv.engine.sharded import Shared, positions
+from qkv.engine.sharded import RingAccumulator, Shared, blocks, positions
+from qkv.engine.tile_loop import Group, Tile
 from qkv.errors import InputError
-from qkv.kernels import attention, ring, tiled
+from qkv.kernels import attention, tiled
 from qkv.masks import Grid, Mask
+from qkv.native import binding
 from qkv.native import kernel as native_kernel
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
@@ -148,7 +149,7 @@ def directly(
     arguments = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
     if arguments is None or (output and native_kernel.tracked(q, k, v)):
         return None
-    measurement = native.measured(arguments, output=output, firsts=[0] * q.shape[0])
+    measurement = binding.measured(arguments, output=output, firsts=[0] * q.shape[0])
     if measurement is None or measurement[0] is None or v.dtype == torch.float32:
         return measurement
     return measurement[0].to(v.dtype), measurement[1]
@@ -170,38 +171,34 @@ def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowStat
 
 
 @torch.no_grad()
-def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Result[Tensor] | None, RowState, Statistics]:
+def measured(
+    call: Call, rows: RowState | None = None, *, output: bool = False, shared: Shared | None = None, **options: Any
+) -> tuple[Result[Tensor] | None, RowState, Statistics]:
     """The result of a call, if the `output` is wanted, its row state and its statistics; in one pass if possible.
 
-    `options` are those of `sweep`, without `shared`.
+    Args:
+        call: the attention call.
+        rows: its row state, if it is known and the output is not wanted; one pass computes it again.
+        output: whether the output is wanted.
+        shared: the whole call, if `call` is this process's shard of one that a process group makes together.
+        options: `mass`, `first`, `queries`, `bins` and `statistics` of `measure`, and `value_norms` (b, h, nk), the
+            norm of each value, for `first_contribution`.
     """
     call = detached(call)
-    request = checked(call, call.grid, **options)
-    results = _fused(call, request, output=output)
+    request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
+    results = None if shared is not None else _fused(call, request, output=output)
     if results is not None:
         out, lse, statistics = results
         return None if out is None else Result(out, lse), RowState(lse), statistics
     result = attention(call) if output else None
-    rows = row_state(call, None if result is None else result.lse)
-    return result, rows, _by_definition(call, rows, request)
+    if rows is None:
+        rows = row_state(call, None if result is None else result.lse)
+    return result, rows, _by_definition(call, rows, request, shared)
 
 
-@torch.no_grad()
-def sweep(
-    call: Call, rows: RowState | Float[Tensor, "b h nq"], *, shared: Shared | None = None, **options: Any
-) -> Statistics:
-    """The statistics of `measure`, given the normalizer state of each row (log-sum-exp or threshold).
-
-    `shared` is set if `call` is this process's shard of a call that a process group makes together. The other options
-    are `mass`, `first`, `queries`, `bins` and `statistics` of `measure`, and `value_norms` (b, h, nk), the norm of each
-    value, for `first_contribution`.
-    """
-    call = detached(call)
-    request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
-    results = None if shared is not None else _fused(call, request, output=False)
-    if results is not None:  # one pass, which computes the log-sum-exp again
-        return results[-1]
-    return _by_definition(call, rows if isinstance(rows, RowState) else RowState(rows), request, shared)
+def sweep(call: Call, rows: RowState, **options: Any) -> Statistics:
+    """The statistics of `measured`, given the normalizer state of each row (log-sum-exp or threshold)."""
+    return measured(call, rows, **options)[-1]
 
 
 def _by_definition(call: Call, rows: RowState, request: Request, shared: Shared | None = None) -> Statistics:
@@ -222,18 +219,14 @@ def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None
     On CPU it is the native library; the Triton kernels are only run there by tests. The statistics that the user passed
     are added from tiles of weights.
     """
-    by: Any = native if call.q.device.type == "cpu" else triton
-    if by.unsupported_reason(call, request.mass) is not None:
+    by: Any = binding if call.q.device.type == "cpu" else triton
+    if by.unsupported_reason(call) is not None:
         return None
     results: tuple[Tensor | None, Tensor, Statistics] | None = by.attend_and_measure(call, request, output=output)
     if results is None:
         return None
     out, lse, statistics = results
-    if statistics.row_sum is None:  # of Triton: 1 less the weight on a sink logit, and 0 where no key is visible
-        whole = torch.ones_like(lse) if statistics.sink_mass is None else 1 - statistics.sink_mass
-        statistics = replace(statistics, row_sum=whole.masked_fill(statistics.visible == 0, 0))
     if request.statistics:
-        assert statistics.row_sum is not None
         rows = _counted(call, RowState(lse), request)
         statistics = replace(statistics, own=own_statistics(call, rows, request, statistics.row_sum))
     return out, lse, statistics
@@ -242,14 +235,11 @@ def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None
 def engine(call: Call) -> str:
     """What computes the statistics of a call, in one sentence."""
     call = replace(detached(call), dropout_p=0.0)
-    request = checked(call, call.grid)
     if call.q.device.type != "cpu":
-        why = triton.unsupported_reason(call, request.mass)
+        why = triton.unsupported_reason(call)
         return f"tiles of tensor operations: {why}" if why else "Triton, in the pass that computes the output"
-    if isinstance(native.binding.library(), str):
-        return native.binding.description()
-    why = native.unsupported_reason(call, request.mass)
-    return f"tiles of tensor operations: {why}" if why else native.binding.description()
+    why = None if isinstance(binding.library(), str) else binding.unsupported_reason(call)
+    return f"tiles of tensor operations: {why}" if why else binding.description()
 
 
 def _counted(call: Call, rows: RowState, request: Request) -> RowState:
@@ -346,9 +336,9 @@ def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, to
     The totals of a shard of keys travel with it.
     """
     assert rows.level is not None
-    key_totals = ring.RingAccumulator(shared)
+    key_totals = RingAccumulator(shared)
     of_keys = {name: x for name, x in totals.of.items() if totals.statistics[name].over == "key"}
-    for source, (k,) in ring.blocks(shared, call.k):
+    for source, (k,) in blocks(shared, call.k):
         here = {name: torch.zeros_like(x) for name, x in of_keys.items()}
         for piece in shared.pieces(source):
             part, region = copy(totals), piece.region
@@ -389,7 +379,6 @@ def in_shares(call: Call, measured: Statistics, **options: Any) -> Statistics:
     """
     if sums_to_one(call.normalizer):
         return measured
-    assert measured.row_sum is not None
     total = torch.where(measured.row_sum > 0, measured.row_sum, 1.0)
     shares = sweep(call, RowState(total=total), **options)
     return replace(measured, **{name: getattr(shares, name) for name in WEIGHTS})
@@ -401,3 +390,146 @@ def rows_in_shares(weights: Float[Tensor, "*b nq nk"], normalizer: Normalizer) -
         return weights
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total > 0, total, 1.0)
+
+
+ROWS = 64  # rows of each head that are converted at a time
+
+
+@torch.no_grad()
+def measure_weights(
+    w: Any,
+    mask: Mask | Bool[Tensor, "..."] | None = None,
+    *,
+    mass: Mapping[str, Mask] | None = None,
+    first: int | Int[Tensor, " b"] = 0,
+    queries: Bool[Tensor, "b nq"] | None = None,
+    bins: int | None = None,
+    statistics: Sequence[Statistic] = (),
+    unnormalized: bool = False,
+) -> Statistics:
+    """The statistics of `qkv.measure` for attention weights that one already has, such as `output_attentions`.
+
+    They equal those of `qkv.measure` for the q and k that gave the weights. Beyond the weights, memory is linear in the
+    sequence length.
+
+    Args:
+        w: the weights of one layer, (b, h, nq, nk), (h, nq, nk) or (nq, nk), each row a query; a tensor, or anything
+            that `np.asarray` accepts. The results lack the same dimensions.
+        mask: True where a query may attend. It is needed for `visible`, `visible_queries` and `prefix_sink_scores`
+            only: by default every key counts as visible. Weights of masked pairs must be 0.
+        mass: as in `measure`.
+        first: as in `measure`.
+        queries: as in `measure`; weights of rows that do not count may be NaN.
+        bins: as in `measure`.
+        statistics: as in `measure`.
+        unnormalized: whether rows may sum to more than 1, as those of sigmoid attention. By default such rows are
+            refused, since they are probably scores. Sums below 1 (a sink) are always accepted.
+
+    Returns:
+        `Statistics`, float32 (float64 for float64 weights), on the device of the weights. `lse` and `sink_mass` are
+        None, since weights do not determine them.
+
+    Raises:
+        InputError: for weights that are negative or not finite, are not 0 where masked, or sum to more than 1.
+
+    >>> import torch, qkv
+    >>> w = torch.tensor([[1.0, 0.0], [0.75, 0.25]])
+    >>> found = qkv.statistics.measure_weights(w, qkv.masks.Causal())
+    >>> found.received.tolist(), found.visible.tolist()
+    ([1.75, 0.25], [1.0, 2.0])
+    """
+    form, weights = _Form.of_weights(w)
+    b, h, n_queries, n_keys = weights.shape
+    # Only the shapes and the mask of this call matter: scores are never computed.
+    zero = weights.new_zeros(1, 1, 1, 1, dtype=at_least_float32(weights.dtype))
+    q, k = zero.expand(b, h, n_queries, 1), zero.expand(b, h, n_keys, 1)
+    call = Call.of(q, k, k, mask)
+    options: dict[str, Any] = {"mass": mass, "first": first, "bins": bins}
+    request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
+    totals = Totals(call, request)
+    add_tiles(call, _WeightsReducer(weights, request, totals, call.grid))
+    measurement = finished(call, RowState(), request, totals)
+    _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)
+    back: Statistics = form.all_back(measurement)
+    return back
+
+
+class _Form(Form):
+    """The form of weights: three dimensions are (heads, queries, keys)."""
+
+    @staticmethod
+    def of_weights(w: Any) -> tuple[_Form, Tensor]:
+        tensor = w if isinstance(w, Tensor) else _tensor(w)
+        if tensor.ndim not in (2, 3, 4) or 0 in tensor.shape:
+            raise InputError(
+                f"w has shape {tuple(tensor.shape)}, expected the weights of one layer: (b, h, nq, nk), (h, nq, nk) "
+                "or (nq, nk)"
+            )
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise InputError(f"w is {tensor.dtype}, expected weights in floating point of 16 bits or more")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise InputError(f"w is a tensor of {tensor.layout} on {tensor.device}, expected a dense one with data")
+        form = _Form(tensor.ndim, not isinstance(w, Tensor))
+        return form, tensor.detach()[(None,) * (4 - tensor.ndim)]
+
+    def back(self, x: Tensor) -> Any:
+        x = x[(0,) * (4 - self.ndim)]
+        return x.numpy() if self.array else x
+
+
+def _tensor(w: Any) -> Tensor:
+    if isinstance(w, (tuple, list)) and any(getattr(x, "ndim", 0) > 1 for x in w):
+        raise InputError(f"w is a {type(w).__name__} of {len(w)} layers, expected the weights of one layer, w[layer]")
+    array = np.asarray(w)
+    if array.dtype.kind != "f":
+        array = array.astype(np.float32) if array.dtype.name == "bfloat16" else array  # NumPy has no bfloat16 itself
+        if array.dtype.kind != "f":
+            raise InputError(f"w is {array.dtype}, expected weights in floating point")
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+class _WeightsReducer(StatisticsReducer):
+    """Statistics of weights that are given, as a tensor (b, h, nq, nk)."""
+
+    def __init__(self, weights: Tensor, request: Request, totals: Totals, grid: Grid) -> None:
+        super().__init__(RowState(), request, totals, grid)
+        self.weights = weights
+
+    def start(self, group: Group) -> None:
+        pass
+
+    def tile(self, known: object, tile: Tile) -> None:
+        weights = self.weights[*tile.block.at, tile.columns].to(tile.group.tiles.dtype)
+        if (masked := tile.masked()) is not None:
+            weights = weights.masked_fill(masked, 0)
+        if (counted := self.counted(tile)) is not None:
+            weights = weights.masked_fill(~counted, 0)
+        lowest, highest = (float(x) for x in weights.aminmax())  # NaN if any weight is
+        if not (lowest >= 0 and highest < float("inf")):
+            raise InputError(
+                f"w holds {lowest:.3g} to {highest:.3g} among queries {tile.rows.start} to {tile.rows.stop - 1}, "
+                "expected weights of 0 or more; pass queries= to leave out rows without weights"
+            )
+        self.add(tile, weights, None)
+
+
+def _check_row_sums(weights: Tensor, row_sum: Tensor, queries: Tensor | None, *, unnormalized: bool) -> None:
+    """Refuse rows with weight on masked pairs, and rows that sum to more than 1, by more than rounding."""
+    rounding = 1e-4 + 4 * torch.finfo(weights.dtype).eps
+    # A sum of float64 converts its input first, so it takes few rows at a time.
+    whole = torch.cat([rows.sum(-1, dtype=torch.float64) for rows in weights.split(ROWS, dim=2)], dim=2)
+    if queries is not None:
+        whole = whole.masked_fill(~queries[:, None], 0)
+    hidden = ~((whole - row_sum).abs() <= rounding * whole.abs().clamp(min=1))
+    if bool(hidden.any()):
+        item, head, query = hidden.nonzero()[0].tolist()
+        raise InputError(
+            f"w has weights on masked pairs (item {item}, head {head}, query {query}), expected 0 there; pass the mask "
+            "of the attention that gave the weights"
+        )
+    most = float(row_sum.max())
+    if not unnormalized and most > 1 + rounding:
+        raise InputError(
+            f"w has a row that sums to {most:.4g}, expected at most 1; pass unnormalized=True if the weights are not "
+            "normalized, as those of sigmoid attention"
+        )

@@ -84,6 +84,8 @@ class Statistics:
     """How many keys each query may attend to."""
     visible_queries: Float[Tensor, "b h nk"]
     """How many queries may attend to each key; `received` divided by it is the mean weight they put on the key."""
+    row_sum: Float[Tensor, "b h nq"]
+    """M_i = Σ_j A_ij, by which a weight is divided to get its share of the row."""
     prefix_sink_scores: Float[Tensor, "b h prefix"] | None = None
     """Sink scores of the first `length` keys of the text, if `PrefixSinkScores(length)` was passed: the weight on each,
     averaged over those of the first `length` queries that may attend to it. Under a causal mask it equals the score of
@@ -96,8 +98,6 @@ class Statistics:
     """Weight inside each mask passed as `mass`, by its name."""
     own: Mapping[str, Float[Tensor, "b h n"]] = field(default_factory=dict)
     """The values of each `Statistic` passed as `statistics`, by its name."""
-    row_sum: Float[Tensor, "b h nq"] | None = None
-    """M_i = Σ_j A_ij, by which a weight is divided to get its share of the row. `measure` always gives it."""
     first_contribution: Float[Tensor, "b h nq"] | None = None
     """‖A_i1 v_1‖ / Σ_j ‖A_ij v_j‖, the first key's part of what the values add; a profile measures it, `measure` does
     not."""
@@ -107,7 +107,6 @@ class Statistics:
         """The statistics in one tensor of numbers; a field becomes a tensor when it is first read."""
         statistics = cls.__new__(cls)
         vars(statistics).update(_numbers=numbers, _places=places, mass={}, own={})
-        vars(statistics)["row_sum"] = statistics._view("row_sum")  # `__getattr__` gets no fields with a default
         return statistics
 
     def _view(self, name: str | int) -> Tensor:

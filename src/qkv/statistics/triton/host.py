@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -99,7 +99,7 @@ def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | 
 OFFERS: tuple[Need, ...] = ("biases", "gradients", "tensors in closures")
 
 
-def unsupported_reason(call: Call, mass: Mapping[str, Mask]) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why the kernels cannot compute the statistics of this call, or None if they can."""
     device = call.q.device.type
     if device not in GPUS and not (device == "cpu" and INTERPRETED):
@@ -125,18 +125,23 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask]) -> str | None:
         return "a dimension is 0"
     if Visibility.of(call.mask, call.grid) is None:
         return f"the mask {type(call.mask).__name__} has no form as a band, masked keys, documents or a tensor"
-    for name, mask in mass.items():
-        if _union(mask, call.grid) is None:
-            return f"mass[{name!r}] is neither a band nor a set of keys"
     return None
 
 
-def attend_and_measure(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
-    """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count."""
+def attend_and_measure(
+    call: Call, request: Request, *, output: bool
+) -> tuple[Tensor | None, Tensor, Statistics] | None:
+    """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
+
+    None if a mass is not that of a union of a band and a set of keys.
+    """
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     (b, h, n_queries, d), (_, key_heads, n_keys, dv), device = q.shape, v.shape, q.device
     grid, heads = call.grid, b * h
     mass, queries, prefix_keys, bins = request.mass, request.queries, request.prefix_keys, request.bins
+    unions = [union for union in (_union(mask, grid) for mask in mass.values()) if union is not None]
+    if len(unions) < len(mass):
+        return None
     block = launch_options(max(d, dv), q.dtype) | {"D": _power_of_two(d)}
     visible = Visibility.of(call.mask, grid)
     assert visible is not None
@@ -149,7 +154,6 @@ def attend_and_measure(call: Call, request: Request, *, output: bool) -> tuple[T
     out = empty(b, h, n_queries, dv, dtype=v.dtype) if output else None
     lse, state, found = empty(b, h, n_queries), empty(2, heads, n_queries), empty(len(OF_QUERIES) + 2, b, h, n_queries)
     masses = empty(len(mass), b, h, n_queries)
-    unions = [union for union in (_union(mask, grid) for mask in mass.values()) if union is not None]
     inside = _inside([keys for _, keys in unions], grid)
     bands = _on_device(tuple(bound for band, _ in unions for bound in _bounds(band)) or (0, 0), device)
     sink = None if call.sink is None else call.sink.expand(b, h, n_queries)
@@ -185,12 +189,14 @@ def attend_and_measure(call: Call, request: Request, *, output: bool) -> tuple[T
         POOL_M=block["BM"] if pool is None else pool.of_rows, POOL_N=block["BN"] if pool is None else pool.of_columns,
     )  # fmt: skip
     values = dict(zip(OF_QUERIES, found, strict=False))
+    row_sum = torch.ones_like(lse) if sink is None else 1 - found[-2]
     shown = lse if queries is None else lse.masked_fill(~queries[:, None], -torch.inf)
     return out, lse, Statistics(
         lse=shown,
         **values,
         received=received,
         visible_queries=audience,
+        row_sum=row_sum.masked_fill(values["visible"] == 0, 0),
         prefix_sink_scores=prefix,
         thumbnail=None if pool is None or pooled is None else pool.thumbnail(pooled),
         sink_mass=None if sink is None else found[-2],
