@@ -20,6 +20,7 @@ from conftest import largest_tensor, refused, set_tile
 from qkv.errors import InputError
 from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import probes
+from qkv.profiler.capture.inputs import sequences_of
 from qkv.profiler.capture.observe import observe, unobserved
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, Record, copied_to_cpu
@@ -28,10 +29,8 @@ from qkv.profiler.capture.residual import nth
 
 def observer_of(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> Observer:
     """An observer that knows which tokens are real, as `profile` makes it."""
-    masks = {which: inputs.get(f"{which}attention_mask") for which in ("", "decoder_")}
-    known = {which: {m.shape[1]: m.bool()} for which, m in masks.items() if m is not None and m.ndim == 2}
-    real = {"key_masks": known.get("", {}), "query_masks": known.get("decoder_", {})}
-    return Observer(model, measures=Measures(**{"local_window": hf_zoo.LOCAL} | settings), **real)
+    measures = Measures(**{"local_window": hf_zoo.LOCAL} | settings)
+    return Observer(model, measures=measures, sequences=sequences_of(model, inputs))
 
 
 def observed(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> tuple[list[Record], Any]:

@@ -15,7 +15,7 @@ from conftest import rand, refused
 from hf_models import PADDED, build, inputs
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.capture import residual
-from qkv.profiler.capture.inputs import real_tokens, sequences_of
+from qkv.profiler.capture.inputs import sequences_of
 from qkv.profiler.capture.residual import Residuals, attention_modules, joined, layer_around, observe_residual
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 
@@ -158,7 +158,8 @@ def test_hooks_are_removed_after_errors() -> None:
 @torch.no_grad()
 def test_norms_equal_those_of_the_hidden_states(padding: str | None) -> None:
     model, batch = build("llama"), inputs("llama", padding)
-    residuals = Residuals(*real_tokens(model, batch, sequences_of(model, batch)))
+    sequences = sequences_of(model, batch)
+    residuals = Residuals(sequences.real_source, sequences.real_target)
     with observe_residual(model, attention_modules(model), residuals.record):
         told = model(**batch, output_hidden_states=True).hidden_states
     data = residuals.stacks["layers"].dataset()

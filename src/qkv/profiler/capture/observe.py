@@ -60,7 +60,7 @@ def observe(observer: Observer) -> Iterator[Observer]:
         with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
             with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
                 yield observer
-            observer.recorder.finish(observer.run.query_masks)
+            observer.recorder.finish(observer.run.sequences.real_target)
         observer.record_returned(recorded)
 
 

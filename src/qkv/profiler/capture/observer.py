@@ -109,9 +109,6 @@ class Run:
     steps: dict[str, tuple[Tensor, ObservedCall]] = field(default_factory=dict)  # of modules that attend step by step
     paused: bool = False
     opened: ExitStack = field(default_factory=ExitStack)  # of the forward
-    # True at real tokens, by length: for queries in cross-attention, and for keys without a padding mask in the call.
-    query_masks: Mapping[int, Tensor] = field(default_factory=dict)
-    key_masks: Mapping[int, Tensor] = field(default_factory=dict)
     sequences: Sequences = field(default_factory=Sequences)
     forward: Forward | None = None  # whose text is known
 
@@ -125,8 +122,6 @@ class Observer:
     measures: Measures = field(default_factory=Measures)
     on_call: Callable[[str], None] = lambda module: None
     receive: Receive | None = None  # a `Recorder` if None
-    query_masks: Mapping[int, Tensor] = field(default_factory=dict)  # as in `Run`
-    key_masks: Mapping[int, Tensor] = field(default_factory=dict)
     sequences: Sequences = field(default_factory=Sequences)
     fired: list[str] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
@@ -157,9 +152,7 @@ class Observer:
         """What the model does in this thread."""
         thread = threading.get_ident()
         if thread not in self._runs:
-            self._runs[thread] = Run(
-                query_masks=self.query_masks, key_masks=self.key_masks, sequences=self.sequences
-            )  # fmt: skip
+            self._runs[thread] = Run(sequences=self.sequences)
         return self._runs[thread]
 
     def foreign(self) -> bool:
@@ -302,8 +295,7 @@ class Observer:
             run.paused = True
             return
         forward = self.texts.begin(owner, self.names.get(id(owner), ""), batch, self.model)
-        run.forward, run.key_masks, run.query_masks = forward, forward.key_masks, forward.query_masks
-        run.sequences, run.paused = forward.read, not forward.recorded
+        run.forward, run.sequences, run.paused = forward, forward.read, not forward.recorded
 
     def ends(self, owner: Any, output: Any) -> None:
         """A forward has ended."""
@@ -387,7 +379,7 @@ class Observer:
     def _observed(self, name: str, call: Call, keys: Tensor | None) -> ObservedCall:
         """A call with its place in the model and in the text."""
         run, source, (n_queries, n_keys) = self.run, self.sources[name], (call.q.shape[2], call.k.shape[2])
-        mask, real = call.mask, run.query_masks.get(n_queries)
+        mask, real = call.mask, run.sequences.real_target.get(n_queries)
         read = source not in ("interface", "qkv")  # from torch's functions
         if read and isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
             mask = Dense(mask.tensor & real[:, None, :, None])  # so that padding queries cannot make it non-causal
@@ -406,8 +398,8 @@ class Observer:
             return replace(run.steps[name][1], call=call)
         own, layer = self._number(group, name)
         if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
-            keys = (run.query_masks if group == "decoder" else run.key_masks).get(n_keys)
-        queries = keys if group != "cross" and n_queries == n_keys else run.query_masks.get(n_queries)
+            keys = (run.sequences.real_target if group == "decoder" else run.sequences.real_source).get(n_keys)
+        queries = keys if group != "cross" and n_queries == n_keys else run.sequences.real_target.get(n_queries)
         first = 0 if keys is None else keys.to(torch.int8).argmax(1)
         queries = None if steps else queries
         observed = ObservedCall(name, group, layer, call, None, queries, keys, first, causal, source, own)
@@ -442,7 +434,7 @@ class Observer:
             )
         if ACTIVE.get(self.model):
             raise InputError("group: attention that several processes share cannot be edited; expected no edits")
-        if self.run.key_masks or self.run.query_masks:
+        if self.run.sequences.real_source or self.run.sequences.real_target:
             raise InputError(
                 f"inputs has padding, but {name} shares its sequence with other processes, where padding is not "
                 "supported; expected no padding"

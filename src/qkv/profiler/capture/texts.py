@@ -16,7 +16,7 @@ from qkv.edits import Placed
 from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.profiler.capture.caches import is_known, keeps, keeps_all, listening, located, stored
-from qkv.profiler.capture.inputs import Sequences, real_tokens, sequences_of
+from qkv.profiler.capture.inputs import Sequences, sequences_of
 from qkv.profiler.capture.record import Measures, ObservedCall
 from qkv.profiler.capture.sequence import OF_TEXT, Sequence
 
@@ -42,8 +42,6 @@ class Forward:
     """Whether it begins a text."""
     of_encoder: bool
     read: Sequences
-    key_masks: Mapping[int, Tensor]
-    query_masks: Mapping[int, Tensor]
     lost: InputError | None = None
     """Why its text is not known."""
     recorded: bool = True
@@ -178,8 +176,7 @@ class Texts:
         cache = batch.get("past_key_values")
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         of_encoder = isinstance(owner, nn.Module) and name.rpartition(".")[2] == "encoder"
-        read = sequences_of(owner, tensors) if isinstance(owner, nn.Module) else Sequences(batch["tokens"])
-        masks = real_tokens(owner, tensors, read) if isinstance(owner, nn.Module) else _padding(batch, cache)
+        read = sequences_of(owner, tensors) if isinstance(owner, nn.Module) else _read(batch["tokens"], cache)
         known, lost = None, None
         try:
             known = self._continued(cache, tensors.get("position_ids"))
@@ -205,10 +202,10 @@ class Texts:
         uses = getattr(getattr(model, "config", None), "use_cache", False) if uses is None else uses
         forward = Forward(
             owner, sequence, sequence.tokens, n, cache, cache is not None or bool(uses), known is None, of_encoder,
-            read, *masks, lost, recorded=lost is None,
+            read, lost, recorded=lost is None,
         )  # fmt: skip
         if not of_encoder:
-            real = _real(masks[1], sequence.tokens, n)
+            real = _real(read.real_target, sequence.tokens, n)
             sequence.reads_tokens(n, items)
             if real is not None:
                 forward.knows_padding = True
@@ -340,11 +337,11 @@ def _real(masks: Mapping[int, Tensor], before: int, n: int) -> Tensor | None:
     return None
 
 
-def _padding(batch: Mapping[str, Any], state: Any) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Masks of the real tokens of a state of qkv, by length."""
+def _read(tokens: Tensor, state: Any) -> Sequences:
+    """What a method of one of qkv's models reads, after the tokens of its state."""
     padding = getattr(state, "padding", None)
     if padding is None:
-        return {}, {}
-    n = state.seen + batch["tokens"].shape[1]
-    real = torch.arange(n, device=padding.device) >= padding[:, None]
-    return {n: real}, {n: real}
+        return Sequences(tokens)
+    n = state.seen + tokens.shape[1]
+    real = {n: torch.arange(n, device=padding.device) >= padding[:, None]}
+    return Sequences(tokens, real_source=real, real_target=real)

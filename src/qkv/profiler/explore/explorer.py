@@ -25,7 +25,7 @@ from qkv.masks import Dense, Region
 from qkv.models.loading import load_if_named
 from qkv.normalizers import Identity
 from qkv.profiler.capture.datasets import calls_of, collecting, without_values
-from qkv.profiler.capture.inputs import batches, nan_error, real_tokens, sequences_of
+from qkv.profiler.capture.inputs import batches, nan_error, sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import ObservedCall, weights_of
@@ -276,7 +276,6 @@ class Explorer:
         """Run the model for the first time: list its layers, and cache the calls of as many as fit."""
         batch = self._runs[run]
         sequences = sequences_of(self.model, batch)
-        source, targets = real_tokens(self.model, batch, sequences)
         found: list[_Layer | list[ObservedCall]] = []
         steps: dict[str, list[ObservedCall]] = {}
 
@@ -297,11 +296,9 @@ class Explorer:
             cached = _joined_steps(observed)
             put = self._calls.put if (observed[0].group, calls[0]) == wanted else self._calls.put_if_it_fits
             put((self._id, run, observed[0].group, calls), cached)
-            return _layer(observed, cached.call, targets)
+            return _layer(observed, cached.call, sequences.real_target)
 
-        observer = Observer(self.model, query_masks=targets, key_masks=source, sequences=sequences,
-                            receive=collecting(collect))  # fmt: skip
-        observer.on_call = _checking(stopped)
+        observer = Observer(self.model, sequences=sequences, receive=collecting(collect), on_call=_checking(stopped))
         with observe(observer):
             self.model(**batch)
         if not found:

@@ -210,7 +210,6 @@ class Surveyor:
             arguments |= {"decoder_input_ids": batch.ids}
             arguments |= {"decoder_attention_mask": batch.real.long()} if padded else {}
         (prepared,) = batches(self.model, arguments, None, None)
-        real = {batch.ids.shape[1]: batch.real} if padded else {}
 
         def receive(observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
             if changed:
@@ -224,10 +223,7 @@ class Surveyor:
             made = self._add_call(group, observed, batch)
             return made if result is None else result
 
-        observer = Observer(
-            self.model, query_masks=real, key_masks=real, sequences=sequences_of(self.model, prepared),
-            receive=receive,
-        )  # fmt: skip
+        observer = Observer(self.model, sequences=sequences_of(self.model, prepared), receive=receive)
         with observe(observer):
             self.model(**prepared)
         missing = unobserved(observer)
