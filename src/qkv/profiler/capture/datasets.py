@@ -87,7 +87,7 @@ def calls_of(
         if missing:
             raise InputError(f"layers has {missing[0]}{of_kind}, expected 0 to {last}, the attention layers of {name}")
         raise InputError(f"model {name} has no attention{of_kind} that qkv can observe; it has layers 0 to {last}")
-    return found
+    return observer.in_order(found)
 
 
 def without_values(observed: ObservedCall) -> ObservedCall:

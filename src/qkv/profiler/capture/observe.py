@@ -28,8 +28,6 @@ from qkv.kernels import serving
 from qkv.models.generation import evaluation_mode
 from qkv.nn import Composition
 from qkv.profiler.capture.caches import Installed, listening
-from qkv.profiler.capture.checking import recorded_inputs
-from qkv.profiler.capture.intercept import all_routed
 from qkv.profiler.capture.observer import Observer
 
 
@@ -57,11 +55,12 @@ def observe(observer: Observer) -> Iterator[Observer]:
             yield observer
         return
     with evaluation_mode(model):
-        with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
-            with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
-                yield observer
-            observer.recorder.finish(observer.run.sequences.real_target)
-        observer.record_returned(recorded)
+        with (
+            _alone(observer), _uncompiled(), _routed(observer), _hooked(observer), torch.no_grad(),
+            observer.intercept(), serving(observer.observe_call),
+        ):  # fmt: skip
+            yield observer
+        observer.finish()
 
 
 OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()
@@ -217,12 +216,11 @@ def _hooked(observer: Observer) -> Iterator[None]:
     handles: list[Any] = []
     try:
         around = {name[:i] for name in observer.expected for i, x in enumerate(f"{name}.") if x == "."}
-        routed = all_routed(observer.model, observer.names, observer.expected)
         for name, module in observer.model.named_modules():
             of_torch = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
             if isinstance(module, Composition) or of_torch:  # its calls belong to the layer that contains it
                 continue
-            if not name or not routed or name in around:
+            if not name or not observer.routed or name in around:
                 handles += hooks(module)
         yield
     finally:
