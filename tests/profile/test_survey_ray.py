@@ -74,7 +74,7 @@ def test_the_command_surveys_on_ray_and_on_no_single_gpu(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(on_ray, "carry_out", lambda work, numbers, *rest: sent.append([*numbers]))
+    monkeypatch.setattr(on_ray, "carry_out", lambda surveyor, numbers, *rest: sent.append([*numbers]))
     (tmp_path / "one.py").write_text("import os\n" * 9)
     words = ["survey", "qkv-mini", tmp_path / "one.py", "--shards", 2, "--engine", "ray", "--out", tmp_path / "out"]
     with pytest.raises(SystemExit):  # no shard was written
@@ -84,9 +84,9 @@ def test_the_command_surveys_on_ray_and_on_no_single_gpu(
 
 
 def test_a_model_on_a_gpu_is_not_sent(tmp_path: Path) -> None:
-    work: Any = SimpleNamespace(surveyor=SimpleNamespace(device=torch.device("cuda:0")))
+    surveyor: Any = SimpleNamespace(device=torch.device("cuda:0"))
     with refused("model", match="expected it on the CPU"):
-        on_ray.carry_out(work, [0], Folder(tmp_path), 1, None, lambda *_: None)
+        on_ray.carry_out(surveyor, [0], Folder(tmp_path), 1, None, lambda *_: None)
 
 
 def test_cluster_in_the_documentation_fits_the_schema_of_ray() -> None:
