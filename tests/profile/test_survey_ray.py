@@ -18,8 +18,8 @@ import yaml
 from conftest import Command, refused
 from qkv.errors import InputError
 from qkv.profiler.surveys import on_ray
-from qkv.profiler.surveys.corpus import of_files
 from qkv.profiler.surveys.folder import Folder
+from qkv.profiler.surveys.stream import of_addresses
 from qkv.profiler.surveys.survey import Incomplete
 from survey_process import own_survey
 
@@ -54,8 +54,8 @@ def _has_the_bytes_of_one_process(folder: Path) -> None:
 
 def _bad_input_is_one_sentence(folder: Path) -> None:
     (folder / "one.txt").write_text("import os")
-    corpus = of_files([folder / "one.txt"])
-    (folder / "one.txt").unlink()
+    corpus = of_addresses([folder / "one.txt"])
+    (folder / "one.txt").write_text("import os, sys")
     with pytest.raises(InputError, match=r"corpus .* changed") as raised:
         own_survey(folder / "a", corpus, shards=1, engine="ray")
     assert isinstance(raised.value.__cause__, ray.exceptions.RayTaskError), "it was not raised in a process of Ray"

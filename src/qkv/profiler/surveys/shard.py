@@ -193,7 +193,7 @@ class Surveyor:
         for document in documents:
             reason = document.reason
             if reason is None:
-                ids = tokens_of(self.tokenizer, document.read())
+                ids = tokens_of(self.tokenizer, document.text or "")
                 cut = list(pieces(ids, self.special, self.definition["length"], self.definition["overlap"]))
                 if len(cut) > 1 and self.definition["long"] == "refuse":
                     reason = f"longer than {self.definition['length']} tokens"
