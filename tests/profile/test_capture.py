@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -25,6 +26,7 @@ from qkv.profiler.capture.observe import observe, unobserved
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, Record, copied_to_cpu
 from qkv.profiler.capture.residual import nth
+from test_watch import in_threads
 
 
 def observer_of(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> Observer:
@@ -133,6 +135,13 @@ def test_nested_observations_record_the_calls_of_their_models() -> None:
     assert ([r.layer for r in inner.records], [r.layer for r in outer.records]) == ([0, 1], [0, 1, 2, 3])
     assert unobserved(inner) == unobserved(outer) == []
     assert [r.module for r in beside.records] == [f"encoder.layer.{i}.attention.self" for i in range(2)]
+
+
+def test_a_model_in_training_is_evaluated_in_every_thread() -> None:
+    model, modes = hf.build("gpt2").train(), list[bool]()
+    model.register_forward_pre_hook(lambda *_: (time.sleep(0.02), modes.append(model.training))[0])
+    in_threads([lambda: qkv.profile(model, hf.inputs("gpt2"), progress=False, probe=False)] * 3)
+    assert (modes, model.training) == ([False] * 3, True)
 
 
 @pytest.mark.parametrize(("name", "padding"), [("gpt2", 0), ("mistral", 100), ("bert", 100), ("gpt_oss", 100)])

@@ -54,10 +54,10 @@ def observe(observer: Observer) -> Iterator[Observer]:
         with _alone(observer), _computing(observer), _checkpoints(observer):
             yield observer
         return
-    with evaluation_mode(model):
+    with _alone(observer), evaluation_mode(model):
         with (
-            _alone(observer), _uncompiled(), _routed(observer), _hooked(observer), torch.no_grad(),
-            observer.intercept(), serving(observer.observe_call),
+            _uncompiled(), _routed(observer), _hooked(observer), torch.no_grad(), observer.intercept(),
+            serving(observer.observe_call),
         ):  # fmt: skip
             yield observer
         observer.finish()

@@ -6,9 +6,7 @@ part of an attention matrix can be computed from these alone, so no whole matrix
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -27,7 +25,6 @@ from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import ObservedCall
 from qkv.profiler.explore.pyramid import (
-    POLL_SECONDS,
     Cancelled,
     OnProgress,
     Pyramid,
@@ -112,10 +109,9 @@ class Explorer:
     def __init__(self, model: nn.Module, runs: Sequence[Mapping[str, Tensor]], name: str, caches: CacheBudget) -> None:
         self.model, self.name = model, name
         self._runs = list(runs)
-        self._groups: dict[int, dict[str, list[_Layer]]] = {}
+        self._groups = SingleFlightCache[dict[str, list[_Layer]]](len(self._runs), lambda groups: 1)
         self._calls, self._tiles = caches.calls, caches.tiles
         self._id = object()  # prefix of this explorer's keys in the shared caches
-        self._model_lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"Explorer({self.name}, {len(self._runs)} run{'s' if len(self._runs) > 1 else ''})"
@@ -134,18 +130,8 @@ class Explorer:
     ) -> Picture | None:  # fmt: skip
         """Tile in row `i` and column `j` of a head's map; None if all of its pairs are masked.
 
-        See `qkv.profiler.explore.pyramid.Pyramid.tile`. Edges count tokens of the call, padding included.
-
-        Args:
-            group: see above.
-            text: see above.
-            layer: see above.
-            head: a query head.
-            zoom: 0, where one tile shows the whole map, to `info(…).deepest`, where a pixel is one pair.
-            i: row of tiles.
-            j: column of tiles.
-            stopped: see above.
-            on_progress: progress callback with the finished share of the work, from 0 to 1; called from any thread.
+        The zoom is 0, where one tile shows the whole map, to `info(…).deepest`, where a pixel is one pair: see
+        `qkv.profiler.explore.pyramid.Pyramid.tile`. Edges count tokens of the call, padding included.
 
         Raises:
             InputError: if an index is out of range, or weights are NaN.
@@ -241,11 +227,7 @@ class Explorer:
 
     def _layers(self, run: int, group: str, wanted: int, stopped: Stopped) -> list[_Layer]:
         """The layers of a group. If the model has to run for that, the `wanted` layer is cached in any case."""
-        if run not in self._groups:
-            with self._exclusive_model(stopped):
-                if run not in self._groups:
-                    self._run(run, (group, wanted), stopped)
-        groups = self._groups[run]
+        groups = self._groups.get_or_compute(run, lambda: self._run(run, (group, wanted), stopped), stopped)
         if group not in groups:
             raise InputError(
                 f"group is {group!r}, expected one of {', '.join(map(repr, groups))}{nearest(group, groups)}"
@@ -254,21 +236,16 @@ class Explorer:
 
     def _cached_call(self, run: int, layer: _Layer, stopped: Stopped) -> _CachedCall:
         """The call of a layer; if it is not cached, the model runs again, up to the layer."""
-        key = self._id, run, layer.group, layer.layer
-        cached = self._calls.get(key)
-        if cached is None:
-            with self._exclusive_model(stopped):
-                cached = self._calls.get(key)
-                if cached is None:
-                    batch = self._runs[run]
-                    (observed,) = calls_of(
-                        self.model, batch, layers={layer.layer}, group=layer.group, on_call=_checking(stopped)
-                    )
-                    cached = _cached(observed)
-                    self._calls.put(key, cached)
-        return cached
 
-    def _run(self, run: int, wanted: tuple[str, int], stopped: Stopped) -> None:
+        def compute() -> _CachedCall:
+            (observed,) = calls_of(
+                self.model, self._runs[run], layers={layer.layer}, group=layer.group, on_call=_checking(stopped)
+            )
+            return _cached(observed)
+
+        return self._calls.get_or_compute((self._id, run, layer.group, layer.layer), compute, stopped)
+
+    def _run(self, run: int, wanted: tuple[str, int], stopped: Stopped) -> dict[str, list[_Layer]]:
         """Run the model for the first time: list its layers, and cache the calls of as many as fit."""
         batch = self._runs[run]
         found: list[_Layer] = []
@@ -286,18 +263,7 @@ class Explorer:
             self.model(**batch)
         if not found:
             raise InputError(f"model {type(self.model).__name__} has no attention that qkv can observe")
-        self._groups[run] = _grouped(observer.in_order(found))
-
-    @contextmanager
-    def _exclusive_model(self, stopped: Stopped) -> Iterator[None]:
-        """Hold the lock of the model, so that only this thread runs it."""
-        while not self._model_lock.acquire(timeout=POLL_SECONDS):
-            if stopped():
-                raise Cancelled
-        try:
-            yield
-        finally:
-            self._model_lock.release()
+        return _grouped(observer.in_order(found))
 
 
 class _Location(NamedTuple):
