@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_watch import in_threads
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -26,7 +27,6 @@ from qkv.profiler.capture.observe import observe, unobserved
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, Record, copied_to_cpu
 from qkv.profiler.capture.residual import nth
-from test_watch import in_threads
 
 
 def observer_of(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> Observer:

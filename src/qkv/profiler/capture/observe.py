@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,12 @@ from qkv.profiler.capture.observer import Observer
 def following(observer: Observer) -> Iterator[None]:
     """Inside, `observer` receives the calls of its model and tells which texts it reads, beside the model."""
     assert observer.texts is not None
-    with observe(observer), methods(observer.model, observer), listening(observer.texts.selected):
+    model = observer.model
+    # Methods of qkv's models that read tokens without `forward` count as forwards: a step of generation, and the hidden
+    # states of which a loss is computed.
+    names = [name for name in ("step", "hidden") if hasattr(model, name) and hasattr(model, "start")]
+    counted = {name: _counted(getattr(model, name), observer) for name in names}
+    with observe(observer), overridden(model, counted), listening(observer.texts.selected):
         yield
 
 
@@ -68,17 +73,14 @@ OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()
 
 
 @contextmanager
-def methods(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Inside, methods of qkv's models that read tokens without `forward` count as forwards: a step of generation, and
-    the hidden states of which a loss is computed."""
-    names = [name for name in ("step", "hidden") if hasattr(model, name) and hasattr(model, "start")]
-    before = {name: vars(model)[name] for name in names if name in vars(model)}
-    for name in names:
-        vars(model)[name] = _counted(getattr(model, name), observer)
+def overridden(model: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, a model has other methods."""
+    before = {name: vars(model)[name] for name in methods if name in vars(model)}
+    vars(model).update(methods)
     try:
         yield
     finally:
-        for name in names:
+        for name in methods:
             vars(model).pop(name, None)
         vars(model).update(before)
 
