@@ -22,7 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import hf_models
 from hf_models import PADDED, VOCABULARY, Architecture, architectures
-from qkv.profiler.capture.inputs import real_tokens, sequences_of
+from qkv.profiler.capture.inputs import sequences_of
 from qkv.profiler.capture.observe import observe, unobserved
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, Record
@@ -138,9 +138,7 @@ class Seen:
 def examine(name: str, *, padded: bool = False) -> Seen:
     """Observe a model and compare with its twin in the eager implementation."""
     model, batch = build(name), inputs(name, padded=padded)
-    sequences = sequences_of(model, batch)
-    keys, queries = real_tokens(model, batch, sequences)
-    observer = Observer(model, key_masks=keys, query_masks=queries, sequences=sequences, measures=Measures(LOCAL))
+    observer = Observer(model, sequences=sequences_of(model, batch), measures=Measures(LOCAL))
     torch.manual_seed(0)  # some models choose keys at random
     with observe(observer):
         got = model(**batch)[0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from test_watch import in_threads
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -20,6 +22,7 @@ from conftest import largest_tensor, refused, set_tile
 from qkv.errors import InputError
 from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import probes
+from qkv.profiler.capture.inputs import sequences_of
 from qkv.profiler.capture.observe import observe, unobserved
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, Record, copied_to_cpu
@@ -28,10 +31,8 @@ from qkv.profiler.capture.residual import nth
 
 def observer_of(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> Observer:
     """An observer that knows which tokens are real, as `profile` makes it."""
-    masks = {which: inputs.get(f"{which}attention_mask") for which in ("", "decoder_")}
-    known = {which: {m.shape[1]: m.bool()} for which, m in masks.items() if m is not None and m.ndim == 2}
-    real = {"key_masks": known.get("", {}), "query_masks": known.get("decoder_", {})}
-    return Observer(model, measures=Measures(**{"local_window": hf_zoo.LOCAL} | settings), **real)
+    measures = Measures(**{"local_window": hf_zoo.LOCAL} | settings)
+    return Observer(model, measures=measures, sequences=sequences_of(model, inputs))
 
 
 def observed(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> tuple[list[Record], Any]:
@@ -134,6 +135,13 @@ def test_nested_observations_record_the_calls_of_their_models() -> None:
     assert ([r.layer for r in inner.records], [r.layer for r in outer.records]) == ([0, 1], [0, 1, 2, 3])
     assert unobserved(inner) == unobserved(outer) == []
     assert [r.module for r in beside.records] == [f"encoder.layer.{i}.attention.self" for i in range(2)]
+
+
+def test_a_model_in_training_is_evaluated_in_every_thread() -> None:
+    model, modes = hf.build("gpt2").train(), list[bool]()
+    model.register_forward_pre_hook(lambda *_: (time.sleep(0.02), modes.append(model.training))[0])
+    in_threads([lambda: qkv.profile(model, hf.inputs("gpt2"), progress=False, probe=False)] * 3)
+    assert (modes, model.training) == ([False] * 3, True)
 
 
 @pytest.mark.parametrize(("name", "padding"), [("gpt2", 0), ("mistral", 100), ("bert", 100), ("gpt_oss", 100)])

@@ -15,8 +15,8 @@ from conftest import rand, refused
 from hf_models import PADDED, build, inputs
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.capture import residual
-from qkv.profiler.capture.inputs import real_tokens, sequences_of
-from qkv.profiler.capture.residual import Residuals, attention_modules, joined, layer_around, observe_residual
+from qkv.profiler.capture.inputs import sequences_of
+from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, layer_around, observe_residual
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 
 States = dict[str, list[Tensor]]
@@ -158,10 +158,11 @@ def test_hooks_are_removed_after_errors() -> None:
 @torch.no_grad()
 def test_norms_equal_those_of_the_hidden_states(padding: str | None) -> None:
     model, batch = build("llama"), inputs("llama", padding)
-    residuals = Residuals(*real_tokens(model, batch, sequences_of(model, batch)))
+    sequences = sequences_of(model, batch)
+    residuals = Residuals(sequences.real_source, sequences.real_target)
     with observe_residual(model, attention_modules(model), residuals.record):
         told = model(**batch, output_hidden_states=True).hidden_states
-    data = residuals.stacks["layers"].dataset()
+    data = by_stack([residuals])["layers"]
     n = 37
     assert dict(data["norm"].sizes) == {"text": 2, "depth": 3, "token": n}
     starts = {None: (0, n), "left": (PADDED, n), "right": (0, n - PADDED)}
@@ -179,7 +180,7 @@ def test_norms_equal_those_of_the_hidden_states(padding: str | None) -> None:
 def facts(x: Tensor, real: Tensor | None = None) -> dict[str, np.ndarray]:
     residuals = Residuals({} if real is None else {x.shape[1]: real})
     residuals.record("layers", 0, x)
-    return {str(name): v.values[:, 0] for name, v in residuals.stacks["layers"].dataset().data_vars.items()}
+    return {str(name): v.values[:, 0] for name, v in by_stack([residuals])["layers"].data_vars.items()}
 
 
 def test_massive_activations_by_hand() -> None:
@@ -247,18 +248,16 @@ def test_joined_concatenates_runs() -> None:
         residuals = Residuals()
         with observe_residual(model, attention_modules(model), residuals.record):
             model(rand(2, n, 5, seed=n, dtype=torch.float32))
-        runs.append(residuals.stacks["layers"])
-    data = joined(runs)
+        runs.append(residuals)
+    data = by_stack(runs)["layers"]
     assert dict(data.sizes) == {"text": 4, "depth": 4, "token": 7, "rank": 3}
     assert data["n_tokens"].values.tolist() == [3, 3, 7, 7]
-    assert np.array_equal(data["norm"].values[2:], runs[1].dataset()["norm"].values)
-    assert np.array_equal(data["norm"].values[:2, :, :3], runs[0].dataset()["norm"].values)
+    assert np.array_equal(data["norm"].values[2:], by_stack(runs[1:])["layers"]["norm"].values)
+    assert np.array_equal(data["norm"].values[:2, :, :3], by_stack(runs[:1])["layers"]["norm"].values)
     assert np.isnan(data["norm"].values[:2, :, 3:]).all()
     assert all(v.attrs["units"] and v.attrs["definition"] for v in data.data_vars.values())
-    with refused("parts", match="'other'"):
-        joined([runs[0], residual.Residual("other", runs[1].states)])
-    with refused("parts", match=r"\[\]"):
-        joined([])
+    runs[1].stacks["layers"].pop()
+    assert not by_stack(runs), "they have other numbers of depths"
 
 
 def test_decoder_stacks_use_the_target_mask() -> None:
@@ -266,4 +265,4 @@ def test_decoder_stacks_use_the_target_mask() -> None:
     residuals, x = Residuals({3: source}, {3: target}), rand(1, 3, 5)
     for stack in ("encoder.layers", "decoder.layers"):
         residuals.record(stack, 0, x)
-    assert [int(r.dataset()["n_tokens"][0]) for r in residuals.stacks.values()] == [2, 1]
+    assert [int(data["n_tokens"][0]) for data in by_stack([residuals]).values()] == [2, 1]

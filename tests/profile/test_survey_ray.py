@@ -18,8 +18,8 @@ import yaml
 from conftest import Command, refused
 from qkv.errors import InputError
 from qkv.profiler.surveys import on_ray
-from qkv.profiler.surveys.corpus import of_files
 from qkv.profiler.surveys.folder import Folder
+from qkv.profiler.surveys.stream import of_addresses
 from qkv.profiler.surveys.survey import Incomplete
 from survey_process import own_survey
 
@@ -54,8 +54,8 @@ def _has_the_bytes_of_one_process(folder: Path) -> None:
 
 def _bad_input_is_one_sentence(folder: Path) -> None:
     (folder / "one.txt").write_text("import os")
-    corpus = of_files([folder / "one.txt"])
-    (folder / "one.txt").unlink()
+    corpus = of_addresses([folder / "one.txt"])
+    (folder / "one.txt").write_text("import os, sys")
     with pytest.raises(InputError, match=r"corpus .* changed") as raised:
         own_survey(folder / "a", corpus, shards=1, engine="ray")
     assert isinstance(raised.value.__cause__, ray.exceptions.RayTaskError), "it was not raised in a process of Ray"
@@ -74,7 +74,7 @@ def test_the_command_surveys_on_ray_and_on_no_single_gpu(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(on_ray, "carry_out", lambda work, numbers, *rest: sent.append([*numbers]))
+    monkeypatch.setattr(on_ray, "carry_out", lambda surveyor, numbers, *rest: sent.append([*numbers]))
     (tmp_path / "one.py").write_text("import os\n" * 9)
     words = ["survey", "qkv-mini", tmp_path / "one.py", "--shards", 2, "--engine", "ray", "--out", tmp_path / "out"]
     with pytest.raises(SystemExit):  # no shard was written
@@ -84,9 +84,9 @@ def test_the_command_surveys_on_ray_and_on_no_single_gpu(
 
 
 def test_a_model_on_a_gpu_is_not_sent(tmp_path: Path) -> None:
-    work: Any = SimpleNamespace(surveyor=SimpleNamespace(device=torch.device("cuda:0")))
+    surveyor: Any = SimpleNamespace(device=torch.device("cuda:0"))
     with refused("model", match="expected it on the CPU"):
-        on_ray.carry_out(work, [0], Folder(tmp_path), 1, None, lambda *_: None)
+        on_ray.carry_out(surveyor, [0], Folder(tmp_path), 1, None, lambda *_: None)
 
 
 def test_cluster_in_the_documentation_fits_the_schema_of_ray() -> None:

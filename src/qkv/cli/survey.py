@@ -168,7 +168,7 @@ def survey(
 
     qkv survey gpt2 hf:NAME:COLUMN --shards 64         (a dataset from the Hugging Face hub)
 
-    qkv survey gpt2 s3://bucket/corpus --shards 4096 --out s3://bucket/survey          (read as a stream: see --stream)
+    qkv survey gpt2 s3://bucket/corpus --shards 4096 --out s3://bucket/survey          (read as with --stream)
 
     Args:
         model: A folder with a model, a name on the Hugging Face hub, or a built-in model (see qkv profile --help).
@@ -177,10 +177,11 @@ def survey(
             addresses: s3://, gs://, hf:// (pip install 'qkv[cloud]').
         out: Folder for the results. It is created if it does not exist. It may be at an address, too: then a survey can
             be continued on any machine.
-        stream: Read the corpus while surveying, so that its texts are never listed: for corpora that are large or
-            change place. Each shard reads its own part of the bytes: lines of .jsonl, groups of rows of .parquet, whole
-            .tar (WebDataset: members .txt, .json), .zst, .gz and text files. So there should be more of such whole
-            files than shards. Addresses and these formats are always streamed. "hf:NAME" is read row by row.
+        stream: Read nothing but names, and the first and last 64 KiB of files, before surveying: for corpora that are
+            large. "hf:NAME" is read row by row. Otherwise files on this machine are read to their end, so that a survey
+            that continues notices any change. Each shard reads its own part of the bytes: lines of .jsonl, groups of
+            rows of .parquet, whole .tar (WebDataset: members .txt, .json), .zst, .gz and text files. So there should be
+            more of such whole files than shards.
         settings: How the texts are divided, and who surveys them.
         statistics: Also measure these statistics, which installed packages provide (see qkv profile --help).
         device: cpu, cuda, or auto, which gives each process a GPU if there is one.
@@ -226,7 +227,7 @@ def survey(
 
 def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     """The corpus of these files, folders and addresses, or a named corpus of the lab."""
-    from qkv._files import local, scheme_of
+    from qkv._files import scheme_of
     from qkv.profiler import corpora
     from qkv.profiler.surveys import corpus
     from qkv.profiler.surveys import stream as streams
@@ -241,9 +242,7 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     if known:
         found = corpora.load(known[0])
         return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)
-    if stream or any(scheme_of(n) is not None or streams.streams_only(n) for n in names):
-        return streams.of_addresses(names)
-    return corpus.of_files([local(name) for name in names])
+    return streams.of_addresses(names, whole=not stream and all(scheme_of(name) is None for name in names))
 
 
 def _gpus(device: str) -> Literal[0, 1] | None:

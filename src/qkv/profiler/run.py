@@ -23,7 +23,7 @@ from qkv.models.loading import load_if_named
 from qkv.native.binding import description
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.datasets import Recorded, datasets
-from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids
+from qkv.profiler.capture.inputs import batches, sequences_of, special_ids
 from qkv.profiler.capture.observe import observe, unobserved
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures
@@ -121,20 +121,12 @@ def profile(
     with bar("profiling", "layers", show=progress) as step:
         for batch in runs_on:
             sequences = sequences_of(model, batch)
-            source, queries = real_tokens(model, batch, sequences)
-            _check_real(source | queries)
-            observer = Observer(
-                model,
-                layers,
-                Measures(local_window, map_tokens, map_bins, statistics),
-                query_masks=queries,
-                key_masks=source,
-                sequences=sequences,
-                partial=partial,
-            )
+            _check_real({**sequences.real_source, **sequences.real_target})
+            measures = Measures(local_window, map_tokens, map_bins, statistics)
+            observer = Observer(model, layers, measures, sequences=sequences, partial=partial)
             known = len(observer.expected) * len(runs_on) or None  # unknown for models outside transformers' interface
             observer.on_call = lambda module, of=known: step(1, of=of)  # type: ignore[misc]
-            hidden = Residuals(source, queries)
+            hidden = Residuals(sequences.real_source, sequences.real_target)
             with observe(observer), observe_residual(model, attention_modules(model), hidden.record):
                 model(**batch)
             runs.append((batch, _checked(observer, partial)))
@@ -165,7 +157,7 @@ def _probe(
         return "not run: several processes share the sequence"
     if ids is None:
         return "not run: the model does not read token ids"
-    real = observer.key_masks.get(ids.shape[1])
+    real = observer.sequences.real_source.get(ids.shape[1])
     try:
         text = ids[:1] if real is None else ids[:1, real[0]]
         found = probes.probe(model, text, special_ids(model, tokenizer), layers)

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.models.loading import name_of_model
 from qkv.profiler.capture.checking import Checked
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences
-from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.layer import of_items
-from qkv.profiler.capture.observe import following
+from qkv.profiler.capture.observe import following, overridden
 from qkv.profiler.capture.observer import Observer
-from qkv.profiler.capture.record import Measures, ObservedCall
+from qkv.profiler.capture.record import Measures
 from qkv.profiler.capture.sequence import Sequence
-from qkv.profiler.capture.texts import Forward, Texts
+from qkv.profiler.capture.texts import Texts
 from qkv.profiler.profiles import Profile
 from qkv.profiler.run import attributes, preview
 
@@ -42,13 +38,15 @@ class Watched:
     Watched(1 sequences, 1 forwards)
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, recording: _Recording, checks: list[Checked]) -> None:
-        self._model, self._tokenizer, self._recording, self._checks = model, tokenizer, recording, checks
+    def __init__(self, model: nn.Module, tokenizer: Any, texts: Texts, checks: list[Checked]) -> None:
+        self._model, self._tokenizer, self._texts, self._checks = model, tokenizer, texts, checks
+        self._measures = texts.measures or Measures()
+        self._returned: list[tuple[Sequence, int]] = []  # what `generate` returned, in order: sequence and batch item
 
     @property
     def sequences(self) -> list[Sequence]:
         """In the order in which the model began to read them."""
-        return self._recording.sequences
+        return self._texts.sequences
 
     def __repr__(self) -> str:
         forwards = sum(s.forwards for s in self.sequences)
@@ -65,7 +63,7 @@ class Watched:
         Args:
             sequence: which sequences, by index or slice of `sequences`; all if None.
         """
-        recording, unrecorded = self._recording, self._recording.unrecorded
+        unrecorded = self._texts.unrecorded
         chosen = self.sequences if sequence is None else self.sequences[sequence]
         chosen = chosen if isinstance(chosen, list) else [chosen]
         chosen = [s for s in chosen if s.layers]
@@ -75,14 +73,14 @@ class Watched:
                 "watched has no attention, expected the model to run inside the context of qkv.watch"
                 + (f"; not recorded: {missing}" if missing else "")
             )
-        with recording.measuring():
-            groups = datasets([self._recorded(s) for s in chosen], self._tokenizer, recording.measures.local_window)
+        with self._texts.measuring():
+            groups = datasets([self._recorded(s) for s in chosen], self._tokenizer, self._measures.local_window)
         if unrecorded:
             missing = "; ".join(f"{where}: {reason}" for where, reason in unrecorded.items())
             warnings.warn(f"not recorded: {missing}", stacklevel=2)
         before = [sum(s.items for s in chosen[:i]) for i in range(len(chosen))]
         ids = chosen[0].ids(chosen[0].source or chosen[0].target)
-        attrs = attributes(self._model, name_of_model(self._model), recording.seconds) | {
+        attrs = attributes(self._model, name_of_model(self._model), self._texts.seconds) | {
             "text_preview": "no token ids" if ids is None else preview(ids, self._tokenizer),
             "unobserved": sorted(unrecorded),
             "sources": chosen[0].sources,
@@ -90,9 +88,7 @@ class Watched:
             "probes": "not run: the model was watched",
             "forwards": [s.forwards for s in chosen],
             "evicted": any(s.evicted for s in chosen),
-            "returned": [
-                before[i] + item for s, item in recording.returned for i, one in enumerate(chosen) if one is s
-            ],
+            "returned": [before[i] + item for s, item in self._returned for i, one in enumerate(chosen) if one is s],
         }
         return Profile(groups, attrs, {})
 
@@ -101,7 +97,7 @@ class Watched:
         if sequence.two and source is not None and target is not None and len(target) != len(source):
             source = source.repeat_interleave(len(target) // len(source), 0)  # beams read the same text
         records = []
-        for record in sequence.records(self._recording.layers):
+        for record in sequence.records(self._texts.layers):
             items = len(record.statistics.entropy)
             repeats = len(target) // items if record.group == "encoder" and target is not None else 1
             repeated = torch.arange(items).repeat_interleave(repeats)
@@ -109,110 +105,47 @@ class Watched:
         real = sequence.ids(sequence.real)
         if real is not None and not bool(real.any(1).all()):
             kept = real.any(1).nonzero()[:, 0]
-            self._recording.unrecorded["texts of padding only"] = f"{len(real) - len(kept)} have no token"
+            self._texts.unrecorded["texts of padding only"] = f"{len(real) - len(kept)} have no token"
             records = [of_items(x, kept) if len(x.statistics.entropy) == len(real) else x for x in records]
             source, target = (x[kept] if x is not None and len(x) == len(real) else x for x in (source, target))
-        return Recorded(records, Sequences(source, target, two=sequence.two), self._recording.measures.statistics)
+        return Recorded(records, Sequences(source, target, two=sequence.two), self._measures.statistics)
 
 
-class _Recording(Texts):
-    """Records what a model attends to, and which of its texts `generate` returned."""
+def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int]) -> Iterator[tuple[Sequence, int]]:
+    """`generate` has returned token ids: find the texts in which they were read, all but the last token of each.
 
-    def __init__(self, measures: Measures, every: int, layers: Collection[int] | None) -> None:
-        super().__init__(measures)
-        self.every, self.layers = every, layers
-        self.seconds = 0.0
-        """Time spent on measuring."""
-        self.unrecorded: dict[str, str] = {}
-        """What could not be recorded, and why."""
-        self.returned: list[tuple[Sequence, int]] = []
-        """The texts that `generate` returned, in order: sequence and batch item."""
-        self._reads = 0  # forwards that begin a text
-
-    def begin(self, owner: Any, name: str, batch: Mapping[str, Any], model: nn.Module) -> Forward:
-        """A forward begins: decide whether to record it."""
-        forward = super().begin(owner, name, batch, model)
-        sequence = forward.sequence
-        if forward.lost is not None:
-            self._note(f"forwards with {type(forward.cache).__name__}", forward.lost)
-        due = forward.of_encoder or (self._reads if forward.begins else sequence.reads) % self.every == 0
-        self._reads += forward.begins and not forward.of_encoder
-        forward.recorded &= due
-        sequence.forwards += forward.recorded
-        sequence.reads += 1
-        return forward
-
-    def end(self, forward: Forward, output: Any) -> None:
-        sequence, may_continue = forward.sequence, True
-        try:
-            may_continue = self.ended(forward, output)
-        except InputError as error:
-            self._note(f"forwards with {type(forward.cache).__name__}", error)
-        if not may_continue:
-            self.release(sequence)
-            return
-        with self.measuring():
-            sequence.measure()
-
-    def release(self, sequence: Sequence) -> None:
-        with self.measuring():
-            sequence.settle(self.layers)
-
-    def add(
-        self, forward: Forward, module: nn.Module | None, observed: ObservedCall, changed: Mapping[int, Call]
-    ) -> None:
-        group = forward.sequence.groups.setdefault(observed.module, observed.group)
-        forward.sequence.sources[observed.module] = observed.source
-        try:
-            with self.measuring():
-                forward.add(replace(observed, group=group), module, changed, self.layers, self.measures)
-        except InputError as error:
-            self._note(observed.module, error)
-
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        started = time.perf_counter()
-        with torch.no_grad(), unwatched():
-            yield
-        self.seconds += time.perf_counter() - started
-
-    def returns(self, ids: Tensor, sequences: list[Sequence], pad: set[int]) -> None:
-        """`generate` has returned token ids: find the texts in which they were read, all but the last token of each.
-
-        Args:
-            ids: (b, n), padded at the end.
-            sequences: what was read meanwhile.
-            pad: ids of tokens that may be padding.
-        """
-        for sequence in sequences[-1:]:
-            if not any(part.ndim == 1 for part in sequence.read):
-                self.returned += [(sequence, i) for i in range(min(len(ids), sequence.items))]
-                continue
-            found: dict[tuple[int, int], Sequence] = {}
-            for row in ids.cpu():
-                n = len(row)
-                while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
-                    n -= 1
-                for length in range(len(row) - 1, max(0, n - 3), -1):  # the last token is not read
-                    read = sequence.at(length)
-                    same = [] if read is None or read.shape[1] != length else (read == row[:length]).all(1).nonzero()
-                    if len(same):
-                        item = int(same[0])
-                        if length == sequence.tokens:
-                            now = sequence.ids(sequence.read)
-                            final = [] if now is None else (now == row[:length]).all(1).nonzero().tolist()
-                            if final:
-                                self.returned.append((sequence, final[0][0]))
-                                break
-                        if (length, item) not in found and (copy := sequence.as_of(length, item)) is not None:
-                            found[length, item] = copy
-                            self.sequences.append(copy)
-                        if (length, item) in found:
-                            self.returned.append((found[length, item], 0))
-                        break
-
-    def _note(self, where: str, error: InputError) -> None:
-        self.unrecorded.setdefault(where, str(error))
+    Args:
+        ids: (b, n), padded at the end.
+        texts: gets a copy of a text as it was, where the model has read on.
+        sequences: what was read meanwhile.
+        pad: ids of tokens that may be padding.
+    """
+    for sequence in sequences[-1:]:
+        if not any(part.ndim == 1 for part in sequence.read):
+            yield from ((sequence, i) for i in range(min(len(ids), sequence.items)))
+            continue
+        found: dict[tuple[int, int], Sequence] = {}
+        for row in ids.cpu():
+            n = len(row)
+            while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
+                n -= 1
+            for length in range(len(row) - 1, max(0, n - 3), -1):  # the last token is not read
+                read = sequence.at(length)
+                same = [] if read is None or read.shape[1] != length else (read == row[:length]).all(1).nonzero()
+                if len(same):
+                    item = int(same[0])
+                    if length == sequence.tokens:
+                        now = sequence.ids(sequence.read)
+                        final = [] if now is None else (now == row[:length]).all(1).nonzero().tolist()
+                        if final:
+                            yield sequence, final[0][0]
+                            break
+                    if (length, item) not in found and (copy := sequence.as_of(length, item)) is not None:
+                        found[length, item] = copy
+                        texts.sequences.append(copy)
+                    if (length, item) in found:
+                        yield found[length, item], 0
+                    break
 
 
 _WATCHED: WeakSet[nn.Module] = WeakSet()
@@ -271,41 +204,32 @@ def watch(
             f"model {type(model).__name__} is watched already; expected one qkv.watch at a time, which records "
             "everything that the model does inside"
         )
-    recording = _Recording(Measures(local_window, map_tokens, 64), every, layers)
-    observer = Observer(model, texts=recording, partial=True, unreadable=recording.unrecorded)
+    texts = Texts(Measures(local_window, map_tokens, 64), every, layers)
+    observer = Observer(model, texts=texts, partial=True, unreadable=texts.unrecorded)
+    watched = Watched(model, tokenizer, texts, observer.checks)
     try:
-        with following(observer), _generating(model, recording):
+        with following(observer), _generating(model, texts, watched._returned):
             _WATCHED.add(model)
-            yield Watched(model, tokenizer, recording, observer.checks)
+            yield watched
     finally:
         _WATCHED.discard(model)
 
 
-@contextmanager
-def _generating(model: nn.Module, recording: _Recording) -> Iterator[None]:
+def _generating(model: nn.Module, texts: Texts, returned: list[tuple[Sequence, int]]) -> AbstractContextManager[None]:
     """Inside, the texts that a model of transformers returns from `generate` are noted."""
     own = getattr(model, "generate", None)
     if own is None or not hasattr(model, "generation_config"):
-        yield
-        return
+        return nullcontext()
 
     def generate(*args: Any, **named: Any) -> Any:
-        before = len(recording.sequences)
+        before = len(texts.sequences)
         made = own(*args, **named)
         ids = getattr(made, "sequences", made)
         if isinstance(ids, Tensor) and ids.ndim == 2:
             config: Any = model.generation_config
             ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-            recording.returns(
-                ids, recording.sequences[before:], {x for x in (config.pad_token_id, *ends) if x is not None}
-            )
+            pad = {x for x in (config.pad_token_id, *ends) if x is not None}
+            returned.extend(_returned(ids, texts, texts.sequences[before:], pad))
         return made
 
-    had = vars(model).get("generate")
-    vars(model)["generate"] = generate
-    try:
-        yield
-    finally:
-        vars(model).pop("generate")
-        if had is not None:
-            vars(model)["generate"] = had
+    return overridden(model, {"generate": generate})

@@ -54,7 +54,7 @@ from qkv.models.loading import load_if_named
 from qkv.models.loss import token_loss
 from qkv.profiler.analyses.policies import ONLINE, OfCache, Online, held_keys
 from qkv.profiler.capture.datasets import calls_of, without_values
-from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
+from qkv.profiler.capture.inputs import batches, sequences_of
 from qkv.profiler.capture.record import ObservedCall
 from qkv.statistics.measure import in_shares, row_state, sweep
 
@@ -266,9 +266,8 @@ def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor
             raise InputError(
                 f"model {type(model).__name__} does not read one sequence of tokens, expected a language model"
             )
-        real, _ = real_tokens(model, batch, sequences)
         for item, ids in enumerate(sequences.source):
-            keep = real.get(len(ids))
+            keep = sequences.real_source.get(len(ids))
             kept = ids if keep is None else ids[keep[item]]
             if len(kept) < 2:
                 raise InputError(

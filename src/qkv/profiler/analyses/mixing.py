@@ -16,7 +16,7 @@ from qkv.engine import at_least_float32
 from qkv.errors import InputError
 from qkv.models.generation import evaluation_mode
 from qkv.models.loading import load_if_named
-from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of, special_ids, token_text, vocabulary
+from qkv.profiler.capture.inputs import batches, sequences_of, special_ids, token_text, vocabulary
 from qkv.profiler.capture.residual import attention_modules, observe_residual
 
 _MEANING = {
@@ -122,7 +122,6 @@ class _Text:
 def _texts(model: nn.Module, batch: dict[str, Any], position: int) -> Iterator[_Text]:
     """The texts of a batch one by one, without padding."""
     sequences = sequences_of(model, batch)
-    source, target = real_tokens(model, batch, sequences)
     name = next((n for n, x in batch.items() if x is sequences.source), None)
     if name is None or sequences.source is None:
         raise InputError(f"inputs has no tokens for {type(model).__name__}, expected a text or token ids")
@@ -134,7 +133,7 @@ def _texts(model: nn.Module, batch: dict[str, Any], position: int) -> Iterator[_
     for item in range(items):
         one = {k: x[item : item + 1] if isinstance(x, Tensor) else x for k, x in batch.items()}
         for k in (*along, *of_target):
-            real = (target if k in of_target else source).get(one[k].shape[1])
+            real = (sequences.real_target if k in of_target else sequences.real_source).get(one[k].shape[1])
             if real is not None:
                 one[k] = one[k][:, real[item]]
         text = _Text(one, name, along)

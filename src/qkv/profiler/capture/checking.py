@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -221,21 +220,6 @@ RETURNED = {  # fields of transformers' outputs, and the groups that they hold
 
 Inputs = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """Arguments of the calls of a model; of two calls at most, which tell that it ran more than once (generation, say)."""
-
-
-@contextmanager
-def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
-    """Inside, the arguments of every call of the model are recorded."""
-    calls: Inputs = []
-
-    def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.extend([(args, kwargs)][: 2 - len(calls)])
-
-    handle = model.register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        yield calls
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from qkv.engine import Call, Result
 from qkv.errors import InputError
-from qkv.profiler.capture.inputs import Sequences, Tokens, real_tokens, sequences_of
+from qkv.profiler.capture.inputs import Sequences, Tokens, sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, Receive
 from qkv.profiler.capture.record import PREFIX, ObservedCall, Record, principal_shares, served
@@ -72,12 +72,9 @@ def calls_of(
         if wanted is not None and group is not None and {s.layer for s in found} >= wanted:
             raise _AllCollected
 
-    sequences = sequences_of(model, batch)
-    source, queries = real_tokens(model, batch, sequences)
     observer = Observer(
-        model, layers, query_masks=queries, key_masks=source, sequences=sequences, receive=collecting(collect),
-        on_call=on_call,
-    )  # fmt: skip
+        model, layers, sequences=sequences_of(model, batch), receive=collecting(collect), on_call=on_call
+    )
     try:
         with observe(observer):
             model(**batch)
@@ -90,7 +87,7 @@ def calls_of(
         if missing:
             raise InputError(f"layers has {missing[0]}{of_kind}, expected 0 to {last}, the attention layers of {name}")
         raise InputError(f"model {name} has no attention{of_kind} that qkv can observe; it has layers 0 to {last}")
-    return found
+    return observer.in_order(found)
 
 
 def without_values(observed: ObservedCall) -> ObservedCall:

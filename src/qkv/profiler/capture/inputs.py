@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,10 @@ class Sequences:
     source: Int[Tensor, "b s"] | None = None
     target: Int[Tensor, "b t"] | None = None
     two: bool = False
+    real_source: Mapping[int, Bool[Tensor, "b s"]] = field(default_factory=dict)
+    """True at real tokens of the source, by length; empty if all are real."""
+    real_target: Mapping[int, Bool[Tensor, "b t"]] = field(default_factory=dict)
+    """The same for the target; for a model that reads one sequence, both are the same."""
 
 
 def batches(
@@ -107,27 +111,22 @@ def arguments_of(
 
 
 def sequences_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Sequences:
-    """The sequences in a batch: by Hugging Face's argument names, else in the order of the forward's parameters."""
-    if "input_ids" in batch or "decoder_input_ids" in batch:
-        target = batch.get("decoder_input_ids")
-        return Sequences(batch.get("input_ids"), target, two=target is not None)
-    read = [batch[name] for name in _parameters(model) if name in batch and _is_sequence(name, batch[name])]
-    source, target, *_ = [*(None if x.is_floating_point() else x for x in read), None, None]
-    return Sequences(source, target, two=len(read) > 1)
+    """The sequences in a batch: by Hugging Face's argument names, else in the order of the forward's parameters.
 
-
-def real_tokens(
-    model: nn.Module, batch: Mapping[str, Tensor], sequences: Sequences
-) -> tuple[dict[int, Bool[Tensor, "b s"]], dict[int, Bool[Tensor, "b t"]]]:
-    """Masks of the real tokens of source and target, by length: from attention masks, or else from ``config.pad``.
-
-    For a model that reads one sequence, both are the same.
+    Attention masks tell which tokens are real, or else ``config.pad``.
     """
-    source, target = (_padding_mask(batch, name) for name in ("attention_mask", "decoder_attention_mask"))
+    if "input_ids" in batch or "decoder_input_ids" in batch:
+        source, target = batch.get("input_ids"), batch.get("decoder_input_ids")
+        two = target is not None
+    else:
+        read = [batch[name] for name in _parameters(model) if name in batch and _is_sequence(name, batch[name])]
+        source, target, *_ = [*(None if x.is_floating_point() else x for x in read), None, None]
+        two = len(read) > 1
+    real_source, real_target = (_padding_mask(batch, name) for name in ("attention_mask", "decoder_attention_mask"))
     pad = getattr(getattr(model, "config", None), "pad", None)
     if isinstance(pad, int):
-        source, target = source or _unequal(sequences.source, pad), target or _unequal(sequences.target, pad)
-    return source, target if sequences.two else source
+        real_source, real_target = real_source or _unequal(source, pad), real_target or _unequal(target, pad)
+    return Sequences(source, target, two, real_source, real_target if two else real_source)
 
 
 def _padding_mask(batch: Mapping[str, Tensor], name: str) -> dict[int, Tensor]:

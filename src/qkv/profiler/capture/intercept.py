@@ -57,23 +57,13 @@ class Intercept(TorchFunctionMode):
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
-        self.model, self.names, self.expected = observer.model, observer.names, frozenset(observer.expected)
+        self.names, self.expected = observer.names, frozenset(observer.expected)
         self.on_call, self.check = observer.intercepted, observer.checks.of_torch
         self.beside, self.unreadable = observer.beside, observer.unreadable
         self.scores: dict[int, list[Tensor | str]] = {}  # of modules whose forward is running, or why not readable
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> Any:
-        for module in self.model.modules():
-            if _is_attention(module):
-                self.handles.append(module.register_forward_pre_hook(self._begins))
-                self.handles.append(module.register_forward_hook(self._ends))
-        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for handle in self.handles:
-            handle.remove()
         for module in self.scores:  # softmaxes outside of any forward, in another method of the module
             self.unreadable[self.names[module]] = "its softmax is not in its forward"
 
@@ -135,10 +125,12 @@ class Intercept(TorchFunctionMode):
                 )
             self.scores.setdefault(id(module), []).append(reason if scores is None else scores)
 
-    def _begins(self, module: nn.Module, inputs: Any) -> None:
+    def begins(self, module: nn.Module) -> None:
+        """The forward of a module begins."""
         self.scores.pop(id(module), None)
 
-    def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def ends(self, module: nn.Module) -> None:
+        """The forward of a module has ended."""
         kept = self.scores.pop(id(module), [])
         if not kept:
             return

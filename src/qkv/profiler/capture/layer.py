@@ -220,6 +220,12 @@ class Layer:
         self.measured.append(([start + int(row) for row in rows], start, statistics, weights))
         return record if whole else None
 
+    def joined(self, real: Mapping[int, Tensor]) -> ObservedCall:
+        """All steps as one call, of a module that attends step by step; `real` is True at real queries, by number."""
+        pieces = in_order(self.pieces, Piece.of_items)
+        observed, _ = self._observed(pieces, pieces, real.get(len(pieces)), {})
+        return replace(observed, causal=self.group != "cross")
+
     def _observed(
         self, waiting: list[Piece], pieces: list[Piece], real: Tensor | None, joined: Joined
     ) -> tuple[ObservedCall, Tensor | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -27,8 +27,6 @@ from qkv.kernels import serving
 from qkv.models.generation import evaluation_mode
 from qkv.nn import Composition
 from qkv.profiler.capture.caches import Installed, listening
-from qkv.profiler.capture.checking import recorded_inputs
-from qkv.profiler.capture.intercept import all_routed
 from qkv.profiler.capture.interventions import ACTIVE
 from qkv.profiler.capture.observer import Observer
 
@@ -37,7 +35,12 @@ from qkv.profiler.capture.observer import Observer
 def following(observer: Observer) -> Iterator[None]:
     """Inside, `observer` receives the calls of its model and tells which texts it reads, beside the model."""
     assert observer.texts is not None
-    with observe(observer), methods(observer.model, observer), listening(observer.texts.selected):
+    model = observer.model
+    # Methods of qkv's models that read tokens without `forward` count as forwards: a step of generation, and the hidden
+    # states of which a loss is computed.
+    names = [name for name in ("step", "hidden") if hasattr(model, name) and hasattr(model, "start")]
+    counted = {name: _counted(getattr(model, name), observer) for name in names}
+    with observe(observer), overridden(model, counted), listening(observer.texts.selected):
         yield
 
 
@@ -56,12 +59,13 @@ def observe(observer: Observer) -> Iterator[Observer]:
         with _alone(observer), _computing(observer), _checkpoints(observer):
             yield observer
         return
-    with evaluation_mode(model):
-        with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
-            with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
-                yield observer
-            observer.recorder.finish(observer.run.query_masks)
-        observer.record_returned(recorded)
+    with _alone(observer), evaluation_mode(model):
+        with (
+            _uncompiled(), _routed(observer), _hooked(observer), torch.no_grad(), observer.intercept(),
+            serving(observer.observe_call),
+        ):  # fmt: skip
+            yield observer
+        observer.finish()
 
 
 OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()
@@ -69,17 +73,14 @@ OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()
 
 
 @contextmanager
-def methods(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Inside, methods of qkv's models that read tokens without `forward` count as forwards: a step of generation, and
-    the hidden states of which a loss is computed."""
-    names = [name for name in ("step", "hidden") if hasattr(model, name) and hasattr(model, "start")]
-    before = {name: vars(model)[name] for name in names if name in vars(model)}
-    for name in names:
-        vars(model)[name] = _counted(getattr(model, name), observer)
+def overridden(model: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, a model has other methods."""
+    before = {name: vars(model)[name] for name in methods if name in vars(model)}
+    vars(model).update(methods)
     try:
         yield
     finally:
-        for name in names:
+        for name in methods:
             vars(model).pop(name, None)
         vars(model).update(before)
 
@@ -217,12 +218,11 @@ def _hooked(observer: Observer) -> Iterator[None]:
     handles: list[Any] = []
     try:
         around = {name[:i] for name in observer.expected for i, x in enumerate(f"{name}.") if x == "."}
-        routed = all_routed(observer.model, observer.names, observer.expected)
         for name, module in observer.model.named_modules():
             of_torch = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
             if isinstance(module, Composition) or of_torch:  # its calls belong to the layer that contains it
                 continue
-            if not name or not routed or name in around:
+            if not name or not observer.routed or name in around:
                 handles += hooks(module)
         yield
     finally:

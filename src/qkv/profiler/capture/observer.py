@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from qkv.statistics.result import Statistics
 Receive = Callable[[ObservedCall, Result | None, Mapping[int, Call]], Result]
 """Receives an observed call, its result after the edits, and the calls of single heads whose weights an edit changed;
 returns the result. If the result is None, the receiver computes it."""
+T = TypeVar("T")
 
 
 class Recorder:
@@ -50,27 +51,11 @@ class Recorder:
         self.records: list[Record] = []
         self.group: ProcessGroup | None = None
         """The processes that share the sequence, if there are several."""
-        self._layers: list[tuple[int, Layer]] = []  # places of records, and modules that attend step by step
 
     def __call__(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
-        if observed.step is None:
-            result, record = self.measures.record(observed, result, changed)
-            self.records.append(record)
-            return result
-        if observed.step == 0:
-            layer = Layer(observed.module, observed.group, observed.layer, observed.source, own_keys=True)
-            self._layers.append((len(self.records), layer))
-            self.records.append(None)  # type: ignore[arg-type]
-        layer = next(one for _, one in reversed(self._layers) if one.module == observed.module)
-        layer.add(observed, observed.step, 0, None, stays=True)
-        return served(observed.call) if result is None else result
-
-    def finish(self, real: Mapping[int, Tensor]) -> None:
-        """Join the steps of each module that attends step by step; `real` is True at real queries, by their number."""
-        for at, layer in self._layers:
-            total = sum(piece.count for piece in layer.pieces)  # type: ignore[union-attr, misc]
-            self.records[at] = layer.record(self.measures, real.get(total), total, {})
-        self._layers.clear()
+        result, record = self.measures.record(observed, result, changed)
+        self.records.append(record)
+        return result
 
     def add_shared(self, name: str, group: str, layer: int, shared: Shared, result: Result) -> None:
         """Record a call of which this process has a shard."""
@@ -110,9 +95,7 @@ class Run:
     steps: dict[str, tuple[Tensor, ObservedCall]] = field(default_factory=dict)  # of modules that attend step by step
     paused: bool = False
     opened: ExitStack = field(default_factory=ExitStack)  # of the forward
-    # True at real tokens, by length: for queries in cross-attention, and for keys without a padding mask in the call.
-    query_masks: Mapping[int, Tensor] = field(default_factory=dict)
-    key_masks: Mapping[int, Tensor] = field(default_factory=dict)
+    intercept: Intercept | None = None
     sequences: Sequences = field(default_factory=Sequences)
     forward: Forward | None = None  # whose text is known
 
@@ -126,8 +109,6 @@ class Observer:
     measures: Measures = field(default_factory=Measures)
     on_call: Callable[[str], None] = lambda module: None
     receive: Receive | None = None  # a `Recorder` if None
-    query_masks: Mapping[int, Tensor] = field(default_factory=dict)  # as in `Run`
-    key_masks: Mapping[int, Tensor] = field(default_factory=dict)
     sequences: Sequences = field(default_factory=Sequences)
     fired: list[str] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
@@ -144,6 +125,9 @@ class Observer:
         self.checks = Checks(self.model, {id(module): function_of(module) for module in routed})
         self.recorder, self.beside = Recorder(self.measures), self.texts is not None
         self.ran: set[int] = set()  # modules whose forward was running
+        self.inputs: Inputs = []
+        self.routed = all_routed(self.model, self.names, self.expected)
+        self._stepwise: list[Layer] = []  # modules that attend step by step
         self._two_sided = inputs.is_two_sided(self.modules)
         self._numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before
         self._thread = threading.get_ident()
@@ -151,16 +135,14 @@ class Observer:
 
     @property
     def records(self) -> list[Record]:
-        return self.recorder.records
+        return self.in_order(self.recorder.records)
 
     @property
     def run(self) -> Run:
         """What the model does in this thread."""
         thread = threading.get_ident()
         if thread not in self._runs:
-            self._runs[thread] = Run(
-                query_masks=self.query_masks, key_masks=self.key_masks, sequences=self.sequences
-            )  # fmt: skip
+            self._runs[thread] = Run(sequences=self.sequences)
         return self._runs[thread]
 
     def foreign(self) -> bool:
@@ -174,6 +156,11 @@ class Observer:
     def deepest(self) -> int:
         """The highest layer number of any group."""
         return max(self._numbers.values(), default=-1)
+
+    def in_order(self, layers: list[T]) -> list[T]:
+        """What was received of layers, in the order in which they began to attend."""
+        order = [(group, layer) for (group, _, _), layer in self._numbers.items()]
+        return sorted(layers, key=lambda one: order.index((one.group, one.layer)))  # type: ignore[attr-defined]
 
     # --- where calls come from ----------------------------------------------------------------------------------------
 
@@ -251,17 +238,26 @@ class Observer:
 
     def intercept(self) -> AbstractContextManager[object]:
         """A context that observes attention which the model computes by torch's functions, as far as it may."""
-        if all_routed(self.model, self.names, self.expected):
+        if self.routed:
             return nullcontext()  # reading every function of torch takes time
-        return Intercept(self)
+        self.run.intercept = Intercept(self)
+        return self.run.intercept
 
-    def record_returned(self, recorded: Inputs) -> None:
-        """For modules whose calls could not be read, record the weights that the model itself returns, if it does."""
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The forward has ended: receive the calls of which it was not known before that they are whole.
+
+        These are the steps of each module that attends step by step, joined; and, for modules whose calls could not be
+        read, the weights that the model itself returns, if it does.
+        """
+        for layer in self._stepwise:
+            (self.receive or self.recorder)(layer.joined(self.run.sequences.real_target), None, {})
+        self._stepwise.clear()
         unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
         if not unread:
             return
         observed = {inputs.of_transformers(name, self.model) for name in self.fired}
-        for name, weights in returned(self.model, recorded, unread, observed).items():
+        for name, weights in returned(self.model, self.inputs, unread, observed).items():
             self.intercepted(name, "outputs", of_scores(weights.log()))
             del self.unreadable[name]
 
@@ -272,6 +268,10 @@ class Observer:
         if self.foreign():
             return
         run = self.run
+        if module is self.model and not self.beside and len(self.inputs) < 2:
+            self.inputs.append((args, named))
+        if run.intercept is not None:
+            run.intercept.begins(module)
         if not run.running:
             if threading.get_ident() != self._thread:
                 run.opened.enter_context(serving(self.observe_call))
@@ -287,6 +287,8 @@ class Observer:
         """Called at the end of the innermost module's forward, also after an error."""
         if self.foreign() or not (run := self.run).running:
             return
+        if run.intercept is not None and output is not None:  # None after an error
+            run.intercept.ends(module)
         run.running.pop()
         if not run.running:
             run.steps.clear()
@@ -303,8 +305,7 @@ class Observer:
             run.paused = True
             return
         forward = self.texts.begin(owner, self.names.get(id(owner), ""), batch, self.model)
-        run.forward, run.key_masks, run.query_masks = forward, forward.key_masks, forward.query_masks
-        run.sequences, run.paused = forward.read, not forward.recorded
+        run.forward, run.sequences, run.paused = forward, forward.read, not forward.recorded
 
     def ends(self, owner: Any, output: Any) -> None:
         """A forward has ended."""
@@ -377,6 +378,8 @@ class Observer:
             call, changed = changed[0], {}  # all heads have the same edit
         observed = replace(observed, call=detached(call))
         with unwatched():
+            if observed.step is not None:
+                return self._step(observed, result)
             if self.texts is None:
                 return (self.receive or self.recorder)(observed, result, changed)
             assert result is not None
@@ -384,13 +387,22 @@ class Observer:
                 self.texts.add(self.run.forward, self.modules.get(name), observed, changed)
             return result
 
+    def _step(self, observed: ObservedCall, result: Result | None) -> Result:
+        """Keep one of several queries over the same keys, which are received together."""
+        if observed.step == 0:
+            layer = Layer(observed.module, observed.group, observed.layer, observed.source, own_keys=True)
+            self._stepwise.append(layer)
+        layer = next(one for one in reversed(self._stepwise) if one.module == observed.module)
+        layer.add(observed, observed.step or 0, 0, None, stays=True)
+        return served(observed.call) if result is None else result
+
     def _keeps(self, layer: int) -> bool:
         return self.layers is None or layer in self.layers
 
     def _observed(self, name: str, call: Call, keys: Tensor | None) -> ObservedCall:
         """A call with its place in the model and in the text."""
         run, source, (n_queries, n_keys) = self.run, self.sources[name], (call.q.shape[2], call.k.shape[2])
-        mask, real = call.mask, run.query_masks.get(n_queries)
+        mask, real = call.mask, run.sequences.real_target.get(n_queries)
         read = source not in ("interface", "qkv")  # from torch's functions
         if read and isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
             mask = Dense(mask.tensor & real[:, None, :, None])  # so that padding queries cannot make it non-causal
@@ -402,15 +414,15 @@ class Observer:
                 name, n_queries=n_queries, n_keys=n_keys, causal=causal, two_sided=self._two_sided,
                 sequences=run.sequences,
             )  # fmt: skip
-            steps = self.receive is None and self.texts is None and n_queries == 1 and not causal
+            steps = self.texts is None and n_queries == 1 and not causal
         before, first_step = run.steps.pop(name, (None, None))
         if steps and first_step is not None and before is not None and torch.equal(before, call.k):
             run.steps[name] = before, replace(first_step, step=(first_step.step or 0) + 1)
             return replace(run.steps[name][1], call=call)
         own, layer = self._number(group, name)
         if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
-            keys = (run.query_masks if group == "decoder" else run.key_masks).get(n_keys)
-        queries = keys if group != "cross" and n_queries == n_keys else run.query_masks.get(n_queries)
+            keys = (run.sequences.real_target if group == "decoder" else run.sequences.real_source).get(n_keys)
+        queries = keys if group != "cross" and n_queries == n_keys else run.sequences.real_target.get(n_queries)
         first = 0 if keys is None else keys.to(torch.int8).argmax(1)
         queries = None if steps else queries
         observed = ObservedCall(name, group, layer, call, None, queries, keys, first, causal, source, own)
@@ -445,7 +457,7 @@ class Observer:
             )
         if ACTIVE.get(self.model):
             raise InputError("group: attention that several processes share cannot be edited; expected no edits")
-        if self.run.key_masks or self.run.query_masks:
+        if self.run.sequences.real_source or self.run.sequences.real_target:
             raise InputError(
                 f"inputs has padding, but {name} shares its sequence with other processes, where padding is not "
                 "supported; expected no padding"

@@ -197,67 +197,55 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 @dataclass
-class Residual:
-    """Norms and massive activations of one stack of layers: `states[depth][text]`."""
-
-    stack: str
-    states: list[list[dict[str, Tensor]]] = field(default_factory=list)
-    """For each depth and text, by the names that `_summarised` gives."""
-
-    def dataset(self) -> xr.Dataset:
-        """Convert to a labelled data set: see `joined`."""
-        return joined([self])
-
-
-@dataclass
 class Residuals:
-    """Summaries of every stack in one run; its method `record` is the callback for `observe_residual`.
+    """Norms and massive activations of every stack in one run; `record` is the callback for `observe_residual`.
 
     Args:
-        source: True at real tokens, (b, n) by n, from `capture.inputs.real_tokens`; padding does not count.
+        source: True at real tokens, (b, n) by n, as in `capture.inputs.Sequences`; padding does not count.
         target: the same for stacks of a decoder.
 
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model, residuals = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)), Residuals()
     >>> with observe_residual(model, attention_modules(model), residuals.record):
     ...     _ = model(torch.tensor([[3, 1, 2]]))
-    >>> dict(residuals.stacks["blocks"].dataset()["norm"].sizes)
+    >>> dict(by_stack([residuals])["blocks"]["norm"].sizes)
     {'text': 1, 'depth': 3, 'token': 3}
     """
 
     source: Mapping[int, Bool[Tensor, "b n"]] = field(default_factory=dict)
     target: Mapping[int, Bool[Tensor, "b n"]] = field(default_factory=dict)
-    stacks: dict[str, Residual] = field(default_factory=dict)
+    stacks: dict[str, list[list[dict[str, Tensor]]]] = field(default_factory=dict)
+    """By stack, depth and text: what `_summarised` gives."""
 
     @torch.no_grad()
     def record(self, stack: str, depth: int, hidden: Float[Tensor, "b n d"]) -> None:
         """Summarise the hidden states at one depth."""
         real = (self.target if _DECODER.search(stack) else self.source).get(hidden.shape[1])
         texts = hidden if real is None or bool(real.all()) else [x[r] for x, r in zip(hidden, real, strict=True)]
-        states = self.stacks.setdefault(stack, Residual(stack)).states
+        states = self.stacks.setdefault(stack, [])
         assert depth == len(states)
         with unwatched():
             states.append([_summarised(x.to(at_least_float32(x.dtype))) for x in texts])
 
 
-def joined(parts: Sequence[Residual]) -> xr.Dataset:
-    """Concatenate the summaries of the same stack in several runs along `text`.
+def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
+    """A data set for every stack that all runs have with the same number of depths, with the runs along `text`.
 
-    Returns:
-        The variables of `VARIABLES`, each with its ``units`` and ``definition``. A text's real tokens are at the start
-        of `token`; after its ``n_tokens`` norms are NaN.
-
-    Raises:
-        InputError: if stacks or numbers of depths differ.
+    It has the variables of `VARIABLES`, each with its ``units`` and ``definition``. A text's real tokens are at the
+    start of `token`; after its ``n_tokens`` norms are NaN.
     """
+    found = {}
+    for stack in runs[0].stacks:
+        parts = [run.stacks.get(stack, []) for run in runs]
+        if len({len(states) for states in parts}) == 1:
+            texts = [list(depths) for states in parts for depths in zip(*states, strict=True)]
+            found[re.sub(r"[^A-Za-z0-9_-]", "-", stack)] = _dataset(stack, texts)
+    return found
+
+
+def _dataset(stack: str, texts: list[list[dict[str, Tensor]]]) -> xr.Dataset:
     import xarray as xr
 
-    kinds = {(part.stack, len(part.states)) for part in parts}
-    if len(kinds) != 1:
-        raise InputError(f"parts: got (stack, depths) {sorted(kinds)}, expected the same in all parts")
-    ((stack, depths),) = kinds
-    texts = [[part.states[depth][text] for depth in range(depths)] for part in parts
-             for text in range(len(part.states[0]))]  # fmt: skip
     longest = max(len(state["norm"]) for text in texts for state in text)
 
     def table(name: str, length: int | None = None, empty: float = math.nan) -> np.ndarray:
@@ -272,7 +260,7 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
     data = xr.Dataset(
         {name: (dims, values[name], {"units": units, "definition": definition})
          for name, (dims, units, definition) in VARIABLES.items()},
-        coords={"depth": np.arange(depths), "n_tokens": ("text", [len(text[0]["norm"]) for text in texts])},
+        coords={"depth": np.arange(len(texts[0])), "n_tokens": ("text", [len(text[0]["norm"]) for text in texts])},
         attrs={"stack": stack, "massive_above": MASSIVE, "massive_times_median": TIMES_MEDIAN},
     )  # fmt: skip
     data.variables["depth"].attrs["definition"] = "0: input of the first layer; i: output of the i-th layer"
@@ -326,13 +314,3 @@ def nth(values: Float[Tensor, " n"], at: int) -> Tensor:
 def _padded(x: Tensor, length: int | None, empty: float) -> np.ndarray:
     values = x.cpu().numpy()
     return values if length is None else np.pad(values, (0, length - len(values)), constant_values=empty)
-
-
-def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
-    """A data set for every stack that all runs have with the same number of depths, with the runs along `text`."""
-    found = {}
-    for stack in runs[0].stacks:
-        parts = [run.stacks[stack] for run in runs if stack in run.stacks]
-        if len({len(part.states) for part in parts}) == 1 and len(parts) == len(runs):
-            found[re.sub(r"[^A-Za-z0-9_-]", "-", stack)] = joined(parts)
-    return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from qkv.edits import Placed
 from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.profiler.capture.caches import is_known, keeps, keeps_all, listening, located, stored
-from qkv.profiler.capture.inputs import Sequences, real_tokens, sequences_of
+from qkv.profiler.capture.inputs import Sequences, sequences_of
+from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.record import Measures, ObservedCall
 from qkv.profiler.capture.sequence import OF_TEXT, Sequence
 
@@ -38,12 +40,8 @@ class Forward:
     cache: Any
     may_cache: bool
     """Whether another forward may continue the text."""
-    begins: bool
-    """Whether it begins a text."""
     of_encoder: bool
     read: Sequences
-    key_masks: Mapping[int, Tensor]
-    query_masks: Mapping[int, Tensor]
     lost: InputError | None = None
     """Why its text is not known."""
     recorded: bool = True
@@ -161,33 +159,43 @@ class Texts:
     """The texts that a model reads, and the caches by which forwards continue them.
 
     Args:
-        measures: what is measured.
+        measures: what is measured of them; if None, they are followed only.
+        every: record every so many forwards, as `qkv.watch`.
+        layers: which layers to record; all if None.
         keys: keep the keys of the texts, which tell where those of a cache are. Without, every forward reads a text.
     """
 
-    def __init__(self, measures: Measures | None = None, *, keys: bool = True) -> None:
-        self.measures, self.keys = measures or Measures(), keys
+    def __init__(
+        self, measures: Measures | None = None, every: int = 1, layers: Collection[int] | None = None, *,
+        keys: bool = True,
+    ) -> None:  # fmt: skip
+        self.measures, self.every, self.layers, self.keys = measures, every, layers, keys
         self.sequences: list[Sequence] = []
         """In the order in which the model began to read them."""
+        self.seconds = 0.0
+        """Time spent on measuring."""
+        self.unrecorded: dict[str, str] = {}
+        """What could not be recorded, and why."""
+        self._reads = 0  # forwards that begin a text
         self._encoded: list[Sequence] = []  # texts that an encoder has read, before the decoder begins
         self._followed: dict[int, tuple[weakref.ref[Any], Sequence]] = {}  # by the id of their cache
         self._lost: dict[int, tuple[weakref.ref[Any], InputError]] = {}  # caches whose text is not known, and why
 
     def begin(self, owner: Any, name: str, batch: Mapping[str, Any], model: nn.Module) -> Forward:
-        """A forward begins: find the text that it continues."""
+        """A forward begins: find the text that it continues, and decide whether to record it."""
         cache = batch.get("past_key_values")
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         of_encoder = isinstance(owner, nn.Module) and name.rpartition(".")[2] == "encoder"
-        read = sequences_of(owner, tensors) if isinstance(owner, nn.Module) else Sequences(batch["tokens"])
-        masks = real_tokens(owner, tensors, read) if isinstance(owner, nn.Module) else _padding(batch, cache)
+        read = sequences_of(owner, tensors) if isinstance(owner, nn.Module) else _read(batch["tokens"], cache)
         known, lost = None, None
         try:
             known = self._continued(cache, tensors.get("position_ids"))
         except InputError as error:
             lost = error
             self._lose(cache, error)
+            self._note(f"forwards with {type(cache).__name__}", error)
         sequence = known or (self._encoded.pop() if self._encoded and not of_encoder else None)
-        sequence = sequence or Sequence(self.measures)
+        sequence = sequence or Sequence(self.measures or Measures())
         sequence.two |= read.two or bool(sequence.layers and known is None and not of_encoder)
         ids = read.target if read.two else read.source
         if sequence.two and not read.two and not of_encoder and ids is not None:
@@ -199,16 +207,20 @@ class Texts:
         if known is None:
             finished = [s for s in self.finished if s.held_numbers()]
             while sum(s.held_numbers() for s in finished) > HELD_AFTER:
-                self.release(finished.pop(0))
+                self._release(finished.pop(0))
         n, items = _length(tensors, ids)
         uses = batch.get("use_cache")
         uses = getattr(getattr(model, "config", None), "use_cache", False) if uses is None else uses
+        due = of_encoder or (self._reads if known is None else sequence.reads) % self.every == 0
         forward = Forward(
-            owner, sequence, sequence.tokens, n, cache, cache is not None or bool(uses), known is None, of_encoder,
-            read, *masks, lost, recorded=lost is None,
+            owner, sequence, sequence.tokens, n, cache, cache is not None or bool(uses), of_encoder, read, lost,
+            recorded=lost is None and due,
         )  # fmt: skip
+        self._reads += known is None and not of_encoder
+        sequence.forwards += forward.recorded
+        sequence.reads += 1
         if not of_encoder:
-            real = _real(masks[1], sequence.tokens, n)
+            real = _real(read.real_target, sequence.tokens, n)
             sequence.reads_tokens(n, items)
             if real is not None:
                 forward.knows_padding = True
@@ -221,9 +233,25 @@ class Texts:
         self, forward: Forward, module: nn.Module | None, observed: ObservedCall, changed: Mapping[int, Call]
     ) -> None:
         """A module attends."""
-        if self.keys and forward.may_cache and forward.lost is None:
-            with suppress(InputError):  # its keys are not known then
-                forward.add(observed, module, {}, None, None)
+        if self.measures is None and not (self.keys and forward.may_cache and forward.lost is None):
+            return
+        group = forward.sequence.groups.setdefault(observed.module, observed.group)
+        forward.sequence.sources[observed.module] = observed.source
+        try:
+            with self.measuring():
+                forward.add(replace(observed, group=group), module, changed, self.layers, self.measures)
+        except InputError as error:
+            self._note(observed.module, error)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        started = time.perf_counter()
+        with torch.no_grad(), unwatched():
+            yield
+        self.seconds += time.perf_counter() - started
+
+    def _note(self, where: str, error: InputError) -> None:
+        self.unrecorded.setdefault(where, str(error))
 
     def _continued(self, cache: Any, positions: Tensor | None) -> Sequence | None:
         """The text that a forward with this cache continues; None if it begins one."""
@@ -283,16 +311,27 @@ class Texts:
 
     def end(self, forward: Forward, output: Any) -> None:
         """A forward has ended."""
-        with suppress(InputError):  # then its text is lost, which only edits of positions need
-            if not self.ended(forward, output):
-                self.release(forward.sequence)
+        may_continue = True
+        try:
+            may_continue = self._ended(forward, output)
+        except InputError as error:
+            self._note(f"forwards with {type(forward.cache).__name__}", error)
+        if not may_continue:
+            self._release(forward.sequence)
+        elif self.measures is not None:
+            with self.measuring():
+                forward.sequence.measure()
 
-    def release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         """A text is not continued any more, or takes too much memory to be kept for a copy of its cache."""
-        self.sequences = [one for one in self.sequences if one is not sequence]
+        if self.measures is None:
+            self.sequences = [one for one in self.sequences if one is not sequence]
+            return
+        with self.measuring():
+            sequence.settle(self.layers)
 
-    def ended(self, forward: Forward, output: Any) -> bool:
-        """A forward has ended; returns whether another one may continue its text.
+    def _ended(self, forward: Forward, output: Any) -> bool:
+        """Whether another forward may continue the text of one that has ended.
 
         Raises:
             InputError: if its cache holds something else than its text.
@@ -340,11 +379,11 @@ def _real(masks: Mapping[int, Tensor], before: int, n: int) -> Tensor | None:
     return None
 
 
-def _padding(batch: Mapping[str, Any], state: Any) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Masks of the real tokens of a state of qkv, by length."""
+def _read(tokens: Tensor, state: Any) -> Sequences:
+    """What a method of one of qkv's models reads, after the tokens of its state."""
     padding = getattr(state, "padding", None)
     if padding is None:
-        return {}, {}
-    n = state.seen + batch["tokens"].shape[1]
-    real = torch.arange(n, device=padding.device) >= padding[:, None]
-    return {n: real}, {n: real}
+        return Sequences(tokens)
+    n = state.seen + tokens.shape[1]
+    real = {n: torch.arange(n, device=padding.device) >= padding[:, None]}
+    return Sequences(tokens, real_source=real, real_target=real)

@@ -97,7 +97,7 @@ def massive_sentence(stack: xr.Dataset, tokens: np.ndarray | None = None) -> str
     The three largest activations of each depth are known; further ones are counted only.
 
     Args:
-        stack: hidden states, see `qkv.profiler.capture.residual.joined`.
+        stack: hidden states, see `qkv.profiler.capture.residual.by_stack`.
         tokens: the names of the tokens, (text, token), if they are known.
     """
     size, median = stack["largest"].values, stack["median"].values[..., None]

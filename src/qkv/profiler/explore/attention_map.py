@@ -11,15 +11,19 @@ from torch import Tensor, nn
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
 from qkv.models.loading import load_if_named
-from qkv.profiler.capture import inputs
 from qkv.profiler.capture.datasets import calls_of, without_values
-from qkv.profiler.capture.inputs import Sequences, Tokens, batches, sequences_of
+from qkv.profiler.capture.inputs import (
+    Sequences,
+    Tokens,
+    batches,
+    is_two_sided,
+    nan_error,
+    of_transformers,
+    sequences_of,
+)
 from qkv.profiler.capture.record import ObservedCall
-from qkv.profiler.explore.pyramid import Pyramid, deepest, new_tile_cache
 from qkv.statistics.maps import HeadMap, Picture, checked_slice
 from qkv.statistics.measure import row_state
-
-CACHE = 2**26  # size of the tile cache in bytes
 
 OnRows = Callable[[int], None]
 
@@ -28,14 +32,14 @@ class AttentionMap:
     """The weights of one head on one input, rendered for any part of the matrix. Created by `attention_map`.
 
     Rows are queries and columns are keys, both counted in the tokens of the call, padding included. The object holds
-    the head's queries, keys and log-sum-exp, and an LRU cache of up to `cache` bytes of tiles.
+    the head's queries, keys and log-sum-exp.
 
     >>> found = attention_map("qkv-mini", "def f(x):\\n    return x\\n", layer=0, head=3)
     >>> found.n_queries, found.picture(size=4).mean.shape
     (10, torch.Size([4, 4]))
     """
 
-    def __init__(self, observed: ObservedCall, head: int, tokens: Tokens, model: str = "", cache: int = CACHE) -> None:
+    def __init__(self, observed: ObservedCall, head: int, tokens: Tokens, model: str = "") -> None:
         self.model, self.module, self.group = model, observed.module, observed.group
         self.layer, self.head = observed.layer, head
         self.batch, heads, self.n_queries, _ = observed.call.q.shape
@@ -46,7 +50,6 @@ class AttentionMap:
         self._real = None if observed.queries is None else observed.queries.bool().expand(self.batch, self.n_queries)
         self._rows = row_state(observed.call, observed.lse)
         self._heads: dict[int, HeadMap] = {}
-        self._tiles = new_tile_cache(cache)
 
     def __repr__(self) -> str:
         source = f"{self.model}, {self.group} attention, layer {self.layer}, head {self.head}"
@@ -80,24 +83,12 @@ class AttentionMap:
         """
         checked_slice("rows", rows, self.n_queries), checked_slice("columns", columns, self.n_keys)
         down, across = (size, size) if isinstance(size, int) else size
-        return self._checked(self._of(item).pooled(rows, columns, (down, across), on_rows))
-
-    @property
-    def deepest(self) -> int:
-        """The zoom at which a pixel is one query and one key."""
-        return deepest(self.n_queries, self.n_keys)
-
-    def tile(self, zoom: int, i: int, j: int, *, item: int = 0) -> Picture | None:
-        """Tile in row `i` and column `j` of the tile pyramid, or None if all of its pairs are masked.
-
-        See `qkv.profiler.explore.pyramid.Pyramid`, which caches it.
-
-        Raises:
-            InputError: if the zoom or the tile is out of range, or weights are NaN.
-        """
-        pyramid = Pyramid(self._call, self._rows, item, self.head, self._tiles, item, real=self._real)
-        tile = pyramid.tile(zoom, i, j)
-        return None if tile is None else self._checked(tile)
+        if item not in self._heads:
+            self._heads[item] = HeadMap(self._call, self._rows, item=item, head=self.head, real=self._real)
+        picture = self._heads[item].pooled(rows, columns, (down, across), on_rows)
+        if picture.maximum.isnan().any():
+            raise nan_error(self.module)
+        return picture
 
     def query_tokens(self, rows: slice = slice(None), *, item: int = 0) -> list[str]:
         """Names of the queries: pieces of text, or positions where there are no token ids."""
@@ -113,16 +104,6 @@ class AttentionMap:
         part = ids[:, within]
         return self._tokens.names(part, item, np.ones(part.shape[1], bool))
 
-    def _of(self, item: int) -> HeadMap:
-        if item not in self._heads:
-            self._heads[item] = HeadMap(self._call, self._rows, item=item, head=self.head, real=self._real)
-        return self._heads[item]
-
-    def _checked(self, picture: Picture) -> Picture:
-        if picture.maximum.isnan().any():
-            raise inputs.nan_error(self.module)
-        return picture
-
 
 def attention_map(
     model: nn.Module | str,
@@ -134,8 +115,6 @@ def attention_map(
     target: str | None = None,
     group: str | None = None,
     name: str = "",
-    cache: int = CACHE,
-    on_call: Callable[[str], None] = lambda module: None,
 ) -> AttentionMap:
     """Compute the attention map of one head of a model on one input; the model is left as it was.
 
@@ -151,8 +130,6 @@ def attention_map(
         target: the text that the decoder of an encoder-decoder reads.
         group: kind of attention (see `capture.groups`); if None the main one: the decoder's if there is a decoder.
         name: name of the model, for figures; taken from the model if not given.
-        cache: size of the tile cache in bytes.
-        on_call: callback with the name of every module that attends, at the time of its call.
 
     Raises:
         InputError: if the model does not accept the inputs, or has no such layer, head or group.
@@ -172,21 +149,19 @@ def attention_map(
     sequences = sequences_of(model, batch)
     likely = group or _only_group(model, sequences)
     try:
-        calls = calls_of(model, batch, layers={layer}, group=likely, on_call=on_call)
+        calls = calls_of(model, batch, layers={layer}, group=likely)
     except InputError:
         if likely == group:
             raise
-        calls = calls_of(model, batch, layers={layer}, group=group, on_call=on_call)
+        calls = calls_of(model, batch, layers={layer}, group=group)
     by_group = {observed.group: observed for observed in calls}
     observed = by_group["decoder"] if "decoder" in by_group else next(iter(by_group.values()))
-    return AttentionMap(
-        without_values(observed), head, Tokens(sequences, tokenizer, observed.group), loaded.name, cache
-    )
+    return AttentionMap(without_values(observed), head, Tokens(sequences, tokenizer, observed.group), loaded.name)
 
 
 def _only_group(model: nn.Module, sequences: Sequences) -> str | None:
     """The only group that the model has, if that is known before it runs, so that it need not run to its end."""
-    routed = {inputs.of_transformers(name, model) for name, module in model.named_modules() if routes(module)}
+    routed = {of_transformers(name, model) for name, module in model.named_modules() if routes(module)}
     if len(routed) == 1:
         return routed.pop()
-    return None if routed or sequences.two or inputs.is_two_sided(dict(model.named_modules())) else "self"
+    return None if routed or sequences.two or is_two_sided(dict(model.named_modules())) else "self"

@@ -6,9 +6,7 @@ part of an attention matrix can be computed from these alone, so no whole matrix
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -18,19 +16,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.biases import TensorBias
 from qkv.engine import Call, RowState
 from qkv.errors import InputError, nearest
-from qkv.masks import Dense, Region
 from qkv.models.loading import load_if_named
-from qkv.normalizers import Identity
 from qkv.profiler.capture.datasets import calls_of, collecting, without_values
-from qkv.profiler.capture.inputs import batches, nan_error, real_tokens, sequences_of
+from qkv.profiler.capture.inputs import batches, nan_error, sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
-from qkv.profiler.capture.record import ObservedCall, weights_of
+from qkv.profiler.capture.record import ObservedCall
 from qkv.profiler.explore.pyramid import (
-    POLL_SECONDS,
     Cancelled,
     OnProgress,
     Pyramid,
@@ -78,11 +72,10 @@ class Info(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of a profile's group: the calls that form it, and which of its tokens are real."""
+    """A layer of a profile's group, and which of its tokens are real."""
 
-    kind: str
-    calls: tuple[int, ...]
-    """Numbers of its calls of this kind: one call, or all steps of a decoder that attends step by step."""
+    group: str
+    layer: int
     module: str
     shape: tuple[int, int, int, int]
     """Batch items, query heads, queries, keys."""
@@ -116,10 +109,9 @@ class Explorer:
     def __init__(self, model: nn.Module, runs: Sequence[Mapping[str, Tensor]], name: str, caches: CacheBudget) -> None:
         self.model, self.name = model, name
         self._runs = list(runs)
-        self._groups: dict[int, dict[str, list[_Layer]]] = {}
+        self._groups = SingleFlightCache[dict[str, list[_Layer]]](len(self._runs), lambda groups: 1)
         self._calls, self._tiles = caches.calls, caches.tiles
         self._id = object()  # prefix of this explorer's keys in the shared caches
-        self._model_lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"Explorer({self.name}, {len(self._runs)} run{'s' if len(self._runs) > 1 else ''})"
@@ -138,18 +130,8 @@ class Explorer:
     ) -> Picture | None:  # fmt: skip
         """Tile in row `i` and column `j` of a head's map; None if all of its pairs are masked.
 
-        See `qkv.profiler.explore.pyramid.Pyramid.tile`. Edges count tokens of the call, padding included.
-
-        Args:
-            group: see above.
-            text: see above.
-            layer: see above.
-            head: a query head.
-            zoom: 0, where one tile shows the whole map, to `info(…).deepest`, where a pixel is one pair.
-            i: row of tiles.
-            j: column of tiles.
-            stopped: see above.
-            on_progress: progress callback with the finished share of the work, from 0 to 1; called from any thread.
+        The zoom is 0, where one tile shows the whole map, to `info(…).deepest`, where a pixel is one pair: see
+        `qkv.profiler.explore.pyramid.Pyramid.tile`. Edges count tokens of the call, padding included.
 
         Raises:
             InputError: if an index is out of range, or weights are NaN.
@@ -245,11 +227,7 @@ class Explorer:
 
     def _layers(self, run: int, group: str, wanted: int, stopped: Stopped) -> list[_Layer]:
         """The layers of a group. If the model has to run for that, the `wanted` layer is cached in any case."""
-        if run not in self._groups:
-            with self._exclusive_model(stopped):
-                if run not in self._groups:
-                    self._run(run, (group, wanted), stopped)
-        groups = self._groups[run]
+        groups = self._groups.get_or_compute(run, lambda: self._run(run, (group, wanted), stopped), stopped)
         if group not in groups:
             raise InputError(
                 f"group is {group!r}, expected one of {', '.join(map(repr, groups))}{nearest(group, groups)}"
@@ -258,66 +236,34 @@ class Explorer:
 
     def _cached_call(self, run: int, layer: _Layer, stopped: Stopped) -> _CachedCall:
         """The call of a layer; if it is not cached, the model runs again, up to the layer."""
-        key = self._id, run, layer.kind, layer.calls
-        cached = self._calls.get(key)
-        if cached is None:
-            with self._exclusive_model(stopped):
-                cached = self._calls.get(key)
-                if cached is None:
-                    batch = self._runs[run]
-                    steps = calls_of(
-                        self.model, batch, layers=layer.calls, group=layer.kind, on_call=_checking(stopped)
-                    )
-                    cached = _joined_steps([without_values(step) for step in steps])
-                    self._calls.put(key, cached)
-        return cached
 
-    def _run(self, run: int, wanted: tuple[str, int], stopped: Stopped) -> None:
+        def compute() -> _CachedCall:
+            (observed,) = calls_of(
+                self.model, self._runs[run], layers={layer.layer}, group=layer.group, on_call=_checking(stopped)
+            )
+            return _cached(observed)
+
+        return self._calls.get_or_compute((self._id, run, layer.group, layer.layer), compute, stopped)
+
+    def _run(self, run: int, wanted: tuple[str, int], stopped: Stopped) -> dict[str, list[_Layer]]:
         """Run the model for the first time: list its layers, and cache the calls of as many as fit."""
         batch = self._runs[run]
-        sequences = sequences_of(self.model, batch)
-        source, targets = real_tokens(self.model, batch, sequences)
-        found: list[_Layer | list[ObservedCall]] = []
-        steps: dict[str, list[ObservedCall]] = {}
+        found: list[_Layer] = []
 
         def collect(observed: ObservedCall) -> None:
-            observed = without_values(observed)
-            begun = steps.pop(observed.module, None)
-            if not _may_be_step(observed):
-                found.append(cache([observed]))
-                return
-            if begun is None or not torch.equal(begun[0].call.k, observed.call.k):
-                begun = []
-                found.append(begun)
-            begun.append(observed)
-            steps[observed.module] = begun
+            put = self._calls.put if (observed.group, observed.layer) == wanted else self._calls.put_if_it_fits
+            put((self._id, run, observed.group, observed.layer), _cached(observed))
+            found.append(_layer(observed))
 
-        def cache(observed: list[ObservedCall]) -> _Layer:
-            calls = tuple(step.layer for step in observed)
-            cached = _joined_steps(observed)
-            put = self._calls.put if (observed[0].group, calls[0]) == wanted else self._calls.put_if_it_fits
-            put((self._id, run, observed[0].group, calls), cached)
-            return _layer(observed, cached.call, targets)
-
-        observer = Observer(self.model, query_masks=targets, key_masks=source, sequences=sequences,
-                            receive=collecting(collect))  # fmt: skip
-        observer.on_call = _checking(stopped)
+        observer = Observer(
+            self.model, sequences=sequences_of(self.model, batch), receive=collecting(collect),
+            on_call=_checking(stopped),
+        )  # fmt: skip
         with observe(observer):
             self.model(**batch)
         if not found:
             raise InputError(f"model {type(self.model).__name__} has no attention that qkv can observe")
-        self._groups[run] = _grouped([x if isinstance(x, _Layer) else cache(x) for x in found])
-
-    @contextmanager
-    def _exclusive_model(self, stopped: Stopped) -> Iterator[None]:
-        """Hold the lock of the model, so that only this thread runs it."""
-        while not self._model_lock.acquire(timeout=POLL_SECONDS):
-            if stopped():
-                raise Cancelled
-        try:
-            yield
-        finally:
-            self._model_lock.release()
+        return _grouped(observer.in_order(found))
 
 
 class _Location(NamedTuple):
@@ -371,22 +317,19 @@ def of(
 def _grouped(layers: list[_Layer]) -> dict[str, list[_Layer]]:
     """Layers by group, named as in a profile (`capture.datasets.grouped`): layers of another shape are a new group."""
     groups: dict[str, list[_Layer]] = {}
-    for kind in dict.fromkeys(layer.kind for layer in layers):
-        shapes = dict.fromkeys(layer.shape for layer in layers if layer.kind == kind)
+    for kind in dict.fromkeys(layer.group for layer in layers):
+        shapes = dict.fromkeys(layer.shape for layer in layers if layer.group == kind)
         for n, shape in enumerate(shapes, start=1):
-            of_shape = [layer for layer in layers if layer.kind == kind and layer.shape == shape]
+            of_shape = [layer for layer in layers if layer.group == kind and layer.shape == shape]
             groups[kind if n == 1 else f"{kind}-{n}"] = of_shape
     return groups
 
 
-def _layer(steps: list[ObservedCall], call: Call, targets: Mapping[int, Tensor]) -> _Layer:
-    """Describe a layer whose steps are joined in `call`."""
-    batch, heads, n_queries, _ = call.q.shape
-    shape = batch, heads, n_queries, call.k.shape[2]
-    first = steps[0]
-    query_mask = first.queries if len(steps) == 1 else targets.get(n_queries)
-    queries, keys = _real(query_mask, batch, n_queries), _real(first.keys, batch, shape[3])
-    return _Layer(first.group, tuple(step.layer for step in steps), first.module, shape, queries, keys)
+def _layer(observed: ObservedCall) -> _Layer:
+    batch, heads, n_queries, _ = observed.call.q.shape
+    shape = batch, heads, n_queries, observed.call.k.shape[2]
+    queries, keys = _real(observed.queries, batch, n_queries), _real(observed.keys, batch, shape[3])
+    return _Layer(observed.group, observed.layer, observed.module, shape, queries, keys)
 
 
 def _real(mask: Tensor | None, batch: int, length: int) -> list[slice | None]:
@@ -401,35 +344,13 @@ def _real(mask: Tensor | None, batch: int, length: int) -> list[slice | None]:
     return found
 
 
-def _may_be_step(observed: ObservedCall) -> bool:
-    """True if a call may be one step of a decoder that attends step by step, by the rule of `Observer.observe_call`."""
-    return observed.source == "qkv" and observed.call.q.shape[2] == 1 and not observed.causal
-
-
-def _joined_steps(steps: list[ObservedCall]) -> _CachedCall:
-    """The steps as one call, with copies of its tensors: those of the model may be views of something larger."""
-    call, lse = (steps[0].call, steps[0].lse) if len(steps) == 1 else (_joined(steps), None)
+def _cached(observed: ObservedCall) -> _CachedCall:
+    """The call with copies of its tensors: those of the model may be views of something larger."""
+    call = without_values(observed).call
     q, k = (x.clone(memory_format=torch.contiguous_format) for x in (call.q, call.k))
     call = replace(call, q=q, k=k, given=replace(call.given, q=q, k=k))
-    tensors = [*call.tensors().values(), *([] if lse is None else [lse])]
-    return _CachedCall(call, lse, sum(x.numel() * x.element_size() for x in tensors))
-
-
-def _joined(steps: list[ObservedCall]) -> Call:
-    """Steps over the same keys as one call with the identity as its normalizer, so that its scores are their weights.
-
-    The scores of the steps cannot be joined: each step may have another bias and another mask.
-    """
-    weights = torch.cat([weights_of(step.call) for step in steps], 2)
-    b, h, n_queries, n_keys = weights.shape
-    visible = []
-    for step in steps:
-        mask, row = step.call.mask, Region(slice(0, 1), slice(0, n_keys))
-        keys = weights.new_ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask.visible(row, step.call.grid)
-        visible.append(keys.expand(b, h, 1, n_keys))
-    zeros = weights.new_zeros(b, h, 1, 1)
-    q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k, Dense(torch.cat(visible, 2)), (TensorBias(weights),), normalizer=Identity())
+    tensors = [*call.tensors().values(), *([] if observed.lse is None else [observed.lse])]
+    return _CachedCall(call, observed.lse, sum(x.numel() * x.element_size() for x in tensors))
 
 
 def _checking(stopped: Stopped) -> Callable[[str], None]:

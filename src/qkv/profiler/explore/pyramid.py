@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 from cachetools import LRUCache
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from qkv.engine import Call, RowState, at_least_float32
@@ -184,7 +184,6 @@ class Pyramid:
         name: prefix of this pyramid's keys in the cache.
         queries: the queries of the call that the map shows; tiles count them from 0.
         keys: the keys of the call that the map shows.
-        real: True at real queries; padding attends to no key.
     """
 
     def __init__(
@@ -198,9 +197,8 @@ class Pyramid:
         *,
         queries: slice = slice(None),
         keys: slice = slice(None),
-        real: Bool[Tensor, "b nq"] | None = None,
     ) -> None:
-        self.call, self.known, self.item, self.head, self.real = call, known, item, head, real
+        self.call, self.known, self.item, self.head = call, known, item, head
         self.cache, self.name = cache, name
         queries, keys = checked_slice("queries", queries, call.q.shape[2]), checked_slice("keys", keys, call.k.shape[2])
         self.starts = queries.start, keys.start
@@ -248,8 +246,7 @@ class Pyramid:
         work.check()
         rows, columns = self._spans(at)
         call, known = replace(self.call, values=None).part(rows, columns), self.known.part(rows, columns)
-        real = None if self.real is None else self.real[:, rows]
-        head = HeadMap(call, known, item=self.item, head=self.head, real=real)
+        head = HeadMap(call, known, item=self.item, head=self.head)
         step, width = 2 ** (self.deepest - at[0]), _length(columns)
         down, across = ([*range(0, _length(side), step), _length(side)] for side in (rows, columns))
         made = head.binned(down, across, lambda n: work.add(n * width))

@@ -1,16 +1,20 @@
-"""A corpus of any size: list its texts without loading them, sort out unreadable ones, and split it into shards."""
+"""Corpora that can be split into shards, and the texts in files of every format, unreadable ones sorted out."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import heapq
+import importlib
+import io
 import json
-import os
+import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import PurePosixPath
+from typing import IO, Any
 
 from qkv.errors import InputError
 
@@ -21,35 +25,14 @@ BINARY, BLANK = "no UTF-8 text", "empty"
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, as a range of bytes in a file or as a string; or the reason why it cannot be surveyed."""
+    """One text, or the reason why it cannot be surveyed."""
 
     name: str
     size: int
     """Bytes."""
-    path: str | None = None
-    start: int = 0
-    """Offset in the file, if it is a line of one."""
     text: str | None = None
     reason: str | None = None
     """The reason why it is left out; None if it is a text."""
-    stamp: tuple[int, int] | None = None
-    """Size and modification time of its file when the corpus was listed."""
-
-    def read(self) -> str:
-        """Read the text."""
-        if self.text is not None:
-            return self.text
-        assert self.path is not None
-        try:
-            with Path(self.path).open("rb") as file:
-                if _stamp(file.fileno()) != self.stamp:
-                    raise ValueError("its size or modification time differs")
-                file.seek(self.start)
-                data = file.read(self.size)
-            text = data.decode("utf-8-sig")
-            return _field(text) if self.path.lower().endswith(LINES) else text
-        except (OSError, ValueError) as error:
-            raise InputError(f"corpus has a file that changed since the survey began: {self.name} ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -76,12 +59,12 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Corpus(Source):
-    """Documents in a reproducible order; documents that cannot be read are included, with the reason."""
+    """Strings in a reproducible order; documents that cannot be surveyed are included, with the reason."""
 
     name: str
     documents: tuple[Document, ...]
     fingerprint: str
-    """SHA-256 of the texts in their order; it does not depend on the location of the files."""
+    """SHA-256 of the texts in their order."""
 
     def shards(self, number: int) -> list[Part]:
         """Split the documents into `number` shards of about the same size: each is added to the smallest shard.
@@ -120,74 +103,11 @@ def of_texts(texts: Iterable[str], name: str = "texts", *, unreadable: int = 0) 
     for _ in range(unreadable):
         state.update(hashlib.sha256().digest())
         found.append(Document(f"{name}: a file", 0, reason=BINARY))
-    return _checked(Corpus(name, tuple(found), state.hexdigest()))
-
-
-def of_files(paths: Sequence[str | os.PathLike[str]]) -> Corpus:
-    """A corpus of the texts in files and folders.
-
-    Args:
-        paths: text files, with one text each; ``.jsonl`` files, with one text a line in the field "text"; folders, of
-            which all files are read, sorted by name, with subfolders but without hidden files and ``__pycache__``.
-    """
-    found: list[Document] = []
-    state = hashlib.sha256()
-    for name in paths:
-        path = Path(name).expanduser()
-        if not path.exists():
-            raise InputError(f"corpus has the path {str(name)!r}, expected a file or folder that exists")
-        for inner, file in _files(path) if path.is_dir() else [(path.name, path)]:
-            found += _documents(inner, file, state)
-    return _checked(Corpus(", ".join(map(str, paths)), tuple(found), state.hexdigest()))
-
-
-def _stamp(file: int | Path) -> tuple[int, int]:
-    known = os.stat(file)
-    return known.st_size, known.st_mtime_ns
-
-
-def _files(root: Path) -> Iterator[tuple[str, Path | str]]:
-    """Files of a folder with their relative names; for a folder that cannot be listed, the reason instead of a file."""
-    failed: list[OSError] = []
-    for folder, inner, files in os.walk(root, onerror=failed.append):
-        for linked in sorted(x for x in inner if (Path(folder) / x).is_symlink()):
-            yield (Path(folder) / linked).relative_to(root).as_posix(), "a link to a folder"
-        inner[:] = sorted(x for x in inner if x != "__pycache__" and not x.startswith("."))
-        for file in (Path(folder) / x for x in sorted(files) if not x.startswith(".")):
-            yield file.relative_to(root).as_posix(), file
-    for error in failed:
-        yield str(error.filename), str(error.strerror)
-
-
-def _documents(name: str, file: Path | str, state: hashlib._Hash) -> Iterator[Document]:
-    """The texts of one file; its bytes are added to the fingerprint."""
-    state.update(name.encode(errors="surrogateescape") + b"\0")
-    if isinstance(file, str):
-        yield Document(name, 0, reason=f"unreadable: {file}")
-        return
-    if not file.is_file():
-        yield Document(name, 0, reason="no file")
-        return
-    try:
-        if file.name.lower().endswith(LINES):
-            yield from _lines(name, file, state)
-            return
-        data = file.read_bytes()
-    except OSError as error:
-        yield Document(name, 0, reason=f"unreadable: {error.strerror}")
-        return
-    state.update(hashlib.sha256(data).digest())
-    yield Document(name, len(data), str(file), reason=_fault(data), stamp=_stamp(file))
-
-
-def _lines(name: str, file: Path, state: hashlib._Hash) -> Iterator[Document]:
-    start, stamp = 0, _stamp(file)
-    with file.open("rb") as lines:
-        for at, line in enumerate(lines, start=1):
-            state.update(hashlib.sha256(line).digest())
-            for document in document_of_line(f"{name}:{at}", line):
-                yield replace(document, text=None, path=str(file), start=start, stamp=stamp)
-            start += len(line)
+    if all(d.reason is not None for d in found):
+        reasons = ", ".join(sorted({d.reason for d in found if d.reason}))
+        skipped = f"; {len(found):,} left out: {reasons}" if reasons else ""
+        raise InputError(f"corpus has no text, expected at least one in {name or 'it'}{skipped}")
+    return Corpus(name, tuple(found), state.hexdigest())
 
 
 def document_of_line(name: str, line: bytes) -> Iterator[Document]:
@@ -230,10 +150,138 @@ def _fault(data: bytes) -> str | None:
         return BINARY
 
 
-def _checked(corpus: Corpus) -> Corpus:
-    """The corpus; raises `InputError` if it has no text."""
-    if all(d.reason is not None for d in corpus.documents):
-        reasons = ", ".join(sorted({d.reason for d in corpus.documents if d.reason}))
-        skipped = f"; {len(corpus.documents):,} left out: {reasons}" if reasons else ""
-        raise InputError(f"corpus has no text, expected at least one in {corpus.name or 'it'}{skipped}")
-    return corpus
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+COMPRESSED, PARQUET, TAR = (".zst", ".zstd", ".gz"), (".parquet",), (".tar",)
+BUFFER = 2**20
+ROWS = 256
+"""Rows of a Parquet file that are read at a time."""
+
+
+def documents(file: IO[bytes], name: str, size: int, low: int, high: int) -> Iterator[Document]:
+    """The texts of a file that begin at a position from `low` to before `high`, which may be outside the file.
+
+    Every text has a position from 0 to `size`, so ranges that cover these share a file among several readers. Lines
+    begin at their first byte. The groups of rows of a Parquet file are spread over it evenly. Everything else begins
+    at 0, because it can only be read from the start.
+
+    Args:
+        file: the file, which can seek.
+        name: its name, whose ending tells the format.
+        size: its number of bytes.
+        low: first position.
+        high: end of the positions.
+
+    >>> [d.text for d in documents(io.BytesIO(b'{"text": "a"}\\n{"text": "b"}\\n'), "x.jsonl", 28, 1, 28)]
+    ['b']
+    """
+    path = PurePosixPath(name.lower())
+    ending, of_text = path.suffix, _of_format(path.suffix)
+    if ending in LINES:
+        yield from _lines(file, name, low, high)
+    elif ending in PARQUET:
+        yield from _rows(file, name, size, low, high)
+    elif low <= 0 < high:
+        if ending in COMPRESSED:
+            file, of_text = _decompressed(file, ending, name), _of_format(PurePosixPath(path.stem).suffix)
+        yield from of_text(file, name)
+
+
+def _of_format(ending: str) -> Callable[[IO[bytes], str], Iterator[Document]]:
+    """The reader of a whole file, which need not be able to seek."""
+    if ending in PARQUET:
+        return _compressed_parquet
+    return _numbered_lines if ending in LINES else _members if ending in TAR else _whole
+
+
+def _whole(file: IO[bytes], name: str) -> Iterator[Document]:
+    yield document_of_bytes(name, file.read())
+
+
+def _lines(file: IO[bytes], name: str, low: int, high: int) -> Iterator[Document]:
+    """Lines that begin in the range; they are named by the position of their first byte."""
+    at = max(low - 1, 0)
+    file.seek(at)
+    if low > 0:
+        at += len(file.readline())  # the end of the line that begins before the range
+    while at < high and (line := file.readline()):
+        yield from document_of_line(f"{name}@{at}", line)
+        at += len(line)
+
+
+def _numbered_lines(file: IO[bytes], name: str) -> Iterator[Document]:
+    for at, line in enumerate(file, start=1):
+        yield from document_of_line(f"{name}:{at}", line)
+
+
+def _rows(file: IO[bytes], name: str, size: int, low: int, high: int) -> Iterator[Document]:
+    table = _arrow("parquet", name).ParquetFile(file)
+    if FIELD not in table.schema_arrow.names:
+        columns = ", ".join(table.schema_arrow.names)
+        raise InputError(f"corpus has {name} without a column {FIELD!r}, expected one of texts; it has {columns}")
+    groups, row = table.num_row_groups, 0
+    for group in range(groups):
+        if low <= size * group // groups < high:
+            at = row
+            for batch in table.iter_batches(ROWS, row_groups=[group], columns=[FIELD]):
+                for text in batch.column(0).to_pylist():
+                    yield of_value(f"{name}:{at + 1}", text)
+                    at += 1
+        row += table.metadata.row_group(group).num_rows
+
+
+class _Member(tarfile.TarInfo):
+    """A member of a whole archive. By itself, tarfile takes a damaged or missing header for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"the archive is cut off or damaged: {error}") from error
+
+
+def _members(file: IO[bytes], name: str) -> Iterator[Document]:
+    """The texts of a tar: members .txt, and the field "text" of members .json, as WebDataset names them."""
+    with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
+        for member in archive:
+            archive.members = []  # type: ignore[attr-defined]  # else tarfile would collect them all
+            if not member.isfile():
+                continue
+            inner, ending = f"{name}/{member.name}", PurePosixPath(member.name.lower()).suffix
+            if ending not in (".txt", ".json"):
+                yield Document(inner, member.size, reason="member of a tar that is neither .txt nor .json")
+                continue
+            content = archive.extractfile(member)
+            data = content.read() if content else b""
+            if ending == ".txt":
+                yield document_of_bytes(inner, data)
+            else:
+                yield from document_of_line(inner, data or b"{}")
+
+
+def _compressed_parquet(file: IO[bytes], name: str) -> Iterator[Document]:
+    raise InputError(f"corpus has {name}, expected Parquet files as they are: they are compressed inside")
+
+
+def of_value(name: str, text: Any, column: str = FIELD) -> Document:
+    """The text that is the value of a row in this column, or the reason why it is none."""
+    if not isinstance(text, str):
+        return Document(name, 0, reason=f"no text in {column!r}")
+    return Document(name, len(text.encode()), text=text, reason=None if text.strip() else BLANK)
+
+
+def _decompressed(file: IO[bytes], ending: str, name: str) -> IO[bytes]:
+    if ending == ".gz":
+        return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
+    arrow = _arrow("", name)
+    return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), "zstd"), BUFFER)
+
+
+def _arrow(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(f"pyarrow.{module}".rstrip("."))
+    except ImportError as error:
+        raise InputError(f"corpus has {name}, which needs the package pyarrow: pip install 'qkv[cloud]'") from error

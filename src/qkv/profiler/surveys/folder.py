@@ -176,25 +176,16 @@ class Folder:
         if self.path is not None:
             source: Any = self.path / _name(number)
         else:
-            source = io.BytesIO(self.shard_bytes(number) or b"")
+            source = io.BytesIO(self._read(_name(number)) or b"")
         try:
             return Survey.load(source)
         except InputError as error:
             where = "" if self.path is not None else f" (shard {number} in {self.address})"
             raise InputError(f"{error}{where}; delete it and run the same command again") from error
 
-    def shard_bytes(self, number: int) -> bytes | None:
-        """The file of a shard; None if it is not finished."""
-        return self._read(_name(number))
-
     def write_shard(self, number: int, data: bytes) -> None:
         """Write a finished shard."""
         self.write(_name(number), data, f"shard {number}")
-
-    def result(self) -> Survey | None:
-        """The merged survey; None if it is not written yet."""
-        data = self._read(RESULT)
-        return None if data is None else Survey.load(io.BytesIO(data))
 
     def write_result(self, data: bytes) -> None:
         """Write the merged survey."""

@@ -17,8 +17,7 @@ from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.merging import Incomplete
 
 if TYPE_CHECKING:
-    from qkv.profiler.surveys.shard import OnBatch
-    from qkv.profiler.surveys.survey import Work
+    from qkv.profiler.surveys.shard import OnBatch, Surveyor
 
 RETRIES = 20
 """How often a shard is begun again after its process or machine was lost."""
@@ -32,7 +31,7 @@ documents, bytes and tokens."""
 
 
 def carry_out(
-    work: Work, numbers: Sequence[int], folder: Folder, threads: int, gpus: int | None, on_batch: OnBatch
+    surveyor: Surveyor, numbers: Sequence[int], folder: Folder, threads: int, gpus: int | None, on_batch: OnBatch
 ) -> None:
     """Carry out these shards on a cluster of Ray, and return when their files are in the folder.
 
@@ -41,16 +40,16 @@ def carry_out(
     files come back to this process. Each task reserves `threads` CPUs, for as many threads, and `gpus` GPUs; None is
     one if the cluster has any now. `on_batch` is called after each shard.
     """
-    if work.surveyor.device.type != "cpu":
+    if surveyor.device.type != "cpu":
         raise InputError(
-            f"model is on {work.surveyor.device}, expected it on the CPU: engine='ray' sends it to tasks, which move "
+            f"model is on {surveyor.device}, expected it on the CPU: engine='ray' sends it to tasks, which move "
             "it to the GPUs that they have"
         )
     with _cluster() as ray:
         if gpus is None:
             gpus = 1 if ray.cluster_resources().get("GPU") else 0
         task = ray.remote(_carry_out).options(num_cpus=threads, num_gpus=gpus, max_retries=RETRIES)
-        sent = ray.put(work)
+        sent = ray.put(surveyor)
         address = folder.address if scheme_of(folder.address) not in HERE else None
         waiting = {task.remote([sent], number, address, threads): number for number in numbers}
         try:
@@ -75,20 +74,19 @@ def _carry_out(sent: list[Any], number: int, address: str | None, threads: int) 
         nonlocal documents, size, tokens
         documents, size, tokens = documents + new_documents, size + new_size, tokens + new_tokens
 
-    work = _loaded(sent[0])
-    data = work.shard(number, on_batch)
+    data = _loaded(sent[0]).shard(number, on_batch)
     if address is not None:
         Folder(address).write_shard(number, data)
     return data if address is None else None, (documents, size, tokens)
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(sent: Any) -> Work:
-    """The work, on the GPU that Ray assigned to this process if there is one; kept for the next shard."""
+def _loaded(sent: Any) -> Surveyor:
+    """The surveyor, on the GPU that Ray assigned to this process if there is one; kept for the next shard."""
     import ray
 
-    work: Work = ray.get(sent)
-    return work.on("cuda:0") if ray.get_gpu_ids() else work  # Ray hides all other GPUs from the process
+    surveyor: Surveyor = ray.get(sent)
+    return surveyor.on("cuda:0") if ray.get_gpu_ids() else surveyor  # Ray hides all other GPUs from the process
 
 
 def _result(ray: Any, ready: Any, number: int) -> Done:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Special, batches, sequences_of, special_ids, token_text, tokens_of
 from qkv.profiler.capture.observe import observe, unobserved
 from qkv.profiler.capture.observer import Observer
-from qkv.profiler.capture.record import ObservedCall
+from qkv.profiler.capture.record import Measures, ObservedCall
 from qkv.profiler.data.types import is_delimiter
-from qkv.profiler.data.variables import UNFUSED
 from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, Quantities, number, of_description
-from qkv.profiler.surveys.corpus import Document
+from qkv.profiler.surveys.corpus import Document, Part
 from qkv.profiler.surveys.data import EXAMPLES, Survey
-from qkv.statistics import Local, PrefixSinkScores, Statistic
-from qkv.statistics.measure import in_shares, measured
+from qkv.profiler.surveys.merging import label
+from qkv.statistics import Statistic
 from qkv.statistics.result import Statistics
 
 OnBatch = Callable[[int, int, int], None]
@@ -121,44 +120,52 @@ NAMED = 256
 
 
 class Surveyor:
-    """A model, its tokenizer and the settings of a survey."""
+    """A survey, ready to be carried out: any process that has it can carry out any shard, any number of times.
+
+    A shard depends on nothing but the model, the texts and the settings, so it is the same file whoever computes it.
+
+    Args:
+        model: the model.
+        tokenizer: converts text to ids.
+        parts: the texts of each shard.
+        settings: everything that determines the shards, as it is written to the folder of the survey.
+        statistics: custom statistics.
+    """
 
     def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        definition: dict[str, Any],
-        batch_tokens: int,
+        self, model: nn.Module, tokenizer: Any, parts: Sequence[Part], settings: dict[str, Any],
         statistics: Sequence[Statistic] = (),
-    ) -> None:
-        self.model, self.tokenizer, self.definition, self.batch_tokens = model, tokenizer, definition, batch_tokens
-        self.statistics, self.quantities = statistics, of_description(definition["quantities"])
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.parts, self.settings = model, tokenizer, parts, settings
+        self.definition: dict[str, Any] = settings["definition"]
+        self.quantities = of_description(self.definition["quantities"])
+        self.measures = Measures(self.definition["local_window"], 0, 0, statistics)
         self.special = Special.of(tokenizer)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.kinds = _kinds(tokenizer, definition["vocabulary"], special_ids(model, tokenizer)).to(self.device)
+        self.kinds = _kinds(tokenizer, self.definition["vocabulary"], special_ids(model, tokenizer)).to(self.device)
         parameters = inspect.signature(model.forward).parameters
         masked = "attention_mask" in parameters or type(model).__module__.startswith("transformers.")
         self.pad = (getattr(tokenizer, "pad_token_id", None) or 0) if masked else None
         self.two = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
     def on(self, device: str) -> Surveyor:
-        """Move the model to a device; returns its surveyor there."""
-        model = self.model.to(device)
-        return Surveyor(model, self.tokenizer, self.definition, self.batch_tokens, self.statistics)
+        """The same survey with the model on another device."""
+        return Surveyor(self.model.to(device), self.tokenizer, self.parts, self.settings, self.measures.statistics)
 
-    def survey(self, chunks: Iterable[Sequence[Document]], label: str, on_batch: OnBatch) -> Survey:
-        """Survey a shard; the documents of a chunk are held and batched together. `label` is the name of the shard."""
+    def shard(self, number: int, on_batch: OnBatch) -> bytes:
+        """Survey one shard: its file. The documents of a chunk are held and batched together."""
         groups: dict[str, Group] = {}
-        record: dict[str, Any] = {"documents": 0, "sequences": 0, "tokens": 0, "shards": [label]}
+        shards = [label(self.settings, number)]
+        record: dict[str, Any] = {"documents": 0, "sequences": 0, "tokens": 0, "shards": shards}
         skipped: Counter[str] = Counter()
         examples: list[str] = []
         sources: dict[str, str] = {}
-        for documents in chunks:
+        for documents in self.parts[number].chunks():
             found = self._pieces(documents, skipped, examples)
             number_of_documents, size = len(documents), sum(d.size for d in documents)
             total = sum(len(p.ids) for p in found) or 1
             done = 0  # tokens that were run, of `total`
-            for batch in batches_of(found, self.batch_tokens, pad=self.pad):
+            for batch in batches_of(found, self.settings["batch_tokens"], pad=self.pad):
                 sources |= self._add(batch.to(self.device), groups)
                 counted, before = int(batch.counted.sum()), done
                 done += int(batch.real.sum())
@@ -178,7 +185,7 @@ class Surveyor:
             "names": self._names(groups),
             "sources": sources,
         }
-        return Survey(self.definition, groups, record)
+        return Survey(self.definition, groups, record).packed()
 
     def _pieces(self, documents: Sequence[Document], skipped: Counter[str], examples: list[str]) -> list[Piece]:
         """The sequences of the documents; those that are left out are counted in `skipped`."""
@@ -186,7 +193,7 @@ class Surveyor:
         for document in documents:
             reason = document.reason
             if reason is None:
-                ids = tokens_of(self.tokenizer, document.read())
+                ids = tokens_of(self.tokenizer, document.text or "")
                 cut = list(pieces(ids, self.special, self.definition["length"], self.definition["overlap"]))
                 if len(cut) > 1 and self.definition["long"] == "refuse":
                     reason = f"longer than {self.definition['length']} tokens"
@@ -210,7 +217,6 @@ class Surveyor:
             arguments |= {"decoder_input_ids": batch.ids}
             arguments |= {"decoder_attention_mask": batch.real.long()} if padded else {}
         (prepared,) = batches(self.model, arguments, None, None)
-        real = {batch.ids.shape[1]: batch.real} if padded else {}
 
         def receive(observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
             if changed:
@@ -224,10 +230,7 @@ class Surveyor:
             made = self._add_call(group, observed, batch)
             return made if result is None else result
 
-        observer = Observer(
-            self.model, query_masks=real, key_masks=real, sequences=sequences_of(self.model, prepared),
-            receive=receive,
-        )  # fmt: skip
+        observer = Observer(self.model, sequences=sequences_of(self.model, prepared), receive=receive)
         with observe(observer):
             self.model(**prepared)
         missing = unobserved(observer)
@@ -241,17 +244,7 @@ class Surveyor:
         call = observed.call
         batch, kinds = batch.to(call.q.device), self.kinds.to(call.q.device)
         counts = None if bool(batch.counted.all()) else batch.counted
-        local = Local(self.definition["local_window"])
-        options: dict[str, Any] = {"mass": {local.name: local.mask}, "first": observed.first, "queries": counts}
-        of_prefix = PrefixSinkScores(PREFIX)
-        further = (*(s for s in UNFUSED if s.name in self.quantities), *self.statistics, of_prefix)
-        result, rows, statistics = measured(call, output=True, statistics=further, **options)
-        assert result is not None
-        if rows.level is not None and rows.level.isnan().any():
-            raise InputError(
-                f"model computes scores that are NaN in {observed.module}: its parameters or its inputs contain NaN"
-            )
-        statistics = in_shares(call, statistics, statistics=[of_prefix], **options)
+        result, statistics, _ = self.measures.of(replace(observed, queries=counts))
         layer = group.layers.get(observed.layer)
         if layer is None:
             layer = group.layers[observed.layer] = Layer(observed.module, call.q.shape[1], self.quantities)

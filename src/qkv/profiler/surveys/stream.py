@@ -6,32 +6,18 @@ reads a dataset of the Hugging Face hub by the package ``datasets``.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import importlib
 import io
 import itertools
 import os
-import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 from qkv._files import checked_datasets, dataset_and_column, filesystem, reason
 from qkv.errors import InputError
-from qkv.profiler.surveys.corpus import (
-    BLANK,
-    FIELD,
-    LINES,
-    Document,
-    Part,
-    Source,
-    checked_shards,
-    document_of_bytes,
-    document_of_line,
-)
+from qkv.profiler.surveys.corpus import BUFFER, Document, Part, Source, checked_shards, documents, of_value
 
 CHUNK = 2**22
 """Bytes of text that are batched together, and the most that is held of a shard."""
@@ -73,7 +59,7 @@ class Stream(Source):
     name: str
     addresses: tuple[str, ...]
     fingerprint: str
-    """SHA-256 of the names, sizes and contents of all files, the contents as far as `SAMPLE` says."""
+    """SHA-256 of the names, sizes and contents of all files; of the contents perhaps as far as `SAMPLE` says."""
     stamp: str
     """SHA-256 of names, sizes and stamps of all files."""
     extent: int
@@ -114,7 +100,7 @@ def _chunks(texts: Callable[[], Iterable[Document]]) -> Iterator[Sequence[Docume
     yield found
 
 
-def of_addresses(addresses: Sequence[str | os.PathLike[str]]) -> Stream:
+def of_addresses(addresses: Sequence[str | os.PathLike[str]], *, whole: bool = False) -> Stream:
     """A corpus at paths and addresses, which is read as a stream.
 
     Args:
@@ -122,6 +108,7 @@ def of_addresses(addresses: Sequence[str | os.PathLike[str]]) -> Stream:
             read with their subfolders, but without hidden files and ``__pycache__``. The ending of a file tells its
             format: ``.jsonl`` and ``.parquet`` with the texts in "text"; ``.tar`` with members ``.txt`` and ``.json``
             (WebDataset); any other file is one text. All but Parquet may be compressed: ``.zst``, ``.gz``.
+        whole: where the storage keeps no hash of the content, read every file to its end for the fingerprint.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -136,7 +123,7 @@ def of_addresses(addresses: Sequence[str | os.PathLike[str]]) -> Stream:
     content, stamps = hashlib.sha256(f"stream, batched by {CHUNK} bytes".encode()), hashlib.sha256()
     extent = 0
     for file in _files(texts):
-        _add(content, file, file.content or _sample(file))
+        _add(content, file, file.content or _hash(file, whole=whole))
         _add(stamps, file, file.stamp)
         extent = file.at + file.size + 1
     if not extent:
@@ -204,6 +191,9 @@ def _read(file: File, low: int, high: int) -> Iterator[Document]:
     try:
         with _opened(file) as opened:
             yield from documents(opened, file.name, file.size, low, high)
+    except PermissionError as error:
+        if low <= 0 < high:
+            yield Document(file.name, file.size, reason=_unreadable(error))
     except InputError:
         raise
     except Exception as error:  # of the storage, each with types of its own, or of a damaged file
@@ -212,20 +202,28 @@ def _read(file: File, low: int, high: int) -> Iterator[Document]:
         ) from error
 
 
+def _unreadable(error: PermissionError) -> str:
+    return f"unreadable: {error.strerror}"
+
+
 def _opened(file: File) -> io.BufferedReader:
     files, _ = filesystem(os.path.expanduser(file.address), "corpus")
     return io.BufferedReader(files.open(file.path, "rb"), BUFFER)
 
 
-def _sample(file: File) -> str:
-    """The SHA-256 of the start and the end of a file."""
+def _hash(file: File, *, whole: bool) -> str:
+    """The SHA-256 of a file, or of its start and its end."""
     if file.reason is not None:
         return file.reason
     try:
         with _opened(file) as opened:
+            if whole:
+                return hashlib.file_digest(opened, "sha256").hexdigest()
             start = opened.read(SAMPLE)
             opened.seek(max(file.size - SAMPLE, 0))
             return hashlib.sha256(start + opened.read(SAMPLE)).hexdigest()
+    except PermissionError as error:
+        return _unreadable(error)
     except OSError as error:
         raise InputError(f"corpus: cannot read {file.path} ({reason(error)})") from error
 
@@ -284,145 +282,3 @@ def _streamed(dataset: str, column: str | None) -> Any:
 
     rows = datasets.load_dataset(dataset, split="train", streaming=True)
     return rows.select_columns([column]) if column else rows
-
-
-# --- formats ----------------------------------------------------------------------------------------------------------
-
-COMPRESSED, PARQUET, TAR = (".zst", ".zstd", ".gz"), (".parquet",), (".tar",)
-BUFFER = 2**20
-ROWS = 256
-"""Rows of a Parquet file that are read at a time."""
-
-
-def streams_only(name: str) -> bool:
-    """True for the name of a file that only `documents` can read."""
-    return PurePosixPath(name.lower()).suffix in (*COMPRESSED, *PARQUET, *TAR)
-
-
-def documents(file: IO[bytes], name: str, size: int, low: int, high: int) -> Iterator[Document]:
-    """The texts of a file that begin at a position from `low` to before `high`, which may be outside the file.
-
-    Every text has a position from 0 to `size`, so ranges that cover these share a file among several readers. Lines
-    begin at their first byte. The groups of rows of a Parquet file are spread over it evenly. Everything else begins
-    at 0, because it can only be read from the start.
-
-    Args:
-        file: the file, which can seek.
-        name: its name, whose ending tells the format.
-        size: its number of bytes.
-        low: first position.
-        high: end of the positions.
-
-    >>> [d.text for d in documents(io.BytesIO(b'{"text": "a"}\\n{"text": "b"}\\n'), "x.jsonl", 28, 1, 28)]
-    ['b']
-    """
-    path = PurePosixPath(name.lower())
-    ending, of_text = path.suffix, _of_format(path.suffix)
-    if ending in LINES:
-        yield from _lines(file, name, low, high)
-    elif ending in PARQUET:
-        yield from _rows(file, name, size, low, high)
-    elif low <= 0 < high:
-        if ending in COMPRESSED:
-            file, of_text = _decompressed(file, ending, name), _of_format(PurePosixPath(path.stem).suffix)
-        yield from of_text(file, name)
-
-
-def _of_format(ending: str) -> Callable[[IO[bytes], str], Iterator[Document]]:
-    """The reader of a whole file, which need not be able to seek."""
-    if ending in PARQUET:
-        return _compressed_parquet
-    return _numbered_lines if ending in LINES else _members if ending in TAR else _whole
-
-
-def _whole(file: IO[bytes], name: str) -> Iterator[Document]:
-    yield document_of_bytes(name, file.read())
-
-
-def _lines(file: IO[bytes], name: str, low: int, high: int) -> Iterator[Document]:
-    """Lines that begin in the range; they are named by the position of their first byte."""
-    at = max(low - 1, 0)
-    file.seek(at)
-    if low > 0:
-        at += len(file.readline())  # the end of the line that begins before the range
-    while at < high and (line := file.readline()):
-        yield from document_of_line(f"{name}@{at}", line)
-        at += len(line)
-
-
-def _numbered_lines(file: IO[bytes], name: str) -> Iterator[Document]:
-    for at, line in enumerate(file, start=1):
-        yield from document_of_line(f"{name}:{at}", line)
-
-
-def _rows(file: IO[bytes], name: str, size: int, low: int, high: int) -> Iterator[Document]:
-    table = _arrow("parquet", name).ParquetFile(file)
-    if FIELD not in table.schema_arrow.names:
-        columns = ", ".join(table.schema_arrow.names)
-        raise InputError(f"corpus has {name} without a column {FIELD!r}, expected one of texts; it has {columns}")
-    groups, row = table.num_row_groups, 0
-    for group in range(groups):
-        if low <= size * group // groups < high:
-            at = row
-            for batch in table.iter_batches(ROWS, row_groups=[group], columns=[FIELD]):
-                for text in batch.column(0).to_pylist():
-                    yield of_value(f"{name}:{at + 1}", text)
-                    at += 1
-        row += table.metadata.row_group(group).num_rows
-
-
-class _Member(tarfile.TarInfo):
-    """A member of a whole archive. By itself, tarfile takes a damaged or missing header for the end of the archive."""
-
-    @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
-        try:
-            return super().fromtarfile(archive)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            raise
-        except tarfile.HeaderError as error:
-            raise tarfile.ReadError(f"the archive is cut off or damaged: {error}") from error
-
-
-def _members(file: IO[bytes], name: str) -> Iterator[Document]:
-    """The texts of a tar: members .txt, and the field "text" of members .json, as WebDataset names them."""
-    with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
-        for member in archive:
-            archive.members = []  # type: ignore[attr-defined]  # else tarfile would collect them all
-            if not member.isfile():
-                continue
-            inner, ending = f"{name}/{member.name}", PurePosixPath(member.name.lower()).suffix
-            if ending not in (".txt", ".json"):
-                yield Document(inner, member.size, reason="member of a tar that is neither .txt nor .json")
-                continue
-            content = archive.extractfile(member)
-            data = content.read() if content else b""
-            if ending == ".txt":
-                yield document_of_bytes(inner, data)
-            else:
-                yield from document_of_line(inner, data or b"{}")
-
-
-def _compressed_parquet(file: IO[bytes], name: str) -> Iterator[Document]:
-    raise InputError(f"corpus has {name}, expected Parquet files as they are: they are compressed inside")
-
-
-def of_value(name: str, text: Any, column: str = FIELD) -> Document:
-    """The text that is the value of a row in this column, or the reason why it is none."""
-    if not isinstance(text, str):
-        return Document(name, 0, reason=f"no text in {column!r}")
-    return Document(name, len(text.encode()), text=text, reason=None if text.strip() else BLANK)
-
-
-def _decompressed(file: IO[bytes], ending: str, name: str) -> IO[bytes]:
-    if ending == ".gz":
-        return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
-    arrow = _arrow("", name)
-    return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), "zstd"), BUFFER)
-
-
-def _arrow(module: str, name: str) -> Any:
-    try:
-        return importlib.import_module(f"pyarrow.{module}".rstrip("."))
-    except ImportError as error:
-        raise InputError(f"corpus has {name}, which needs the package pyarrow: pip install 'qkv[cloud]'") from error

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.surveys import accumulators, corpus, on_ray, shard
 from qkv.profiler.surveys.accumulators import QUANTITIES
-from qkv.profiler.surveys.corpus import Part, Source
+from qkv.profiler.surveys.corpus import Source
 from qkv.profiler.surveys.data import VERSION, Survey
 from qkv.profiler.surveys.folder import Folder
-from qkv.profiler.surveys.merging import Incomplete, check_complete, label, merge_shards
+from qkv.profiler.surveys.merging import Incomplete, check_complete, merge_shards
 from qkv.profiler.surveys.shard import OnBatch, Surveyor
 
 __all__ = ["Incomplete", "Survey", "survey"]
@@ -52,8 +52,7 @@ def survey(
     Args:
         model: as in `qkv.profile`: a model in evaluation mode, or a name. The decoder of an encoder-decoder reads the
             same text as its encoder.
-        texts: strings, or a corpus from `qkv.profiler.surveys.corpus.of_files` or, to read it as a stream, from
-            `qkv.profiler.surveys.stream.of_addresses`.
+        texts: strings, or a corpus of files and folders, from `qkv.profiler.surveys.stream.of_addresses`.
         tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
         out: folder of the survey, also at an address such as ``s3://bucket/folder``: ``survey.json`` (settings),
             ``shards/0000.qkv.zip`` and so on, and at the end ``survey.qkv.zip``.
@@ -83,19 +82,24 @@ def survey(
     if loaded.tokenizer is None:
         raise InputError("tokenizer is None, but a survey reads texts; pass tokenizer=…")
     source = texts if isinstance(texts, Source) else corpus.of_texts(texts)
-    work = Work.of(loaded.model, source, loaded.tokenizer, replace(how, name=loaded.name))
-    folder = Folder(out).open(work.settings)
+    statistics = checked_custom(how.statistics, (*QUANTITIES, *TAKEN), over="query")
+    definition = definition_of(loaded.model, loaded.tokenizer, replace(how, name=loaded.name, statistics=statistics))
+    kept = {
+        "corpus": source.fingerprint, "shards": how.shards, "batch_tokens": how.batch_tokens, "definition": definition,
+    }  # fmt: skip
+    surveyor = Surveyor(loaded.model, loaded.tokenizer, source.shards(how.shards), kept, statistics)
+    folder = Folder(out).open(kept)
     if how.only_shards is None:  # no other process writes
         folder.discard_unfinished()
     done = folder.finished()
     todo = [number for number in how.numbers if number not in done]
     if how.engine == "ray":
-        on_ray.carry_out(work, todo, folder, torch.get_num_threads(), how.gpus, on_batch)
+        on_ray.carry_out(surveyor, todo, folder, torch.get_num_threads(), how.gpus, on_batch)
     else:
         for number in todo:
-            folder.write_shard(number, work.shard(number, on_batch))
+            folder.write_shard(number, surveyor.shard(number, on_batch))
     check_complete(folder.finished(), how.shards, f"in {folder}", how.numbers)
-    result = merge_shards(dict.fromkeys(how.numbers, folder), work.settings)
+    result = merge_shards(dict.fromkeys(how.numbers, folder), kept)
     if len(how.numbers) == how.shards:
         folder.write_result(result.packed())
     return result
@@ -113,6 +117,7 @@ def _refuse_torchrun(settings: Settings) -> None:
         )
 
 
+TAKEN = ("module", "queries", "special", "delimiter", "sink_score", "sink_texts")  # columns of `Survey.heads`
 LENGTH = 512
 """The longest sequence of a model without a limit, if none is given."""
 
@@ -174,40 +179,3 @@ def _rules(tokenizer: Any) -> Any:
 def digest(value: Any) -> str:
     """SHA-256 of a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-TAKEN = ("module", "queries", "special", "delimiter", "sink_score", "sink_texts")  # columns of `Survey.heads`
-
-
-@dataclass(frozen=True)
-class Work:
-    """A survey, ready to be carried out: any process that has it can carry out any shard, any number of times.
-
-    A shard depends on nothing but the model, the texts and the settings, so it is the same file whoever computes it.
-    """
-
-    surveyor: Surveyor
-    parts: Sequence[Part]
-    """The texts of each shard."""
-    settings: dict[str, Any]
-    """Everything that determines the shards, as it is written to the folder of the survey."""
-
-    @classmethod
-    def of(cls, model: nn.Module, texts: Source, tokenizer: Any, settings: Settings) -> Work:
-        """The work of a survey with these settings."""
-        statistics = checked_custom(settings.statistics, (*QUANTITIES, *TAKEN), over="query")
-        definition = definition_of(model, tokenizer, replace(settings, statistics=statistics))
-        kept = {
-            "corpus": texts.fingerprint, "shards": settings.shards, "batch_tokens": settings.batch_tokens,
-            "definition": definition,
-        }  # fmt: skip
-        surveyor = Surveyor(model, tokenizer, definition, settings.batch_tokens, statistics)
-        return cls(surveyor, texts.shards(settings.shards), kept)
-
-    def shard(self, number: int, on_batch: OnBatch) -> bytes:
-        """Survey one shard: its file."""
-        return self.surveyor.survey(self.parts[number].chunks(), label(self.settings, number), on_batch).packed()
-
-    def on(self, device: str) -> Work:
-        """The same work with the model on another device."""
-        return replace(self, surveyor=self.surveyor.on(device))
