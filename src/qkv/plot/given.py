@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkv._packages import user_frame
 from qkv.errors import InputError
-from qkv.figures.plots import dense_weights
+from qkv.figures.map import Stored
 from qkv.masks import Mask
 from qkv.profiler.profiles import Profile
 
@@ -68,6 +68,22 @@ class Layers:
         """The map of one head, by its id, of the only layer."""
         at = _index("head", head, self.head_ids[0])
         return checked_weights(array(self.views[0][at], self.names[0]), self.names[0], whole=self.bins == (1, 1))
+
+    def mean(self, layer: int | None, head: int | None) -> tuple[str, np.ndarray]:
+        """The weights (nq, nk) of one head, or the mean of a layer or of all layers, 0 at masked pairs; and its name.
+
+        The name is empty for weights of a single head.
+        """
+        if self.bins != (1, 1):
+            raise InputError("w is a Profile with bins of a long text, expected all weights: map_tokens= was less")
+        found = self if layer is None and head is None else self.layer(layer)
+        heads = sum(map(len, found.head_ids))
+        if head is not None:
+            return f"Layer {found.layer_ids[0]}, head {head}", np.nan_to_num(found.head(head))
+        if len(set(found.sizes)) > 1:
+            raise InputError("w has layers of different sizes, expected one size; pass layer=")
+        of = f"Mean of {heads} heads" if layer is None else f"Layer {layer}, mean of {heads} heads"
+        return "" if heads == 1 else of, np.mean([np.nan_to_num(x).mean(0) for x in found.maps()], axis=0)
 
 
 def _index(name: str, chosen: int | None, ids: Sequence[int]) -> int:
@@ -187,21 +203,22 @@ def checked_weights(values: np.ndarray, name: str = "w", *, whole: bool = True) 
 
 
 def _of_profile(profile: Profile, item: int | None) -> Layers:
-    data = profile.data
-    if item is None and data.sizes["text"] > 1:
-        raise InputError(f"item is None with {data.sizes['text']} texts, expected the text to draw")
-    at = _index("item", item, range(data.sizes["text"]))
-    one = data.isel(text=[at])
+    texts = profile.data.sizes["text"]
+    if item is None and texts > 1:
+        raise InputError(f"item is None with {texts} texts, expected the text to draw")
+    return of_text(profile.data.isel(text=[at := _index("item", item, range(texts))]), at)
+
+
+def of_text(one: xr.Dataset, text: int) -> Layers:
+    """What a data set of one text of a profile, with the number `text`, stores of its weights."""
     n_queries, n_keys = int(one["n_queries"][0]), int(one["n_keys"][0])
-    values, bins = _stored(one, n_queries, n_keys)
-    if values is None:
+    stored = Stored.of(one)
+    if stored is None:
         raise InputError(
-            f"w is a Profile without maps of text {at}, expected one made with map_tokens={n_keys} or more"
+            f"w is a Profile without maps of text {text}, expected one made with map_tokens={max(n_queries, n_keys)} "
+            "or more"
         )
-    values = values.astype(np.float64)
-    if one.attrs["causal"]:  # a bin is masked if its first key comes after its last query
-        last = np.minimum(np.arange(1, values.shape[2] + 1) * bins[0], n_queries) - 1 + n_keys - n_queries
-        values = np.where(np.arange(values.shape[3]) * bins[1] <= last[:, None], values, np.nan)
+    values = np.where(stored.visible, stored.largest.astype(np.float64), np.nan)
     count = len(values)
     return Layers(
         list(values),
@@ -209,21 +226,10 @@ def _of_profile(profile: Profile, item: int | None) -> Layers:
         [int(x) for x in one["layer"].values],
         [[int(x) for x in one["head"].values]] * count,
         [(n_queries, n_keys)] * count,
-        bins,
+        stored.bins,
         [str(x) for x in one["key_token"].values[0, :n_keys]],
         [str(x) for x in one["query_token"].values[0, :n_queries]],
     )
-
-
-def _stored(one: xr.Dataset, n_queries: int, n_keys: int) -> tuple[np.ndarray | None, tuple[int, int]]:
-    """The weights (layer, head, query, key) that a profile stores for a text, else its pooled maps, and their bins."""
-    if (weights := dense_weights(one)) is not None:
-        return weights, (1, 1)
-    if "map_max" in one:
-        bins = int(one["bin_queries"][0]), int(one["bin_keys"][0])
-        if 0 not in bins:
-            return one["map_max"].values[0, :, :, : -(-n_queries // bins[0]), : -(-n_keys // bins[1])], bins
-    return None, (1, 1)
 
 
 def masked(values: np.ndarray, mask: Any) -> np.ndarray:

@@ -14,10 +14,23 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from qkv.errors import InputError, at_least_one
-from qkv.figures.layout import ACCENT, CHARACTER, INK, MUTED, WARM, Drawing, colour_bar, heat, place, token_label
+from qkv.figures.layout import (
+    ACCENT,
+    CHARACTER,
+    INK,
+    MUTED,
+    WARM,
+    Drawing,
+    colour_bar,
+    heat,
+    label_inches,
+    panel_title,
+    place,
+    token_label,
+)
 from qkv.masks import Mask
 from qkv.plot.given import array, checked_weights, layers, masked, token_lists, visible_pairs
-from qkv.plot.single import draw, label_inches, norm_of, pooled
+from qkv.plot.single import draw, norm_of, pooled
 from qkv.profiler.profiles import Profile
 
 MANY_WIDTH = 7.0  # inches of a figure of several panels
@@ -150,11 +163,12 @@ def wall(
     at_least_one("panels", columns=across)
     across = min(across, n)
     down = -(-n // across)
-    left = 0.45 + max(label_inches(rows) for rows, _ in names)
+    tallest = max(m.shape[0] for m in given.values())
+    left = 0.45 + max(label_inches(rows, SIDE / tallest, across=False) for rows, _ in names)
     gap, bar_inches = 0.22, 0.15 if what is None else 0.75
     side = min(SIDE, (MANY_WIDTH - left - bar_inches - gap * (across - 1)) / across)
     longest = max(m.shape[1] for m in given.values())
-    below = 0.35 + max(label_inches(keys, cell=side / longest) for _, keys in names)
+    below = 0.35 + max(label_inches(keys, side / longest, across=True) for _, keys in names)
     ratios = [min(1.7, max(0.2, m.shape[0] / m.shape[1])) for m in given.values()]
     talls = [side * max(ratios[row * across : (row + 1) * across]) for row in range(down)]
     texts = [textwrap.fill(name, max(12, int(side * 15))) for name in given]
@@ -324,8 +338,7 @@ def arcs(
     ax.set_ylim(form.above - form.height, form.above)
     ax.set_aspect("equal")
     ax.set_axis_off()
-    if title:
-        ax.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
+    panel_title(ax, title)
     for query, key in arrows:
         ax.add_patch(form.arrow(query, key, float(pairs[query, key]) / top))
     for number, side in enumerate(names):

@@ -15,19 +15,16 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.figures.layout import (
-    CHARACTER,
     COLOURS,
     DIVERGING,
-    INK,
-    READABLE,
     Drawing,
     cell_number,
     colour_bar,
     heat,
-    is_turned,
+    label_inches,
     label_side,
+    panel_title,
     place,
-    token_label,
     write_cells,
 )
 from qkv.figures.map import alignment_figure, overlay_figure
@@ -162,13 +159,10 @@ def drawn(
     bar = None
     if ax is None:
         wide, tall = sides(*covers)
-        left, below = 0.45 + label_inches(rows), 0.35 + label_inches(columns, cell=wide / covers[1])
-        lines = textwrap.wrap(title, max(16, int((wide + 0.8) * 12.5)))
-        top = 0.2 + 0.2 * len(lines)
-        figure = Drawing(figsize=(left + wide + 0.8, top + tall + below))
-        ax = place(figure, left, top, wide, tall)
-        bar = place(figure, left + wide + 0.12, top, 0.1, tall)
-        title = "\n".join(lines)
+        left = 0.45 + label_inches(rows, tall / covers[0], across=False)
+        below = 0.35 + label_inches(columns, wide / covers[1], across=True)
+        title = textwrap.fill(title, max(16, int((wide + 0.8) * 12.5)))
+        ax, bar = framed(wide, tall, title, left=left, below=below)
     image = draw(ax, shown, norm, rows, columns, bins=bins, covers=covers, labels=labels, title=title)
     if values and bins == (1, 1):
         write_cells(ax, image, cell_number)
@@ -196,8 +190,7 @@ def draw(
     image = heat(ax, shown, norm, colours, extent=(-0.5, across - 0.5, down - 0.5, -0.5))
     ax.set_xlim(-0.5, covers[1] - 0.5)
     ax.set_ylim(covers[0] - 0.5, -0.5)
-    if title:
-        ax.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
+    panel_title(ax, title)
     label_side(ax, "y", rows, covers[0], labels[0])
     label_side(ax, "x", columns, covers[1], labels[1])
     return image
@@ -237,16 +230,11 @@ def sides(n_queries: int, n_keys: int) -> tuple[float, float]:
     return max(cell * n_keys, min(LEAST, CELL * 2 * n_keys)), max(cell * n_queries, min(LEAST, CELL * 2 * n_queries))
 
 
-def label_inches(names: list[str] | None, *, cell: float | None = None) -> float:
-    """The space in inches for the names of one side of a new figure, or for positions.
-
-    `cell` is the width of a cell, of the side across: names that fit into it are not turned.
-    """
-    if names is None or 0.85 * 72 * (cell or min(CELL, MOST / len(names))) < READABLE:
-        return 0.2
-    points = 8.0 if cell is None else min(8.0, 0.85 * 72 * cell)
-    longest = CHARACTER * points / 8 * max(len(token_label(name)) for name in names)
-    return 0.2 if cell is not None and not is_turned(longest, cell) else 0.1 + longest
+def framed(wide: float, tall: float, title: str, *, left: float, below: float) -> tuple[Axes, Axes]:
+    """Axes in a new figure with room for a title and for labels, and on their right those of a colour bar."""
+    top = 0.2 + 0.2 * len(title.splitlines())
+    figure = Drawing(figsize=(left + wide + 0.8, top + tall + below))
+    return place(figure, left, top, wide, tall), place(figure, left + wide + 0.12, top, 0.1, tall)
 
 
 def alignment(
@@ -284,20 +272,9 @@ def alignment(
     >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
     ['le', 'chat']
     """
-    found = layers(w, item)
-    if found.bins != (1, 1):
-        raise InputError("w is a Profile with bins of a long text, expected all weights")
-    if layer is not None or head is not None:
-        found = found.layer(layer)
-    of = "" if layer is None else f"Layer {layer}" if head is None else f"Layer {layer}, head {head}"
-    if head is not None:
-        shown = found.head(head)
-    else:
-        if len(set(found.sizes)) > 1:
-            raise InputError("w has layers of different sizes, expected one size; pass layer=")
-        shown = np.mean([x.mean(0) for x in found.maps()], axis=0)
+    of, shown = layers(w, item).mean(layer, head)
     rows, columns = token_lists(source, target, *shown.shape)
-    return alignment_figure(note, of, np.nan_to_num(shown), rows or [], columns or [])
+    return alignment_figure(note, of, shown, rows or [], columns or [])
 
 
 def overlay(
