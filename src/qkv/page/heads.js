@@ -174,13 +174,13 @@ export function headCurves({ group, view, curves, layer, head, width }) {
   const slice = (name) => { const { values, shape } = curves[name]; return values.subarray(at * shape[2], (at + 1) * shape[2]); };
   const received = binPeaks(slice("received"), Math.floor(width / 1.5));
   const peaks = received.length < view.n_keys ? ", largest in each column" : "";
-  const along = { n: view.n_queries, width, tokens: queries };
-  const parts = [curve({ title: `Received by each key${peaks}`, values: received, n: view.n_keys, width, unit: "%", tokens: view.keys, log: true, bars: true })];
+  const along = (title, values, unit, more) => curve({ title, series: [{ values, n: view.n_queries }], unit, width, tokens: queries, ...more });
+  const parts = [curve({ title: `Received by each key${peaks}`, series: [{ values: received, n: view.n_keys }], width, unit: "%", tokens: view.keys, log: true, bars: true })];
   const bins = curves.uniform.shape[2];
   const reference = { label: "uniform attention", values: curves.uniform.values.subarray(layer * bins, (layer + 1) * bins) };
-  if (curves.entropy) parts.push(curve({ title: "Entropy of each query, nats", values: slice("entropy"), unit: "nats", reference, ...along }));
-  if (curves.distance) parts.push(curve({ title: "Mean distance of the attended keys, tokens", values: slice("distance"), unit: "tokens", ...along }));
-  if (curves.sink) parts.push(curve({ title: "Weight on the first token", values: slice("sink"), unit: "%", ...along }));
+  if (curves.entropy) parts.push(along("Entropy of each query, nats", slice("entropy"), "nats", { reference }));
+  if (curves.distance) parts.push(along("Mean distance of the attended keys, tokens", slice("distance"), "tokens"));
+  if (curves.sink) parts.push(along("Weight on the first token", slice("sink"), "%"));
   return parts;
 }
 

@@ -17,7 +17,7 @@ export function tooltips(root, tip) {
     if (target) show(target); else tip.hidden = true;
   };
   root.addEventListener("pointerover", over, { signal });
-  root.addEventListener("focusin", (event) => { if (event.target.matches(":focus-visible")) over(event); }, { signal });
+  root.addEventListener("focusin", (event) => { if (event.target.matches(":focus-visible")) over(event); else tip.hidden = true; }, { signal });
   document.addEventListener("pointerover", (event) => { if (!tip.hidden && !event.composedPath().includes(root)) tip.hidden = true; }, { signal });
   document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true, capture: true, signal });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; }, { signal });
