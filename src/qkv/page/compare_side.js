@@ -6,8 +6,6 @@ import { colourOf, csvOf, svgImage, svgKey, svgPicture, svgRamp, svgText } from 
 import { headName, rowOf, sharesOf } from "./heads.js";
 import { percent, weightWords } from "./numbers.js";
 
-// The sides of a comparison, the difference of their maps, and the export of both.
-
 // One side of a comparison: {name: "left" or "right", source, at: {source, group, text, layer, head}, view, matrix, curves}.
 
 export const LABEL = { left: "A", right: "B" };

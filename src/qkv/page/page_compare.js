@@ -6,10 +6,9 @@ import { cellMap, curve, keyOf, legend, markCell, paint, stack } from "./charts.
 import { css, destinationColour, looks } from "./colour.js";
 import { comparedName, comparedPicture, comparedTable, curveOf, groupOf, LABEL, matrixOf, MAX_EXACT, paintDifference, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
-import { headName, labelOf, meaningOf, rowOf, sharesOf, statisticsOf } from "./heads.js";
+import { headName, labelOf, meaningOf, mostSimilar, rowOf, sharesOf, similarityMeaning, statisticsOf } from "./heads.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
 import { chooser, headChooser } from "./shell.js";
-import { mostSimilar, similarityMeaning } from "./similar.js";
 
 const PLACE = ["source", "group", "text", "layer", "head"];
 const RIGHT = Object.fromEntries(PLACE.map((key) => [key, `b${key}`]));
@@ -128,7 +127,7 @@ class Compare {
     if (!this.#shown) return;
     const { left, right, variation } = this.#shown, loaded = Boolean(left.matrix && right.matrix);
     // Keep the old maps, paler, until the new ones are loaded, so that stepping through heads does not flicker.
-    this.#maps.classList.toggle("compare-stale", !loaded);
+    this.#maps.classList.toggle("stale", !loaded);
     const first = !this.#maps.firstChild;
     if (loaded || first) this.#root.classList.toggle("compare-three", loaded ? Boolean(variation) : this.#comparable());
     const three = this.#root.classList.contains("compare-three");

@@ -5,9 +5,8 @@ import { css, inkOn, looks, ramp } from "./colour.js";
 import { h, replace, svg } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
-import { KIND, MANY, cellsOf, headButton, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, selectable, sizeWords, statisticsOf } from "./heads.js";
+import { KIND, MANY, cellsOf, headButton, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, mostSimilar, rowOf, scaleOf, selectable, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
 import { integer, short } from "./numbers.js";
-import { mostSimilar, similarityMeaning } from "./similar.js";
 
 const ORDERS = [["layer", "Layer"], ["value", "Value"], ["type", "Type"]];
 const SIMILAR = 3; // heads that the card names

@@ -1,12 +1,11 @@
 // The shell around every page: the bar, menus, errors, the busy indicator, tooltips, keyboard shortcuts, the help dialog.
 
-import { h, replace } from "./dom.js";
+import { h, replace, tooltips } from "./dom.js";
 import { isDark } from "./colour.js";
 import { PAGES, lengthWords, openingWords, missingReason } from "./address.js";
 import { download, pngOf } from "./export.js";
 import { headName } from "./heads.js";
 import { counted } from "./state.js";
-import { tooltips } from "./tips.js";
 
 const SETTINGS = "qkv-viewer"; // key in localStorage: the theme, and whether single keys act
 const byId = (id) => document.getElementById(id);
