@@ -224,7 +224,8 @@ def received(
     found = layers(w, item)
     total = found.mean(layer, head)[1].sum(0)
     share = total / (total.sum() or 1.0)
-    names = token_lists(tokens, [""] * found.sizes[0][0], *found.sizes[0])[1] if tokens is not None else found.keys
+    size = found.found[0].size
+    names = token_lists(tokens, [""] * size[0], *size)[1] if tokens is not None else found.keys
     if ax is None:
         above, below = 0.5 if title else 0.25, 0.35 + label_inches(names, 6.0 / len(share), across=True)
         figure = Drawing(figsize=(7.0, above + 1.75 + below))
