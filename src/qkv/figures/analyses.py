@@ -20,20 +20,21 @@ from qkv.figures.layout import (
     MUTED,
     PERCENT,
     WARM,
-    Drawing,
     along,
     cell_number,
+    chart,
     head_map,
     hundredths,
+    legend,
+    number_ticks,
     place,
-    plain,
     reference_line,
     room_below,
     titled,
     token_label,
     token_strip,
 )
-from qkv.figures.overview import share_curve
+from qkv.figures.overview import text_figure
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import counted, layers_and_heads, percent
 
@@ -60,7 +61,6 @@ def ablation_figure(ablation: Ablation) -> Figure:
     cell = min(0.46, 5.2 / heads, 5.0 / layers)
     wide, tall = cell * heads, cell * layers
     beside = max(1.8, 7.4 - 0.65 - wide - 1.3)
-    figure = Drawing(figsize=(0.65 + wide + 1.0 + beside + 0.3, 1.1 + tall + 0.5))
     worst = table.loc[table["delta_nats"].idxmax()]
     removed = REMOVED[attrs["what"]]
     name, rise = f"{int(worst['layer'])}.{int(worst['head'])}", f"{worst['delta_nats']:+.3f}"
@@ -69,18 +69,16 @@ def ablation_figure(ablation: Ablation) -> Figure:
         title = f"The loss rises for no head: at most {rise} nats a token {removed}"
     together = f"all heads of these layers at once {ablation.all_nats - ablation.nats:+.3f}"
     head = f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {ablation.nats:.3f} nats a token · {together}"
-    titled(figure, title, head)
+    figure = titled(0.65 + wide + 1.0 + beside + 0.3, 1.1 + tall + 0.5, title, head)
     largest = max(1e-6, float(table["delta_nats"].abs().max()))
     axes = head_map(
         figure, 0.65, 1.1, wide, tall, table, "delta_nats", TwoSlopeNorm(0, -largest, largest),
         "change of the loss, nats per token", ticks=12, written=cell_number if cell > 0.4 else None, colours=DIVERGING,
     )  # fmt: skip
-    bars = place(figure, 0.65 + wide + 1.0, 1.1, beside, tall)
+    bars = chart(figure, 0.65 + wide + 1.0, 1.1, beside, tall, "all heads of the layer at once")
     bars.barh(range(layers), ablation.layers["delta_nats"], height=0.7, color=DIVERGING(1.0))
     bars.set(ylim=axes.get_ylim(), yticks=axes.get_yticks(), yticklabels=[], xlabel="nats per token")
     bars.axvline(0, color=HAIRLINE, linewidth=0.8)
-    bars.set_title("all heads of the layer at once", loc="left", fontsize=9, color=INK, pad=5)
-    plain(bars)
     return figure
 
 
@@ -98,18 +96,16 @@ def budget_figure(eviction: Eviction) -> Figure:
             0, (eviction.loss[eviction.loss["policy"] != "full"], "delta_nats", "Increase of the loss, nats per token")
         )
     wide, gap = (4.0, 0.95) if len(panels) > 1 else (6.4, 0)
-    figure = Drawing(figsize=(max(0.85 + len(panels) * (wide + gap), 7.4), 4.5))
     whole = "" if eviction.loss is None else f" · loss with all keys {eviction.loss['nats'].iloc[0]:.2f} nats"
-    titled(figure, _eviction_sentence(eviction, mean), _eviction_subtitle(eviction) + whole)
+    subtitle = _eviction_subtitle(eviction) + whole
+    figure = titled(max(0.85 + len(panels) * (wide + gap), 7.4), 4.5, _eviction_sentence(eviction, mean), subtitle)
     for index, (table, column, label) in enumerate(panels):
-        axes = place(figure, 0.75 + index * (wide + gap), 1.2, wide, 2.75)
-        plain(axes)
-        axes.set_title(label, loc="left", fontsize=9, color=INK, pad=7)
+        axes = chart(figure, 0.75 + index * (wide + gap), 1.2, wide, 2.75, label)
         _lines(axes, table, column, eviction.attrs["policies"])
         if column == "mass_lost":
             axes.yaxis.set_major_formatter(PERCENT)
         if index == 0:
-            axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
+            legend(axes, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
     return figure
 
 
@@ -125,13 +121,13 @@ def heads_figure(eviction: Eviction, budget: int | None = None) -> Figure:
     cell = min(0.46, 3.4 / heads, 4.6 / layers)
     wide, tall, gap = cell * heads, cell * layers, 0.45
     width = max(0.65 + len(policies) * (wide + gap) + 0.5, 7.4)
-    figure = Drawing(figsize=(width, 1.1 + tall + 0.5))
     worst = table.loc[table["mass_lost"].idxmax()]
     title = (
         f"With {budget} keys, head {worst['layer']}.{worst['head']} loses {percent(worst['mass_lost'])} "
         f"of its attention to “{worst['policy']}”"
     )
-    titled(figure, title, f"share of each head's attention on evicted keys · {_eviction_subtitle(eviction)}")
+    subtitle = f"share of each head's attention on evicted keys · {_eviction_subtitle(eviction)}"
+    figure = titled(width, 1.1 + tall + 0.5, title, subtitle)
     norm = Normalize(0, max(0.1, float(table["mass_lost"].max())))
     for index, policy in enumerate(policies):
         rows = table[table["policy"] == policy]
@@ -199,32 +195,18 @@ def flow_figure(rollout: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure
     tokens, position = rollout["token_name"].values[text, :n], int(rollout["chosen_position"].values[text, chosen])
     backward = rollout.attrs["of"] == "queries"
     share = by_depth[0 if backward else -1]
-    strip = max(0.9, 0.16 * len(by_depth))
-    figure = Drawing(figsize=(9.8, 3.27 + strip + room_below(n)))
-    titled(figure, _flow_sentence(share, tokens, position, backward), _flow_subtitle(rollout, n))
-    curve = place(figure, 1.02, 0.95, 7.98, 2.2)
-    heat, bar = place(figure, 1.02, 3.27, 7.98, strip), place(figure, 9.09, 3.27, 0.08, strip)
-    plain(curve)
-    share_curve(curve, share, tokens, 9)
-    equal = 1 / n if backward else float(share.mean())
-    reference_line(curve, equal, "equal\nshare" if backward else "mean")
-    curve.set_ylabel("share of its final state\nfrom each token" if backward else "share of each token's\nfinal state")
-    along(curve, tokens, labels=False)
-    _by_depth(heat, bar, by_depth)
-    along(heat, tokens, what="token")
-    return figure
-
-
-def _by_depth(axes: Axes, bar: Axes, values: np.ndarray) -> None:
-    """Depth by token, embeddings at the bottom. The scale is logarithmic: a token's own share exceeds all others."""
-    positive = values[values > 0]
+    positive = by_depth[by_depth > 0]
     low = max(float(np.quantile(positive, 0.05)), 1e-6)
-    token_strip(axes, bar, values, LogNorm(low, max(float(values.max()), 10 * low)))
-    top = len(values) - 1
+    norm = LogNorm(low, max(float(by_depth.max()), 10 * low))  # logarithmic: a token's own share exceeds all others
+    title, subtitle = _flow_sentence(share, tokens, position, backward), _flow_subtitle(rollout, n)
+    figure, curve, strip = text_figure(title, subtitle, tokens, share, by_depth, norm, "token")
+    reference_line(curve, 1 / n if backward else float(share.mean()), "equal\nshare" if backward else "mean")
+    curve.set_ylabel("share of its final state\nfrom each token" if backward else "share of each token's\nfinal state")
+    top = len(by_depth) - 1  # the embeddings are at the bottom
     step = max(1, top // 6)
-    axes.set_yticks([*range(0, top, step), top], ["embeddings", *map(str, range(step, top, step)), "final"])
-    axes.spines[:].set_visible(False)
-    axes.set_ylabel("after layer")
+    strip.set_yticks([*range(0, top, step), top], ["embeddings", *map(str, range(step, top, step)), "final"])
+    strip.set_ylabel("after layer")
+    return figure
 
 
 def _flow_sentence(share: np.ndarray, tokens: np.ndarray, position: int, backward: bool) -> str:
@@ -264,21 +246,18 @@ FAINTEST = 1e-3  # relative to the norm of a hidden state; smaller movements are
 def answer_figure(shares: xr.DataArray, names: Sequence[str], model: str) -> Figure:
     """What generated tokens attend to, by layer and by token: stacked shares of the parts of the text.
 
-    Args:
-        shares: see `qkv.profiler.analyses.answers.answer_shares`.
-        names: the names of the generated tokens.
-        model: its name.
+    `shares` are those of `qkv.profiler.analyses.answers.answer_shares`, `names` those of the generated tokens.
     """
-    figure, mean = Drawing(figsize=(10.4, 4.9)), shares.mean(("layer", "head", "token"))
+    mean = shares.mean(("layer", "head", "token"))
     largest = int(mean.values.argmax())
     title = (
         f"{percent(float(mean[largest]))} of the attention of new tokens goes to the {shares['part'].values[largest]}"
     )
-    titled(figure, title, f"{model} · {counted(len(names), 'new token')} · mean shares of the rows that chose them")
+    subtitle = f"{model} · {counted(len(names), 'new token')} · mean shares of the rows that chose them"
+    figure = titled(10.4, 4.9, title, subtitle)
     panels = (("head", "token"), "layer"), (("layer", "head"), "token")
     for index, (others, along_) in enumerate(panels):
-        axes = place(figure, 0.7 + 4.85 * index, 1.2, 4.3, 2.9)
-        plain(axes)
+        axes = chart(figure, 0.7 + 4.85 * index, 1.2, 4.3, 2.9)
         at, values = np.arange(shares.sizes[along_]), shares.mean(others).transpose("part", along_).values
         axes.stackplot(at, values, labels=shares["part"].values, colors=PARTS, step="mid")
         step = -(-len(at) // 14)
@@ -287,18 +266,14 @@ def answer_figure(shares: xr.DataArray, names: Sequence[str], model: str) -> Fig
         axes.set(xlim=(-0.5, len(at) - 0.5), ylim=(0, 1))
         axes.yaxis.set_major_formatter(PERCENT)
         axes.set_title(f"by {along_}", loc="left", fontsize=9, color=INK, pad=20)
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=7.5, labelcolor=MUTED)
+    legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=5)
     return figure
 
 
 def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: int = 0, name: str = "") -> Figure:
-    """The response at every depth and token, and its mean over later tokens by depth.
+    """The result of `mixing`: the response at every depth and token, and its mean over later tokens by depth.
 
-    Args:
-        data: the result of `qkv.profiler.analyses.mixing.mixing`.
-        other: a second result, without the first token or for a model with the same depth, drawn as a second curve.
-        text: index of the text.
-        name: name of the model; the name in `data` if empty.
+    `other` is a second result, without the first token or for a model with the same depth, drawn as a second curve.
 
     >>> from qkv.profiler.analyses.mixing import mixing
     >>> figure = mixing_figure(mixing("qkv-mini", "def mean(values):", position=3))
@@ -315,32 +290,31 @@ def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: in
     moved = moved[:, np.isfinite(moved).any(0)]
     depths, n = moved.shape
     tall = min(0.3 * depths, 4.6) if depths > 3 else 0.9
-    figure = Drawing(figsize=(9.6, 1.05 + tall + max(0.8, room_below(n))))
-    titled(figure, _mixing_sentence(data, other, text), _mixing_subtitle(data, text, name or str(data.attrs["model"])))
-    heat = place(figure, 0.72, 1.05, 5.45, tall)
+    tokens = one["token_name"].values[:n]
+    title, subtitle = _mixing_sentence(data, other, text), _mixing_subtitle(data, text, name or data.attrs["model"])
+    figure = titled(9.6, 1.05 + tall + max(0.8, room_below(tokens, 5.45)), title, subtitle)
+    heat = place(figure, 0.72, 1.05, 5.45, tall, "Movement of each token, share of its norm")
     bar = place(figure, 6.24, 1.05, 0.09, tall)
-    curve = place(figure, 7.3, 1.05, 2.0, tall)
+    curve = chart(figure, 7.3, 1.05, 2.0, tall, "Mean of later tokens")
 
     most = max(float(np.nanmax(moved)), 2 * FAINTEST)
     token_strip(heat, bar, moved, LogNorm(FAINTEST, most), under="white", extend=0.06)
-    along(heat, one["token_name"].values[:n], what="token")
-    heat.set_title("Movement of each token, share of its norm", loc="left", fontsize=8.5, color=INK, pad=6)
+    along(heat, tokens, "token")
     heat.spines[:].set_color(HAIRLINE)
 
-    plain(curve)
-    curve.set_title("Mean of later tokens", loc="left", fontsize=8.5, color=INK, pad=6)
     for later, colour, label in _curves(data, other, text):
         curve.plot(100 * later, np.arange(depths), color=colour, lw=1.3, marker="o", ms=3, label=label)
     curve.set_xlim(left=0)
     curve.xaxis.set_major_locator(MaxNLocator(4))
     curve.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g} %"))
     if other is not None:
-        curve.legend(
-            loc="upper center", bbox_to_anchor=(0.5, -0.3 / tall), ncols=2, frameon=False, fontsize=7.5,
-            labelcolor=MUTED, handlelength=1.2, columnspacing=1.2, borderaxespad=0,
+        legend(
+            curve, loc="upper center", bbox_to_anchor=(0.5, -0.3 / tall), ncols=2, handlelength=1.2, columnspacing=1.2,
+            borderaxespad=0,
         )  # fmt: skip
-    for axes in (heat, curve):
-        _depths(axes, depths, labelled=axes is heat)
+    for axes in (heat, curve):  # the depth axis, downwards as in all figures, with the embeddings at the top
+        number_ticks(axes.yaxis, ["emb.", *range(1, depths)], 12)
+        axes.set(ylim=(depths - 0.5, -0.5), ylabel="after layer" if axes is heat else "")
     return figure
 
 
@@ -355,13 +329,6 @@ def _curves(data: xr.Dataset, other: xr.Dataset | None, text: int) -> list[tuple
 
 def _kind(data: xr.Dataset) -> str:
     return "without the first token" if data.attrs["without_first"] else "whole text"
-
-
-def _depths(axes: Axes, depths: int, *, labelled: bool) -> None:
-    """The depth axis, downwards as in all figures, with the embeddings at the top."""
-    step = max(1, round(depths / 12))
-    axes.set_yticks(np.arange(0, depths, step), [str(d) if d else "emb." for d in range(0, depths, step)])
-    axes.set(ylim=(depths - 0.5, -0.5), ylabel="after layer" if labelled else "")
 
 
 def _mixing_sentence(data: xr.Dataset, other: xr.Dataset | None, text: int) -> str:

@@ -18,12 +18,12 @@ from qkv.figures.layout import (
     INK,
     KINDS,
     MUTED,
-    Drawing,
+    chart,
     colour_bar,
     head_map,
     heat,
+    legend,
     place,
-    plain,
     titled,
 )
 from qkv.profiler.data.findings import head_name
@@ -37,10 +37,7 @@ if TYPE_CHECKING:
 
 # From decrease to increase; equally dark at both ends, and distinguishable with every kind of colour blindness.
 SHOWN = ("entropy", "sink", "local")
-MIN_SCALE = {
-    "%": 0.05,
-    "nats": 0.1,
-}  # smallest range of a colour scale, so that rounding errors do not look like changes
+MIN_SCALE = {"%": 0.05, "nats": 0.1}  # smallest colour scale, so that rounding errors do not look like changes
 COMPARISON_NAMED = 8  # heads that changed most
 
 
@@ -63,8 +60,8 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
     left, top, gap, row = 0.72, 1.05, 0.85, 0.25
     most = heads.sort_values("change", ascending=False, kind="stable").head(COMPARISON_NAMED)
     width = max(left + 3 * (wide + gap), 8.4)
-    figure = Drawing(figsize=(width, top + tall + 0.9 + row * len(most) + 0.45))
-    titled(figure, _comparison_sentence(heads), _subtitle(comparison, group))
+    height = top + tall + 0.9 + row * len(most) + 0.45
+    figure = titled(width, height, _comparison_sentence(heads), _subtitle(comparison, group))
     shares = [heads[f"{n}_difference"].abs().max() for n in names if STATISTICS[n].unit == "%"]
     for index, name in enumerate(names):
         label, unit = STATISTICS[name][:2]
@@ -75,7 +72,8 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
             number=partial(_signed, scale=100 if unit == "%" else 1), colours=DIVERGING,
         )  # fmt: skip
         axes.set_ylabel("" if index else "layer")
-    _most(place(figure, left, top + tall + 0.9, width - left - 3.4, row * len(most)), most)
+    title = "Weight that moved to other tokens, most changed heads (bold: another target)"
+    _most(chart(figure, left, top + tall + 0.9, width - left - 3.4, row * len(most), title), most)
     return figure
 
 
@@ -83,14 +81,11 @@ def _most(axes: Axes, heads: pd.DataFrame) -> None:
     """One bar for each head: the share of its weight that moved, and its targets before and after."""
     places = np.arange(len(heads))
     axes.barh(places, 100 * heads["change"], height=0.5, color=ACCENT, lw=0)
-    plain(axes)
     axes.set(ylim=(len(heads) - 0.45, -0.55), xlim=(0, max(100 * float(heads["change"].max()), 1) * 1.02))
     axes.set_yticks(places, [head_name(row) for _, row in heads.iterrows()])
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g} %"))
-    title = "Weight that moved to other tokens, most changed heads (bold: another target)"
-    axes.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
     for height, (_, row) in zip(places, heads.iterrows(), strict=True):
         words = target_change(row["goes_to_a"], row["goes_to_b"]).replace("$", r"\$")
         axes.annotate(
@@ -140,12 +135,14 @@ def similarity_figure(subtitle: str, table: pd.DataFrame, types: pd.DataFrame) -
     >>> len(similarity_figure("qkv-mini", profile.similarity(), profile.types()).axes)
     3
     """
-    figure = Drawing(figsize=(2 * SIDE + 3.1, SIDE + 1.85))
     of = "all weights" if table.attrs["maps"] == "weights" else "pooled maps"
     measure = "similarity: 1 − the mean Jensen-Shannon divergence of the rows, in bits"
-    titled(figure, _similarity_sentence(table), f"{subtitle} · {measure} · from {of}")
-    _matrix(place(figure, 0.7, 1.2, SIDE, SIDE), place(figure, 0.8 + SIDE, 1.2, 0.09, SIDE), table)
-    _plane(place(figure, SIDE + 1.6, 1.2, SIDE, SIDE), table, types["type"].to_numpy())
+    subtitle = f"{subtitle} · {measure} · from {of}"
+    figure = titled(2 * SIDE + 3.1, SIDE + 1.85, _similarity_sentence(table), subtitle)
+    pairs = place(figure, 0.7, 1.2, SIDE, SIDE, "All pairs of heads")
+    _matrix(pairs, place(figure, 0.8 + SIDE, 1.2, 0.09, SIDE), table)
+    points = place(figure, SIDE + 1.6, 1.2, SIDE, SIDE, "Heads with similar maps lie close together")
+    _plane(points, table, types["type"].to_numpy())
     return figure
 
 
@@ -183,7 +180,6 @@ def _matrix(axes: Axes, bar: Axes, table: pd.DataFrame) -> None:
     axes.set(xlabel="layer (its heads in order)", ylabel="layer")
     axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
     axes.spines[:].set_visible(False)
-    axes.set_title("All pairs of heads", loc="left", fontsize=9, color=INK, pad=5)
     colour_bar(bar, image)
 
 
@@ -202,8 +198,7 @@ def _plane(axes: Axes, table: pd.DataFrame, types: np.ndarray) -> None:
     if len(places) <= SIMILARITY_NAMED:
         _name(axes, table, places, reach)
     axes.spines[:].set_color(HAIRLINE)
-    axes.set_title("Heads with similar maps lie close together", loc="left", fontsize=9, color=INK, pad=5)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=7.5, labelcolor=MUTED)
+    legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1))
 
 
 def _name(axes: Axes, table: pd.DataFrame, places: np.ndarray, reach: float) -> None:

@@ -14,6 +14,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib import font_manager
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.collections import LineCollection
 from matplotlib.colorbar import Colorbar
 from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize, to_rgb
@@ -71,7 +72,6 @@ COLOURS: Colormap = LinearSegmentedColormap.from_list("qkv", RAMP)
 DIVERGING: Colormap = LinearSegmentedColormap.from_list(
     "qkv-diverging", ("#0f4560", "#2f7f9b", "#9cc7d2", "#f6f6f4", "#ecb98f", "#c8682a", "#7f3208")
 )
-LABELLED_TOKENS = 48  # beyond this many tokens, axes count positions instead of printing tokens
 MASKED = "#e9ebeb"  # colour of pairs, or bins of pairs, that are masked
 MIN_CELL = 0.2399  # inches; smaller cells have no room for a readable number
 
@@ -114,15 +114,16 @@ class Drawing(Figure):
             super().savefig(*args, **options)
 
 
-def titled(figure: Figure, title: str, subtitle: str) -> None:
-    """A bold title and below it a subtitle, both wrapped; figures reserve one inch for three lines."""
-    width, height = figure.get_size_inches()
+def titled(width: float, height: float, title: str, subtitle: str) -> Drawing:
+    """A new figure with a bold title and below it a subtitle, both wrapped; one inch has room for three lines."""
+    figure = Drawing(figsize=(width, height))
     lines = textwrap.wrap(title.replace("$", r"\$"), int(width * 9.3)) or [""]
-    place = {"x": 0.3 / width, "va": "top"}
+    place: dict[str, Any] = {"x": 0.3 / width, "va": "top"}
     figure.text(y=1 - 0.2 / height, s="\n".join(lines), fontsize=11.5, color=INK, weight="bold", **place)
     below = 0.25 + 0.2 * len(lines)
     wrapped = textwrap.fill(subtitle.replace("$", r"\$"), int(width * 13.3))
     figure.text(y=1 - below / height, s=wrapped, fontsize=8.5, color=MUTED, **place)
+    return figure
 
 
 class Panel(Axes):
@@ -133,13 +134,27 @@ class Panel(Axes):
         return figure._repr_png_() if isinstance(figure, Drawing) else None
 
 
-def place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes by their distance from the figure's left and top edges, in inches."""
+def place(figure: Figure, left: float, top: float, width: float, height: float, title: str = "") -> Axes:
+    """Axes by their distance from the figure's left and top edges, in inches, and the title above them."""
     wide, tall = figure.get_size_inches()
     axes = figure.add_axes((left / wide, 1 - (top + height) / tall, width / wide, height / tall), axes_class=Panel)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(fontsize=8, color=MUTED)
+    panel_title(axes, title)
     return axes
+
+
+def chart(figure: Figure, left: float, top: float, width: float, height: float, title: str = "") -> Axes:
+    """Axes of curves, bars or points, at a place as of `place`: without a frame, with grey ticks."""
+    axes = place(figure, left, top, width, height, title)
+    plain(axes)
+    return axes
+
+
+def panel_title(axes: Axes, title: str) -> None:
+    """The title of one panel of a figure; without one, axes of the user keep theirs."""
+    if title:
+        axes.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
 
 
 def plain(axes: Axes) -> None:
@@ -147,6 +162,11 @@ def plain(axes: Axes) -> None:
     axes.spines[["left", "bottom"]].set_color(HAIRLINE)
     axes.tick_params(which="both", colors=MUTED, labelsize=7.5, length=2.5, color=HAIRLINE)
     axes.set_axisbelow(True)
+
+
+def legend(axes: Axes, **options: Any) -> None:
+    """A legend without a frame, in small grey type; `options` are those of `Axes.legend`."""
+    axes.legend(**{"frameon": False, "fontsize": 7.5, "labelcolor": MUTED} | options)
 
 
 def reference_line(axes: Axes, y: float, text: str) -> None:
@@ -220,6 +240,12 @@ def token_strip(
     colour_bar(bar, image, in_percent, ticks=None, extend="min" if extend else "neither", extendfrac=extend or None)
 
 
+def number_ticks(axis: Axis, ids: Any, most: int = 16) -> None:
+    """About `most` ticks at the ids of layers, heads or depths, which stand at 0, 1, 2 …"""
+    step = max(1, round(len(ids) / most))
+    axis.set_ticks(np.arange(0, len(ids), step), [str(x) for x in ids[::step]])
+
+
 def write_cells(axes: Axes, image: AxesImage, written: Callable[[float], str], *, least: float = -np.inf) -> None:
     """Print the values of a map in its cells, if the cells are large enough; NaN and values below `least` are blank."""
     values: np.ndarray = np.ma.filled(np.ma.asarray(image.get_array(), dtype=float), np.nan)
@@ -251,9 +277,8 @@ def layer_by_head(
     """
     image = heat(axes, values.to_numpy(), norm, colours, missing="white")
     axes.spines[:].set_visible(False)
-    for axis, ids in ((axes.xaxis, values.columns), (axes.yaxis, values.index)):
-        step = max(1, round(len(ids) / ticks))
-        axis.set_ticks(np.arange(0, len(ids), step), [str(i) for i in ids[::step]])
+    number_ticks(axes.xaxis, values.columns, ticks)
+    number_ticks(axes.yaxis, values.index, ticks)
     rows, columns = values.shape
     cell = min(axes.bbox.width / columns, axes.bbox.height / rows) / axes.figure.dpi  # inches
     across, down = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5  # minor ticks would take far longer to draw
@@ -273,9 +298,8 @@ def head_map(
 ) -> Axes:  # fmt: skip
     """A column of a table by layer and head, with a title and a colour bar whose numbers `number` formats, at a place
     in inches; `options` are those of `layer_by_head`."""
-    axes = place(figure, left, top, wide, tall)
+    axes = place(figure, left, top, wide, tall, title)
     image = layer_by_head(axes, table.pivot(index="layer", columns="head", values=column), norm, **options)
-    axes.set_title(title, loc="left", fontsize=9, color=INK, pad=5)
     axes.set(xlabel="head", ylabel="layer")
     if bar:
         colour_bar(place(figure, left + wide + 0.09, top, 0.08, tall), image, number, ticks=bar_ticks)
@@ -296,32 +320,21 @@ def ink_on(colour: Any) -> str:
     return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.52 else INK
 
 
-def along(axes: Axes, tokens: np.ndarray, *, vertical: bool = False, labels: bool = True, what: str = "") -> None:
-    """Ticks along a text: tokens if they fit, else positions."""
-    axis = axes.yaxis if vertical else axes.xaxis
-    if len(tokens) <= LABELLED_TOKENS:
-        axis.set_ticks(np.arange(len(tokens)), [token_label(token) for token in tokens])
-        axis.set_tick_params(
-            labelsize=max(5.5, min(8.0, 330 / len(tokens))), labelrotation=0 if vertical else 90, length=0
-        )
-    else:
-        axis.set_major_locator(MaxNLocator(8, integer=True))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axis.set_tick_params(labelsize=7.5)
-        if labels:
-            axis.set_label_text(f"{what or ('query' if vertical else 'key')} position", fontsize=8, color=MUTED)
-    if vertical:
-        axes.set_ylim(len(tokens) - 0.5, -0.5)
-    else:
-        axes.set_xlim(-0.5, len(tokens) - 0.5)
-        axes.tick_params(labelbottom=labels)
+def along(axes: Axes, tokens: np.ndarray, what: str, *, labels: bool = True) -> None:
+    """The tokens of a text below axes with a column for each, or below the lowest of several (`labels`)."""
+    axes.set_xlim(-0.5, len(tokens) - 0.5)
+    label_side(axes, "x", tokens, len(tokens), what)
+    if not labels:
+        axes.tick_params(labelbottom=False)
+        axes.set_xlabel("")
 
 
+Names = Sequence[str] | np.ndarray | None
 CHARACTER = 0.078  # inches of a character of a label, at 8 points
 READABLE = 4.6  # points: labels of tokens are at least as large, else positions are printed
 
 
-def label_side(ax: Axes, side: str, names: Sequence[str] | None, n: int, what: str, *, first: int = 0) -> None:
+def label_side(ax: Axes, side: str, names: Names, n: int, what: str, *, first: int = 0) -> None:
     """Ticks of one side of a map: tokens if they are readable, else positions, which begin at `first`."""
     axis = ax.xaxis if side == "x" else ax.yaxis
     inches = (ax.bbox.width if side == "x" else ax.bbox.height) / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
@@ -344,9 +357,18 @@ def is_turned(longest: float, cell: float) -> bool:
     return longest > 0.95 * cell
 
 
-def room_below(tokens: int) -> float:
-    """The inches that `along` needs below axes: for the names of tokens, or for positions."""
-    return 1.15 if tokens <= LABELLED_TOKENS else 0.6
+def label_inches(names: Names, cell: float, *, across: bool) -> float:
+    """The room in inches that `label_side` needs for the names of cells of this size, below axes or on their left."""
+    points = min(8.0, 0.85 * 72 * cell)
+    if names is None or points < READABLE:
+        return 0.2
+    longest = CHARACTER * points / 8 * max(len(token_label(name)) for name in names)
+    return 0.2 if across and not is_turned(longest, cell) else 0.1 + longest
+
+
+def room_below(names: np.ndarray, width: float) -> float:
+    """The room in inches that `along` needs below axes of this width."""
+    return 0.35 + label_inches(names, width / len(names), across=True)
 
 
 def token_label(token: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,15 +18,14 @@ from qkv.figures.layout import (
     DPI,
     HAIRLINE,
     INK,
-    LABELLED_TOKENS,
     MUTED,
-    Drawing,
-    along,
     colour_bar,
     heat,
     hundredths,
     in_percent,
+    label_inches,
     label_side,
+    panel_title,
     place,
     titled,
     token_label,
@@ -54,18 +53,12 @@ Panel = tuple[str, np.ndarray, str]
 
 
 def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
-    """The attention map of one head: queries down, keys across, starting at the top left.
+    """The attention map of one head, from its `picture` or `tile`: queries down, keys across, from the top left.
 
     Each bin is a whole number of pixels when saved by `qkv.figures.layout.save_figure`, so that a sink one bin wide
     remains visible. Bins without a visible pair are grey. The colour scale is logarithmic if weights differ by more
-    than a factor of thirty, which the colour bar states. Up to 64 tokens on a side are printed.
-
-    Args:
-        head_map: the head, for tokens and the title.
-        picture: from its `picture` or `tile`.
-        pool: ``"max"``, ``"mean"`` or ``"both"`` side by side; if every bin is a single pair, both are equal and drawn
-            as one panel.
-        item: batch item of the picture.
+    than a factor of thirty, which the colour bar states. Up to 64 tokens on a side are printed. `pool` is "max", "mean"
+    or "both" side by side; if every bin is a single pair, both are equal and drawn as one panel.
 
     >>> from qkv.profiler import attention_map
     >>> head_map = attention_map("qkv-mini", "def mean(values):", layer=1, head=2)
@@ -87,9 +80,8 @@ def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: st
     aside, under = left + wide / DPI + right, 0.45 + tall / DPI + below  # from one panel to the next
     stacked = wide > 2 * tall
     width, height = (1, len(panels)) if stacked else (len(panels), 1)
-    inches = (round(x * DPI) / DPI for x in (max(width * aside, 6.4), top - 0.45 + height * under))
-    figure = Drawing(figsize=(next(inches), next(inches)))
-    titled(figure, sentence(head_map, picture, item), _subtitle(head_map, picture))
+    inches = [round(x * DPI) / DPI for x in (max(width * aside, 6.4), top - 0.45 + height * under)]
+    figure = titled(inches[0], inches[1], sentence(head_map, picture, item), _subtitle(head_map, picture))
     for n, panel in enumerate(panels):
         x, y = (left, top + n * under) if stacked else (left + n * aside, top)
         axes = _at(figure, x, y, wide, tall)
@@ -127,7 +119,7 @@ def _draw(axes: Axes, bar: Axes, panel: Panel, picture: Picture, down: list[int]
     norm, logarithmic = _norm(values)
     extent = (across[0] - 0.5, across[-1] - 0.5, down[-1] - 0.5, down[0] - 0.5)
     image = heat(axes, values, norm, extent=extent)
-    axes.set_title(title, loc="left", fontsize=9, color=INK, pad=7)
+    panel_title(axes, title)
     extend = "min" if logarithmic else "neither"
     drawn = colour_bar(bar, image, in_percent, ticks=None, extend=extend, extendfrac=0.03)
     if logarithmic:  # powers of ten, and the largest weight unless it would overlap one of them
@@ -187,6 +179,35 @@ def _at(figure: Figure, left: float, top: float, wide: int, tall: int) -> Axes:
     return figure.add_axes((x / across, 1 - (y + tall) / up, wide / across, tall / up))
 
 
+class Stored(NamedTuple):
+    """What a profile holds of the maps of one text: all weights, or the pooled maps of a long text."""
+
+    largest: np.ndarray
+    """The largest weight of each bin, (layer, head, rows, columns)."""
+    average: np.ndarray
+    visible: np.ndarray
+    """Whether the bin has a visible pair, as far as causality tells: (rows, columns)."""
+    bins: tuple[int, int]
+    """The numbers of queries and keys in a bin: (1, 1) if these are all weights."""
+
+    @classmethod
+    def of(cls, data: xr.Dataset) -> Stored | None:
+        """From a data set of one text; None if it holds no maps of it."""
+        n_queries, n_keys = int(data["n_queries"][0]), int(data["n_keys"][0])
+        names, bins = ("weights", "weights"), (1, 1)
+        if "weights" not in data or np.isnan(data["weights"].values[0, :, :, :n_queries, :n_keys]).all():
+            if "map_max" not in data or 0 in (bins := (int(data["bin_queries"][0]), int(data["bin_keys"][0]))):
+                return None
+            names = ("map_max", "map_mean")
+        rows, columns = -(-n_queries // bins[0]), -(-n_keys // bins[1])
+        maps = [data[name].values[0, :, :, :rows, :columns] for name in names]
+        visible = np.ones((rows, columns), bool)
+        if data.attrs["causal"]:  # a bin is masked if its first key comes after its last query
+            last = np.minimum(np.arange(1, rows + 1) * bins[0], n_queries) - 1 + n_keys - n_queries
+            visible = np.arange(columns) * bins[1] <= last[:, None]
+        return cls(maps[0], maps[1], visible, bins)
+
+
 class StoredMap:
     """One head of a data set of one text; `at` holds the indices of its layer and head."""
 
@@ -204,24 +225,14 @@ class StoredMap:
         return [str(name) for name in self.data["key_token"].values[item, : self.n_keys][columns]]
 
     def picture(self) -> Picture | None:
-        """The pooled map; None if the profile stores none for this text."""
-        if "map_max" not in self.data:
+        """Its weights, or its pooled map; None if the profile stores neither."""
+        stored = Stored.of(self.data)
+        if stored is None or not np.isfinite(stored.largest[self.at]).all():
             return None
-        bins = int(self.data["bin_queries"][0]), int(self.data["bin_keys"][0])
-        if 0 in bins:
-            return None
-        sides = zip((self.n_queries, self.n_keys), bins, strict=True)
-        down, across = (np.array([*range(0, n, size), n]) for n, size in sides)
-        largest, average = (
-            self.data[name].values[0, self.at[0], self.at[1], : len(down) - 1, : len(across) - 1]
-            for name in ("map_max", "map_mean")
-        )
-        if not np.isfinite(largest).all():
-            return None
-        visible = np.ones(largest.shape)
-        if self.data.attrs["causal"]:  # a bin is masked if its first key comes after its last query
-            visible = (across[:-1] <= down[1:, None] - 1 + self.n_keys - self.n_queries).astype(float)
-        return Picture(*(torch.from_numpy(np.array(x)) for x in (largest, average, visible, down, across)))
+        sides = zip((self.n_queries, self.n_keys), stored.bins, strict=True)
+        edges = (np.array([*range(0, n, size), n]) for n, size in sides)
+        parts = (stored.largest[self.at], stored.average[self.at], stored.visible.astype(float), *edges)
+        return Picture(*(torch.from_numpy(np.array(x)) for x in parts))
 
 
 MOST_OVERLAYS, ACROSS = 35, 6  # pictures in one figure, and in a row
@@ -232,20 +243,11 @@ def overlay_figure(
     subtitle: str, of: str, image: np.ndarray, weights: np.ndarray, grid: tuple[int, int], names: Sequence[str],
     *, corners: bool = False,
 ) -> Figure:  # fmt: skip
-    """The image, followed by a picture for each query.
+    """The image, followed by a picture for each query; the arguments are those of `qkv.plot.overlay`.
 
-    The brightness of a picture is proportional to the weights, interpolated between the centres of cells; the cell with
-    the largest weight is as bright as the image. Below each picture is the share of the weight on that cell.
-
-    Args:
-        subtitle: model, length and texts, for the second line.
-        of: the head or heads of the weights; empty for a model with one head.
-        image: (h, w, 3), numbers from 0 to 1 or bytes.
-        weights: (queries, keys); the cells of the grid are the last keys.
-        grid: numbers of cells down and across.
-        names: names of the queries.
-        corners: whether cell (i, j) is centred on the pixel (i h / gh, j w / gw), as after strided convolutions with
-            padding; otherwise on the middle of its part of the image.
+    The brightness of a picture is proportional to the weights (queries, keys), interpolated between the centres of
+    cells; the cell with the largest weight is as bright as the image. Below each picture is the share of the weight on
+    that cell. `of` names the head or heads of the weights; it is empty for a model with one head.
     """
     cells = grid[0] * grid[1]
     if min(grid) < 1 or cells > weights.shape[1]:
@@ -259,8 +261,8 @@ def overlay_figure(
     tall = wide * picture.shape[0] / picture.shape[1]
     left, top, gap_x, gap_y = 0.3, 1.25, 0.2, 0.55
     width = max(left + across * (wide + gap_x) + 0.1, 7.2)
-    figure = Drawing(figsize=(width, top + down * (tall + gap_y)))
-    titled(figure, f"{of}: {_overlay_sentence(maps, names)}" if of else _overlay_sentence(maps, names), subtitle)
+    sentence = f"{of}: {_overlay_sentence(maps, names)}" if of else _overlay_sentence(maps, names)
+    figure = titled(width, top + down * (tall + gap_y), sentence, subtitle)
     panels = [place(figure, left + n % across * (wide + gap_x), top + n // across * (tall + gap_y), wide, tall)
               for n in range(len(maps) + 1)]  # fmt: skip
     show_image(panels[0], picture, "the image")
@@ -348,19 +350,17 @@ def alignment_figure(
     cell = min(0.46, 8.5 / len(sources), 8.5 / len(targets))
     wide, tall = max(cell * len(sources), 1.6), max(cell * len(targets), 1.0)
     # Names of keys are above the map, names of queries on its left.
-    left, top = 0.55 + _label_inches(targets), 1.15 + _label_inches(sources)
-    figure = Drawing(figsize=(max(left + wide + 1.0, 6.4), top + tall + 0.35))
+    left, top = 0.45 + label_inches(targets, cell, across=False), 1.35 + label_inches(sources, cell, across=True)
     sentence = _alignment_sentence(shown, targets, sources, special)
-    titled(figure, f"{of}: {sentence}" if of else sentence[0].upper() + sentence[1:], subtitle)
+    title = f"{of}: {sentence}" if of else sentence[0].upper() + sentence[1:]
+    figure = titled(max(left + wide + 1.0, 6.4), top + tall + 0.35, title, subtitle)
     axes, bar = place(figure, left, top, wide, tall), place(figure, left + wide + 0.12, top, 0.1, tall)
     norm = Normalize(0, max(float(shown.max()), 0.1))
     image = heat(axes, shown, norm)
-    along(axes, np.array(sources, object), what="source")
-    along(axes, np.array(targets, object), vertical=True, what="target")
-    axes.tick_params(top=False, bottom=False, labeltop=True, labelbottom=False, length=0, colors=MUTED)
+    label_side(axes, "y", targets, len(targets), "target: query")
+    label_side(axes, "x", sources, len(sources), "source: key")
+    axes.tick_params(top=False, bottom=False, labeltop=True, labelbottom=False)
     axes.xaxis.set_label_position("top")
-    axes.set_xlabel("source: key", fontsize=8, color=MUTED, loc="left", labelpad=6)
-    axes.set_ylabel("target: query", fontsize=8, color=MUTED, loc="top", labelpad=6)
     write_cells(axes, image, lambda weight: f"{100 * weight:.0f}", least=PRINTED)
     colour_bar(bar, image, hundredths)
     bar.set_title("weight, %", fontsize=7.5, color=MUTED, loc="left", pad=5)
@@ -401,11 +401,6 @@ def merged(weights: np.ndarray, rows: list[int], columns: list[int]) -> np.ndarr
     summed = np.add.reduceat(np.add.reduceat(weights.astype(np.float64), starts[1], axis=1), starts[0], axis=0)
     result: np.ndarray = summed / np.array(rows)[:, None]
     return result
-
-
-def _label_inches(names: list[str]) -> float:
-    """Inches for the names of words, or for positions if there are too many words to name."""
-    return 0.075 * max(len(token_label(name)) for name in names) if len(names) <= LABELLED_TOKENS else 0.3
 
 
 def _alignment_sentence(weights: np.ndarray, targets: list[str], sources: list[str], special: frozenset[str]) -> str:

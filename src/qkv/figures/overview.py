@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap, LogNorm, Normalize, PowerNorm
+from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
@@ -21,21 +21,19 @@ from qkv.figures.layout import (
     MUTED,
     PERCENT,
     WARM,
-    Drawing,
     along,
     bins,
     cell_number,
-    colour_bar,
+    chart,
     head_map,
-    heat,
     hundredths,
-    in_percent,
     ink_on,
     layer_by_head,
+    legend,
     name_peaks,
     note,
+    number_ticks,
     place,
-    plain,
     reference_line,
     room_below,
     titled,
@@ -60,8 +58,7 @@ def overview_figure(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tup
     wide, tall = cell * columns, cell * layers
     left, top, gap_x, gap_y = 0.62, 1.45, 0.85, 0.62
     width = max(left + across * (wide + gap_x), 7.2)
-    figure = Drawing(figsize=(width, top + down * (tall + gap_y)))
-    titled(figure, sentence(data, heads, names), subtitle_of(name, data))
+    figure = titled(width, top + down * (tall + gap_y), sentence(data, heads, names), subtitle_of(name, data))
     # All shares have the same scale, so that panels compare; at least 0.1, so that tiny shares look tiny.
     known = columns_of(data)
     shares = [heads[name].max() for name in names if known[name].unit == "%"]
@@ -86,35 +83,35 @@ def by_layer_figure(
 ) -> tuple[Figure, Axes]:
     """One dot for each head, one column for each layer, and the median of each layer."""
     label, unit = STATISTICS[statistic][:2]
-    layers = data.sizes["layer"]
-    width = min(11.0, max(6.4, 1.6 + 0.62 * layers))
-    figure = Drawing(figsize=(width, 4.4))
-    titled(figure, title, subtitle_of(name, data))
-    axes = place(figure, 0.72, 1.2, width - 1.4, 2.65)
-    plain(axes)
-    for index, layer in enumerate(data["layer"].values):
-        column = heads.loc[heads["layer"] == layer, statistic]
-        values, middle = np.sort(column.to_numpy()), column.median()  # NaN if the text is too short
-        # Spread the dots of a column sideways, so that equal values do not overlap.
-        offsets = (np.arange(len(values)) * 0.618 % 1 - 0.5) * 0.5
-        axes.scatter(
-            index + offsets, values, s=17, color=ACCENT, alpha=0.75, lw=0, zorder=3,
-            label="one head" if index == 0 else None,
-        )  # fmt: skip
-        axes.plot(
-            [index - 0.34, index + 0.34], [middle] * 2, color=WARM, lw=1.8, zorder=4,
-            solid_capstyle="butt", label="median of the layer" if index == 0 else None,
-        )  # fmt: skip
-    step = max(1, layers // 16)
-    axes.set_xticks(np.arange(0, layers, step), [str(layer) for layer in data["layer"].values[::step]])
-    ylabel = label.lower() if unit == "%" else f"{label.lower()}, {unit}"
-    axes.set(xlim=(-0.6, layers - 0.4), xlabel="layer", ylabel=ylabel)
-    axes.legend(
-        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=7.5,
-        labelcolor=MUTED, borderaxespad=0.2, handletextpad=0.5, columnspacing=1.4,
-        scatteryoffsets=[0.5],
+    layers = data["layer"].values
+    width = min(11.0, max(6.4, 1.6 + 0.62 * len(layers)))
+    figure = titled(width, 4.4, title, subtitle_of(name, data))
+    axes = chart(figure, 0.72, 1.2, width - 1.4, 2.65)
+    at, rows = layer_columns(axes, layers, heads, statistic)
+    axes.scatter(at, rows[statistic], s=17, color=ACCENT, alpha=0.75, lw=0, zorder=3, label="one head")
+    medians = heads.groupby("layer")[statistic].median()[layers]  # NaN if the text is too short
+    middle = np.arange(len(layers))
+    axes.hlines(medians, middle - 0.34, middle + 0.34, color=WARM, lw=1.8, zorder=4, label="median of the layer")
+    axes.set(ylabel=label.lower() if unit == "%" else f"{label.lower()}, {unit}")
+    legend(
+        axes, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2, handletextpad=0.5,
+        columnspacing=1.4, scatteryoffsets=[0.5],
     )  # fmt: skip
     return figure, axes
+
+
+def layer_columns(
+    axes: Axes, layers: np.ndarray, heads: pd.DataFrame, statistic: str
+) -> tuple[np.ndarray, pd.DataFrame]:
+    """A column for each layer: the places across of the dots of all heads, and the table's rows in the same order.
+
+    The dots of a column are spread sideways, so that equal values do not overlap.
+    """
+    rows = heads.sort_values(["layer", statistic], kind="stable")
+    rank = rows.groupby("layer").cumcount().to_numpy()
+    number_ticks(axes.xaxis, layers)
+    axes.set(xlim=(-0.6, len(layers) - 0.4), xlabel="layer")
+    return np.searchsorted(layers, rows["layer"]) + (rank * 0.618 % 1 - 0.5) * 0.5, rows
 
 
 def sentence(data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> str:
@@ -160,15 +157,11 @@ def types_figure(name: str, table: pd.DataFrame) -> Figure:
     wide, tall = cell * heads, cell * layers
     present = [kind for kind in KINDS if (grid == kind).any(axis=None)]
     shown = [trait for trait in TRAITS if table["traits"].str.split(", ").apply(lambda x, t=trait: t in x).any()]
-    legend = 0.235 * (len(present) + len(shown) + (1 if shown else 0))
+    key = 0.235 * (len(present) + len(shown) + (1 if shown else 0))
     left, top = 0.75, 1.05
     width = max(left + wide + 3.9, 7.2)
-    figure = Drawing(figsize=(width, top + max(tall, legend) + 0.7))
-    titled(
-        figure,
-        _sentence(table),
-        f"{name} · {layers_and_heads(layers, heads)} · a head has the first type whose threshold it reaches",
-    )
+    subtitle = f"{name} · {layers_and_heads(layers, heads)} · a head has the first type whose threshold it reaches"
+    figure = titled(width, top + max(tall, key) + 0.7, _sentence(table), subtitle)
     axes = place(figure, left, top, wide, tall)
     order = {kind: float(at) for at, kind in enumerate(KINDS)}
     colours = ListedColormap([*KINDS.values()])
@@ -178,11 +171,11 @@ def types_figure(name: str, table: pd.DataFrame) -> Figure:
         marks = "".join(MARKS[t] for t in traits.to_numpy()[row, column].split(", ") if t in MARKS)
         if marks and cell > 0.2:
             axes.text(column, row, marks, ha="center", va="center", fontsize=6.5, color=ink_on(KINDS[kind]))
-    _legend(place(figure, left + wide + 0.35, top, 3.2, legend), table, present, shown)
+    _key(place(figure, left + wide + 0.35, top, 3.2, key), table, present, shown)
     return figure
 
 
-def _legend(axes: Axes, table: pd.DataFrame, present: list[str], shown: list[str]) -> None:
+def _key(axes: Axes, table: pd.DataFrame, present: list[str], shown: list[str]) -> None:
     axes.set_axis_off()
     axes.set(xlim=(0, 3.2), ylim=(len(present) + len(shown) + bool(shown), 0))
     for row, kind in enumerate(present):
@@ -210,33 +203,36 @@ def _sentence(table: pd.DataFrame) -> str:
 def received_figure(name: str, data: xr.Dataset) -> Figure:
     n_keys = int(data["n_keys"][0])
     tokens = data["key_token"].values[0, :n_keys]
-    by_layer = tables.received_share(data)[0, ..., :n_keys].mean(1)  # (layer, key)
-    mean, layers = by_layer.mean(0), data.sizes["layer"]
+    rows = tables.received_share(data)[0, ..., :n_keys].mean(1)  # (layer, key)
+    mean, layers = rows.mean(0), data.sizes["layer"]
     top = int(mean.argmax())
-    strip = max(0.9, 0.16 * layers)
-    figure = Drawing(figsize=(9.6, 3.3 + strip + room_below(n_keys)))
     title = f"“{token_label(tokens[top])}” at position {top} receives {percent(mean[top])} of all attention"
     if np.sort(mean)[-1] > 5 * np.median(mean):
         title += f", {mean[top] / np.median(mean):,.0f} × the median token"
-    titled(figure, title, subtitle_of(name, data))
-    curve = place(figure, 0.82, 0.85, 7.98, 2.3)
-    heat = place(figure, 0.82, 3.27, 7.98, strip)
-    bar = place(figure, 8.89, 3.27, 0.08, strip)
-
-    plain(curve)
-    share_curve(curve, mean, tokens, 9)
+    low = max(float(np.quantile(rows, 0.05)), rows.max() * 1e-6, 1e-12)
+    figure, curve, strip = text_figure(
+        title, subtitle_of(name, data), tokens, mean, rows, LogNorm(low, rows.max()), "key"
+    )
     reference_line(curve, 1 / n_keys, "equal\nshare")
     curve.set_ylabel("share of all attention")
-
-    low = max(float(np.quantile(by_layer, 0.05)), by_layer.max() * 1e-6, 1e-12)
-    token_strip(heat, bar, by_layer, LogNorm(low, by_layer.max()))
-    heat.set(ylim=(layers - 0.5, -0.5), ylabel="layer")
-    step = max(1, layers // 6)
-    heat.set_yticks(np.arange(0, layers, step), [str(layer) for layer in data["layer"].values[::step]])
-    heat.spines[:].set_visible(False)
-    along(heat, tokens)
-    along(curve, tokens, labels=False)
+    strip.set(ylim=(layers - 0.5, -0.5), ylabel="layer")
+    number_ticks(strip.yaxis, data["layer"].values, 6)
     return figure
+
+
+def text_figure(
+    title: str, subtitle: str, tokens: np.ndarray, share: np.ndarray, rows: np.ndarray, norm: LogNorm, what: str
+) -> tuple[Figure, Axes, Axes]:
+    """Shares along a text as a curve, and below it a strip of rows along the text; returns the figure and both axes."""
+    left, wide, tall = 1.02, 7.98, max(0.9, 0.16 * len(rows))
+    figure = titled(9.8, 3.27 + tall + room_below(tokens, wide), title, subtitle)
+    curve, strip = chart(figure, left, 0.95, wide, 2.2), place(figure, left, 3.27, wide, tall)
+    share_curve(curve, share, tokens, 9)
+    token_strip(strip, place(figure, left + wide + 0.09, 3.27, 0.08, tall), rows, norm)
+    strip.spines[:].set_visible(False)
+    along(curve, tokens, what, labels=False)
+    along(strip, tokens, what)
+    return figure, curve, strip
 
 
 def head_figure(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
@@ -253,16 +249,15 @@ def head_figure(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
     distance = one["distance"].values[:n_queries]
     curves = 3 if np.isfinite(distance).any() else 2
     height, left, width = 1.05, 0.82, 7.98
-    figure = Drawing(figsize=(9.6, 1.6 + curves * (height + 0.52) + room_below(max(n_queries, n_keys))))
+    below = max(room_below(names, width) for names in (queries, keys))
     title = f"Layer {row['layer']}, head {row['head']}: {row['goes_to']}"
-    titled(figure, title, f"{name} · {row['module']} · " + " · ".join(facts))
-    _stack(place(figure, left, 1.12, width, 0.3), data, layer, head)
+    subtitle = f"{name} · {row['module']} · " + " · ".join(facts)
+    figure = titled(9.6, 1.6 + curves * (height + 0.52) + below, title, subtitle)
+    _stack(place(figure, left, 1.12, width, 0.3, "Where the weight goes"), data, layer, head)
 
     def axes_at(index: int, label: str, tokens: np.ndarray, what: str) -> Axes:
-        axes = place(figure, left, 2.12 + index * (height + 0.52), width, height)
-        axes.set_title(label, loc="left", fontsize=8.5, color=INK, pad=6)
-        plain(axes)
-        along(axes, tokens, labels=index == curves - 1, what=what)
+        axes = chart(figure, left, 2.12 + index * (height + 0.52), width, height, label)
+        along(axes, tokens, what, labels=index == curves - 1)
         return axes
 
     received = tables.received_share(data)[0, layer, head, :n_keys]
@@ -301,31 +296,10 @@ def _stack(axes: Axes, data: xr.Dataset, layer: int, head: int) -> None:
                 shown.append((label + window, colour))
     axes.set(xlim=(0, 1), ylim=(-0.5, 0.5))
     handles = [mpl.patches.Patch(color=colour, label=label) for label, colour in shown]
-    axes.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(-0.004, -0.18), ncols=len(handles), frameon=False,
-        fontsize=7.5, labelcolor=MUTED, handlelength=0.9, handleheight=0.9, handletextpad=0.5,
-        columnspacing=1.3, borderaxespad=0,
+    legend(
+        axes, handles=handles, loc="upper left", bbox_to_anchor=(-0.004, -0.18), ncols=len(handles), handlelength=0.9,
+        handleheight=0.9, handletextpad=0.5, columnspacing=1.3, borderaxespad=0,
     )  # fmt: skip
-    axes.set_title("Where the weight goes", loc="left", fontsize=8.5, color=INK, pad=5)
-
-
-def weights_figure(name: str, data: xr.Dataset, layer: int, head: int, weights: np.ndarray) -> Figure:
-    row = tables.head_table(data).iloc[layer * data.sizes["head"] + head]
-    n_queries, n_keys = weights.shape
-    wide = min(5.6, 5.6 * n_keys / n_queries)
-    tall = max(wide * n_queries / n_keys, 1.2)
-    figure = Drawing(figsize=(max(wide + 1.9, 6.4), 1.15 + tall + room_below(n_keys)))
-    titled(figure, f"Layer {row['layer']}, head {row['head']}: {row['goes_to']}", subtitle_of(name, data))
-    axes = place(figure, 0.95, 1.15, wide, tall)
-    bar = place(figure, 0.95 + wide + 0.12, 1.15, 0.1, tall)
-    norm = PowerNorm(0.5, 0, float(np.nanmax(weights)) or 1)
-    image = heat(axes, weights, norm)
-    along(axes, data["key_token"].values[0, :n_keys])
-    along(axes, data["query_token"].values[0, :n_queries], vertical=True)
-    axes.tick_params(length=0, colors=MUTED)
-    colour_bar(bar, image, in_percent, ticks=None)
-    bar.set_title("weight", fontsize=7.5, color=MUTED, loc="left", pad=5)
-    return figure
 
 
 def _curve(axes: Axes, values: np.ndarray) -> None:

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from qkv.errors import InputError
-from qkv.figures.layout import ACCENT, HAIRLINE, INK, MUTED, PERCENT, WARM, Drawing, head_map, place, plain, titled
-from qkv.figures.overview import subtitle_of
+from qkv.figures.layout import ACCENT, HAIRLINE, INK, MUTED, PERCENT, WARM, chart, head_map, legend, titled
+from qkv.figures.overview import layer_columns, subtitle_of
 from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.frames import counted, percent
 from qkv.profiler.data.sinks import EPSILON, sink_table, sink_tokens, trend_by_head
@@ -44,13 +44,8 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     left, top, gap = 0.75, 1.3, 0.45
     width = max(left + len(kinds) * (wide + gap) + 0.6, 9.2)
     lower = top + tall + 1.0
-    figure = Drawing(figsize=(width, lower + 2.6 + 0.6))
-    titled(
-        figure,
-        _sinks_sentence(data),
-        f"{name} · sink score α: mean share of the row on a token, of queries that see it; above, of the first "
-        f"64{_floor(data)}",
-    )
+    score = "sink score α: mean share of the row on a token, of queries that see it; above, of the first 64"
+    figure = titled(width, lower + 2.6 + 0.6, _sinks_sentence(data), f"{name} · {score}{_floor(data)}")
     for index, (column, label) in enumerate(kinds.items()):
         strong = table[table[column] > EPSILON]
         axes = head_map(
@@ -64,8 +59,9 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     for bar in figure.axes[-1:]:  # none without kinds
         bar.axhline(EPSILON, color=WARM, lw=1.2)
         bar.set_ylabel("α of the first token")
-    _values(place(figure, left, lower, 3.4, 2.4), table)
-    _tokens(place(figure, left + 5.0, lower, width - left - 5.6, 2.4), sink_tokens(data), len(table))
+    _values(chart(figure, left, lower, 3.4, 2.4, "The value that a sink adds"), table)
+    tokens = chart(figure, left + 5.0, lower, width - left - 5.6, 2.4, "Tokens that are sinks over the whole text")
+    _tokens(tokens, sink_tokens(data), len(table))
     return figure
 
 
@@ -76,8 +72,6 @@ def _floor(data: xr.Dataset) -> str:
 
 def _values(axes: Axes, table: pd.DataFrame) -> None:
     """Norm of the first token's value against its sink score: values of sinks are small."""
-    plain(axes)
-    axes.set_title("The value that a sink adds", fontsize=8.5, color=INK, loc="left", pad=5)
     if "value_norm_first" not in table:
         axes.text(0.5, 0.5, "values were not recorded", ha="center", color=MUTED, fontsize=8, transform=axes.transAxes)
         return
@@ -97,8 +91,6 @@ def _values(axes: Axes, table: pd.DataFrame) -> None:
 
 def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:
     """The tokens that are sinks over the whole text, with the number of heads."""
-    plain(axes)
-    axes.set_title("Tokens that are sinks over the whole text", fontsize=8.5, color=INK, loc="left", pad=5)
     rows = tokens.head(TOKENS)
     if rows.empty:
         axes.set_axis_off()
@@ -123,10 +115,7 @@ def _sinks_sentence(data: xr.Dataset) -> str:
     return ", ".join(parts)
 
 
-LEGEND: dict[str, Any] = {
-    "loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 2, "frameon": False, "fontsize": 7.5,
-    "labelcolor": MUTED, "columnspacing": 1.2,
-}  # fmt: skip
+ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 2, "columnspacing": 1.2}
 
 
 def sink_figure(name: str, data: xr.Dataset) -> Figure:
@@ -147,50 +136,36 @@ def sink_figure(name: str, data: xr.Dataset) -> Figure:
     layers = data.sizes["layer"]
     wide = min(8.0, max(3.2, 0.5 * layers))
     beside = max(3.6, 0.75 * len(trend.ranges)) if long else 0.0
-    figure = Drawing(figsize=(max(6.4, 0.72 + wide + 0.5 + (0.75 + beside if long else 0.4)), 4.5))
     title = "The first token has no sink score" if found.sinks is None else f"{found.sinks.value} {found.sinks.label}"
-    titled(figure, title + found.whole_clause, subtitle_of(name, data))
+    width = max(6.4, 0.72 + wide + 0.5 + (0.75 + beside if long else 0.4))
+    figure = titled(width, 4.5, title + found.whole_clause, subtitle_of(name, data))
     window = f"the first {data.sizes.get('prefix_key', 64)} queries" if long else "the text"
-    _by_layer(place(figure, 0.72, 1.3, wide, 2.6), data, table, window, long=long)
+    _by_layer(chart(figure, 0.72, 1.3, wide, 2.6), data["layer"].values, table, window, long=long)
     if long:
-        _along(place(figure, 0.72 + wide + 0.75, 1.3, beside, 2.6), trend.ranges, trend.share, trend.even)
+        _along(chart(figure, 0.72 + wide + 0.75, 1.3, beside, 2.6), trend.ranges, trend.share, trend.even)
     return figure
 
 
-def _by_layer(axes: Axes, data: xr.Dataset, table: pd.DataFrame, window: str, *, long: bool) -> None:
-    plain(axes)
-    layers = data["layer"].values
-    for index, layer in enumerate(layers):
-        rows = table[table["layer"] == layer].sort_values("alpha_first")
-        # Spread the dots of a layer sideways, so that equal values do not overlap.
-        at = index + (np.arange(len(rows)) * 0.618 % 1 - 0.5) * 0.5
-        first, whole = rows["alpha_first"].to_numpy(), rows["alpha_whole"].to_numpy()
-        colours = [WARM if value > EPSILON else ACCENT for value in first]
-        axes.scatter(
-            at, first, s=19, color=colours, lw=0, zorder=3, label=None if index else f"one head, over {window}"
-        )
-        if long:
-            axes.vlines(at, whole, first, color=HAIRLINE, lw=1, zorder=1)
-            axes.scatter(
-                at, whole, s=15, facecolor="white", edgecolor=MUTED, lw=0.9, zorder=2,
-                label=None if index else "over the whole text",
-            )  # fmt: skip
+def _by_layer(axes: Axes, layers: np.ndarray, table: pd.DataFrame, window: str, *, long: bool) -> None:
+    at, rows = layer_columns(axes, layers, table, "alpha_first")
+    first, whole = rows["alpha_first"].to_numpy(), rows["alpha_whole"].to_numpy()
+    colours = [WARM if value > EPSILON else ACCENT for value in first]
+    axes.scatter(at, first, s=19, color=colours, lw=0, zorder=3, label=f"one head, over {window}")
+    if long:
+        axes.vlines(at, whole, first, color=HAIRLINE, lw=1, zorder=1)
+        axes.scatter(at, whole, s=15, facecolor="white", edgecolor=MUTED, lw=0.9, zorder=2, label="over the whole text")
     _threshold(axes)
-    step = max(1, len(layers) // 16)
-    axes.set_xticks(np.arange(0, len(layers), step), [str(layer) for layer in layers[::step]])
-    axes.set(xlim=(-0.6, len(layers) - 0.4), ylim=(0, _top(table["alpha_first"].to_numpy())))
-    axes.set(xlabel="layer", ylabel="α: mean share of the row on the first token")
+    axes.set(ylim=(0, _top(first)), ylabel="α: mean share of the row on the first token")
     axes.yaxis.set_major_formatter(PERCENT)
     if not np.isfinite(table["alpha_first"]).any():
         missing = "the profile has no score of\nthese heads over the first queries"
         axes.text(0.5, 0.4, missing, transform=axes.transAxes, ha="center", fontsize=8, color=MUTED)
         return
-    axes.legend(handletextpad=0.2, scatteryoffsets=[0.5], **LEGEND)
+    legend(axes, handletextpad=0.2, scatteryoffsets=[0.5], **ABOVE)
 
 
 def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: np.ndarray) -> None:
     """A line for each head: its weight on the first token, by range of query positions."""
-    plain(axes)
     x = np.arange(len(ranges))
     for values in share.reshape(len(ranges), -1).T:
         axes.plot(x, values, color=WARM if values[0] > EPSILON else ACCENT, lw=0.9, alpha=0.55)
@@ -201,7 +176,7 @@ def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: n
     axes.set(xlim=(-0.1, len(ranges) - 0.9), ylim=(0, _top(share)))
     axes.set_xlabel("position of the query")
     axes.yaxis.set_major_formatter(PERCENT)
-    axes.legend(handletextpad=0.5, **LEGEND)
+    legend(axes, handletextpad=0.5, **ABOVE)
 
 
 def _top(shares: np.ndarray) -> float:
@@ -216,9 +191,7 @@ def _threshold(axes: Axes) -> None:
 def states_figure(name: str, stacks: Mapping[str, xr.Dataset]) -> Figure:
     """The mean cosine similarity of the states of two tokens by depth: a line for each stack, a thin one for each text.
 
-    Args:
-        name: name of the model.
-        stacks: hidden states by stack of layers, as in `Profile.residual`.
+    `stacks` are those of `Profile.residual`.
 
     >>> import qkv
     >>> profile = qkv.profile("qkv-mini", progress=False, probe=False)
@@ -231,15 +204,13 @@ def states_figure(name: str, stacks: Mapping[str, xr.Dataset]) -> Figure:
         raise InputError("profile: it holds no similarity of hidden states; profile a text of two or more tokens again")
     depths = max(values.shape[1] for values in cosines.values())
     width = min(11.0, max(6.4, 1.6 + 0.45 * depths))
-    figure = Drawing(figsize=(width, 4.2))
     first, values = next(iter(cosines.items()))
     texts, tokens = len(values), int(stacks[first]["n_tokens"].sum())
     subtitle = (
         f"{name} · {counted(texts, 'text')}, {counted(tokens, 'token')} · mean over all pairs of tokens of a text"
     )
-    titled(figure, _states_sentence(np.nanmean(values, 0)), subtitle)
-    axes = place(figure, 0.72, 1.05, width - 1.1, 2.6)
-    plain(axes)
+    figure = titled(width, 4.2, _states_sentence(np.nanmean(values, 0)), subtitle)
+    axes = chart(figure, 0.72, 1.05, width - 1.1, 2.6)
     axes.axhline(0, color=HAIRLINE, lw=0.8)
     colours = (ACCENT, WARM, MUTED)
     for at, (stack, values) in enumerate(cosines.items()):
@@ -252,7 +223,7 @@ def states_figure(name: str, stacks: Mapping[str, xr.Dataset]) -> Figure:
     axes.set_xlabel("depth: 0 is the input of the first layer, i the output of layer i")
     axes.set_ylabel("cosine of two tokens' states")
     if len(cosines) > 1:
-        axes.legend(loc="best", frameon=False, fontsize=7.5, labelcolor=MUTED)
+        legend(axes, loc="best")
     return figure
 
 

@@ -10,7 +10,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from qkv.errors import InputError, nearest
-from qkv.figures.layout import ACCENT, PERCENT, WARM, Drawing, colour_bar, head_map, heat, place, plain, titled
+from qkv.figures.layout import ACCENT, PERCENT, WARM, chart, colour_bar, head_map, heat, place, plain, titled
 from qkv.profiler.data.frames import percent
 from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.surveys.accumulators import Quantity, edges
@@ -34,10 +34,10 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
     cell = min(0.34, 2.1 / columns, 4.6 / layers)
     wide, tall = max(cell * columns, 1.2), max(cell * layers, 0.8)
     left, top, gap_x, gap_y = 0.62, 1.15, 0.95, 0.75
-    figure = Drawing(figsize=(max(left + across * (wide + gap_x), 7.2), top + down * (tall + gap_y)))
     caught = int((table["sink_score"] > SINK_THRESHOLD).sum())
-    titled(
-        figure,
+    figure = titled(
+        max(left + across * (wide + gap_x), 7.2),
+        top + down * (tall + gap_y),
         f"{caught:,} of {len(table):,} heads have a sink at the first token, on average",
         f"{_about(survey)} · means over all queries; a sink is a score above {SINK_THRESHOLD}",
     )
@@ -57,11 +57,9 @@ def texts(survey: Survey, quantity: str = "entropy_ratio", group: str | None = N
     table = survey.heads(group).sort_values(f"{quantity}_text_p50", kind="stable").reset_index(drop=True)
     low, middle, high = (table[f"{quantity}_text_p{p}"] for p in (5, 50, 95))
     spread = high - low
-    figure = Drawing(figsize=(8.2, 4.5))
     title = f"{about.label}: in the median head, nine texts in ten lie within {spread.median():.2g} of one another"
-    titled(figure, title, f"{_about(survey)} · the middle 90 % of sequences and their median")
-    axes = place(figure, 0.75, 1.05, 7.2, 2.85)
-    plain(axes)
+    figure = titled(8.2, 4.5, title, f"{_about(survey)} · the middle 90 % of sequences and their median")
+    axes = chart(figure, 0.75, 1.05, 7.2, 2.85)
     axes.vlines(table.index, low, high, color=ACCENT, alpha=0.35, lw=max(0.6, min(4.0, 400 / len(table))))
     axes.plot(table.index, middle, "o", ms=2.5, color=ACCENT)
     axes.set(xlabel="heads, in order of their median", ylabel=f"{about.label.lower()} ({_unit(about)})")
@@ -77,10 +75,9 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
     counts = counts[:, : min(counts.shape[1], int(np.flatnonzero(counts.sum(0)).max(initial=0)) + 2)]
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     tall = min(8.0, max(1.6, 0.1 * len(share)))
-    figure = Drawing(figsize=(8.2, tall + 1.75))
     means = survey.heads(group)[quantity]
     title = f"Mean {about.label.lower()} of a head: from {means.min():.2g} to {means.max():.3g} {_unit(about)}"
-    titled(figure, title, f"{_about(survey)} · share of each head's queries, one row per head")
+    figure = titled(8.2, tall + 1.75, title, f"{_about(survey)} · share of each head's queries, one row per head")
     axes, bar = place(figure, 0.75, 1.05, 6.4, tall), place(figure, 7.3, 1.05, 0.1, tall)
     picture = heat(axes, np.sqrt(share), Normalize(0))
     borders = edges(about)
@@ -100,13 +97,11 @@ def sinks(survey: Survey, group: str | None = None) -> Figure:
     """The share of texts and heads in which each of the first 64 keys is a sink."""
     table = survey.sinks(group)
     known = table["share"].notna().any()
-    figure = Drawing(figsize=(8.2, 4.2))
     first, others = percent(table["share"].iloc[0]), percent(table["share"].iloc[1:].max())
     title = f"The first token is a sink in {first} of texts × heads, no other in more than {others}"
     title = title if known else "No text has 64 tokens"
-    titled(figure, title, f"{_about(survey)} · sink score above {SINK_THRESHOLD} over the first 64 tokens")
-    axes = place(figure, 0.75, 1.05, 7.2, 2.5)
-    plain(axes)
+    figure = titled(8.2, 4.2, title, f"{_about(survey)} · sink score above {SINK_THRESHOLD} over the first 64 tokens")
+    axes = chart(figure, 0.75, 1.05, 7.2, 2.5)
     if known:
         axes.bar(table["key"], table["share"], color=WARM, width=0.8)
         axes.yaxis.set_major_formatter(PERCENT)

@@ -2,7 +2,7 @@
 
 import { css, destinationColour, inkOn, looks, ramp, rgbOf } from "./colour.js";
 import { h, svg } from "./dom.js";
-import { binStart, integer, named, percent, written } from "./numbers.js";
+import { binStart, integer, meanOf, named, percent, written } from "./numbers.js";
 
 /** A stacked bar of shares, optionally with a legend. `shares`: {destination name: share}. */
 export function stack(shares, { window, legend = false, label }) {
@@ -37,75 +37,58 @@ export function keyOf(entries) {
 }
 
 /**
- * A curve along the text, as wide as `width` pixels. `values` may be bins of a text of `n` tokens.
- * `reference`: {values, label} is drawn dashed; `log` for a logarithmic axis; `bars` fills under the curve.
+ * Curves along texts, as wide as `width` pixels. `series`: [{values, n, label, colour}], with values in bins of a text of n
+ * tokens; the readout shows all of them at the pointer. `tokens`: of the text, if there is one. `reference`: {values, label}
+ * is drawn dashed; `log` for a logarithmic axis; `bars` fills under a single curve.
  */
-export function curve({ title, values, n, width, unit, tokens, reference, log = false, bars = false }) {
+export function curve({ title, series, width, unit, tokens = null, reference = null, log = false, bars = false }) {
   const height = 118, left = 52, right = 6, top = 10, bottom = 18;
-  const inner = width - left - right, tall = height - top - bottom, bins = values.length;
-  const finite = Array.from(values).filter((value) => Number.isFinite(value) && (!log || value > 0));
-  let high = Math.max(...finite, ...(reference ? reference.values : []), log ? 0 : 1e-9);
-  let low = 0;
-  if (!finite.length) high = 1;
+  const inner = width - left - right, tall = height - top - bottom, n = Math.max(...series.map((one) => one.n));
+  const known = series.flatMap(({ values }) => Array.from(values).filter((value) => Number.isFinite(value) && (!log || value > 0))).sort((a, b) => a - b);
+  let high = Math.max(known.at(-1) ?? 1, ...(reference?.values ?? []), log ? 0 : 1e-9), low = 0;
   if (log) {
-    const sorted = finite.slice().sort((a, b) => a - b);
-    low = Math.max(sorted[Math.floor(sorted.length * 0.02)] ?? 1e-6, high * 1e-6);
+    low = Math.max(known[Math.floor(known.length * 0.02)] ?? 1e-6, high * 1e-6);
     if (low >= high / 2) low = high / 10;
   }
   const ticks = log ? decades(low, high) : niceTicks(high);
   if (!log) high = Math.max(high, ticks.at(-1));
-  const x = (bin) => left + ((bin + 0.5) / bins) * inner;
-  const y = (value) =>
-    top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / high));
-
-  let line = "";
-  let pen = false;
-  for (let b = 0; b < bins; b++) {
-    const value = values[b];
-    if (!Number.isFinite(value)) { pen = false; continue; }
-    if (bars) line += `${pen ? "L" : "M"}${(left + (b / bins) * inner).toFixed(1)} ${y(value).toFixed(1)}H${(left + ((b + 1) / bins) * inner).toFixed(1)}`;
-    else line += `${pen ? "L" : "M"}${x(b).toFixed(1)} ${y(value).toFixed(1)}`;
-    pen = true;
-  }
-  const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" });
-  const readout = h("output", {});
-  const drawing = svg(
-    "svg",
-    { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}, from ${written(Math.min(...finite), unit)} to ${written(Math.max(...finite), unit)}` },
+  const x = (one, place) => (left + ((place / one.values.length) * one.n * inner) / n).toFixed(1);
+  const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / high));
+  const path = (one) => {
+    let line = "", pen = false;
+    one.values.forEach((value, bin) => {
+      const known = Number.isFinite(value), move = pen ? "L" : "M";
+      if (known) line += bars ? `${move}${x(one, bin)} ${y(value).toFixed(1)}H${x(one, bin + 1)}` : `${move}${x(one, bin + 0.5)} ${y(value).toFixed(1)}`;
+      pen = known;
+    });
+    return line;
+  };
+  const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" }), readout = h("output", {});
+  const summary = series.length > 1 ? `. ${series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ")}` : `, from ${written(known[0] ?? NaN, unit)} to ${written(known.at(-1) ?? NaN, unit)}`;
+  const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}${summary}` },
     ticks.map((tick) => [
       svg("line", { class: "rule", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
       svg("text", { class: "tick", x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, unit === "%" ? percent(tick) : tick.toLocaleString("en")),
     ]),
-    bars && line ? svg("path", { class: "area", d: `${line}V${top + tall}H${left}Z` }) : null,
-    svg("path", { class: "line", d: line }),
-    reference
-      ? svg("path", { class: "reference", d: Array.from(reference.values, (value, b) => `${b ? "L" : "M"}${x(b).toFixed(1)} ${y(value).toFixed(1)}`).join("") })
-      : null,
-    axisTicks(n).map((position) =>
-      svg("text", { class: "tick", x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? "middle" : "start" }, integer(position)),
-    ),
-    marker,
-  );
+    bars && known.length ? svg("path", { class: "area", d: `${path(series[0])}V${top + tall}H${left}Z` }) : null,
+    series.map((one) => svg("path", { class: "line", d: path(one), style: { stroke: one.colour ?? "var(--accent)" } })),
+    reference ? svg("path", { class: "reference", d: Array.from(reference.values, (value, bin) => `${bin ? "L" : "M"}${x({ ...reference, n }, bin + 0.5)} ${y(value).toFixed(1)}`).join("") }) : null,
+    axisTicks(n).map((position) => svg("text", { class: "tick", x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? "middle" : "start" }, integer(position))),
+    marker);
   drawing.addEventListener("pointermove", (event) => {
-    const at = (event.clientX - drawing.getBoundingClientRect().left) * (width / drawing.getBoundingClientRect().width);
-    const bin = Math.min(Math.max(Math.floor(((at - left) / inner) * bins), 0), bins - 1);
-    const from = binStart(bin, bins, n), to = binStart(bin + 1, bins, n) - 1;
+    const box = drawing.getBoundingClientRect(), across = ((event.clientX - box.left) * (width / box.width) - left) / inner;
+    const position = Math.min(Math.max(Math.floor(across * n), 0), n - 1), at = left + ((position + 0.5) / n) * inner;
     marker.setAttribute("visibility", "visible");
-    marker.setAttribute("x1", x(bin));
-    marker.setAttribute("x2", x(bin));
-    const where = from === to ? [`${integer(from)} “`, h("bdi", {}, named(tokens[from])), "”"] : [`${integer(from)}–${integer(to)}`];
-    readout.replaceChildren(...where, ` · ${written(values[bin], unit)}`);
+    marker.setAttribute("x1", at);
+    marker.setAttribute("x2", at);
+    const bins = series[0].values.length, bin = Math.floor((position * bins) / n);
+    const from = tokens ? binStart(bin, bins, n) : position, to = tokens ? binStart(bin + 1, bins, n) - 1 : position;
+    const said = series.map(({ label, values, n: own }) => `${label ? `${label} ` : ""}${position < own ? written(values[Math.floor((position * values.length) / own)], unit) : "–"}`);
+    readout.replaceChildren(...(from < to ? [`${integer(from)}–${integer(to)}`] : [integer(from), ...(tokens ? [" “", h("bdi", {}, named(tokens[from])), "”"] : [])]), ` · ${said.join(" · ")}`);
   });
-  drawing.addEventListener("pointerleave", () => {
-    marker.setAttribute("visibility", "hidden");
-    readout.textContent = "";
-  });
-  return h(
-    "figure",
-    { class: "curve" },
-    h("figcaption", {}, h("span", {}, title, reference ? h("small", {}, ` · dashed: ${reference.label}`) : null), readout),
-    drawing,
-  );
+  drawing.addEventListener("pointerleave", () => { marker.setAttribute("visibility", "hidden"); readout.replaceChildren(); });
+  return h("figure", { class: "curve" },
+    h("figcaption", {}, h("span", {}, title, reference ? h("small", {}, ` · dashed: ${reference.label}`) : null), readout), drawing);
 }
 
 /** Round steps from 0 to just over `high`, about `count` of them. */

@@ -2,8 +2,6 @@
 
 import { counted } from "./state.js";
 
-// Decoding of the arrays in a page's data.
-
 /** The bytes of a base64 string. */
 export const bytesOf = (base64) => Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
 

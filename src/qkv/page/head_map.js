@@ -4,7 +4,7 @@ import { choice, legend } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { MapColours, MapView } from "./map_view.js";
 import { edgeScales } from "./map_scene.js";
-import { binStart, integer, named, weightWords } from "./numbers.js";
+import { integer, named, spread, weightWords } from "./numbers.js";
 import { cancel, counted, later } from "./state.js";
 import { FIRST, Pyramid, TileStore } from "./tiles.js";
 
@@ -16,12 +16,8 @@ const COLOURS = ["panel", "ink", "soft", "line", "accent", "area", "masked"];
 /** Curves beside the map for all tokens, from the decoded curves of a text, whose bins may hold several tokens. */
 export function edgeCurves(curves, view, row) {
   if (!curves.entropy) return null;
-  const spread = (name, n) => {
-    const { values, shape } = curves[name], bins = shape[2], out = new Float32Array(n);
-    for (let b = 0; b < bins; b++) out.fill(values[row * bins + b], binStart(b, bins, n), binStart(b + 1, bins, n));
-    return out;
-  };
-  const found = { received: spread("received", view.n_keys), entropy: spread("entropy", view.n_queries) };
+  const binsOf = ({ values, shape }) => values.subarray(row * shape[2], (row + 1) * shape[2]);
+  const found = { received: spread(binsOf(curves.received), view.n_keys), entropy: spread(binsOf(curves.entropy), view.n_queries) };
   return found.entropy.some(Number.isNaN) ? null : { ...found, scales: edgeScales(found) };
 }
 

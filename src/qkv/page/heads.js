@@ -85,41 +85,68 @@ function cellText(x, unit) {
   return Math.abs(x) >= 9.95 ? (x >= 9999 ? `${(x / 1000).toFixed(0)}k` : x.toFixed(0)) : x.toFixed(1);
 }
 
-/**
- * A grid with a row per layer and a column per head; `cells` of `cellsOf`. Arrow keys, Home and End move the selection.
- * Calls `select(layer, head)` for each selection, and `open(layer, head)` for Enter and double clicks.
- */
+/** A button that stands for a head, with its name and `tip` as the tooltip. */
+export function headButton(group, layer, head, tip, attributes, ...children) {
+  const title = headTitle(group, layer, head);
+  return h("button", {
+    type: "button", tabindex: -1, "data-layer": layer, "data-head": head,
+    "aria-label": `${title}${tip ? `: ${tip.replaceAll("\n", "; ")}` : ""}`, "data-tip": `${title}${tip ? `\n${tip}` : ""}`, ...attributes,
+  }, ...children);
+}
+
+/** A grid with a row per layer and a column per head; `cells` of `cellsOf`. `select` and `open` as in `selectable`. */
 export function headGrid({ group, cells, layer, head, label, select, open }) {
   const { layers, heads } = group, many = heads.length > MANY;
+  const cell = (l, k) => {
+    const { text, colour, tip } = cells[rowOf(group, l, k)];
+    return headButton(group, l, k, tip, { role: "gridcell", style: { background: css(colour), color: inkOn(colour) } }, h("span", {}, text));
+  };
   const grid = h("div", { class: many ? "grid tight" : "grid", role: "grid", "aria-label": `${label}; arrow keys move`,
-    style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } });
-  grid.append(h("div", { role: "row", class: "row" }, h("span", { class: "corner" }), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, many && k % 4 ? "" : String(id)))));
-  layers.forEach((id, l) => {
-    grid.append(h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => {
-      const { text, colour, tip } = cells[rowOf(group, l, k)];
-      return h("button", {
-        type: "button", role: "gridcell", "data-layer": l, "data-head": k, tabindex: -1,
-        "aria-label": `${headTitle(group, l, k)}: ${tip.replaceAll("\n", "; ")}`, "data-tip": `${headTitle(group, l, k)}\n${tip}`,
-        style: { background: css(colour), color: inkOn(colour) },
-      }, h("span", {}, text));
-    })));
+    style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } },
+  h("div", { role: "row", class: "row" }, h("span", { class: "corner" }), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, many && k % 4 ? "" : String(id)))),
+  layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cell(l, k)))));
+  return selectable(grid, { layer, head, select, open });
+}
+
+/**
+ * Let clicks and keys select among the heads in a box, and mark (layer, head); returns the box. Arrow keys, Home and End move
+ * within the row of a grid, or among all heads where lines wrap. `select(layer, head)` is called for each selection, and
+ * `open(layer, head)`, if given, for Enter and double clicks; with `once`, for clicks.
+ */
+export function selectable(box, { layer, head, select, open = null, once = false }) {
+  const cellOf = (event) => event.target.closest("[data-layer]"), placeOf = (cell) => [+cell.dataset.layer, +cell.dataset.head];
+  const choose = (cell) => { markHead(box, ...placeOf(cell)); select(...placeOf(cell)); };
+  box.addEventListener("click", (event) => {
+    const cell = cellOf(event);
+    if (cell) choose(cell);
+    if (cell && once) open?.(...placeOf(cell)); // Enter is a click
   });
-  const choose = (l, k) => { markHead(grid, l, k); select(l, k); };
-  const placeOf = (event) => { const cell = event.target.closest("[data-layer]"); return cell && [+cell.dataset.layer, +cell.dataset.head]; };
-  grid.addEventListener("click", (event) => { const at = placeOf(event); if (at) choose(...at); });
-  if (open) grid.addEventListener("dblclick", (event) => { const at = placeOf(event); if (at) open(...at); });
-  grid.addEventListener("keydown", (event) => {
-    const here = placeOf(event);
-    if (!here) return;
-    if (event.key === "Enter" && open) { event.preventDefault(); open(...here); return; }
-    const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [0, -heads.length], End: [0, heads.length] }[event.key];
-    if (!move) return;
+  if (open && !once) box.addEventListener("dblclick", (event) => { if (cellOf(event)) open(...placeOf(cellOf(event))); });
+  box.addEventListener("keydown", (event) => {
+    const cell = cellOf(event), all = [...box.querySelectorAll("[data-layer]")], here = all.indexOf(cell);
+    if (!cell) return;
+    if (event.key === "Enter" && open && !once) { event.preventDefault(); open(...placeOf(cell)); return; }
+    const row = cell.closest("[role=row]"), line = row ? all.filter((other) => row.contains(other)) : all, at = line.indexOf(cell);
+    const moves = { ArrowLeft: () => line[at - 1], ArrowRight: () => line[at + 1], Home: () => line[0], End: () => line.at(-1), ArrowUp: () => beside(all, here, -1), ArrowDown: () => beside(all, here, 1) };
+    if (!Object.hasOwn(moves, event.key)) return;
     event.preventDefault();
-    const clamp = (x, length) => Math.min(Math.max(x, 0), length - 1);
-    choose(clamp(here[0] + move[0], layers.length), clamp(here[1] + move[1], heads.length));
+    const next = moves[event.key]();
+    if (next) choose(next);
   });
-  markHead(grid, layer, head);
-  return grid;
+  markHead(box, layer, head);
+  return box;
+}
+
+/** The nearest cell in the line above (-1) or below (1); the length of lines may depend on the window. */
+function beside(all, here, way) {
+  const from = all[here].getBoundingClientRect();
+  for (let at = here + way, line = null, best = null; ; at += way) {
+    const box = all[at]?.getBoundingClientRect();
+    if (!box || (line !== null && box.top !== line)) return best;
+    if (box.top === from.top) continue;
+    line = box.top;
+    if (!best || Math.abs(box.left - from.left) < Math.abs(best.getBoundingClientRect().left - from.left)) best = all[at];
+  }
 }
 
 /** Mark the selected head of a grid; the keyboard focus follows if it is in the grid. */
@@ -174,13 +201,13 @@ export function headCurves({ group, view, curves, layer, head, width }) {
   const slice = (name) => { const { values, shape } = curves[name]; return values.subarray(at * shape[2], (at + 1) * shape[2]); };
   const received = binPeaks(slice("received"), Math.floor(width / 1.5));
   const peaks = received.length < view.n_keys ? ", largest in each column" : "";
-  const along = { n: view.n_queries, width, tokens: queries };
-  const parts = [curve({ title: `Received by each key${peaks}`, values: received, n: view.n_keys, width, unit: "%", tokens: view.keys, log: true, bars: true })];
+  const along = (title, values, unit, more) => curve({ title, series: [{ values, n: view.n_queries }], unit, width, tokens: queries, ...more });
+  const parts = [curve({ title: `Received by each key${peaks}`, series: [{ values: received, n: view.n_keys }], width, unit: "%", tokens: view.keys, log: true, bars: true })];
   const bins = curves.uniform.shape[2];
   const reference = { label: "uniform attention", values: curves.uniform.values.subarray(layer * bins, (layer + 1) * bins) };
-  if (curves.entropy) parts.push(curve({ title: "Entropy of each query, nats", values: slice("entropy"), unit: "nats", reference, ...along }));
-  if (curves.distance) parts.push(curve({ title: "Mean distance of the attended keys, tokens", values: slice("distance"), unit: "tokens", ...along }));
-  if (curves.sink) parts.push(curve({ title: "Weight on the first token", values: slice("sink"), unit: "%", ...along }));
+  if (curves.entropy) parts.push(along("Entropy of each query, nats", slice("entropy"), "nats", { reference }));
+  if (curves.distance) parts.push(along("Mean distance of the attended keys, tokens", slice("distance"), "tokens"));
+  if (curves.sink) parts.push(along("Weight on the first token", slice("sink"), "%"));
   return parts;
 }
 
@@ -189,3 +216,17 @@ export function firstHead(group, view) {
   const step = view.findings.flatMap(({ steps }) => steps).find(({ layer }) => layer !== null);
   return step ? { layer: group.layers.indexOf(step.layer), head: group.heads.indexOf(step.head) } : { layer: 0, head: 0 };
 }
+
+/** How similarities are defined, in words; `maps` as in the answer of the server. */
+export const similarityMeaning = (maps) =>
+  `1 − the mean Jensen-Shannon divergence of the rows, in bits: 1 for equal maps, 0 for maps without a common key${maps === "pooled" ? "; of the pooled maps" : ""}`;
+
+/** The other heads that are most similar to (layer, head), the nearest first: [{layer, head, value}]. */
+export function mostSimilar(group, { layer, head }, values, most) {
+  const at = rowOf(group, layer, head), count = group.heads.length;
+  return bySimilarity(values.map((_, other) => other).filter((other) => other !== at && values[other] !== null), values).slice(0, most)
+    .map((other) => ({ layer: Math.floor(other / count), head: other % count, value: values[other] }));
+}
+
+/** Rows of the table of heads, the most similar first; those without a value last. */
+export const bySimilarity = (rows, values) => rows.toSorted((a, b) => (values[b] ?? -1) - (values[a] ?? -1) || a - b);

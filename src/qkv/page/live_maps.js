@@ -7,8 +7,6 @@ import { csvOf, svgImage, svgPicture, svgText } from "./export.js";
 import { editWords, headAt, headlineOf, longName, nextRows, quoted, spaced } from "./live_words.js";
 import { named, percent, truncated, visible, written } from "./numbers.js";
 
-// The attention maps of one head of a live model, as trained and with the edits, and its statistics.
-
 /** Two maps that share a crosshair, and the statistics beside them. */
 export function liveMaps(answer) {
   const { tokens, maps, at, edited } = answer, n = tokens.length, [layer, head] = headAt(at);

@@ -3,8 +3,6 @@
 import { h } from "./dom.js";
 import { named, percent, visible } from "./numbers.js";
 
-// Edits of heads: their description in words and their short code in an address.
-
 const CODES = { softmax: "n", "off-by-one": "o", sigmoid: "s" };
 
 /** Parse the position "layer.head" of a head into [layer, head]. */

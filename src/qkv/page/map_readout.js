@@ -8,8 +8,6 @@ import { integer, named, weightWords } from "./numbers.js";
 import { cancel, later } from "./state.js";
 import { FIRST, painted, TILE } from "./tiles.js";
 
-// The readout beside a map: tokens, weight and bin of the pair under the crosshair or pinned.
-
 const EXACT_AFTER = 80; // milliseconds that the crosshair rests before the exact weight is requested
 const SPOKEN_AFTER = 350; // milliseconds that it rests before a screen reader announces the readout
 
@@ -40,7 +38,7 @@ export class MapReadout {
     const { content } = this.map, point = this.map.point ?? this.map.pin;
     if (!content) return;
     if (!content.store) return this.hint("There is no map.");
-    if (!point) return this.hint(h("span", { class: "map-with-mouse" }, "Point at the map to read a weight. A click pins it."), h("span", { class: "map-with-finger" }, "Tap the map to read and pin a weight."));
+    if (!point) return this.hint(h("span", { class: "with-mouse" }, "Point at the map to read a weight. A click pins it."), h("span", { class: "with-finger" }, "Tap the map to read and pin a weight."));
     const { pyramid, tokens, store, profiles } = content, level = this.map.level, bin = pyramid.bin(level, point.query, point.key);
     const value = (pool) => { const tile = store.get(pool, bin.place); return tile ? (tile.rows ? tile.values[bin.row * tile.columns + bin.column] : 0) : null; };
     const name = (side, at) => h("span", {}, `${integer(at)} `, h("b", {}, `“${named(tokens[side][at])}”`));

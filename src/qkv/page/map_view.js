@@ -6,8 +6,6 @@ import { weightWords } from "./numbers.js";
 import { cancel, nextFrame } from "./state.js";
 import { FIRST, Look, painted, TILE } from "./tiles.js";
 
-// The colours of weights on the map: the ends of the colour scale and the mapping between them.
-
 export const SCALES = { log: "log", root: "√", linear: "linear" };
 
 /** The colours of the map of one head; `pyramid` and `store` as in MapView. */

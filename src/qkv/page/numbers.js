@@ -13,6 +13,13 @@ export function binPeaks(values, most) {
   });
 }
 
+/** The values of bins for each of the n tokens of a text. */
+export function spread(bins, n) {
+  const out = new Float32Array(n);
+  bins.forEach((value, b) => out.fill(value, binStart(b, bins.length, n), binStart(b + 1, bins.length, n)));
+  return out;
+}
+
 /** An integer with thousands separators. */
 export const integer = (value) => Math.round(value).toLocaleString("en");
 

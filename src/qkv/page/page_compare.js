@@ -2,14 +2,13 @@
 // its own keys in the address: bsource, bgroup, btext, blayer, bhead.
 
 import { lengthWords, openingWords, validHead } from "./address.js";
-import { cellMap, keyOf, legend, markCell, paint, stack } from "./charts.js";
+import { cellMap, curve, keyOf, legend, markCell, paint, stack } from "./charts.js";
 import { css, destinationColour, looks } from "./colour.js";
-import { comparedName, comparedPicture, comparedTable, curveOf, groupOf, LABEL, matrixOf, MAX_EXACT, overlay, paintDifference, signedColour, totalVariation } from "./compare_side.js";
+import { comparedName, comparedPicture, comparedTable, curveOf, groupOf, LABEL, matrixOf, MAX_EXACT, paintDifference, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
-import { headName, labelOf, meaningOf, rowOf, sharesOf, statisticsOf } from "./heads.js";
+import { headName, labelOf, meaningOf, mostSimilar, rowOf, sharesOf, similarityMeaning, statisticsOf } from "./heads.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
 import { chooser, headChooser } from "./shell.js";
-import { mostSimilar, similarityMeaning } from "./similar.js";
 
 const PLACE = ["source", "group", "text", "layer", "head"];
 const RIGHT = Object.fromEntries(PLACE.map((key) => [key, `b${key}`]));
@@ -128,7 +127,7 @@ class Compare {
     if (!this.#shown) return;
     const { left, right, variation } = this.#shown, loaded = Boolean(left.matrix && right.matrix);
     // Keep the old maps, paler, until the new ones are loaded, so that stepping through heads does not flicker.
-    this.#maps.classList.toggle("compare-stale", !loaded);
+    this.#maps.classList.toggle("stale", !loaded);
     const first = !this.#maps.firstChild;
     if (loaded || first) this.#root.classList.toggle("compare-three", loaded ? Boolean(variation) : this.#comparable());
     const three = this.#root.classList.contains("compare-three");
@@ -323,10 +322,10 @@ class Compare {
     if (width <= 0) return;
     const series = (values) => [shown.left, shown.right].map((side) => ({ ...values(side), colour: `var(${side.name === "left" ? "--accent" : "--second"})`, label: LABEL[side.name] })).filter((one) => one.values);
     const parts = [
-      overlay({ title: "Received by each key", unit: "%", width, log: true, series: series((side) => ({ values: binPeaks(curveOf(side, "received"), Math.floor(width / 2)), n: side.view.n_keys })) }),
-      overlay({ title: "Entropy of each query, nats", unit: "nats", width, series: series((side) => ({ values: curveOf(side, "entropy"), n: side.view.n_queries })) }),
+      curve({ title: "Received by each key", unit: "%", width, log: true, series: series((side) => ({ values: binPeaks(curveOf(side, "received"), Math.floor(width / 2)), n: side.view.n_keys })) }),
+      curve({ title: "Entropy of each query, nats", unit: "nats", width, series: series((side) => ({ values: curveOf(side, "entropy"), n: side.view.n_queries })) }),
     ];
-    if (shown.variation) parts.push(overlay({ title: "Total variation between A and B", unit: "%", width, series: [{ values: shown.variation, n: shown.left.view.n_queries, colour: "var(--soft)", label: "A, B" }] }));
+    if (shown.variation) parts.push(curve({ title: "Total variation between A and B", unit: "%", width, series: [{ values: shown.variation, n: shown.left.view.n_queries, colour: "var(--soft)", label: "A, B" }] }));
     this.#curves.replaceChildren(...parts);
   }
 

@@ -41,7 +41,7 @@ class LivePage {
       onend: () => this.#generated(),
       ontemperature: () => this.#writeAddress(),
       onundo: () => { this.#parts.text.value = this.#writing.text; this.#writeAddress(); this.#ask(); },
-      onplay: () => { for (const part of [this.#heads.grid, this.#parts.maps]) part.classList.toggle("live-stale", this.#writing.playing); }, // they are updated when play stops
+      onplay: () => { for (const part of [this.#heads.grid, this.#parts.maps]) part.classList.toggle("stale", this.#writing.playing); }, // they are updated when play stops
       ontrouble: (sentence) => this.#showTrouble(sentence),
     });
     this.#heads = new LiveHeads(this.#live, {

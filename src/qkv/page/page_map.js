@@ -116,7 +116,7 @@ class MapPage {
   async load() {
     const load = ++this.loads, place = this.place;
     this.loaded = `${this.textOf}/${place}`;
-    this.canvas.classList.add("map-stale"); // until the new head is loaded
+    this.canvas.classList.add("stale"); // until the new head is loaded
     try {
       const source = await this.app.source(), shape = await source.map(...place);
       if (load === this.loads) await this.show(load, source, place, shape);
@@ -133,7 +133,7 @@ class MapPage {
     this.store = null;
     this.map.clear();
     this.overview.clear();
-    this.canvas.classList.remove("map-stale");
+    this.canvas.classList.remove("stale");
     this.status.hidden = true;
     this.why.hidden = false;
     this.why.replaceChildren(h("p", {}, error.message), h("button", { type: "button", class: "quiet", onclick: () => this.load() }, "Try again"));
@@ -176,7 +176,7 @@ class MapPage {
     this.hues = hues;
     this.store?.close();
     this.store = store;
-    this.canvas.classList.remove("map-stale");
+    this.canvas.classList.remove("stale");
     this.canvas.setAttribute("aria-label", `Attention map, ${name}: ${integer(shape.n_queries)} queries by ${integer(shape.n_keys)} keys`);
     this.why.hidden = shape.kind !== "none"; // for a small map, the reason is shown below the settings
     this.why.textContent = shape.why ?? "";

@@ -5,9 +5,8 @@ import { css, inkOn, looks, ramp } from "./colour.js";
 import { h, replace, svg } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
-import { KIND, MANY, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, sizeWords, statisticsOf } from "./heads.js";
+import { KIND, MANY, cellsOf, headButton, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, mostSimilar, rowOf, scaleOf, selectable, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
 import { integer, short } from "./numbers.js";
-import { mostSimilar, similarityMeaning } from "./similar.js";
 
 const ORDERS = [["layer", "Layer"], ["value", "Value"], ["type", "Type"]];
 const SIMILAR = 3; // heads that the card names
@@ -252,51 +251,18 @@ class Overview {
   }
 }
 
-/**
- * Heads in any order, in lines and titled sections; `cells` of `cellsOf`. Arrow keys, Home and End move the selection.
- * Calls `select(layer, head)` for each selection, and `open(layer, head)` for Enter and double clicks.
- */
+/** Heads in any order, in lines and titled sections; `cells` of `cellsOf`. `select` and `open` as in `selectable`. */
 function headFlow({ group, cells, sections, layer, head, label, select, open }) {
   const count = group.heads.length, many = count > MANY;
   const button = (at) => {
     const l = Math.floor(at / count), k = at % count, { text, colour, tip } = cells[at];
-    return h("button", { type: "button", role: "option", tabindex: -1, "data-layer": l, "data-head": k, "aria-selected": "false",
-      "aria-label": `${headTitle(group, l, k)}: ${tip.replaceAll("\n", "; ")}`, "data-tip": `${headTitle(group, l, k)}\n${tip}`,
-      style: { background: css(colour), color: inkOn(colour) } },
-    many ? null : [h("small", {}, `${group.layers[l]}·${group.heads[k]}`), h("span", {}, text)]);
+    return headButton(group, l, k, tip, { role: "option", "aria-selected": "false", style: { background: css(colour), color: inkOn(colour) } },
+      many ? null : [h("small", {}, `${group.layers[l]}·${group.heads[k]}`), h("span", {}, text)]);
   };
   const flow = h("div", { class: many ? "grid tight overview-flow" : "grid overview-flow", role: "listbox", "aria-label": `${label}, in order; arrow keys move` },
     sections.map(({ title, rows }) => h("div", { role: "group", "aria-label": title ?? label },
       title ? h("h4", {}, title) : null, h("div", { class: "overview-line" }, rows.map(button)))));
-  const places = (cell) => [Number(cell.dataset.layer), Number(cell.dataset.head)];
-  const choose = (cell) => { markHead(flow, ...places(cell)); cell.focus(); select(...places(cell)); };
-  flow.addEventListener("click", (event) => { const cell = event.target.closest("[data-layer]"); if (cell) choose(cell); });
-  flow.addEventListener("dblclick", (event) => { const cell = event.target.closest("[data-layer]"); if (cell) open(...places(cell)); });
-  flow.addEventListener("keydown", (event) => {
-    const all = [...flow.querySelectorAll("[data-layer]")], here = all.indexOf(event.target.closest("[data-layer]"));
-    if (event.key === "Enter") { event.preventDefault(); open(...places(all[here])); return; }
-    const beside = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: all.length - 1 }[event.key];
-    const next = beside === undefined ? overOrUnder(all, here, event.key) : all[beside];
-    if (!next) return;
-    event.preventDefault();
-    choose(next);
-  });
-  markHead(flow, layer, head);
-  return flow;
-}
-
-/** The nearest cell in the line above or below; the length of lines depends on the window. */
-function overOrUnder(all, here, key) {
-  const way = { ArrowUp: -1, ArrowDown: 1 }[key];
-  if (!way) return null;
-  const from = all[here].getBoundingClientRect();
-  for (let at = here + way, line = null, best = null; ; at += way) {
-    const box = all[at]?.getBoundingClientRect();
-    if (!box || (line !== null && box.top !== line)) return best;
-    if (box.top === from.top) continue;
-    line = box.top;
-    if (!best || Math.abs(box.left - from.left) < Math.abs(best.getBoundingClientRect().left - from.left)) best = all[at];
-  }
+  return selectable(flow, { layer, head, select, open });
 }
 
 const tied = (text) => text.replace(/ (%|× |· (?=H\d))/g, (_, mark) => `\u00a0${mark.trim()}${mark === "%" ? "" : "\u00a0"}`); // no line break inside a figure

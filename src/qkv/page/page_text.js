@@ -83,7 +83,7 @@ class TextPage {
   async load(wanted, textOf) {
     const load = ++this.loads, { group, text, layer, head } = this.app.state, { of } = this;
     this.loaded = wanted;
-    this.box.classList.add("text-stale"); // until the new weights are loaded
+    this.box.classList.add("stale"); // until the new weights are loaded
     try {
       const weights = await TextWeights.of(await this.app.source(), { group, text, layer, head, of });
       if (load === this.loads) this.show(weights, textOf);
@@ -107,7 +107,7 @@ class TextPage {
     this.request?.abort();
     this.closeFlows();
     this.links.clear();
-    this.box.classList.remove("text-stale");
+    this.box.classList.remove("stale");
     for (const part of [this.key, this.trail, this.pins, this.panel]) part.replaceChildren();
     this.box.replaceChildren(h("div", { class: "text-failed", role: "status" }, h("p", {}, error.message),
       h("button", { type: "button", class: "quiet", onclick: () => this.load(wanted, textOf) }, "Try again")));
@@ -282,7 +282,7 @@ class TextPage {
     this.tones = tonesOf();
     this.shades = weightShades(this.shown.map((token) => this.weights.ofToken(token)).filter(Boolean));
     this.pinSet = new Set(this.pinned.map(({ side, at }) => `${side}/${at}`));
-    this.box.classList.remove("text-stale");
+    this.box.classList.remove("stale");
     this.repaint();
     this.strips();
     this.keys();
@@ -316,8 +316,8 @@ class TextPage {
     const { active, weights } = this, pin = this.pinned.at(-1), linkable = (token) => !weights.weightless && !(weights.crossed && token.side === "key");
     if (active) replace(this.panel, ...tokenPanel(active, weights, (side, at) => this.goTo(side, at)));
     else replace(this.panel, h("p", { class: "text-hint" },
-      h("span", { class: "text-with-mouse" }, "Point at a token to see which tokens it attends to, and which attend to it. A click pins it; Escape unpins it."),
-      h("span", { class: "text-with-finger" }, "Tap a token to see which tokens it attends to, and which attend to it.")),
+      h("span", { class: "with-mouse" }, "Point at a token to see which tokens it attends to, and which attend to it. A click pins it; Escape unpins it."),
+      h("span", { class: "with-finger" }, "Tap a token to see which tokens it attends to, and which attend to it.")),
     weights.shape.why ? h("p", { class: "text-note" }, weights.shape.why) : null);
     if (pin && linkable(pin)) this.links.show(weights, pin.at);
     else this.links.clear(!pin && active && linkable(active) ? "Pin the token to follow its links through the layers." : null);

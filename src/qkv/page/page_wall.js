@@ -2,11 +2,10 @@
 
 import { choice, legend } from "./charts.js";
 import { h, replace } from "./dom.js";
-import { headName, kindsOf, labelOf, rowOf, statisticsOf } from "./heads.js";
+import { bySimilarity, headName, kindsOf, labelOf, rowOf, similarityMeaning, statisticsOf } from "./heads.js";
 import { integer, percent, written } from "./numbers.js";
 import { looks } from "./colour.js";
 import { wall } from "./wall.js";
-import { bySimilarity, similarityMeaning } from "./similar.js";
 
 const ORDERS = [["layer", "Layer × head"], ["type", "Type"], ["value", "Statistic"], ["similar", "Similarity"]];
 

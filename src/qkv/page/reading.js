@@ -4,7 +4,7 @@ import { choice, legend, paint } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { h, replace } from "./dom.js";
 import { headName, rowOf } from "./heads.js";
-import { binPeaks, binStart, integer, named, percent } from "./numbers.js";
+import { binPeaks, integer, named, percent, spread } from "./numbers.js";
 import { nextFrame } from "./state.js";
 import { TokenFlow } from "./token_flow.js";
 
@@ -64,9 +64,8 @@ export class Reading {
     const { view, layer, group, head } = this.shown, n = view.n_keys;
     if (this.source === "all") return curves.mean.values;
     if (this.source === "layer") return curves.layers.values.subarray(layer * n, (layer + 1) * n);
-    const bins = curves.received.shape[2], at = rowOf(group, layer, head) * bins, out = new Float32Array(n);
-    for (let b = 0; b < bins; b++) out.fill(curves.received.values[at + b], binStart(b, bins, n), binStart(b + 1, bins, n));
-    return out;
+    const bins = curves.received.shape[2], at = rowOf(group, layer, head);
+    return spread(curves.received.values.subarray(at * bins, (at + 1) * bins), n);
   }
 
   draw() {

@@ -5,14 +5,13 @@ import { choice, legend } from "./charts.js";
 import { isDark, looks, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
 import { KIND, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, firstHead } from "./heads.js";
-import { h, onUncaught, replace } from "./dom.js";
+import { h, onUncaught, replace, tooltips } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
 import { sinkFigures } from "./sinks.js";
 import { announceState, begin, cancel, counted, later } from "./state.js";
 import { StoredMaps } from "./stored_maps.js";
-import { tooltips } from "./tips.js";
 
 const $ = (id) => document.getElementById(id);
 const PAGE = JSON.parse($("page").textContent);

@@ -1,6 +1,6 @@
 // The shell around every page: the bar, menus, errors, the busy indicator, tooltips, keyboard shortcuts, the help dialog.
 
-import { h, replace } from "./dom.js";
+import { h, replace, tooltips } from "./dom.js";
 import { isDark } from "./colour.js";
 import { PAGES, lengthWords, openingWords, missingReason } from "./address.js";
 import { download, pngOf } from "./export.js";
@@ -34,7 +34,7 @@ export class Shell {
     this.#theme();
     this.#exports();
     this.#help();
-    tooltips();
+    tooltips(document, byId("tip"));
     byId("skip").addEventListener("click", (event) => { event.preventDefault(); byId("main").focus(); });
     addEventListener("keydown", (event) => this.#key(event));
     // Pages that fill the window need the height of the bar.
@@ -249,27 +249,6 @@ export function headChooser(group, layer, head, onselect, prefix = "") {
     step(-1, "‹", "Previous head"),
     h("span", { class: "head-name" }, pick("Layer", "L", group.layers, layer, "layer"), " · ", pick("Head", "H", group.heads, head, "head")),
     step(1, "›", "Next head"));
-}
-
-/** Show the data-tip of an element beside it while it has the pointer or the focus. */
-function tooltips() {
-  const tip = byId("tip");
-  const show = (target) => {
-    tip.replaceChildren(...target.dataset.tip.split("\n").map((line) => h("span", {}, line)));
-    tip.hidden = false;
-    const box = target.getBoundingClientRect(), size = tip.getBoundingClientRect();
-    const left = box.left + box.width / 2 - size.width / 2, above = box.top - size.height - 8;
-    tip.style.left = `${Math.min(Math.max(left, 8), document.documentElement.clientWidth - size.width - 8)}px`;
-    tip.style.top = `${above > 4 ? above : box.bottom + 8}px`;
-  };
-  const over = (event) => {
-    const target = event.target.closest?.("[data-tip]");
-    if (target) show(target); else tip.hidden = true;
-  };
-  document.addEventListener("pointerover", over);
-  document.addEventListener("focusin", (event) => { if (event.target.matches(":focus-visible")) over(event); else tip.hidden = true; });
-  document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true, capture: true });
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
 }
 
 function storedSettings() {

@@ -4,8 +4,6 @@ import { choice } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { integer, named, weightWords } from "./numbers.js";
 
-// The panel beside the text: a token with its largest weights in both directions, and the links of its heads.
-
 const LISTED = 8, SPOKEN = 3; // number of weights
 
 /** The k largest weights, [[position, weight], …], the sum of all weights and that of the others. */

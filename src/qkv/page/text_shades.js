@@ -4,8 +4,6 @@ import { css, inkOn, ramp, rgbOf } from "./colour.js";
 import { h } from "./dom.js";
 import { binPeaks } from "./numbers.js";
 
-// Shades of tokens: by the attention that they receive, or by the weights from and to selected tokens.
-
 const MIN_LEVEL = 0.02; // lower levels are not shown
 
 /**

@@ -2,9 +2,7 @@
 
 import { svg } from "./dom.js";
 import { csvOf, svgKey, svgPicture, svgText } from "./export.js";
-import { binStart, visible } from "./numbers.js";
-
-// The weights of a head, layer or model on one text: the attention that keys receive, and the weights of single tokens.
+import { spread, visible } from "./numbers.js";
 
 const MAX_CACHED = 96; // tokens whose weights are cached
 
@@ -36,14 +34,12 @@ export class TextWeights {
     const { curves, at: { group, text, layer, head, of } } = this, n = this.text.n_keys;
     if (of === "model") return curves.mean.values;
     if (of === "layer") return curves.layers.values.subarray(layer * n, (layer + 1) * n);
-    const bins = curves.received.shape[2], start = (layer * this.group.heads.length + head) * bins;
-    if (bins === n) return curves.received.values.subarray(start, start + n);
+    const bins = curves.received.shape[2], start = (layer * this.group.heads.length + head) * bins, binned = curves.received.values.subarray(start, start + bins);
+    if (bins === n) return binned;
     try {
       return (await this.source.profiles(group, text, layer, head)).received;
     } catch {
-      const out = new Float32Array(n); // a profile without maps only has a binned curve
-      for (let bin = 0; bin < bins; bin++) out.fill(curves.received.values[start + bin], binStart(bin, bins, n), binStart(bin + 1, bins, n));
-      return out;
+      return spread(binned, n); // a profile without maps only has a binned curve
     }
   }
 

@@ -2,7 +2,7 @@
 
 import { paint } from "./charts.js";
 import { h } from "./dom.js";
-import { headName, headTitle, markHead } from "./heads.js";
+import { headButton, headName, selectable } from "./heads.js";
 import { levelOf } from "./data.js";
 import { counted, nextFrame } from "./state.js";
 
@@ -13,7 +13,7 @@ import { counted, nextFrame } from "./state.js";
  * and `open(layer, head)`, if given, for clicks and Enter.
  */
 export function wall({ group, high, sections = null, layer, head, load, select, open = null, tip = () => "", beside = () => "" }) {
-  const { layers, heads } = group, cells = new Map();
+  const { layers, heads } = group;
   const painter = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) {
       if (!isIntersecting) continue;
@@ -29,12 +29,8 @@ export function wall({ group, high, sections = null, layer, head, load, select, 
   }
 
   function cellOf(l, k) {
-    const said = tip(l, k);
-    const cell = h("button", {
-      type: "button", class: "wall-cell", role: sections ? null : "gridcell", "data-layer": l, "data-head": k, tabindex: -1,
-      "aria-label": `Map of ${headTitle(group, l, k)}${said ? `: ${said.replaceAll("\n", "; ")}` : ""}`, "data-tip": `${headTitle(group, l, k)}${said ? `\n${said}` : ""}`,
-    }, h("canvas", { width: 1, height: 1 }), sections ? h("span", {}, headName(group, l, k), beside(l, k) ? h("b", {}, beside(l, k)) : null) : null);
-    cells.set(`${l}/${k}`, cell);
+    const cell = headButton(group, l, k, tip(l, k), { class: "wall-cell", role: sections ? null : "gridcell" },
+      h("canvas", { width: 1, height: 1 }), sections ? h("span", {}, headName(group, l, k), beside(l, k) ? h("b", {}, beside(l, k)) : null) : null);
     painter.observe(cell);
     return cell;
   }
@@ -45,25 +41,7 @@ export function wall({ group, high, sections = null, layer, head, load, select, 
       h("div", { role: "row", class: "row" }, h("span", {}), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, heads.length > 24 && k % 4 ? "" : String(id)))),
       layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cellOf(l, k)))));
 
-  const order = [...cells.values()];
-  const choose = (cell) => {
-    markHead(box, +cell.dataset.layer, +cell.dataset.head);
-    select(+cell.dataset.layer, +cell.dataset.head);
-  };
-  box.addEventListener("click", (event) => {
-    const cell = event.target.closest("[data-layer]");
-    if (!cell) return;
-    choose(cell);
-    open?.(+cell.dataset.layer, +cell.dataset.head); // Enter is a click
-  });
-  box.addEventListener("keydown", (event) => {
-    const here = order.indexOf(event.target.closest("[data-layer]"));
-    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: sections ? -1 : -heads.length, ArrowDown: sections ? 1 : heads.length }[event.key];
-    if (here < 0 || !step || !order[here + step]) return;
-    event.preventDefault();
-    choose(order[here + step]);
-  });
-  markHead(box, layer, head);
+  selectable(box, { layer, head, select, open, once: true });
   nextFrame(() => nextFrame(() => {})); // by then, the observer has told which maps are in view
   return box;
 }

@@ -4,13 +4,12 @@
 import { choice } from "./charts.js";
 import { useDark, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
-import { h, replace } from "./dom.js";
+import { h, replace, tooltips } from "./dom.js";
 import { headCard, headCurves, rowOf, sizeWords } from "./heads.js";
 import { MapsSection } from "./maps_section.js";
 import { integer } from "./numbers.js";
 import { Reading } from "./reading.js";
 import { StoredMaps } from "./stored_maps.js";
-import { tooltips } from "./tips.js";
 
 const NARROW = 760; // pixels of width below which the wall is above the map
 const REST = 250; // milliseconds without motion before the visible part of the map is written into the selection

@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from qkv._packages import user_frame
 from qkv.errors import InputError
-from qkv.figures.plots import dense_weights
+from qkv.figures.map import Stored
 from qkv.masks import Mask
 from qkv.profiler.profiles import Profile
 
@@ -23,51 +23,86 @@ ROUNDING = 1.01  # weights in half precision may exceed 1 by a little
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """Numbers to draw, NaN where they are masked, and the names of both sides."""
+
+    values: np.ndarray
+    """(queries, keys), or the largest number of each bin."""
+    queries: list[str] | None = None
+    keys: list[str] | None = None
+    bins: tuple[int, int] = (1, 1)
+    of: tuple[int, int] | None = None
+    """The numbers of queries and keys if these are bins, which the last ones may exceed."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The numbers of queries and keys."""
+        return self.of or (self.values.shape[0], self.values.shape[1])
+
+
+class Layer(NamedTuple):
+    """Weights of one layer."""
+
+    view: Tensor | np.ndarray
+    """(heads, queries, keys), or the bins of a profile."""
+    name: str
+    """Its name in errors."""
+    number: int
+    heads: list[int]
+    size: tuple[int, int]
+    """The numbers of queries and keys."""
+
+
+@dataclass(frozen=True)
 class Layers:
     """Weights of some layers. Each layer is converted and checked when it is drawn, since all of them may be large."""
 
-    views: list[Tensor | np.ndarray]
-    """For each layer (heads, queries, keys), or its bins if `bins` is not (1, 1)."""
-    names: list[str]
-    """The name of each layer in errors."""
-    layer_ids: list[int]
-    head_ids: list[list[int]]
-    sizes: list[tuple[int, int]]
-    """Numbers of queries and keys of each layer, which its bins cover."""
+    found: list[Layer]
     bins: tuple[int, int] = (1, 1)
+    """The numbers of queries and keys in a bin."""
     keys: list[str] | None = None
     queries: list[str] | None = None
 
     def layer(self, layer: int | None) -> Layers:
-        """One layer by its id; `layer` may be None if there is only one."""
-        at = _index("layer", layer, self.layer_ids)
-        pick = slice(at, at + 1)
-        return replace(
-            self,
-            views=self.views[pick],
-            names=self.names[pick],
-            layer_ids=self.layer_ids[pick],
-            head_ids=self.head_ids[pick],
-            sizes=self.sizes[pick],
-        )
+        """One layer by its number; `layer` may be None if there is only one."""
+        return replace(self, found=[self.found[_index("layer", layer, [one.number for one in self.found])]])
 
-    def names_of(
-        self, tokens: Sequence[Any] | None, queries: Sequence[Any] | None
-    ) -> tuple[list[str] | None, list[str] | None]:
-        """Names of the queries and of the keys of the only layer: those that are given, else those of a profile."""
-        if tokens is None and queries is None:
-            return self.queries, self.keys
-        return token_lists(tokens, queries, *self.sizes[0])
+    def matrix(
+        self, values: np.ndarray, tokens: Sequence[Any] | None, queries: Sequence[Any] | None, mask: Any
+    ) -> Matrix:
+        """A map of the only layer with the names that are given, else those of a profile."""
+        names, size = (self.queries, self.keys), self.found[0].size
+        if tokens is not None or queries is not None:
+            names = token_lists(tokens, queries, *size)
+        return Matrix(masked(values, mask), *names, self.bins, size)
 
     def maps(self) -> Iterator[np.ndarray]:
         """The weights of each layer, (heads, queries, keys), float64."""
-        for view, name in zip(self.views, self.names, strict=True):
-            yield checked_weights(array(view, name), name, whole=self.bins == (1, 1))
+        return (self._checked(one.view, one.name) for one in self.found)
 
     def head(self, head: int | None) -> np.ndarray:
-        """The map of one head, by its id, of the only layer."""
-        at = _index("head", head, self.head_ids[0])
-        return checked_weights(array(self.views[0][at], self.names[0]), self.names[0], whole=self.bins == (1, 1))
+        """The map of one head, by its number, of the only layer."""
+        [one] = self.found
+        return self._checked(one.view[_index("head", head, one.heads)], one.name)
+
+    def _checked(self, view: Tensor | np.ndarray, name: str) -> np.ndarray:
+        return checked_weights(array(view, name), name, whole=self.bins == (1, 1))
+
+    def mean(self, layer: int | None, head: int | None) -> tuple[str, np.ndarray]:
+        """The weights (nq, nk) of one head, or the mean of a layer or of all layers, 0 at masked pairs; and its name.
+
+        The name is empty for weights of a single head.
+        """
+        if self.bins != (1, 1):
+            raise InputError("w is a Profile with bins of a long text, expected all weights: map_tokens= was less")
+        found = self if layer is None and head is None else self.layer(layer)
+        heads = sum(len(one.heads) for one in found.found)
+        if head is not None:
+            return f"Layer {found.found[0].number}, head {head}", np.nan_to_num(found.head(head))
+        if len({one.size for one in found.found}) > 1:
+            raise InputError("w has layers of different sizes, expected one size; pass layer=")
+        of = f"Mean of {heads} heads" if layer is None else f"Layer {layer}, mean of {heads} heads"
+        return "" if heads == 1 else of, np.mean([np.nan_to_num(x).mean(0) for x in found.maps()], axis=0)
 
 
 def _index(name: str, chosen: int | None, ids: Sequence[int]) -> int:
@@ -130,23 +165,16 @@ def layers(w: Any, item: int | None = None, *, stacked: bool = False) -> Layers:
     if isinstance(w, Profile):
         return _of_profile(w, item)
     if isinstance(w, (tuple, list)) and w and (any(x is None for x in w) or any(getattr(x, "ndim", 0) > 2 for x in w)):
-        names = [f"w[{n}]" for n in range(len(w))]
-        made = [_layer(x, item, name) for x, name in zip(w, names, strict=True)]
+        parts, names = list(w), [f"w[{n}]" for n in range(len(w))]
     else:
         whole = _as_given(w, "w")
         parts = list(whole) if whole.ndim == 5 or (stacked and whole.ndim == 4) else [whole]
-        made, names = [_layer(x, item, "w") for x in parts], ["w"] * len(parts)
-    return Layers(
-        made,
-        names,
-        list(range(len(made))),
-        [list(range(len(x))) for x in made],
-        [(x.shape[1], x.shape[2]) for x in made],
-    )
+        names = ["w"] * len(parts)
+    return Layers([_layer(x, item, name, n) for n, (x, name) in enumerate(zip(parts, names, strict=True))])
 
 
-def _layer(x: Any, item: int | None, name: str) -> Tensor | np.ndarray:
-    """One layer as (h, nq, nk), a view of it if it is a tensor or an array."""
+def _layer(x: Any, item: int | None, name: str, number: int) -> Layer:
+    """One layer, whose weights are a view if they are a tensor or an array."""
     if x is None:
         raise InputError(
             f"{name} is None, expected weights: the model did not form them; load it with "
@@ -167,7 +195,8 @@ def _layer(x: Any, item: int | None, name: str) -> Tensor | np.ndarray:
         found = found[_index("item", item, range(items))]
     elif item not in (None, 0):
         raise InputError(f"item is {item}, expected None: {name} has no batch dimension")
-    return found[None] if found.ndim == 2 else found
+    found = found[None] if found.ndim == 2 else found
+    return Layer(found, name, number, list(range(len(found))), (found.shape[1], found.shape[2]))
 
 
 def checked_weights(values: np.ndarray, name: str = "w", *, whole: bool = True) -> np.ndarray:
@@ -187,43 +216,28 @@ def checked_weights(values: np.ndarray, name: str = "w", *, whole: bool = True) 
 
 
 def _of_profile(profile: Profile, item: int | None) -> Layers:
-    data = profile.data
-    if item is None and data.sizes["text"] > 1:
-        raise InputError(f"item is None with {data.sizes['text']} texts, expected the text to draw")
-    at = _index("item", item, range(data.sizes["text"]))
-    one = data.isel(text=[at])
+    texts = profile.data.sizes["text"]
+    if item is None and texts > 1:
+        raise InputError(f"item is None with {texts} texts, expected the text to draw")
+    return of_text(profile.data.isel(text=[at := _index("item", item, range(texts))]), at)
+
+
+def of_text(one: xr.Dataset, text: int) -> Layers:
+    """What a data set of one text of a profile, with the number `text`, stores of its weights."""
     n_queries, n_keys = int(one["n_queries"][0]), int(one["n_keys"][0])
-    values, bins = _stored(one, n_queries, n_keys)
-    if values is None:
+    stored = Stored.of(one)
+    if stored is None:
         raise InputError(
-            f"w is a Profile without maps of text {at}, expected one made with map_tokens={n_keys} or more"
+            f"w is a Profile without maps of text {text}, expected one made with map_tokens={max(n_queries, n_keys)} "
+            "or more"
         )
-    values = values.astype(np.float64)
-    if one.attrs["causal"]:  # a bin is masked if its first key comes after its last query
-        last = np.minimum(np.arange(1, values.shape[2] + 1) * bins[0], n_queries) - 1 + n_keys - n_queries
-        values = np.where(np.arange(values.shape[3]) * bins[1] <= last[:, None], values, np.nan)
-    count = len(values)
-    return Layers(
-        list(values),
-        ["w"] * count,
-        [int(x) for x in one["layer"].values],
-        [[int(x) for x in one["head"].values]] * count,
-        [(n_queries, n_keys)] * count,
-        bins,
-        [str(x) for x in one["key_token"].values[0, :n_keys]],
-        [str(x) for x in one["query_token"].values[0, :n_queries]],
+    values = np.where(stored.visible, stored.largest.astype(np.float64), np.nan)
+    heads, size = [int(x) for x in one["head"].values], (n_queries, n_keys)
+    names = (
+        [str(x) for x in one[f"{side}_token"].values[0, :n]] for side, n in (("key", n_keys), ("query", n_queries))
     )
-
-
-def _stored(one: xr.Dataset, n_queries: int, n_keys: int) -> tuple[np.ndarray | None, tuple[int, int]]:
-    """The weights (layer, head, query, key) that a profile stores for a text, else its pooled maps, and their bins."""
-    if (weights := dense_weights(one)) is not None:
-        return weights, (1, 1)
-    if "map_max" in one:
-        bins = int(one["bin_queries"][0]), int(one["bin_keys"][0])
-        if 0 not in bins:
-            return one["map_max"].values[0, :, :, : -(-n_queries // bins[0]), : -(-n_keys // bins[1])], bins
-    return None, (1, 1)
+    found = [Layer(x, "w", int(number), heads, size) for x, number in zip(values, one["layer"].values, strict=True)]
+    return Layers(found, stored.bins, *names)
 
 
 def masked(values: np.ndarray, mask: Any) -> np.ndarray:

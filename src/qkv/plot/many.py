@@ -14,10 +14,23 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from qkv.errors import InputError, at_least_one
-from qkv.figures.layout import ACCENT, CHARACTER, INK, MUTED, WARM, Drawing, colour_bar, heat, place, token_label
+from qkv.figures.layout import (
+    ACCENT,
+    CHARACTER,
+    INK,
+    MUTED,
+    WARM,
+    Drawing,
+    colour_bar,
+    heat,
+    label_inches,
+    panel_title,
+    place,
+    token_label,
+)
 from qkv.masks import Mask
-from qkv.plot.given import array, checked_weights, layers, masked, token_lists, visible_pairs
-from qkv.plot.single import draw, label_inches, norm_of, pooled
+from qkv.plot.given import Matrix, array, checked_weights, layers, masked, token_lists, visible_pairs
+from qkv.plot.single import draw, norm_of, pooled
 from qkv.profiler.profiles import Profile
 
 MANY_WIDTH = 7.0  # inches of a figure of several panels
@@ -73,12 +86,13 @@ def panels(
     for name, m in given.items():
         if m.ndim != 2 or 0 in m.shape:
             raise InputError(f"matrices[{name!r}] has shape {m.shape}, expected a matrix (nq, nk)")
-    given = {name: masked(m, mask) for name, m in given.items()}
-    truth = all(_is_boolean(m) for m in matrices.values())
-    norm = norm_of(list(given.values()), vmin, 1.3 if truth and vmax is None else vmax, power)
-    named = tokens is not None or queries is not None
-    names = [token_lists(tokens, queries, *m.shape) if named else (None, None) for m in given.values()]
-    return wall(given, names, norm, columns=columns, labels=labels, what=None if truth else what, title=title)
+    truth, named = all(_is_boolean(m) for m in matrices.values()), tokens is not None or queries is not None
+    shown = {
+        name: Matrix(masked(m, mask), *(token_lists(tokens, queries, *m.shape) if named else ()))
+        for name, m in given.items()
+    }
+    norm = norm_of(list(shown.values()), vmin, 1.3 if truth and vmax is None else vmax, power)
+    return wall(shown, norm, columns=columns, labels=labels, what=None if truth else what, title=title)
 
 
 def _is_boolean(m: Any) -> bool:
@@ -124,25 +138,20 @@ def heads(
     ['head 0', 'head 1', 'head 2', 'head 3']
     """
     found = layers(w, item).layer(layer)
-    given = {f"head {h}": masked(m, mask) for h, m in zip(found.head_ids[0], next(found.maps()), strict=True)}
-    norm = norm_of(list(given.values()), 0, vmax, power)
-    return wall(
-        given, [found.names_of(tokens, queries)] * len(given), norm, columns=columns, what="weight", title=title,
-        bins=found.bins, covers=found.sizes[0],
-    )  # fmt: skip
+    maps = zip(found.found[0].heads, next(found.maps()), strict=True)
+    shown = {f"head {number}": found.matrix(m, tokens, queries, mask) for number, m in maps}
+    norm = norm_of(list(shown.values()), 0, vmax, power)
+    return wall(shown, norm, columns=columns, what="weight", title=title)
 
 
 def wall(
-    given: Mapping[str, np.ndarray],
-    names: Sequence[tuple[list[str] | None, list[str] | None]],
+    given: Mapping[str, Matrix],
     norm: Normalize,
     *,
     columns: int | None,
     labels: tuple[str, str] = ("query", "key"),
     what: str | None,
     title: str,
-    bins: tuple[int, int] = (1, 1),
-    covers: tuple[int, int] | None = None,
 ) -> Figure:
     """Panels in rows, with one colour bar if `what` is not None. Only the outer panels have labels."""
     n = len(given)
@@ -150,12 +159,13 @@ def wall(
     at_least_one("panels", columns=across)
     across = min(across, n)
     down = -(-n // across)
-    left = 0.45 + max(label_inches(rows) for rows, _ in names)
+    shown = [pooled(m, 400) for m in given.values()]
+    tallest, longest = (max(m.values.shape[axis] for m in given.values()) for axis in (0, 1))
+    left = 0.45 + max(label_inches(m.queries, SIDE / tallest, across=False) for m in shown)
     gap, bar_inches = 0.22, 0.15 if what is None else 0.75
     side = min(SIDE, (MANY_WIDTH - left - bar_inches - gap * (across - 1)) / across)
-    longest = max(m.shape[1] for m in given.values())
-    below = 0.35 + max(label_inches(keys, cell=side / longest) for _, keys in names)
-    ratios = [min(1.7, max(0.2, m.shape[0] / m.shape[1])) for m in given.values()]
+    below = 0.35 + max(label_inches(m.keys, side / longest, across=True) for m in shown)
+    ratios = [min(1.7, max(0.2, m.values.shape[0] / m.values.shape[1])) for m in given.values()]
     talls = [side * max(ratios[row * across : (row + 1) * across]) for row in range(down)]
     texts = [textwrap.fill(name, max(12, int(side * 15))) for name in given]
     above = [0.12 + 0.15 * max(text.count("\n") + 1 for text in texts[row * across : (row + 1) * across])
@@ -171,12 +181,8 @@ def wall(
         for column in range(across):
             if (index := row * across + column) >= n:
                 break
-            m = list(given.values())[index]
-            tall = side * ratios[index]
-            axes = place(figure, left + column * (side + gap), y, side, tall)
-            shown, size = pooled(m, bins, 400)
-            image = draw(axes, shown, norm, *names[index], bins=size, covers=covers or (m.shape[0], m.shape[1]),
-                         labels=labels, title=texts[index])  # fmt: skip
+            axes = place(figure, left + column * (side + gap), y, side, side * ratios[index])
+            image = draw(axes, shown[index], norm, labels=labels, title=texts[index])
             axes.title.set_fontsize(8)
             _only_outer(axes, left=column == 0, bottom=index + across >= n)
         y += talls[row] + 0.12
@@ -230,9 +236,10 @@ def model(
     6
     """
     found = layers(w, item, stacked=True)
-    shown = [np.stack([pooled(head, most=THUMBNAIL)[0] for head in masked(m, mask)]) for m in found.maps()]
-    norm = norm_of(shown, 0, vmax, power)
-    columns, rows = max(len(ids) for ids in found.head_ids), len(shown)
+    shown = [[pooled(Matrix(head), THUMBNAIL) for head in masked(m, mask)] for m in found.maps()]
+    norm = norm_of([m for layer in shown for m in layer], 0, vmax, power)
+    widest, rows = max((one.heads for one in found.found), key=len), len(shown)
+    columns = len(widest)
     cell = max(NARROWEST, min(1.1, 6.2 / columns, 7.5 / rows))
     wide, tall = cell * columns, cell * rows
     left, width = 0.5, max(0.5 + wide + 0.85, 2.2)
@@ -244,12 +251,11 @@ def model(
     gap, image = 0.04, None
     for row, layer in enumerate(shown):
         for column, m in enumerate(layer):
-            image = heat(axes, m, norm, extent=(column + gap, column + 1 - gap, row + 1 - gap, row + gap))
+            image = heat(axes, m.values, norm, extent=(column + gap, column + 1 - gap, row + 1 - gap, row + gap))
     assert image is not None
     axes.set(xlim=(0, columns), ylim=(rows, 0), xlabel="head", ylabel="layer")
     axes.spines[:].set_visible(False)
-    widest = max(found.head_ids, key=len)
-    for axis, ids, n in ((axes.xaxis, widest, columns), (axes.yaxis, found.layer_ids, rows)):
+    for axis, ids, n in ((axes.xaxis, widest, columns), (axes.yaxis, [one.number for one in found.found], rows)):
         step = -(-n // 24)
         axis.set_ticks([x + 0.5 for x in range(0, n, step)], [str(x) for x in ids[::step]])
     axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED, labeltop=True, labelbottom=False, pad=2)
@@ -324,8 +330,7 @@ def arcs(
     ax.set_ylim(form.above - form.height, form.above)
     ax.set_aspect("equal")
     ax.set_axis_off()
-    if title:
-        ax.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
+    panel_title(ax, title)
     for query, key in arrows:
         ax.add_patch(form.arrow(query, key, float(pairs[query, key]) / top))
     for number, side in enumerate(names):

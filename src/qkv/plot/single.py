@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,23 +16,20 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.figures.layout import (
-    CHARACTER,
     COLOURS,
     DIVERGING,
-    INK,
-    READABLE,
     Drawing,
     cell_number,
     colour_bar,
     heat,
-    is_turned,
+    label_inches,
     label_side,
+    panel_title,
     place,
-    token_label,
     write_cells,
 )
 from qkv.figures.map import alignment_figure, overlay_figure
-from qkv.plot.given import array, layers, masked, token_lists
+from qkv.plot.given import Matrix, array, layers, masked, token_lists
 
 CELL, LEAST, MOST = 0.42, 1.5, 5.6  # inches: a cell, and the shortest and longest side of a matrix
 PIXELS = 800  # longer sides are shown in bins, since a raster image would leave out rows
@@ -82,11 +80,9 @@ def weights(
     'query'
     """
     found = layers(w, item).layer(layer)
-    shown = found.head(head)
-    return drawn(
-        masked(shown, mask), *found.names_of(tokens, queries), vmin=0, vmax=vmax, power=power, values=values,
-        title=title, ax=ax, what="weight", bins=found.bins, covers=found.sizes[0],
-    )  # fmt: skip
+    shown = found.matrix(found.head(head), tokens, queries, mask)
+    norm = norm_of([shown], 0, vmax, power)
+    return drawn(shown, norm, values=values, title=title, ax=ax, what="weight")
 
 
 def matrix(
@@ -132,80 +128,60 @@ def matrix(
     shown = array(m, "m")
     if shown.ndim != 2 or 0 in shown.shape:
         raise InputError(f"m has shape {shown.shape}, expected a matrix (rows, columns)")
-    rows, columns = token_lists(tokens, queries, *shown.shape)
-    return drawn(
-        masked(shown, mask), rows, columns, vmin=vmin, vmax=vmax, values=values, labels=labels, what=what, title=title,
-        ax=ax,
-    )  # fmt: skip
+    found = Matrix(masked(shown, mask), *token_lists(tokens, queries, *shown.shape))
+    norm = norm_of([found], vmin, vmax)
+    return drawn(found, norm, values=values, labels=labels, what=what, title=title, ax=ax)
 
 
 def drawn(
-    shown: np.ndarray,
-    rows: list[str] | None,
-    columns: list[str] | None,
+    shown: Matrix,
+    norm: Normalize,
     *,
-    vmin: float | None,
-    vmax: float | None,
-    power: float = 1.0,
     values: bool = False,
     labels: tuple[str, str] = ("query", "key"),
     what: str = "",
     title: str = "",
     ax: Axes | None = None,
-    bins: tuple[int, int] = (1, 1),
-    covers: tuple[int, int] | None = None,
 ) -> Axes:
     """A matrix in new axes with a colour bar, or in `ax`; see `weights` and `matrix`."""
-    covers = (shown.shape[0], shown.shape[1]) if covers is None else covers
-    norm = norm_of([shown], vmin, vmax, power)
-    shown, bins = pooled(shown, bins)
-    bar = None
+    bar, shown = None, pooled(shown)
     if ax is None:
-        wide, tall = sides(*covers)
-        left, below = 0.45 + label_inches(rows), 0.35 + label_inches(columns, cell=wide / covers[1])
-        lines = textwrap.wrap(title, max(16, int((wide + 0.8) * 12.5)))
-        top = 0.2 + 0.2 * len(lines)
-        figure = Drawing(figsize=(left + wide + 0.8, top + tall + below))
-        ax = place(figure, left, top, wide, tall)
-        bar = place(figure, left + wide + 0.12, top, 0.1, tall)
-        title = "\n".join(lines)
-    image = draw(ax, shown, norm, rows, columns, bins=bins, covers=covers, labels=labels, title=title)
-    if values and bins == (1, 1):
+        (rows, columns), (wide, tall) = shown.size, sides(*shown.size)
+        left = 0.45 + label_inches(shown.queries, tall / rows, across=False)
+        below = 0.35 + label_inches(shown.keys, wide / columns, across=True)
+        title = textwrap.fill(title, max(16, int((wide + 0.8) * 12.5)))
+        ax, bar = framed(wide, tall, title, left=left, below=below)
+    image = draw(ax, shown, norm, labels=labels, title=title)
+    if values and shown.bins == (1, 1):
         write_cells(ax, image, cell_number)
     if bar is not None:
-        largest = "" if bins == (1, 1) else f"largest {what or 'value'} in bins of {bins[0]} × {bins[1]}"
+        down, across = shown.bins
+        largest = "" if shown.bins == (1, 1) else f"largest {what or 'value'} in bins of {down} × {across}"
         colour_bar(bar, image, ticks=4, label=largest or what)
     return ax
 
 
 def draw(
-    ax: Axes,
-    shown: np.ndarray,
-    norm: Normalize,
-    rows: list[str] | None,
-    columns: list[str] | None,
-    *,
-    bins: tuple[int, int] = (1, 1),
-    covers: tuple[int, int],
-    labels: tuple[str, str] = ("query", "key"),
-    title: str = "",
+    ax: Axes, shown: Matrix, norm: Normalize, *, labels: tuple[str, str] = ("query", "key"), title: str = ""
 ) -> AxesImage:
     """Draw a matrix, or its bins, with labels on both sides."""
     colours = DIVERGING if (norm.vmin or 0) < 0 else COLOURS
-    down, across = (size * n for size, n in zip(bins, shown.shape, strict=True))
-    image = heat(ax, shown, norm, colours, extent=(-0.5, across - 0.5, down - 0.5, -0.5))
-    ax.set_xlim(-0.5, covers[1] - 0.5)
-    ax.set_ylim(covers[0] - 0.5, -0.5)
-    if title:
-        ax.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
-    label_side(ax, "y", rows, covers[0], labels[0])
-    label_side(ax, "x", columns, covers[1], labels[1])
+    (rows, columns), (down, across) = (
+        shown.size,
+        (size * n for size, n in zip(shown.bins, shown.values.shape, strict=True)),
+    )
+    image = heat(ax, shown.values, norm, colours, extent=(-0.5, across - 0.5, down - 0.5, -0.5))
+    ax.set_xlim(-0.5, columns - 0.5)
+    ax.set_ylim(rows - 0.5, -0.5)
+    panel_title(ax, title)
+    label_side(ax, "y", shown.queries, rows, labels[0])
+    label_side(ax, "x", shown.keys, columns, labels[1])
     return image
 
 
-def norm_of(shown: Sequence[np.ndarray], vmin: float | None, vmax: float | None, power: float = 1.0) -> Normalize:
+def norm_of(shown: Sequence[Matrix], vmin: float | None, vmax: float | None, power: float = 1.0) -> Normalize:
     """The colour scale of some matrices: from 0, or symmetrical if any number is negative."""
-    known = np.concatenate([x[np.isfinite(x)] for x in shown])
+    known = np.concatenate([x.values[np.isfinite(x.values)] for x in shown])
     low, top = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
     if vmin is None and low < 0:
         vmax = max(-low, top) if vmax is None else vmax
@@ -218,17 +194,16 @@ def norm_of(shown: Sequence[np.ndarray], vmin: float | None, vmax: float | None,
     return Normalize(vmin, vmax) if power == 1 else PowerNorm(power, vmin, vmax)
 
 
-def pooled(
-    values: np.ndarray, bins: tuple[int, int] = (1, 1), most: int = PIXELS
-) -> tuple[np.ndarray, tuple[int, int]]:
-    """The number of largest magnitude in each bin, with at most `most` bins on a side, and the size of a bin."""
-    sizes = [-(-n // most) for n in values.shape]
+def pooled(shown: Matrix, most: int = PIXELS) -> Matrix:
+    """The number of largest magnitude in each bin, with at most `most` bins on a side."""
+    values, sizes = shown.values, [-(-n // most) for n in shown.values.shape]
     for axis, size in enumerate(sizes):
         if size > 1:
             at = np.arange(0, values.shape[axis], size)
             high, low = np.fmax.reduceat(values, at, axis=axis), np.fmin.reduceat(values, at, axis=axis)
             values = np.where(-low > high, low, high)
-    return values, (bins[0] * sizes[0], bins[1] * sizes[1])
+    bins = shown.bins[0] * sizes[0], shown.bins[1] * sizes[1]
+    return replace(shown, values=values, bins=bins, of=shown.size)
 
 
 def sides(n_queries: int, n_keys: int) -> tuple[float, float]:
@@ -237,16 +212,11 @@ def sides(n_queries: int, n_keys: int) -> tuple[float, float]:
     return max(cell * n_keys, min(LEAST, CELL * 2 * n_keys)), max(cell * n_queries, min(LEAST, CELL * 2 * n_queries))
 
 
-def label_inches(names: list[str] | None, *, cell: float | None = None) -> float:
-    """The space in inches for the names of one side of a new figure, or for positions.
-
-    `cell` is the width of a cell, of the side across: names that fit into it are not turned.
-    """
-    if names is None or 0.85 * 72 * (cell or min(CELL, MOST / len(names))) < READABLE:
-        return 0.2
-    points = 8.0 if cell is None else min(8.0, 0.85 * 72 * cell)
-    longest = CHARACTER * points / 8 * max(len(token_label(name)) for name in names)
-    return 0.2 if cell is not None and not is_turned(longest, cell) else 0.1 + longest
+def framed(wide: float, tall: float, title: str, *, left: float, below: float) -> tuple[Axes, Axes]:
+    """Axes in a new figure with room for a title and for labels, and on their right those of a colour bar."""
+    top = 0.2 + 0.2 * len(title.splitlines())
+    figure = Drawing(figsize=(left + wide + 0.8, top + tall + below))
+    return place(figure, left, top, wide, tall), place(figure, left + wide + 0.12, top, 0.1, tall)
 
 
 def alignment(
@@ -284,20 +254,9 @@ def alignment(
     >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
     ['le', 'chat']
     """
-    found = layers(w, item)
-    if found.bins != (1, 1):
-        raise InputError("w is a Profile with bins of a long text, expected all weights")
-    if layer is not None or head is not None:
-        found = found.layer(layer)
-    of = "" if layer is None else f"Layer {layer}" if head is None else f"Layer {layer}, head {head}"
-    if head is not None:
-        shown = found.head(head)
-    else:
-        if len(set(found.sizes)) > 1:
-            raise InputError("w has layers of different sizes, expected one size; pass layer=")
-        shown = np.mean([x.mean(0) for x in found.maps()], axis=0)
+    of, shown = layers(w, item).mean(layer, head)
     rows, columns = token_lists(source, target, *shown.shape)
-    return alignment_figure(note, of, np.nan_to_num(shown), rows or [], columns or [])
+    return alignment_figure(note, of, shown, rows or [], columns or [])
 
 
 def overlay(

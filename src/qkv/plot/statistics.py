@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +16,20 @@ from qkv.errors import InputError, nearest, renamed
 from qkv.figures.layout import (
     COLOURS,
     DIVERGING,
-    INK,
     MUTED,
     Drawing,
     cell_number,
     colour_bar,
+    label_inches,
     label_side,
     layer_by_head,
+    panel_title,
     place,
     plain,
 )
 from qkv.figures.overview import share_curve
 from qkv.plot.given import array, layers, token_lists
-from qkv.plot.single import label_inches
+from qkv.plot.single import framed
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import STATISTICS
 from qkv.profiler.profiles import Profile
@@ -78,21 +80,21 @@ def _draw(table: pd.DataFrame, what: str, *, vmax: float | None = None, title: s
     low, top = float(np.nanmin(shown, initial=0)), float(np.nanmax(shown, initial=0))
     most = max(top, -low) if vmax is None else vmax
     norm = Normalize(-most if low < 0 else 0, most or 1.0)
-    bar, (rows, columns) = None, table.shape
+    bar: Axes | None = None
+    rows, columns = table.shape
     if ax is None:
         cell = min(0.5, 6.4 / columns, 7.0 / rows)
         wide, tall = max(cell * columns, 0.6), max(cell * rows, 0.4)
-        if tall < SHORTEST:  # too short for a colour bar and its label
-            title = title or what
-        top_inches = 0.45 if title else 0.2
-        figure = Drawing(figsize=(max(wide + 1.5, 0.09 * len(title) + 0.6), top_inches + tall + 0.5))
-        ax = place(figure, 0.55, top_inches, wide, tall)
-        bar = place(figure, 0.55 + wide + 0.12, top_inches, 0.1, tall) if tall >= SHORTEST else None
+        is_short = tall < SHORTEST  # too short for a colour bar and its label
+        title = textwrap.fill(title or (what if is_short else ""), max(16, int((wide + 0.8) * 12.5)))
+        ax, bar = framed(wide, tall, title, left=0.55, below=0.5)
+        if is_short:
+            bar.remove()
+            bar = None
     image = layer_by_head(ax, table, norm, ticks=16, written=cell_number, colours=DIVERGING if low < 0 else COLOURS)
     ax.set_xlabel("head", fontsize=8, color=MUTED)
     ax.set_ylabel("layer", fontsize=8, color=MUTED)
-    if title:
-        ax.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
+    panel_title(ax, title)
     if bar is not None:
         colour_bar(bar, image, ticks=4, label=what)
     return ax
@@ -220,18 +222,12 @@ def received(
     'log'
     """
     found = layers(w, item)
-    if found.bins != (1, 1):
-        raise InputError("w is a Profile with bins of a long text, expected all weights; use profile.plot.received()")
-    if layer is not None or head is not None:
-        found = found.layer(layer)
-    if len({n_keys for _, n_keys in found.sizes}) > 1:
-        raise InputError("w has layers with different numbers of keys, expected one number; pass layer=")
-    maps = [found.head(head)[None]] if head is not None else found.maps()
-    total = np.mean([np.nansum(x, axis=1).mean(0) for x in maps], axis=0)
+    total = found.mean(layer, head)[1].sum(0)
     share = total / (total.sum() or 1.0)
-    names = token_lists(tokens, [""] * found.sizes[0][0], *found.sizes[0])[1] if tokens is not None else found.keys
+    size = found.found[0].size
+    names = token_lists(tokens, [""] * size[0], *size)[1] if tokens is not None else found.keys
     if ax is None:
-        above, below = 0.5 if title else 0.25, 0.35 + label_inches(names, cell=6.0 / len(share))
+        above, below = 0.5 if title else 0.25, 0.35 + label_inches(names, 6.0 / len(share), across=True)
         figure = Drawing(figsize=(7.0, above + 1.75 + below))
         ax = place(figure, 0.75, above, 6.0, 1.75)
     plain(ax)
@@ -240,6 +236,5 @@ def received(
     ax.set_xlim(-0.5, len(share) - 0.5)
     label_side(ax, "x", names, len(share), "key")
     ax.set_ylabel("share of all attention", fontsize=8, color=MUTED)
-    if title:
-        ax.set_title(title, loc="left", fontsize=9, color=INK, pad=8)
+    panel_title(ax, title)
     return ax

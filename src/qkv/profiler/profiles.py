@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import polars as pl
     from torch import Tensor, nn
 
-    from qkv.figures.plots import Plots
+    from qkv.plot.of_profile import Plots
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.explore.explorer import Explorer
     from qkv.report.widget import ProfileWidget
@@ -354,7 +354,7 @@ class Profile:
     @property
     def plot(self) -> Plots:
         """Matplotlib figures of this profile: `profile.plot.overview()`, `.received()`, `.head(3, 1)` …"""
-        plots: Plots = above("qkv.figures.plots", "Plots")(self)
+        plots: Plots = above("qkv.plot.of_profile", "Plots")(self)
         return plots
 
     def __repr__(self) -> str:

@@ -22,8 +22,6 @@ from qkv.server.schemas import (
     Similarities,
     StepAnswer,
     StepRequest,
-    TokenWeight,
-    TopWeights,
     Weight,
 )
 
@@ -38,7 +36,6 @@ data_router = APIRouter(prefix="/api/sources/{s}", tags=["sources"])
 
 Position = Annotated[int, Path(ge=0, le=LARGEST_INDEX)]
 Token = Annotated[int, Query(ge=0, le=LARGEST_INDEX)]
-Count = Annotated[int, Query(ge=1, le=200)]
 HeadOrMean = Annotated[Literal["mean"], Path()] | Position
 MOST_WEIGHTS = 2**23  # of all heads, which are compared in less than half a second
 IMMUTABLE = "private, max-age=31536000, immutable"
@@ -220,22 +217,6 @@ async def pair(request: Request, at: HeadOrMeanAt, query: Token, key: Token) -> 
     return Weight(weight=await compute(request, ("pair", *at.place, query, key), work, quick=True))
 
 
-@data_router.get("/row/{g}/{t}/{layer}/{head}")
-async def row(request: Request, at: HeadOrMeanAt, query: Token, k: Count = 20) -> TopWeights:
-    """The keys that a query attends to most."""
-    keys = at.view["keys"]
-    work = _top_weights(at.lookup("row", at.query(query)), query, at.view["queries"] or keys, keys, k)
-    return await compute(request, ("row", *at.place, query, k), work, quick=True)
-
-
-@data_router.get("/column/{g}/{t}/{layer}/{head}")
-async def column(request: Request, at: HeadOrMeanAt, key: Token, k: Count = 20) -> TopWeights:
-    """The queries that attend most to a key."""
-    keys = at.view["keys"]
-    work = _top_weights(at.lookup("column", at.key(key)), key, keys, at.view["queries"] or keys, k)
-    return await compute(request, ("column", *at.place, key, k), work, quick=True)
-
-
 @data_router.get("/row-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
 async def row_weights(request: Request, at: HeadOrMeanAt, query: Token) -> Response:
     """All weights of a query, (n_keys,)."""
@@ -288,26 +269,6 @@ async def similar(request: Request, at: HeadAt) -> Similarities:
         return Similarities(maps=maps, values=[float(x) if np.isfinite(x) else None for x in values])
 
     return await compute(request, ("similar", *at.place), work)
-
-
-def _top_weights(work: Work, position: int, tokens: list[str], others: list[str], k: int) -> Work:
-    """Work that sorts the weights that `work` finds: the k largest, ties by position, and the sum of the rest.
-
-    The weights belong to the token at `position` of `tokens`; the other end of each weight is a token of `others`.
-    """
-
-    def sort(stopped: Stopped) -> TopWeights:
-        weights: np.ndarray = work(stopped)
-        order = np.argpartition(-weights, k - 1) if k < len(weights) else np.arange(len(weights))
-        first = order[:k][np.lexsort((order[:k], -weights[order[:k]]))]
-        return TopWeights(
-            position=position,
-            token=tokens[position],
-            top=[TokenWeight(position=int(x), token=others[x], weight=float(weights[x])) for x in first],
-            rest=float(weights[order[k:]].sum(dtype=np.float64)),
-        )
-
-    return sort
 
 
 model_router = APIRouter(prefix="/api", tags=["models"])

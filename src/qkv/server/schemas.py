@@ -105,25 +105,11 @@ class Weight(BaseModel):
     weight: float
 
 
-class TokenWeight(BaseModel):
-    """A token and the weight on it, or from it."""
-
+class HeadLink(BaseModel):
+    head: int
     position: int
     token: str
     weight: float
-
-
-class TopWeights(BaseModel):
-    """The largest weights of a query (or on a key), and the sum of the rest."""
-
-    position: int
-    token: str
-    top: list[TokenWeight]
-    rest: float
-
-
-class HeadLink(TokenWeight):
-    head: int
 
 
 class Links(BaseModel):

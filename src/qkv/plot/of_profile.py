@@ -20,9 +20,9 @@ from qkv.figures.overview import (
     received_figure,
     subtitle_of,
     types_figure,
-    weights_figure,
 )
 from qkv.figures.sinks import sink_figure, sinks_figure, states_figure
+from qkv.plot.given import of_text
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import shared_by
 from qkv.profiler.data.frames import columns_of
@@ -133,13 +133,14 @@ class Plots:
     def map(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
         """The map of one head, query by key: all weights, or for a long text the largest and the mean in bins."""
         data = self._data(group, text)
-        at = position(data, layer, head)
-        if (weights := dense_weights(data)) is not None:
-            return weights_figure(self._name(), data, *at, weights[at])
-        stored = StoredMap(self._name(), data.attrs["group"], data, at)
-        if (picture := stored.picture()) is not None:
-            return map_figure(stored, picture)
-        raise _no_weights(data, text)
+        stored = StoredMap(self._name(), data.attrs["group"], data, position(data, layer, head))
+        if (picture := stored.picture()) is None:
+            longest = max(stored.n_queries, stored.n_keys)
+            raise InputError(
+                f"text: the profile holds no maps of text {text}, which has {longest} tokens; profile it with "
+                f"map_tokens={longest} or more to store them"
+            )
+        return map_figure(stored, picture)
 
     def alignment(
         self, layer: int | None = None, head: int | None = None, text: int = 0, group: str | None = "cross"
@@ -150,10 +151,9 @@ class Plots:
         with the word that its query predicts, the next one: the query "<s>" has the label of the first word.
         """
         data = self._data(group, text)
-        of, weights = _mean_of(data, layer, head, text)
-        keys = data["key_token"].values[0, : weights.shape[1]].tolist()
-        special = frozenset(data.attrs["special_tokens"])
-        return alignment_figure(subtitle_of(self._name(), data), of, weights, _predicted(data), keys, special)
+        found, special = of_text(data, text), frozenset(data.attrs["special_tokens"])
+        subtitle, (of, weights) = subtitle_of(self._name(), data), found.mean(layer, head)
+        return alignment_figure(subtitle, of, weights, _predicted(data), found.keys or [], special)
 
     def overlay(
         self,
@@ -179,11 +179,11 @@ class Plots:
             head: one head of the layer.
             text: index of the profile's input.
             group: the kind of attention, such as "cross" of a captioner.
-            corners: where the centres of cells are, see `qkv.figures.map.overlay_figure`; True for the grid of
+            corners: where the centres of cells are, as in `qkv.plot.overlay`; True for the grid of
                 `qkv.models.Captioner`.
         """
         data = self._data(group, text)
-        of, weights = _mean_of(data, layer, head, text)
+        of, weights = of_text(data, text).mean(layer, head)
         n_queries, n_keys = weights.shape
         chosen = list(range(n_queries)) if query is None else [query] if isinstance(query, int) else list(query)
         if not chosen or not all(0 <= at < n_queries for at in chosen):
@@ -201,39 +201,7 @@ class Plots:
         return self._profile.one_text(text, group).assign_attrs(group=group or self._profile.main)
 
 
-def dense_weights(data: xr.Dataset) -> np.ndarray | None:
-    """All weights (layer, head, query, key) of a data set of one text, without padding; None if not stored."""
-    if "weights" not in data:
-        return None
-    weights: np.ndarray = data["weights"].values[0, :, :, : int(data["n_queries"][0]), : int(data["n_keys"][0])]
-    return None if np.isnan(weights).all() else weights
-
-
 def _predicted(data: xr.Dataset) -> list[str]:
     """Labels for the queries of one text: in cross-attention the word that each predicts, else their own token."""
     tokens = [str(name) for name in data["query_token"].values[0, : int(data["n_queries"][0])]]
     return [*tokens[1:], AFTER] if str(data.attrs["group"]).startswith("cross") else tokens
-
-
-def _no_weights(data: xr.Dataset, text: int) -> InputError:
-    longest = max(int(data["n_queries"][0]), int(data["n_keys"][0]))
-    return InputError(
-        f"text: the profile holds no dense maps of text {text}, which has {longest} tokens; "
-        f"profile it with map_tokens={longest} or more to store them"
-    )
-
-
-def _mean_of(data: xr.Dataset, layer: int | None, head: int | None, text: int) -> tuple[str, np.ndarray]:
-    """A name and the weights (query, key) of one head, or of the mean over a layer or over all heads."""
-    if head is not None and layer is None:
-        raise InputError(f"layer: got None with head {head}; expected the layer of that head")
-    weights = dense_weights(data)
-    if weights is None:
-        raise _no_weights(data, text)
-    layers, heads = weights.shape[:2]
-    if layer is None:
-        return "" if layers * heads == 1 else f"Mean of {layers * heads} heads", weights.mean((0, 1))
-    if head is None:
-        at = position(data, layer, data["head"].values[0])[0]
-        return f"Layer {layer}, mean of {heads} heads", weights[at].mean(0)
-    return f"Layer {layer}, head {head}", weights[position(data, layer, head)]
