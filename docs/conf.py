@@ -29,6 +29,7 @@ extensions = [
     "public_names",  # reference/: a page for every public name
     "command_line",  # command-line.md: the output of --help
     "error_index",  # every-error.md: all error messages
+    "contents",  # the tables of contents of folders, from their first pages
     "mechanism_pages",  # mechanisms/: base class, cost, source, tests and claims of each page
     "open_in_jupyter",  # pages with code cells are notebooks, and can be downloaded as .ipynb
 ]

@@ -123,23 +123,8 @@ def _title(name: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
 
 
-def toctrees(index: str) -> str:
-    """A table of contents for each section of the first page: the pages that it links, in this order."""
-    seen: set[str] = set()
-    lines: list[str] = []
-    for section in index.split("\n## ")[1:]:
-        names = dict.fromkeys(re.findall(r"\]\(([\w-]+)\.md", section))
-        new = [name for name in names if name not in seen]
-        seen.update(new)
-        if new:
-            lines += ["", "```{toctree}", ":hidden:", f":caption: {section.splitlines()[0]}", "", *new, "```"]
-    return "\n".join(lines) + "\n"
-
-
 def add(app: Sphinx, name: str, source: list[str]) -> None:
-    if name == "mechanisms/index":
-        source[0] += toctrees(source[0])
-    elif name.startswith("mechanisms/"):
+    if name.startswith("mechanisms/") and name != "mechanisms/index":
         source[0] = reference(source[0])
 
 
