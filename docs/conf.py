@@ -29,7 +29,9 @@ extensions = [
     "public_names",  # reference/: a page for every public name
     "command_line",  # command-line.md: the output of --help
     "error_index",  # every-error.md: all error messages
-    "open_in_jupyter",  # each notebook page can be downloaded as .ipynb
+    "contents",  # the tables of contents of folders, from their first pages
+    "mechanism_pages",  # mechanisms/: base class, cost, source, tests and claims of each page
+    "open_in_jupyter",  # pages with code cells are notebooks, and can be downloaded as .ipynb
 ]
 exclude_patterns = ["_build", "experiments/runs"]
 source_suffix = {".md": "myst-nb", ".rst": "restructuredtext"}

@@ -31,10 +31,7 @@ STYLE = mpl.rc_params_from_file(pages.DOCS / "matplotlibrc", use_default_templat
 WITH_PYTHON = [page for page in pages.pages() if pages.python(page)]
 SHORTER = {
     "CONTRIBUTING.md": {"check_normalizer(Damped(sink=0.0))": "check_normalizer"},  # as docs/dev/adding.md
-    "README.md": {
-        "torch.randn(3, 1, 8, 4096, 64": "torch.randn(3, 1, 8, 512, 64",
-        "check_normalizer(SoftplusSquared())": "check_normalizer",
-    },
+    "README.md": {"torch.randn(3, 1, 8, 4096, 64": "torch.randn(3, 1, 8, 512, 64"},
     "docs/howto/train-a-statistic.md": {"200": "10", "2048": "256"},
     "docs/lab.md": {"steps=20": "steps=2"},
     "docs/labs/bahdanau.md": {"steps=250": "steps=4", "range(40)": "range(4)", "(n, 200, draw)": "(n, 20, draw)"},

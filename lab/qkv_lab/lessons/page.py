@@ -88,7 +88,7 @@ def cells(page: str) -> list[Cell]:
     """
     found: list[Cell] = []
     text: list[str] = []
-    lines = iter(_without_front_matter(page).splitlines())
+    lines = iter(page.splitlines())
     for line in lines:
         if not line.startswith("```"):
             text.append(line)
@@ -112,10 +112,6 @@ def outside_code(markdown: str, change: Callable[[str], str]) -> str:
     """
     parts = _CODE.split(markdown)  # every second part is code
     return "".join(part if i % 2 else change(part) for i, part in enumerate(parts))
-
-
-def _without_front_matter(page: str) -> str:
-    return page.split("\n---\n", 1)[1] if page.startswith("---\n") else page
 
 
 def _until_fence(lines: Iterator[str]) -> list[str]:
