@@ -129,10 +129,8 @@ class _PartOfBias(Bias):
         return replace(self, bias=self.bias.with_tensors(tensors))
 
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
-        down, right = self.part_of.rows.start, self.part_of.columns.start
-        rows = slice(region.rows.start + down, region.rows.stop + down)
-        columns = slice(region.columns.start + right, region.columns.stop + right)
-        return self.bias.apply(scores, replace(region, rows=rows, columns=columns, offset=self.part_of.offset))
+        part = self.part_of
+        return self.bias.apply(scores, region.moved(part.rows.start, part.columns.start, part.offset))
 
 
 class AdditiveBias(Bias):

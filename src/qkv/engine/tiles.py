@@ -28,6 +28,8 @@ from qkv.normalizers.base import checked_shape, weights_of
 from qkv.scores import Pairwise
 
 T = TypeVar("T")
+Scores = Float[Tensor, "b h q k"]
+PerRow = Float[Tensor, "b h q"]
 
 LARGEST = 2**25  # bytes of the largest entry
 ENTRY = 1000  # bytes of an entry besides the tensors
@@ -134,7 +136,7 @@ class ScoreTiles:
         q, k = self.q[:, :, rows], self.k[:, None, columns].expand(-1, self.group, -1, -1)
         return q.reshape(*self.shape, *q.shape[2:]), k.reshape(*self.shape, *k.shape[2:])
 
-    def product(self, rows: slice, columns: slice, out: Tensor | None = None) -> Float[Tensor, "b h q k"]:
+    def product(self, rows: slice, columns: slice, out: Tensor | None = None) -> Scores:
         """scale · q·k of the tile, or its pairwise scores, before any bias; a product is written to `out` if given."""
         if self.call.pairwise is not None:
             return self._pairwise(self.call.pairwise, rows, columns)
@@ -144,7 +146,7 @@ class ScoreTiles:
         torch.bmm(q, k, out=out.view(len(k), -1, out.shape[3]))
         return out
 
-    def _pairwise(self, score: Pairwise, rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
+    def _pairwise(self, score: Pairwise, rows: slice, columns: slice) -> Scores:
         """Pairwise scores of a tile, in chunks of rows to bound the memory of intermediates."""
         heads = self.call.q.shape[1] if score.by_head else self.shape[1]
         numbers = self.shape[0] * heads * (columns.stop - columns.start) * self.q.shape[3]
@@ -162,7 +164,7 @@ class ScoreTiles:
             parts.append(scores.to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
+    def biased(self, product: Scores, rows: slice, columns: slice) -> Scores:
         """Final scores of q·k: with biases, divided by the temperature; not masked."""
         in_place = not torch.is_grad_enabled() and not torch._C._is_tracing()
         for bias in self.call.biases:
@@ -170,9 +172,7 @@ class ScoreTiles:
         divided = self.call.normalizer.temperature != 1 and not self.linear
         return product / self.call.normalizer.temperature if divided else product
 
-    def apply(
-        self, bias: Bias, scores: Float[Tensor, "b h q k"], rows: slice, columns: slice, *, in_place: bool = False
-    ) -> Float[Tensor, "b h q k"]:
+    def apply(self, bias: Bias, scores: Scores, rows: slice, columns: slice, *, in_place: bool = False) -> Scores:
         """Apply one bias to the scores of a tile; `in_place` allows it to overwrite them."""
         region = self.region(rows, columns)
         if not bias.by_head:
@@ -181,9 +181,7 @@ class ScoreTiles:
         biased = self.with_all_heads(lambda x: bias.apply(x, region), scores)
         return checked_shape(bias, biased, scores, "apply")
 
-    def weights(
-        self, scores: Float[Tensor, "b h q k"], level: Float[Tensor, "b h q"] | None
-    ) -> Float[Tensor, "b h q k"]:
+    def weights(self, scores: Scores, level: PerRow | None) -> Scores:
         """Weights of final scores by the normalizer's definition, 0 for scores of −inf; not yet divided."""
         normalizer = self.call.normalizer
         if not normalizer.by_head:
@@ -192,13 +190,11 @@ class ScoreTiles:
             return self.with_all_heads(lambda s: weights_of(normalizer, s, None), scores)
         return self.with_all_heads(lambda s, at: weights_of(normalizer, s, at), scores, level)
 
-    def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Float[Tensor, "b h q k"]:
+    def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Scores:
         """Final scores of the tile, not masked; written to `out`, if given and the score is a product."""
         return self.biased(self.product(rows, columns, out), rows, columns)
 
-    def log2_weights(
-        self, rows: slice, columns: slice, lse: Float[Tensor, "b h q"], out: Float[Tensor, "b h q k"]
-    ) -> Float[Tensor, "b h q k"]:
+    def log2_weights(self, rows: slice, columns: slice, lse: PerRow, out: Scores) -> Scores:
         """log2 of the softmax weights, (final score − `lse`) / ln 2; not masked. Written to `out` if there is no bias.
 
         Base 2 because torch's exp is MKL's, which on some processors takes several times as long as its exp2.
@@ -245,7 +241,7 @@ class ScoreTiles:
         self._patterns[key] = pattern
         return pattern
 
-    def weigh(self, weights: Float[Tensor, "b h q k"], v: Float[Tensor, "n k d"]) -> Float[Tensor, "b h q d"]:
+    def weigh(self, weights: Scores, v: Float[Tensor, "n k d"]) -> Float[Tensor, "b h q d"]:
         """weights @ v, where v has its batch and key heads folded: (b · key heads, k, d)."""
         folded = weights.reshape(len(v), -1, weights.shape[3])
         return torch.bmm(folded, v).view(*weights.shape[:3], -1)
@@ -308,13 +304,8 @@ class WeightTiles:
             self.level = self.level.masked_fill(empty, -MASKED_SCORE)
 
     def fill(
-        self,
-        rows: slice,
-        columns: slice,
-        masked: Bool[Tensor, "#b #h q k"] | None,
-        out: Float[Tensor, "b h q k"],
-        scratch: Float[Tensor, "b h q k"],
-    ) -> Float[Tensor, "b h q k"] | None:
+        self, rows: slice, columns: slice, masked: Bool[Tensor, "#b #h q k"] | None, out: Scores, scratch: Scores
+    ) -> Scores | None:
         """Write the weights of a tile to `out`; `masked` are its masked pairs, None if all are visible.
 
         Returns log2 of the weights for softmax (a view of `scratch` if possible), else None.
@@ -371,7 +362,7 @@ def _hash_seed(seed: int) -> int:
     return int(_hash32(torch.tensor((once + 0x9E3779B9) & _MASK)))
 
 
-def uniform(seed: int, region: Region, grid: Grid) -> Float[Tensor, "b h q k"]:
+def uniform(seed: int, region: Region, grid: Grid) -> Scores:
     """Uniform numbers in (0, 1), one for each pair of a region; float32 with 24 random bits.
 
     >>> from qkv.masks import Grid, Region
@@ -388,6 +379,6 @@ def uniform(seed: int, region: Region, grid: Grid) -> Float[Tensor, "b h q k"]:
     return ((bits >> 8).float() + 0.5) * 2**-24
 
 
-def gumbel(seed: int, region: Region, grid: Grid) -> Float[Tensor, "b h q k"]:
+def gumbel(seed: int, region: Region, grid: Grid) -> Scores:
     """Standard Gumbel noise: argmax(scores + noise) is a sample from softmax(scores) (Gumbel 1954)."""
     return -torch.log(-torch.log(uniform(seed, region, grid)))

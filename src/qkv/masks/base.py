@@ -91,6 +91,11 @@ class Region:
         cuts = (self.batch, self.heads, self.rows, self.columns)
         return x[tuple(cut if size > 1 else slice(None) for cut, size in zip(cuts, x.shape, strict=True))]
 
+    def moved(self, down: int, right: int, offset: int) -> Region:
+        """The region `down` rows and `right` columns further, in a matrix with query 0 at position `offset`."""
+        rows, columns = (slice(x.start + n, x.stop + n) for x, n in ((self.rows, down), (self.columns, right)))
+        return replace(self, rows=rows, columns=columns, offset=offset)
+
     def indices(self, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Batch items, heads, query positions and keys of the region, shaped to broadcast to (b, h, q, k)."""
         b = torch.arange(grid.batch, device=grid.device)[self.batch]
@@ -430,9 +435,7 @@ class Submask(OtherGrid):
 
     def visible(self, region: Region, grid: Grid) -> Tensor:
         down, right = self.down + grid.offset - self.grid.offset, self.right  # shift of rows, not of positions
-        rows = slice(region.rows.start + down, region.rows.stop + down)
-        columns = slice(region.columns.start + right, region.columns.stop + right)
-        return self.mask.visible(replace(region, rows=rows, columns=columns), self.grid)
+        return self.mask.visible(region.moved(down, right, self.grid.offset), self.grid)
 
 
 def mask_of_part(mask: Mask, grid: Grid, part: Region) -> Mask | None:

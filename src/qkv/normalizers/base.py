@@ -25,6 +25,7 @@ LOG2_E = math.log2(math.e)
 
 Scores = Float[Tensor, "*n k"]
 Level = Float[Tensor, "*n #k"]
+SinkLogits = Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None
 
 
 class Normalizer(Definition):
@@ -45,7 +46,7 @@ class Normalizer(Definition):
     """Whether `weight` returns 0, with derivative 0, for a score of −inf. Otherwise masked scores are replaced by
     finite ones first, and their weights set to 0."""
     divide: str | None = None
-    sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None
+    sink: SinkLogits = None
     key: Float[Tensor, "heads d"] | None = None
     one_key = False
     """Whether a query takes a single key, and the weights are only used for the gradient (straight-through)."""
@@ -213,11 +214,7 @@ class SumToOne(Normalizer):
     zero_at_minus_infinity = False
 
     def __init__(
-        self,
-        *,
-        temperature: float = 1.0,
-        sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None,
-        key: Float[Tensor, "heads d"] | None = None,
+        self, *, temperature: float = 1.0, sink: SinkLogits = None, key: Float[Tensor, "heads d"] | None = None
     ) -> None:
         super().__init__()
         self.temperature = temperature
@@ -275,11 +272,7 @@ class SumToOne(Normalizer):
         if self.key is not None and self.sink is not None:
             raise InputError(f"{name}: sink and key were both passed, expected at most one of them")
 
-    def with_sink(
-        self: S,
-        sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None,
-        key: Float[Tensor, "heads d"] | None = None,
-    ) -> S:
+    def with_sink(self: S, sink: SinkLogits = None, key: Float[Tensor, "heads d"] | None = None) -> S:
         """The same normalizer with this sink or learned key, or without one."""
         changed = copy(self)
         object.__setattr__(changed, "sink", sink)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkv._contract import check_by_head
 from qkv.errors import InputError
-from qkv.normalizers.base import LOG2_E, Pointwise, SumToOne, check_temperature
+from qkv.normalizers.base import LOG2_E, Pointwise, SinkLogits, SumToOne, check_temperature
 
 
 def log_sum_exp(scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n"]:
@@ -64,7 +64,7 @@ class Softmax(Exponential):
     """
 
     temperature: float = 1.0
-    sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None
+    sink: SinkLogits = None
     key: Float[Tensor, "heads d"] | None = None
     has_lse = True
 
@@ -113,7 +113,7 @@ class Entmax(SumToOne):
 
     alpha: float = 1.5
     temperature: float = 1.0
-    sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None
+    sink: SinkLogits = None
     key: Float[Tensor, "heads d"] | None = None
     by_head = False
     zero_at_minus_infinity = True

@@ -40,7 +40,7 @@ from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.built_in import FIELDS, PrefixSinkScores
 from qkv.statistics.gradients import with_gradients
-from qkv.statistics.reduce import Request, StatisticsReducer, Totals, add_tiles, own_statistics
+from qkv.statistics.reduce import Request, StatisticsReducer, own_statistics
 from qkv.statistics.result import Statistics, Thumbnail, share_of_first
 from qkv.statistics.triton import host as triton
 
@@ -203,14 +203,15 @@ def sweep(call: Call, rows: RowState, **options: Any) -> Statistics:
 
 def _by_definition(call: Call, rows: RowState, request: Request, shared: Shared | None = None) -> Statistics:
     """The statistics of a call from its tiles of weights."""
-    rows, totals = _counted(call, rows, request), Totals(call, request)
+    rows = _counted(call, rows, request)
     if request.queries is not None:
         call = replace(call, q=call.q.masked_fill(~request.queries[:, None, :, None], 0))  # padding may hold NaN
+    reducer = StatisticsReducer(call, rows, request, grid=None if shared is None else shared.grid)
     if shared is None:
-        add_tiles(call, StatisticsReducer(rows, request, totals, call.grid))
+        reducer.add_tiles(call)
     else:
-        _add_shared(shared, call, rows, request, totals)
-    return finished(call, rows, request, totals, shared)
+        _add_shared(shared, call, reducer)
+    return finished(call, reducer, shared)
 
 
 def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
@@ -249,14 +250,15 @@ def _counted(call: Call, rows: RowState, request: Request) -> RowState:
     return replace(rows, level=rows.level.masked_fill(~request.queries[:, None], -torch.inf))
 
 
-def finished(call: Call, rows: RowState, request: Request, totals: Totals, shared: Shared | None = None) -> Statistics:
-    """The statistics from the totals of all tiles; `rows` without the queries that do not count."""
-    values = totals.finished(totals.of["row_sum"], at_least_float32(call.q.dtype))
+def finished(call: Call, reducer: StatisticsReducer, shared: Shared | None = None) -> Statistics:
+    """The statistics from the totals of all tiles; its `rows` are without the queries that do not count."""
+    rows, request, totals = reducer.rows, reducer.request, reducer.totals
+    values = reducer.finished(totals["row_sum"], at_least_float32(call.q.dtype))
     thumbnail = prefix = contribution = None
-    if totals.pooled is not None:
-        thumbnail = Thumbnail.of(totals.pooled[0], totals.pooled[1], call.q.shape[2], call.k.shape[2], *totals.bins)
+    if (pooled := reducer.pooled) is not None:
+        thumbnail = Thumbnail.of(pooled[0], pooled[1], call.q.shape[2], call.k.shape[2], *reducer.bins)
     if request.prefix_keys is not None:
-        total, count = _of_prefix(totals.of["prefix_sink_scores"], request.prefix_keys, request.firsts, shared)
+        total, count = _of_prefix(totals["prefix_sink_scores"], request.prefix_keys, request.firsts, shared)
         prefix = (total / count.clamp(min=1)).to(values["sink"].dtype)
     if (norms := request.value_norms) is not None:
         contribution = share_of_first(values["sink"], values["value_norms"], norms, request.firsts)
@@ -330,27 +332,29 @@ def checked(
     return Request(mass, firsts, queries, prefix_keys, bins, statistics, value_norms)
 
 
-def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, totals: Totals) -> None:
+def _add_shared(shared: Shared, call: Call, reducer: StatisticsReducer) -> None:
     """Add the statistics of this process's rows over all shards of keys, which travel around the ring.
 
     The totals of a shard of keys travel with it.
     """
-    assert rows.level is not None
+    level, queries = reducer.rows.level, reducer.request.queries
+    assert level is not None
     key_totals = RingAccumulator(shared)
-    of_keys = {name: x for name, x in totals.of.items() if totals.statistics[name].over == "key"}
+    of_keys = {name: x for name, x in reducer.totals.items() if reducer.statistics[name].over == "key"}
     for source, (k,) in blocks(shared, call.k):
         here = {name: torch.zeros_like(x) for name, x in of_keys.items()}
         for piece in shared.pieces(source):
-            part, region = copy(totals), piece.region
-            part.of = {name: x[..., piece.rows] for name, x in totals.of.items()}
-            part.of |= {name: x[..., piece.keys] for name, x in here.items()}
-            queries = None if request.queries is None else request.queries[:, piece.rows]
-            corner = region.rows.start, region.columns.start
-            some = replace(request, queries=queries)
-            of_rows = RowState(rows.level[:, :, piece.rows])
-            add_tiles(shared.part(call, k, k, piece), StatisticsReducer(of_rows, some, part, shared.grid, corner))
+            part = copy(reducer)
+            part.rows, part.corner = (
+                RowState(level[:, :, piece.rows]),
+                (piece.region.rows.start, piece.region.columns.start),
+            )
+            part.request = replace(reducer.request, queries=None if queries is None else queries[:, piece.rows])
+            part.totals = {name: x[..., piece.rows] for name, x in reducer.totals.items()}
+            part.totals |= {name: x[..., piece.keys] for name, x in here.items()}
+            part.add_tiles(shared.part(call, k, k, piece))
         key_totals.add(*here.values())
-    totals.of |= dict(zip(of_keys, key_totals.finish(), strict=True))
+    reducer.totals |= dict(zip(of_keys, key_totals.finish(), strict=True))
 
 
 WEIGHTS = ("sink", "self_", "previous", "next_", "received", "prefix_sink_scores", "mass")
@@ -446,9 +450,10 @@ def measure_weights(
     call = Call.of(q, k, k, mask)
     options: dict[str, Any] = {"mass": mass, "first": first, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
-    totals = Totals(call, request)
-    add_tiles(call, _WeightsReducer(weights, request, totals, call.grid))
-    measurement = finished(call, RowState(), request, totals)
+    reducer = _WeightsReducer(call, RowState(), request)
+    reducer.weights = weights
+    reducer.add_tiles(call)
+    measurement = finished(call, reducer)
     _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)
     back: Statistics = form.all_back(measurement)
     return back
@@ -491,9 +496,7 @@ def _tensor(w: Any) -> Tensor:
 class _WeightsReducer(StatisticsReducer):
     """Statistics of weights that are given, as a tensor (b, h, nq, nk)."""
 
-    def __init__(self, weights: Tensor, request: Request, totals: Totals, grid: Grid) -> None:
-        super().__init__(RowState(), request, totals, grid)
-        self.weights = weights
+    weights: Tensor
 
     def start(self, group: Group) -> None:
         pass

@@ -15,7 +15,7 @@ from qkv.engine.sizes import sizes
 from qkv.engine.tile_loop import Group, Reducer, Tile, groups, reduce_tiles
 from qkv.engine.tiles import WeightTiles
 from qkv.errors import InputError, kind_of
-from qkv.masks import Grid, Mask, Region
+from qkv.masks import Grid, Mask
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.built_in import FIELDS, Mass, PrefixSinkScores
 from qkv.statistics.result import bin_size
@@ -66,19 +66,28 @@ class Request:
         return named
 
 
-class Totals:
-    """What the tiles of a call have added to each statistic so far; float64, so that ten thousand add up without loss.
+class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
+    """Adds up statistics over tiles of the final weights of a call; in float64, so that ten thousand lose nothing.
 
     Args:
         call: the attention call.
+        rows: its normalizer state.
         request: what to compute.
         statistics: the statistics by name; all that are requested if None.
+        grid: the matrix that statistics see; that of the call if None.
     """
 
-    def __init__(self, call: Call, request: Request, statistics: Mapping[str, Statistic] | None = None) -> None:
+    corner = 0, 0
+    """The first query and key of the call in `grid`, if the call is a rectangle of it."""
+
+    def __init__(
+        self, call: Call, rows: RowState, request: Request, statistics: Mapping[str, Statistic] | None = None,
+        grid: Grid | None = None,
+    ) -> None:  # fmt: skip
+        self.rows, self.request, self.grid = rows, request, call.grid if grid is None else grid
         self.statistics = request.every() if statistics is None else dict(statistics)
         lengths = {"query": call.q.shape[2], "key": call.k.shape[2]}
-        self.of = {
+        self.totals = {
             name: call.q.new_full((*s.lead, *call.q.shape[:2], lengths[s.over]), s.zero, dtype=torch.float64)
             for name, s in self.statistics.items()
         }
@@ -88,27 +97,16 @@ class Totals:
             sides = (-(-n // size) for n, size in zip(lengths.values(), self.bins, strict=True))
             self.pooled = call.q.new_zeros(2, *call.q.shape[:2], *sides, dtype=at_least_float32(call.q.dtype))
 
+    def add_tiles(self, call: Call) -> None:
+        """Add all tiles of `call`."""
+        size = sizes(call.q.device).tile  # fixed, so that the edges of tiles and of the thumbnail's bins align
+        batched = len(set(self.request.firsts)) == 1  # a group has one first key
+        reduce_tiles(groups(call, size, batched=batched), self)
+
     def finished(self, mass: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """The values of all statistics, given the sum of each row of weights."""
         mass = mass.masked_fill(mass.abs() <= SMALLEST, 0)
-        return {name: s.finish(self.of[name], mass).to(dtype) for name, s in self.statistics.items()}
-
-
-class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
-    """Adds tiles of the final weights of a call to totals.
-
-    Args:
-        rows: the normalizer state of the call.
-        request: what is computed.
-        totals: what the tiles are added to.
-        grid: the matrix that statistics see; the call may be a rectangle of it.
-        corner: the first query and the first key of the call in this matrix.
-    """
-
-    def __init__(
-        self, rows: RowState, request: Request, totals: Totals, grid: Grid, corner: tuple[int, int] = (0, 0)
-    ) -> None:
-        self.rows, self.request, self.totals, self.grid, self.corner = rows, request, totals, grid, corner
+        return {name: s.finish(self.totals[name], mass).to(dtype) for name, s in self.statistics.items()}
 
     def start(self, group: Group) -> WeightTiles | None:
         return WeightTiles(group.tiles, self.rows, self.request.queries)
@@ -116,7 +114,7 @@ class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
     def tile(self, known: WeightTiles | None, tile: Tile) -> None:
         assert known is not None
         weights, log2 = tile.weights(known)
-        if log2 is None and "entropy" in self.totals.statistics and weights.min() < 0:
+        if log2 is None and "entropy" in self.statistics and weights.min() < 0:
             raise InputError(
                 f"measure: normalizer {type(tile.group.tiles.call.given.normalizer).__name__} gives negative weights "
                 "with these scores, which have no entropy; expected weights of 0 or more"
@@ -130,27 +128,23 @@ class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
         return None if queries is None else queries[batch, None, rows, None].expand(*tile.shape)
 
     def add(self, tile: Tile, weights: Tensor, log: Tensor | None) -> None:
-        """Add a tile of final weights, and their natural logarithms, to all totals."""
+        """Add a tile of final weights, and their natural logarithms, to all statistics."""
         batch, heads, rows = tile.block.at
         visible = None if (masked := tile.masked()) is None else ~masked
         if (counted := self.counted(tile)) is not None:
             visible = counted if visible is None else visible & counted
-        down, right = self.corner
-        queries = slice(rows.start + down, rows.stop + down)
-        keys = slice(tile.columns.start + right, tile.columns.stop + right)
-        region = Region(queries, keys, batch, heads, self.grid.offset, self.grid.device)
+        region = tile.region.moved(*self.corner, self.grid.offset)
         seen = WeightTile(weights, region, self.grid, visible, log, self.request.firsts[batch.start])
-        for name, s in self.totals.statistics.items():
-            total = self.totals.of[name][..., batch, heads, rows if s.over == "query" else tile.columns]
+        for name, s in self.statistics.items():
+            total = self.totals[name][..., batch, heads, rows if s.over == "query" else tile.columns]
             total.copy_(s.merge(total, s.added(seen)))
-        if self.totals.pooled is not None:
-            self._pool(self.totals.pooled[:, batch, heads], weights, tile)
+        if self.pooled is not None:
+            self._pool(self.pooled[:, batch, heads], weights, tile)
 
     def _pool(self, pooled: Tensor, weights: Tensor, tile: Tile) -> None:
         """Add a tile to the thumbnail."""
-        bins = self.totals.bins
         query_bin, key_bin = (
-            min(size, 1 << (n - 1).bit_length()) for size, n in zip(bins, weights.shape[-2:], strict=True)
+            min(size, 1 << (n - 1).bit_length()) for size, n in zip(self.bins, weights.shape[-2:], strict=True)
         )
         before = tile.columns.start % key_bin
         ragged = before, -(weights.shape[-1] + before) % key_bin, 0, -weights.shape[-2] % query_bin
@@ -158,25 +152,18 @@ class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
         top = by_bin.amax((-3, -1))
         at = [
             slice(x.start // size, x.start // size + n)
-            for x, size, n in zip((tile.rows, tile.columns), bins, top.shape[2:], strict=True)
+            for x, size, n in zip((tile.rows, tile.columns), self.bins, top.shape[2:], strict=True)
         ]
         maximum, total = pooled[..., at[0], at[1]]
         torch.maximum(maximum, top, out=maximum)
         total += by_bin.sum((-3, -1))
 
 
-def add_tiles(call: Call, reducer: StatisticsReducer) -> None:
-    """Run a reducer over all tiles of `call`."""
-    size = sizes(call.q.device).tile  # fixed, so that the edges of tiles and of the thumbnail's bins align
-    batched = len(set(reducer.request.firsts)) == 1  # a group has one first key
-    reduce_tiles(groups(call, size, batched=batched), reducer)
-
-
 def own_statistics(call: Call, rows: RowState, request: Request, mass: Tensor) -> dict[str, Tensor]:
     """The statistics that the user passed, by name, of a call whose other statistics are known."""
-    totals = Totals(call, request, request.own())
-    add_tiles(call, StatisticsReducer(rows, request, totals, call.grid))
-    values = totals.finished(mass.double(), mass.dtype)
+    reducer = StatisticsReducer(call, rows, request, request.own())
+    reducer.add_tiles(call)
+    values = reducer.finished(mass.double(), mass.dtype)
     return {s.name: values[f"own {s.name}"] for s in request.statistics}
 
 
@@ -221,7 +208,7 @@ def weights_matmul(
     wide = at_least_float32(call.q.dtype)
     product = Product(x.to(call.q.device, wide).expand(-1, h, -1, -1), transposed=transposed)
     request = Request({}, [0] * b, queries)
-    totals = Totals(call, request, {product.name: product})
-    add_tiles(call, StatisticsReducer(rows, request, totals, call.grid))
-    total = totals.of[product.name]
+    reducer = StatisticsReducer(call, rows, request, {product.name: product})
+    reducer.add_tiles(call)
+    total = reducer.totals[product.name]
     return (total[..., None] if product.parts == 1 else total.movedim(0, -1)).to(wide)
