@@ -118,15 +118,6 @@ class Head:
         self.changed, self.result, _ = self.computed[key]
         return self.result.out[:, self.number]
 
-    def all_keys(self, edit: Edit) -> None:
-        """Raise `InputError` if the call has fewer queries than keys, as a step of generation has."""
-        n_queries, n_keys = self.call.q.shape[2], self.call.k.shape[2]
-        if n_queries < n_keys:
-            raise InputError(
-                f"edit is {type(edit).__name__} of {self.name}, which attends with {n_queries} queries to {n_keys} "
-                "keys; expected a forward over the whole text, without a cache"
-            )
-
 
 class Edit:
     """Base of all edits. One method is required: `apply`.
@@ -271,7 +262,12 @@ class Mean(Edit):
     """
 
     def apply(self, head: Head) -> Float[Tensor, "b nq dv"]:
-        head.all_keys(self)
+        n_queries, n_keys = head.call.q.shape[2], head.call.k.shape[2]
+        if n_queries < n_keys:  # as in a step of generation
+            raise InputError(
+                f"edit is Mean of {head.name}, which attends with {n_queries} queries to {n_keys} keys; expected a "
+                "forward over the whole text, without a cache"
+            )
         if head.queries is None:
             return head.output.mean(1, keepdim=True).expand_as(head.output)
         real = head.queries[..., None].to(head.output)
