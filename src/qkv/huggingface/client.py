@@ -7,7 +7,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -169,17 +168,7 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-@dataclass(frozen=True, eq=False)
-class _Wrapper:
-    """Who is called in place of the attention functions, and for which modules."""
-
-    modules: frozenset[int]
-    on_call: OnCall
-
-
-_LOCK = threading.Lock()
-_ACTIVE: dict[tuple[int, Any], list[_Wrapper]] = {}
-"""The wrappers of each entry of each mapping of transformers; several threads may watch models."""
+_LOCK = threading.Lock()  # several threads may watch models
 
 
 @contextmanager
@@ -192,7 +181,7 @@ def wrapped(model: nn.Module, on_call: OnCall) -> Iterator[None]:
     """
     from transformers.masking_utils import AttentionMaskInterface
 
-    wrapper = _Wrapper(frozenset(id(module) for module in model.modules() if routes(module)), on_call)
+    wrapper = frozenset(id(module) for module in model.modules() if routes(module)), on_call
     names = {config._attn_implementation_internal for config in configurations(model)}
     entries: list[tuple[dict[Any, Any], Any, Callable[..., Any]]] = []
     entries += [(interface, name, _calling) for interface in _interfaces(model) for name in names]
@@ -201,53 +190,42 @@ def wrapped(model: nn.Module, on_call: OnCall) -> Iterator[None]:
     try:
         with _LOCK:
             for interface, name, made in entries:
-                _install(interface, name, made).append(wrapper)
+                if not hasattr(interface.get(name), "wrappers"):
+                    interface[name] = made(interface.get(name))
+                interface[name].wrappers.append(wrapper)
         yield
     finally:
         with _LOCK:
             for interface, name, _ in entries:
-                _remove(interface, name, wrapper)
+                function: Any = interface.get(name)
+                if wrapper in getattr(function, "wrappers", ()):
+                    function.wrappers.remove(wrapper)
+                    if not function.wrappers:
+                        del interface[name]
+                        if function.replaced is not None:
+                            interface[name] = function.replaced
 
 
-def _install(interface: dict[Any, Any], name: Any, made: Callable[..., Any]) -> list[_Wrapper]:
-    """The wrappers of an entry of a mapping, which is replaced if it has none yet."""
-    key = id(interface), name
-    if key not in _ACTIVE:
-        _ACTIVE[key] = []
-        interface[name] = made(interface.get(name), _ACTIVE[key])
-    return _ACTIVE[key]
+def _calling(before: Callable[..., Any] | None) -> Callable[..., Any]:
+    """An attention function that calls the newest of its `wrappers` that has the module.
 
-
-def _remove(interface: dict[Any, Any], name: Any, wrapper: _Wrapper) -> None:
-    key = id(interface), name
-    if wrapper not in _ACTIVE.get(key, []):
-        return
-    _ACTIVE[key].remove(wrapper)
-    if not _ACTIVE[key]:
-        del _ACTIVE[key]
-        before = interface[name].replaced
-        if before is None:
-            del interface[name]
-        else:
-            interface[name] = before
-
-
-def _calling(before: Callable[..., Any] | None, wrappers: list[_Wrapper]) -> Callable[..., Any]:
-    """An attention function that calls the newest wrapper of a module; `before` is None for the eager function."""
+    `before` is what it replaces, None for the eager function.
+    """
+    wrappers: list[tuple[frozenset[int], OnCall]] = []
 
     def attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         function: Any = eager_of(module) if before is None else before
-        wrapper = next((w for w in reversed(wrappers) if id(module) in w.modules), None)
-        if wrapper is None:
+        on_call = next((call for modules, call in reversed(wrappers) if id(module) in modules), None)
+        if on_call is None:
             result: tuple[Tensor, Any] = function(module, *args, **kwargs)
             return result
-        return wrapper.on_call(module, function, functools.partial(function, module, *args, **kwargs), args, kwargs)
+        return on_call(module, function, functools.partial(function, module, *args, **kwargs), args, kwargs)
 
-    attend.replaced = before  # type: ignore[attr-defined]
+    attend.replaced, attend.wrappers = before, wrappers  # type: ignore[attr-defined]
     return attend
 
 
-def _describing(before: Callable[..., Any], wrappers: list[_Wrapper]) -> Callable[..., Any]:
+def _describing(before: Callable[..., Any]) -> Callable[..., Any]:
     """A mask function whose masks carry their description."""
 
     def mask(*args: Any, **kwargs: Any) -> Any:
@@ -256,7 +234,7 @@ def _describing(before: Callable[..., Any], wrappers: list[_Wrapper]) -> Callabl
             made.qkv_mask = lazy_mask(*args, **kwargs)
         return made
 
-    mask.replaced = before  # type: ignore[attr-defined]
+    mask.replaced, mask.wrappers = before, []  # type: ignore[attr-defined]
     return mask
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qkv.kernels import opaque
-from qkv.masks import Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
+from qkv.masks import And, Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
 
 FAR = 2**62  # a window that ends beyond any sequence
 
@@ -118,7 +118,7 @@ def lazy_mask(
         return Causal() if mask_function is None else decode(mask_function, batch_size, n_keys, start)
 
     n_keys, mask = kv_length, decoded(kv_length)
-    if 0 < offset + q_length < kv_length and _looks_back(mask):
+    if 0 < offset + q_length < kv_length and is_causal(mask):
         n_keys = offset + q_length
         mask = decoded(n_keys)
     grid = Grid(batch_size, 1, q_length, n_keys, n_keys - q_length, torch.device(device))
@@ -131,9 +131,19 @@ def lazy_mask(
     return LazyMask(mask, grid, dtype if dtype.is_floating_point else torch.float32, keys, kv_length)
 
 
-def _looks_back(mask: Mask | None) -> bool:
-    """True if it is known that no query can attend to a later key."""
-    return mask is not None and any(one.band is not None and one.band[0] >= 0 for one in mask.factors())
+def is_causal(mask: Mask | None) -> bool:
+    """True if no query can attend to a later key."""
+    match mask:
+        case None:
+            return False
+        case And(left, right):
+            return is_causal(left) or is_causal(right)
+        case Dense(tensor):
+            n_queries, n_keys = tensor.shape[2:]
+            offset = n_keys - n_queries
+            to_self = n_queries > 1 and bool(tensor.diagonal(offset, 2, 3).any())  # queries and keys are one text
+            return to_self and not bool(tensor.triu(offset + 1).any())
+    return mask.band is not None and mask.band[0] >= 0
 
 
 def _shows_all(mask: Mask, grid: Grid) -> bool:

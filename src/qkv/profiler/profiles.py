@@ -37,15 +37,11 @@ class Profile:
 
     Args:
         groups: one `xarray.Dataset` per kind of attention: `{"self": …}`, or `{"encoder": …, "decoder": …,
-            "cross": …}`. Each holds float32 variables over (text, layer, head, query): `entropy` (nats),
-            `lse`, `sink` (share of the row on the text's first token), `local` (share within `attrs["local_window"]`
-            tokens), `row_sum` (by which the model's weights are divided to give shares of the row),
-            `visible` (how many keys the query may attend to) and others; over (text, layer, head, key): `received`
-            (the sum of the column's shares). `weights` (text, layer, head, query, key) is kept for short texts, and
-            `sink_mass` for learned sinks; these two are the model's own weights. Custom statistics are stored under
-            their names. Values beyond a text's `n_queries` or `n_keys` are NaN. In cross-attention, where queries and
-            keys belong to different texts, statistics that compare positions (`self`, `local` and others) are NaN, too.
-            docs/quantities.md lists all variables; each carries its ``units`` and ``definition``.
+            "cross": …}`. docs/quantities.md lists its variables; each carries its ``units`` and ``definition``. They
+            are over (text, layer, head, query), such as `entropy`, and over (text, layer, head, key), such as
+            `received`; `weights`, over both, is kept for short texts. Custom statistics are stored under their names.
+            Values beyond a text's `n_queries` or `n_keys` are NaN. In cross-attention, where queries and keys belong to
+            different texts, statistics that compare positions (`self`, `local` and others) are NaN, too.
         attrs: JSON-serialisable facts about the run: model, dtype, versions, command, created, seconds and so on.
         residual: hidden states by stack of layers, over (text, depth, token): see `qkv.profiler.capture.residual`.
 
@@ -53,12 +49,10 @@ class Profile:
         InputError: if a data set lacks a variable, a coordinate or an attribute, or has wrong dimensions, or if the
             attributes cannot be written as JSON.
 
-    Example:
-        >>> import qkv
-        >>> profile = qkv.Profile.load("bert.qkv.zip")                      # doctest: +SKIP
-        >>> profile.heads().sort_values("sink", ascending=False).head(5)    # doctest: +SKIP
-        >>> profile.data["entropy"].sel(layer=0, head=3)                    # doctest: +SKIP
-        >>> profile.report("bert.html")                                     # doctest: +SKIP
+    >>> import qkv
+    >>> profile = qkv.profile("qkv-mini", "import os", progress=False)
+    >>> profile.data["entropy"].sel(layer=0, head=3).dims
+    ('text', 'query')
     """
 
     def __init__(
@@ -101,11 +95,10 @@ class Profile:
         """One row per layer and head, averaged over each text's queries and then over the texts.
 
         Columns: layer, head, module; the mean of every statistic of a query (`qkv.statistics.BUILT_IN`, such as
-        entropy in nats and sink, a share of the weight) and of local; entropy_ratio (mean of entropy / ln of the
-        number of visible keys; 1 is uniform); sink_share (share of the queries after the first with more than 0.3 on
-        the first token); top_key, top_key_token, top_key_share (the key that receives the most weight, in the text
-        where its share is largest); target, target_share and goes_to (where the head sends its weight, in words); and
-        each custom statistic, averaged by its `by_head`.
+        entropy in nats and sink, a share of the weight) and of local; entropy_ratio; sink_share; top_key,
+        top_key_token, top_key_share (the key that receives the most weight, in the text where its share is largest);
+        target, target_share and goes_to (where the head sends its weight, in words); and each custom statistic,
+        averaged by its `by_head`.
 
         Shares of the row are comparable between normalizers: a weight is divided by the sum of its row, in which a
         learned sink counts as a key. `sink` and `previous` leave the first query of a text out, in causal models
@@ -139,14 +132,11 @@ class Profile:
 
         Further columns: layer, head; sink_share (part of the queries from the second with a share of more than
         `threshold` on the first token); alpha_first (sink score α₁ of Gu et al. 2025, arXiv:2410.10781: share of the
-        row on the first token, averaged over the first 64 queries), alpha_even (the same of rows of even weights),
-        alpha_whole (the same over all queries of the text that may attend to the first token); alpha_random and
-        alpha_repeated (as alpha_first, on random tokens and on one token repeated); alpha_best (the largest
-        α of any token, over all queries that may attend to it), with best_text, best_key and best_token;
-        key_norm_first, value_norm_first, key_norm_best and value_norm_best (norm of that token's vector divided by
-        the mean of the others); cosine_first, cosine_others (mean cosine of the queries to the first key, and to the
-        others), first_key_angle (degrees between the first key and the mean of the others), key_bias_cosine.
-        Quantities that were not measured are NaN, or have no column.
+        row on the first token, averaged over the first 64 queries), alpha_even (of rows of even weights), alpha_whole
+        (over all queries), alpha_random and alpha_repeated (on synthetic texts); alpha_best (the largest α of any
+        token), with best_text, best_key and best_token; norms of the first and of that token's vectors, and cosines and
+        angle of the first key. The frame's ``attrs`` define each. Quantities that were not measured are NaN, or have no
+        column.
 
         Raises:
             InputError: if the threshold is not between 0 and 1, or the profile lacks the statistics that are needed.
@@ -177,7 +167,6 @@ class Profile:
         One row per range of positions: 0 to 63, 64 to 127, 128 to 255 and so on. Columns: first and last (the range);
         share (of the row on the first token, mean over the queries of the range, the texts and the heads); even (the
         share that rows of even weights would give it); heads (the number of heads whose own mean is above `threshold`).
-        In a causal model without a window, the heads of the first range are those with alpha_first above it.
 
         Raises:
             InputError: if the threshold is not between 0 and 1, or the profile lacks the statistics that are needed.
@@ -196,8 +185,7 @@ class Profile:
         closer at the head in question.
 
         >>> import qkv
-        >>> profile = qkv.profile("minilm", progress=False)
-        >>> found = profile.findings()[0]
+        >>> found = qkv.profile("minilm", progress=False).findings()[0]
         >>> print(found.value, found.label)
         21 of 72 heads have an attention sink at the first token ([CLS]) in the first 64 tokens
         >>> print(found.steps[0].command)
@@ -251,7 +239,6 @@ class Profile:
         >>> table = qkv.profile("qkv-mini", "import os\\nimport sys\\n", progress=False).similarity()
         >>> table.shape == (len(table),) * 2, table.attrs["maps"]
         (True, 'weights')
-        >>> alike = table[2, 4].drop((2, 4)).nlargest(3)  # the heads most like head 4 of layer 2
         """
         from qkv.profiler.data.similarity import similarity_table
 
@@ -289,10 +276,7 @@ class Profile:
         return compare(self, other)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the profile to one file (a zip of zarr arrays; the usual suffix is `.qkv.zip`) and return its path.
-
-        The write is atomic: a crash leaves no partial file.
-        """
+        """Write the profile atomically to one file, a zip of zarr arrays (`.qkv.zip`), and return its path."""
         target = Path(path)
         archive.write_archive(target, {"groups": self.groups, "residual": self.residual}, self.attrs)
         return target
@@ -331,7 +315,7 @@ class Profile:
         Args:
             model: the model of the profile, as in `qkv.profile`, or an `Explorer`. Then a map of a long text is exact
                 at any zoom; the model runs when the map is first drawn. Without a model, it is the pooled map.
-            inputs: the inputs of the profile, as in `qkv.profile`.
+            inputs: as in `qkv.profile`.
             tokenizer: as in `qkv.profile`.
             target: as in `qkv.profile`.
 
@@ -372,11 +356,8 @@ class Profile:
 
     def _display_(self) -> Any:
         """What marimo shows: the widget, or the card."""
-        return (
-            self.widget()
-            if above("qkv.report.notebook", "has_anywidget")()
-            else above("qkv.report.notebook", "Card")(self)
-        )
+        installed = above("qkv.report.notebook", "has_anywidget")()
+        return self.widget() if installed else above("qkv.report.notebook", "Card")(self)
 
 
 def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
@@ -387,17 +368,15 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
     if not isinstance(data, xr.Dataset):
         raise InputError(f"{where}: got {type(data).__name__}; expected an xarray.Dataset")
     variables = data.variables  # indexing the data set itself builds a data array, which takes long
-    for variable, about in VARIABLES.items():
-        expected = about.dims
-        if variable in variables and variables[variable].dims != expected:
-            raise InputError(f"{where}: {variable!r} has dims {variables[variable].dims}; expected {expected}")
-        if about.always and variable not in variables:
-            raise InputError(f"{where}: the variable {variable!r} is missing; expected it over {expected}")
-    for coordinate, dims in COORDINATES.items():
-        if coordinate not in data.coords:
-            raise InputError(f"{where}: the coordinate {coordinate!r} is missing; expected it over {dims}")
-        if variables[coordinate].dims != dims:
-            raise InputError(f"{where}: {coordinate!r} has dims {variables[coordinate].dims}; expected {dims}")
+    for kind, all_dims, present in (
+        ("variable", {variable: about.dims for variable, about in VARIABLES.items()}, variables),
+        ("coordinate", COORDINATES, data.coords),
+    ):
+        for entry, dims in all_dims.items():
+            if entry not in present and (kind == "coordinate" or VARIABLES[entry].always):
+                raise InputError(f"{where}: the {kind} {entry!r} is missing; expected it over {dims}")
+            if entry in variables and variables[entry].dims != dims:
+                raise InputError(f"{where}: {entry!r} has dims {variables[entry].dims}; expected {dims}")
     for attribute in ATTRIBUTES:
         if attribute not in data.attrs:
             raise InputError(f"{where}: the attribute {attribute!r} is missing; expected {ATTRIBUTES}")
@@ -406,14 +385,12 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
         lengths = variables[length].values
         if int(lengths.min()) < 1 or int(lengths.max()) > data.sizes[dim]:
             raise InputError(f"{where}: {length!r} must lie between 1 and the {data.sizes[dim]} of {dim!r}")
-    return data.assign_coords(
-        {name: (COORDINATES[name], _strings(variables[name].values)) for name in ("module", "query_token", "key_token")}
-    )
-
-
-def _strings(values: np.ndarray) -> np.ndarray:
-    """An object array of strings, because NumPy's fixed-width strings drop trailing NULs."""
-    return np.array([str(value) for value in values.ravel()], object).reshape(values.shape)
+    strings = {}
+    for entry in ("module", "query_token", "key_token"):  # objects: NumPy's fixed-width strings drop trailing NULs
+        values = variables[entry].values
+        texts = np.array([str(value) for value in values.ravel()], object)
+        strings[entry] = COORDINATES[entry], texts.reshape(values.shape)
+    return data.assign_coords(strings)
 
 
 def _check_json(name: str, value: Any) -> None:

@@ -9,8 +9,7 @@ from qkv._lazy import lazy
 __all__ = ["AttentionCallback", "CSVLog", "LightningAttentionCallback", "Tracker"]
 
 __getattr__ = lazy(__name__, {
-    "qkv.tracking.lightning": ("LightningAttentionCallback",),
-    "qkv.tracking.tracker": ("CSVLog", "Tracker"),
+    "qkv.tracking.tracker": ("CSVLog", "LightningAttentionCallback", "Tracker"),
     "qkv.tracking.trainer": ("AttentionCallback",),
 })  # fmt: skip
 __dir__ = __all__.copy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,10 +17,10 @@ from qkv.huggingface.attention import call_of
 from qkv.huggingface.client import EAGER_NAMES, eager_of, is_known, name_of
 from qkv.huggingface.masks import LazyMask
 from qkv.kernels import serving
-from qkv.masks import Region
+from qkv.masks import Causal, Dense, Grid, Mask, Region, Window
 from qkv.profiler.capture import inputs
 from qkv.profiler.capture.intercept import unwatched
-from qkv.profiler.capture.record import readings, served
+from qkv.profiler.capture.record import served
 
 ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference, as a fraction of the largest output: many times the rounding of that dtype, and far below the
@@ -112,6 +112,46 @@ def check_rows(
 def _additive(visible: Bool[Tensor, "b #h nq nk"], dtype: torch.dtype) -> Float[Tensor, "b #h nq nk"]:
     added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return added.masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+def readings(
+    module: nn.Module,
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **others: Any,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Any, dict[str, Any]]]:
+    """The arguments of an attention function, in each way in which they can be meant.
+
+    Transformers passes no mask to a function that has no mask function of its own, and some functions apply the
+    causality of the module, or its window, by themselves: FlashAttention the window, torch's SDPA not, which aligns
+    the first query with the first key. A tensor of 2 dimensions marks the real keys.
+    """
+    described = getattr(attention_mask, "qkv_mask", None)
+    if described is not None and described.shape[2:] == (query.shape[2], key.shape[2]):
+        yield query, key, value, described, others
+        return
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
+        yield query, key, value, attention_mask, others
+        return
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    real = None if attention_mask is None else attention_mask[:, None, None, -n_keys:].bool()
+    causal = others.get("is_causal")
+    causal = getattr(module, "is_causal", False) if causal is None else causal
+    window = others.get("sliding_window")
+    masks: list[Mask | None] = [Causal() if causal and n_queries > 1 else None]
+    flash = "flash" in name_of(function)
+    if causal and isinstance(window, int) and (flash or not is_known(function)):
+        masks = [Window(window), *masks]
+    masks = masks[:1] if is_known(function) else [*masks, None] if masks[-1] is not None else masks
+    used = n_queries if masks[0] is not None and is_known(function) and not flash else n_keys  # of a static cache
+    grid = Grid(len(query), 1, n_queries, used, used - n_queries, query.device)
+    for mask in masks:
+        whole = mask if real is None else Dense(real) if mask is None else mask & Dense(real)
+        keys = None if real is None else real[:, 0, 0]
+        yield query, key, value, LazyMask(whole, grid, query.dtype, keys, n_keys), others
 
 
 _CHECKED: WeakKeyDictionary[nn.Module, dict[Hashable, Checked]] = WeakKeyDictionary()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -27,8 +27,8 @@ from qkv.kernels import serving
 from qkv.models.generation import evaluation_mode
 from qkv.nn import Composition
 from qkv.profiler.capture.caches import Installed, listening
-from qkv.profiler.capture.interventions import ACTIVE
-from qkv.profiler.capture.observer import Observer
+from qkv.profiler.capture.interventions import ACTIVE, Edits
+from qkv.profiler.capture.observer import Observer, Run
 
 
 @contextmanager
@@ -144,10 +144,35 @@ class _Checkpoints(Installed):
                 for observer, of_run, edits in then:
                     if observer not in self.users and edits:  # the context has ended
                         stack.enter_context(_computing(observer))
-                    stack.enter_context(observer.again(of_run, edits))
+                    stack.enter_context(_again(observer, of_run, edits))
                 return function(*args, **named)
 
         return run
+
+
+@contextmanager
+def _again(observer: Observer, run: Run, edits: Sequence[Edits]) -> Iterator[None]:
+    """Inside, a part of a forward is computed again for its gradients, with the edits that it had, unrecorded.
+
+    Args:
+        observer: what observed it.
+        run: a copy of what the forward was doing.
+        edits: those that were active then.
+    """
+    thread, stack = threading.get_ident(), ACTIVE.setdefault(observer.model, [])
+    before, active = observer.run, list(stack)
+    stack[:] = edits
+    opened = ExitStack()
+    observer.runs[thread] = replace(run, made=dict(run.made), steps={}, paused=True, opened=opened)
+    try:
+        with ExitStack() as hooks, serving(observer.observe_call):
+            for ended in set(edits) - set(active):
+                hooks.enter_context(ended.hooked())
+            yield
+    finally:
+        opened.close()
+        observer.runs[thread] = before
+        stack[:] = active
 
 
 _checkpoints = _Checkpoints()

@@ -7,83 +7,33 @@ read as a `Call`, edited by the edits of `qkv.edit`, and received: measured by `
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from qkv import ring
 from qkv.edits import Placed
-from qkv.engine import Call, Result, RowState, Shared, detached
+from qkv.engine import Call, Result, Shared, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.client import Own, function_of
+from qkv.huggingface.masks import is_causal
 from qkv.kernels import serving
 from qkv.masks import Dense
 from qkv.profiler.capture import inputs
 from qkv.profiler.capture.checking import Checks, Inputs, returned
 from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
-from qkv.profiler.capture.interventions import ACTIVE, Edits, applied
+from qkv.profiler.capture.interventions import ACTIVE, applied
 from qkv.profiler.capture.layer import Layer
-from qkv.profiler.capture.record import PREFIX, WEIGHTS_ONLY, Measures, ObservedCall, Record, is_causal, served
+from qkv.profiler.capture.record import WEIGHTS_ONLY, Measures, ObservedCall, Receive, Record, Recorder, served
 from qkv.profiler.capture.texts import Forward, Texts
-from qkv.statistics import PrefixSinkScores
-from qkv.statistics.measure import sweep
-from qkv.statistics.result import Statistics
 
-Receive = Callable[[ObservedCall, Result | None, Mapping[int, Call]], Result]
-"""Receives an observed call, its result after the edits, and the calls of single heads whose weights an edit changed;
-returns the result. If the result is None, the receiver computes it."""
 T = TypeVar("T")
-
-
-class Recorder:
-    """Receives the calls of one forward and measures each, together with its result where that is not known."""
-
-    def __init__(self, measures: Measures) -> None:
-        self.measures = measures
-        self.records: list[Record] = []
-        self.group: ProcessGroup | None = None
-        """The processes that share the sequence, if there are several."""
-
-    def __call__(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
-        result, record = self.measures.record(observed, result, changed)
-        self.records.append(record)
-        return result
-
-    def add_shared(self, name: str, group: str, layer: int, shared: Shared, result: Result) -> None:
-        """Record a call of which this process has a shard."""
-        if names := [s.name for s in self.measures.statistics]:
-            raise InputError(
-                f"statistics has {', '.join(names)}, but {name} shares its sequence with other processes, where custom "
-                "statistics are not supported; expected none"
-            )
-        self.group, call = shared.group, detached(shared.call)
-        mass = self.measures.masses(0, shared.grid.n_keys)
-        found = sweep(call, RowState(result.lse), mass=mass, statistics=[PrefixSinkScores(PREFIX)], shared=shared)
-        whole = _gathered(found, shared.group)
-        self.records.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
-
-
-def _gathered(statistics: Statistics, group: ProcessGroup) -> Statistics:
-    """The statistics of a whole sequence, from processes that each have those of their own shard."""
-
-    def whole(x: Tensor | None) -> Tensor | None:
-        return None if x is None else ring.unshard(x, group)
-
-    by_token = {
-        f.name: whole(getattr(statistics, f.name))
-        for f in fields(Statistics)
-        if f.name not in ("mass", "own", "prefix_sink_scores", "thumbnail")
-    }
-    mass = {name: whole(x) for name, x in statistics.mass.items()}
-    return replace(statistics, **by_token, mass=mass)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -131,7 +81,7 @@ class Observer:
         self._two_sided = inputs.is_two_sided(self.modules)
         self._numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before
         self._thread = threading.get_ident()
-        self._runs: dict[int, Run] = {}
+        self.runs: dict[int, Run] = {}
 
     @property
     def records(self) -> list[Record]:
@@ -141,9 +91,9 @@ class Observer:
     def run(self) -> Run:
         """What the model does in this thread."""
         thread = threading.get_ident()
-        if thread not in self._runs:
-            self._runs[thread] = Run(sequences=self.sequences)
-        return self._runs[thread]
+        if thread not in self.runs:
+            self.runs[thread] = Run(sequences=self.sequences)
+        return self.runs[thread]
 
     def foreign(self) -> bool:
         """True in a thread other than the one that observes, unless the observer lets the model compute."""
@@ -287,13 +237,15 @@ class Observer:
         """Called at the end of the innermost module's forward, also after an error."""
         if self.foreign() or not (run := self.run).running:
             return
-        if run.intercept is not None and output is not None:  # None after an error
-            run.intercept.ends(module)
-        run.running.pop()
-        if not run.running:
-            run.steps.clear()
-            run.opened.close()
-            self.ends(module, output)
+        try:
+            if run.intercept is not None and output is not None:  # None after an error
+                run.intercept.ends(module)
+        finally:
+            run.running.pop()
+            if not run.running:
+                run.steps.clear()
+                run.opened.close()
+                self.ends(module, output)
 
     def begins(self, owner: Any, batch: Mapping[str, Any]) -> None:
         """A forward begins: find the text that it reads. It may be part of another forward, which reads the text."""
@@ -313,28 +265,6 @@ class Observer:
         if self.texts is not None and forward is not None and forward.owner is owner:
             self.run.forward = None
             self.texts.end(forward, output)
-
-    @contextmanager
-    def again(self, run: Run, edits: Sequence[Edits]) -> Iterator[None]:
-        """Inside, a part of a forward is computed again for its gradients, with the edits that it had, unrecorded.
-
-        Args:
-            run: a copy of what the forward was doing.
-            edits: those that were active then.
-        """
-        thread, stack = threading.get_ident(), ACTIVE.setdefault(self.model, [])
-        before, active = self.run, list(stack)
-        stack[:] = edits
-        self._runs[thread] = replace(run, made=dict(run.made), steps={}, paused=True, opened=ExitStack())
-        try:
-            with ExitStack() as hooks, serving(self.observe_call):
-                for ended in set(edits) - set(active):
-                    hooks.enter_context(ended.hooked())
-                yield
-        finally:
-            self._runs[thread].opened.close()
-            self._runs[thread] = before
-            stack[:] = active
 
     # --- how a call is received ---------------------------------------------------------------------------------------
 
@@ -371,7 +301,7 @@ class Observer:
                 self.model, name, observed.group, observed.layer, partial(self._place, observed), call,
                 known or compute(call), compute, editable=editable,
             )  # fmt: skip
-        if self.run.paused or not self._keeps(observed.layer):
+        if self.run.paused or (self.layers is not None and observed.layer not in self.layers):
             return compute(call) if result is None else result
         result = compute(call) if result is None and not fused else result
         if len(changed) == call.q.shape[1] and len({id(one) for one in changed.values()}) == 1:
@@ -395,9 +325,6 @@ class Observer:
         layer = next(one for one in reversed(self._stepwise) if one.module == observed.module)
         layer.add(observed, observed.step or 0, 0, None, stays=True)
         return served(observed.call) if result is None else result
-
-    def _keeps(self, layer: int) -> bool:
-        return self.layers is None or layer in self.layers
 
     def _observed(self, name: str, call: Call, keys: Tensor | None) -> ObservedCall:
         """A call with its place in the model and in the text."""
@@ -466,6 +393,6 @@ class Observer:
         self.on_call(name)
         group = "self" if shared.grid.n_queries == shared.grid.n_keys else "cross"
         _, layer = self._number(group, name)
-        if self._keeps(layer):
+        if self.layers is None or layer in self.layers:
             self.recorder.add_shared(name, group, layer, shared, result)
         return result

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from qkv.engine import Call, Result, at_least_float32, detached
+from qkv import ring
+from qkv.engine import Call, Result, RowState, Shared, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.huggingface.client import is_known, name_of
-from qkv.huggingface.masks import LazyMask
+from qkv.huggingface.masks import is_causal
 from qkv.kernels import eager, serve, serving
-from qkv.masks import And, Causal, Dense, Grid, Mask, Window
+from qkv.masks import Mask
 from qkv.normalizers import SumToOne
 from qkv.profiler.data.variables import UNFUSED
 from qkv.statistics import Local, PrefixSinkScores, Statistic, Streaming
@@ -164,6 +165,60 @@ class Measures:
                 _, others[id(call)] = self.record(replace(observed, call=detached(call)))
             record = record.with_head(head, others[id(call)])
         return result, record
+
+
+Receive = Callable[[ObservedCall, Result | None, Mapping[int, Call]], Result]
+"""Receives an observed call, its result after the edits, and the calls of single heads whose weights an edit changed;
+returns the result. If the result is None, the receiver computes it."""
+
+
+class Recorder:
+    """Receives the calls of one forward and measures each, together with its result where that is not known."""
+
+    def __init__(self, measures: Measures) -> None:
+        self.measures = measures
+        self.records: list[Record] = []
+        self.group: ProcessGroup | None = None
+        """The processes that share the sequence, if there are several."""
+
+    def __call__(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
+        result, record = self.measures.record(observed, result, changed)
+        self.records.append(record)
+        return result
+
+    def add_shared(self, name: str, group: str, layer: int, shared: Shared, result: Result) -> None:
+        """Record a call of which this process has a shard."""
+        if names := [s.name for s in self.measures.statistics]:
+            raise InputError(
+                f"statistics has {', '.join(names)}, but {name} shares its sequence with other processes, where custom "
+                "statistics are not supported; expected none"
+            )
+        self.group, call = shared.group, detached(shared.call)
+        mass = self.measures.masses(0, shared.grid.n_keys)
+        found = sweep(call, RowState(result.lse), mass=mass, statistics=[PrefixSinkScores(PREFIX)], shared=shared)
+        whole = _gathered(found, shared.group)
+        self.records.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
+
+
+def _gathered(statistics: Statistics, group: ProcessGroup) -> Statistics:
+    """The statistics of a whole sequence, from processes that each have those of their own shard."""
+
+    def whole(x: Tensor | None) -> Tensor | None:
+        return None if x is None else ring.unshard(x, group)
+
+    by_token = {
+        f.name: whole(getattr(statistics, f.name))
+        for f in fields(Statistics)
+        if f.name not in ("mass", "own", "prefix_sink_scores", "thumbnail")
+    }
+    mass = {name: whole(x) for name, x in statistics.mass.items()}
+    return replace(statistics, **by_token, mass=mass)  # type: ignore[arg-type]
+
+
+def served(call: Call) -> Result:
+    """The result of a call that the observer itself records."""
+    with serving(None):
+        return serve(call)
 
 
 @functools.lru_cache(maxsize=8)
@@ -316,67 +371,3 @@ def principal_shares(scatter: Float[Tensor, "b hkv m m"], heads: int) -> Float[T
     share = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(spread.dtype).tiny)
     share = torch.nn.functional.pad(share[..., :DIRECTIONS], (0, max(0, DIRECTIONS - share.shape[-1])))
     return _of_query_heads(share, heads // scatter.shape[1])
-
-
-# --- how the arguments of an attention function are read --------------------------------------------------------------
-
-
-def readings(
-    module: nn.Module,
-    function: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    **others: Any,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Any, dict[str, Any]]]:
-    """The arguments of an attention function, in each way in which they can be meant.
-
-    Transformers passes no mask to a function that has no mask function of its own, and some functions apply the
-    causality of the module, or its window, by themselves: FlashAttention the window, torch's SDPA not, which aligns
-    the first query with the first key. A tensor of 2 dimensions marks the real keys.
-    """
-    described = getattr(attention_mask, "qkv_mask", None)
-    if described is not None and described.shape[2:] == (query.shape[2], key.shape[2]):
-        yield query, key, value, described, others
-        return
-    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
-        yield query, key, value, attention_mask, others
-        return
-    n_queries, n_keys = query.shape[2], key.shape[2]
-    real = None if attention_mask is None else attention_mask[:, None, None, -n_keys:].bool()
-    causal = others.get("is_causal")
-    causal = getattr(module, "is_causal", False) if causal is None else causal
-    window = others.get("sliding_window")
-    masks: list[Mask | None] = [Causal() if causal and n_queries > 1 else None]
-    flash = "flash" in name_of(function)
-    if causal and isinstance(window, int) and (flash or not is_known(function)):
-        masks = [Window(window), *masks]
-    masks = masks[:1] if is_known(function) else [*masks, None] if masks[-1] is not None else masks
-    used = n_queries if masks[0] is not None and is_known(function) and not flash else n_keys  # of a static cache
-    grid = Grid(len(query), 1, n_queries, used, used - n_queries, query.device)
-    for mask in masks:
-        whole = mask if real is None else Dense(real) if mask is None else mask & Dense(real)
-        keys = None if real is None else real[:, 0, 0]
-        yield query, key, value, LazyMask(whole, grid, query.dtype, keys, n_keys), others
-
-
-def served(call: Call) -> Result:
-    """The result of a call that the observer itself records."""
-    with serving(None):
-        return serve(call)
-
-
-def is_causal(mask: Mask | None) -> bool:
-    """True if no query can attend to a later key."""
-    match mask:
-        case None:
-            return False
-        case And(left, right):
-            return is_causal(left) or is_causal(right)
-        case Dense(tensor):
-            n_queries, n_keys = tensor.shape[2:]
-            offset = n_keys - n_queries
-            to_self = n_queries > 1 and bool(tensor.diagonal(offset, 2, 3).any())  # queries and keys are one text
-            return to_self and not bool(tensor.triu(offset + 1).any())
-    return mask.band is not None and mask.band[0] >= 0
