@@ -282,7 +282,9 @@ def lit(picture: np.ndarray, weights: np.ndarray, *, corners: bool = False) -> n
     (height, width), (down, across) = picture.shape[:2], weights.shape
     top = float(weights.max())
     light = weights / top if top > 0 else weights
-    rows, columns = (_middles(n, cells, corners) for n, cells in ((height, down), (width, across)))
+    shift = 0.0 if corners else 0.5  # of the centres of cells
+    sides = ((height, down), (width, across))
+    rows, columns = ((np.arange(cells) + shift) * n / cells - shift for n, cells in sides)
     along = np.stack([np.interp(np.arange(height), rows, column) for column in light.T], 1)
     smooth = np.stack([np.interp(np.arange(width), columns, row) for row in along])
     result: np.ndarray = picture * (DARK + (1 - DARK) * smooth[..., None])
@@ -300,11 +302,6 @@ def checked(image: np.ndarray) -> np.ndarray:
         span = f"{numbers.min():.3g} to {numbers.max():.3g}"
         raise InputError(f"image holds {span}, expected numbers from 0 to 1, or bytes")
     return numbers
-
-
-def _middles(length: int, cells: int, corners: bool) -> np.ndarray:
-    step = length / cells
-    return np.arange(cells) * step if corners else (np.arange(cells) + 0.5) * step - 0.5
 
 
 def show_image(axes: Axes, picture: np.ndarray, name: str) -> None:
