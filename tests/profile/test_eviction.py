@@ -19,7 +19,6 @@ from conftest import Command, enlarged, oracle, refused
 from own_objects import MeanAttention
 from qkv.cache import HeavyHitters
 from qkv.engine import Call
-from qkv.figures.analyses import heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
@@ -259,7 +258,6 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("model", "output head", lambda: of_hf("llama", None, policies=("window",))),
     ("model", "no causal", lambda: of_hf("bert", None, run=False)),
     ("model", "Linear cannot", lambda: eviction(nn.Linear(2, 2), text(9))),
-    ("budget", None, lambda: heads_figure(eviction(model(), text(9), budgets=(8,), run=False), 9)),
     ("inputs", "1 token", lambda: eviction(model(), text(1))),
 ]
 

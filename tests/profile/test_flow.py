@@ -187,7 +187,6 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("x", None, lambda: weights_matmul(CALL, ROWS, rand(2, 1, 13, 1), transposed=True)),
     ("x", None, lambda: weights_matmul(CALL, ROWS, rand(2, 5, 13, 1))),
     ("queries", None, lambda: weights_matmul(CALL, ROWS, rand(2, 1, 13, 1), queries=torch.ones(2, 13) > 0)),
-    ("chosen", None, lambda: flow_figure(rollout("qkv-mini", "x", [0]), 2)),
 ]
 
 

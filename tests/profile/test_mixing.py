@@ -12,7 +12,6 @@ from torch import Tensor
 
 from conftest import enlarged, refused
 from hf_models import LENGTH, PADDED, TARGET, build, inputs
-from qkv.figures.analyses import mixing_figure
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
 from qkv.profiler.analyses.mixing import mixing
@@ -136,8 +135,6 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("stack", "'encoder'", lambda: mixing(own(), IDS, stack="encoder")),
     ("inputs", None, lambda: mixing(build("vit"), inputs("vit"))),
     ("stack", "None", lambda: mixing(RNNSeq2Seq(RNNSeq2SeqConfig(13, 13)), {"source": IDS, "target": IDS})),
-    ("text", None, lambda: mixing_figure(mixing(own(), IDS), text=1)),
-    ("other", None, lambda: mixing_figure(mixing(own(), IDS), mixing(own(), IDS).isel(depth=slice(3)))),
 ]
 
 

@@ -105,7 +105,7 @@ def write_mixing(loaded: Loaded, inputs: Any, position: int, out: Path) -> list[
     with spinner("measuring the response to a replaced token"):
         data = mixing(loaded.model, inputs, position=position, tokenizer=loaded.tokenizer)
     figure, table = out / "mixing.png", out / "mixing.csv"
-    save_figure(mixing_figure(data, name=loaded.name), figure)
+    save_figure(mixing_figure(data, loaded.name), figure)
     write_atomically(table, data["response"].to_dataframe().reset_index().to_csv(index=False).encode())
     return [figure, table]
 

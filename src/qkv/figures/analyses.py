@@ -12,7 +12,6 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, TwoSl
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from qkv.errors import InputError
 from qkv.figures.layout import (
     ACCENT,
     HAIRLINE,
@@ -109,12 +108,9 @@ def budget_figure(eviction: Eviction) -> Figure:
     return figure
 
 
-def heads_figure(eviction: Eviction, budget: int | None = None) -> Figure:
-    """The attention that each head loses at one budget (the smallest if None): a layer × head map for each policy."""
-    budgets = sorted(set(eviction.mass["budget"]))
-    budget = budgets[0] if budget is None else budget
-    if budget not in budgets:
-        raise InputError(f"budget is {budget}, expected one of {', '.join(map(str, budgets))}")
+def heads_figure(eviction: Eviction) -> Figure:
+    """The attention that each head loses at the smallest budget: a layer × head map for each policy."""
+    budget = eviction.mass["budget"].min()
     table = eviction.mass[eviction.mass["budget"] == budget]
     policies = list(dict.fromkeys(table["policy"]))
     layers, heads = table["layer"].nunique(), table["head"].nunique()
@@ -185,14 +181,11 @@ def _eviction_subtitle(eviction: Eviction) -> str:
     return f"{attrs['model']} · {layers_and_heads(layers, heads)} · {texts}"
 
 
-def flow_figure(rollout: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure:
-    """The rollout of one chosen token, from `rollout` or `flow_to`: shares along the text, and below them by layer."""
-    for name, value, size in (("text", text, rollout.sizes["text"]), ("chosen", chosen, rollout.sizes["chosen"])):
-        if not 0 <= value < size:
-            raise InputError(f"{name} is {value}, expected a number from 0 to {size - 1}")
-    n = int(rollout["n_tokens"].values[text])
-    by_depth = rollout.values[text, chosen, :, :n]
-    tokens, position = rollout["token_name"].values[text, :n], int(rollout["chosen_position"].values[text, chosen])
+def flow_figure(rollout: xr.DataArray, chosen: int = 0) -> Figure:
+    """The rollout of one chosen token of a text, from `rollout` or `flow_to`: shares along the text, and by layer."""
+    n = int(rollout["n_tokens"].values[0])
+    by_depth = rollout.values[0, chosen, :, :n]
+    tokens, position = rollout["token_name"].values[0, :n], int(rollout["chosen_position"].values[0, chosen])
     backward = rollout.attrs["of"] == "queries"
     share = by_depth[0 if backward else -1]
     positive = by_depth[by_depth > 0]
@@ -270,29 +263,22 @@ def answer_figure(shares: xr.DataArray, names: Sequence[str], model: str) -> Fig
     return figure
 
 
-def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: int = 0, name: str = "") -> Figure:
-    """The result of `mixing`: the response at every depth and token, and its mean over later tokens by depth.
-
-    `other` is a second result, without the first token or for a model with the same depth, drawn as a second curve.
+def mixing_figure(data: xr.Dataset, name: str) -> Figure:
+    """The result of `mixing` on one text: the response at every depth and token, and its mean over later tokens.
 
     >>> from qkv.profiler.analyses.mixing import mixing
-    >>> figure = mixing_figure(mixing("qkv-mini", "def mean(values):", position=3))
+    >>> figure = mixing_figure(mixing("qkv-mini", "def mean(values):", position=3), "qkv-mini")
     >>> len(figure.axes)
     3
     """
-    if not 0 <= text < data.sizes["text"]:
-        raise InputError(f"text: got {text}; expected 0 to {data.sizes['text'] - 1}")
-    if other is not None and other.sizes["depth"] != data.sizes["depth"]:
-        depths = data.sizes["depth"], other.sizes["depth"]
-        raise InputError(f"other: got {depths[1]} depths; expected {depths[0]} as in data")
-    one = data.isel(text=text)
+    one = data.isel(text=0)
     moved = one["response"].values
     moved = moved[:, np.isfinite(moved).any(0)]
     depths, n = moved.shape
     tall = min(0.3 * depths, 4.6) if depths > 3 else 0.9
     tokens = one["token_name"].values[:n]
-    title, subtitle = _mixing_sentence(data, other, text), _mixing_subtitle(data, text, name or data.attrs["model"])
-    figure = titled(9.6, 1.05 + tall + max(0.8, room_below(tokens, 5.45)), title, subtitle)
+    height = 1.05 + tall + max(0.8, room_below(tokens, 5.45))
+    figure = titled(9.6, height, _mixing_sentence(one), _mixing_subtitle(one, name))
     heat = place(figure, 0.72, 1.05, 5.45, tall, "Movement of each token, share of its norm")
     bar = place(figure, 6.24, 1.05, 0.09, tall)
     curve = chart(figure, 7.3, 1.05, 2.0, tall, "Mean of later tokens")
@@ -302,49 +288,27 @@ def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: in
     along(heat, tokens, "token")
     heat.spines[:].set_color(HAIRLINE)
 
-    for later, colour, label in _curves(data, other, text):
-        curve.plot(100 * later, np.arange(depths), color=colour, lw=1.3, marker="o", ms=3, label=label)
+    curve.plot(100 * one["later"].values, np.arange(depths), color=ACCENT, lw=1.3, marker="o", ms=3)
     curve.set_xlim(left=0)
     curve.xaxis.set_major_locator(MaxNLocator(4))
     curve.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g} %"))
-    if other is not None:
-        legend(
-            curve, loc="upper center", bbox_to_anchor=(0.5, -0.3 / tall), ncols=2, handlelength=1.2, columnspacing=1.2,
-            borderaxespad=0,
-        )  # fmt: skip
     for axes in (heat, curve):  # the depth axis, downwards as in all figures, with the embeddings at the top
         number_ticks(axes.yaxis, ["emb.", *range(1, depths)], 12)
         axes.set(ylim=(depths - 0.5, -0.5), ylabel="after layer" if axes is heat else "")
     return figure
 
 
-def _curves(data: xr.Dataset, other: xr.Dataset | None, text: int) -> list[tuple[np.ndarray, str, str]]:
-    curves = [(data["later"].values[text], ACCENT, _kind(data))]
-    if other is not None:
-        curves.append((other["later"].values[text], WARM, _kind(other)))
-    if other is not None and curves[0][2] == curves[1][2]:
-        curves = [(later, colour, label) for (later, colour, _), label in zip(curves, ("this", "other"), strict=True)]
-    return curves
-
-
-def _kind(data: xr.Dataset) -> str:
-    return "without the first token" if data.attrs["without_first"] else "whole text"
-
-
-def _mixing_sentence(data: xr.Dataset, other: xr.Dataset | None, text: int) -> str:
-    later = float(data["later"].values[text, -1])
+def _mixing_sentence(one: xr.Dataset) -> str:
+    later = float(one["later"].values[-1])
     if np.isnan(later):
         return "No token comes after the changed one"
-    sentence = f"A changed token moves later ones by {percent(later)} of their norm"
-    if other is not None:
-        rest = percent(float(other["later"].values[text, -1]))
-        sentence += f", by {rest} without the first token" if other.attrs["without_first"] else f", there by {rest}"
-    return sentence
+    return f"A changed token moves later ones by {percent(later)} of their norm"
 
 
-def _mixing_subtitle(data: xr.Dataset, text: int, name: str) -> str:
-    position, count = data.attrs["position"], data.sizes["replacement"]
-    place = int(np.flatnonzero(data["token"].values == position)[0])
-    token = tables.readable(str(data["token_name"].values[text, place]))
+def _mixing_subtitle(one: xr.Dataset, name: str) -> str:
+    position, count = one.attrs["position"], one.sizes["replacement"]
+    place = int(np.flatnonzero(one["token"].values == position)[0])
+    token = tables.readable(str(one["token_name"].values[place]))
+    kind = "without the first token" if one.attrs["without_first"] else "whole text"
     others = f"mean of {count} other tokens in its place" if count > 1 else "one other token in its place"
-    return f"{name} · “{token}” at position {position} changed · {others} · {_kind(data)}"
+    return f"{name} · “{token}” at position {position} changed · {others} · {kind}"

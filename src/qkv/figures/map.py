@@ -52,7 +52,7 @@ Panel = tuple[str, np.ndarray, str]
 """Its title, its values, and what they are."""
 
 
-def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
+def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: str = "both") -> Figure:
     """The attention map of one head, from its `picture` or `tile`: queries down, keys across, from the top left.
 
     Each bin is a whole number of pixels when saved by `qkv.figures.layout.save_figure`, so that a sink one bin wide
@@ -70,7 +70,7 @@ def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: st
     down, across = picture.row_edges.tolist(), picture.column_edges.tolist()
     panels = _panels(picture, pool, down, across)
     rows, columns = (
-        names(slice(edges[0], edges[-1]), item=item) if edges[-1] - edges[0] <= LABELLED else None
+        names(slice(edges[0], edges[-1])) if edges[-1] - edges[0] <= LABELLED else None
         for names, edges in ((head_map.query_tokens, down), (head_map.key_tokens, across))
     )
     h, w = picture.mean.shape
@@ -81,7 +81,7 @@ def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: st
     stacked = wide > 2 * tall
     width, height = (1, len(panels)) if stacked else (len(panels), 1)
     inches = [round(x * DPI) / DPI for x in (max(width * aside, 6.4), top - 0.45 + height * under)]
-    figure = titled(inches[0], inches[1], sentence(head_map, picture, item), _subtitle(head_map, picture))
+    figure = titled(inches[0], inches[1], sentence(head_map, picture), _subtitle(head_map, picture))
     for n, panel in enumerate(panels):
         x, y = (left, top + n * under) if stacked else (left + n * aside, top)
         axes = _at(figure, x, y, wide, tall)
@@ -140,7 +140,7 @@ def _norm(values: np.ma.MaskedArray) -> tuple[Normalize, bool]:
     return (LogNorm(low, top), True) if top > RANGE * low else (Normalize(0, top), False)
 
 
-def sentence(head_map: AttentionMap | StoredMap, picture: Picture, item: int = 0) -> str:
+def sentence(head_map: AttentionMap | StoredMap, picture: Picture) -> str:
     """The title: the key or bin that receives most of the weight shown."""
     down, across = picture.row_edges.diff().double(), picture.column_edges.diff().double()
     mass = (picture.mean.double() * down[:, None] * across).sum(0)
@@ -152,7 +152,7 @@ def sentence(head_map: AttentionMap | StoredMap, picture: Picture, item: int = 0
     start, stop = picture.column_edges[most : most + 2].tolist()
     name = f"keys {start:,}–{stop - 1:,}"
     if stop - start == 1:
-        name = f"“{token_label(head_map.key_tokens(slice(start, stop), item=item)[0]).strip('“”')}”, key {start:,}"
+        name = f"“{token_label(head_map.key_tokens(slice(start, stop))[0]).strip('“”')}”, key {start:,}"
     share, even = float(mass[most]) / total, float(across[most] / across.sum())
     if share > max(0.1, 5 * even):
         return f"{where}: {percent(share)} of the weight shown goes to {name}"
@@ -216,13 +216,13 @@ class StoredMap:
         self.layer, self.head = int(data["layer"][at[0]]), int(data["head"][at[1]])
         self.n_queries, self.n_keys = int(data["n_queries"][0]), int(data["n_keys"][0])
 
-    def query_tokens(self, rows: slice = slice(None), *, item: int = 0) -> list[str]:
+    def query_tokens(self, rows: slice = slice(None)) -> list[str]:
         """The tokens of the queries."""
-        return [str(name) for name in self.data["query_token"].values[item, : self.n_queries][rows]]
+        return [str(name) for name in self.data["query_token"].values[0, : self.n_queries][rows]]
 
-    def key_tokens(self, columns: slice = slice(None), *, item: int = 0) -> list[str]:
+    def key_tokens(self, columns: slice = slice(None)) -> list[str]:
         """The tokens of the keys."""
-        return [str(name) for name in self.data["key_token"].values[item, : self.n_keys][columns]]
+        return [str(name) for name in self.data["key_token"].values[0, : self.n_keys][columns]]
 
     def picture(self) -> Picture | None:
         """Its weights, or its pooled map; None if the profile stores neither."""
@@ -282,7 +282,9 @@ def lit(picture: np.ndarray, weights: np.ndarray, *, corners: bool = False) -> n
     (height, width), (down, across) = picture.shape[:2], weights.shape
     top = float(weights.max())
     light = weights / top if top > 0 else weights
-    rows, columns = (_middles(n, cells, corners) for n, cells in ((height, down), (width, across)))
+    shift = 0.0 if corners else 0.5  # of the centres of cells
+    sides = ((height, down), (width, across))
+    rows, columns = ((np.arange(cells) + shift) * n / cells - shift for n, cells in sides)
     along = np.stack([np.interp(np.arange(height), rows, column) for column in light.T], 1)
     smooth = np.stack([np.interp(np.arange(width), columns, row) for row in along])
     result: np.ndarray = picture * (DARK + (1 - DARK) * smooth[..., None])
@@ -300,11 +302,6 @@ def checked(image: np.ndarray) -> np.ndarray:
         span = f"{numbers.min():.3g} to {numbers.max():.3g}"
         raise InputError(f"image holds {span}, expected numbers from 0 to 1, or bytes")
     return numbers
-
-
-def _middles(length: int, cells: int, corners: bool) -> np.ndarray:
-    step = length / cells
-    return np.arange(cells) * step if corners else (np.arange(cells) + 0.5) * step - 0.5
 
 
 def show_image(axes: Axes, picture: np.ndarray, name: str) -> None:

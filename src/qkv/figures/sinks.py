@@ -45,7 +45,8 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     width = max(left + len(kinds) * (wide + gap) + 0.6, 9.2)
     lower = top + tall + 1.0
     score = "sink score α: mean share of the row on a token, of queries that see it; above, of the first 64"
-    figure = titled(width, lower + 2.6 + 0.6, _sinks_sentence(data), f"{name} · {score}{_floor(data)}")
+    even = "" if np.isnan(mean := table["alpha_even"].mean()) else f" (even rows: {percent(mean)})"
+    figure = titled(width, lower + 2.6 + 0.6, _sinks_sentence(data), f"{name} · {score}{even}")
     for index, (column, label) in enumerate(kinds.items()):
         strong = table[table[column] > EPSILON]
         axes = head_map(
@@ -63,11 +64,6 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     tokens = chart(figure, left + 5.0, lower, width - left - 5.6, 2.4, "Tokens that are sinks over the whole text")
     _tokens(tokens, sink_tokens(data), len(table))
     return figure
-
-
-def _floor(data: xr.Dataset) -> str:
-    even = sink_table(data)["alpha_even"].mean()
-    return "" if np.isnan(even) else f" (even rows: {percent(even)})"
 
 
 def _values(axes: Axes, table: pd.DataFrame) -> None:

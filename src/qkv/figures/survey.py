@@ -9,11 +9,10 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from qkv.errors import InputError, nearest
 from qkv.figures.layout import ACCENT, PERCENT, WARM, chart, colour_bar, head_map, heat, place, plain, titled
 from qkv.profiler.data.frames import percent
 from qkv.profiler.data.tables import SINK_THRESHOLD
-from qkv.profiler.surveys.accumulators import Quantity, edges
+from qkv.profiler.surveys.accumulators import edges
 
 if TYPE_CHECKING:
     from qkv.profiler.surveys.data import Survey
@@ -51,32 +50,31 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
     return figure
 
 
-def texts(survey: Survey, quantity: str = "entropy_ratio", group: str | None = None) -> Figure:
-    """The variation of each head between texts: the median of the means of sequences, and their middle 90 %."""
-    about = _quantity(survey, quantity)
-    table = survey.heads(group).sort_values(f"{quantity}_text_p50", kind="stable").reset_index(drop=True)
-    low, middle, high = (table[f"{quantity}_text_p{p}"] for p in (5, 50, 95))
+def texts(survey: Survey, group: str | None = None) -> Figure:
+    """The entropy ratio of each head between texts: the median of the means of sequences, and their middle 90 %."""
+    label = survey.quantities["entropy_ratio"].label
+    table = survey.heads(group).sort_values("entropy_ratio_text_p50", kind="stable").reset_index(drop=True)
+    low, middle, high = (table[f"entropy_ratio_text_p{p}"] for p in (5, 50, 95))
     spread = high - low
-    title = f"{about.label}: in the median head, nine texts in ten lie within {spread.median():.2g} of one another"
+    title = f"{label}: in the median head, nine texts in ten lie within {spread.median():.2g} of one another"
     figure = titled(8.2, 4.5, title, f"{_about(survey)} · the middle 90 % of sequences and their median")
     axes = chart(figure, 0.75, 1.05, 7.2, 2.85)
     axes.vlines(table.index, low, high, color=ACCENT, alpha=0.35, lw=max(0.6, min(4.0, 400 / len(table))))
     axes.plot(table.index, middle, "o", ms=2.5, color=ACCENT)
-    axes.set(xlabel="heads, in order of their median", ylabel=f"{about.label.lower()} ({_unit(about)})")
+    axes.set(xlabel="heads, in order of their median", ylabel=f"{label.lower()} (1 is uniform)")
     return figure
 
 
-def distribution(survey: Survey, quantity: str = "distance", group: str | None = None) -> Figure:
-    """The exact histogram of a quantity over all queries, with a row for each head."""
-    about = _quantity(survey, quantity)
-    q = list(survey.quantities).index(quantity)
+def distribution(survey: Survey, group: str | None = None) -> Figure:
+    """The exact histogram of the distance over all queries, with a row for each head."""
+    about, q = survey.quantities["distance"], list(survey.quantities).index("distance")
     layers = [layer for _, layer in sorted(survey.group(group).layers.items())]
     counts = np.concatenate([layer.added["histogram"][q] for layer in layers]).astype(float)
     counts = counts[:, : min(counts.shape[1], int(np.flatnonzero(counts.sum(0)).max(initial=0)) + 2)]
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     tall = min(8.0, max(1.6, 0.1 * len(share)))
-    means = survey.heads(group)[quantity]
-    title = f"Mean {about.label.lower()} of a head: from {means.min():.2g} to {means.max():.3g} {_unit(about)}"
+    means = survey.heads(group)["distance"]
+    title = f"Mean {about.label.lower()} of a head: from {means.min():.2g} to {means.max():.3g} {about.units}"
     figure = titled(8.2, tall + 1.75, title, f"{_about(survey)} · share of each head's queries, one row per head")
     axes, bar = place(figure, 0.75, 1.05, 6.4, tall), place(figure, 7.3, 1.05, 0.1, tall)
     picture = heat(axes, np.sqrt(share), Normalize(0))
@@ -87,7 +85,7 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
     axes.set_yticks(
         ends - [layer.heads for layer in layers] - 0.5, [str(n) for n in sorted(survey.group(group).layers)]
     )
-    axes.set(xlabel=f"{about.label.lower()} ({_unit(about)})", ylabel="layer, with a row for each head")
+    axes.set(xlabel=f"{about.label.lower()} ({about.units})", ylabel="layer, with a row for each head")
     plain(axes)
     colour_bar(bar, picture, lambda root: f"{100 * root * root:.0f} %", ticks=None)
     return figure
@@ -117,21 +115,6 @@ def _title(survey: Survey, name: str) -> str:
         return NAMES[name]
     about = survey.quantities[name]
     return about.label if about.units == "1" else f"{about.label}, {about.units}"
-
-
-def _quantity(survey: Survey, name: str) -> Quantity:
-    if name not in survey.quantities:
-        raise InputError(
-            f"quantity: got {name!r}; expected one of {', '.join(survey.quantities)}{nearest(name, survey.quantities)}"
-        )
-    return survey.quantities[name]
-
-
-def _unit(quantity: Quantity) -> str:
-    if quantity.share:
-        return "share of the weight"
-    plain = "1 is uniform" if quantity.parameters is None else "a plain number"
-    return plain if quantity.units == "1" else quantity.units
 
 
 def _about(survey: Survey) -> str:

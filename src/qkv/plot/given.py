@@ -163,7 +163,10 @@ def layers(w: Any, item: int | None = None, *, stacked: bool = False) -> Layers:
         stacked: whether four dimensions are (layers, h, nq, nk).
     """
     if isinstance(w, Profile):
-        return _of_profile(w, item)
+        texts = w.data.sizes["text"]
+        if item is None and texts > 1:
+            raise InputError(f"item is None with {texts} texts, expected the text to draw")
+        return of_text(w.data.isel(text=[at := _index("item", item, range(texts))]), at)
     if isinstance(w, (tuple, list)) and w and (any(x is None for x in w) or any(getattr(x, "ndim", 0) > 2 for x in w)):
         parts, names = list(w), [f"w[{n}]" for n in range(len(w))]
     else:
@@ -213,13 +216,6 @@ def checked_weights(values: np.ndarray, name: str = "w", *, whole: bool = True) 
     warnings.warn(f"rows of {name} sum to up to {sums.max():.3g}: each is divided by its sum", stacklevel=user_frame())
     divided: np.ndarray = values / np.where(sums > 0, sums, 1)
     return divided
-
-
-def _of_profile(profile: Profile, item: int | None) -> Layers:
-    texts = profile.data.sizes["text"]
-    if item is None and texts > 1:
-        raise InputError(f"item is None with {texts} texts, expected the text to draw")
-    return of_text(profile.data.isel(text=[at := _index("item", item, range(texts))]), at)
 
 
 def of_text(one: xr.Dataset, text: int) -> Layers:

@@ -86,17 +86,14 @@ def panels(
     for name, m in given.items():
         if m.ndim != 2 or 0 in m.shape:
             raise InputError(f"matrices[{name!r}] has shape {m.shape}, expected a matrix (nq, nk)")
-    truth, named = all(_is_boolean(m) for m in matrices.values()), tokens is not None or queries is not None
+    truth = all("bool" in str(getattr(m, "dtype", "")) for m in matrices.values())
+    named = tokens is not None or queries is not None
     shown = {
         name: Matrix(masked(m, mask), *(token_lists(tokens, queries, *m.shape) if named else ()))
         for name, m in given.items()
     }
     norm = norm_of(list(shown.values()), vmin, 1.3 if truth and vmax is None else vmax, power)
     return wall(shown, norm, columns=columns, labels=labels, what=None if truth else what, title=title)
-
-
-def _is_boolean(m: Any) -> bool:
-    return "bool" in str(getattr(m, "dtype", ""))
 
 
 def heads(
@@ -184,7 +181,12 @@ def wall(
             axes = place(figure, left + column * (side + gap), y, side, side * ratios[index])
             image = draw(axes, shown[index], norm, labels=labels, title=texts[index])
             axes.title.set_fontsize(8)
-            _only_outer(axes, left=column == 0, bottom=index + across >= n)
+            if column:  # only the outer panels have labels
+                axes.set_ylabel("")
+                axes.tick_params(labelleft=False)
+            if index + across < n:
+                axes.set_xlabel("")
+                axes.tick_params(labelbottom=False)
         y += talls[row] + 0.12
     if what is not None and image is not None:
         tall = min(talls[0], side)
@@ -197,15 +199,6 @@ def _head(figure: Figure, lines: list[str]) -> None:
     """Print the title of a figure."""
     wide, tall = figure.get_size_inches()
     figure.text(0.1 / wide, 1 - 0.08 / tall, "\n".join(lines), va="top", fontsize=10, color=INK)
-
-
-def _only_outer(axes: Axes, *, left: bool, bottom: bool) -> None:
-    if not left:
-        axes.set_ylabel("")
-        axes.tick_params(labelleft=False)
-    if not bottom:
-        axes.set_xlabel("")
-        axes.tick_params(labelbottom=False)
 
 
 def model(

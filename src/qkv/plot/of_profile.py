@@ -50,13 +50,8 @@ class Plots:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
 
-    def overview(self, statistic: str | None = None, text: int | None = None, group: str | None = None) -> Figure:
-        """Layer × head maps: of one statistic (a column of `Profile.heads`), or six small ones when None.
-
-        Averages over the texts unless `text` picks one.
-        """
-        if statistic is not None:
-            return self.heads(statistic, text, group)
+    def overview(self, text: int | None = None, group: str | None = None) -> Figure:
+        """Six layer × head maps of the main statistics; averages over the texts unless `text` picks one."""
         data = self._data(group, text)
         heads = tables.head_table(data)
         names = tuple(name for name in SMALL_MULTIPLES if heads[name].notna().any())

@@ -42,7 +42,9 @@ def card(profile: Profile) -> str:
     """
     data = profile.data
     heads = tables.head_table(data)
-    statistic = _informative(heads)
+    statistic = "entropy_ratio" if heads["entropy_ratio"].notna().any() else "entropy"
+    if heads["sink"].max() >= LEAST_SINK:
+        statistic = "sink"
     sizes = "".join(
         f'<div><b style="font-weight:600">{text(name)}</b> <span {FAINT}>{text(size_of(group))}</span></div>'
         for name, group in profile.groups.items()
@@ -89,19 +91,9 @@ def text(value: object) -> str:
     >>> text("<b>a\\u202eb")
     '&lt;b&gt;a‹U+202E›b'
     """
-    shown = "".join(f"‹U+{ord(c):04X}›" if _invisible(c) else c for c in str(value))
+    hidden = {c for c in str(value) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c != "\u200d"}
+    shown = "".join(f"‹U+{ord(c):04X}›" if c in hidden else c for c in str(value))
     return escape(shown, quote=True)
-
-
-def _invisible(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in "\u200d"
-
-
-def _informative(heads: pd.DataFrame) -> str:
-    """The statistic to show: the weight on the first token if any head has a sink, else the entropy."""
-    if heads["sink"].max() >= LEAST_SINK:
-        return "sink"
-    return "entropy_ratio" if heads["entropy_ratio"].notna().any() else "entropy"
 
 
 def _grid(data: xr.Dataset, heads: pd.DataFrame, statistic: str) -> str:

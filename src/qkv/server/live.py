@@ -175,10 +175,12 @@ class Live:
         before = self._run(ids, [])
         after = self._run(ids, changes) if changes else before
         likeliest = _likeliest([before, after], request.k)
+        # KL(before ‖ after) in nats; rounding could make it negative.
+        log_after = after.probabilities.clamp(min=torch.finfo(torch.float64).tiny).log()
         return {
             "tokens": self._names(ids),
             "next": {"before": self._listed(before, likeliest), "after": self._listed(after, likeliest)},
-            "divergence": _divergence(before.probabilities, after.probabilities),
+            "divergence": max(0.0, float(nn.functional.kl_div(log_after, before.probabilities, reduction="sum"))),
             "sink": {"before": before.mean("sink", 1), "after": after.mean("sink", 1)},
             "entropy": {"before": before.mean("entropy", 0), "after": after.mean("entropy", 0)},
             "rows": after.weights[:, :, -1].tolist(),
@@ -305,13 +307,6 @@ def _likeliest(runs: Sequence[ForwardPass], k: int) -> list[int]:
     k = min(k, len(runs[0].probabilities))
     found = {int(i) for run in runs for i in run.probabilities.topk(k).indices}
     return sorted(found, key=lambda i: (-max(float(run.probabilities[i]) for run in runs), i))
-
-
-def _divergence(p: Tensor, q: Tensor) -> float:
-    """KL(p ‖ q) = Σ p ln(p/q) in nats, clamped at 0 because rounding could make it negative."""
-    smallest = torch.finfo(q.dtype).tiny
-    terms = torch.where(p > 0, p * (p.clamp(min=smallest).log() - q.clamp(min=smallest).log()), 0.0)
-    return max(float(terms.sum()), 0.0)
 
 
 def _encoded(weights: Float[Tensor, "n n"]) -> str:

@@ -69,7 +69,9 @@ def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str
         for part, datasets in parts.items():
             for name in header.get(part, []):
                 with xr.open_zarr(store, group=f"{part}/{name}", consolidated=False, chunks=None, **AS_STORED) as data:
-                    datasets[name] = _without_fill_values(data.load())
+                    datasets[name] = data.load()
+                for variable in datasets[name].variables.values():
+                    variable.attrs.pop("_FillValue", None)  # of zarr: NaN
                 arrays = {member.split("/")[2] for member in members if member.startswith(f"{part}/{name}/")}
                 if len(arrays - {META}) != len(datasets[name].variables):
                     raise ValueError(f"some of the arrays of {name!r} cannot be read")
@@ -85,13 +87,6 @@ def damaged(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # zarr, xarray and codecs each have their own family of errors
         raise InputError(f"path: {str(path)!r} is a damaged profile ({first_line(error)})") from error
-
-
-def _without_fill_values(data: xr.Dataset) -> xr.Dataset:
-    """Drop the fill values of zarr, which are NaN, from the attributes."""
-    for variable in data.variables.values():
-        variable.attrs.pop("_FillValue", None)
-    return data
 
 
 def _checked(path: Path) -> tuple[dict[str, bytes], Budget, dict[str, Any]]:

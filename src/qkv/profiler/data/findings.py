@@ -186,7 +186,7 @@ class Findings:
         others = sorted(others, key=lambda one: one[0] != "induction")[:3]  # the type that people ask for
         if MIXED in self.kinds and MIXED not in dict(others):
             others[-1] = (MIXED, self.kinds[MIXED])
-        rest = listed([f"{n:,} {_does(kind, n)}" for kind, n in others]) if others else ""
+        rest = listed([f"{n:,} {_DOES[kind][n != 1]}" for kind, n in others]) if others else ""
         if self._sink_counts is None:
             return f"{counted(total, 'head')}{': ' if rest else ''}{rest}."
         return f"{self._sink_clause(*self._sink_counts, total)}{'; ' if rest else ''}{rest}."
@@ -344,7 +344,8 @@ class Findings:
         return [one for one in found if one is not None]
 
     def _first_share(self, share: float) -> Finding:
-        detail = f"Even rows would put {percent(_uniform_first(self._data))} there"
+        visible = self._data["visible"].values
+        detail = f"Even rows would put {percent(float((1 / visible[visible > 0]).mean()))} there"
         if self._sink_table is not None and self._sink_table["contribution_first"].notna().any():
             added = float(self._sink_table["contribution_first"].mean())
             detail += f"; of what the values add, {percent(added)} comes from it"
@@ -484,11 +485,6 @@ def shared_by(entropy: float) -> str:
     return "as if one key had all the weight" if keys == 1 else f"as if {keys:,} keys shared the weight evenly"
 
 
-def _does(kind: str, count: int) -> str:
-    """The predicate of a sentence about `count` heads of a type."""
-    return _DOES[kind][count != 1]
-
-
 def _has(count: int) -> str:
     return "has" if count == 1 else "have"
 
@@ -506,12 +502,6 @@ def _row(table: pd.DataFrame, column: str) -> pd.Series:
     """The row with the largest value of a column."""
     values = table[column].fillna(-np.inf)
     return table.loc[values.idxmax()]
-
-
-def _uniform_first(data: xr.Dataset) -> float:
-    """The weight that uniform attention puts on the first token, averaged over queries and texts."""
-    visible = data["visible"].values
-    return float((1 / visible[visible > 0]).mean())
 
 
 WORKED = 0.5  # an intervention worked if at most this part of the sinks is left

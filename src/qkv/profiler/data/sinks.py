@@ -30,6 +30,7 @@ def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
     sink = data["sink"].values
     entries = np.where(np.isnan(sink), np.nan, sink > threshold)
     prefix, score = prefix_sink_scores(data), sink_scores(data)
+    early = tables.valid_queries(data) & (np.arange(data.sizes["query"]) < data.sizes.get("prefix_key", 0))
     assert score is not None
     even = tables.even_shares(data)
     columns = {
@@ -40,7 +41,7 @@ def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
         "contribution_first": _mean(data, _values(data, "first_contribution")),
         "learned_sink": _mean(data, _values(data, "sink_mass")),
         "alpha_first": None if prefix is None else prefix[..., 0],
-        "alpha_even": None if prefix is None else _over_first(data, even, prefix.shape[-1]),
+        "alpha_even": None if prefix is None else tables.over_texts(tables.mean_over_queries(even, early)),
         "alpha_whole": tables.over_texts(score[..., 0]),
     }
     if "sink_mass" not in data:
@@ -48,7 +49,9 @@ def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
     columns |= {f"alpha_{kind}": _values(data, f"probe_sink_{kind}") for kind in ("random", "repeated")}
     best, text, key = _best(score)
     columns |= {"alpha_best": best, "best_text": text, "best_key": key}
-    table = tables.heads_of(data).assign(**{name: _flat(x, layers * heads) for name, x in columns.items()})
+    blank = np.full((layers, heads), np.nan)
+    flat = {name: (blank if x is None else x).ravel() for name, x in columns.items()}
+    table = tables.heads_of(data).assign(**flat)
     table.insert(table.columns.get_loc("best_key") + 1, "best_token", data["key_token"].values[text, key].ravel())
     for name in ("key", "value"):
         if f"{name}_norm" in data:
@@ -229,18 +232,8 @@ def _mean(data: xr.Dataset, values: np.ndarray | None) -> np.ndarray | None:
     return tables.over_texts(tables.mean_over_queries(values, tables.later_queries(data)))
 
 
-def _over_first(data: xr.Dataset, values: np.ndarray, queries: int) -> np.ndarray:
-    """The mean over the first queries of each text, then over texts: (layer, head)."""
-    first = tables.valid_queries(data) & (np.arange(data.sizes["query"]) < queries)
-    return tables.over_texts(tables.mean_over_queries(values, first))
-
-
 def _values(data: xr.Dataset, name: str) -> np.ndarray | None:
     return data[name].values if name in data else None
-
-
-def _flat(x: np.ndarray | None, length: int) -> np.ndarray:
-    return np.full(length, np.nan) if x is None else x.ravel()
 
 
 def ranges(numbers: np.ndarray) -> str:
