@@ -20,6 +20,7 @@ html_title = "qkv"
 
 extensions = [
     "myst_nb",  # pages are text notebooks, executed during the build
+    "forked_kernels",  # their kernels start in no time
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_design",  # cards, hidden solutions

@@ -41,7 +41,7 @@ LESSONS = (
     Lesson("09-sinks", "tutorial", 15, "heads that attend to a token without content, and six alternatives"),
     Lesson("10-long", "tutorial", 15, "linear memory, windows, caches, linear attention, and their costs"),
     Lesson("attention", "labs", 40, "one head, its mask, queries with no visible key"),
-    Lesson("multi-head", "labs", 60, "multi-head attention, the same as einsums"),
+    Lesson("multi-head", "labs", 60, "multi-head attention, dropout, cross-attention"),
     Lesson("visualise", "labs", 40, "maps and a statistic of two trained models"),
     Lesson("sinks", "labs", 60, "two measures of sinks, two alternatives, a small model with a sink"),
     Lesson("transformer", "labs", 75, "a language model from its parts, trained on Python code"),
