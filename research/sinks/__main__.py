@@ -8,5 +8,5 @@ from research.sinks.run import NAMES, RESULTS, study
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or NAMES:
-        study(name).save(RESULTS / f"{name}.json")
+        study(name, file=RESULTS / f"{name}.part.jsonl").save(RESULTS / f"{name}.json")
         print(RESULTS / f"{name}.json")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkv._files import write_atomically
 from qkv._progress import Step
 from research.sinks.criteria import SINK, geometric, ratio
 from research.sinks.effects import (
@@ -39,6 +42,29 @@ INITIALISATIONS = 3
 """Models with random weights; the texts take turns."""
 
 Found = dict[str, Any]
+
+
+class Kept(dict[tuple[int, int], Found]):
+    """The measurements of texts, by length and number, in a file from which an interrupted study resumes.
+
+    Args:
+        file: None to keep nothing.
+        key: changes with the model and the texts; the measurements of others are not read.
+    """
+
+    def __init__(self, file: Path | None = None, key: str = "") -> None:
+        self.file, self.key = file, key
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
+        super().__init__({(row["tokens"], row["text"]): row["found"] for row in rows if row["key"] == key})
+
+    def keep(self, of: tuple[int, int], found: Found) -> None:
+        """Add the measurements of one text."""
+        if of in self:
+            return
+        self[of] = found
+        if self.file is not None:
+            rows = ({"key": self.key, "tokens": n, "text": text, "found": one} for (n, text), one in self.items())
+            write_atomically(self.file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 @dataclass(frozen=True)
@@ -75,8 +101,15 @@ class Chosen:
         return [(layer, head) for layer, head in self.heads if layer >= min(self.peaks, default=math.inf)]
 
 
-def measure(subject: Subject, texts: Texts, n: int, step: Step) -> Found:
+def measure(subject: Subject, texts: Texts, n: int, step: Step, done: Kept) -> Found:
     """Measure a model at a length of n tokens.
+
+    Args:
+        subject: the model.
+        texts: the texts.
+        n: number of tokens.
+        step: advances the progress bar.
+        done: keeps the texts that are finished, and has those of an interrupted run.
 
     Returns:
         ``tokens``, the fields of `Chosen`, and ``texts``: for each judged text the results of `of_text`, and those of
@@ -87,7 +120,9 @@ def measure(subject: Subject, texts: Texts, n: int, step: Step) -> Found:
     weights = output_weights(subject, ids[:1])
     found = []
     for text in range(CHOICE, CHOICE + JUDGED):
-        found.append(of_text(subject, chosen, texts, n, text, weights))
+        of_this = done.get((n, text)) or of_text(subject, chosen, texts, n, text, weights)
+        done.keep((n, text), of_this)
+        found.append(of_this)
         step(1)
     for seed in range(INITIALISATIONS):
         made = untrained(subject.model, seed)
@@ -125,7 +160,8 @@ def of_text(
         found["own_first"] = _weights(subject, texts.without_special(n)[text][None], chosen.heads)[0]
     found["random"] = _weights(subject, texts.random(n, generator)[text][None], chosen.heads)[0]
     if chosen.later_heads:
-        found["peaks"] = _without_peaks(subject, chosen, ids, generator)
+        kept = torch.stack([rows[layer].alpha[0, head] for layer, head in chosen.later_heads]).mean()
+        found["peaks"] = {"kept": float(kept), **_without_peaks(subject, chosen, ids, generator)}
     if chosen.all_peaks:
         with replaced(subject, chosen.all_peaks, "mean"):
             found["all_peaks"] = _weights(subject, ids, chosen.heads)[0]
@@ -156,7 +192,7 @@ def _weights(subject: Subject, ids: Int[Tensor, "b n"], heads: Sequence[HeadNumb
 
 
 def _without_peaks(subject: Subject, chosen: Chosen, ids: Tensor, generator: torch.Generator) -> Found:
-    """The mean α of the later sink heads as it is, without the peaks, and without random dimensions."""
+    """The mean α of the later sink heads without the peaks, and without random dimensions."""
 
     def weight(dimensions: Dimensions, by: By) -> float:
         with replaced(subject, dimensions, by):
@@ -166,7 +202,6 @@ def _without_peaks(subject: Subject, chosen: Chosen, ids: Tensor, generator: tor
     control = [weight(others(chosen.peaks, width, generator), "mean") for _ in range(DRAWS)]
     return {
         "heads": len(chosen.later_heads),
-        "kept": weight({}, "mean"),
         "mean": weight(chosen.peaks, "mean"),
         "zero": weight(chosen.peaks, "zero"),
         "control": sum(control) / DRAWS,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 from jaxtyping import Int
 from torch import Tensor, nn
 
@@ -18,11 +19,12 @@ from qkv._progress import bar
 from qkv._untrusted import first_line, load_json
 from qkv.errors import InputError, nearest
 from qkv.models.loading import load_model
+from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.run import versions
 from qkv_lab.experiments.evidence import Verdict
 from qkv_lab.log import finite
 from research.sinks.criteria import Sinks
-from research.sinks.measure import measure
+from research.sinks.measure import Kept, measure
 from research.sinks.subject import CHOICE, JUDGED, SHORT, Subject, default_texts, evaluated, prepared
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ NAMES = ("qkv-mini", "minilm")
 
 
 def stored(name: str) -> Study:
-    """The stored study of ``"qkv-mini"`` or ``"minilm"``."""
+    """The stored study of ``"qkv-mini"``, ``"minilm"`` or ``"smollm2"``."""
     if name not in NAMES:
         raise InputError(f"name is {name!r}, expected one of {', '.join(map(repr, NAMES))}{nearest(name, NAMES)}")
     return Study.load(RESULTS / f"{name}.json")
@@ -112,6 +114,7 @@ def study(
     texts: str | Sequence[str] | Int[Tensor, "t n"] | None = None,
     *,
     tokenizer: Any = None,
+    file: Path | None = None,
     progress: bool = True,
     name: str = "",
 ) -> Study:
@@ -125,7 +128,8 @@ def study(
         texts: texts from which 16 windows of up to 512 tokens are cut; or token ids (texts, length). By default files
             that qkv-mini was not trained on, and for any other model chapters of the Python language reference.
         tokenizer: converts texts to ids; if `model` is a name, its tokenizer is loaded.
-        progress: show a progress bar, if standard error is a terminal.
+        file: keeps the texts that are measured, so that an interrupted study resumes; it is removed at the end.
+        progress: show a progress bar with the time that is left, if standard error is a terminal.
         name: of the model, kept in the attributes.
 
     >>> import torch
@@ -145,10 +149,12 @@ def study(
     windows = prepared(model, [texts] if isinstance(texts, str) else texts, tokenizer)
     whole = windows.windows.shape[1]
     lengths = sorted({SHORT, whole})
+    key = "" if file is None else f"{weights_hash(model)}:{xxhash.xxh3_128_hexdigest(windows.windows.numpy().data)}"
+    done = Kept(file, key)
     with evaluated(model), bar(f"studying {name}".strip(), "texts", show=progress) as step:
         step(0, of=1.5 * JUDGED * len(lengths))
         subject = Subject.of(model, windows.of(SHORT)[:1])
-        found = {n: measure(subject, windows, n, step) for n in lengths}
+        found = {n: measure(subject, windows, n, step, done) for n in lengths}
     attrs = {
         "model": name or type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -159,4 +165,6 @@ def study(
         "versions": versions(),
         "seconds": round(time.perf_counter() - started, 1),
     }
+    if file is not None:
+        file.unlink(missing_ok=True)
     return Study(attrs, found)

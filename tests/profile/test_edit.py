@@ -343,7 +343,6 @@ def test_every_edit_fulfils_its_contract() -> None:
         {(0, 0): edits.At([0], edits.Temperature(2.0))},
         {(0, "mlp"): edits.Values(edits.Zero())},
     ],
-    ids=str,
 )
 def test_bad_edits_are_refused_and_the_model_restored(bad: Any, llama: Any) -> None:
     inputs = hf.inputs("llama")

@@ -23,6 +23,7 @@ from qkv.models.decoder import DecoderLM
 from qkv.models.generation import evaluation_mode
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches
+from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.capture.record import mapped
 from qkv.profiler.capture.residual import attention_modules, layer_around
 from qkv.profiler.editing import edit
@@ -126,7 +127,7 @@ def ablation(
     calls = [call for call in calls if call.group in ("self", "text")]
     heads = {one.layer: one.call.q.shape[1] for one in calls}
     removing = _Removing(model, ids, REMOVED[what], {one.layer: (one.group, one.module) for one in calls}, heads)
-    key = f"{what}:{_hash(model, ids)}"
+    key = f"{what}:{weights_hash(model)}:{xxhash.xxh3_128_hexdigest(ids.cpu().contiguous().numpy().data)}"
     kept = Path(folder) / PROGRESS if folder is not None else None
     done = _read(kept, key)
     sets = [(layer, head) for layer, count in heads.items() for head in (*range(count), ALL)]
@@ -289,15 +290,6 @@ def _check_head(model: nn.Module) -> None:
             f"model {type(model).__name__} has no loss on the next token; expected a causal language model with its "
             "output head, such as qkv-mini or one that AutoModelForCausalLM loads"
         )
-
-
-def _hash(model: nn.Module, ids: Tensor) -> str:
-    """Changes with the model's parameters and the text."""
-    digest = xxhash.xxh3_128()
-    for name, x in [*model.state_dict().items(), ("ids", ids)]:
-        digest.update(name.encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _read(file: Path | None, key: str) -> dict[tuple[int, int], float]:

@@ -126,6 +126,17 @@ def _hashed(x: Tensor) -> Hashable:
     return str(x.dtype), tuple(x.shape), str(x.device), digest
 
 
+def weights_hash(model: nn.Module) -> str:
+    """A hash of names, shapes, dtypes and bytes of all parameters and buffers, which is the same in every process."""
+    state = xxhash.xxh3_128()
+    for name, x in model.state_dict().items():
+        state.update(f"{name} {type(x).__name__}".encode())
+        if isinstance(x, Tensor):
+            state.update(f"{tuple(x.shape)} {x.dtype}".encode())
+            state.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
 PART = 2**22  # numbers summed at a time: 32 MB
 
 

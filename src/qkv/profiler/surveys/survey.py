@@ -19,6 +19,7 @@ from qkv._survey_settings import Settings, takes_settings
 from qkv.errors import InputError
 from qkv.models.loading import load_if_named
 from qkv.profiler.capture.inputs import Special, positions
+from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.surveys import accumulators, corpus, on_ray, shard
@@ -132,7 +133,7 @@ def definition_of(model: nn.Module, tokenizer: Any, settings: Settings) -> dict[
     return {
         "version": VERSION,
         "model": settings.name,
-        "weights": _fingerprint(model),
+        "weights": weights_hash(model),
         "configuration": _configuration(model),
         "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
         "tokenizer": digest(_rules(tokenizer)),
@@ -146,17 +147,6 @@ def definition_of(model: nn.Module, tokenizer: Any, settings: Settings) -> dict[
         "sketch": {"kind": "t-digest (Apache DataSketches)", "k": accumulators.CENTROIDS},
         "quantities": accumulators.described(settings.statistics),
     }
-
-
-def _fingerprint(model: nn.Module) -> str:
-    """SHA-256 of the parameters: names, shapes, dtypes and all bytes of each tensor."""
-    state = hashlib.sha256()
-    for name, x in model.state_dict().items():
-        state.update(f"{name} {type(x).__name__}".encode())
-        if isinstance(x, torch.Tensor):
-            state.update(f"{tuple(x.shape)} {x.dtype}".encode())
-            state.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return state.hexdigest()
 
 
 def _configuration(model: nn.Module) -> str:
