@@ -32,7 +32,7 @@ from qkv.partial import Partial, sink_gradient
 def backward(
     call: Call, found: ForwardState, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]
 ) -> dict[str, Tensor]:
-    """Gradients of the tensors of `call` named in `wanted`, in float32 or better, given those of its output and lse."""
+    """Return gradients of the tensors named in `wanted`, at least float32, given those of the output and the lse."""
     wide = at_least_float32(call.q.dtype)
     grad, out = grad.to(wide), found.out.to(wide)
     totals = zeros(call, wanted)
@@ -69,13 +69,13 @@ def backward(
 
 
 def zeros(call: Call, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradient accumulators for the tensors of `call` named in `wanted`, in float32 or better."""
+    """Return the gradient accumulators for the tensors of `call` named in `wanted`, in float32 or better."""
     wide = at_least_float32(call.q.dtype)
     return {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
 
 
 def finite(level: Tensor | None) -> Tensor | None:
-    """The level, with a large finite number for fully masked rows, at which all weights are 0."""
+    """Return the level, with a large finite number for fully masked rows, at which all weights are 0."""
     return None if level is None else level.masked_fill(level == -torch.inf, -MASKED_SCORE)  # e^(s − ∞) = 0
 
 
@@ -152,14 +152,14 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         self.level, self.totals = level, totals
 
     def slope_at_weights(self, rows: RowSlopes, tile: Tile, weights: Tensor, masked: Tensor | None) -> Tensor:
-        """Gradient of each weight of a tile, at a fixed level, minus the row's gradient through the level.
+        """Return the gradient of each weight of a tile, at a fixed level, minus the row's gradient through the level.
 
         The caller overwrites the result. An implementation must not change `weights`.
         """
         raise NotImplementedError
 
     def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None]:
-        """Weights of a tile before any division, and the masked pairs."""
+        """Return weights of a tile before any division, and the masked pairs."""
         scores, masked = tile.scores()
         return rows.weigh.weights(scores, rows.level, masked), masked
 
@@ -211,7 +211,7 @@ class WeightGradients(Reducer[Job, RowSlopes]):
             self.totals[name] += x
 
     def _learned(self, call: Call, of: str) -> list[str]:
-        """Names of learned tensors of the score or the normalizer that need gradients."""
+        """Return names of learned tensors of the score or the normalizer that need gradients."""
         return [name for name in call.learned if name.startswith(of) and name in self.totals]
 
     def _through_biases(self, job: Job, tile: Tile, slope: Tensor, masked: Tensor | None) -> Tensor:

@@ -35,7 +35,7 @@ class ForwardState(RowState):
 
 
 def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
-    """Output and row state of a call; `training` also computes `mean`, for the backward."""
+    """Return the output and row state of a call; `training` also computes `mean`, for the backward."""
     b, h, n_queries, _ = call.q.shape
     zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
     normalizer = call.normalizer
@@ -76,7 +76,7 @@ def _finish(call: Call, state: ForwardState, distance_mass: ByQuery | None) -> N
 
 
 def dropped(tile: Tile) -> Tensor:
-    """Dropout factor of each weight of a tile: 0, or 1 / (1 − p)."""
+    """Return the dropout factor of each weight of a tile: 0, or 1 / (1 − p)."""
     call = tile.group.tiles.call
     stays = uniform(call.seed, tile.region, call.grid) >= call.dropout_p
     return stays.to(tile.group.tiles.dtype).div_(1 - call.dropout_p)
@@ -260,7 +260,7 @@ class _Panels(Reducer[None, _Panel]):
 def _normalized_level_slopes(
     normalizer: Normalizer, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None
 ) -> Tensor:
-    """−∂ weight / ∂ level of each key, divided by the sum over the row, sink included."""
+    """Return −∂ weight / ∂ level of each key, divided by the sum over the row, sink included."""
     level_weights = weights if normalizer.has_lse else level_slopes(normalizer, scores, level, weights)
     total = level_weights.sum(-1, keepdim=True)
     if sink is not None:

@@ -50,7 +50,7 @@ NEEDS: dict[Need, Callable[[Call], str | None]] = {
 
 
 def unmet(call: Call, offers: Collection[Need]) -> str | None:
-    """Why a kernel with these offers cannot serve a call, in words; None if it offers all that the call needs."""
+    """Say why a kernel with these offers cannot serve a call; None if it offers all that the call needs."""
     for need, find in NEEDS.items():
         if need not in offers and (why := find(call)) is not None:
             return why

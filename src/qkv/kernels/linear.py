@@ -42,16 +42,16 @@ class LinearState:
         batch: int, key_heads: int, n_features: int, value_dim: int,
         dtype: torch.dtype = torch.float32, device: torch.device | None = None,
     ) -> LinearState:  # fmt: skip
-        """The state before the first key."""
+        """Return the state before the first key."""
         kv = torch.zeros(batch, key_heads, n_features, value_dim, dtype=dtype, device=device)
         return LinearState(kv, kv[..., 0].clone())
 
     def merge(self, other: LinearState, /) -> LinearState:
-        """The state after the keys of both."""
+        """Return the state after the keys of both."""
         return LinearState(self.kv + other.kv, self.k_sum + other.k_sum)
 
     def plus(self, k: Float[Tensor, "b hkv n m"], v: Float[Tensor, "b hkv n dv"]) -> LinearState:
-        """The state after more keys, given as features."""
+        """Return the state after more keys, given as features."""
         return LinearState(self.kv + k.mT @ v, self.k_sum + k.sum(2))
 
 
@@ -59,7 +59,7 @@ OFFERS: tuple[Need, ...] = ("weights that are no softmax", "gradients", "tensors
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or None if it can."""
+    """Return why this kernel cannot serve the call, or None if it can."""
     if not (isinstance(call.normalizer, Pointwise) and call.normalizer.is_identity) or call.shift is not None:
         return f"its weights are the scores themselves, not {type(call.given.normalizer).__name__} of them"
     if (why := unmet(call, OFFERS)) is not None:
@@ -70,12 +70,12 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def causal(call: Call) -> bool:
-    """Whether a call that this kernel can serve is causal."""
+    """Return whether a call that this kernel can serve is causal."""
     return parts(call.mask, call.grid)[0] == PAST
 
 
 def forward(call: Call) -> Result:
-    """Attention in time and memory linear in the sequence, differentiable in q, k and v."""
+    """Compute attention in time and memory linear in the sequence, differentiable in q, k and v."""
     band, keys, _ = parts(call.mask, call.grid)
     k, v = call.k, call.v
     if keys is not None:
@@ -98,7 +98,7 @@ def attention(
     divided: bool,
     chunk: int = CHUNK,
 ) -> tuple[Float[Tensor, "b h nq dv"], LinearState]:
-    """Linear attention of features q and k, `divided` by the sum of the weights or not; and the state after all keys.
+    """Compute linear attention of features, `divided` by the sum of the weights or not, and the state after all keys.
 
     Masked keys are zeros. With nq ≠ nk the last query is aligned with the last key; keys in `state` precede all others.
     """
@@ -160,7 +160,7 @@ def _square(
     chunk: int,
     divided: bool,
 ) -> tuple[Float[Tensor, "b hkv g n dv"], Float[Tensor, "b hkv g n"] | None, LinearState]:
-    """Causal attention with query i at key i: undivided output, sums of the weights, and the final state."""
+    """Compute causal attention with query i at key i: undivided output, sums of the weights, and the final state."""
     group, n = q.shape[2:4]
     if n % chunk:
         q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, -n % chunk)) for x in (q, k, v))
@@ -181,6 +181,6 @@ def _square(
 
 
 def _sums(x: Float[Tensor, "b hkv c *n"], start: Float[Tensor, "b hkv *n"]) -> tuple[Tensor, Tensor]:
-    """`start` plus the sum of all chunks; and for each chunk, `start` plus the sum of the earlier chunks."""
+    """Return `start` plus the sum of all chunks; and for each chunk, `start` plus the sum of the earlier chunks."""
     sums = torch.cat([start[:, :, None], x], 2).cumsum(2)
     return sums[:, :, -1], sums[:, :, :-1]

@@ -57,7 +57,7 @@ class Visibility:
 
     @staticmethod
     def of(mask: Mask | None, grid: Grid) -> Visibility | None:
-        """The parts of a mask; None if the kernels have no form for it."""
+        """Return the parts of a mask; None if the kernels have no form for it."""
         band, keys, others = parts(mask, grid)
         ids, dense = None, None
         for other in others:
@@ -71,7 +71,7 @@ class Visibility:
 
 
 def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] | None:
-    """A mask whose mass is measured as a band and further keys (1 or b, nk) int8; None if it has another form."""
+    """Return a mask as a band and further keys (1 or b, nk) int8; None if it has another form."""
 
     def union() -> tuple[tuple[float, float], Tensor | None] | None:
         band, keys = None, None
@@ -89,7 +89,7 @@ def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] 
 
 
 def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | None:
-    """The bias by distance and the soft cap of a call, and whether the cap comes first; None if there are others."""
+    """Return the bias by distance, the soft cap, and whether the cap comes first; None if there are others."""
     by_form: dict[str | None, Any] = {bias.form: bias for bias in call.biases}
     if len(by_form) < len(call.biases) or not by_form.keys() <= {"distance", "cap"}:
         return None
@@ -100,7 +100,7 @@ OFFERS: tuple[Need, ...] = ("biases", "gradients", "tensors in closures")
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why the kernels cannot compute the statistics of this call, or None if they can."""
+    """Return why the kernels cannot compute the statistics of this call, or None if they can."""
     device = call.q.device.type
     if device not in GPUS and not (device == "cpu" and INTERPRETED):
         return f"tensors are on {device}; the Triton kernels are for CUDA"
@@ -131,7 +131,7 @@ def unsupported_reason(call: Call) -> str | None:
 def attend_and_measure(
     call: Call, request: Request, *, output: bool
 ) -> tuple[Tensor | None, Tensor, Statistics] | None:
-    """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
+    """Return the output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
 
     None if a mass is not that of a union of a band and a set of keys.
     """
@@ -206,7 +206,7 @@ def attend_and_measure(
 
 
 def launch_options(d: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Queries and keys of a tile, warps and pipeline stages, which need at most 99 KiB of shared memory.
+    """Return queries and keys of a tile, warps and pipeline stages, which need at most 99 KiB of shared memory.
 
     Of ten tiles from 64 × 32 to 128 × 128, 64 × 64 with 4 warps took the least time on an H100 (bfloat16, d = 128).
     """
@@ -233,12 +233,12 @@ def _bounds(band: tuple[float, float]) -> tuple[int, int]:
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers as a tensor on a device; the same in every layer and call, they are copied there once."""
+    """Return numbers as a tensor on a device; the same in every layer and call, they are copied there once."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def _inside(keys: Sequence[Tensor | None], grid: Grid) -> Tensor | None:
-    """The keys inside each mask whose mass is measured, besides those of its band: (masks, b, nk) int8, or None."""
+    """Return the keys inside each measured mask, besides those of its band: (masks, b, nk) int8, or None."""
     if all(x is None for x in keys):
         return None
     none = _zeros(grid.n_keys, grid.device)
@@ -252,7 +252,7 @@ def _zeros(n: int, device: torch.device) -> Tensor:
 
 
 def _bias_arguments(call: Call, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and flags of both kernels for the biases of a call."""
+    """Return positional arguments and flags of both kernels for the biases of a call."""
     forms = _bias_forms(call)
     assert forms is not None
     distance, cap, first = forms
@@ -266,7 +266,7 @@ def _bias_arguments(call: Call, nothing: Tensor) -> tuple[tuple[Any, ...], dict[
 
 
 def _mask_arguments(visible: Visibility, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, bool]]:
-    """Positional arguments and flags of both kernels for a mask."""
+    """Return positional arguments and flags of both kernels for a mask."""
     device = nothing.device
     keys, dense = (None if x is None else x.to(device).view(torch.int8) for x in (visible.keys, visible.dense))
     ids = None if visible.ids is None else visible.ids.to(device, torch.int32)
