@@ -43,10 +43,9 @@ def cached_for_mask(
     """Return ``make()``, or what it returned for an equal mask, grid and key before; nobody may change it.
 
     Only masks that compare by value have entries, as tensors and functions inside of a mask may change. Decoding has
-    none, since each step has another grid, and neither have dispatch modes, under which tensors may be fake or wrapped.
-    `nbytes` is the memory of a result.
+    none, since each step has another grid. `nbytes` is the memory of a result.
     """
-    if grid.n_queries == 1 or not mask.by_value or transforming() or torch._C._len_torch_dispatch_stack() > 0:
+    if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
         return make()
     place = mask, grid, key
     with _LOCK:
@@ -61,6 +60,11 @@ def cached_for_mask(
         with _LOCK:
             _CACHE[place] = result, size
     return result
+
+
+def _other_tensors() -> bool:
+    """Return whether a dispatch mode is active under which new tensors may be fake or wrapped."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 LOG2_E = math.log2(math.e)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkv.engine.call import Call, Result, at_least_float32
 from qkv.engine.needs import Need, unmet
+from qkv.engine.tiles import spans
 from qkv.masks.convert import parts
 from qkv.normalizers import Pointwise
 
@@ -120,7 +121,13 @@ def attention(
         if ahead > 0:
             state = state.plus(k[:, :, :ahead], v[:, :, :ahead])
             k, v = k[:, :, ahead:], v[:, :, ahead:]
-        out, state = _segments(q[:, :, :, max(0, -ahead) :], k, v, state, min(chunk, k.shape[2]), divided)
+        q, chunk = q[:, :, :, max(0, -ahead) :], min(chunk, k.shape[2])
+        widest = max(q.shape[2] * chunk, q.shape[2] * m, m * dv // chunk)
+        outs, size = [], chunk * max(1, SEGMENT // (b * hkv * widest * chunk))
+        for part in spans(k.shape[2], size):  # allocating for all tokens costs more than the arithmetic
+            out, state = _square(q[:, :, :, part], k[:, :, part], v[:, :, part], state, chunk, divided)
+            outs.append(out)
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 3)
     if out.shape[3] < n_queries:
         out = torch.nn.functional.pad(out, (0, 0, n_queries - out.shape[3], 0))
     return out.flatten(1, 2), state
@@ -132,26 +139,6 @@ def _divided(out: Float[Tensor, "*n dv"], total: Float[Tensor, "*n"] | None) -> 
     return out / torch.where(total.abs() < torch.finfo(total.dtype).tiny, 1.0, total)[..., None]
 
 
-def _segments(
-    q: Float[Tensor, "b hkv g n m"],
-    k: Float[Tensor, "b hkv n m"],
-    v: Float[Tensor, "b hkv n dv"],
-    state: LinearState,
-    chunk: int,
-    divided: bool,
-) -> tuple[Float[Tensor, "b hkv g n dv"], LinearState]:
-    """Process segments of some thousand tokens one by one: allocating for all costs more than the arithmetic."""
-    b, hkv, group, n, m = q.shape
-    widest = max(group * chunk, group * m, m * v.shape[3] // chunk)
-    size = chunk * max(1, SEGMENT // (b * hkv * widest * chunk))
-    outs = []
-    for start in range(0, n, size):
-        part = slice(start, start + size)
-        out, total, state = _square(q[:, :, :, part], k[:, :, part], v[:, :, part], state, chunk, divided)
-        outs.append(_divided(out, total))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 3), state
-
-
 def _square(
     q: Float[Tensor, "b hkv g n m"],
     k: Float[Tensor, "b hkv n m"],
@@ -159,8 +146,8 @@ def _square(
     state: LinearState,
     chunk: int,
     divided: bool,
-) -> tuple[Float[Tensor, "b hkv g n dv"], Float[Tensor, "b hkv g n"] | None, LinearState]:
-    """Compute causal attention with query i at key i: undivided output, sums of the weights, and the final state."""
+) -> tuple[Float[Tensor, "b hkv g n dv"], LinearState]:
+    """Compute causal attention with query i at key i: the output, and the final state."""
     group, n = q.shape[2:4]
     if n % chunk:
         q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, -n % chunk)) for x in (q, k, v))
@@ -177,7 +164,7 @@ def _square(
     def unfold(x: Tensor) -> Tensor:
         return x.unflatten(3, (group, chunk)).transpose(2, 3).flatten(3, 4)[:, :, :, :n]
 
-    return unfold(out), None if total is None else unfold(total), LinearState(kv, k_sum)
+    return _divided(unfold(out), None if total is None else unfold(total)), LinearState(kv, k_sum)
 
 
 def _sums(x: Float[Tensor, "b hkv c *n"], start: Float[Tensor, "b hkv *n"]) -> tuple[Tensor, Tensor]:
