@@ -167,13 +167,12 @@ def compute(
 def _with_statistics(call: Call, kernel: str, weights: bool, queries: Bool[Tensor, "b nq"] | None) -> Result[Tensor]:
     """Return the result of a call with the statistics of its weights: one pass each way, unless weights are wanted."""
     if kernel == "auto" and not (weights or call.dropout_p or transformed(call) or watched()):
+        result = None
         if not call.needs_grad:
             result, _, statistics = measured(call, output=True, queries=queries)
-            assert result is not None
-            return Result(result.out, result.lse, None, statistics)
-        if gradients.in_one_pass(call):
+        elif gradients.in_one_pass(call):
             result, statistics = gradients.with_gradients(call, measured, output=True, queries=queries)
-            assert result is not None
+        if result is not None:
             return Result(result.out, result.lse, None, statistics)
 
     def with_statistics(one: Call) -> Result[Tensor]:

@@ -31,10 +31,6 @@ class Partial:
     out: Float[Tensor, "*n d"]
     lse: Float[Tensor, "*n"]
 
-    def merge(self, other: Partial, /) -> Partial:
-        """Compute attention over the keys of both parts; see `qkv.merge`."""
-        return merge(self, other)
-
     def with_sink(self, sink: Float[Tensor, "*#n"], *, in_place: bool = False) -> Partial:
         """Merge with an attention sink: a logit without a value, which takes weight and adds nothing to the output.
 

@@ -63,7 +63,9 @@ def backward(
         assert distance_mass is not None
         by_distance = distance_mass.tensor
         if found.chosen is not None:
-            by_distance = _chosen_distances(call, found.chosen, by_distance)
+            index = clipped(call.grid.rows(0, call.grid.n_queries), found.chosen, distance_mass.reach)[..., None]
+            chosen = (found.chosen[..., None] >= 0).to(by_distance)
+            by_distance = torch.zeros_like(by_distance).scatter_(3, index, chosen)
         totals["values"] = torch.einsum("bhqr,bhqd->hrd", by_distance, scaled).sum_to_size(totals["values"].shape)
     return totals
 
@@ -85,11 +87,6 @@ def _add_chosen(chosen: Tensor, grad: Tensor, total: Tensor) -> None:
     index = chosen.clamp(min=0).view(b, total.shape[1], -1)
     slope = torch.where(chosen[..., None] >= 0, grad, 0.0).reshape(b, total.shape[1], -1, dv)
     total.scatter_add_(2, index[..., None].expand_as(slope), slope)
-
-
-def _chosen_distances(call: Call, chosen: Tensor, like: Tensor) -> Tensor:
-    index = clipped(call.grid.rows(0, chosen.shape[2]), chosen, like.shape[3] // 2)
-    return torch.zeros_like(like).scatter_(3, index[..., None], (chosen[..., None] >= 0).to(like))
 
 
 def add_sink_gradients(call: Call, level: Tensor, slope: Tensor, totals: dict[str, Tensor]) -> None:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qkv.biases.built_in import ByQuery
+from qkv.biases.built_in import ByQuery, clipped
 from qkv.engine.call import Call, RowState
 from qkv.engine.sizes import sizes
 from qkv.engine.tile_loop import Block, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import LOG2_E, gumbel, uniform
-from qkv.masks import Region
 from qkv.normalizers import Normalizer, Pointwise
 from qkv.normalizers.level import level_of_rows, level_slopes, pointwise, sink_weights, solve_rows
 from qkv.partial import Partial
@@ -236,25 +235,20 @@ class _Panels(Reducer[None, _Panel]):
             weights = weights * dropout
         state.out[at] = tiles.weigh(weights, values)
         if self.distance_mass is not None:
-            self._add_distance_mass(panel, weights, level_weights)
+            self._add_distance_mass(block, keys, weights, level_weights)
 
-    def _add_distance_mass(self, panel: _Panel, weights: Tensor, level_weights: Tensor | None) -> None:
+    def _add_distance_mass(self, block: Block, keys: Tensor, weights: Tensor, level_weights: Tensor | None) -> None:
         """Add weights by clipped distance, and the share of `mean` that comes from the values by distance."""
-        block, distance_mass, start = panel.block, self.distance_mass, 0
-        tiles, at, rows = block.group.tiles, block.at, block.rows
+        call, distance_mass = block.group.tiles.call, self.distance_mass
         assert distance_mass is not None
-        mean = ByQuery(torch.zeros_like(distance_mass.tensor[at]), distance_mass.offset + rows.start)
-        for cols in panel.columns:
-            part = slice(start, start + cols.stop - cols.start)
-            distance_mass.add_gradient(distance_mass.tensor, tiles.region(rows, cols), weights[..., part])
-            if level_weights is not None:  # `mean` holds only these rows, so rows count from 0
-                mean.add_gradient(mean.tensor, Region(slice(0, rows.stop - rows.start), cols), level_weights[..., part])
-            start = part.stop
-        if level_weights is not None:
-            assert self.found.mean is not None
-            assert tiles.call.values is not None
-            table = tiles.call.values[tiles.heads if len(tiles.call.values) > 1 else slice(None)]
-            self.found.mean[at] += mean.tensor @ table.to(mean.tensor)
+        assert call.values is not None
+        mass, positions = distance_mass.tensor[block.at], call.grid.rows(block.rows.start, block.rows.stop)
+        index = clipped(positions[:, None], keys, distance_mass.reach).expand(*mass.shape[:3], -1)
+        mass.scatter_add_(3, index, weights)
+        if level_weights is not None and self.found.mean is not None:
+            level_mass = torch.zeros_like(mass).scatter_add_(3, index, level_weights)
+            table = call.values[block.group.tiles.heads if len(call.values) > 1 else slice(None)]
+            self.found.mean[block.at] += level_mass @ table.to(level_mass)
 
 
 def _normalized_level_slopes(

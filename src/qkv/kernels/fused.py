@@ -207,29 +207,25 @@ ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 def difference(device: torch.device, dtype: torch.dtype) -> str | None:
     """Say what first differs from the formula for each mask, with grouped heads, a sink and a gradient of the lse."""
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():  # in any caller's context
-        return _difference(device, dtype)
-
-
-def _difference(device: torch.device, dtype: torch.dtype) -> str | None:
     masks: list[Mask | None] = [None, Causal()] + ([] if dtype == torch.float32 else [Window(6), Window(8, ahead=3)])
-    for mask in masks:
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (
-            torch.randn(2, heads, n, 16, generator=generator).to(device, dtype).requires_grad_()
-            for heads, n in ((4, 37), (2, 45), (2, 45))
-        )
-        sink = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device, requires_grad=True)
-        try:
-            result = forward(Call.of(q, k, v, mask, None, Dot(0.3), Softmax(sink=sink)))
-            got = _with_gradients(*result, q, k, v, sink)
-        except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        want = _with_gradients(*_formula(q, k, v, sink, 0.3, mask), q, k, v, sink)
-        for name, one, other in zip(("out", "lse", "dq", "dk", "dv", "dsink"), got, want, strict=True):
-            off = float((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1))
-            if not off <= ALLOWED[dtype]:
-                return f"{name} is off by {off:.2g} for the mask {mask}"
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():  # in any caller's context
+        for mask in masks:
+            generator = torch.Generator().manual_seed(0)
+            q, k, v = (
+                torch.randn(2, heads, n, 16, generator=generator).to(device, dtype).requires_grad_()
+                for heads, n in ((4, 37), (2, 45), (2, 45))
+            )
+            sink = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device, requires_grad=True)
+            try:
+                result = forward(Call.of(q, k, v, mask, None, Dot(0.3), Softmax(sink=sink)))
+                got = _with_gradients(*result, q, k, v, sink)
+            except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+                return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            want = _with_gradients(*_formula(q, k, v, sink, 0.3, mask), q, k, v, sink)
+            for name, one, other in zip(("out", "lse", "dq", "dk", "dv", "dsink"), got, want, strict=True):
+                off = float((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1))
+                if not off <= ALLOWED[dtype]:
+                    return f"{name} is off by {off:.2g} for the mask {mask}"
     return None
 
 

@@ -629,13 +629,8 @@ def shares(mask: Mask, grid: Grid) -> np.ndarray:
     size = -(-max(grid.n_queries, grid.n_keys) // PAIRS)
     tiles = Tiles.of(grid, size, size)
     out = torch.empty(len(tiles.q_first), len(tiles.k_first))
-    ones = torch.ones(size, grid.n_keys)
-    area = torch.nn.functional.avg_pool2d
     for row in range(len(out)):
         rows = slice(row * size, min((row + 1) * size, grid.n_queries))
         visible = mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0].float()
-        spare = (0, -grid.n_keys % size, 0, size - len(visible))
-        counted = area(torch.nn.functional.pad(visible, spare)[None], size)
-        of = area(torch.nn.functional.pad(ones[: len(visible)], spare)[None], size)
-        out[row] = (counted / of)[0, 0]
+        out[row] = torch.nn.functional.avg_pool2d(visible[None], size, ceil_mode=True)[0, 0]  # short cells, too
     return out.numpy()

@@ -305,9 +305,12 @@ def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if besides is None and size * 4 <= n_keys:
         drawn = torch.randint(n_keys, (n_keys, size), generator=generator)
-        while len(again := _with_repeats(drawn)):
-            drawn[again] = torch.randint(n_keys, (len(again), size), generator=generator)
-        return drawn
+        while True:
+            order = drawn.sort(-1).values
+            repeated = (order[:, 1:] == order[:, :-1]).any(-1)
+            if not repeated.any():
+                return drawn
+            drawn[repeated] = torch.randint(n_keys, (int(repeated.sum()), size), generator=generator)
     grid, parts = Grid.of(n_keys, n_keys), []
     for start in range(0, n_keys, DRAW_ROWS):
         rows = slice(start, min(start + DRAW_ROWS, n_keys))
@@ -324,11 +327,6 @@ def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
 def _columns(size: int, seed: int, besides: Mask | None, n_keys: int) -> list[Tensor]:
     """Return the same, one tensor for each random key of a position: FlexAttention compiles single loads alone."""
     return [x.contiguous() for x in _draw(size, seed, besides, n_keys).unbind(1)]
-
-
-def _with_repeats(drawn: Tensor) -> Tensor:
-    order = drawn.sort(-1).values
-    return (order[:, 1:] == order[:, :-1]).any(-1).nonzero()[:, 0]
 
 
 def longformer(window: int, tokens: Sequence[int] = (0,), *, causal: bool = False) -> Mask:

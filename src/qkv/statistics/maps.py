@@ -116,18 +116,14 @@ class HeadMap:
             for edges, limit in zip((row_edges, column_edges), sizes(device).picture, strict=True)
         )
         reducer = _PictureReducer(self._weights, self._uncounted, down, across, on_rows)
-        reduce_tiles([self._group(down, across)], reducer)
-        rows, columns = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
-        pairs = rows.diff()[:, None] * columns.diff()
+        spans, columns = ([piece.span for piece in pieces] for pieces in (down, across))
+        every = block_status(self._tiles.call.mask, Tiles.of_spans(spans, columns, self.grid), self.grid)
+        status: list[list[int]] = self._tiles.region(slice(None), slice(None)).of(every)[0, 0].tolist()
+        reduce_tiles([Group(self._tiles, spans, columns, status)], reducer)
+        at_rows, at_columns = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
+        pairs = at_rows.diff()[:, None] * at_columns.diff()
         mean, visible = ((x / pairs).to(reducer.maximum) for x in (reducer.sums, reducer.visible))
-        return Picture(reducer.maximum, mean, visible, rows, columns)
-
-    def _group(self, down: Sequence[_Piece], across: Sequence[_Piece]) -> Group:
-        """Return the tiles of the picture."""
-        rows, columns = ([piece.span for piece in pieces] for pieces in (down, across))
-        every = block_status(self._tiles.call.mask, Tiles.of_spans(rows, columns, self.grid), self.grid)
-        statuses: list[list[int]] = self._tiles.region(slice(None), slice(None)).of(every)[0, 0].tolist()
-        return Group(self._tiles, rows, columns, statuses)
+        return Picture(reducer.maximum, mean, visible, at_rows, at_columns)
 
 
 class _PictureReducer(Reducer[None, None]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -43,31 +42,24 @@ def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-@dataclass(frozen=True, eq=False)
-class Visibility:
-    """A mask as arguments of the kernels: a band, masked keys, document ids and a tensor; a pair must pass them all."""
+MaskParts = tuple[tuple[float, float], Tensor | None, Tensor | None, Tensor | None]
 
-    band: tuple[float, float]
-    keys: Tensor | None
-    """True for visible keys (1 or b, nk)."""
-    ids: Tensor | None
-    """The document of each key (1 or b, nk)."""
-    dense: Tensor | None
-    """True for visible pairs; dimensions of size 1 broadcast."""
 
-    @staticmethod
-    def of(mask: Mask | None, grid: Grid) -> Visibility | None:
-        """Return the parts of a mask; None if the kernels have no form for it."""
-        band, keys, others = parts(mask, grid)
-        ids, dense = None, None
-        for other in others:
-            if type(other) is Document and ids is None:
-                ids = torch.as_tensor(other.ids)
-            elif type(other) is Dense and dense is None:
-                dense = other.tensor
-            else:
-                return None
-        return Visibility(band, keys, ids, dense)
+def _mask_parts(mask: Mask | None, grid: Grid) -> MaskParts | None:
+    """Return a mask as a band, visible keys, documents of keys (1 or b, nk) and a tensor; None if it is no such.
+
+    A pair must pass them all.
+    """
+    band, keys, others = parts(mask, grid)
+    ids, dense = None, None
+    for other in others:
+        if type(other) is Document and ids is None:
+            ids = torch.as_tensor(other.ids)
+        elif type(other) is Dense and dense is None:
+            dense = other.tensor
+        else:
+            return None
+    return band, keys, ids, dense
 
 
 def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] | None:
@@ -123,7 +115,7 @@ def unsupported_reason(call: Call) -> str | None:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return "a dimension is 0"
-    if Visibility.of(call.mask, call.grid) is None:
+    if _mask_parts(call.mask, call.grid) is None:
         return f"the mask {type(call.mask).__name__} has no form as a band, masked keys, documents or a tensor"
     return None
 
@@ -143,8 +135,8 @@ def attend_and_measure(
     if len(unions) < len(mass):
         return None
     block = launch_options(max(d, dv), q.dtype) | {"D": _power_of_two(d)}
-    visible = Visibility.of(call.mask, grid)
-    assert visible is not None
+    mask_parts = _mask_parts(call.mask, grid)
+    assert mask_parts is not None
     firsts = _on_device(tuple(request.firsts), device)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -154,14 +146,17 @@ def attend_and_measure(
     out = empty(b, h, n_queries, dv, dtype=v.dtype) if output else None
     lse, state, found = empty(b, h, n_queries), empty(2, heads, n_queries), empty(len(OF_QUERIES) + 2, b, h, n_queries)
     masses = empty(len(mass), b, h, n_queries)
-    inside = _inside([keys for _, keys in unions], grid)
+    inside = None
+    if any(keys is not None for _, keys in unions):  # besides those of the bands: (masks, b, nk)
+        each = (_zeros(n_keys, device) if keys is None else keys for _, keys in unions)
+        inside = torch.stack([keys.expand(b, n_keys) for keys in each])
     bands = _on_device(tuple(bound for band, _ in unions for bound in _bounds(band)) or (0, 0), device)
     sink = None if call.sink is None else call.sink.expand(b, h, n_queries)
     biased, bias_flags = _bias_arguments(call, nothing)
     shared = (h, h // key_heads, n_queries, n_keys, grid.offset, call.scale, *biased)
     counted = None if queries is None else queries.contiguous().view(torch.int8)
     norms = None if request.value_norms is None else request.value_norms.contiguous()
-    place, flags = _mask_arguments(visible, nothing)
+    place, flags = _mask_arguments(mask_parts, nothing)
     flags |= bias_flags | {
         "HAS_COUNTED": counted is not None,
         "WIDEN": device.type == "cpu" and q.dtype == torch.bfloat16,
@@ -237,14 +232,6 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
-def _inside(keys: Sequence[Tensor | None], grid: Grid) -> Tensor | None:
-    """Return the keys inside each measured mask, besides those of its band: (masks, b, nk) int8, or None."""
-    if all(x is None for x in keys):
-        return None
-    none = _zeros(grid.n_keys, grid.device)
-    return torch.stack([(none if x is None else x).expand(grid.batch, grid.n_keys) for x in keys])
-
-
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _zeros(n: int, device: torch.device) -> Tensor:
@@ -265,21 +252,21 @@ def _bias_arguments(call: Call, nothing: Tensor) -> tuple[tuple[Any, ...], dict[
     return (unit, 1.0 if cap is None else float(cap.cap), table, stride), flags
 
 
-def _mask_arguments(visible: Visibility, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, bool]]:
+def _mask_arguments(mask_parts: MaskParts, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, bool]]:
     """Return positional arguments and flags of both kernels for a mask."""
-    device = nothing.device
-    keys, dense = (None if x is None else x.to(device).view(torch.int8) for x in (visible.keys, visible.dense))
-    ids = None if visible.ids is None else visible.ids.to(device, torch.int32)
+    device, (band, keys, ids, dense) = nothing.device, mask_parts
+    keys, dense = (None if x is None else x.to(device).view(torch.int8) for x in (keys, dense))
+    ids = None if ids is None else ids.to(device, torch.int32)
     strides = (
         [0, 0, 0, 0]
         if dense is None
         else [0 if n == 1 else s for n, s in zip(dense.shape, dense.stride(), strict=True)]
     )
-    low, high = _bounds(visible.band)
+    low, high = _bounds(band)
     tensors = [nothing if x is None else x.contiguous() if x.ndim == 2 else x for x in (keys, ids, dense)]
     of_batch = [0 if x is None or len(x) == 1 else x.shape[1] for x in (keys, ids)]
     flags = {f"HAS_{name}": x is not None for name, x in (("KEYS", keys), ("IDS", ids), ("DENSE", dense))} | {
-        "HAS_BAND": visible.band != (-math.inf, math.inf)
+        "HAS_BAND": band != (-math.inf, math.inf)
     }
     return (low, high, *tensors, *of_batch, *strides), flags
 
