@@ -326,10 +326,10 @@ def zero_masked_nonfinite(
     clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
     if clean_q and clean_k:
         return q, k
-    visibility = block_visibility(mask, grid, 128)
+    _, queries, keys = block_visibility(mask, grid, 128)
     if not clean_q:
-        q = q.masked_fill(~visibility.queries.expand(*q.shape[:2], -1)[..., None], 0)
-    return q, k if clean_k else k.masked_fill(~visibility.keys[:, None, :, None], 0)
+        q = q.masked_fill(~queries.expand(*q.shape[:2], -1)[..., None], 0)
+    return q, k if clean_k else k.masked_fill(~keys[:, None, :, None], 0)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -12,7 +12,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -78,11 +78,14 @@ def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
     """Return FlexAttention of a call's queries, keys, values and mask, with a score_mod for `call.scale` · q·k."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    q, k, v = call.q, call.k, call.v
-    blocked = blocked_mask(call)
-    if blocked is not None and blocked.masked_keys is not None:  # NaN in padding must not spread
-        k, v = (x.masked_fill(blocked.masked_keys[:, None, :, None], 0) for x in (k, v))
-    dv = v.shape[3]
+    q, k, v, dv = call.q, call.k, call.v, call.v.shape[3]
+    blocks = empty_rows = masked_keys = None
+    if call.mask is not None:
+        lasting = call.mask.by_value or is_dataclass(call.mask)  # others may change unseen
+        lay = _blocked_mask if lasting else _blocked_mask.__wrapped__
+        blocks, empty_rows, masked_keys = lay(call.mask, call.grid, _versions(call.mask), BLOCK)
+    if masked_keys is not None:  # NaN in padding must not spread
+        k, v = (x.masked_fill(masked_keys[:, None, :, None], 0) for x in (k, v))
     q, k, v = _fit(q), _fit(k), _fit(v)
     with _naming(call):
         out, aux = _attention(
@@ -91,15 +94,15 @@ def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
             k,
             v,
             score_mod=score_mod,
-            block_mask=None if blocked is None else blocked.blocks,
+            block_mask=blocks,
             scale=call.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             kernel_options={"FORCE_USE_FLEX_ATTENTION": q.shape[2] * q.shape[1] > DECODED * k.shape[1]},
             return_aux=AuxRequest(lse=True),
         )
     out, lse = out[..., :dv], aux.lse.to(at_least_float32(call.q.dtype))
-    if blocked is not None and blocked.empty_rows is not None:
-        out, lse = out.masked_fill(blocked.empty_rows[..., None], 0), lse.masked_fill(blocked.empty_rows, -torch.inf)
+    if empty_rows is not None:
+        out, lse = out.masked_fill(empty_rows[..., None], 0), lse.masked_fill(empty_rows, -torch.inf)
     return Partial(out, lse)
 
 
@@ -197,37 +200,17 @@ def _ready(bias: Bias, call: Call) -> Bias:
 # --- the mask as blocks ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class BlockedMask:
-    """A mask on a grid, in the form that FlexAttention takes, and its fully masked queries and keys."""
-
-    blocks: Any  # BlockMask
-    empty_rows: Bool[Tensor, "b h nq"] | None
-    """Fully masked queries; None if there are none."""
-    masked_keys: Bool[Tensor, "b nk"] | None
-    """Keys that are masked for all queries; None if there are none."""
-
-
-def blocked_mask(call: Call) -> BlockedMask | None:
-    """Return the mask of a call in the form that FlexAttention takes; None if there is no mask."""
-    if call.mask is None:
-        return None
-    lasting = call.mask.by_value or is_dataclass(call.mask)  # others may change unseen
-    lay = _blocked_mask if lasting else _blocked_mask.__wrapped__
-    return lay(call.mask, call.grid, _versions(call.mask), BLOCK)
+BlockedMask = tuple[Any, Bool[Tensor, "b h nq"] | None, Bool[Tensor, "b nk"] | None]
+"""The BlockMask of a mask, its fully masked queries, and the keys that are masked for all queries; None for none."""
 
 
 @functools.lru_cache(maxsize=8)
 def _blocked_mask(mask: Mask, grid: Grid, versions: tuple[int, ...], size: int) -> BlockedMask:
     """Lay out a mask, once for all layers and steps; `versions` change when its tensors are written to."""
     with torch.inference_mode(False), torch.no_grad():  # cached tensors must serve training too
-        visibility = block_visibility(mask, grid, size)
-        empty_rows, masked_keys = ~visibility.queries, ~visibility.keys
-        return BlockedMask(
-            block_mask(mask, grid, visibility.status, size),
-            empty_rows if empty_rows.any() else None,
-            masked_keys if masked_keys.any() else None,
-        )
+        status, queries, keys = block_visibility(mask, grid, size)
+        empty_rows, masked_keys = (None if some.all() else ~some for some in (queries, keys))
+        return block_mask(mask, grid, status, size), empty_rows, masked_keys
 
 
 def _versions(x: object) -> tuple[int, ...]:

@@ -190,20 +190,13 @@ def parts(mask: Mask | None, grid: Grid) -> tuple[tuple[float, float], Bool[Tens
     return (low, high), keys, tuple(others)
 
 
-@dataclass(frozen=True, eq=False)
-class BlockVisibility:
-    """Exact block status of a mask on a grid, and its queries and keys that are not fully masked."""
+def block_visibility(
+    mask: Mask, grid: Grid, size: int
+) -> tuple[Int[Tensor, "b h rows cols"], Bool[Tensor, "b h nq"], Bool[Tensor, "b nk"]]:
+    """Evaluate a mask one row of `size` × `size` blocks at a time; unlike `classify`, PARTIAL is exact here.
 
-    status: Int[Tensor, "b h rows cols"]
-    """EMPTY, PARTIAL or FULL; b and h may be 1."""
-    queries: Bool[Tensor, "b h nq"]
-    """Which queries have a visible key."""
-    keys: Bool[Tensor, "b nk"]
-    """Which keys are visible to a query of any head."""
-
-
-def block_visibility(mask: Mask, grid: Grid, size: int) -> BlockVisibility:
-    """Evaluate a mask one row of `size` × `size` blocks at a time; unlike `classify`, PARTIAL is exact here."""
+    Returns the block status (b and h may be 1), which queries have a visible key, and which keys are visible to any.
+    """
     ready = mask.ready(grid)
     known = mask.classify(Tiles.of(grid, size, size), grid)
     probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
@@ -225,7 +218,7 @@ def block_visibility(mask: Mask, grid: Grid, size: int) -> BlockVisibility:
         some = torch.nn.functional.pad(some, (0, spare), value=False).unflatten(-1, (-1, size)).any(-1)
         every = torch.nn.functional.pad(every, (0, spare), value=True).unflatten(-1, (-1, size)).all(-1)
         status[:, :, row, first:stop] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(status)
-    return BlockVisibility(status, queries, keys)
+    return status, queries, keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,7 +319,7 @@ def to_flex(
         raise InputError(f"to_flex: block_size is {block_size}, expected at least 1 token")
     grid = Grid.of(n_queries, n_keys, batch or 1, heads or 1, device)
     mask.check(grid)
-    status = block_visibility(mask, grid, block_size).status.expand(grid.batch, grid.heads, -1, -1)
+    status = block_visibility(mask, grid, block_size)[0].expand(grid.batch, grid.heads, -1, -1)
     return block_mask(mask, grid, status, block_size)
 
 
