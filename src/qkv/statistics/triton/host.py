@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -173,16 +172,25 @@ def attend_and_measure(
     )  # fmt: skip
     received, audience = empty(b, h, n_keys), empty(b, h, n_keys)
     prefix = None if prefix_keys is None else torch.zeros(b, h, prefix_keys, device=device)
-    pool = None if bins is None else _Pool.of(n_queries, n_keys, bins, block["BM"], block["BN"])
-    pooled = None if pool is None else torch.zeros(2, b, h, pool.rows, pool.columns, device=device)
+    pooled, query_bin, key_bin, pool_m, pool_n = None, 1, 1, block["BM"], block["BN"]
+    if bins is not None:  # a tile pools to bins of at most its size; the keys of larger ones are joined below
+        query_bin, key_bin = bin_size(n_queries, bins), bin_size(n_keys, bins)
+        pool_m, pool_n = min(query_bin, pool_m), min(key_bin, pool_n)
+        columns = _cdiv(n_keys, key_bin) * (key_bin // pool_n)
+        pooled = torch.zeros(2, b, h, _cdiv(n_queries, query_bin), columns, device=device)
     run.by_key[(_cdiv(n_keys, block["BN"]), *across)](
         q, k, state, received, audience, received if prefix is None else prefix,
         received if pooled is None else pooled, firsts, nothing if counted is None else counted,
         *q.stride()[:3], *k.stride()[:3], *shared, d, *place,
-        prefix_keys or 0, 1 if pool is None else pool.query_bin, 0 if pool is None else pool.rows,
-        0 if pool is None else pool.columns, **flags, **block, HAS_PREFIX=prefix is not None, POOLED=pool is not None,
-        POOL_M=block["BM"] if pool is None else pool.of_rows, POOL_N=block["BN"] if pool is None else pool.of_columns,
+        prefix_keys or 0, query_bin, *((0, 0) if pooled is None else pooled.shape[3:]), **flags, **block,
+        HAS_PREFIX=prefix is not None, POOLED=pooled is not None, POOL_M=pool_m, POOL_N=pool_n,
     )  # fmt: skip
+    thumbnail = None
+    if pooled is not None:
+        (maximum, total), joined = pooled, key_bin // pool_n
+        if joined > 1:
+            maximum, total = maximum.unflatten(-1, (-1, joined)).amax(-1), total.unflatten(-1, (-1, joined)).sum(-1)
+        thumbnail = Thumbnail.of(maximum, total, n_queries, n_keys, query_bin, key_bin)
     values = dict(zip(OF_QUERIES, found, strict=False))
     row_sum = torch.ones_like(lse) if sink is None else 1 - found[-2]
     shown = lse if queries is None else lse.masked_fill(~queries[:, None], -torch.inf)
@@ -193,7 +201,7 @@ def attend_and_measure(
         visible_queries=audience,
         row_sum=row_sum.masked_fill(values["visible"] == 0, 0),
         prefix_sink_scores=prefix,
-        thumbnail=None if pool is None or pooled is None else pool.thumbnail(pooled),
+        thumbnail=thumbnail,
         sink_mass=None if sink is None else found[-2],
         first_contribution=None if norms is None else share_of_first(values["sink"], found[-1], norms, request.firsts),
         mass=dict(zip(mass, masses, strict=True)),
@@ -269,36 +277,3 @@ def _mask_arguments(mask_parts: MaskParts, nothing: Tensor) -> tuple[tuple[Any, 
         "HAS_BAND": band != (-math.inf, math.inf)
     }
     return (low, high, *tensors, *of_batch, *strides), flags
-
-
-@dataclass(frozen=True)
-class _Pool:
-    """How the map is pooled: the kernel pools to bins of `query_bin` × `of_columns`, and `thumbnail` to the rest."""
-
-    n_queries: int
-    n_keys: int
-    query_bin: int
-    key_bin: int
-    of_rows: int
-    """Queries that a tile pools to one: the bin, or the whole tile."""
-    of_columns: int
-
-    @staticmethod
-    def of(n_queries: int, n_keys: int, bins: int, tile_rows: int, tile_columns: int) -> _Pool:
-        query_bin, key_bin = bin_size(n_queries, bins), bin_size(n_keys, bins)
-        return _Pool(n_queries, n_keys, query_bin, key_bin, min(query_bin, tile_rows), min(key_bin, tile_columns))
-
-    @property
-    def rows(self) -> int:
-        return _cdiv(self.n_queries, self.query_bin)
-
-    @property
-    def columns(self) -> int:
-        """A multiple of the columns per bin."""
-        return _cdiv(self.n_keys, self.key_bin) * (self.key_bin // self.of_columns)
-
-    def thumbnail(self, pooled: Tensor) -> Thumbnail:
-        (maximum, total), joined = pooled, self.key_bin // self.of_columns
-        if joined > 1:
-            maximum, total = maximum.unflatten(-1, (-1, joined)).amax(-1), total.unflatten(-1, (-1, joined)).sum(-1)
-        return Thumbnail.of(maximum, total, self.n_queries, self.n_keys, self.query_bin, self.key_bin)
