@@ -196,9 +196,9 @@ def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Ten
     mask, bias = attention.mask, attention.bias
     if traced and bias is not None:
         return None
-    if (found := dot_softmax(attention.score, attention.normalizer, q, bias)) is None:
+    if (softmax := dot_softmax(attention.score, attention.normalizer, q, bias)) is None:
         return None
-    scale, sink = found
+    scale, sink = softmax
     causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
     plain = bias is None and sink is None and (causal or mask is None)
     if not traced:

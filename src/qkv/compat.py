@@ -197,13 +197,13 @@ class Form:
         statistics = None if result.statistics is None else self.all_back(result.statistics)
         return Result(self.back(result.out), log_sums, formed, statistics)
 
-    def all_back(self, found: T) -> T:
+    def all_back(self, record: T) -> T:
         """Return a dataclass with all tensors in it, including nested ones, in the form of the inputs."""
         if self.ndim == 4 and not self.array:
-            return found
-        converted = copy(found)
-        for one in fields(found):  # type: ignore[arg-type]
-            value = getattr(found, one.name)
+            return record
+        converted = copy(record)
+        for one in fields(record):  # type: ignore[arg-type]
+            value = getattr(record, one.name)
             if isinstance(value, Tensor):
                 value = self.back(value)
             elif isinstance(value, Mapping):

@@ -206,6 +206,6 @@ class SingleTensorBias(AdditiveBias):
         return {"tensor": self.tensor}
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> SingleTensorBias:
-        made: Any = self
-        bound: SingleTensorBias = replace(made, **tensors)
+        this: Any = self
+        bound: SingleTensorBias = replace(this, **tensors)
         return bound

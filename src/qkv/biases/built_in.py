@@ -270,11 +270,13 @@ class ALiBi(Bias):
         if self.slopes is not None:
             return _alibi(self.slopes.to(q.device, wide), grid)
         other = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
-        short = grid.n_queries > 1 and grid.heads * (grid.n_queries + grid.n_keys) <= KEPT
+        short = grid.n_queries > 1 and grid.heads * (grid.n_queries + grid.n_keys) <= LARGEST_TABLE
         return _of_paper(grid, wide) if short and not other else _of_paper.__wrapped__(grid, wide)
 
 
-KEPT = 2**16  # most numbers of a table that is kept for other calls; longer ones take less time than attention
+LARGEST_TABLE = (
+    2**16
+)  # most numbers of a table that is cached for other calls; longer ones take less time than attention
 
 
 def _alibi(slopes: Tensor, grid: Grid) -> ByDistance:

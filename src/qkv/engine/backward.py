@@ -30,24 +30,24 @@ from qkv.partial import Partial, sink_gradient
 
 
 def backward(
-    call: Call, found: ForwardState, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]
+    call: Call, state: ForwardState, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]
 ) -> dict[str, Tensor]:
     """Return gradients of the tensors named in `wanted`, at least float32, given those of the output and the lse."""
     wide = at_least_float32(call.q.dtype)
-    grad, out = grad.to(wide), found.out.to(wide)
+    grad, out = grad.to(wide), state.out.to(wide)
     totals = zeros(call, wanted)
     if "sink" in totals and call.normalizer.has_lse:
         assert call.sink is not None
-        assert found.level is not None
-        totals["sink"] = sink_gradient(call.sink, Partial(out, found.level), grad, grad_lse)
+        assert state.level is not None
+        totals["sink"] = sink_gradient(call.sink, Partial(out, state.level), grad, grad_lse)
     scaled = grad
-    for divisor in (found.total, call.divisor):
+    for divisor in (state.total, call.divisor):
         scaled = scaled if divisor is None else scaled / divisor[..., None]
     inner = None
     if not isinstance(call.normalizer, Pointwise) or call.normalizer.divide == "sum":
-        inner = (scaled * (out if found.mean is None else found.mean)).sum(-1)
+        inner = (scaled * (out if state.mean is None else state.mean)).sum(-1)
         inner = inner if grad_lse is None else inner - grad_lse
-    level = finite(found.level)
+    level = finite(state.level)
     if call.sink is not None and not call.normalizer.has_lse:
         assert level is not None
         assert inner is not None
@@ -57,14 +57,14 @@ def backward(
         distance_slopes = ByQuery(scaled @ call.values.to(wide).transpose(-1, -2), call.grid.offset)
         distance_mass = ByQuery(torch.zeros_like(distance_slopes.tensor), call.grid.offset)
     reduce_tiles(groups(call), Gradients(level, scaled, inner, totals, distance_slopes, distance_mass))
-    if found.chosen is not None and "v" in totals:
-        _add_chosen(found.chosen, grad, totals["v"])
+    if state.chosen is not None and "v" in totals:
+        _add_chosen(state.chosen, grad, totals["v"])
     if "values" in totals:
         assert distance_mass is not None
         by_distance = distance_mass.tensor
-        if found.chosen is not None:
-            index = clipped(call.grid.rows(0, call.grid.n_queries), found.chosen, distance_mass.reach)[..., None]
-            chosen = (found.chosen[..., None] >= 0).to(by_distance)
+        if state.chosen is not None:
+            index = clipped(call.grid.rows(0, call.grid.n_queries), state.chosen, distance_mass.reach)[..., None]
+            chosen = (state.chosen[..., None] >= 0).to(by_distance)
             by_distance = torch.zeros_like(by_distance).scatter_(3, index, chosen)
         totals["values"] = torch.einsum("bhqr,bhqd->hrd", by_distance, scaled).sum_to_size(totals["values"].shape)
     return totals
@@ -116,8 +116,8 @@ class Job:
     v: Tensor | None = None
     learned: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, names: list[str], found: Sequence[Tensor | None], totals: dict[str, Tensor]) -> None:
-        for name, x in zip(names, found, strict=True):
+    def add(self, names: list[str], gradients: Sequence[Tensor | None], totals: dict[str, Tensor]) -> None:
+        for name, x in zip(names, gradients, strict=True):
             if x is not None:
                 if name not in self.learned:
                     self.learned[name] = torch.zeros_like(totals[name])

@@ -84,9 +84,9 @@ def dropped(tile: Tile) -> Tensor:
 class _Attention(Reducer[None, "_Sums"]):
     """Base of the forward reducers: accumulates weights @ values over tiles."""
 
-    def __init__(self, found: ForwardState, distance_mass: ByQuery | None) -> None:
+    def __init__(self, state: ForwardState, distance_mass: ByQuery | None) -> None:
         """`distance_mass` accumulates weights by clipped distance, for `RelativePosition` with values."""
-        self.found, self.distance_mass = found, distance_mass
+        self.state, self.distance_mass = state, distance_mass
 
     def begin(self, job: None, block: Block) -> _Sums:
         tiles = block.group.tiles
@@ -131,11 +131,11 @@ class _Softmax(_Attention):
         sums.top = new
 
     def end(self, sums: _Sums, space: Workspace) -> None:
-        assert self.found.level is not None
+        assert self.state.level is not None
         at, visible = sums.block.at, sums.total != 0  # True for NaN: it must propagate
         total = torch.where(visible, sums.total, 1.0)
-        self.found.out[at] = sums.out / total[..., None]
-        self.found.level[at] = torch.where(visible, sums.top + torch.log(total), -torch.inf)
+        self.state.out[at] = sums.out / total[..., None]
+        self.state.level[at] = torch.where(visible, sums.top + torch.log(total), -torch.inf)
         if self.distance_mass is not None:
             self.distance_mass.tensor[at] /= total[..., None]
 
@@ -151,12 +151,12 @@ class _Pointwise(_Attention):
         if masked is not None:
             weights.masked_fill_(masked, 0)
             values = tile.group.visible(values, masked)
-        if self.found.total is not None:
-            self.found.total[tile.block.at] += weights.sum(-1)
+        if self.state.total is not None:
+            self.state.total[tile.block.at] += weights.sum(-1)
         self._add(sums, tile, weights, values)
 
     def end(self, sums: _Sums, space: Workspace) -> None:
-        self.found.out[sums.block.at] = sums.out
+        self.state.out[sums.block.at] = sums.out
 
 
 @dataclass(eq=False)
@@ -175,8 +175,8 @@ class _Panel:
 class _Panels(Reducer[None, _Panel]):
     """Normalizers whose level is solved on whole rows: computes them on panels of a few rows."""
 
-    def __init__(self, found: ForwardState, distance_mass: ByQuery | None) -> None:
-        self.found, self.distance_mass = found, distance_mass
+    def __init__(self, state: ForwardState, distance_mass: ByQuery | None) -> None:
+        self.state, self.distance_mass = state, distance_mass
 
     def blocks(self, block: Block) -> Iterator[Block]:
         tiles = block.group.tiles
@@ -201,7 +201,7 @@ class _Panels(Reducer[None, _Panel]):
             panel.noise.append(gumbel(call.seed, tile.region, call.grid))
 
     def end(self, panel: _Panel, space: Workspace) -> None:
-        block, state = panel.block, self.found
+        block, state = panel.block, self.state
         tiles, call, at = block.group.tiles, block.group.tiles.call, block.at
         normalizer, sink = call.normalizer, tiles.of(call.sink)
         assert state.level is not None
@@ -245,10 +245,10 @@ class _Panels(Reducer[None, _Panel]):
         mass, positions = distance_mass.tensor[block.at], call.grid.rows(block.rows.start, block.rows.stop)
         index = clipped(positions[:, None], keys, distance_mass.reach).expand(*mass.shape[:3], -1)
         mass.scatter_add_(3, index, weights)
-        if level_weights is not None and self.found.mean is not None:
+        if level_weights is not None and self.state.mean is not None:
             level_mass = torch.zeros_like(mass).scatter_add_(3, index, level_weights)
             table = call.values[block.group.tiles.heads if len(call.values) > 1 else slice(None)]
-            self.found.mean[block.at] += level_mass @ table.to(level_mass)
+            self.state.mean[block.at] += level_mass @ table.to(level_mass)
 
 
 def _normalized_level_slopes(

@@ -26,14 +26,14 @@ class Workspace:
     """Named scratch buffers."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return an uninitialised buffer of a shape, with the dtype and device of `like`; it may hold old data."""
         size, key = math.prod(shape), (name, like.dtype, like.device)
-        memory = self._kept.get(key)
+        memory = self._buffers.get(key)
         if memory is None or memory.numel() < size:
-            memory = self._kept[key] = like.new_empty(size)
+            memory = self._buffers[key] = like.new_empty(size)
         return memory[:size].view(shape)
 
 
@@ -121,10 +121,10 @@ class Tile:
             masked = masked_by_bias if masked is None else masked | masked_by_bias
         return scores, masked
 
-    def weights(self, known: WeightTiles) -> tuple[Float[Tensor, "b h q k"], Float[Tensor, "b h q k"] | None]:
+    def weights(self, of_rows: WeightTiles) -> tuple[Float[Tensor, "b h q k"], Float[Tensor, "b h q k"] | None]:
         """Return final weights; and log2 of them for softmax, else None. Both may be overwritten."""
         weights, scratch = self.buffer("weights"), self.buffer("scores")
-        return weights, known.fill(self.rows, self.columns, self.masked(), weights, scratch)
+        return weights, of_rows.fill(self.rows, self.columns, self.masked(), weights, scratch)
 
 
 Job = TypeVar("Job")

@@ -218,9 +218,9 @@ class ScoreTiles:
         grid, of = self.call.grid, (self.batch.start, self.batch.stop, self.heads.start, self.heads.stop)
 
         def status() -> list[list[int]]:
-            found = block_status(mask, Tiles.of(grid, rows, columns), grid)
-            found = Region(slice(None), slice(None), self.batch, self.heads).of(found)
-            low, high = found.amin((0, 1)), found.amax((0, 1))
+            statuses = block_status(mask, Tiles.of(grid, rows, columns), grid)
+            statuses = Region(slice(None), slice(None), self.batch, self.heads).of(statuses)
+            low, high = statuses.amin((0, 1)), statuses.amax((0, 1))
             return torch.where(low == high, low, PARTIAL).tolist()
 
         tiles = -(-grid.n_queries // rows) * -(-grid.n_keys // columns)

@@ -253,8 +253,8 @@ def _not_elementwise(call: Call) -> str | None:
         return normalizer.weigh(score, level)
 
     def falls(score: Tensor, level: Tensor) -> Tensor:
-        made: Tensor = torch.func.jvp(lambda at: weight(score, at), (level,), (torch.ones_like(level),))[0]
-        return made
+        slope: Tensor = torch.func.jvp(lambda at: weight(score, at), (level,), (torch.ones_like(level),))[0]
+        return slope
 
     name, probe = type(normalizer).__name__, falls if call.needs_grad else weight
     try:

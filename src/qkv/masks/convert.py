@@ -198,16 +198,16 @@ def block_visibility(
     Returns the block status (b and h may be 1), which queries have a visible key, and which keys are visible to any.
     """
     ready = mask.ready(grid)
-    known = mask.classify(Tiles.of(grid, size, size), grid)
+    by_tile = mask.classify(Tiles.of(grid, size, size), grid)
     probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
-    shape = torch.broadcast_shapes(known.shape[:2], probe.shape[:2])
-    status = known.to(grid.device).expand(*shape, -1, -1).clone()
-    partial = (known == PARTIAL).any(0).any(0)
+    shape = torch.broadcast_shapes(by_tile.shape[:2], probe.shape[:2])
+    status = by_tile.to(grid.device).expand(*shape, -1, -1).clone()
+    partial = (by_tile == PARTIAL).any(0).any(0)
     queries = (status == FULL).any(-1).repeat_interleave(size, -1)[..., : grid.n_queries]
     keys = (status == FULL).any(2).any(1).repeat_interleave(size, -1)[..., : grid.n_keys]
     for row in partial.any(1).nonzero()[:, 0].tolist():
-        found = partial[row].nonzero()
-        first, stop = int(found[0]), int(found[-1]) + 1
+        mixed = partial[row].nonzero()
+        first, stop = int(mixed[0]), int(mixed[-1]) + 1
         rows = slice(row * size, min((row + 1) * size, grid.n_queries))
         columns = slice(first * size, min(stop * size, grid.n_keys))
         visible = ready.visible(Region(rows, columns), grid)
@@ -239,9 +239,9 @@ class MaskBits:
 def mask_bits(mask: Mask, grid: Grid, limit: int) -> MaskBits | None:
     """Return the bits of a mask, evaluated in `classify`'s partial tiles alone; None if they exceed `limit` bytes."""
     ready, size = mask.ready(grid), MaskBits.CELL
-    known = mask.classify(Tiles.of(grid, size, size), grid)
+    by_tile = mask.classify(Tiles.of(grid, size, size), grid)
     probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
-    status = known.expand(*torch.broadcast_shapes(known.shape[:2], probe.shape[:2]), -1, -1).int()
+    status = by_tile.expand(*torch.broadcast_shapes(by_tile.shape[:2], probe.shape[:2]), -1, -1).int()
     if int((status == PARTIAL).sum()) * size * 8 > limit:
         return None
     status = torch.where(status == FULL, 1, torch.where(status == PARTIAL, -1, 0)).int()
@@ -381,8 +381,8 @@ def _block_visible(mask: Any) -> Visible:
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         def listed(blocks: Tensor) -> Tensor:
             where = (b, h, q // rows, k // columns)
-            found = blocks.to(k.device)
-            return found[tuple(x if n > 1 else torch.zeros_like(x) for x, n in zip(where, found.shape, strict=True))]
+            table = blocks.to(k.device)
+            return table[tuple(x if n > 1 else torch.zeros_like(x) for x, n in zip(where, table.shape, strict=True))]
 
         pairs = listed(partial) & mask.mask_mod(b, h, q, k)
         return pairs if full is None else pairs | listed(full)

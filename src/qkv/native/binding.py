@@ -298,11 +298,11 @@ def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h 
     return (out.to(call.v.dtype), lse) if attend(arguments) else None
 
 
-def attend(made: Prepared) -> bool:
+def attend(prepared_call: Prepared) -> bool:
     """Run the function for the dtype of the products and the number of rows that share a key head; as `run`."""
-    c, compiled = made.arguments, library()
+    c, compiled = prepared_call.arguments, library()
     assert not isinstance(compiled, str)
-    if made.held[0].dtype == torch.bfloat16:
+    if prepared_call.held[0].dtype == torch.bfloat16:
         return run(compiled.qkv_attend_bfloat16, c)
     return run(compiled.qkv_decode if c.nq * c.h <= FEW_ROWS * c.hkv else compiled.qkv_attend, c)
 
@@ -405,16 +405,18 @@ def attend_and_measure(
     return None if out is None else out.to(call.v.dtype), lse, statistics
 
 
-def measured(made: Prepared, *, output: bool, firsts: Sequence[int]) -> tuple[Tensor | None, Statistics] | None:
+def measured(
+    prepared_call: Prepared, *, output: bool, firsts: Sequence[int]
+) -> tuple[Tensor | None, Statistics] | None:
     """Compute the output if it is wanted, and statistics; None if a score or an output is not finite."""
-    c = made.arguments
-    size, places = _places(c.b, c.h, made.heads, c.nq, c.nk, c.n_ranges)
-    numbers, out = empty(size), made.output() if output else None
+    c = prepared_call.arguments
+    size, places = _places(c.b, c.h, prepared_call.heads, c.nq, c.nk, c.n_ranges)
+    numbers, out = empty(size), prepared_call.output() if output else None
     start = numbers.data_ptr()
-    c.rows, c.visible_heads, c.firsts = start, made.heads, (I64 * c.b)(*firsts)
+    c.rows, c.visible_heads, c.firsts = start, prepared_call.heads, (I64 * c.b)(*firsts)
     c.lse, c.received = start + 4 * places["lse"][2], start + 4 * places["received"][2]
     c.visible, c.visible_queries = start + 4 * places["visible"][2], start + 4 * places["visible_queries"][2]
-    return (out, Statistics._of(numbers, places)) if attend(made) else None
+    return (out, Statistics._of(numbers, places)) if attend(prepared_call) else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -158,8 +158,8 @@ def gradients_of(
         wanted: names of tensors of the call.
         **more: fields of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
     """
-    made = prepared(call, torch.float32)
-    made.with_tensors(**(arguments or {}))
+    prepared_call = prepared(call, torch.float32)
+    prepared_call.with_tensors(**(arguments or {}))
     sums = {i: BiasSums(bias, call) for i, bias in enumerate(call.biases) if f"bias {i} tensor" in wanted}
     biases = (BiasGradient * len(call.biases))()
     for i, x in sums.items():
@@ -167,7 +167,7 @@ def gradients_of(
     more = {name: x.float().contiguous() for name, x in more.items() if x is not None}
     of_sinks = None if call.sink is None else empty(*call.q.shape[:3])
     gradients = _gradients(
-        made, lse, out=out, grad=grad, biases=ctypes.addressof(biases) if sums else None, dsinks=of_sinks,
+        prepared_call, lse, out=out, grad=grad, biases=ctypes.addressof(biases) if sums else None, dsinks=of_sinks,
         in_order=any(x.in_order for x in sums.values()), **more,
     )  # fmt: skip
     if call.sink is not None and of_sinks is not None:
@@ -176,10 +176,10 @@ def gradients_of(
 
 
 def _gradients(
-    made: Prepared, lse: Tensor, *, out: Tensor | None, grad: Tensor | None, **more: Any
+    prepared_call: Prepared, lse: Tensor, *, out: Tensor | None, grad: Tensor | None, **more: Any
 ) -> dict[str, Tensor]:
     """Return gradients of q, k and, given that of the output, v; `more` are fields of `binding.Gradients`."""
-    gradients = {name: empty(*x.shape) for name, x in zip("qkv", made.held, strict=False)}
+    gradients = {name: empty(*x.shape) for name, x in zip("qkv", prepared_call.held, strict=False)}
     if grad is None:
         del gradients["v"]
     else:
@@ -189,7 +189,7 @@ def _gradients(
     pointers = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in more.items()}
     tensors = {"lse": lse.float().contiguous(), "out": None if out is None else out.float().contiguous()}
     strides = (0, 0, 0) if grad is None else grad.stride()[:3]
-    run(library().qkv_gradients, Gradients(call=made.with_tensors(**tensors), gs=strides, **pointers))  # type: ignore[union-attr]
+    run(library().qkv_gradients, Gradients(call=prepared_call.with_tensors(**tensors), gs=strides, **pointers))  # type: ignore[union-attr]
     return gradients
 
 

@@ -316,11 +316,11 @@ def unmasked(scores: Scores, masked: Tensor, level: Level | None) -> Scores:
     return scores.masked_fill(masked, 0) if level is None else torch.where(masked, level.detach(), scores)
 
 
-def checked_shape(thing: object, made: Tensor, scores: Tensor, method: str = "weight") -> Tensor:
+def checked_shape(thing: object, result: Tensor, scores: Tensor, method: str = "weight") -> Tensor:
     """Return the result of a user's method in the dtype of `scores`; `InputError` if its shape differs."""
-    if not isinstance(made, Tensor) or made.shape != scores.shape:
+    if not isinstance(result, Tensor) or result.shape != scores.shape:
         raise InputError(
-            f"{type(thing).__name__}: {method} returned {kind_of(made)} for scores of shape {tuple(scores.shape)}, "
+            f"{type(thing).__name__}: {method} returned {kind_of(result)} for scores of shape {tuple(scores.shape)}, "
             "expected the same shape from an elementwise function; a per-head parameter has shape (heads, 1, 1)"
         )
-    return made if made.dtype == scores.dtype else made.to(scores.dtype)
+    return result if result.dtype == scores.dtype else result.to(scores.dtype)

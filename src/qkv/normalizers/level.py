@@ -56,8 +56,8 @@ def solve(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores]:
             largest, other = sampled.weights(level).unflatten(-1, (2, -1)).unbind(-2)
             return largest.sum(-1) + (GROUP - 1) * other.sum(-1)
 
-        found, slope, sure = root(estimate, start, fall, best == -torch.inf, 1e-2)
-        start, fall = torch.where(sure, found, start), torch.where(sure, slope, fall)
+        estimated, slope, sure = root(estimate, start, fall, best == -torch.inf, 1e-2)
+        start, fall = torch.where(sure, estimated, start), torch.where(sure, slope, fall)
     weights: list[Tensor] = []
 
     def total(level: Tensor) -> Tensor:
@@ -232,10 +232,10 @@ def level_slopes(normalizer: Normalizer, scores: Tensor, level: Tensor, weights:
     masked = scores == -torch.inf
     with torch.enable_grad():
         at = level[..., None].expand_as(scores).contiguous().requires_grad_()
-        made = normalizer.weigh(unmasked(scores, masked, level[..., None]), at)
-    if not made.requires_grad:
+        weights = normalizer.weigh(unmasked(scores, masked, level[..., None]), at)
+    if not weights.requires_grad:
         return torch.zeros_like(scores)
-    (falls,) = torch.autograd.grad(made, at, -torch.ones_like(made), allow_unused=True)
+    (falls,) = torch.autograd.grad(weights, at, -torch.ones_like(weights), allow_unused=True)
     return torch.zeros_like(scores) if falls is None else falls.masked_fill_(masked, 0)
 
 
@@ -256,29 +256,29 @@ class TileWeights:
         self.normalizer, self.learned = normalizer, learned
         base = SumToOne if isinstance(normalizer, SumToOne) else Pointwise
         self.shortcut = overrides(normalizer, base, "slope_from_weights") and not normalizer.tensors()
-        self.made: tuple[Tensor, Tensor] | Tensor
+        self.evaluated: tuple[Tensor, Tensor] | Tensor
 
     def weights(self, scores: Tensor, level: Tensor | None, masked: Tensor | None) -> Tensor:
         """Return weights of scores at the level of their rows, 0 where masked. May overwrite the scores."""
         normalizer, row = self.normalizer, None if level is None else level[..., None]
         if self.shortcut:
             weights = normalizer.weigh_(scores, row)
-            self.made = weights if masked is None else weights.masked_fill_(masked, 0)
-            return self.made
+            self.evaluated = weights if masked is None else weights.masked_fill_(masked, 0)
+            return self.evaluated
         s = (scores if masked is None else unmasked(scores, masked, row)).detach().requires_grad_()
         with torch.enable_grad():
-            made = checked_shape(normalizer, normalizer.weigh(s, row), s)
-        self.made = s, made
-        return made.detach() if masked is None else made.detach().masked_fill(masked, 0)
+            weights = checked_shape(normalizer, normalizer.weigh(s, row), s)
+        self.evaluated = s, weights
+        return weights.detach() if masked is None else weights.detach().masked_fill(masked, 0)
 
     def slopes(self, grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """Return gradients of the scores and learned tensors from those of the weights, which must be 0 where masked.
 
         May overwrite `grad`.
         """
-        if not isinstance(self.made, tuple):
-            return grad.mul_(self.normalizer.slope_from_weights(self.made)), [None] * len(self.learned)
-        s, weights = self.made
+        if not isinstance(self.evaluated, tuple):
+            return grad.mul_(self.normalizer.slope_from_weights(self.evaluated)), [None] * len(self.learned)
+        s, weights = self.evaluated
         if not weights.requires_grad:
             return torch.zeros_like(s), [None] * len(self.learned)
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(weights, (s, *self.learned), grad, allow_unused=True)

@@ -102,8 +102,8 @@ class LevelSlopes(StatisticsGradients):
         assert rows.level is not None
         weights, masked = self.weigh(rows, tile)
         slope = self.slope_at_weights(rows, tile, weights, masked)
-        if isinstance(weigh.made, tuple):
-            scores = weigh.made[0].detach()
+        if isinstance(weigh.evaluated, tuple):
+            scores = weigh.evaluated[0].detach()
             scores = scores if masked is None else scores.masked_fill(masked, -torch.inf)
             falls = level_slopes(normalizer, scores, rows.level, weights)
         else:
@@ -179,17 +179,17 @@ def with_gradients(
     if not call.needs_grad:
         return result, statistics
     firsts = [first] * len(call.q) if isinstance(first, int) else first.tolist()
-    found = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
-    found |= {f"mass {name}": statistics.mass[name] for name in masks}
-    found = {name: x.clone() for name, x in found.items() if x is not None}  # lse shares memory with rows.level
-    found |= {} if result is None else {"out": result.out}
-    kept = (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0)
+    tracked = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
+    tracked |= {f"mass {name}": statistics.mass[name] for name in masks}
+    tracked = {name: x.clone() for name, x in tracked.items() if x is not None}  # lse shares memory with rows.level
+    tracked |= {} if result is None else {"out": result.out}
+    saved = (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0)
 
     def backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
         level, total, mass, visible = more
         assert mass is not None
         assert visible is not None
-        values, of = ({n: x for n, x in zip(found, xs, strict=True) if x is not None} for xs in (results, grads))
+        values, of = ({n: x for n, x in zip(tracked, xs, strict=True) if x is not None} for xs in (results, grads))
         rows = RowState(level, total)
         return _input_gradients(call, rows, mass, visible, values, of, masks, firsts, queries, wanted)
 
@@ -197,8 +197,8 @@ def with_gradients(
         "statistics have first derivatives, not second derivatives; "
         "expected create_graph=False, or statistics computed from the weights of attend(…, return_weights=True)"
     )
-    results = differentiable_call(call, lambda _: (tuple(found.values()), kept), backward, error)
-    fields = dict(zip(found, results, strict=True))
+    results = differentiable_call(call, lambda _: (tuple(tracked.values()), saved), backward, error)
+    fields = dict(zip(tracked, results, strict=True))
     masses = {name: fields.pop(f"mass {name}") for name in masks}
     out = fields.pop("out", None)
     statistics = replace(statistics, mass=masses, **fields)

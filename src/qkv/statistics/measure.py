@@ -501,7 +501,7 @@ class _WeightsReducer(StatisticsReducer):
     def start(self, group: Group) -> None:
         pass
 
-    def tile(self, known: object, tile: Tile) -> None:
+    def tile(self, of_rows: object, tile: Tile) -> None:
         weights = self.weights[*tile.block.at, tile.columns].to(tile.group.tiles.dtype)
         if (masked := tile.masked()) is not None:
             weights = weights.masked_fill(masked, 0)

@@ -34,8 +34,8 @@ class Product(Statistic):
     def tile(self, tile: WeightTile) -> Tensor:
         at, by_key = tile.region, self.over == "key"
         x = self.x[at.batch, at.heads, at.rows if by_key else at.columns].to(tile.weights)
-        made = (tile.weights.mT if by_key else tile.weights) @ x
-        return made[..., 0] if self.parts == 1 else made.movedim(-1, 0)
+        product = (tile.weights.mT if by_key else tile.weights) @ x
+        return product[..., 0] if self.parts == 1 else product.movedim(-1, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +111,9 @@ class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
     def start(self, group: Group) -> WeightTiles | None:
         return WeightTiles(group.tiles, self.rows, self.request.queries)
 
-    def tile(self, known: WeightTiles | None, tile: Tile) -> None:
-        assert known is not None
-        weights, log2 = tile.weights(known)
+    def tile(self, of_rows: WeightTiles | None, tile: Tile) -> None:
+        assert of_rows is not None
+        weights, log2 = tile.weights(of_rows)
         if log2 is None and "entropy" in self.statistics and weights.min() < 0:
             raise InputError(
                 f"measure: normalizer {type(tile.group.tiles.call.given.normalizer).__name__} gives negative weights "

@@ -118,8 +118,8 @@ class Statistics:
         def __getattr__(self, name: str) -> Tensor:
             if name not in vars(self).get("_places", ()):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            found = vars(self)[name] = self._view(name)
-            return found
+            value = vars(self)[name] = self._view(name)
+            return value
 
     def named(self, name: str) -> Float[Tensor, "b h n"] | None:
         """Return a statistic or a mass by its name; None if it was not measured."""
@@ -158,10 +158,10 @@ def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistic
             return None
         return replace(mine, maximum=one(mine.maximum, its.maximum), mean=one(mine.mean, its.mean))  # a thumbnail
 
-    found = {f.name: one(getattr(statistics, f.name), getattr(other, f.name)) for f in fields(Statistics)}
-    if other.sink_mass is None and found["sink_mass"] is not None:
-        found["sink_mass"][:, head] = 0  # no weight on a sink that is not there
-    return Statistics(**found)
+    joined = {f.name: one(getattr(statistics, f.name), getattr(other, f.name)) for f in fields(Statistics)}
+    if other.sink_mass is None and joined["sink_mass"] is not None:
+        joined["sink_mass"][:, head] = 0  # no weight on a sink that is not there
+    return Statistics(**joined)
 
 
 def share_of_first(sink: Tensor, contributions: Tensor, norms: Tensor, firsts: Sequence[int]) -> Tensor:

@@ -143,7 +143,7 @@ def attend_and_measure(
 
     nothing = firsts  # stands for a tensor that a kernel does not read
     out = empty(b, h, n_queries, dv, dtype=v.dtype) if output else None
-    lse, state, found = empty(b, h, n_queries), empty(2, heads, n_queries), empty(len(OF_QUERIES) + 2, b, h, n_queries)
+    lse, state, rows = empty(b, h, n_queries), empty(2, heads, n_queries), empty(len(OF_QUERIES) + 2, b, h, n_queries)
     masses = empty(len(mass), b, h, n_queries)
     inside = None
     if any(keys is not None for _, keys in unions):  # besides those of the bands: (masks, b, nk)
@@ -162,7 +162,7 @@ def attend_and_measure(
     }
     run, across = _kernels(), (heads,)
     run.by_query[(_cdiv(n_queries, block["BM"]), *across)](
-        q, k, v, lse if out is None else out, lse, state, found, masses, nothing if sink is None else sink, firsts,
+        q, k, v, lse if out is None else out, lse, state, rows, masses, nothing if sink is None else sink, firsts,
         bands, nothing if inside is None else inside, nothing if counted is None else counted,
         nothing if norms is None else norms,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if sink is None else sink.stride()),
@@ -191,8 +191,8 @@ def attend_and_measure(
         if joined > 1:
             maximum, total = maximum.unflatten(-1, (-1, joined)).amax(-1), total.unflatten(-1, (-1, joined)).sum(-1)
         thumbnail = Thumbnail.of(maximum, total, n_queries, n_keys, query_bin, key_bin)
-    values = dict(zip(OF_QUERIES, found, strict=False))
-    row_sum = torch.ones_like(lse) if sink is None else 1 - found[-2]
+    values = dict(zip(OF_QUERIES, rows, strict=False))
+    row_sum = torch.ones_like(lse) if sink is None else 1 - rows[-2]
     shown = lse if queries is None else lse.masked_fill(~queries[:, None], -torch.inf)
     return out, lse, Statistics(
         lse=shown,
@@ -202,8 +202,8 @@ def attend_and_measure(
         row_sum=row_sum.masked_fill(values["visible"] == 0, 0),
         prefix_sink_scores=prefix,
         thumbnail=thumbnail,
-        sink_mass=None if sink is None else found[-2],
-        first_contribution=None if norms is None else share_of_first(values["sink"], found[-1], norms, request.firsts),
+        sink_mass=None if sink is None else rows[-2],
+        first_contribution=None if norms is None else share_of_first(values["sink"], rows[-1], norms, request.firsts),
         mass=dict(zip(mass, masses, strict=True)),
     )  # fmt: skip
 
