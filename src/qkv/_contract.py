@@ -46,7 +46,7 @@ class Definition:
 
 
 def _stale(cls: type, base: type, method: str, name: str) -> bool:
-    """Whether an inherited shortcut belongs to another version of the defining method than the one in `cls`.
+    """Return whether an inherited shortcut belongs to another version of the defining method than the one in `cls`.
 
     A shortcut of a class that leaves the method abstract is valid for every definition of it.
     """
@@ -55,7 +55,7 @@ def _stale(cls: type, base: type, method: str, name: str) -> bool:
 
 
 def overrides(thing: object, base: type, name: str) -> bool:
-    """Whether the class of `thing` overrides the attribute `name` of `base`."""
+    """Return whether the class of `thing` overrides the attribute `name` of `base`."""
     return getattr(type(thing), name) is not getattr(base, name)
 
 
@@ -69,7 +69,7 @@ def require(thing: object, base: type, method: str, arguments: str, returns: str
 
 
 def learned_tensors(thing: object) -> dict[str, Tensor]:
-    """The tensors that require gradients among the attributes of a user's object, by name.
+    """Return the tensors that require gradients among the attributes of a user's object, by name.
 
     The search descends into modules, nested objects, tuples, lists and dictionaries.
 
@@ -114,7 +114,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _fields(x: object) -> list[tuple[str, object]]:
-    """Attributes of an object; for a module, without its parameters, buffers, children and hooks."""
+    """Return attributes of an object; for a module, without its parameters, buffers, children and hooks."""
     named = dict(getattr(x, "__dict__", {}))
     for kind in type(x).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -142,14 +142,14 @@ def check_by_head(name: str, value: object, heads: int | None = None) -> None:
 
 
 def gradients_of(result: Tensor, inputs: Sequence[Tensor], slope: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of Σ slope · result with respect to `inputs`; None for inputs that the result does not depend on."""
+    """Return gradients of Σ slope · result by `inputs`; None for inputs that the result does not depend on."""
     if not result.requires_grad:
         return (None,) * len(inputs)
     return torch.autograd.grad(result, list(inputs), slope.to(result.dtype), allow_unused=True)
 
 
 def unlisted_tensor(result: Tensor, listed: Mapping[str, Tensor]) -> bool:
-    """Whether `result` depends on a tensor that requires gradients but is not in `listed`, such as one in a closure."""
+    """Return whether `result` depends on a tensor that needs gradients but is not `listed`, as one in a closure."""
     ends = {x.grad_fn for x in listed.values() if x.grad_fn is not None}
     leaves = {id(x) for x in listed.values()}
     queue, visited = [result.grad_fn], set()

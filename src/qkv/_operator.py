@@ -49,7 +49,7 @@ def attention_operator(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, sink: Tensor | None, before: int | None, after: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output (b, h, nq, dv) and the log-sum-exp (b, h, nq) of softmax attention.
+    """Return the output (b, h, nq, dv) and the log-sum-exp (b, h, nq) of softmax attention.
 
     Args:
         q: queries, (b, h, nq, d).
@@ -80,7 +80,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor
 def attention_gradients(
     grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the sink, which is empty without a sink, given those of the results of `attention`."""
+    """Return gradients of q, k, v and the sink (empty without one), given those of the results of `attention`."""
     q, k, v, _, sink, *_ = arguments
     with torch.no_grad():
         call = _call(*arguments)
@@ -122,7 +122,7 @@ attention_operator.register_autograd(_backward, setup_context=_save)
 
 
 def is_faster(q: object, k: object) -> bool:
-    """Whether compiled code computes a plain or causal call faster by the operator than by torch's SDPA."""
+    """Return whether compiled code computes a plain or causal call faster by the operator than by torch's SDPA."""
     if not (COMPILED and isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4):
         return False
     if torch.compiler.is_exporting() or q.dtype != torch.float32 or autocast_dtype(q) is not None:
@@ -133,7 +133,7 @@ def is_faster(q: object, k: object) -> bool:
 def traced(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, sink: Tensor | float | None, scale: float | None,
 ) -> Tensor | None:  # fmt: skip
-    """The output of the operator, or None if its arguments cannot describe the call."""
+    """Return the output of the operator, or None if its arguments cannot describe the call."""
     if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type in ("cpu", "meta") for x in (q, k, v)):
         return None
     (b, h, n_queries, d), (_, key_heads, n_keys, _) = q.shape, v.shape

@@ -60,7 +60,7 @@ class Plan:
     """What computes the statistics of the weights, if they are requested."""
 
     def diagram(self, form: Literal["text", "mermaid"] = "text") -> str:
-        """The way from queries, keys and values to the output, with the shapes of this call.
+        """Return the way from queries, keys and values to the output, with the shapes of this call.
 
         Args:
             form: ``"text"``, or ``"mermaid"`` for a flowchart that GitHub, notebooks and documentation sites draw.
@@ -120,7 +120,7 @@ def plan(
     kernel: str = "auto",
     return_weights: bool = False,
 ) -> Plan:
-    """The kernel that `attend` would choose for these arguments, the reasons against the others, and the cost.
+    """Return the kernel that `attend` would choose for these arguments, the reasons against the others, and the cost.
 
     >>> import torch, qkv
     >>> q = k = v = torch.randn(1, 4, 100, 16)
@@ -139,7 +139,7 @@ def plan(
 
 
 def cost(kernel: str, call: Call) -> tuple[int, int, int, int]:
-    """The pairs, FLOPs, memory traffic and peak memory of `call` on the kernel of that name; see `Plan`."""
+    """Return the pairs, FLOPs, memory traffic and peak memory of `call` on the kernel of that name; see `Plan`."""
     b, h, n_queries, d = call.q.shape
     n_keys, dv = call.v.shape[2:]
     own, wide = call.q.element_size(), at_least_float32(call.q.dtype).itemsize
@@ -175,7 +175,7 @@ def cost(kernel: str, call: Call) -> tuple[int, int, int, int]:
 
 
 def visible_pairs(call: Call) -> int:
-    """Estimated number of visible pairs: all pairs of FULL tiles and half the pairs of PARTIAL tiles."""
+    """Return the estimated number of visible pairs: all pairs of FULL tiles and half the pairs of PARTIAL tiles."""
     grid = call.grid
     size = max(64, grid.n_keys // 1024)
     tiles = Tiles.of(grid, size, size)
@@ -201,7 +201,7 @@ class Step:
 
 
 def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
-    """The tensors of a call, in the order in which they are computed."""
+    """Return the tensors of a call, in the order in which they are computed."""
     given = call.given
     b, h, n_queries, _ = call.q.shape
     pairs = (b, h, n_queries, call.k.shape[2])
@@ -243,7 +243,7 @@ def _text(steps: Sequence[Step]) -> str:
 
 
 def _mermaid(steps: Sequence[Step]) -> str:
-    """A flowchart: boxes are tensors, and rounded boxes the operations between them."""
+    """Return a flowchart: boxes are tensors, and rounded boxes the operations between them."""
     ids = {step.name: f"t{number}" for number, step in enumerate(steps)}
     lines = ["flowchart TD"]
     for step in steps:
@@ -258,12 +258,12 @@ def _mermaid(steps: Sequence[Step]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Text inside quotation marks of a Mermaid chart, where these characters have a meaning."""
+    """Return the text inside quotation marks of a Mermaid chart, where these characters have a meaning."""
     return text.replace("#", "#35;").replace('"', "#quot;").replace("<", "#lt;").replace(">", "#gt;")
 
 
 def named(thing: object) -> str:
-    """An object of a composition by its class and those of its fields that differ from their default.
+    """Return an object of a composition by its class and those of its fields that differ from their default.
 
     >>> from qkv.masks import Causal, Window
     >>> named(Window(64)), named(Causal())

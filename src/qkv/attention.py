@@ -83,7 +83,7 @@ def attend(
     return_statistics: bool = False,
     **torch_names: Any,
 ) -> Any:
-    """Attention: for every query, the sum of the values times its normalized scores with the keys.
+    """Compute attention: for every query, the sum of the values times its normalized scores with the keys.
 
     Args:
         q: queries, (b, h, nq, dq). Also (b, nq, dq) or (nq, dq), for one head, and NumPy arrays: results have the
@@ -143,7 +143,7 @@ def compute(
     attention: Attention, q: Any, k: Any, v: Any, *, dropout_p: float = 0.0, kernel: str = "auto", lse: bool = False,
     weights: bool = False, statistics: bool = False, queries: Bool[Tensor, "b nq"] | None = None,
 ) -> Result[Any]:  # fmt: skip
-    """The output of a composition, and all that is requested of lse, weights and statistics.
+    """Return the output of a composition, and all that is requested of lse, weights and statistics.
 
     `queries` are those that count in the statistics, as in `measure`; all if None.
     """
@@ -165,15 +165,14 @@ def compute(
 
 
 def _with_statistics(call: Call, kernel: str, weights: bool, queries: Bool[Tensor, "b nq"] | None) -> Result[Tensor]:
-    """The result of a call with the statistics of its weights: one pass each way, unless weights are wanted."""
+    """Return the result of a call with the statistics of its weights: one pass each way, unless weights are wanted."""
     if kernel == "auto" and not (weights or call.dropout_p or transformed(call) or watched()):
+        result = None
         if not call.needs_grad:
             result, _, statistics = measured(call, output=True, queries=queries)
-            assert result is not None
-            return Result(result.out, result.lse, None, statistics)
-        if gradients.in_one_pass(call):
+        elif gradients.in_one_pass(call):
             result, statistics = gradients.with_gradients(call, measured, output=True, queries=queries)
-            assert result is not None
+        if result is not None:
             return Result(result.out, result.lse, None, statistics)
 
     def with_statistics(one: Call) -> Result[Tensor]:
@@ -188,7 +187,7 @@ def _with_statistics(call: Call, kernel: str, weights: bool, queries: Bool[Tenso
 
 
 def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """Softmax attention in a band by one call of the library or of torch's SDPA, or None for any other composition.
+    """Compute softmax attention in a band by one call of the library or of torch's SDPA, or None for other calls.
 
     For one decoded token, or in a small model, building a `Call` takes longer than the attention. In compiled code, an
     operator also serves padding and sinks.
@@ -197,9 +196,9 @@ def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Ten
     mask, bias = attention.mask, attention.bias
     if traced and bias is not None:
         return None
-    if (found := dot_softmax(attention.score, attention.normalizer, q, bias)) is None:
+    if (softmax := dot_softmax(attention.score, attention.normalizer, q, bias)) is None:
         return None
-    scale, sink = found
+    scale, sink = softmax
     causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
     plain = bias is None and sink is None and (causal or mask is None)
     if not traced:
@@ -213,7 +212,7 @@ def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
-    """One call of torch's SDPA, or None if its result might differ; `Call.of` reports wrong arguments."""
+    """Make one call of torch's SDPA, or None if its result might differ; `Call.of` reports wrong arguments."""
     if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type in ("cpu", "cuda") for x in (q, k, v)):
         return None
     (b, h, n_queries, d), (_, hkv, n_keys, _) = q.shape, k.shape
@@ -272,7 +271,7 @@ class Attention:
         self, q: Any, k: Any, v: Any, *, training: bool = False, kernel: str = "auto",
         return_lse: bool = False, return_weights: bool = False, return_statistics: bool = False, **torch_names: Any,
     ) -> Any:  # fmt: skip
-        """`attend` with this composition; without dropout unless `training`."""
+        """Return `attend` with this composition; without dropout unless `training`."""
         if torch_names:
             parts = composition_of(attend, torch_names, q, k, self.mask, self.bias, self.score)
             options: dict[str, Any] = {"return_weights": return_weights, "return_statistics": return_statistics}
@@ -293,9 +292,9 @@ class Attention:
         return result if return_lse or return_weights or return_statistics else result.out
 
     def plan(self, q: A, k: A, v: A, *, training: bool = False, **options: Any) -> Plan:
-        """`plan` with this composition; `options` are its other arguments, `kernel` and `return_weights`."""
+        """Return `plan` with this composition; `options` are its other arguments, `kernel` and `return_weights`."""
         return plan(q, k, v, **self._parts(), **options, dropout_p=self.dropout_p if training else 0.0)
 
     def measure(self, q: A, k: A, **options: Any) -> Statistics:
-        """`measure` with this composition; `options` are the other arguments of `measure`."""
+        """Return `measure` with this composition; `options` are the other arguments of `measure`."""
         return measure(q, k, **self._parts(), **options)

@@ -52,7 +52,7 @@ _OF_CALLS = {
 
 
 def renamed(function: str, given: Mapping[str, Any], same: Mapping[str, str], known: Mapping[str, Any]) -> Any:
-    """The values of `known`, in which names with the same meaning in other libraries (`same`) fill what is None.
+    """Return the values of `known`, in which names with the same meaning in other libraries (`same`) fill what is None.
 
     >>> renamed("MultiHeadAttention", {"num_heads": 8}, SIZES, {"d_model": 64, "heads": None})
     [64, 8]
@@ -114,7 +114,7 @@ def refuse_unknown(function: Callable[..., object], unknown: Mapping[str, object
 
 
 def with_blocked(mask: Mask | Tensor | None, blocked: Tensor | None) -> Mask | Tensor | None:
-    """The mask with `blocked`, a boolean mask that is True where a query may *not* attend, as some courses have it.
+    """Return the mask with `blocked`, a boolean mask that is True where a query may *not* attend, as in courses.
 
     >>> import torch
     >>> with_blocked(None, torch.ones(2, 2, dtype=torch.bool).triu(1)).dense(2, 2)[0, 0].int().tolist()
@@ -133,7 +133,7 @@ def composition_of(
     function: Callable[..., object], names: Mapping[str, Any], q: Tensor, k: Tensor, mask: Mask | Tensor | None,
     bias: Bias | Sequence[Bias] | None, score: Score | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Mask, bias and score with torch's arguments of attention added; other names are refused."""
+    """Return mask, bias and score with torch's arguments of attention added; other names are refused."""
     refuse_unknown(function, {name: x for name, x in names.items() if name not in TORCH})
     attn_mask, is_causal, scale, blocked = (names.get(name) for name in TORCH)
     mask = with_blocked(mask, blocked)
@@ -168,7 +168,7 @@ class Form:
 
     @staticmethod
     def of(*given: Any) -> tuple[Form, list[Tensor]]:
-        """The common form of the inputs, and the inputs as tensors (batch, heads, length, head_dim)."""
+        """Return the common form of the inputs, and the inputs as tensors (batch, heads, length, head_dim)."""
         if all(isinstance(x, Tensor) and x.ndim == 4 for x in given):
             return TENSORS, list(given)
         arrays = [isinstance(x, np.ndarray) for x in given]
@@ -184,26 +184,26 @@ class Form:
         return Form(ndim, arrays[0]), tensors
 
     def back(self, x: Tensor) -> Any:
-        """A result (batch, heads, …) in the form of the inputs."""
+        """Return a result (batch, heads, …) in the form of the inputs."""
         x = x[0, 0] if self.ndim == 2 else x[:, 0] if self.ndim == 3 else x
         if not self.array:
             return x
         return (x.float() if x.dtype == torch.bfloat16 else x).detach().numpy()  # NumPy has no bfloat16
 
     def result(self, result: Result[Tensor], *, lse: bool, weights: bool) -> Result[Any]:
-        """The requested parts of a result in the form of the inputs."""
+        """Return the requested parts of a result in the form of the inputs."""
         log_sums = self.back(result.lse) if lse and result.lse is not None else None
         formed = self.back(result.weights) if weights and result.weights is not None else None
         statistics = None if result.statistics is None else self.all_back(result.statistics)
         return Result(self.back(result.out), log_sums, formed, statistics)
 
-    def all_back(self, found: T) -> T:
-        """A dataclass with all tensors in it, including nested ones, in the form of the inputs."""
+    def all_back(self, record: T) -> T:
+        """Return a dataclass with all tensors in it, including nested ones, in the form of the inputs."""
         if self.ndim == 4 and not self.array:
-            return found
-        converted = copy(found)
-        for one in fields(found):  # type: ignore[arg-type]
-            value = getattr(found, one.name)
+            return record
+        converted = copy(record)
+        for one in fields(record):  # type: ignore[arg-type]
+            value = getattr(record, one.name)
             if isinstance(value, Tensor):
                 value = self.back(value)
             elif isinstance(value, Mapping):
@@ -218,7 +218,7 @@ TENSORS = Form(4, array=False)
 
 
 def autocast_dtype(q: Any) -> torch.dtype | None:
-    """The dtype of autocast on the device of q, or None if autocast is off or q is float64."""
+    """Return the dtype of autocast on the device of q, or None if autocast is off or q is float64."""
     if (
         not isinstance(q, Tensor)
         or q.dtype == torch.float64

@@ -22,7 +22,7 @@ ROWS = 4096  # vectors per chunk when no gradient is needed
 
 
 def elu_plus_one(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-    """elu(x) + 1: exp(x) below 0, x + 1 above (Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7).
+    """Return elu(x) + 1: exp(x) below 0, x + 1 above (Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7).
 
     >>> elu_plus_one(torch.tensor([0.0, 2.0])).tolist()
     [1.0, 3.0]
@@ -38,7 +38,7 @@ def elu_plus_one(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
 
 
 def relu(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-    """max(x, 0) (Choromanski et al. 2021, arXiv:2009.14794, §4.2). A query that shares no feature with a key gives 0.
+    """Return max(x, 0) (Choromanski et al. 2021, arXiv:2009.14794, §4.2); 0 for a query that shares no feature.
 
     >>> relu(torch.tensor([-1.0, 2.0])).tolist()
     [0.0, 2.0]
@@ -79,14 +79,14 @@ class Favor:
         object.__setattr__(self, "weight", _orthogonal_rows(m, d, self.seed))
 
     def __call__(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n m"]:
-        """φ(x), the features of keys."""
+        """Return φ(x), the features of keys."""
         # No maximum over keys is subtracted: it would make a key depend on later keys and on the rest of the batch.
         # Stability does not need it: w·x − |x|²/2 = |w|²/2 − |x − w|²/2 ≤ |w|²/2 for every key. That is about d/2,
         # and its exponential fits float32 up to d ≈ 128; typical keys stay near exp(0) for any d.
         return torch.exp(self._logits(x))
 
     def of_queries(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n m"]:
-        """φ(x) of queries, scaled per query so that the largest feature is 1.
+        """Return φ(x) of queries, scaled per query so that the largest feature is 1.
 
         The scale cancels when the weights are divided by their sum, and only then.
         """
@@ -101,7 +101,7 @@ class Favor:
 
 
 def _orthogonal_rows(m: int, d: int, seed: int) -> Float[Tensor, "m d"]:
-    """Rows distributed as Gaussian vectors, orthogonal within each block of d."""
+    """Return rows distributed as Gaussian vectors, orthogonal within each block of d."""
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(2, -(-m // d), d, d, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(gaussian[0])

@@ -52,7 +52,7 @@ def linear_attend(
     chunk: int = CHUNK,
     return_state: bool = False,
 ) -> Float[Tensor, "b h nq dv"] | tuple[Float[Tensor, "b h nq dv"], LinearState]:
-    """Linear attention: Σ (φ(q)·φ(k)) v over the visible keys, divided by Σ φ(q)·φ(k) if `normalize`.
+    """Compute linear attention: Σ (φ(q)·φ(k)) v over the visible keys, divided by Σ φ(q)·φ(k) if `normalize`.
 
     Args:
         q: queries.
@@ -108,7 +108,7 @@ def linformer(
     *,
     lengths: Sequence[int] | Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b h nq dv"]:
-    """softmax(q (eᵀk)ᵀ / √d) fᵀv: exact attention to r learned mixtures of the keys, O(n r).
+    """Return softmax(q (eᵀk)ᵀ / √d) fᵀv: exact attention to r learned mixtures of the keys, O(n r).
 
     Each mixture contains keys of all positions, so there is no causal form, and `e` fixes the number of keys.
 

@@ -31,10 +31,6 @@ class Partial:
     out: Float[Tensor, "*n d"]
     lse: Float[Tensor, "*n"]
 
-    def merge(self, other: Partial, /) -> Partial:
-        """Attention over the keys of both parts; see `qkv.merge`."""
-        return merge(self, other)
-
     def with_sink(self, sink: Float[Tensor, "*#n"], *, in_place: bool = False) -> Partial:
         """Merge with an attention sink: a logit without a value, which takes weight and adds nothing to the output.
 
@@ -52,7 +48,7 @@ class Partial:
 
 
 def merge(*parts: Partial) -> Partial:
-    """Attention over the union of disjoint sets of keys. Merging identities gives the identity.
+    """Compute attention over the union of disjoint sets of keys. Merging identities gives the identity.
 
     Associative and commutative; differentiable; sums are in the dtype of `lse` (at least float32).
 
@@ -92,7 +88,7 @@ def sink_gradient(
     grad: Float[Tensor, "b h q d"],
     grad_lse: Float[Tensor, "b h q"] | None,
 ) -> Float[Tensor, "#b h #q"]:
-    """Gradient of the sink σ merged into `part`: d lse/dσ = e^(σ − lse) and d out/dσ = −out·e^(σ − lse)."""
+    """Return the gradient of the sink σ merged into `part`: d lse/dσ = e^(σ − lse) and d out/dσ = −out·e^(σ − lse)."""
     lse = part.lse
     inner = (grad.to(lse.dtype) * part.out.to(lse.dtype)).sum(-1)
     inner = inner if grad_lse is None else inner - grad_lse

@@ -36,13 +36,13 @@ class Learned(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, positions: Int[Tensor, "*n"]) -> Float[Tensor, "*n dim"]:
-        """The vectors of `positions`; raises `InputError` for positions out of range."""
+        """Return the vectors of `positions`; raises `InputError` for positions out of range."""
         if not torch.compiler.is_compiling() and positions.numel():
             self._check(*(int(x) for x in positions.aminmax()))
         return nn.functional.embedding(positions, self.weight)
 
     def span(self, start: int, stop: int) -> Float[Tensor, "n dim"]:
-        """The vectors of positions start … stop − 1, as a view of the table."""
+        """Return the vectors of positions start … stop − 1, as a view of the table."""
         self._check(start, stop - 1)
         return self.weight[start:stop]
 
@@ -68,7 +68,7 @@ class Sinusoidal:
         _check_dim("Sinusoidal", self.dim)
 
     def __call__(self, positions: Int[Tensor, "*n"]) -> Float[Tensor, "*n dim"]:
-        """The encoding of `positions`, to be added to the embeddings; float32."""
+        """Return the encoding of `positions`, to be added to the embeddings; float32."""
         angle = positions.double()[..., None] * _frequencies(self.dim, self.base).to(positions.device)
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).float()
 
@@ -79,7 +79,7 @@ def _check_dim(name: str, dim: int) -> None:
 
 
 def _frequencies(dim: int, base: float) -> Float[Tensor, " pairs"]:
-    """Frequency of each pair of dimensions in radians per token, float64."""
+    """Return the frequency of each pair of dimensions in radians per token, float64."""
     return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
@@ -91,7 +91,7 @@ class Scaling:
     """
 
     def frequencies(self, dim: int, base: float, length: int) -> Float[Tensor, " pairs"]:
-        """Frequency of each pair of dimensions in radians per token, float64, for a sequence of `length` tokens."""
+        """Return the frequency of each pair of dimensions, radians per token, float64, for `length` tokens."""
         raise TypeError(f"{type(self).__name__} does not implement frequencies(dim, base, length)")
 
     @property
@@ -248,7 +248,7 @@ class Rotary:
     def tables(
         self, positions: Int[Tensor, "*n"], length: int | None = None, dtype: torch.dtype = torch.float32
     ) -> tuple[Float[Tensor, "*n pairs"], Float[Tensor, "*n pairs"]]:
-        """cos and sin for tokens at `positions`, computed in float64 and returned in `dtype`.
+        """Return cos and sin for tokens at `positions`, computed in float64 and returned in `dtype`.
 
         `length` is the length of the whole sequence, for scalings that depend on it; the last position + 1 if None.
         """
@@ -262,7 +262,7 @@ class Rotary:
     def __call__(
         self, x: Float[Tensor, "b h n d"], positions: Int[Tensor, "..."], length: int | None = None
     ) -> Float[Tensor, "b h n d"]:
-        """x rotated by `positions`, (n,) or (b, n)."""
+        """Return x rotated by `positions`, (n,) or (b, n)."""
         self._check_size(x)
         if positions.ndim not in (1, 2) or positions.shape[-1] != x.shape[2]:
             raise InputError(
@@ -274,7 +274,7 @@ class Rotary:
         return rotate(x, cos, sin, interleaved=self.interleaved)
 
     def span(self, x: Float[Tensor, "b h n d"], start: int = 0, length: int | None = None) -> Float[Tensor, "b h n d"]:
-        """x rotated by positions start, start + 1, …: the same as a call, with tables cached across layers."""
+        """Return x rotated by positions start, start + 1, …: the same as a call, with tables cached across layers."""
         self._check_size(x)
         stop = start + x.shape[2]
         ordinary = type(x) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # not being traced
@@ -288,7 +288,7 @@ class Rotary:
 
 
 def _rotation_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which x is rotated: at least float32."""
+    """Return the dtype in which x is rotated: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

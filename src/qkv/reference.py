@@ -32,7 +32,7 @@ Array = np.ndarray
 
 
 def array(x: Any) -> Array:
-    """A torch tensor, or anything else that NumPy accepts, as a float64 array."""
+    """Return a torch tensor, or anything else that NumPy accepts, as a float64 array."""
     return np.asarray(x.detach().cpu().double() if hasattr(x, "detach") else x, dtype=np.float64)
 
 
@@ -47,7 +47,7 @@ def array(x: Any) -> Array:
 
 
 def compare(score: scores.Score, q: Array, k: Array, head: int, key_head: int) -> float:
-    """Score of a query (dq,) and a key (dk,), before biases.
+    """Return the score of a query (dq,) and a key (dk,), before biases.
 
     >>> compare(scores.Dot(), np.array([1.0, 2.0, 2.0, 1.0]), np.array([1.0, 1.0, 1.0, 2.0]), 0, 0)
     3.5
@@ -61,7 +61,7 @@ def compare(score: scores.Score, q: Array, k: Array, head: int, key_head: int) -
 
 
 def query_of(score: scores.Score, q: Array, head: int) -> Array:
-    """The projected query."""
+    """Return the projected query."""
     match score:
         case scores.Dot():
             return q
@@ -78,7 +78,7 @@ def query_of(score: scores.Score, q: Array, head: int) -> Array:
 
 
 def key_of(score: scores.Score, k: Array, key_head: int) -> Array:
-    """The projected key."""
+    """Return the projected key."""
     match score:
         case scores.Dot() | scores.General():
             return k
@@ -92,7 +92,7 @@ def key_of(score: scores.Score, k: Array, key_head: int) -> Array:
 
 
 def factor(score: scores.Score, size: int) -> float:
-    """Factor of the product of query and key, which have `size` dimensions after projection."""
+    """Return the factor of the product of query and key, which have `size` dimensions after projection."""
     match score:
         case scores.Dot(scale):
             return 1 / math.sqrt(size) if scale is None else scale
@@ -102,19 +102,19 @@ def factor(score: scores.Score, size: int) -> float:
 
 
 def of_head(x: Any, head: int, ndim: int) -> Array:
-    """The parameter of a head: x itself if it has `ndim` dimensions and all heads share it, else x[head]."""
+    """Return the parameter of a head: x itself if it has `ndim` dimensions and all heads share it, else x[head]."""
     x = array(x)
     return array(x[head]) if x.ndim > ndim else x
 
 
 def unit(x: Array) -> Array:
-    """x divided by its norm; 0 stays 0."""
+    """Return x divided by its norm; 0 stays 0."""
     length = math.sqrt(float(x @ x))
     return x / length if length > 0 else x
 
 
 def mapped(feature_map: Callable[..., Any], x: Array) -> Array:
-    """The features of one vector; feature maps are functions of torch tensors (b, h, n, d)."""
+    """Return the features of one vector; feature maps are functions of torch tensors (b, h, n, d)."""
     import torch
 
     return array(feature_map(torch.tensor(x)[None, None, None]))[0, 0, 0]
@@ -135,7 +135,7 @@ def apply_bias(
     bias: biases.Bias, score: float, b: int, h: int, i: int, j: int, *,
     n_queries: int, n_keys: int, heads: int = 1, query: Array | None = None, scale: float = 1.0,
 ) -> float:  # fmt: skip
-    """The score of query i and key j after `bias`; `query` is the projected query.
+    """Return the score of query i and key j after `bias`; `query` is the projected query.
 
     >>> apply_bias(biases.SoftCap(2.0), 1e9, 0, 0, 0, 0, n_queries=1, n_keys=1)
     2.0
@@ -163,8 +163,8 @@ def apply_bias(
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """ALiBi's slopes. For H a power of two, a geometric sequence that starts at 2^(−8/H) with that ratio; otherwise the
-    slopes of the next lower power of two, then every other slope of twice that power (Press et al. 2022, §3 and code).
+    """Return ALiBi's slopes: for H a power of two, 2^(−8/H) and its powers; otherwise those of the next lower power,
+    then every other one of twice that power (Press et al. 2022, §3 and code).
 
     >>> alibi_slopes(2), alibi_slopes(3)
     ([0.0625, 0.00390625], [0.0625, 0.00390625, 0.25])
@@ -179,7 +179,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def t5_bucket(back: int, buckets: int, max_distance: int, bidirectional: bool) -> int:
-    """The bucket of a distance (Raffel et al. 2020, §2.1).
+    """Return the bucket of a distance (Raffel et al. 2020, §2.1).
 
     If bidirectional, the first half of the buckets is for keys at or before the query and the second half for later
     keys; otherwise later keys count as distance 0. Of the n buckets of one direction, the first e = n // 2 hold one
@@ -204,7 +204,7 @@ def t5_bucket(back: int, buckets: int, max_distance: int, bidirectional: bool) -
 
 
 def vector_of(table: Any, h: int, back: int) -> Array:
-    """The table's vector for a distance, clipped to ±reach; entry 0 is for keys `reach` or more before the query."""
+    """Return the vector of a distance, clipped to ±reach; entry 0 is for keys `reach` or more before the query."""
     table = of_head(table, h, 2)
     reach = len(table) // 2
     return table[min(max(-back, -reach), reach) + reach]
@@ -218,7 +218,7 @@ def vector_of(table: Any, h: int, back: int) -> Array:
 
 
 def is_visible(mask: masks.Mask | None, b: int, h: int, i: int, j: int, n_queries: int, n_keys: int) -> bool:
-    """Whether `mask` lets query i attend to key j.
+    """Return whether `mask` lets query i attend to key j.
 
     >>> [is_visible(masks.Window(2), 0, 0, 1, j, 3, 3) for j in range(3)]
     [True, True, False]
@@ -227,7 +227,7 @@ def is_visible(mask: masks.Mask | None, b: int, h: int, i: int, j: int, n_querie
 
 
 def _is_visible(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int) -> bool:
-    """The same for query i standing at position p among the keys."""
+    """Return the same for query i standing at position p among the keys."""
     match mask:
         case masks.Causal():  # itself and what comes before
             return j <= p
@@ -285,7 +285,7 @@ def _is_visible(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys
 
 
 def normalize(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int, sink: float | None = None) -> Array:
-    """Weights (n,) of the final scores (n,) of one query of head h, all finite; the mask leaves `visible` keys.
+    """Return weights (n,) of the final scores (n,) of one query of head h, all finite; the mask leaves `visible` keys.
 
     >>> normalize(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2).round(3).tolist()
     [0.25, 0.75]
@@ -323,19 +323,19 @@ def normalize(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int
 
 
 def log_sum_exp(s: Array, sink: float | None = None) -> float:
-    """ln Σ exp(s), including a sink; −∞ without terms. The maximum is factored out so that exp cannot overflow."""
+    """Return ln Σ exp(s), with a sink; −∞ without terms. The maximum is factored out so that exp cannot overflow."""
     terms = [*s.tolist(), *([] if sink is None else [sink])]
     top = max(terms, default=-math.inf)
     return top if math.isinf(top) else top + math.log(sum(math.exp(x - top) for x in terms))
 
 
 def sigmoid(x: float) -> float:
-    """1 / (1 + e^(−x)), in the form that does not overflow."""
+    """Return 1 / (1 + e^(−x)), in the form that does not overflow."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
 def sparsemax(s: Array) -> Array:
-    """[s − τ]₊ with τ such that it sums to one: exact, by sorting (Martins & Astudillo 2016, alg. 1).
+    """Return [s − τ]₊ with τ such that it sums to one: exact, by sorting (Martins & Astudillo 2016, alg. 1).
 
     >>> sparsemax(np.array([1.0, 0.5, -1.0])).tolist()
     [0.75, 0.25, 0.0]
@@ -349,7 +349,7 @@ def sparsemax(s: Array) -> Array:
 
 
 def entmax(s: Array, alpha: float) -> Array:
-    """[(α − 1) s − τ]₊^(1/(α−1)) with τ such that it sums to one, by bisection (Peters et al. 2019, alg. 1).
+    """Return [(α − 1) s − τ]₊^(1/(α−1)) with τ such that it sums to one, by bisection (Peters et al. 2019, alg. 1).
 
     At τ = max − 1 the largest score alone has weight one, at τ = max all weights are 0; the sum decreases in between.
 
@@ -388,7 +388,7 @@ class Reference:
 
 
 def first_undefined(*parts: Any) -> str | None:
-    """Class name of the first mask, bias, score or normalizer that the specification does not define, or None.
+    """Return the class name of the first mask, bias, score or normalizer that is not defined here, or None.
 
     Masks inside other masks are checked, too. Subclasses are not defined, because they may override the definition.
 
@@ -421,7 +421,7 @@ def attention(
     score: scores.Score | None = None,
     normalizer: normalizers.Normalizer | None = None,
 ) -> Reference:
-    """Attention of q (b, h, nq, dq) over k (b, hkv, nk, dk) and v (b, hkv, nk, dv), tensors or arrays.
+    """Compute attention of q (b, h, nq, dq) over k (b, hkv, nk, dk) and v (b, hkv, nk, dv), tensors or arrays.
 
     Query head h uses key head h // (heads / key heads). A fully masked query has output 0, weights 0 and lse −∞.
     q, k and v may also be (b, n, d) or (n, d), for one head; the results then have the same number of dimensions.
@@ -472,7 +472,7 @@ def attention(
 def _sink(
     normalizer: normalizers.Normalizer, score: scores.Score, q: Array, b: int, h: int, i: int, g: int
 ) -> float | None:
-    """The logit of the attention sink: a number per head or per query, or the score of a learned key with value 0.
+    """Return the sink's logit: a number per head or per query, or the score of a learned key with value 0.
 
     The temperature divides the score of a learned key, but not a sink; biases and masks apply to neither (Gu et al.
     2025, arXiv:2410.10781).
@@ -488,7 +488,7 @@ def _sink(
 
 
 def _value(bias: Sequence[biases.Bias], h: int, back: int) -> Array | float:
-    """The vector that relative positions add to the value of a key at distance `back` (Shaw et al. 2018, eq. 3)."""
+    """Return the vector that relative positions add to the value of a key at distance `back` (Shaw et al., eq. 3)."""
     for one in bias:
         if isinstance(one, biases.RelativePosition) and one.values is not None:
             return vector_of(one.values, h, back)
@@ -510,7 +510,7 @@ class ReferenceStatistics:
 
 
 def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -> ReferenceStatistics:
-    """The results expected of `qkv.measure`, computed from materialised weights.
+    """Return the results expected of `qkv.measure`, computed from materialised weights.
 
     With M_i = Σ_j A_ij the mass on keys (1 unless a sink takes some) and a_ij = A_ij / M_i:
     entropy −Σ_j a ln a (nats), received Σ_i A_ij, distance Σ_j a |p_i − j| (tokens), spread the standard deviation of j

@@ -55,7 +55,7 @@ def attend(
     return_lse: bool = False,
     return_statistics: bool = False,
 ) -> Tensor | Result[Tensor]:
-    """`qkv.attend` over the whole sequence, of which each process of the group holds a shard.
+    """Return `qkv.attend` over the whole sequence, of which each process of the group holds a shard.
 
     Every process of the group must make the call, forward and backward. See docs/ring.md.
 
@@ -114,7 +114,7 @@ def measure(
     queries: Bool[Tensor, "b nq"] | None = None,
     statistics: Sequence[PrefixSinkScores] = (),
 ) -> Statistics:
-    """`qkv.measure` over the whole sequence, of which each process of the group holds a shard.
+    """Return `qkv.measure` over the whole sequence, of which each process of the group holds a shard.
 
     Args:
         q: queries of this process, in the order of `shard`.

@@ -51,7 +51,7 @@ class Score(Definition):
         return q, k
 
     def factor(self, head_dim: int) -> float:
-        """Factor of the dot product of two projected vectors of `head_dim` entries."""
+        """Return the factor of the dot product of two projected vectors of `head_dim` entries."""
         return 1.0
 
 
@@ -107,7 +107,7 @@ class Pairwise(Score):
         return q, k
 
     def scores(self, q: Float[Tensor, "b h nq dq"], k: Float[Tensor, "b h nk dk"]) -> Float[Tensor, "b h nq nk"]:
-        """The score of each pair of a tile.
+        """Return the score of each pair of a tile.
 
         A tile holds any part of the batch, the queries and the keys, but always all query heads (keys of grouped heads
         are repeated), so a per-head parameter has shape (heads, 1, 1). Inputs are float32 or better and must not be
@@ -118,14 +118,14 @@ class Pairwise(Score):
     # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Learned tensors that `scores` uses, by name."""
+        """Return learned tensors that `scores` uses, by name."""
         return learned_tensors(self)
 
     def gradients(
         self, q: Float[Tensor, "b h nq dq"], k: Float[Tensor, "b h nk dk"], slope: Float[Tensor, "b h nq nk"],
         learned: list[Tensor],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Gradients of Σ slope · scores with respect to q, k and `learned`; a shortcut for autograd on `scores`."""
+        """Return gradients of Σ slope · scores by q, k and `learned`; a shortcut for autograd on `scores`."""
         q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
         with torch.enable_grad():
             return gradients_of(self.scores(q, k), (q, k, *learned), slope)
@@ -256,7 +256,7 @@ class Additive(Pairwise):
         return (q if self.bias is None else q + self.bias.to(q)), k
 
     def _squashed(self, q: Tensor, k: Tensor) -> tuple[Float[Tensor, "b h q k a"], Float[Tensor, "#h 1 1 a"]]:
-        """tanh(q + k) of a tile, and the vector of each head."""
+        """Return tanh(q + k) of a tile, and the vector of each head."""
         vector = self.vector.to(q)
         return torch.tanh(q[:, :, :, None] + k[:, :, None]), vector.reshape(-1, 1, 1, vector.shape[-1])
 

@@ -42,7 +42,7 @@ public = ("attention", "biases", "cache", "choice", "edits", "features", "linear
 jaxtyping.install_import_hook([f"qkv.{name}" for name in public], "__main__.checked")
 import qkv, torch
 try:
-    qkv.Partial(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)).merge(0)
+    qkv.Partial(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)).with_sink(0)
 except jaxtyping.TypeCheckError:
     pass
 else:

@@ -61,13 +61,13 @@ class Bias(Definition):
         require(self, Bias, "apply", "scores, region", "the scores of a region of the matrix with the bias in them")
 
     def bound(self, q: Float[Tensor, "b h nq d"], grid: Grid, scale: float) -> Bias:
-        """The bias for these projected queries on this grid; differentiable. `scale` is the factor of q·k."""
+        """Return the bias for these projected queries on this grid; differentiable. `scale` is the factor of q·k."""
         return self
 
     # --- methods of a bound bias --------------------------------------------------------------------------------------
 
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
-        """The scores of a region with the bias applied, by torch operations that act elementwise.
+        """Return the scores of a region with the bias applied, by torch operations that act elementwise.
 
         `region.queries` (q, 1) and `region.keys` (k,) are the positions of its queries and keys, and ``region.of(x)``
         is the slice of a tensor that broadcasts to (b, h, nq, nk). The region has all query heads, so a per-head
@@ -78,36 +78,36 @@ class Bias(Definition):
     # --- optional shortcuts; a subclass that overrides `apply` loses the inherited ones -------------------------------
 
     def apply_(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
-        """`apply` without gradients; it may overwrite the scores."""
+        """Return `apply` without gradients; it may overwrite the scores."""
         return self.apply(scores, region)
 
     def gradients(
         self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of Σ slope · apply(before) with respect to the scores `before` and to `learned`."""
+        """Return gradients of Σ slope · apply(before) with respect to the scores `before` and to `learned`."""
         before = before.detach().requires_grad_()
         with torch.enable_grad():
             return gradients_of(self.apply(before, region), (before, *learned), slope)
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """The score of query i (its row, not its position) and key j with the bias applied, as in a ``score_mod``.
+        """Return the score of query i (its row, not its position) and key j with the bias, as a ``score_mod``.
 
         Used by FlexAttention, `choose_keys`, and the flash kernel on sparse masks.
         """
         raise InputError(f"{type(self).__name__}: no method at(score, b, h, i, j)")
 
     def part(self, region: Region) -> Bias:
-        """The bound bias of a rectangle of the matrix, whose queries and keys are counted from 0."""
+        """Return the bound bias of a rectangle of the matrix, whose queries and keys are counted from 0."""
         return _PartOfBias(self, region)
 
     # --- the tensors of a bound bias, by name -------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors that may need gradients; for a user-defined bias, its attributes that require gradients."""
+        """Return tensors that may need gradients; for a user-defined bias, its attributes that require gradients."""
         return learned_tensors(self)
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Bias:
-        """The same bias with other tensors; a user-defined bias is returned unchanged."""
+        """Return the same bias with other tensors; a user-defined bias is returned unchanged."""
         return self
 
 
@@ -164,14 +164,14 @@ class AdditiveBias(Bias):
             )
 
     def tile(self, region: Region) -> Float[Tensor, "#b #h #q #k"]:
-        """The tensor to add to the scores of a region (see `Bias.apply`); −inf masks a pair.
+        """Return the tensor to add to the scores of a region (see `Bias.apply`); −inf masks a pair.
 
         Dimensions of size 1 broadcast.
         """
         raise InputError(f"{type(self).__name__}: no method tile(region)")
 
     def added(self, region: Region) -> Float[Tensor, "#b #h #q #k"]:
-        """`tile`, with a check of its result; missing leading dimensions are added."""
+        """Return `tile`, with a check of its result; missing leading dimensions are added."""
         tile = self.tile(region)
         if not isinstance(tile, Tensor) or tile.ndim > 4 or not tile.dtype.is_floating_point:
             name, got = type(self).__name__, kind_of(tile)
@@ -206,6 +206,6 @@ class SingleTensorBias(AdditiveBias):
         return {"tensor": self.tensor}
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> SingleTensorBias:
-        made: Any = self
-        bound: SingleTensorBias = replace(made, **tensors)
+        this: Any = self
+        bound: SingleTensorBias = replace(this, **tensors)
         return bound

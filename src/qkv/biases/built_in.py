@@ -101,7 +101,7 @@ class ByDistance(SingleTensorBias):
         return replace(self, tensor=self.tensor.to(q.device, wide), n_keys=grid.n_keys)
 
     def span(self, region: Region) -> slice:
-        """The entries of a region's distances, from its top right corner to its bottom left."""
+        """Return the entries of a region's distances, from its top right corner to its bottom left."""
         n_keys = (self.tensor.shape[1] + 1) // 2 if self.n_keys is None else self.n_keys
         start = region.rows.start - (region.columns.stop - 1) + n_keys - 1
         return slice(
@@ -131,7 +131,7 @@ class ByDistance(SingleTensorBias):
 
 
 def distances(grid: Grid) -> Int[Tensor, " distances"]:
-    """p − j, query position minus key, in the order of `ByDistance`.
+    """Return p − j, query position minus key, in the order of `ByDistance`.
 
     >>> from qkv.masks import Grid
     >>> distances(Grid.of(2, 3)).tolist()
@@ -174,7 +174,7 @@ class ByQuery(SingleTensorBias):
 
 
 def clipped(position: Tensor, key: Tensor, reach: int) -> Tensor:
-    """Index of the clipped distance key − position in a table of 2 reach + 1 rows."""
+    """Return the index of the clipped distance key − position in a table of 2 reach + 1 rows."""
     return (key - position).clamp(-reach, reach) + reach
 
 
@@ -208,7 +208,7 @@ class SoftCap(Bias):
         return (slope * tanh.square_().neg_().add_(1),)
 
     def _tanh_(self, scores: Tensor) -> Tensor:
-        """tanh(score / cap), overwriting the scores; computed as m / (m + 2) with m = exp(2 score / cap) − 1.
+        """Return tanh(score / cap), overwriting the scores; computed as m / (m + 2) with m = exp(2 score / cap) − 1.
 
         As exact as torch's tanh, and faster on CPU. The exponent is clamped at 60, where tanh is 1 in any dtype, so
         that m cannot overflow.
@@ -224,7 +224,7 @@ class SoftCap(Bias):
 
 
 def alibi_slopes(heads: int, dtype: torch.dtype | None = None) -> Float[Tensor, " heads"]:
-    """ALiBi's slopes: 2^(−8(i+1)/H) for H a power of two.
+    """Return ALiBi's slopes: 2^(−8(i+1)/H) for H a power of two.
 
     Otherwise the slopes of the next lower power of two, followed by every other slope of the next higher one. In
     torch's default dtype if `dtype` is None.
@@ -270,11 +270,13 @@ class ALiBi(Bias):
         if self.slopes is not None:
             return _alibi(self.slopes.to(q.device, wide), grid)
         other = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
-        short = grid.n_queries > 1 and grid.heads * (grid.n_queries + grid.n_keys) <= KEPT
+        short = grid.n_queries > 1 and grid.heads * (grid.n_queries + grid.n_keys) <= LARGEST_TABLE
         return _of_paper(grid, wide) if short and not other else _of_paper.__wrapped__(grid, wide)
 
 
-KEPT = 2**16  # most numbers of a table that is kept for other calls; longer ones take less time than attention
+LARGEST_TABLE = (
+    2**16
+)  # most numbers of a table that is cached for other calls; longer ones take less time than attention
 
 
 def _alibi(slopes: Tensor, grid: Grid) -> ByDistance:
@@ -284,14 +286,14 @@ def _alibi(slopes: Tensor, grid: Grid) -> ByDistance:
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _of_paper(grid: Grid, dtype: torch.dtype) -> ByDistance:
-    """ALiBi with the slopes of the paper; nobody may change its tensor."""
+    """Return ALiBi with the slopes of the paper; nobody may change its tensor."""
     bias = _alibi(alibi_slopes(grid.heads, dtype).to(grid.device), grid)
     object.__setattr__(bias, "constant", True)
     return bias
 
 
 def t5_bucket(back: Int[Tensor, "*n"], buckets: int, max_distance: int, *, bidirectional: bool) -> Int[Tensor, "*n"]:
-    """The bucket of each distance p − j: half of the buckets are exact, half logarithmic up to `max_distance`.
+    """Return the bucket of each distance p − j: half of the buckets are exact, half logarithmic up to `max_distance`.
 
     >>> t5_bucket(torch.tensor([0, 3, 8, 50, 500, -3]), 32, 128, bidirectional=True).tolist()
     [0, 3, 8, 13, 15, 19]

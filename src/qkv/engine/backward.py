@@ -30,24 +30,24 @@ from qkv.partial import Partial, sink_gradient
 
 
 def backward(
-    call: Call, found: ForwardState, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]
+    call: Call, state: ForwardState, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]
 ) -> dict[str, Tensor]:
-    """Gradients of the tensors of `call` named in `wanted`, in float32 or better, given those of its output and lse."""
+    """Return gradients of the tensors named in `wanted`, at least float32, given those of the output and the lse."""
     wide = at_least_float32(call.q.dtype)
-    grad, out = grad.to(wide), found.out.to(wide)
+    grad, out = grad.to(wide), state.out.to(wide)
     totals = zeros(call, wanted)
     if "sink" in totals and call.normalizer.has_lse:
         assert call.sink is not None
-        assert found.level is not None
-        totals["sink"] = sink_gradient(call.sink, Partial(out, found.level), grad, grad_lse)
+        assert state.level is not None
+        totals["sink"] = sink_gradient(call.sink, Partial(out, state.level), grad, grad_lse)
     scaled = grad
-    for divisor in (found.total, call.divisor):
+    for divisor in (state.total, call.divisor):
         scaled = scaled if divisor is None else scaled / divisor[..., None]
     inner = None
     if not isinstance(call.normalizer, Pointwise) or call.normalizer.divide == "sum":
-        inner = (scaled * (out if found.mean is None else found.mean)).sum(-1)
+        inner = (scaled * (out if state.mean is None else state.mean)).sum(-1)
         inner = inner if grad_lse is None else inner - grad_lse
-    level = finite(found.level)
+    level = finite(state.level)
     if call.sink is not None and not call.normalizer.has_lse:
         assert level is not None
         assert inner is not None
@@ -57,25 +57,27 @@ def backward(
         distance_slopes = ByQuery(scaled @ call.values.to(wide).transpose(-1, -2), call.grid.offset)
         distance_mass = ByQuery(torch.zeros_like(distance_slopes.tensor), call.grid.offset)
     reduce_tiles(groups(call), Gradients(level, scaled, inner, totals, distance_slopes, distance_mass))
-    if found.chosen is not None and "v" in totals:
-        _add_chosen(found.chosen, grad, totals["v"])
+    if state.chosen is not None and "v" in totals:
+        _add_chosen(state.chosen, grad, totals["v"])
     if "values" in totals:
         assert distance_mass is not None
         by_distance = distance_mass.tensor
-        if found.chosen is not None:
-            by_distance = _chosen_distances(call, found.chosen, by_distance)
+        if state.chosen is not None:
+            index = clipped(call.grid.rows(0, call.grid.n_queries), state.chosen, distance_mass.reach)[..., None]
+            chosen = (state.chosen[..., None] >= 0).to(by_distance)
+            by_distance = torch.zeros_like(by_distance).scatter_(3, index, chosen)
         totals["values"] = torch.einsum("bhqr,bhqd->hrd", by_distance, scaled).sum_to_size(totals["values"].shape)
     return totals
 
 
 def zeros(call: Call, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradient accumulators for the tensors of `call` named in `wanted`, in float32 or better."""
+    """Return the gradient accumulators for the tensors of `call` named in `wanted`, in float32 or better."""
     wide = at_least_float32(call.q.dtype)
     return {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
 
 
 def finite(level: Tensor | None) -> Tensor | None:
-    """The level, with a large finite number for fully masked rows, at which all weights are 0."""
+    """Return the level, with a large finite number for fully masked rows, at which all weights are 0."""
     return None if level is None else level.masked_fill(level == -torch.inf, -MASKED_SCORE)  # e^(s − ∞) = 0
 
 
@@ -85,11 +87,6 @@ def _add_chosen(chosen: Tensor, grad: Tensor, total: Tensor) -> None:
     index = chosen.clamp(min=0).view(b, total.shape[1], -1)
     slope = torch.where(chosen[..., None] >= 0, grad, 0.0).reshape(b, total.shape[1], -1, dv)
     total.scatter_add_(2, index[..., None].expand_as(slope), slope)
-
-
-def _chosen_distances(call: Call, chosen: Tensor, like: Tensor) -> Tensor:
-    index = clipped(call.grid.rows(0, chosen.shape[2]), chosen, like.shape[3] // 2)
-    return torch.zeros_like(like).scatter_(3, index[..., None], (chosen[..., None] >= 0).to(like))
 
 
 def add_sink_gradients(call: Call, level: Tensor, slope: Tensor, totals: dict[str, Tensor]) -> None:
@@ -119,8 +116,8 @@ class Job:
     v: Tensor | None = None
     learned: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, names: list[str], found: Sequence[Tensor | None], totals: dict[str, Tensor]) -> None:
-        for name, x in zip(names, found, strict=True):
+    def add(self, names: list[str], gradients: Sequence[Tensor | None], totals: dict[str, Tensor]) -> None:
+        for name, x in zip(names, gradients, strict=True):
             if x is not None:
                 if name not in self.learned:
                     self.learned[name] = torch.zeros_like(totals[name])
@@ -152,14 +149,14 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         self.level, self.totals = level, totals
 
     def slope_at_weights(self, rows: RowSlopes, tile: Tile, weights: Tensor, masked: Tensor | None) -> Tensor:
-        """Gradient of each weight of a tile, at a fixed level, minus the row's gradient through the level.
+        """Return the gradient of each weight of a tile, at a fixed level, minus the row's gradient through the level.
 
         The caller overwrites the result. An implementation must not change `weights`.
         """
         raise NotImplementedError
 
     def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None]:
-        """Weights of a tile before any division, and the masked pairs."""
+        """Return weights of a tile before any division, and the masked pairs."""
         scores, masked = tile.scores()
         return rows.weigh.weights(scores, rows.level, masked), masked
 
@@ -211,7 +208,7 @@ class WeightGradients(Reducer[Job, RowSlopes]):
             self.totals[name] += x
 
     def _learned(self, call: Call, of: str) -> list[str]:
-        """Names of learned tensors of the score or the normalizer that need gradients."""
+        """Return names of learned tensors of the score or the normalizer that need gradients."""
         return [name for name in call.learned if name.startswith(of) and name in self.totals]
 
     def _through_biases(self, job: Job, tile: Tile, slope: Tensor, masked: Tensor | None) -> Tensor:

@@ -142,14 +142,14 @@ class Call:
         return scores or self.normalizer.by_head or any(bias.by_head for bias in self.biases)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that may require gradients, by name."""
+        """Return all tensors that may require gradients, by name."""
         named: dict[str, Tensor] = {name: x for name in PLAIN if (x := getattr(self, name)) is not None}
         for i, bias in enumerate(self.biases):
             named |= {f"bias {i} {name}": x for name, x in bias.tensors().items()}
         return named | self.learned if self.learned else named
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Call:
-        """The same call with other tensors; tensors inside user-defined objects are not replaced."""
+        """Return the same call with other tensors; tensors inside user-defined objects are not replaced."""
         biases = []
         for i, bias in enumerate(self.biases):
             start = f"bias {i} "
@@ -159,7 +159,7 @@ class Call:
         return replace(self, biases=tuple(biases), **plain)  # type: ignore[arg-type]
 
     def part(self, queries: slice, keys: slice, place: Region | None = None, grid: Grid | None = None) -> Call:
-        """The call of some queries and keys, a rectangle of the score matrix. No query or key is copied.
+        """Return the call of some queries and keys, a rectangle of the score matrix. No query or key is copied.
 
         If this call is a shard of a longer sequence, its mask and its biases are those of the whole matrix, `grid`, in
         which `place` is the rectangle.
@@ -251,7 +251,7 @@ PLAIN = ("q", "k", "v", "sink", "shift", "values")
 
 
 def detached(call: Call, *, learned: bool = False) -> Call:
-    """The same call with detached tensors; `learned` keeps the learned tensors of user-defined objects attached."""
+    """Return the call with detached tensors; `learned` keeps those of user-defined objects attached."""
     if not call.learned and not any(x.requires_grad for x in call.tensors().values()):
         return call
     plain = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
@@ -259,7 +259,7 @@ def detached(call: Call, *, learned: bool = False) -> Call:
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores, weights and statistics of `dtype` inputs are kept."""
+    """Return the dtype in which scores, weights and statistics of `dtype` inputs are kept."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -297,13 +297,13 @@ class LogWeightOfScore(LogWeight):
 
 
 def user_defined(thing: object) -> bool:
-    """Whether an object's class is defined outside this package: its methods may use tensors that it does not list."""
+    """Return whether an object's class is not of this package: its methods may use tensors that it does not list."""
     thing = _definer(thing)
     return thing is not None and not type(thing).__module__.startswith("qkv.")
 
 
 def _definer(thing: object) -> object:
-    """The object whose methods compute a thing: the normalizer of its logarithms, else the thing itself."""
+    """Return the object whose methods compute a thing: the normalizer of its logarithms, else the thing itself."""
     return thing.normalizer if isinstance(thing, LogWeight) else thing
 
 
@@ -326,10 +326,10 @@ def zero_masked_nonfinite(
     clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
     if clean_q and clean_k:
         return q, k
-    visibility = block_visibility(mask, grid, 128)
+    _, queries, keys = block_visibility(mask, grid, 128)
     if not clean_q:
-        q = q.masked_fill(~visibility.queries.expand(*q.shape[:2], -1)[..., None], 0)
-    return q, k if clean_k else k.masked_fill(~visibility.keys[:, None, :, None], 0)
+        q = q.masked_fill(~queries.expand(*q.shape[:2], -1)[..., None], 0)
+    return q, k if clean_k else k.masked_fill(~keys[:, None, :, None], 0)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -432,7 +432,7 @@ def _values(given: Given) -> Tensor | None:
 def dot_softmax(
     score: Score | None, normalizer: Normalizer | None, q: Tensor, bias: object
 ) -> tuple[float | None, Tensor | float | None] | None:
-    """Factor of dot products (None: 1/√d) and sink of a softmax of them, else None; a bias allows no temperature."""
+    """Return the factor (None: 1/√d) and sink of a softmax of products, else None; a bias allows no temperature."""
     scale = sink = None
     if score is not None:
         if not isinstance(score, Product) or score.projects:
@@ -452,7 +452,7 @@ def dot_softmax(
 
 
 def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
-    """The argument `bias` as a tuple of biases."""
+    """Return the argument `bias` as a tuple of biases."""
     if bias is None:
         return ()
     biases = (bias,) if isinstance(bias, Bias) else bias
@@ -470,7 +470,7 @@ METHODS = dict.fromkeys(("visible", "check", "classify", "band")).keys()  # of m
 
 
 def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
-    """The argument `mask` as a mask object."""
+    """Return the argument `mask` as a mask object."""
     if mask is None:
         return None
     if isinstance(mask, Mask):
@@ -494,7 +494,7 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
 
 
 def inverted(mask: Bool[Tensor, "..."]) -> str | None:
-    """How a boolean mask looks as one in which True means masked, in words; None if it does not. Only on CPU.
+    """Return how a boolean mask looks as one in which True means masked, in words; None if it does not. Only on CPU.
 
     >>> inverted(torch.ones(3, 3, dtype=torch.bool).triu(1))
     'True everywhere above the diagonal, and False on it'
@@ -523,11 +523,11 @@ class RowState:
     """The key chosen by hard attention; −1 for none."""
 
     def part(self, queries: slice, keys: slice) -> RowState:
-        """The state of some rows, over all keys, for the `Call.part` of these queries and keys."""
+        """Return the state of some rows, over all keys, for the `Call.part` of these queries and keys."""
         chosen = None if self.chosen is None else self.chosen[:, :, queries] - keys.start
         return RowState(_along(self.level, queries), _along(self.total, queries), chosen)
 
 
 def _along(x: Tensor | None, queries: slice) -> Tensor | None:
-    """The slice of x (b, h, nq) or (b, h, 1) for some queries."""
+    """Return the slice of x (b, h, nq) or (b, h, 1) for some queries."""
     return x if x is None or x.shape[2] == 1 else x[:, :, queries]

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qkv.biases.built_in import ByQuery
+from qkv.biases.built_in import ByQuery, clipped
 from qkv.engine.call import Call, RowState
 from qkv.engine.sizes import sizes
 from qkv.engine.tile_loop import Block, Reducer, Tile, Workspace, groups, reduce_tiles
 from qkv.engine.tiles import LOG2_E, gumbel, uniform
-from qkv.masks import Region
 from qkv.normalizers import Normalizer, Pointwise
 from qkv.normalizers.level import level_of_rows, level_slopes, pointwise, sink_weights, solve_rows
 from qkv.partial import Partial
@@ -35,7 +34,7 @@ class ForwardState(RowState):
 
 
 def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
-    """Output and row state of a call; `training` also computes `mean`, for the backward."""
+    """Return the output and row state of a call; `training` also computes `mean`, for the backward."""
     b, h, n_queries, _ = call.q.shape
     zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
     normalizer = call.normalizer
@@ -76,7 +75,7 @@ def _finish(call: Call, state: ForwardState, distance_mass: ByQuery | None) -> N
 
 
 def dropped(tile: Tile) -> Tensor:
-    """Dropout factor of each weight of a tile: 0, or 1 / (1 − p)."""
+    """Return the dropout factor of each weight of a tile: 0, or 1 / (1 − p)."""
     call = tile.group.tiles.call
     stays = uniform(call.seed, tile.region, call.grid) >= call.dropout_p
     return stays.to(tile.group.tiles.dtype).div_(1 - call.dropout_p)
@@ -85,9 +84,9 @@ def dropped(tile: Tile) -> Tensor:
 class _Attention(Reducer[None, "_Sums"]):
     """Base of the forward reducers: accumulates weights @ values over tiles."""
 
-    def __init__(self, found: ForwardState, distance_mass: ByQuery | None) -> None:
+    def __init__(self, state: ForwardState, distance_mass: ByQuery | None) -> None:
         """`distance_mass` accumulates weights by clipped distance, for `RelativePosition` with values."""
-        self.found, self.distance_mass = found, distance_mass
+        self.state, self.distance_mass = state, distance_mass
 
     def begin(self, job: None, block: Block) -> _Sums:
         tiles = block.group.tiles
@@ -132,11 +131,11 @@ class _Softmax(_Attention):
         sums.top = new
 
     def end(self, sums: _Sums, space: Workspace) -> None:
-        assert self.found.level is not None
+        assert self.state.level is not None
         at, visible = sums.block.at, sums.total != 0  # True for NaN: it must propagate
         total = torch.where(visible, sums.total, 1.0)
-        self.found.out[at] = sums.out / total[..., None]
-        self.found.level[at] = torch.where(visible, sums.top + torch.log(total), -torch.inf)
+        self.state.out[at] = sums.out / total[..., None]
+        self.state.level[at] = torch.where(visible, sums.top + torch.log(total), -torch.inf)
         if self.distance_mass is not None:
             self.distance_mass.tensor[at] /= total[..., None]
 
@@ -152,12 +151,12 @@ class _Pointwise(_Attention):
         if masked is not None:
             weights.masked_fill_(masked, 0)
             values = tile.group.visible(values, masked)
-        if self.found.total is not None:
-            self.found.total[tile.block.at] += weights.sum(-1)
+        if self.state.total is not None:
+            self.state.total[tile.block.at] += weights.sum(-1)
         self._add(sums, tile, weights, values)
 
     def end(self, sums: _Sums, space: Workspace) -> None:
-        self.found.out[sums.block.at] = sums.out
+        self.state.out[sums.block.at] = sums.out
 
 
 @dataclass(eq=False)
@@ -176,8 +175,8 @@ class _Panel:
 class _Panels(Reducer[None, _Panel]):
     """Normalizers whose level is solved on whole rows: computes them on panels of a few rows."""
 
-    def __init__(self, found: ForwardState, distance_mass: ByQuery | None) -> None:
-        self.found, self.distance_mass = found, distance_mass
+    def __init__(self, state: ForwardState, distance_mass: ByQuery | None) -> None:
+        self.state, self.distance_mass = state, distance_mass
 
     def blocks(self, block: Block) -> Iterator[Block]:
         tiles = block.group.tiles
@@ -202,7 +201,7 @@ class _Panels(Reducer[None, _Panel]):
             panel.noise.append(gumbel(call.seed, tile.region, call.grid))
 
     def end(self, panel: _Panel, space: Workspace) -> None:
-        block, state = panel.block, self.found
+        block, state = panel.block, self.state
         tiles, call, at = block.group.tiles, block.group.tiles.call, block.at
         normalizer, sink = call.normalizer, tiles.of(call.sink)
         assert state.level is not None
@@ -236,31 +235,26 @@ class _Panels(Reducer[None, _Panel]):
             weights = weights * dropout
         state.out[at] = tiles.weigh(weights, values)
         if self.distance_mass is not None:
-            self._add_distance_mass(panel, weights, level_weights)
+            self._add_distance_mass(block, keys, weights, level_weights)
 
-    def _add_distance_mass(self, panel: _Panel, weights: Tensor, level_weights: Tensor | None) -> None:
+    def _add_distance_mass(self, block: Block, keys: Tensor, weights: Tensor, level_weights: Tensor | None) -> None:
         """Add weights by clipped distance, and the share of `mean` that comes from the values by distance."""
-        block, distance_mass, start = panel.block, self.distance_mass, 0
-        tiles, at, rows = block.group.tiles, block.at, block.rows
+        call, distance_mass = block.group.tiles.call, self.distance_mass
         assert distance_mass is not None
-        mean = ByQuery(torch.zeros_like(distance_mass.tensor[at]), distance_mass.offset + rows.start)
-        for cols in panel.columns:
-            part = slice(start, start + cols.stop - cols.start)
-            distance_mass.add_gradient(distance_mass.tensor, tiles.region(rows, cols), weights[..., part])
-            if level_weights is not None:  # `mean` holds only these rows, so rows count from 0
-                mean.add_gradient(mean.tensor, Region(slice(0, rows.stop - rows.start), cols), level_weights[..., part])
-            start = part.stop
-        if level_weights is not None:
-            assert self.found.mean is not None
-            assert tiles.call.values is not None
-            table = tiles.call.values[tiles.heads if len(tiles.call.values) > 1 else slice(None)]
-            self.found.mean[at] += mean.tensor @ table.to(mean.tensor)
+        assert call.values is not None
+        mass, positions = distance_mass.tensor[block.at], call.grid.rows(block.rows.start, block.rows.stop)
+        index = clipped(positions[:, None], keys, distance_mass.reach).expand(*mass.shape[:3], -1)
+        mass.scatter_add_(3, index, weights)
+        if level_weights is not None and self.state.mean is not None:
+            level_mass = torch.zeros_like(mass).scatter_add_(3, index, level_weights)
+            table = call.values[block.group.tiles.heads if len(call.values) > 1 else slice(None)]
+            self.state.mean[block.at] += level_mass @ table.to(level_mass)
 
 
 def _normalized_level_slopes(
     normalizer: Normalizer, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None
 ) -> Tensor:
-    """−∂ weight / ∂ level of each key, divided by the sum over the row, sink included."""
+    """Return −∂ weight / ∂ level of each key, divided by the sum over the row, sink included."""
     level_weights = weights if normalizer.has_lse else level_slopes(normalizer, scores, level, weights)
     total = level_weights.sum(-1, keepdim=True)
     if sink is not None:

@@ -19,17 +19,15 @@ Need = Literal[
 ]  # fmt: skip
 
 
-def _weights(call: Call) -> str | None:
-    return None if call.normalizer.has_lse else f"the weights are a softmax, not {type(call.given.normalizer).__name__}"
-
-
 def _pairwise(call: Call) -> str | None:
     score = call.pairwise
     return None if score is None else f"the score {type(score).__name__} is not a product of query and key"
 
 
 NEEDS: dict[Need, Callable[[Call], str | None]] = {
-    "weights that are no softmax": _weights,
+    "weights that are no softmax": lambda call: (
+        None if call.normalizer.has_lse else f"the weights are a softmax, not {type(call.given.normalizer).__name__}"
+    ),
     "pairwise scores": _pairwise,
     "biases": lambda call: "it has no biases" if call.biases else None,
     "vectors by distance": lambda call: None if call.values is None else "it has no values that depend on the distance",
@@ -50,7 +48,7 @@ NEEDS: dict[Need, Callable[[Call], str | None]] = {
 
 
 def unmet(call: Call, offers: Collection[Need]) -> str | None:
-    """Why a kernel with these offers cannot serve a call, in words; None if it offers all that the call needs."""
+    """Say why a kernel with these offers cannot serve a call; None if it offers all that the call needs."""
     for need, find in NEEDS.items():
         if need not in offers and (why := find(call)) is not None:
             return why

@@ -38,7 +38,7 @@ from qkv.scores import Score
 
 
 def shard(x: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
-    """The shard of x for this process: chunks r and 2 P − 1 − r of 2 P along `dim`, concatenated.
+    """Return the shard of x for this process: chunks r and 2 P − 1 − r of 2 P along `dim`, concatenated.
 
     Args:
         x: tensor of the whole sequence, the same on every process; only the two chunks of this process are read.
@@ -108,7 +108,7 @@ def unshard(x: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
 def positions(
     length: int, group: dist.ProcessGroup, device: torch.device | str | None = None
 ) -> Int[Tensor, " n_local"]:
-    """Positions of this process's tokens in a sequence of `length` tokens, for positional encodings.
+    """Return positions of this process's tokens in a sequence of `length` tokens, for positional encodings.
 
     Raises:
         InputError: for a length that is not a multiple of 2 P.
@@ -117,7 +117,7 @@ def positions(
 
 
 def rank_and_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Rank of this process in `group`, and the size of the group."""
+    """Return the rank of this process in `group`, and the size of the group."""
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(
             f"group is {type(group).__name__}, expected a process group of torch.distributed that contains this "
@@ -193,7 +193,7 @@ class Shared:
         return Shared(replace(call, mask=mask, biases=bound), grid, group, rank, size)
 
     def pieces(self, source: int) -> Iterator[Piece]:
-        """The rectangles of the local queries and the keys of rank `source` that are not fully masked."""
+        """Yield the rectangles of the local queries and the keys of rank `source` that are not fully masked."""
         rows, keys = self.call.q.shape[2] // 2, self.call.k.shape[2] // 2
         for i, row in enumerate(self._chunks(self.rank)):
             for j, column in enumerate(self._chunks(source)):
@@ -203,7 +203,7 @@ class Shared:
                     yield Piece(_span(i, rows), _span(j, keys), place)
 
     def part(self, call: Call, k: Tensor, v: Tensor, piece: Piece) -> Call:
-        """The call of a piece, with the shard of keys and values that is currently held.
+        """Return the call of a piece, with the shard of keys and values that is currently held.
 
         It has no sink, which is added once to the merged row.
         """
@@ -247,7 +247,7 @@ TAG = 9_999
 
 @contextmanager
 def naming_lost(what: str, group: dist.ProcessGroup, peers: Sequence[int] = ()) -> Iterator[None]:
-    """An error of the communication inside becomes one that names the lost process.
+    """Turn an error of the communication inside into one that names the lost process.
 
     Args:
         what: what communicates; begins the sentence.
@@ -266,7 +266,7 @@ def naming_lost(what: str, group: dist.ProcessGroup, peers: Sequence[int] = ()) 
 
 
 def _closed(group: dist.ProcessGroup) -> list[int]:
-    """The ranks of a gloo group whose connection to this process is closed: sending to them raises at once."""
+    """Return the ranks of a gloo group whose connection to this process is closed: sending to them raises at once."""
     closed = []
     for peer in range(dist.get_world_size(group)) if dist.get_backend(group) == "gloo" else ():
         if peer == dist.get_rank(group):
@@ -284,7 +284,7 @@ Choose = Callable[[Call, set[str]], ModuleType]
 
 
 def run(shared: Shared, choose: Choose) -> Result:
-    """out and lse of this process's queries, differentiable in every tensor of the call and through the lse."""
+    """Return out and lse of this process's queries, differentiable in every tensor of the call and through the lse."""
     forward, backward = functools.partial(_forward, shared, choose), functools.partial(_backward, shared, choose)
     return Result(*differentiable_call(shared.call, forward, backward, "ring"))
 
@@ -316,7 +316,7 @@ class Transfer:
 
 
 def blocks(shared: Shared, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """The rank and `tensors` of every process in turn, starting with this one; the next are prefetched meanwhile."""
+    """Yield the rank and `tensors` of every process, starting with this one; the next are prefetched meanwhile."""
     for step in range(shared.size):
         next_ = Transfer(shared, tensors, tag=0) if step + 1 < shared.size else None
         yield (shared.rank - step) % shared.size, tensors
@@ -343,13 +343,13 @@ class RingAccumulator:
         self.transfer = Transfer(self.shared, partial, self.TAG) if self.shared.size > 1 else None
 
     def finish(self) -> tuple[Tensor, ...]:
-        """After the last shard: the complete sums of this process's own shard."""
+        """Return the complete sums of this process's own shard, after the last shard."""
         assert self.sums is not None
         return self.sums if self.transfer is None else self.transfer.wait()
 
 
 def _forward(shared: Shared, choose: Choose, call: Call) -> tuple[Results, Results]:
-    """Attention of the local queries to all keys, including the sink."""
+    """Compute attention of the local queries to all keys, including the sink."""
     wide = at_least_float32(call.q.dtype)
     out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3], dtype=wide)
     lse = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=wide)
@@ -367,7 +367,7 @@ def _forward(shared: Shared, choose: Choose, call: Call) -> tuple[Results, Resul
 def _backward(
     shared: Shared, choose: Choose, call: Call, results: Results, more: Results, grads: Results, wanted: set[str]
 ) -> dict[str, Tensor]:
-    """Gradients of the local tensors; those of k and v are summed over all processes around the ring."""
+    """Return gradients of the local tensors; those of k and v are summed over all processes around the ring."""
     (out, lse), (grad, grad_lse) = results, grads
     assert out is not None
     assert lse is not None

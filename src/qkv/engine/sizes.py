@@ -42,7 +42,7 @@ BY_DEVICE = {
 
 
 def sizes(device: torch.device) -> Sizes:
-    """The sizes for a device; all accelerators use those of CUDA."""
+    """Return the sizes for a device; all accelerators use those of CUDA."""
     return BY_DEVICE.get(device.type, BY_DEVICE["cuda"])
 
 
@@ -56,20 +56,20 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed."""
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def recorded() -> bool:
-    """Whether a program is recorded by torch.compile, torch.export or torch.jit.trace, whose numbers cannot be read."""
+    """Return whether torch.compile, torch.export or torch.jit.trace records: numbers cannot be read."""
     return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def shape_only(x: Tensor) -> bool:
-    """Whether a tensor has a shape and no numbers, on the meta device or as a fake tensor."""
+    """Return whether a tensor has a shape and no numbers, on the meta device or as a fake tensor."""
     return (x.is_meta or hasattr(x, "fake_mode")) and not recorded()
 
 
 def readable(x: Tensor) -> bool:
-    """Whether a decision may depend on the numbers of a tensor."""
+    """Return whether a decision may depend on the numbers of a tensor."""
     return not (x.is_meta or hasattr(x, "fake_mode") or recorded())

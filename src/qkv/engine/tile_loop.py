@@ -26,14 +26,14 @@ class Workspace:
     """Named scratch buffers."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """An uninitialised buffer of a shape, with the dtype and device of `like`; it may hold old data."""
+        """Return an uninitialised buffer of a shape, with the dtype and device of `like`; it may hold old data."""
         size, key = math.prod(shape), (name, like.dtype, like.device)
-        memory = self._kept.get(key)
+        memory = self._buffers.get(key)
         if memory is None or memory.numel() < size:
-            memory = self._kept[key] = like.new_empty(size)
+            memory = self._buffers[key] = like.new_empty(size)
         return memory[:size].view(shape)
 
 
@@ -52,7 +52,7 @@ class Group:
         return all_finite(self.tiles.k, self.tiles.v)
 
     def visible(self, x: Float[Tensor, "n k d"], masked: Bool[Tensor, "b h q k"]) -> Float[Tensor, "n k d"]:
-        """Keys or values of a tile (key heads, k, d), with zeros where fully masked unless all are finite."""
+        """Return keys or values of a tile (key heads, k, d), with zeros where fully masked unless all are finite."""
         if self.finite:
             return x
         return zero_masked_keys(x.unflatten(0, (self.tiles.shape[0], -1)), ~masked).flatten(0, 1)
@@ -100,17 +100,17 @@ class Tile:
         return self.group.tiles.region(self.rows, self.columns)
 
     def buffer(self, name: str) -> Float[Tensor, "b h q k"]:
-        """Scratch buffer of the tile's shape; the next tile reuses it."""
+        """Return the scratch buffer of the tile's shape; the next tile reuses it."""
         return self.space.buffer(name, self.shape, self.group.tiles.k)
 
     def masked(self) -> Bool[Tensor, "#b #h q k"] | None:
-        """Which pairs are masked; None if all are visible."""
+        """Return which pairs are masked; None if all are visible."""
         if self._masked is None and self.status == PARTIAL:
             self._masked = self.group.tiles.masked(self.rows, self.columns)
         return self._masked
 
     def scores(self) -> tuple[Float[Tensor, "b h q k"], Bool[Tensor, "#b #h q k"] | None]:
-        """Final scores with the shift, which may be overwritten; and masked pairs, including those of a −inf bias."""
+        """Return final scores with the shift, which may be overwritten; and pairs masked, also by a −inf bias."""
         tiles, call = self.group.tiles, self.group.tiles.call
         scores = tiles.scores(self.rows, self.columns, self.buffer("scores"))
         if (shift := tiles.of(call.shift)) is not None:
@@ -121,10 +121,10 @@ class Tile:
             masked = masked_by_bias if masked is None else masked | masked_by_bias
         return scores, masked
 
-    def weights(self, known: WeightTiles) -> tuple[Float[Tensor, "b h q k"], Float[Tensor, "b h q k"] | None]:
-        """Final weights; and log2 of them for softmax, else None. Both may be overwritten."""
+    def weights(self, of_rows: WeightTiles) -> tuple[Float[Tensor, "b h q k"], Float[Tensor, "b h q k"] | None]:
+        """Return final weights; and log2 of them for softmax, else None. Both may be overwritten."""
         weights, scratch = self.buffer("weights"), self.buffer("scores")
-        return weights, known.fill(self.rows, self.columns, self.masked(), weights, scratch)
+        return weights, of_rows.fill(self.rows, self.columns, self.masked(), weights, scratch)
 
 
 Job = TypeVar("Job")
@@ -139,7 +139,7 @@ class Reducer(Generic[Job, State]):
     """
 
     def start(self, group: Group) -> Job:
-        """Accumulators of a group."""
+        """Return accumulators of a group."""
         return None  # type: ignore[return-value]
 
     def blocks(self, block: Block) -> Iterable[Block]:
@@ -147,7 +147,7 @@ class Reducer(Generic[Job, State]):
         return (block,)
 
     def begin(self, job: Job, block: Block) -> State:
-        """Accumulators of a block of queries."""
+        """Return accumulators of a block of queries."""
         return job  # type: ignore[return-value]
 
     def tile(self, state: State, tile: Tile) -> None:
@@ -155,7 +155,7 @@ class Reducer(Generic[Job, State]):
         raise NotImplementedError
 
     def end(self, state: State, space: Workspace) -> None:
-        """Called after the last tile of a block."""
+        """Finish a block after its last tile."""
 
     def finish(self, group: Group, job: Job) -> None:
         """Add the sums of a group to the total result."""
@@ -177,7 +177,7 @@ def reduce_tiles(groups: Iterable[Group], reducer: Reducer[Any, Any]) -> None:
 
 
 def groups(call: Call, size: int | None = None, *, batched: bool = False) -> Iterator[Group]:
-    """The groups of heads of every batch item of a call, with tiles of `size` (by default `tile_size`).
+    """Yield the groups of heads of every batch item of a call, with tiles of `size` (by default `tile_size`).
 
     `batched` allows groups of several batch items, for short sequences.
     """
@@ -192,14 +192,14 @@ def groups(call: Call, size: int | None = None, *, batched: bool = False) -> Ite
 
 
 def _items_together(call: Call, key_heads: int, size: int) -> int:
-    """Batch items per group: as many as fit into one tile of the table's size."""
+    """Return batch items per group: as many as fit into one tile of the table's size."""
     table, (_, h, n_queries, _), (_, of_keys, n_keys, _) = sizes(call.q.device), call.q.shape, call.k.shape
     scores = key_heads * (h // of_keys) * min(n_queries, size) * min(n_keys, size)
     return max(1, table.heads * table.tile**2 // max(scores, 1))
 
 
 def tile_size(call: Call) -> int:
-    """Tile size for a call: the table's, or smaller for sparse masks and for calls whose tiles need more memory."""
+    """Return the tile size for a call: the table's, or smaller for sparse masks and where tiles need more memory."""
     table, (_, heads, _, d), key_heads = sizes(call.q.device), call.q.shape, call.k.shape[1]
     size = _fitting(call, table.tile)
     most = min(heads_together(call, table.heads) * (heads // key_heads), heads)
@@ -211,13 +211,13 @@ def tile_size(call: Call) -> int:
 
 
 def _fitting(call: Call, tile: int) -> int:
-    """`tile`, or a quarter of it if smaller tiles skip many more masked pairs."""
+    """Return `tile`, or a quarter of it if smaller tiles skip many more masked pairs."""
     mask = call.mask
     if mask is None or call.q.shape[2] < 4 * tile:
         return tile
 
     def computed(size: int) -> float:
-        """The share of the tiles of size × size that are not empty."""
+        """Return the share of the tiles of size × size that are not empty."""
         return float((mask.classify(Tiles.of(call.grid, size, size), call.grid) != EMPTY).double().mean())
 
     small = max(1, tile // 4)

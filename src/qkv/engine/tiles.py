@@ -40,13 +40,12 @@ _LOCK = threading.Lock()
 def cached_for_mask(
     mask: Mask, grid: Grid, key: Hashable, make: Callable[[], T], nbytes: Callable[[T], int] = lambda result: 0
 ) -> T:
-    """``make()``, or what it returned for an equal mask, grid and key before; nobody may change it.
+    """Return ``make()``, or what it returned for an equal mask, grid and key before; nobody may change it.
 
     Only masks that compare by value have entries, as tensors and functions inside of a mask may change. Decoding has
-    none, since each step has another grid, and neither have dispatch modes, under which tensors may be fake or wrapped.
-    `nbytes` is the memory of a result.
+    none, since each step has another grid. `nbytes` is the memory of a result.
     """
-    if grid.n_queries == 1 or not mask.by_value or transforming() or torch._C._len_torch_dispatch_stack() > 0:
+    if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
         return make()
     place = mask, grid, key
     with _LOCK:
@@ -61,6 +60,11 @@ def cached_for_mask(
         with _LOCK:
             _CACHE[place] = result, size
     return result
+
+
+def _other_tensors() -> bool:
+    """Return whether a dispatch mode is active under which new tensors may be fake or wrapped."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 LOG2_E = math.log2(math.e)
@@ -88,13 +92,13 @@ class ScoreTiles:
         self._patterns: dict[tuple[int, int, int], Tensor] = {}
 
     def of(self, x: Tensor | None) -> Tensor | None:
-        """The slice of x (b, h, …) for these batch items and heads; dimensions of size 1 broadcast."""
+        """Return the slice of x (b, h, …) for these batch items and heads; dimensions of size 1 broadcast."""
         if x is None:
             return None
         return x[self.batch if len(x) > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None)]
 
     def of_head(self, head: int) -> ScoreTiles:
-        """The score tiles of one query head, counted from the first of these heads."""
+        """Return the score tiles of one query head, counted from the first of these heads."""
         key_head, within = divmod(head, self.group)
         b, key_heads = self.shape[0], self.shape[1] // self.group
         one = copy(self)
@@ -132,12 +136,12 @@ class ScoreTiles:
     def queries_and_keys(
         self, rows: slice, columns: slice
     ) -> tuple[Float[Tensor, "b h q d"], Float[Tensor, "b h k d"]]:
-        """Queries and keys of a tile for a pairwise score; keys of grouped heads are repeated."""
+        """Return queries and keys of a tile for a pairwise score; keys of grouped heads are repeated."""
         q, k = self.q[:, :, rows], self.k[:, None, columns].expand(-1, self.group, -1, -1)
         return q.reshape(*self.shape, *q.shape[2:]), k.reshape(*self.shape, *k.shape[2:])
 
     def product(self, rows: slice, columns: slice, out: Tensor | None = None) -> Scores:
-        """scale · q·k of the tile, or its pairwise scores, before any bias; a product is written to `out` if given."""
+        """Return scale · q·k of the tile, or its pairwise scores, before any bias; `out` may hold a product."""
         if self.call.pairwise is not None:
             return self._pairwise(self.call.pairwise, rows, columns)
         q, k = self.q[:, :, rows].flatten(1, 2), self.k[:, columns].transpose(1, 2)
@@ -147,7 +151,7 @@ class ScoreTiles:
         return out
 
     def _pairwise(self, score: Pairwise, rows: slice, columns: slice) -> Scores:
-        """Pairwise scores of a tile, in chunks of rows to bound the memory of intermediates."""
+        """Return pairwise scores of a tile, in chunks of rows to bound the memory of intermediates."""
         heads = self.call.q.shape[1] if score.by_head else self.shape[1]
         numbers = self.shape[0] * heads * (columns.stop - columns.start) * self.q.shape[3]
         parts = []
@@ -165,7 +169,7 @@ class ScoreTiles:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def biased(self, product: Scores, rows: slice, columns: slice) -> Scores:
-        """Final scores of q·k: with biases, divided by the temperature; not masked."""
+        """Return final scores of q·k: with biases, divided by the temperature; not masked."""
         in_place = not torch.is_grad_enabled() and not torch._C._is_tracing()
         for bias in self.call.biases:
             product = self.apply(bias, product, rows, columns, in_place=in_place)
@@ -182,7 +186,7 @@ class ScoreTiles:
         return checked_shape(bias, biased, scores, "apply")
 
     def weights(self, scores: Scores, level: PerRow | None) -> Scores:
-        """Weights of final scores by the normalizer's definition, 0 for scores of −inf; not yet divided."""
+        """Return weights of final scores by the normalizer's definition, 0 for scores of −inf; not yet divided."""
         normalizer = self.call.normalizer
         if not normalizer.by_head:
             return weights_of(normalizer, scores, level)
@@ -191,11 +195,11 @@ class ScoreTiles:
         return self.with_all_heads(lambda s, at: weights_of(normalizer, s, at), scores, level)
 
     def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Scores:
-        """Final scores of the tile, not masked; written to `out`, if given and the score is a product."""
+        """Return final scores of the tile, not masked; written to `out`, if given and the score is a product."""
         return self.biased(self.product(rows, columns, out), rows, columns)
 
     def log2_weights(self, rows: slice, columns: slice, lse: PerRow, out: Scores) -> Scores:
-        """log2 of the softmax weights, (final score − `lse`) / ln 2; not masked. Written to `out` if there is no bias.
+        """Return log2 of the softmax weights, (final score − `lse`) / ln 2; not masked, in `out` if there is no bias.
 
         Base 2 because torch's exp is MKL's, which on some processors takes several times as long as its exp2.
         """
@@ -209,14 +213,14 @@ class ScoreTiles:
         return out
 
     def block_status(self, mask: Mask | None, rows: int, columns: int | None = None) -> list[list[int]]:
-        """Block status (EMPTY, PARTIAL, FULL) of each tile of rows × columns (square by default), over these heads."""
+        """Return the block status of each tile of rows × columns (square by default), over these heads."""
         columns = rows if columns is None else columns
         grid, of = self.call.grid, (self.batch.start, self.batch.stop, self.heads.start, self.heads.stop)
 
         def status() -> list[list[int]]:
-            found = block_status(mask, Tiles.of(grid, rows, columns), grid)
-            found = Region(slice(None), slice(None), self.batch, self.heads).of(found)
-            low, high = found.amin((0, 1)), found.amax((0, 1))
+            statuses = block_status(mask, Tiles.of(grid, rows, columns), grid)
+            statuses = Region(slice(None), slice(None), self.batch, self.heads).of(statuses)
+            low, high = statuses.amin((0, 1)), statuses.amax((0, 1))
             return torch.where(low == high, low, PARTIAL).tolist()
 
         tiles = -(-grid.n_queries // rows) * -(-grid.n_keys // columns)
@@ -225,7 +229,7 @@ class ScoreTiles:
         return cached_for_mask(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
 
     def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
-        """Which pairs of a tile are masked. The pattern of a band mask depends only on the offset and is cached."""
+        """Return which pairs of a tile are masked; the pattern of a band depends on the offset alone, and is cached."""
         mask = self.call.mask
         assert mask is not None
         key = (rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start)
@@ -242,20 +246,20 @@ class ScoreTiles:
         return pattern
 
     def weigh(self, weights: Scores, v: Float[Tensor, "n k d"]) -> Float[Tensor, "b h q d"]:
-        """weights @ v, where v has its batch and key heads folded: (b · key heads, k, d)."""
+        """Return weights @ v, where v has its batch and key heads folded: (b · key heads, k, d)."""
         folded = weights.reshape(len(v), -1, weights.shape[3])
         return torch.bmm(folded, v).view(*weights.shape[:3], -1)
 
 
 def heads_together(call: Call, most: int) -> int:
-    """Key heads per group: those of `most` query heads, or all if a user-defined method needs all heads."""
+    """Return key heads per group: those of `most` query heads, or all if a user-defined method needs all heads."""
     return call.k.shape[1] if call.by_head else max(1, most // (call.q.shape[1] // call.k.shape[1]))
 
 
 def zero_masked_keys(
     x: Float[Tensor, "b h k d"], visible: Bool[Tensor, "b2 h2 q k"] | None
 ) -> Float[Tensor, "b h k d"]:
-    """Keys or values with zeros where masked for all queries that share them, so that NaN in padding cannot spread."""
+    """Zero keys or values that are masked for all queries that share them, so that NaN in padding cannot spread."""
     if visible is None:
         return x
     used = visible.any(2)
@@ -264,19 +268,19 @@ def zero_masked_keys(
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """True if all numbers are finite, so that masked ones cannot turn into NaN. A sum that overflows gives False."""
+    """Return whether all numbers are finite, so that none turns into NaN; False for a sum that overflows."""
     return all(readable(x) and math.isfinite(x.sum().item()) for x in tensors)
 
 
 def block_status(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h r c"]:
-    """Block status (EMPTY, PARTIAL or FULL) of each tile; without a mask all tiles are FULL."""
+    """Return the block status (EMPTY, PARTIAL or FULL) of each tile; without a mask all tiles are FULL."""
     if mask is None:
         return torch.full((1, 1, len(tiles.q_first), len(tiles.k_first)), FULL, dtype=torch.int8)
     return mask.classify(tiles, grid)
 
 
 def spans(length: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of `size` that cover `length`; the last may be shorter."""
+    """Return consecutive slices of `size` that cover `length`; the last may be shorter."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
@@ -324,7 +328,7 @@ class WeightTiles:
         return log2
 
     def _fill_by_definition(self, rows: slice, columns: slice, masked: Tensor | None, out: Tensor) -> None:
-        """The weights of any normalizer, computed by its definition."""
+        """Write the weights of any normalizer, by its definition, to `out`."""
         tiles, call = self.tiles, self.tiles.call
         if self.chosen is not None:
             keys = call.grid.columns(columns.start, columns.stop)
@@ -350,20 +354,20 @@ _MASK = 0xFFFFFFFF
 
 
 def _hash32(x: Tensor) -> Tensor:
-    """A 32-bit hash: a bijection in which every input bit affects every output bit."""
+    """Return a 32-bit hash: a bijection in which every input bit affects every output bit."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
 
 
 def _hash_seed(seed: int) -> int:
-    """The hashed seed; without the hash, seed + 1 would give the noise of seed shifted by one query."""
+    """Return the hashed seed; without the hash, seed + 1 would give the noise of seed shifted by one query."""
     once = int(_hash32(torch.tensor(seed & _MASK)))
     return int(_hash32(torch.tensor((once + 0x9E3779B9) & _MASK)))
 
 
 def uniform(seed: int, region: Region, grid: Grid) -> Scores:
-    """Uniform numbers in (0, 1), one for each pair of a region; float32 with 24 random bits.
+    """Return uniform numbers in (0, 1), one for each pair of a region; float32 with 24 random bits.
 
     >>> from qkv.masks import Grid, Region
     >>> whole, row = slice(0, 4), slice(2, 3)
@@ -380,5 +384,5 @@ def uniform(seed: int, region: Region, grid: Grid) -> Scores:
 
 
 def gumbel(seed: int, region: Region, grid: Grid) -> Scores:
-    """Standard Gumbel noise: argmax(scores + noise) is a sample from softmax(scores) (Gumbel 1954)."""
+    """Return standard Gumbel noise: argmax(scores + noise) is a sample from softmax(scores) (Gumbel 1954)."""
     return -torch.log(-torch.log(uniform(seed, region, grid)))

@@ -18,12 +18,12 @@ from qkv.errors import InputError
 
 
 def transforming() -> bool:
-    """Whether a torch.func transform is active, or a level of forward-mode differentiation is open."""
+    """Return whether a torch.func transform is active, or a level of forward-mode differentiation is open."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def transformed(call: Call) -> bool:
-    """Whether a torch.func transform is active, or a tensor of the call carries a forward-mode tangent."""
+    """Return whether a torch.func transform is active, or a tensor of the call carries a forward-mode tangent."""
     if not transforming():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -32,7 +32,7 @@ def transformed(call: Call) -> bool:
 
 
 def mapped() -> bool:
-    """Whether torch.func.vmap is among the active transforms."""
+    """Return whether torch.func.vmap is among the active transforms."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
 
@@ -81,7 +81,7 @@ Backward = Callable[[Call, Results, Results, Results, set[str]], dict[str, Tenso
 
 
 def differentiable_call(call: Call, compute: Compute, backward: Backward, kernel: str | InputError) -> Any:
-    """The results of `compute`, differentiable in the tensors of the call; `kernel` as in `differentiable`."""
+    """Return the results of `compute`, differentiable in the tensors of the call; `kernel` as in `differentiable`."""
     if not call.needs_grad:
         return compute(detached(call))[0]
     # Learned tensors inside user-defined objects are used directly; `saved_tensors` checks their versions.
@@ -97,7 +97,7 @@ def differentiable(
     tensors: Mapping[str, Tensor], compute: Callable[[], tuple[Results, Results]], gradients: Gradients,
     kernel: str | InputError,
 ) -> Any:  # fmt: skip
-    """The results of `compute`, differentiable in the tensors; it also returns what `gradients` needs besides.
+    """Return the results of `compute`, differentiable in the tensors; it also returns what `gradients` needs besides.
 
     `kernel` is the name of the kernel, or the error for second derivatives.
     """

@@ -71,7 +71,7 @@ def _server() -> Server | None:
 
 @contextmanager
 def serving(server: Server | None) -> Iterator[None]:
-    """Context in which `server` returns the result of every call, on this thread; None for the kernel's own result.
+    """Let `server` return the result of every call inside, on this thread; None for the kernel's own result.
 
     It gets the call, a function that computes the result of this or another call, and whether it may compute the result
     in another way: not if a kernel was requested by name, or more than the output. Calls are watched, profiled and
@@ -86,7 +86,7 @@ def serving(server: Server | None) -> Iterator[None]:
 
 
 def watching(watcher: Watcher) -> AbstractContextManager[None]:
-    """Context in which `watcher` is called with every call and its result, on this thread."""
+    """Open a context in which `watcher` is called with every call and its result, on this thread."""
 
     def server(call: Any, compute: Callable[[Any], Result], fused: bool) -> Result:
         result = _served_around(server, call, compute, fused)
@@ -97,7 +97,7 @@ def watching(watcher: Watcher) -> AbstractContextManager[None]:
 
 
 def changing(change: Callable[[Call], Call]) -> AbstractContextManager[None]:
-    """Context in which `change` replaces every call, on this thread, before it is served."""
+    """Open a context in which `change` replaces every call, on this thread, before it is served."""
 
     def server(call: Any, compute: Callable[[Any], Result], fused: bool) -> Result:
         return _served_around(server, change(call), compute, fused)
@@ -106,7 +106,7 @@ def changing(change: Callable[[Call], Call]) -> AbstractContextManager[None]:
 
 
 def _served_around(server: Server, call: Any, compute: Callable[[Any], Result], fused: bool) -> Result:
-    """The result of a call by the server of the context around that of `server`, such as an edit."""
+    """Return the result of a call by the server of the context around that of `server`, such as an edit."""
     servers = [entry[0] for entry in _SERVERS.get()]
     at = servers.index(server)
     around = servers[at - 1] if at else None
@@ -114,12 +114,12 @@ def _served_around(server: Server, call: Any, compute: Callable[[Any], Result], 
 
 
 def watched() -> bool:
-    """Whether calls are watched, profiled or edited. Inside compiled code they are not."""
+    """Return whether calls are watched, profiled or edited. Inside compiled code they are not."""
     return not torch.compiler.is_compiling() and _server() is not None
 
 
 def opaque(function: F) -> F:
-    """Like `torch.compiler.disable`: the compiler does not trace `function`, whose tiles and caches it cannot fuse.
+    """Keep the compiler from tracing `function`, whose tiles and caches it cannot fuse, as `torch.compiler.disable`.
 
     `torch.compiler.disable` is applied only once torch._dynamo has been imported, because that import is slow.
     """
@@ -152,7 +152,7 @@ def serve(
 
 
 def attention(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
-    """The result of a call on the chosen kernel; of scores or outputs that are not finite, on one that takes them."""
+    """Compute a call on the chosen kernel, or, if its scores or outputs are not finite, on one that takes them."""
     if shape_only(call.q):
         return _shapes(call, weights=weights)
     if recorded():
@@ -167,7 +167,7 @@ def attention(call: Call, kernel: str = "auto", *, weights: bool = False) -> Res
 
 
 def _shapes(call: Call, *, weights: bool) -> Result:
-    """The result of tensors without numbers."""
+    """Return the result of tensors without numbers."""
     shape, dtype = call.q.shape[:3], at_least_float32(call.q.dtype)
     out = call.v.new_empty(*shape, call.v.shape[3])
     if call.needs_grad:
@@ -177,7 +177,7 @@ def _shapes(call: Call, *, weights: bool) -> Result:
 
 
 def _recorded(call: Call, kernel: str) -> Result:
-    """The result in a program that torch records, which has no decisions by numbers."""
+    """Return the result in a program that torch records, which has no decisions by numbers."""
     if kernel not in ("auto", "eager"):
         raise InputError(f"kernel is {kernel!r} in a program that torch records, expected 'auto' or 'eager'")
     if torch._C._is_tracing() and isinstance(call.normalizer, SumToOne) and not call.normalizer.has_lse:
@@ -214,7 +214,7 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
 
 
 def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
-    """The kernel for a block of a sharded call, of which the tensors named in `wanted` need gradients."""
+    """Return the kernel for a block of a sharded call, of which the tensors named in `wanted` need gradients."""
     names = BLOCK_KERNELS_WITH_GRADIENTS if wanted else BLOCK_KERNELS
     for name in (kernel,) if kernel in names and kernel != "native" else names:  # native refuses NaN and infinity
         if name == "native" and not (wanted.isdisjoint(call.learned) and is_finite(call)):
@@ -225,7 +225,7 @@ def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
 
 
 def _unsupported_reason(name: str, call: Call, *, weights: bool = False, chosen: bool = True) -> str | None:
-    """Why a kernel cannot serve a call; unless it is `chosen` by name, also why it should not."""
+    """Return why a kernel cannot serve a call; unless it is `chosen` by name, also why it should not."""
     if weights and name not in FORM_WEIGHTS:
         return "it never forms the weights, which were requested"
     why: str | None = KERNELS[name].unsupported_reason(call)
@@ -235,7 +235,7 @@ def _unsupported_reason(name: str, call: Call, *, weights: bool = False, chosen:
 
 
 def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
-    """The kernel that serves `call`: the requested one, or for ``"auto"`` the first of `PREFERENCE` that can."""
+    """Return the kernel that serves `call`: the requested one, or for ``"auto"`` the first of `PREFERENCE` that can."""
     if kernel != "auto" and kernel not in KERNELS:
         raise InputError(f"kernel is {kernel!r}, expected 'auto' or one of {', '.join(map(repr, KERNELS))}")
     why, names = None, [kernel]
@@ -253,7 +253,7 @@ def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
 
 
 def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str, dict[str, str]]:
-    """The kernel that serves `call`, the reason, and the reason against each other kernel."""
+    """Return the kernel that serves `call`, the reason, and the reason against each other kernel."""
     chosen, auto = pick(call, kernel, weights=weights), kernel == "auto"
     whys = {name: _unsupported_reason(name, call, weights=weights, chosen=not auto) for name in KERNELS}
     if not auto:

@@ -20,7 +20,7 @@ OFFERS: tuple[Need, ...] = tuple(NEEDS)
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or None if it can."""
+    """Return why this kernel cannot serve the call, or None if it can."""
     if mapped():
         return "torch.func.vmap maps it; put the mapped dimension into the batch or the heads"
     solved = isinstance(call.normalizer, SumToOne) and not call.normalizer.has_lse
@@ -33,7 +33,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def forward(call: Call) -> Result:
-    """Attention, and its weights after dropout; both in the dtype of the inputs."""
+    """Compute attention, and its weights after dropout; both in the dtype of the inputs."""
     tiles = ScoreTiles(call)
     rows, columns = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     whole = Region(rows, columns)
@@ -60,7 +60,7 @@ def forward(call: Call) -> Result:
 
 
 def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Weights, and the log-sum-exp if the normalizer has one."""
+    """Return weights, and the log-sum-exp if the normalizer has one."""
     normalizer = call.normalizer
     if isinstance(normalizer, SumToOne):
         with_sink = scores
@@ -82,7 +82,7 @@ def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _one_key(call: Call, normalizer: Normalizer, scores: Tensor, soft: Tensor) -> Tensor:
-    """One-hot weights with the gradient of the softmax weights (straight-through)."""
+    """Return one-hot weights with the gradient of the softmax weights (straight-through)."""
     noisy = scores
     if normalizer.sample:
         whole = Region(slice(0, scores.shape[2]), slice(0, scores.shape[3]))
@@ -93,7 +93,7 @@ def _one_key(call: Call, normalizer: Normalizer, scores: Tensor, soft: Tensor) -
 
 
 def _relative(call: Call, weights: Tensor) -> Tensor:
-    """Σ_j A_ij values[clip(j − p_i)]: the part of the output that comes from relative values."""
+    """Return Σ_j A_ij values[clip(j − p_i)]: the part of the output that comes from relative values."""
     assert call.values is not None
     grid, reach = call.grid, call.values.shape[-2] // 2
     index = clipped(grid.rows(0, grid.n_queries)[:, None], grid.columns(0, grid.n_keys), reach)

@@ -12,7 +12,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ OFFERS: tuple[Need, ...] = ("weights that are no softmax", "biases", "gradients"
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or None if it can."""
+    """Return why this kernel cannot serve the call, or None if it can."""
     device = call.q.device.type
     if device not in ("cpu", *GPUS):
         return f"tensors are on {device}; it is for CUDA, and for tests on CPU"
@@ -61,7 +61,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def forward(call: Call) -> Result:
-    """Attention, differentiable on CUDA in q, k, v, biases and the sink, and through the lse."""
+    """Compute attention, differentiable on CUDA in q, k, v, biases and the sink, and through the lse."""
     if not call.needs_grad:
         call = detached(call)  # FlexAttention on CPU rejects tensors that require gradients, even under no_grad
     if isinstance(call.normalizer, Pointwise):
@@ -75,14 +75,17 @@ def forward(call: Call) -> Result:
 
 
 def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
-    """FlexAttention of a call's queries, keys, values and mask, with a score_mod for `call.scale` · q·k."""
+    """Return FlexAttention of a call's queries, keys, values and mask, with a score_mod for `call.scale` · q·k."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    q, k, v = call.q, call.k, call.v
-    blocked = blocked_mask(call)
-    if blocked is not None and blocked.masked_keys is not None:  # NaN in padding must not spread
-        k, v = (x.masked_fill(blocked.masked_keys[:, None, :, None], 0) for x in (k, v))
-    dv = v.shape[3]
+    q, k, v, dv = call.q, call.k, call.v, call.v.shape[3]
+    blocks = empty_rows = masked_keys = None
+    if call.mask is not None:
+        lasting = call.mask.by_value or is_dataclass(call.mask)  # others may change unseen
+        lay = _blocked_mask if lasting else _blocked_mask.__wrapped__
+        blocks, empty_rows, masked_keys = lay(call.mask, call.grid, _versions(call.mask), BLOCK)
+    if masked_keys is not None:  # NaN in padding must not spread
+        k, v = (x.masked_fill(masked_keys[:, None, :, None], 0) for x in (k, v))
     q, k, v = _fit(q), _fit(k), _fit(v)
     with _naming(call):
         out, aux = _attention(
@@ -91,21 +94,21 @@ def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
             k,
             v,
             score_mod=score_mod,
-            block_mask=None if blocked is None else blocked.blocks,
+            block_mask=blocks,
             scale=call.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             kernel_options={"FORCE_USE_FLEX_ATTENTION": q.shape[2] * q.shape[1] > DECODED * k.shape[1]},
             return_aux=AuxRequest(lse=True),
         )
     out, lse = out[..., :dv], aux.lse.to(at_least_float32(call.q.dtype))
-    if blocked is not None and blocked.empty_rows is not None:
-        out, lse = out.masked_fill(blocked.empty_rows[..., None], 0), lse.masked_fill(blocked.empty_rows, -torch.inf)
+    if empty_rows is not None:
+        out, lse = out.masked_fill(empty_rows[..., None], 0), lse.masked_fill(empty_rows, -torch.inf)
     return Partial(out, lse)
 
 
 @contextlib.contextmanager
 def _naming(call: Call) -> Iterator[None]:
-    """If torch.compile rejects a normalizer's weight inside of FlexAttention, name it and the kernel that serves it."""
+    """Name a normalizer whose weight torch.compile rejects inside of FlexAttention, and the kernel that serves it."""
     if call.normalizer.has_lse:
         yield
         return
@@ -141,7 +144,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _attention(device: str, *args: Any, **kwargs: Any) -> Any:
-    """FlexAttention, compiled on CUDA, and torch's eager implementation elsewhere."""
+    """Call FlexAttention, compiled on CUDA, and torch's eager implementation elsewhere."""
     from torch.nn.attention.flex_attention import flex_attention
 
     run: Any = _compiled() if device == "cuda" else flex_attention
@@ -161,7 +164,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _final_score(call: Call) -> ScoreMod:
-    """FlexAttention's score_mod for softmax: the final score of a pair from `call.scale` · q·k."""
+    """Return FlexAttention's score_mod for softmax: the final score of a pair from `call.scale` · q·k."""
     biases, temperature = [_ready(bias, call) for bias in call.biases], call.normalizer.temperature
     temperature = temperature if call.biases else 1.0  # else `call.scale` includes it
     shift = None if call.shift is None else _ready(TensorBias(call.shift[..., None]), call)
@@ -176,7 +179,7 @@ def _final_score(call: Call) -> ScoreMod:
 
 
 def _ready(bias: Bias, call: Call) -> Bias:
-    """A bias on the device of the call, not wider than the scores, and not narrower if it accumulates gradients."""
+    """Move a bias to the call's device, not wider than the scores, nor narrower if it accumulates gradients."""
     tensors = bias.tensors()
     if set(tensors) != {"tensor"}:
         return bias
@@ -197,41 +200,21 @@ def _ready(bias: Bias, call: Call) -> Bias:
 # --- the mask as blocks ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class BlockedMask:
-    """A mask on a grid, in the form that FlexAttention takes, and its fully masked queries and keys."""
-
-    blocks: Any  # BlockMask
-    empty_rows: Bool[Tensor, "b h nq"] | None
-    """Fully masked queries; None if there are none."""
-    masked_keys: Bool[Tensor, "b nk"] | None
-    """Keys that are masked for all queries; None if there are none."""
-
-
-def blocked_mask(call: Call) -> BlockedMask | None:
-    """The mask of a call in the form that FlexAttention takes; None if there is no mask."""
-    if call.mask is None:
-        return None
-    lasting = call.mask.by_value or is_dataclass(call.mask)  # others may change unseen
-    lay = _blocked_mask if lasting else _blocked_mask.__wrapped__
-    return lay(call.mask, call.grid, _versions(call.mask), BLOCK)
+BlockedMask = tuple[Any, Bool[Tensor, "b h nq"] | None, Bool[Tensor, "b nk"] | None]
+"""The BlockMask of a mask, its fully masked queries, and the keys that are masked for all queries; None for none."""
 
 
 @functools.lru_cache(maxsize=8)
 def _blocked_mask(mask: Mask, grid: Grid, versions: tuple[int, ...], size: int) -> BlockedMask:
-    """Cached for the layers and steps that use the same mask; `versions` change when its tensors are written to."""
+    """Lay out a mask, once for all layers and steps; `versions` change when its tensors are written to."""
     with torch.inference_mode(False), torch.no_grad():  # cached tensors must serve training too
-        visibility = block_visibility(mask, grid, size)
-        empty_rows, masked_keys = ~visibility.queries, ~visibility.keys
-        return BlockedMask(
-            block_mask(mask, grid, visibility.status, size),
-            empty_rows if empty_rows.any() else None,
-            masked_keys if masked_keys.any() else None,
-        )
+        status, queries, keys = block_visibility(mask, grid, size)
+        empty_rows, masked_keys = (None if some.all() else ~some for some in (queries, keys))
+        return block_mask(mask, grid, status, size), empty_rows, masked_keys
 
 
 def _versions(x: object) -> tuple[int, ...]:
-    """Version counters of the tensors of a mask, which count in-place writes."""
+    """Return version counters of the tensors of a mask, which count in-place writes."""
     if isinstance(x, Tensor):
         return (0 if x.is_inference() else x._version,)
     if not is_dataclass(x):
@@ -251,7 +234,7 @@ def _versions(x: object) -> tuple[int, ...]:
 
 
 def _not_by_logarithms(call: Call) -> str | None:
-    """Why the weights of a call's normalizer cannot be computed from their logarithms, or None if they can."""
+    """Return why the weights of a call's normalizer cannot be computed from their logarithms, or None if they can."""
     normalizer, name = call.normalizer, type(call.given.normalizer).__name__
     if normalizer.one_key:
         return f"{name} takes the value of one key, and it sums over keys"
@@ -263,15 +246,15 @@ def _not_by_logarithms(call: Call) -> str | None:
 
 
 def _not_elementwise(call: Call) -> str | None:
-    """Why `weight` cannot be called for single scores, as a score_mod is; None if it can."""
+    """Return why `weight` cannot be called for single scores, as a score_mod is; None if it can."""
     normalizer, ones = call.normalizer, torch.ones(2, device=call.q.device)
 
     def weight(score: Tensor, level: Tensor) -> Tensor:
         return normalizer.weigh(score, level)
 
     def falls(score: Tensor, level: Tensor) -> Tensor:
-        made: Tensor = torch.func.jvp(lambda at: weight(score, at), (level,), (torch.ones_like(level),))[0]
-        return made
+        slope: Tensor = torch.func.jvp(lambda at: weight(score, at), (level,), (torch.ones_like(level),))[0]
+        return slope
 
     name, probe = type(normalizer).__name__, falls if call.needs_grad else weight
     try:
@@ -306,7 +289,7 @@ def _recompiling() -> Iterator[None]:
 
 
 def _pointwise(call: Call) -> Float[Tensor, "b h nq dv"]:
-    """Output of a `Pointwise` normalizer."""
+    """Return the output of a `Pointwise` normalizer."""
     part = _attend(call, _log_weight(call.normalizer, _final_score(call)))
     if call.normalizer.divide == "sum":
         nothing = part.lse < math.log(torch.finfo(part.lse.dtype).tiny)  # the sum is 0
@@ -317,7 +300,7 @@ def _pointwise(call: Call) -> Float[Tensor, "b h nq dv"]:
 
 
 def _sum_to_one(call: Call) -> Float[Tensor, "b h nq dv"]:
-    """Output of a `SumToOne` normalizer."""
+    """Return the output of a `SumToOne` normalizer."""
     normalizer, final = call.normalizer, _final_score(call)
     with torch.no_grad():
         still = detached(call, learned=True)
@@ -335,7 +318,7 @@ def _sum_to_one(call: Call) -> Float[Tensor, "b h nq dv"]:
 
 
 def _level(call: Call, final: ScoreMod) -> Float[Tensor, "b h nq"]:
-    """The level of each query, at which its weights and that of the sink sum to one; 0 for fully masked queries."""
+    """Find the level of each query at which its weights and that of the sink sum to one; 0 if fully masked."""
     normalizer = call.normalizer
     few = call.v[..., :1]  # only log-sum-exps are needed
     narrow = call.with_tensors({"v": few})
@@ -356,7 +339,7 @@ def _level(call: Call, final: ScoreMod) -> Float[Tensor, "b h nq"]:
 
 
 def _mean(call: Call, final: ScoreMod, level: Tensor) -> Float[Tensor, "b h nq dv"]:
-    """Mean of the values, weighted by −∂ weight / ∂ level; the sink's value is 0."""
+    """Return the mean of the values, weighted by −∂ weight / ∂ level; the sink's value is 0."""
     normalizer = call.normalizer
     with torch.no_grad():
         part = _attend(call, _log_weight(normalizer, final, level, falling=True))
@@ -369,7 +352,7 @@ def _mean(call: Call, final: ScoreMod, level: Tensor) -> Float[Tensor, "b h nq d
 
 
 def _at_sink(call: Call, level: Tensor) -> Float[Tensor, "b h nq"]:
-    """The weight of the sink at a level."""
+    """Return the weight of the sink at a level."""
     assert call.sink is not None
     return weights_of(call.normalizer, call.sink.expand_as(level)[..., None], level)[..., 0]
 
@@ -377,7 +360,7 @@ def _at_sink(call: Call, level: Tensor) -> Float[Tensor, "b h nq"]:
 def _log_weight(
     normalizer: Normalizer, final: ScoreMod, level: Tensor | None = None, *, falling: bool = False
 ) -> ScoreMod:
-    """A score_mod that returns ln w(s), or with `falling` ln −∂w/∂level; −inf for a weight of 0 and a score of −inf."""
+    """Return a score_mod of ln w(s), or `falling` ln −∂w/∂level; −inf for a weight of 0 and a score of −inf."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = final(score, b, h, i, j)

@@ -33,7 +33,7 @@ OFFERS: tuple[Need, ...] = ("gradients",)
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or None if it can."""
+    """Return why this kernel cannot serve the call, or None if it can."""
     q, v, device = call.q, call.v, call.q.device
     band = EVERYTHING if call.mask is None else call.mask.band
     if device.type not in GPUS:
@@ -56,12 +56,12 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def forward(call: Call) -> Result:
-    """Attention in linear memory, differentiable in q, k, v and the sink, and through the lse."""
+    """Compute attention in linear memory, differentiable in q, k, v and the sink, and through the lse."""
     return Result(*differentiable_call(call, _compute, _backward, "fused"))
 
 
 def _compute(call: Call) -> tuple[Results, Results]:
-    """out and lse, including the sink, and what the backward needs besides."""
+    """Return out and lse, including the sink, and what the backward needs besides."""
     q, k, v, scale, band = _prepared(call)
     out, lse, *random = _attend(q, k, v, scale, band)
     part = Partial(out, lse) if call.sink is None else _with_sink(out, lse, call.sink)
@@ -89,7 +89,7 @@ def _backward(call: Call, results: Results, random: Results, grads: Results, wan
 
 
 def _prepared(call: Call) -> tuple[Tensor, Tensor, Tensor, float, tuple[float, float]]:
-    """Queries, keys and values of one head dimension, the scale and the band, as torch's kernels take them."""
+    """Return queries, keys and values of one head dimension, the scale and the band, as torch's kernels take them."""
     scale, band = call.scale, EVERYTHING if call.mask is None else call.mask.band
     size = -(-max(call.q.shape[3], call.v.shape[3]) // MULTIPLE) * MULTIPLE
     q, k, v = (_pad(x, size) for x in (call.q, call.k, call.v))
@@ -112,7 +112,7 @@ SINK_ROWS = 16  # queries for each program of the kernel that merges a sink
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Partial:
-    """The result with a sink merged into it, in place: one launch if Triton is there."""
+    """Return the result with a sink merged into it, in place: one launch if Triton is there."""
     if not (has_triton() and (out.is_cuda or INTERPRETED)):
         return Partial(out, lse).with_sink(sink, in_place=True)
     b, h, n_queries, d = out.shape
@@ -135,13 +135,13 @@ def _sink_kernel() -> Any:
 
 
 def _windows(band: tuple[float, float]) -> dict[str, int]:
-    """FlashAttention's names of a band: how many keys a query sees on each side; all if a name is absent."""
+    """Return FlashAttention's names of a band: how many keys a query sees on each side; all if a name is absent."""
     sides = {"window_size_left": band[1], "window_size_right": -band[0]}
     return {} if band == (0, math.inf) else {side: int(n) for side, n in sides.items() if n != math.inf}
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[float, float]) -> tuple[Tensor, ...]:
-    """out, lse, and what the backward needs besides."""
+    """Return out, lse, and what the backward needs besides."""
     causal, n_queries, n_keys = band == (0, math.inf), q.shape[2], k.shape[2]
     if q.dtype == torch.float32:
         k, v = _repeated(q, k, v)
@@ -160,7 +160,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[float, fl
 def _gradients(
     tensors: list[Tensor], lse: Tensor, random: Results, scale: float, band: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `tensors` are the gradient of the output, q, k, v and the output."""
+    """Return gradients of q, k and v; `tensors` are the gradient of the output, q, k, v and the output."""
     grad, q, k, v, out = tensors
     causal, n_queries, (_, key_heads, n_keys, _) = band == (0, math.inf), q.shape[2], k.shape
     if q.dtype == torch.float32:
@@ -181,7 +181,7 @@ def _gradients(
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values for every query head, which the float32 kernel needs."""
+    """Return keys and values for every query head, which the float32 kernel needs."""
     share = q.shape[1] // k.shape[1]
     return (k, v) if share == 1 else (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))
 
@@ -196,7 +196,7 @@ _OPERATORS: dict[str, Any] = {  # None for one that this torch lacks: then the c
 
 @functools.cache
 def _wrong(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with torch's kernels for a dtype on a card, found by a small call; None if they are right."""
+    """Say what is wrong with torch's kernels for a dtype on a card, found by a small call; None if they are right."""
     problem = difference(device, dtype)
     return None if problem is None else f"torch's fused kernels for {dtype} on this card are not usable: {problem}"
 
@@ -206,42 +206,38 @@ ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
 def difference(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What first differs from the formula for each mask, with grouped heads, a sink and a gradient of the lse."""
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():  # in any caller's context
-        return _difference(device, dtype)
-
-
-def _difference(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say what first differs from the formula for each mask, with grouped heads, a sink and a gradient of the lse."""
     masks: list[Mask | None] = [None, Causal()] + ([] if dtype == torch.float32 else [Window(6), Window(8, ahead=3)])
-    for mask in masks:
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (
-            torch.randn(2, heads, n, 16, generator=generator).to(device, dtype).requires_grad_()
-            for heads, n in ((4, 37), (2, 45), (2, 45))
-        )
-        sink = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device, requires_grad=True)
-        try:
-            result = forward(Call.of(q, k, v, mask, None, Dot(0.3), Softmax(sink=sink)))
-            got = _with_gradients(*result, q, k, v, sink)
-        except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        want = _with_gradients(*_formula(q, k, v, sink, 0.3, mask), q, k, v, sink)
-        for name, one, other in zip(("out", "lse", "dq", "dk", "dv", "dsink"), got, want, strict=True):
-            off = float((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1))
-            if not off <= ALLOWED[dtype]:
-                return f"{name} is off by {off:.2g} for the mask {mask}"
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():  # in any caller's context
+        for mask in masks:
+            generator = torch.Generator().manual_seed(0)
+            q, k, v = (
+                torch.randn(2, heads, n, 16, generator=generator).to(device, dtype).requires_grad_()
+                for heads, n in ((4, 37), (2, 45), (2, 45))
+            )
+            sink = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device, requires_grad=True)
+            try:
+                result = forward(Call.of(q, k, v, mask, None, Dot(0.3), Softmax(sink=sink)))
+                got = _with_gradients(*result, q, k, v, sink)
+            except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+                return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            want = _with_gradients(*_formula(q, k, v, sink, 0.3, mask), q, k, v, sink)
+            for name, one, other in zip(("out", "lse", "dq", "dk", "dv", "dsink"), got, want, strict=True):
+                off = float((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1))
+                if not off <= ALLOWED[dtype]:
+                    return f"{name} is off by {off:.2g} for the mask {mask}"
     return None
 
 
 def _with_gradients(out: Tensor, lse: Tensor, *of: Tensor) -> list[Tensor]:
-    """Output, lse and the gradients of a loss that depends on both."""
+    """Return the output, lse and the gradients of a loss that depends on both."""
     slope = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
     loss = (out * slope).sum() + (lse * torch.linspace(0, 1, lse.shape[2], device=lse.device).to(lse.dtype)).sum()
     return [x.detach() for x in (out, lse, *torch.autograd.grad(loss, of))]
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, scale: float, mask: Mask | None) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in float64, with all scores formed."""
+    """Return the output and log-sum-exp in float64, with all scores formed."""
     share = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(share, 1) for x in (k, v))
     scores = scale * q.double() @ keys.transpose(2, 3)

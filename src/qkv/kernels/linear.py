@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkv.engine.call import Call, Result, at_least_float32
 from qkv.engine.needs import Need, unmet
+from qkv.engine.tiles import spans
 from qkv.masks.convert import parts
 from qkv.normalizers import Pointwise
 
@@ -42,16 +43,16 @@ class LinearState:
         batch: int, key_heads: int, n_features: int, value_dim: int,
         dtype: torch.dtype = torch.float32, device: torch.device | None = None,
     ) -> LinearState:  # fmt: skip
-        """The state before the first key."""
+        """Return the state before the first key."""
         kv = torch.zeros(batch, key_heads, n_features, value_dim, dtype=dtype, device=device)
         return LinearState(kv, kv[..., 0].clone())
 
     def merge(self, other: LinearState, /) -> LinearState:
-        """The state after the keys of both."""
+        """Return the state after the keys of both."""
         return LinearState(self.kv + other.kv, self.k_sum + other.k_sum)
 
     def plus(self, k: Float[Tensor, "b hkv n m"], v: Float[Tensor, "b hkv n dv"]) -> LinearState:
-        """The state after more keys, given as features."""
+        """Return the state after more keys, given as features."""
         return LinearState(self.kv + k.mT @ v, self.k_sum + k.sum(2))
 
 
@@ -59,7 +60,7 @@ OFFERS: tuple[Need, ...] = ("weights that are no softmax", "gradients", "tensors
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or None if it can."""
+    """Return why this kernel cannot serve the call, or None if it can."""
     if not (isinstance(call.normalizer, Pointwise) and call.normalizer.is_identity) or call.shift is not None:
         return f"its weights are the scores themselves, not {type(call.given.normalizer).__name__} of them"
     if (why := unmet(call, OFFERS)) is not None:
@@ -70,12 +71,12 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def causal(call: Call) -> bool:
-    """Whether a call that this kernel can serve is causal."""
+    """Return whether a call that this kernel can serve is causal."""
     return parts(call.mask, call.grid)[0] == PAST
 
 
 def forward(call: Call) -> Result:
-    """Attention in time and memory linear in the sequence, differentiable in q, k and v."""
+    """Compute attention in time and memory linear in the sequence, differentiable in q, k and v."""
     band, keys, _ = parts(call.mask, call.grid)
     k, v = call.k, call.v
     if keys is not None:
@@ -98,7 +99,7 @@ def attention(
     divided: bool,
     chunk: int = CHUNK,
 ) -> tuple[Float[Tensor, "b h nq dv"], LinearState]:
-    """Linear attention of features q and k, `divided` by the sum of the weights or not; and the state after all keys.
+    """Compute linear attention of features, `divided` by the sum of the weights or not, and the state after all keys.
 
     Masked keys are zeros. With nq ≠ nk the last query is aligned with the last key; keys in `state` precede all others.
     """
@@ -120,7 +121,13 @@ def attention(
         if ahead > 0:
             state = state.plus(k[:, :, :ahead], v[:, :, :ahead])
             k, v = k[:, :, ahead:], v[:, :, ahead:]
-        out, state = _segments(q[:, :, :, max(0, -ahead) :], k, v, state, min(chunk, k.shape[2]), divided)
+        q, chunk = q[:, :, :, max(0, -ahead) :], min(chunk, k.shape[2])
+        widest = max(q.shape[2] * chunk, q.shape[2] * m, m * dv // chunk)
+        outs, size = [], chunk * max(1, SEGMENT // (b * hkv * widest * chunk))
+        for part in spans(k.shape[2], size):  # allocating for all tokens costs more than the arithmetic
+            out, state = _square(q[:, :, :, part], k[:, :, part], v[:, :, part], state, chunk, divided)
+            outs.append(out)
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 3)
     if out.shape[3] < n_queries:
         out = torch.nn.functional.pad(out, (0, 0, n_queries - out.shape[3], 0))
     return out.flatten(1, 2), state
@@ -132,26 +139,6 @@ def _divided(out: Float[Tensor, "*n dv"], total: Float[Tensor, "*n"] | None) -> 
     return out / torch.where(total.abs() < torch.finfo(total.dtype).tiny, 1.0, total)[..., None]
 
 
-def _segments(
-    q: Float[Tensor, "b hkv g n m"],
-    k: Float[Tensor, "b hkv n m"],
-    v: Float[Tensor, "b hkv n dv"],
-    state: LinearState,
-    chunk: int,
-    divided: bool,
-) -> tuple[Float[Tensor, "b hkv g n dv"], LinearState]:
-    """Process segments of some thousand tokens one by one: allocating for all costs more than the arithmetic."""
-    b, hkv, group, n, m = q.shape
-    widest = max(group * chunk, group * m, m * v.shape[3] // chunk)
-    size = chunk * max(1, SEGMENT // (b * hkv * widest * chunk))
-    outs = []
-    for start in range(0, n, size):
-        part = slice(start, start + size)
-        out, total, state = _square(q[:, :, :, part], k[:, :, part], v[:, :, part], state, chunk, divided)
-        outs.append(_divided(out, total))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 3), state
-
-
 def _square(
     q: Float[Tensor, "b hkv g n m"],
     k: Float[Tensor, "b hkv n m"],
@@ -159,8 +146,8 @@ def _square(
     state: LinearState,
     chunk: int,
     divided: bool,
-) -> tuple[Float[Tensor, "b hkv g n dv"], Float[Tensor, "b hkv g n"] | None, LinearState]:
-    """Causal attention with query i at key i: undivided output, sums of the weights, and the final state."""
+) -> tuple[Float[Tensor, "b hkv g n dv"], LinearState]:
+    """Compute causal attention with query i at key i: the output, and the final state."""
     group, n = q.shape[2:4]
     if n % chunk:
         q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, -n % chunk)) for x in (q, k, v))
@@ -177,10 +164,10 @@ def _square(
     def unfold(x: Tensor) -> Tensor:
         return x.unflatten(3, (group, chunk)).transpose(2, 3).flatten(3, 4)[:, :, :, :n]
 
-    return unfold(out), None if total is None else unfold(total), LinearState(kv, k_sum)
+    return _divided(unfold(out), None if total is None else unfold(total)), LinearState(kv, k_sum)
 
 
 def _sums(x: Float[Tensor, "b hkv c *n"], start: Float[Tensor, "b hkv *n"]) -> tuple[Tensor, Tensor]:
-    """`start` plus the sum of all chunks; and for each chunk, `start` plus the sum of the earlier chunks."""
+    """Return `start` plus the sum of all chunks; and for each chunk, `start` plus the sum of the earlier chunks."""
     sums = torch.cat([start[:, :, None], x], 2).cumsum(2)
     return sums[:, :, -1], sums[:, :, :-1]

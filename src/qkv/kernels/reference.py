@@ -12,7 +12,7 @@ OFFERS: tuple[Need, ...] = ("weights that are no softmax", "pairwise scores", "b
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or None if it can."""
+    """Return why this kernel cannot serve the call, or None if it can."""
     given = call.given
     if (unknown := reference.first_undefined(given.mask, *given.biases, given.score, given.normalizer)) is not None:
         return f"the reference has no definition of {unknown}"
@@ -20,7 +20,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def forward(call: Call) -> Result:
-    """Attention and its weights by definition, in float64, returned in the dtypes of the other kernels."""
+    """Compute attention and its weights by definition, in float64, returned in the dtypes of the other kernels."""
     given = call.given
     result = reference.attention(
         given.q, given.k, given.v, mask=given.mask, bias=given.biases, score=given.score, normalizer=given.normalizer

@@ -19,12 +19,12 @@ OFFERS: tuple[Need, ...] = tuple(need for need in NEEDS if need not in ("transfo
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or None if it can."""
+    """Return why this kernel cannot serve the call, or None if it can."""
     return unmet(call, OFFERS)
 
 
 def forward(call: Call) -> Result:
-    """Attention in memory linear in the sequence, differentiable in every tensor of the call and through the lse."""
+    """Compute attention in linear memory, differentiable in every tensor of the call and through the lse."""
     if not call.needs_grad:
         state = forward_tiles(detached(call))
         return Result(state.out.to(call.v.dtype), state.lse)
@@ -32,7 +32,7 @@ def forward(call: Call) -> Result:
 
 
 def row_state(call: Call) -> RowState:
-    """The row state of a call, from a tiled forward: enough to compute any tile of its weights."""
+    """Return the row state of a call, from a tiled forward: enough to compute any tile of its weights."""
     return forward_tiles(detached(call))
 
 
@@ -50,7 +50,7 @@ def _backward(call: Call, results: Results, more: Results, grads: Results, wante
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradients of a softmax call over a subset of the keys, given `whole`, the result over all keys; at least float32.
+    """Return gradients of a softmax call over some of the keys, given `whole`, the result over all; at least float32.
 
     `whole` may include other keys and a sink; `grad` and `grad_lse` are its gradients. `wanted` names tensors of the
     call.

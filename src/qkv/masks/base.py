@@ -45,15 +45,15 @@ class Grid:
 
     @staticmethod
     def of(n_queries: int, n_keys: int, batch: int = 1, heads: int = 1, device: str | torch.device = "cpu") -> Grid:
-        """The grid with the last query at the last key."""
+        """Return the grid with the last query at the last key."""
         return Grid(batch, heads, n_queries, n_keys, n_keys - n_queries, torch.device(device))
 
     def rows(self, start: int, stop: int) -> Int[Tensor, " q"]:
-        """Positions of queries ``start`` to ``stop`` (exclusive)."""
+        """Return positions of queries ``start`` to ``stop`` (exclusive)."""
         return torch.arange(start, stop, device=self.device) + self.offset
 
     def columns(self, start: int, stop: int) -> Int[Tensor, " k"]:
-        """Positions of keys ``start`` to ``stop`` (exclusive)."""
+        """Return positions of keys ``start`` to ``stop`` (exclusive)."""
         return torch.arange(start, stop, device=self.device)
 
 
@@ -87,17 +87,17 @@ class Region:
         return torch.arange(self.columns.start, self.columns.stop, device=self.device)
 
     def of(self, x: Tensor) -> Tensor:
-        """The slice of x (b, h, q, k) for this region; dimensions of size 1 broadcast."""
+        """Return the slice of x (b, h, q, k) for this region; dimensions of size 1 broadcast."""
         cuts = (self.batch, self.heads, self.rows, self.columns)
         return x[tuple(cut if size > 1 else slice(None) for cut, size in zip(cuts, x.shape, strict=True))]
 
     def moved(self, down: int, right: int, offset: int) -> Region:
-        """The region `down` rows and `right` columns further, in a matrix with query 0 at position `offset`."""
+        """Return the region `down` rows and `right` columns further, in a matrix with query 0 at position `offset`."""
         rows, columns = (slice(x.start + n, x.stop + n) for x, n in ((self.rows, down), (self.columns, right)))
         return replace(self, rows=rows, columns=columns, offset=offset)
 
     def indices(self, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Batch items, heads, query positions and keys of the region, shaped to broadcast to (b, h, q, k)."""
+        """Return batch items, heads, query positions and keys of the region, shaped to broadcast to (b, h, q, k)."""
         b = torch.arange(grid.batch, device=grid.device)[self.batch]
         h = torch.arange(grid.heads, device=grid.device)[self.heads]
         q, k = grid.rows(self.rows.start, self.rows.stop), grid.columns(self.columns.start, self.columns.stop)
@@ -120,13 +120,13 @@ class Tiles:
 
     @staticmethod
     def of_spans(rows: Sequence[slice], columns: Sequence[slice], grid: Grid) -> Tiles:
-        """Tiles of these queries and these keys."""
+        """Return tiles of these queries and these keys."""
         q, k = (torch.tensor([(x.start, x.stop - 1) for x in spans]).T.contiguous() for spans in (rows, columns))
         return Tiles(q[0] + grid.offset, q[1] + grid.offset, k[0], k[1])
 
     @staticmethod
     def of(grid: Grid, rows: int, columns: int, start: int = 0, stop: int | None = None) -> Tiles:
-        """Tiles of `rows` × `columns` over queries `start` to `stop` and all keys."""
+        """Return tiles of `rows` × `columns` over queries `start` to `stop` and all keys."""
         stop = grid.n_queries if stop is None else stop
         q = torch.arange(start, stop, rows)
         k = torch.arange(0, grid.n_keys, columns)
@@ -154,7 +154,7 @@ class Mask(Definition):
     }  # fmt: skip
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        """Whether queries at positions `q` of batch items `b` and heads `h` may attend to keys `k`.
+        """Return whether queries at positions `q` of batch items `b` and heads `h` may attend to keys `k`.
 
         The arguments are integer tensors that broadcast against one another, as in FlexAttention's ``mask_mod``. The
         result is a boolean tensor; dimensions that it does not depend on may have size 1.
@@ -167,7 +167,7 @@ class Mask(Definition):
     # --- optional shortcuts; a subclass that overrides `sees` loses the inherited ones --------------------------------
 
     def classify(self, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h rows cols"]:
-        """Block status (EMPTY, PARTIAL or FULL) of each tile; PARTIAL is always correct. b and h may be 1."""
+        """Return the block status (EMPTY, PARTIAL or FULL) of each tile (b and h may be 1); PARTIAL is always right."""
         return torch.full((1, 1, len(tiles.q_first), len(tiles.k_first)), PARTIAL, dtype=torch.int8)
 
     @property
@@ -187,19 +187,19 @@ class Mask(Definition):
         return named.issuperset(vars(self)) and all(_is_value(getattr(self, name)) for name in named)
 
     def key_mask(self, grid: Grid) -> Bool[Tensor, "#b nk"] | None:
-        """The visible keys, if visibility depends only on the batch item and the key; else None."""
+        """Return the visible keys, if visibility depends only on the batch item and the key; else None."""
         return None
 
     def factors(self) -> tuple[Mask, ...]:
-        """The masks of which this one is the intersection (`And`); only the mask itself by default."""
+        """Return the masks of which this one is the intersection (`And`); only the mask itself by default."""
         return (self,)
 
     def alternatives(self) -> tuple[Mask, ...]:
-        """The masks of which this one is the union (`Or`); only the mask itself by default."""
+        """Return the masks of which this one is the union (`Or`); only the mask itself by default."""
         return (self,)
 
     def ready(self, grid: Grid) -> Mask:
-        """The same mask for this grid alone, whose `sees` can be traced: no transfers, random draws or caches."""
+        """Return the mask for this grid alone, with a `sees` that can be traced: no transfers, draws or caches."""
         return self
 
     def check(self, grid: Grid) -> None:
@@ -208,7 +208,7 @@ class Mask(Definition):
     # --- derived methods ----------------------------------------------------------------------------------------------
 
     def is_visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        """`sees`, with a check of its result."""
+        """Return `sees`, with a check of its result."""
         visible = self.sees(b, h, q, k, grid)
         if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
             name, got = type(self).__name__, kind_of(visible)
@@ -216,14 +216,14 @@ class Mask(Definition):
         return visible
 
     def visible(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
-        """The visible pairs of a region; b and h may be 1."""
+        """Return the visible pairs of a region; b and h may be 1."""
         b, h, q, k = region.indices(grid)
         visible = self.is_visible(b, h, q, k, grid)
         visible = visible[(None,) * (4 - visible.ndim)]
         return visible.expand(*visible.shape[:2], len(q), len(k))
 
     def dense(self, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1) -> Bool[Tensor, "b h nq nk"]:
-        """The whole mask as a boolean tensor, True where a query may attend; b and h are 1 where all are the same.
+        """Return the mask as a boolean tensor, True where a query may attend; b and h are 1 where all are the same.
 
         >>> from qkv.masks import Causal
         >>> Causal().dense(2, 3)[0, 0].int().tolist()
@@ -234,7 +234,7 @@ class Mask(Definition):
         return self.visible(Region(slice(0, n_queries), slice(0, n_keys)), grid)
 
     def visible_keys(self, grid: Grid) -> Int[Tensor, "b h nq"]:
-        """How many keys each query may attend to, in linear memory; b and h may be 1.
+        """Return how many keys each query may attend to, in linear memory; b and h may be 1.
 
         >>> from qkv.masks import Window
         >>> Window(2).visible_keys(Grid.of(4, 4))[0, 0].tolist()
@@ -243,7 +243,7 @@ class Mask(Definition):
         return _count(self, grid) if self.band is None else band_counts(self.band, grid)[0]
 
     def sparsity(self, n_queries: int, n_keys: int | None = None, *, batch: int = 1, heads: int = 1) -> float:
-        """The fraction of masked pairs, counted exactly in linear memory; n_keys is n_queries by default.
+        """Return the fraction of masked pairs, counted exactly in linear memory; n_keys is n_queries by default.
 
         >>> from qkv.masks import Causal
         >>> Causal().sparsity(4)
@@ -308,7 +308,7 @@ def _is_value(x: object) -> bool:
 
 
 def band_counts(band: tuple[float, float], grid: Grid) -> tuple[Int[Tensor, "1 1 nq"], Int[Tensor, "1 1 nk"]]:
-    """The number of visible pairs of a band mask: of each query, and of each key.
+    """Return the number of visible pairs of a band mask: of each query, and of each key.
 
     >>> of_queries, of_keys = band_counts((0, 1), Grid.of(3, 3))
     >>> of_queries.tolist(), of_keys.tolist()
@@ -343,7 +343,7 @@ def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:
 
 
 def tile_status(full: Tensor, empty: Tensor) -> Tensor:
-    """Block status from boolean tensors `full` and `empty`, (rows, cols) or (b, h, rows, cols); PARTIAL elsewhere."""
+    """Return the block status of tiles, (rows, cols) or (b, h, rows, cols): PARTIAL unless `full` or `empty`."""
     out = torch.where(empty, EMPTY, torch.where(full, FULL, PARTIAL)).to(torch.int8)
     return out if out.ndim == 4 else out[None, None]
 
@@ -369,11 +369,11 @@ class OtherGrid(Mask):
     mask: Mask
 
     def _grid(self, grid: Grid) -> Grid:
-        """The grid of `mask`."""
+        """Return the grid of `mask`."""
         raise NotImplementedError
 
     def _at(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-        """The positions of queries and keys in the grid of `mask`."""
+        """Return the positions of queries and keys in the grid of `mask`."""
         raise NotImplementedError
 
     def check(self, grid: Grid) -> None:
@@ -431,7 +431,7 @@ class Submask(OtherGrid):
         return q + self.down, k + self.right
 
     def check(self, grid: Grid) -> None:
-        """The mask has been checked against its own grid."""
+        """Check nothing: the mask has been checked against its own grid."""
 
     def visible(self, region: Region, grid: Grid) -> Tensor:
         down, right = self.down + grid.offset - self.grid.offset, self.right  # shift of rows, not of positions
@@ -439,7 +439,7 @@ class Submask(OtherGrid):
 
 
 def mask_of_part(mask: Mask, grid: Grid, part: Region) -> Mask | None:
-    """The mask of a rectangle of a matrix, in a matrix of the rectangle's size; None if all its pairs are visible."""
+    """Return the mask of a rectangle, in a matrix of the rectangle's size; None if all its pairs are visible."""
     if bool((mask.classify(Tiles.of_spans([part.rows], [part.columns], grid), grid) == FULL).all()):
         return None
     n_queries, n_keys = part.rows.stop - part.rows.start, part.columns.stop - part.columns.start
@@ -578,7 +578,7 @@ class Predicate(TensorMask):
 
 
 def _written(mask: Mask) -> str:
-    """A mask as an expression, such as Causal() & Window(size=4)."""
+    """Return a mask as an expression, such as Causal() & Window(size=4)."""
     if isinstance(mask, And | Or):
         return f"{_written(mask.left)} {'&' if isinstance(mask, And) else '|'} {_written(mask.right)}"
     return f"~{_written(mask.mask)}" if isinstance(mask, Not) else repr(mask)
@@ -625,17 +625,12 @@ def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, til
 
 
 def shares(mask: Mask, grid: Grid) -> np.ndarray:
-    """The visible fraction of each cell of the plot (a pair, or a tile of pairs), in linear memory."""
+    """Return the visible fraction of each cell of the plot (a pair, or a tile of pairs), in linear memory."""
     size = -(-max(grid.n_queries, grid.n_keys) // PAIRS)
     tiles = Tiles.of(grid, size, size)
     out = torch.empty(len(tiles.q_first), len(tiles.k_first))
-    ones = torch.ones(size, grid.n_keys)
-    area = torch.nn.functional.avg_pool2d
     for row in range(len(out)):
         rows = slice(row * size, min((row + 1) * size, grid.n_queries))
         visible = mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0].float()
-        spare = (0, -grid.n_keys % size, 0, size - len(visible))
-        counted = area(torch.nn.functional.pad(visible, spare)[None], size)
-        of = area(torch.nn.functional.pad(ones[: len(visible)], spare)[None], size)
-        out[row] = (counted / of)[0, 0]
+        out[row] = torch.nn.functional.avg_pool2d(visible[None], size, ceil_mode=True)[0, 0]  # short cells, too
     return out.numpy()

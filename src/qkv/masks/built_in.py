@@ -34,7 +34,7 @@ class _Band(Mask):
 
 
 def _distances(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Least and greatest q − k of each tile, (rows, cols)."""
+    """Return the least and greatest q − k of each tile, (rows, cols)."""
     return tiles.q_first[:, None] - tiles.k_last, tiles.q_last[:, None] - tiles.k_first
 
 
@@ -109,7 +109,7 @@ class Strided(Mask):
 
 
 def _step_status(least: Tensor, most: Tensor, step: int) -> Tensor:
-    """Block status of tiles of distances least … most when every `step`-th distance is visible."""
+    """Return the block status of tiles of distances least … most when every `step`-th distance is visible."""
     multiple = most.div(step, rounding_mode="floor") * step  # the greatest multiple that is at most `most`
     full = (multiple >= least) & ((least == most) | (step == 1))
     return tile_status(full, multiple < least)
@@ -229,7 +229,7 @@ class Global(Mask):
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _chosen(indices: tuple[int, ...], n_keys: int) -> Tensor:
-    """True at the chosen keys."""
+    """Return True at the chosen keys."""
     chosen = torch.zeros(n_keys, dtype=torch.bool)
     chosen[torch.tensor(indices, dtype=torch.long)] = True
     return chosen
@@ -301,13 +301,16 @@ DRAW_ROWS = 1024  # rows per chunk when some keys are excluded, which needs all 
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
-    """Random keys of every position, (n_keys positions, size); −1 where there are too few keys."""
+    """Return random keys of every position, (n_keys positions, size); −1 where there are too few keys."""
     generator = torch.Generator().manual_seed(seed)
     if besides is None and size * 4 <= n_keys:
         drawn = torch.randint(n_keys, (n_keys, size), generator=generator)
-        while len(again := _with_repeats(drawn)):
-            drawn[again] = torch.randint(n_keys, (len(again), size), generator=generator)
-        return drawn
+        while True:
+            order = drawn.sort(-1).values
+            repeated = (order[:, 1:] == order[:, :-1]).any(-1)
+            if not repeated.any():
+                return drawn
+            drawn[repeated] = torch.randint(n_keys, (int(repeated.sum()), size), generator=generator)
     grid, parts = Grid.of(n_keys, n_keys), []
     for start in range(0, n_keys, DRAW_ROWS):
         rows = slice(start, min(start + DRAW_ROWS, n_keys))
@@ -322,17 +325,12 @@ def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _columns(size: int, seed: int, besides: Mask | None, n_keys: int) -> list[Tensor]:
-    """The same, one tensor for each random key of a position: FlexAttention compiles single loads alone."""
+    """Return the same, one tensor for each random key of a position: FlexAttention compiles single loads alone."""
     return [x.contiguous() for x in _draw(size, seed, besides, n_keys).unbind(1)]
 
 
-def _with_repeats(drawn: Tensor) -> Tensor:
-    order = drawn.sort(-1).values
-    return (order[:, 1:] == order[:, :-1]).any(-1).nonzero()[:, 0]
-
-
 def longformer(window: int, tokens: Sequence[int] = (0,), *, causal: bool = False) -> Mask:
-    """Longformer's mask: `window` keys around the query, half on each side, and global `tokens`.
+    """Return Longformer's mask: `window` keys around the query, half on each side, and global `tokens`.
 
     `window` is even, as in the paper: window / 2 keys before the query, its own, and window / 2 after. With `causal`, a
     query attends to the `window` keys before it and its own, and global attention is causal, too. (Beltagy et al.
@@ -349,7 +347,7 @@ def longformer(window: int, tokens: Sequence[int] = (0,), *, causal: bool = Fals
 
 
 def bigbird(block: int = 64, random: int = 3, *, window: int = 3, seed: int = 0) -> Mask:
-    """BigBird's mask over blocks of tokens: a window of `window` blocks, `random` random ones, first and last global.
+    """Return BigBird's mask of blocks of tokens: `window` around the query's, `random` ones, first and last global.
 
     Random blocks are drawn from the blocks that are not visible otherwise. (Zaheer et al. 2020, arXiv:2007.14062, §2
     and app. D.)
@@ -387,7 +385,7 @@ class Padding(TensorMask):
         object.__setattr__(self, "lengths", lengths)
 
     def _range(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """First visible key and first key after them, shaped (b, 1, 1, 1)."""
+        """Return the first visible key and first key after them, shaped (b, 1, 1, 1)."""
         lengths = torch.as_tensor(self.lengths)[:, None, None, None]
         return (0 * lengths, lengths) if self.side == "right" else (grid.n_keys - lengths, 0 * lengths + grid.n_keys)
 
@@ -469,7 +467,7 @@ class Document(TensorMask):
 
 
 def _extremes(ids: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest id in each span of positions."""
+    """Return the smallest and largest id in each span of positions."""
     spans = _spans(first, last)
     return torch.stack([ids[:, s].amin(1) for s in spans], 1), torch.stack([ids[:, s].amax(1) for s in spans], 1)
 

@@ -31,7 +31,7 @@ Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def to_sdpa(
     mask: Mask, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1
 ) -> Bool[Tensor, "b h {n_queries} {n_keys}"]:
-    """`attn_mask` for torch's scaled_dot_product_attention: **True = may attend**; b and h are 1 if all are the same.
+    """Return torch's `attn_mask` of attention: **True = may attend**; b and h are 1 if all are the same.
 
     Raises `InputError` if the mask does not fit these sizes.
 
@@ -45,7 +45,7 @@ def to_sdpa(
 def from_sdpa(
     attn_mask: Tensor | None = None, *, is_causal: bool = False, n_queries: int | None = None, n_keys: int | None = None
 ) -> Mask:
-    """The mask for these arguments of scaled_dot_product_attention.
+    """Return the mask for these arguments of scaled_dot_product_attention.
 
     Args:
         attn_mask: bool, **True = may attend**, (nq, nk) to (batch, heads, nq, nk); None: all pairs are visible.
@@ -90,7 +90,7 @@ def _boolean(name: str, x: object, meaning: str) -> Tensor:
 
 
 def to_multihead(mask: Mask, n_queries: int, n_keys: int, *, batch: int, heads: int) -> Bool[Tensor, "*n nq nk"]:
-    """`attn_mask` of nn.MultiheadAttention: **True = may NOT attend**.
+    """Return `attn_mask` of nn.MultiheadAttention: **True = may NOT attend**.
 
     (nq, nk) if the mask is the same for all items and heads, else (batch · heads, nq, nk), heads running fastest.
     Fully masked queries give NaN in torch. Raises `InputError` if the mask does not fit these sizes.
@@ -108,7 +108,7 @@ def to_multihead(mask: Mask, n_queries: int, n_keys: int, *, batch: int, heads: 
 def from_multihead(
     attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, heads: int | None = None
 ) -> Mask:
-    """The mask for these arguments of nn.MultiheadAttention; without arguments, all pairs are visible.
+    """Return the mask for these arguments of nn.MultiheadAttention; without arguments, all pairs are visible.
 
     Args:
         attn_mask: bool, **True = may NOT attend**, (nq, nk) or (batch · heads, nq, nk).
@@ -151,7 +151,7 @@ def from_multihead(
 def mask_mod(
     mask: Mask, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1, device: str | torch.device = "cpu"
 ) -> Visible:
-    """The function ``(b, h, q, k) -> bool`` of FlexAttention, **True = may attend**, with q the *row* of a query.
+    """Return FlexAttention's ``(b, h, q, k) -> bool``, **True = may attend**, with q the *row* of a query.
 
     The function is valid for these sizes only: with nq ≠ nk query 0 has position nk − nq. Tensors of the mask are moved
     to `device` and random masks are drawn now, so that the function can be traced and compiled. Raises `InputError` if
@@ -168,13 +168,13 @@ def mask_mod(
 
 
 def grid_mod(mask: Mask, grid: Grid) -> Visible:
-    """`mask_mod` for a mask that has been checked against the grid."""
+    """Return `mask_mod` for a mask that has been checked against the grid."""
     ready, offset = mask.ready(grid), grid.offset
     return lambda b, h, q, k: ready.sees(b, h, q + offset, k, grid)
 
 
 def parts(mask: Mask | None, grid: Grid) -> tuple[tuple[float, float], Bool[Tensor, "#b nk"] | None, tuple[Mask, ...]]:
-    """The band, the visible keys (None for all) and the other masks, of which a mask is the intersection.
+    """Return the band, the visible keys (None for all) and the other masks, of which a mask is the intersection.
 
     Compiled kernels compute the band and the keys by themselves.
     """
@@ -190,31 +190,24 @@ def parts(mask: Mask | None, grid: Grid) -> tuple[tuple[float, float], Bool[Tens
     return (low, high), keys, tuple(others)
 
 
-@dataclass(frozen=True, eq=False)
-class BlockVisibility:
-    """Exact block status of a mask on a grid, and its queries and keys that are not fully masked."""
+def block_visibility(
+    mask: Mask, grid: Grid, size: int
+) -> tuple[Int[Tensor, "b h rows cols"], Bool[Tensor, "b h nq"], Bool[Tensor, "b nk"]]:
+    """Evaluate a mask one row of `size` × `size` blocks at a time; unlike `classify`, PARTIAL is exact here.
 
-    status: Int[Tensor, "b h rows cols"]
-    """EMPTY, PARTIAL or FULL; b and h may be 1."""
-    queries: Bool[Tensor, "b h nq"]
-    """Which queries have a visible key."""
-    keys: Bool[Tensor, "b nk"]
-    """Which keys are visible to a query of any head."""
-
-
-def block_visibility(mask: Mask, grid: Grid, size: int) -> BlockVisibility:
-    """Evaluate a mask one row of `size` × `size` blocks at a time; unlike `classify`, PARTIAL is exact here."""
+    Returns the block status (b and h may be 1), which queries have a visible key, and which keys are visible to any.
+    """
     ready = mask.ready(grid)
-    known = mask.classify(Tiles.of(grid, size, size), grid)
+    by_tile = mask.classify(Tiles.of(grid, size, size), grid)
     probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
-    shape = torch.broadcast_shapes(known.shape[:2], probe.shape[:2])
-    status = known.to(grid.device).expand(*shape, -1, -1).clone()
-    partial = (known == PARTIAL).any(0).any(0)
+    shape = torch.broadcast_shapes(by_tile.shape[:2], probe.shape[:2])
+    status = by_tile.to(grid.device).expand(*shape, -1, -1).clone()
+    partial = (by_tile == PARTIAL).any(0).any(0)
     queries = (status == FULL).any(-1).repeat_interleave(size, -1)[..., : grid.n_queries]
     keys = (status == FULL).any(2).any(1).repeat_interleave(size, -1)[..., : grid.n_keys]
     for row in partial.any(1).nonzero()[:, 0].tolist():
-        found = partial[row].nonzero()
-        first, stop = int(found[0]), int(found[-1]) + 1
+        mixed = partial[row].nonzero()
+        first, stop = int(mixed[0]), int(mixed[-1]) + 1
         rows = slice(row * size, min((row + 1) * size, grid.n_queries))
         columns = slice(first * size, min(stop * size, grid.n_keys))
         visible = ready.visible(Region(rows, columns), grid)
@@ -225,7 +218,7 @@ def block_visibility(mask: Mask, grid: Grid, size: int) -> BlockVisibility:
         some = torch.nn.functional.pad(some, (0, spare), value=False).unflatten(-1, (-1, size)).any(-1)
         every = torch.nn.functional.pad(every, (0, spare), value=True).unflatten(-1, (-1, size)).all(-1)
         status[:, :, row, first:stop] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(status)
-    return BlockVisibility(status, queries, keys)
+    return status, queries, keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,11 +237,11 @@ class MaskBits:
 
 
 def mask_bits(mask: Mask, grid: Grid, limit: int) -> MaskBits | None:
-    """The bits of a mask, evaluated in the partial tiles of `classify` alone; None if they exceed `limit` bytes."""
+    """Return the bits of a mask, evaluated in `classify`'s partial tiles alone; None if they exceed `limit` bytes."""
     ready, size = mask.ready(grid), MaskBits.CELL
-    known = mask.classify(Tiles.of(grid, size, size), grid)
+    by_tile = mask.classify(Tiles.of(grid, size, size), grid)
     probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
-    status = known.expand(*torch.broadcast_shapes(known.shape[:2], probe.shape[:2]), -1, -1).int()
+    status = by_tile.expand(*torch.broadcast_shapes(by_tile.shape[:2], probe.shape[:2]), -1, -1).int()
     if int((status == PARTIAL).sum()) * size * 8 > limit:
         return None
     status = torch.where(status == FULL, 1, torch.where(status == PARTIAL, -1, 0)).int()
@@ -279,7 +272,7 @@ def mask_bits(mask: Mask, grid: Grid, limit: int) -> MaskBits | None:
 
 
 def block_mask(mask: Mask, grid: Grid, status: Int[Tensor, "b h rows cols"], size: int) -> BlockMask:
-    """The BlockMask of FlexAttention for a mask whose blocks have this `status`."""
+    """Return the BlockMask of FlexAttention for a mask whose blocks have this `status`."""
     from torch.nn.attention.flex_attention import BlockMask
 
     status = status.clone()
@@ -298,7 +291,7 @@ def block_mask(mask: Mask, grid: Grid, status: Int[Tensor, "b h rows cols"], siz
 
 
 def _listing(chosen: Bool[Tensor, "b h rows cols"]) -> tuple[Int[Tensor, "b h rows"], Int[Tensor, "b h rows cols"]]:
-    """Number of chosen blocks per row, and their columns first, followed by the remaining columns."""
+    """Return the number of chosen blocks per row, and their columns first, followed by the remaining columns."""
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1).to(torch.int32), order.to(torch.int32).contiguous()
 
@@ -313,7 +306,7 @@ def to_flex(
     device: str | torch.device = "cpu",
     block_size: int = 128,
 ) -> BlockMask:
-    """The BlockMask of FlexAttention, **True = may attend**; None for `batch` or `heads` means it is the same for all.
+    """Return the BlockMask of FlexAttention, **True = may attend**; None for `batch` or `heads` if all are the same.
 
     The same as ``create_block_mask(mask_mod(mask, …))``, in memory linear in the sequence: blocks that `classify`
     reports as EMPTY or FULL are not evaluated. Raises `InputError` if the mask does not fit the sizes.
@@ -326,12 +319,12 @@ def to_flex(
         raise InputError(f"to_flex: block_size is {block_size}, expected at least 1 token")
     grid = Grid.of(n_queries, n_keys, batch or 1, heads or 1, device)
     mask.check(grid)
-    status = block_visibility(mask, grid, block_size).status.expand(grid.batch, grid.heads, -1, -1)
+    status = block_visibility(mask, grid, block_size)[0].expand(grid.batch, grid.heads, -1, -1)
     return block_mask(mask, grid, status, block_size)
 
 
 def from_flex(mask: BlockMask | Visible, n_queries: int | None = None, n_keys: int | None = None) -> Mask:
-    """The mask of a BlockMask, or of a ``mask_mod(b, h, q, k)`` that counts queries from row 0; True = may attend.
+    """Return the mask of a BlockMask, or of a ``mask_mod(b, h, q, k)`` with q from row 0; True = may attend.
 
     A mask_mod is called on broadcasting index tensors. Blocks that a BlockMask does not list are masked, and blocks
     listed as full are visible, as in its compiled kernels. Pairs beyond the lengths of the BlockMask, or beyond
@@ -374,7 +367,7 @@ def _within(visible: Visible, n_queries: int | None, n_keys: int | None) -> Visi
 
 
 def _bounded(x: Tensor, size: int | None) -> Tensor:
-    """Indices clamped to the valid range."""
+    """Return indices clamped to the valid range."""
     return x if size is None else x.clamp(0, size - 1)
 
 
@@ -388,8 +381,8 @@ def _block_visible(mask: Any) -> Visible:
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         def listed(blocks: Tensor) -> Tensor:
             where = (b, h, q // rows, k // columns)
-            found = blocks.to(k.device)
-            return found[tuple(x if n > 1 else torch.zeros_like(x) for x, n in zip(where, found.shape, strict=True))]
+            table = blocks.to(k.device)
+            return table[tuple(x if n > 1 else torch.zeros_like(x) for x, n in zip(where, table.shape, strict=True))]
 
         pairs = listed(partial) & mask.mask_mod(b, h, q, k)
         return pairs if full is None else pairs | listed(full)
@@ -398,7 +391,7 @@ def _block_visible(mask: Any) -> Visible:
 
 
 def _listed(count: Tensor, indices: Tensor) -> Bool[Tensor, "b h rows cols"]:
-    """Boolean table of the blocks among the first `count` entries of the lists `indices` (…, rows, cols)."""
+    """Return Boolean table of the blocks among the first `count` entries of the lists `indices` (…, rows, cols)."""
     count, indices = (x[(None,) * (4 - indices.ndim)] for x in (count, indices))
     used = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
     return torch.zeros_like(used).scatter(-1, indices.long(), used)

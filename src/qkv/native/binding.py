@@ -78,7 +78,7 @@ class Gradients(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The compiled library, or in one sentence why there is none."""
+    """Return the compiled library, or in one sentence why there is none."""
     if not LIBRARY.exists():
         return MISSING
     try:
@@ -94,7 +94,7 @@ def library() -> ctypes.CDLL | str:
 
 
 def description() -> str:
-    """What computes attention with its statistics on CPU, in one sentence."""
+    """Return what computes attention with its statistics on CPU, in one sentence."""
     compiled = library()
     return described(reason=compiled) if isinstance(compiled, str) else described(compiled.qkv_level())
 
@@ -103,7 +103,7 @@ OFFERS: tuple[Need, ...] = ("biases", "gradients", "tensors in closures")
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why the library cannot compute a call, or None if it can."""
+    """Return why the library cannot compute a call, or None if it can."""
     if call.q.device.type != "cpu":
         return f"tensors are on {call.q.device.type}; the native library is for CPU"
     if isinstance(missing := library(), str):
@@ -130,7 +130,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def bias_is_finite(bias: Bias) -> bool:
-    """Whether the numbers of a bias are small enough to be added to scores, or −∞, which masks a pair."""
+    """Return whether the numbers of a bias are small enough to be added to scores, or −∞, which masks a pair."""
     values: Tensor | None = getattr(bias, "tensor", None)
     if values is None or bias.constant:
         return True
@@ -141,7 +141,7 @@ def bias_is_finite(bias: Bias) -> bool:
 
 
 def is_finite(call: Call) -> bool:
-    """Whether queries, keys and values are finite and so small that no score overflows, also where they are masked."""
+    """Return whether q, k and v are finite and so small that no score overflows, also where they are masked."""
     q, k, v = (x.detach() for x in (call.q, call.k, call.v))
     largest = abs(call.scale) * q.shape[3] * float(q.abs().amax()) * float(k.abs().amax())
     return largest < LARGEST_SCORE and math.isfinite(v.sum())
@@ -158,7 +158,7 @@ class Prepared:
     """How many heads the mask tells apart."""
 
     def with_tensors(self, **more: Any) -> Arguments:
-        """The call's arguments and `more`: a tensor stands for a pointer to it, and None for none."""
+        """Return the call's arguments and `more`: a tensor stands for a pointer to it, and None for none."""
         for name, x in more.items():
             if x is not None:
                 setattr(self.arguments, name, x.data_ptr() if isinstance(x, Tensor) else x)
@@ -166,7 +166,7 @@ class Prepared:
         return self.arguments
 
     def output(self) -> Tensor:
-        """The tensor to which the output will be written."""
+        """Return the tensor to which the output will be written."""
         c, (q, *_) = self.arguments, self.held
         out = torch.empty_like(q) if c.d == c.dv and q.is_contiguous() else q.new_empty((c.b, c.h, c.nq, c.dv))
         c.out = out.data_ptr()
@@ -183,12 +183,12 @@ class Prepared:
 
 
 def empty(*shape: int) -> Tensor:
-    """A tensor that the library writes to, whatever the default dtype and device of torch are."""
+    """Return a tensor that the library writes to, whatever the default dtype and device of torch are."""
     return torch.empty(shape, dtype=torch.float32, device=CPU)
 
 
 def products(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
-    """The dtype of a call in the library: bfloat16 if that is q's, k's and v's and the processor multiplies it."""
+    """Return the dtype of a call in the library: bfloat16 if q, k and v have it and the processor multiplies it."""
     if q.dtype != torch.bfloat16 or k.dtype != q.dtype or v.dtype != q.dtype:
         return torch.float32
     many = q.shape[2] * q.shape[1] > FEW_ROWS * k.shape[1]
@@ -196,7 +196,7 @@ def products(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
 
 
 def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in a dtype whose last dimension is contiguous."""
+    """Return a tensor in a dtype whose last dimension is contiguous."""
     x = x if x.dtype == dtype else x.detach().to(dtype)
     return x if x.stride(3) == 1 else x.detach().contiguous()
 
@@ -205,7 +205,7 @@ def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _layout(
     band: tuple[float, float], q: Sequence[int], k: Sequence[int], v: Sequence[int], *strides: Sequence[int]
 ) -> Arguments | None:
-    """The arguments for such tensors without pointers, or None if they do not fit together or are too wide."""
+    """Return the arguments for such tensors without pointers, or None if they do not fit together or are too wide."""
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q, v
     if k != (b, key_heads, n_keys, d) or v[0] != b or 0 in q or 0 in v or h % key_heads or max(d, dv) > LARGEST_HEAD:
         return None
@@ -219,7 +219,7 @@ def _layout(
 def of_tensors(
     q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[float, float], dtype: torch.dtype | None = None
 ) -> Prepared | None:
-    """Dot products of tensors (b, h, n, d), times `scale`, in a band; None if the library cannot take them.
+    """Return dot products of tensors (b, h, n, d), times `scale`, in a band; None if the library cannot take them.
 
     They are made in `dtype`, or as `products` says.
     """
@@ -235,13 +235,13 @@ def of_tensors(
 
 
 def in_reach(band: tuple[float, float], far: int) -> tuple[int, int]:
-    """A band between distances that no pair has. The library allocates memory by its width, 0 if nothing is visible."""
+    """Cut a band at distances that no pair has, since the library allocates memory by its width; 0 if it is empty."""
     low, high = math.ceil(min(max(band[0], -far), far)), math.floor(min(max(band[1], -far), far))
     return low, max(high, low - 1)
 
 
 def prepared(call: Call, dtype: torch.dtype | None = None) -> Prepared:
-    """The arguments of a call for which there is no `unsupported_reason`; `dtype` as of `of_tensors`."""
+    """Return the arguments of a call for which there is no `unsupported_reason`; `dtype` as of `of_tensors`."""
     visibility = _visibility(call)
     assert visibility is not None
     band, keep, cells = visibility
@@ -269,7 +269,7 @@ class _Step(ctypes.Structure):
 
 
 def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor]]:
-    """Bound biases in the library's form, and their tensors."""
+    """Return bound biases in the library's form, and their tensors."""
     steps, held = (_Step * len(biases))(), list[Tensor]()
     for step, bias in zip(steps, biases, strict=True):
         step.factor = math.log2(math.e) / temperature
@@ -291,18 +291,18 @@ def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor
 
 
 def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
-    """The output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
+    """Return the output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
     arguments = prepared(call)
     out, lse = arguments.output(), empty(*call.q.shape[:3])
     arguments.with_tensors(lse=lse)
     return (out.to(call.v.dtype), lse) if attend(arguments) else None
 
 
-def attend(made: Prepared) -> bool:
+def attend(prepared_call: Prepared) -> bool:
     """Run the function for the dtype of the products and the number of rows that share a key head; as `run`."""
-    c, compiled = made.arguments, library()
+    c, compiled = prepared_call.arguments, library()
     assert not isinstance(compiled, str)
-    if made.held[0].dtype == torch.bfloat16:
+    if prepared_call.held[0].dtype == torch.bfloat16:
         return run(compiled.qkv_attend_bfloat16, c)
     return run(compiled.qkv_decode if c.nq * c.h <= FEW_ROWS * c.hkv else compiled.qkv_attend, c)
 
@@ -320,7 +320,7 @@ Visibility = tuple[tuple[int, int], Bool[Tensor, "b nk"] | None, MaskBits | None
 
 
 def _visibility(call: Call) -> Visibility | None:
-    """The parts of a call's mask as the library takes them, found once; None if its bits need too much memory.
+    """Return the parts of a call's mask as the library takes them, found once; None if its bits need too much memory.
 
     They are the least and the largest distance of a visible key before its query, the keys that are not masked for all
     queries, and the cells of 64 × 64 pairs; a pair is visible where all of them say so.
@@ -352,7 +352,7 @@ OF_QUERIES = (
 def attend_and_measure(
     call: Call, request: Request, *, output: bool
 ) -> tuple[Float[Tensor, "b h nq dv"] | None, Float[Tensor, "b h nq"], Statistics] | None:
-    """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
+    """Return the output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
 
     None if a score or an output is not finite, or a mass is not that of a union of bands and ranges of keys.
     """
@@ -405,23 +405,25 @@ def attend_and_measure(
     return None if out is None else out.to(call.v.dtype), lse, statistics
 
 
-def measured(made: Prepared, *, output: bool, firsts: Sequence[int]) -> tuple[Tensor | None, Statistics] | None:
-    """The output if it is wanted, and the statistics of every call; None if a score or an output is not finite."""
-    c = made.arguments
-    size, places = _places(c.b, c.h, made.heads, c.nq, c.nk, c.n_ranges)
-    numbers, out = empty(size), made.output() if output else None
+def measured(
+    prepared_call: Prepared, *, output: bool, firsts: Sequence[int]
+) -> tuple[Tensor | None, Statistics] | None:
+    """Compute the output if it is wanted, and statistics; None if a score or an output is not finite."""
+    c = prepared_call.arguments
+    size, places = _places(c.b, c.h, prepared_call.heads, c.nq, c.nk, c.n_ranges)
+    numbers, out = empty(size), prepared_call.output() if output else None
     start = numbers.data_ptr()
-    c.rows, c.visible_heads, c.firsts = start, made.heads, (I64 * c.b)(*firsts)
+    c.rows, c.visible_heads, c.firsts = start, prepared_call.heads, (I64 * c.b)(*firsts)
     c.lse, c.received = start + 4 * places["lse"][2], start + 4 * places["received"][2]
     c.visible, c.visible_queries = start + 4 * places["visible"][2], start + 4 * places["visible_queries"][2]
-    return (out, Statistics._of(numbers, places)) if attend(made) else None
+    return (out, Statistics._of(numbers, places)) if attend(prepared_call) else None
 
 
 @functools.lru_cache(maxsize=64)
 def _places(
     b: int, h: int, heads: int, n_queries: int, n_keys: int, n_ranges: int
 ) -> tuple[int, dict[str | int, Place]]:
-    """How many numbers the library writes, and the sizes, strides and start of the fields of `Statistics` in them."""
+    """Return how many numbers the library writes, and the place of each field of `Statistics` in them."""
     size, places = 0, dict[str | int, Place]()
     for name in (*OF_QUERIES, *range(n_ranges), "lse", "received", "visible", "visible_queries"):
         n = n_keys if name in ("received", "visible_queries") else n_queries
@@ -432,7 +434,7 @@ def _places(
 
 
 def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:
-    """The keys of each query inside a mask as ranges that do not overlap (ranges, 2, 1 or b, nq); else None."""
+    """Return the keys of each query inside a mask as ranges that do not overlap (ranges, 2, 1 or b, nq); else None."""
 
     def ranges() -> Tensor | None:
         spans: list[tuple[Tensor, Tensor]] = []

@@ -40,12 +40,12 @@ BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR = range(4)  # as in gradients.c
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or None if it can."""
+    """Return why this kernel cannot serve the call, or None if it can."""
     return binding.unsupported_reason(call) or call.untracked
 
 
 def forward(call: Call) -> Result | None:
-    """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, the biases, and through the lse.
+    """Compute attention in linear memory, differentiable in q, k, v, the sink and the biases, and through the lse.
 
     None if a score or an output is not finite.
     """
@@ -62,7 +62,7 @@ def directly(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: object, scale: float | None, *,
     no_grad: bool = False,
 ) -> Prepared | None:  # fmt: skip
-    """Dot-product softmax attention without a `Call`: its arguments, or None if a `Call` must describe it.
+    """Return dot-product softmax attention without a `Call`: its arguments, or None if a `Call` must describe it.
 
     The mask is a band in which each query sees its own position. A bias is one by distance, if no gradients are wanted,
     as with `no_grad`.
@@ -100,14 +100,14 @@ def directly(
 
 
 def tracked(*tensors: Tensor) -> bool:
-    """Whether autograd records what is computed from the tensors."""
+    """Return whether autograd records what is computed from the tensors."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def plain(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: object, scale: float | None
 ) -> Tensor | None:
-    """The output of a call that `directly` describes, else None: bit by bit that of `forward`.
+    """Return the output of a call that `directly` describes, else None: bit by bit that of `forward`.
 
     NaN and infinity in the inputs reach the output or the log-sum-exp of a row, and then the result is None as well.
     """
@@ -147,7 +147,7 @@ def gradients_of(
     wanted: Collection[str] = (),
     **more: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Gradients of q, k, v, the sink and the biases in `wanted`, at least float32; v's only if there is the output's.
+    """Return gradients of q, k, v, the sink and the biases in `wanted`, at least float32; v's only with the output's.
 
     Args:
         call: the attention call.
@@ -158,8 +158,8 @@ def gradients_of(
         wanted: names of tensors of the call.
         **more: fields of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
     """
-    made = prepared(call, torch.float32)
-    made.with_tensors(**(arguments or {}))
+    prepared_call = prepared(call, torch.float32)
+    prepared_call.with_tensors(**(arguments or {}))
     sums = {i: BiasSums(bias, call) for i, bias in enumerate(call.biases) if f"bias {i} tensor" in wanted}
     biases = (BiasGradient * len(call.biases))()
     for i, x in sums.items():
@@ -167,7 +167,7 @@ def gradients_of(
     more = {name: x.float().contiguous() for name, x in more.items() if x is not None}
     of_sinks = None if call.sink is None else empty(*call.q.shape[:3])
     gradients = _gradients(
-        made, lse, out=out, grad=grad, biases=ctypes.addressof(biases) if sums else None, dsinks=of_sinks,
+        prepared_call, lse, out=out, grad=grad, biases=ctypes.addressof(biases) if sums else None, dsinks=of_sinks,
         in_order=any(x.in_order for x in sums.values()), **more,
     )  # fmt: skip
     if call.sink is not None and of_sinks is not None:
@@ -176,10 +176,10 @@ def gradients_of(
 
 
 def _gradients(
-    made: Prepared, lse: Tensor, *, out: Tensor | None, grad: Tensor | None, **more: Any
+    prepared_call: Prepared, lse: Tensor, *, out: Tensor | None, grad: Tensor | None, **more: Any
 ) -> dict[str, Tensor]:
-    """Gradients of q, k and v, of v only if there is that of the output; `more` are fields of `binding.Gradients`."""
-    gradients = {name: empty(*x.shape) for name, x in zip("qkv", made.held, strict=False)}
+    """Return gradients of q, k and, given that of the output, v; `more` are fields of `binding.Gradients`."""
+    gradients = {name: empty(*x.shape) for name, x in zip("qkv", prepared_call.held, strict=False)}
     if grad is None:
         del gradients["v"]
     else:
@@ -189,7 +189,7 @@ def _gradients(
     pointers = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in more.items()}
     tensors = {"lse": lse.float().contiguous(), "out": None if out is None else out.float().contiguous()}
     strides = (0, 0, 0) if grad is None else grad.stride()[:3]
-    run(library().qkv_gradients, Gradients(call=made.with_tensors(**tensors), gs=strides, **pointers))  # type: ignore[union-attr]
+    run(library().qkv_gradients, Gradients(call=prepared_call.with_tensors(**tensors), gs=strides, **pointers))  # type: ignore[union-attr]
     return gradients
 
 
@@ -216,13 +216,13 @@ class BiasSums:
         self.argument = BiasGradient(kind, self.sums.data_ptr(), strides)
 
     def gradient(self, temperature: float) -> Tensor:
-        """The gradient of the bias, of its shape; scores are divided by the temperature after their biases."""
+        """Return the gradient of the bias, of its shape; scores are divided by the temperature after their biases."""
         sums = self.sums.sum(0).flip(-1) if self.by_distance else self.sums
         return sums.sum_to_size(self.shape) / temperature
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradients of a call over a subset of the keys, given `whole`, the result over all keys; at least float32.
+    """Return gradients of a call over a subset of the keys, given `whole`, the result over all keys; at least float32.
 
     `whole` may include other keys and a sink; `grad` and `grad_lse` are its gradients. `wanted` names tensors of the
     call.
@@ -241,7 +241,7 @@ def statistics_gradients(
     masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, wanted: Collection[str],
     out: Tensor | None, grad_out: Tensor | None,
 ) -> dict[str, Tensor] | None:  # fmt: skip
-    """Gradients of q, k, v, the sink and the biases in `wanted`, or None if the library cannot compute them.
+    """Return gradients of q, k, v, the sink and the biases in `wanted`, or None if the library cannot compute them.
 
     `values` are the statistics of a call without tensors that require gradients, and `grads` their gradients, 0 for
     queries that do not count and rows without visible keys; `mass` is the sum of the weights of each row.

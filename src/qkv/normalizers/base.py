@@ -54,27 +54,27 @@ class Normalizer(Definition):
     """Whether that key is drawn from the softmax of the scores."""
 
     def weigh(self, scores: Scores, level: Level | None) -> Scores:
-        """`weight` of scores at the level of their rows, which a `Pointwise` normalizer does not have."""
+        """Return `weight` of scores at the level of their rows, which a `Pointwise` normalizer does not have."""
         raise NotImplementedError
 
     def weigh_(self, scores: Scores, level: Level | None) -> Scores:
-        """`weigh`; it may overwrite `scores`."""
+        """Return `weigh`; it may overwrite `scores`."""
         raise NotImplementedError
 
     def slope_from_weights(self, weights: Scores) -> Scores:
-        """∂ weight / ∂ score as a function of the weights, if they determine it."""
+        """Return ∂ weight / ∂ score as a function of the weights, if they determine it."""
         raise NotImplementedError
 
     def level_of(self, scores: Scores) -> Float[Tensor, "*n"]:
-        """The level of whole rows, −inf where masked, in closed form."""
+        """Return the level of whole rows, −inf where masked, in closed form."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """Learned tensors that `weight` uses, by name."""
+        """Return learned tensors that `weight` uses, by name."""
         return learned_tensors(self)
 
     def with_temperature(self: N, temperature: float) -> N:
-        """The same normalizer with another temperature."""
+        """Return the same normalizer with another temperature."""
         changed = copy(self)
         object.__setattr__(changed, "temperature", temperature)
         return changed
@@ -126,7 +126,7 @@ class Pointwise(Normalizer):
     """Whether no weight is ever negative. FlexAttention, on CUDA, then computes them by their logarithms."""
 
     def weight(self, scores: Float[Tensor, "b h nq nk"]) -> Float[Tensor, "b h nq nk"]:
-        """Weights of scores, before any division, by torch operations that act elementwise.
+        """Return weights of scores, before any division, by torch operations that act elementwise.
 
         The scores are a tile: any part of the batch, the queries and the keys, but always all query heads, so that a
         parameter of shape (heads, 1, 1) broadcasts. They must not be changed in place.
@@ -142,19 +142,19 @@ class Pointwise(Normalizer):
     # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
 
     def weight_(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """`weight`; it may overwrite `scores`."""
+        """Return `weight`; it may overwrite `scores`."""
         return self.weight(scores)
 
     def slope_from_weights(self, weights: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """Derivative of `weight`, as a function of the weights; only if they determine it."""
+        """Return the derivative of `weight`, as a function of the weights; only if they determine it."""
         raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
 
     def log_weight(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """Logarithm of `weight`, for ``divide="sum"``: avoids underflow in rows of tiny weights."""
+        """Return the logarithm of `weight`, for ``divide="sum"``: avoids underflow in rows of tiny weights."""
         raise InputError(f"{type(self).__name__}: no method log_weight(scores)")
 
     def slope_of_log(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """Derivative of `log_weight`."""
+        """Return the derivative of `log_weight`."""
         raise InputError(f"{type(self).__name__}: no method slope_of_log(scores)")
 
     def tensors(self) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ class Pointwise(Normalizer):
     def shift(
         self, visible: Callable[[], Float[Tensor, "#b #h nq"]], like: Float[Tensor, "..."]
     ) -> Float[Tensor, "#b #h #nq"] | None:
-        """A number per query added to the scores before `weight`, or None.
+        """Return a number per query added to the scores before `weight`, or None.
 
         `visible()` returns the number of visible keys per query; the result has the dtype and device of `like`.
         """
@@ -226,7 +226,7 @@ class SumToOne(Normalizer):
     def weight(
         self, scores: Float[Tensor, "b h nq nk"], level: Float[Tensor, "b h nq #nk"]
     ) -> Float[Tensor, "b h nq nk"]:
-        """Weights of scores at the level of their rows; at least 0, and non-increasing in the level.
+        """Return weights of scores at the level of their rows; at least 0, and non-increasing in the level.
 
         The scores are a tile: any part of the batch, the queries and the keys, but always all query heads, so that a
         parameter of shape (heads, 1, 1) broadcasts. They must not be changed in place.
@@ -242,15 +242,15 @@ class SumToOne(Normalizer):
     # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
 
     def weight_(self, scores: Float[Tensor, "*n k"], level: Float[Tensor, "*n #k"]) -> Float[Tensor, "*n k"]:
-        """`weight`; it may overwrite `scores`."""
+        """Return `weight`; it may overwrite `scores`."""
         return self.weight(scores, level)
 
     def level_of(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n"]:
-        """The level of whole rows, −inf where masked, in closed form; 0 for fully masked rows."""
+        """Return the level of whole rows, −inf where masked, in closed form; 0 for fully masked rows."""
         raise InputError(f"{type(self).__name__}: no method level_of(scores)")
 
     def slope_from_weights(self, weights: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """∂ weight / ∂ score as a function of the weights; only if a weight depends on score − level alone."""
+        """Return ∂ weight / ∂ score as a function of the weights; only if a weight depends on score − level alone."""
         raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
 
     def tensors(self) -> dict[str, Tensor]:
@@ -273,14 +273,14 @@ class SumToOne(Normalizer):
             raise InputError(f"{name}: sink and key were both passed, expected at most one of them")
 
     def with_sink(self: S, sink: SinkLogits = None, key: Float[Tensor, "heads d"] | None = None) -> S:
-        """The same normalizer with this sink or learned key, or without one."""
+        """Return the same normalizer with this sink or learned key, or without one."""
         changed = copy(self)
         object.__setattr__(changed, "sink", sink)
         object.__setattr__(changed, "key", key)
         return changed
 
     def sink_of(self, like: Float[Tensor, "b heads nq"]) -> Float[Tensor, "#b heads #nq"] | None:
-        """The sink logits for queries shaped like `like`, with its dtype and device, or None."""
+        """Return the sink logits for queries shaped like `like`, with its dtype and device, or None."""
         if self.sink is None:
             return None
         name = type(self).__name__
@@ -299,7 +299,7 @@ class SumToOne(Normalizer):
 
 
 def weights_of(normalizer: Normalizer, scores: Scores, level: Float[Tensor, "*n"] | None) -> Scores:
-    """Weights of final scores, 0 for scores of −inf; for a `Pointwise` normalizer, not yet divided.
+    """Return weights of final scores, 0 for scores of −inf; for a `Pointwise` normalizer, not yet divided.
 
     This is the definition that every kernel computes; the faster ones use a normalizer's shortcuts.
     """
@@ -312,15 +312,15 @@ def weights_of(normalizer: Normalizer, scores: Scores, level: Float[Tensor, "*n"
 
 
 def unmasked(scores: Scores, masked: Tensor, level: Level | None) -> Scores:
-    """Scores with a finite number where masked, so that functions and derivatives never get −inf or NaN."""
+    """Return scores with a finite number where masked, so that functions and derivatives never get −inf or NaN."""
     return scores.masked_fill(masked, 0) if level is None else torch.where(masked, level.detach(), scores)
 
 
-def checked_shape(thing: object, made: Tensor, scores: Tensor, method: str = "weight") -> Tensor:
-    """The result of a user-defined method, in the dtype of `scores`; raises `InputError` if its shape differs."""
-    if not isinstance(made, Tensor) or made.shape != scores.shape:
+def checked_shape(thing: object, result: Tensor, scores: Tensor, method: str = "weight") -> Tensor:
+    """Return the result of a user's method in the dtype of `scores`; `InputError` if its shape differs."""
+    if not isinstance(result, Tensor) or result.shape != scores.shape:
         raise InputError(
-            f"{type(thing).__name__}: {method} returned {kind_of(made)} for scores of shape {tuple(scores.shape)}, "
+            f"{type(thing).__name__}: {method} returned {kind_of(result)} for scores of shape {tuple(scores.shape)}, "
             "expected the same shape from an elementwise function; a per-head parameter has shape (heads, 1, 1)"
         )
-    return made if made.dtype == scores.dtype else made.to(scores.dtype)
+    return result if result.dtype == scores.dtype else result.to(scores.dtype)

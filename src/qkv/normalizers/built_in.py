@@ -15,7 +15,7 @@ from qkv.normalizers.base import LOG2_E, Pointwise, SinkLogits, SumToOne, check_
 
 
 def log_sum_exp(scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n"]:
-    """Log-sum-exp over the last dimension. Rows of −inf give −inf, with zero gradients."""
+    """Return the log-sum-exp over the last dimension. Rows of −inf give −inf, with zero gradients."""
     top = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     total = torch.exp(scores - top).sum(-1)
     visible = total != 0  # True for NaN: it must propagate
@@ -135,7 +135,7 @@ class Entmax(SumToOne):
         return above if p == 1 else above.square_() if p == 2 else _powers(above, p)
 
     def level_of(self, scores: Tensor) -> Tensor:
-        """Newton on ‖[z − τ]₊‖_p = 1 with z = (α − 1) s, which is convex and decreasing in τ, from τ = max z − 1.
+        """Solve ‖[z − τ]₊‖_p = 1 with z = (α − 1) s by Newton's method: convex and falling in τ, from τ = max z − 1.
 
         The norm is at least 1 there, so the steps increase τ and never pass the root. For α = 2 the result is exact
         after finitely many steps (Michelot 1986).
@@ -179,7 +179,7 @@ def _newton(z: Float[Tensor, "*n k"], tau: Float[Tensor, "*n"], p: float) -> Flo
 
 
 def _powers(x: Tensor, p: float) -> Tensor:
-    """[x]₊^p, with derivative 0 at 0 and below."""
+    """Return [x]₊^p, with derivative 0 at 0 and below."""
     x = torch.relu(x)
     return x if p == 1 else x * x if p == 2 else torch.where(x > 0, x.clamp(min=torch.finfo(x.dtype).tiny) ** p, 0.0)
 

@@ -29,7 +29,7 @@ FARTHEST = 1e12  # largest distance of the level from the largest score, in unit
 
 
 def level_of_rows(normalizer: Normalizer, scores: Scores) -> PerRow:
-    """The level of whole rows, −inf where masked and with a sink as one more score; 0 for fully masked rows.
+    """Return the level of whole rows, −inf where masked and with a sink as one more score; 0 for fully masked rows.
 
     Not differentiable; see `differentiable_level`.
     """
@@ -40,7 +40,7 @@ def level_of_rows(normalizer: Normalizer, scores: Scores) -> PerRow:
 
 
 def solve(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores]:
-    """Level and weights of whole rows, by search; without gradients."""
+    """Return the level and weights of whole rows, by search; without gradients."""
     scores = scores.detach()
     top = scores.amax(-1)
     empty = top == -torch.inf
@@ -56,8 +56,8 @@ def solve(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores]:
             largest, other = sampled.weights(level).unflatten(-1, (2, -1)).unbind(-2)
             return largest.sum(-1) + (GROUP - 1) * other.sum(-1)
 
-        found, slope, sure = root(estimate, start, fall, best == -torch.inf, 1e-2)
-        start, fall = torch.where(sure, found, start), torch.where(sure, slope, fall)
+        estimated, slope, sure = root(estimate, start, fall, best == -torch.inf, 1e-2)
+        start, fall = torch.where(sure, estimated, start), torch.where(sure, slope, fall)
     weights: list[Tensor] = []
 
     def total(level: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class _MaskedRows:
             self.scores[..., self.columns] = torch.where(self.masked, ordinary, scores[..., self.columns])
 
     def weights(self, level: PerRow) -> Scores:
-        """Weights at the given levels."""
+        """Return weights at the given levels."""
         weights = checked_shape(self.normalizer, self.normalizer.weigh(self.scores, level[..., None]), self.scores)
         if self.masked is not None:
             weights = weights.contiguous()
@@ -97,7 +97,7 @@ class _MaskedRows:
 
 
 def _sample(scores: Scores) -> Float[Tensor, "*n sample"]:
-    """The largest score of each group of adjacent keys, followed by one other score of each, representing the rest."""
+    """Return the largest score of each group of adjacent keys, then another score of each, for the rest."""
     groups = scores[..., : scores.shape[-1] // GROUP * GROUP].unflatten(-1, (-1, GROUP))
     largest = groups.amax(-1)
     return torch.cat([largest, torch.where(groups[..., 0] == largest, groups[..., 1], groups[..., 0])], -1)
@@ -106,7 +106,7 @@ def _sample(scores: Scores) -> Float[Tensor, "*n sample"]:
 def root(
     total: Callable[[Tensor], Tensor], start: PerRow, fall: PerRow, empty: Bool[Tensor, "*n"], tolerance: float
 ) -> tuple[PerRow, PerRow, Bool[Tensor, "*n"]]:
-    """Root of log `total` to within a tolerance, the negative slope there, and a flag for rows that converged.
+    """Find the root of log `total` to within a tolerance, the negative slope there, and which rows converged.
 
     `fall` is an initial guess of the negative slope. Rows that are `empty` keep their start value.
     """
@@ -165,7 +165,7 @@ def raise_no_level(normalizer: Normalizer, top: PerRow, level: PerRow, total: Pe
 
 
 def differentiable_level(normalizer: Normalizer, scores: Scores, learned: Mapping[str, Tensor]) -> PerRow:
-    """`level_of_rows` with gradients for the scores and learned tensors, by the implicit function theorem."""
+    """Return `level_of_rows` with gradients for the scores and learned tensors, by the implicit function theorem."""
     if not (torch.is_grad_enabled() and (scores.requires_grad or learned)):
         return level_of_rows(normalizer, scores)
     return _Level.apply(normalizer, scores, *learned.values())  # type: ignore[no-untyped-call]
@@ -206,7 +206,7 @@ CACHED = 2**17  # scores per call of a user-defined function, so that its tempor
 
 
 def pointwise(normalizer: Pointwise, scores: Tensor) -> Tensor:
-    """Weights of a tile, which overwrite its scores."""
+    """Return weights of a tile, which overwrite its scores."""
     if overrides(normalizer, Pointwise, "weight_"):
         return checked_shape(normalizer, normalizer.weight_(scores), scores)
     rows = max(1, CACHED * scores.shape[-2] // scores.numel())
@@ -216,7 +216,7 @@ def pointwise(normalizer: Pointwise, scores: Tensor) -> Tensor:
 
 
 def solve_rows(normalizer: Normalizer, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Level of whole rows with an optional sink, and the weights of the scores without the sink."""
+    """Return the level of whole rows with an optional sink, and the weights of the scores without the sink."""
     with_sink = scores if sink is None else torch.cat([scores, sink[..., None]], -1)
     if overrides(normalizer, SumToOne, "level_of"):
         level = level_of_rows(normalizer, with_sink)
@@ -226,21 +226,21 @@ def solve_rows(normalizer: Normalizer, scores: Tensor, sink: Tensor | None) -> t
 
 
 def level_slopes(normalizer: Normalizer, scores: Tensor, level: Tensor, weights: Tensor) -> Tensor:
-    """−∂ weight / ∂ level of whole rows; 0 for scores of −inf."""
+    """Return −∂ weight / ∂ level of whole rows; 0 for scores of −inf."""
     if overrides(normalizer, SumToOne, "slope_from_weights") and not normalizer.tensors():
         return normalizer.slope_from_weights(weights)  # such weights depend on score − level
     masked = scores == -torch.inf
     with torch.enable_grad():
         at = level[..., None].expand_as(scores).contiguous().requires_grad_()
-        made = normalizer.weigh(unmasked(scores, masked, level[..., None]), at)
-    if not made.requires_grad:
+        weights = normalizer.weigh(unmasked(scores, masked, level[..., None]), at)
+    if not weights.requires_grad:
         return torch.zeros_like(scores)
-    (falls,) = torch.autograd.grad(made, at, -torch.ones_like(made), allow_unused=True)
+    (falls,) = torch.autograd.grad(weights, at, -torch.ones_like(weights), allow_unused=True)
     return torch.zeros_like(scores) if falls is None else falls.masked_fill_(masked, 0)
 
 
 def sink_weights(normalizer: Normalizer, sink: PerRow, level: PerRow) -> tuple[PerRow, PerRow]:
-    """The weight of a sink at the level of each row, and its −∂ weight / ∂ level."""
+    """Return the weight of a sink at the level of each row, and its −∂ weight / ∂ level."""
     column = sink.expand_as(level)[..., None]
     weights = weights_of(normalizer, column, level)
     return weights[..., 0], level_slopes(normalizer, column, level, weights)[..., 0]
@@ -256,29 +256,29 @@ class TileWeights:
         self.normalizer, self.learned = normalizer, learned
         base = SumToOne if isinstance(normalizer, SumToOne) else Pointwise
         self.shortcut = overrides(normalizer, base, "slope_from_weights") and not normalizer.tensors()
-        self.made: tuple[Tensor, Tensor] | Tensor
+        self.evaluated: tuple[Tensor, Tensor] | Tensor
 
     def weights(self, scores: Tensor, level: Tensor | None, masked: Tensor | None) -> Tensor:
-        """Weights of scores at the level of their rows, 0 where masked. May overwrite the scores."""
+        """Return weights of scores at the level of their rows, 0 where masked. May overwrite the scores."""
         normalizer, row = self.normalizer, None if level is None else level[..., None]
         if self.shortcut:
             weights = normalizer.weigh_(scores, row)
-            self.made = weights if masked is None else weights.masked_fill_(masked, 0)
-            return self.made
+            self.evaluated = weights if masked is None else weights.masked_fill_(masked, 0)
+            return self.evaluated
         s = (scores if masked is None else unmasked(scores, masked, row)).detach().requires_grad_()
         with torch.enable_grad():
-            made = checked_shape(normalizer, normalizer.weigh(s, row), s)
-        self.made = s, made
-        return made.detach() if masked is None else made.detach().masked_fill(masked, 0)
+            weights = checked_shape(normalizer, normalizer.weigh(s, row), s)
+        self.evaluated = s, weights
+        return weights.detach() if masked is None else weights.detach().masked_fill(masked, 0)
 
     def slopes(self, grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Gradients of the scores and learned tensors from those of the weights, which must be 0 where masked.
+        """Return gradients of the scores and learned tensors from those of the weights, which must be 0 where masked.
 
         May overwrite `grad`.
         """
-        if not isinstance(self.made, tuple):
-            return grad.mul_(self.normalizer.slope_from_weights(self.made)), [None] * len(self.learned)
-        s, weights = self.made
+        if not isinstance(self.evaluated, tuple):
+            return grad.mul_(self.normalizer.slope_from_weights(self.evaluated)), [None] * len(self.learned)
+        s, weights = self.evaluated
         if not weights.requires_grad:
             return torch.zeros_like(s), [None] * len(self.learned)
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(weights, (s, *self.learned), grad, allow_unused=True)

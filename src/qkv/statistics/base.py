@@ -124,7 +124,7 @@ class Statistic(Definition):
             cls.label = cls.name
 
     def tile(self, tile: WeightTile) -> Float[Tensor, "*parts b h n"]:
-        """The contribution of one tile to each of its queries (b, h, q) or keys (b, h, k); with several parts
+        """Return the contribution of one tile to each of its queries (b, h, q) or keys (b, h, k); with several parts
         (parts, b, h, …)."""
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ class Statistic(Definition):
         return a + b
 
     def finish(self, total: Float[Tensor, "*parts b h n"], mass: Float[Tensor, "b h nq"]) -> Float[Tensor, "b h n"]:
-        """The final number from all contributions merged, and from the sum of each query's weights `mass`; float64.
+        """Return the final number from all contributions merged and the sum of each query's weights `mass`; float64.
 
         Returns `total` unchanged unless overridden.
         """
@@ -142,7 +142,7 @@ class Statistic(Definition):
     def by_head(
         self, values: Float[np.ndarray, "text layer head n"], counted: Bool[np.ndarray, "text n"]
     ) -> Float[np.ndarray, "text layer head"]:
-        """One number for each head and text: the mean over the queries or keys that count, without NaN."""
+        """Return one number for each head and text: the mean over the queries or keys that count, without NaN."""
         valid = counted[:, None, None] & ~np.isnan(values)
         n = valid.sum(-1)
         sums = np.where(valid, values, 0).sum(-1, dtype=np.float64)
@@ -170,7 +170,7 @@ class Statistic(Definition):
         return () if self.parts == 1 else (self.parts,)
 
     def added(self, tile: WeightTile) -> Float[Tensor, "*parts b h n"]:
-        """`tile` in float64; raises `InputError` if it returns the wrong shape."""
+        """Return `tile` in float64; raises `InputError` if it returns the wrong shape."""
         contribution = self.tile(tile)
         b, h, q, k = tile.weights.shape
         shape = (*self.lead, b, h, q if self.over == "query" else k)
@@ -183,7 +183,7 @@ class Statistic(Definition):
 
 
 def validated(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
-    """The statistics as a tuple; `InputError` unless all are complete `Statistic` objects with different names."""
+    """Return the statistics as a tuple; `InputError` unless all are complete and have different names."""
     if isinstance(statistics, Statistic):
         name = type(statistics).__name__
         raise InputError(f"statistics is one {name} object, expected a sequence of statistics: [{name}(…)]")
@@ -199,7 +199,7 @@ def validated(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
 
 
 def _problem(cls: Any) -> str | None:
-    """Why a class that an installed package registers cannot be used as a statistic."""
+    """Return why a class that an installed package registers cannot be used as a statistic."""
     if not issubclass(cls, Statistic):
         return "is not a subclass of qkv.statistics.Statistic"
     if not isinstance(getattr(cls, "name", None), str):

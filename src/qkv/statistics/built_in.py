@@ -11,7 +11,7 @@ from qkv.statistics.base import Statistic, WeightTile
 
 
 def of_equal_keys(statistic: Statistic) -> list[float]:
-    """The values of a statistic where each of four tokens attends equally to itself and those before it.
+    """Return the values of a statistic where each of four tokens attends equally to itself and those before it.
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)

@@ -102,8 +102,8 @@ class LevelSlopes(StatisticsGradients):
         assert rows.level is not None
         weights, masked = self.weigh(rows, tile)
         slope = self.slope_at_weights(rows, tile, weights, masked)
-        if isinstance(weigh.made, tuple):
-            scores = weigh.made[0].detach()
+        if isinstance(weigh.evaluated, tuple):
+            scores = weigh.evaluated[0].detach()
             scores = scores if masked is None else scores.masked_fill(masked, -torch.inf)
             falls = level_slopes(normalizer, scores, rows.level, weights)
         else:
@@ -120,7 +120,7 @@ class LevelSlopes(StatisticsGradients):
         pass
 
     def mean(self, call: Call, at_sink: OfQueries | None) -> OfQueries:
-        """The weighted mean, including a sink logit with gradient `at_sink`; 0 where no weight depends on the level."""
+        """Return the weighted mean, with a sink logit of gradient `at_sink`; 0 where no weight depends on the level."""
         total, sum_ = self.falls, self.sum
         if call.sink is not None:
             assert self.level is not None
@@ -142,13 +142,13 @@ MeasureCall = Callable[..., tuple[Result | None, RowState, Statistics]]
 
 
 def in_one_pass(call: Call) -> bool:
-    """Whether one backward pass computes the gradients of the output and of the statistics: the native library's."""
+    """Return whether one backward pass of the native library finds the gradients of output and statistics."""
     unsupported = binding.unsupported_reason(call) is not None or call.learned or call.untracked is not None
     return not unsupported and binding.is_finite(call)
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why the statistics of a call cannot be differentiated, or None if they can."""
+    """Return why the statistics of a call cannot be differentiated, or None if they can."""
     if call.normalizer.one_key:
         return f"{type(call.normalizer).__name__} selects one key, which has no derivative"
     if transformed(call):
@@ -166,7 +166,7 @@ def with_gradients(
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
 ) -> tuple[Result | None, Statistics]:
-    """The result of a call, if the `output` is wanted, and its statistics, differentiable in its tensors.
+    """Return the result of a call, if the `output` is wanted, and its statistics, differentiable in its tensors.
 
     `measure_call` is `measured`. The output is only for calls that are differentiated `in_one_pass`, without `mass`.
     """
@@ -179,17 +179,17 @@ def with_gradients(
     if not call.needs_grad:
         return result, statistics
     firsts = [first] * len(call.q) if isinstance(first, int) else first.tolist()
-    found = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
-    found |= {f"mass {name}": statistics.mass[name] for name in masks}
-    found = {name: x.clone() for name, x in found.items() if x is not None}  # lse shares memory with rows.level
-    found |= {} if result is None else {"out": result.out}
-    kept = (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0)
+    tracked = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
+    tracked |= {f"mass {name}": statistics.mass[name] for name in masks}
+    tracked = {name: x.clone() for name, x in tracked.items() if x is not None}  # lse shares memory with rows.level
+    tracked |= {} if result is None else {"out": result.out}
+    saved = (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0)
 
     def backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
         level, total, mass, visible = more
         assert mass is not None
         assert visible is not None
-        values, of = ({n: x for n, x in zip(found, xs, strict=True) if x is not None} for xs in (results, grads))
+        values, of = ({n: x for n, x in zip(tracked, xs, strict=True) if x is not None} for xs in (results, grads))
         rows = RowState(level, total)
         return _input_gradients(call, rows, mass, visible, values, of, masks, firsts, queries, wanted)
 
@@ -197,8 +197,8 @@ def with_gradients(
         "statistics have first derivatives, not second derivatives; "
         "expected create_graph=False, or statistics computed from the weights of attend(…, return_weights=True)"
     )
-    results = differentiable_call(call, lambda _: (tuple(found.values()), kept), backward, error)
-    fields = dict(zip(found, results, strict=True))
+    results = differentiable_call(call, lambda _: (tuple(tracked.values()), saved), backward, error)
+    fields = dict(zip(tracked, results, strict=True))
     masses = {name: fields.pop(f"mass {name}") for name in masks}
     out = fields.pop("out", None)
     statistics = replace(statistics, mass=masses, **fields)
@@ -209,7 +209,7 @@ def _input_gradients(
     call: Call, rows: RowState, mass: Tensor, visible: Tensor, values: dict[str, Tensor], grads: dict[str, Tensor],
     masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, needed: set[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of the tensors of a detached call that are `needed`, given those of its statistics, `values`.
+    """Return gradients of the tensors of a detached call that are `needed`, given those of its statistics, `values`.
 
     `mass` is the sum of the weights of each row, and `visible` is True at keys that any query may attend to.
     """
@@ -261,7 +261,7 @@ def _input_gradients(
 def _slopes(
     values: Mapping[str, Tensor], grads: Mapping[str, Tensor], mass: Tensor, masks: Mapping[str, Mask]
 ) -> tuple[dict[Statistic, Tensor], Tensor]:
-    """Statistics and the gradients of their totals, and the gradient of the mass, from the gradients of the values."""
+    """Return statistics with the gradients of their totals, and that of the mass, from those of the values."""
     nonempty = mass.abs() >= torch.finfo(mass.dtype).tiny  # the statistics of all other rows are constant 0
     total = torch.where(nonempty, mass, 1.0)
     per_mass = torch.where(nonempty, 1 / total, 0.0)
@@ -287,7 +287,7 @@ def _slopes(
 
 
 def _mean_of_slopes(call: Call, rows: RowState, values: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Tensor:
-    """Σ_j A_ij ∂L/∂A_ij minus the gradient of the lse.
+    """Return Σ_j A_ij ∂L/∂A_ij minus the gradient of the lse.
 
     Entropy, effective_keys and distance contribute nothing: they do not change when a row is scaled.
     """

@@ -94,7 +94,7 @@ class HeadMap:
         size: tuple[int, int] = (1024, 1024),
         on_rows: Callable[[int], None] = lambda rows: None,
     ) -> Picture:
-        """The weights of these queries and keys as a picture of at most `size` bins down and across. Thread-safe.
+        """Pool the weights of these queries and keys into at most `size` bins down and across. Thread-safe.
 
         With n queries in B bins, bin b covers queries ⌊b n / B⌋ to ⌊(b + 1) n / B⌋ − 1, and keys likewise, so the sizes
         of bins differ by at most one token. With fewer tokens than bins, every token gets a bin of its own.
@@ -109,25 +109,21 @@ class HeadMap:
     def binned(
         self, row_edges: Sequence[int], column_edges: Sequence[int], on_rows: Callable[[int], None] = lambda rows: None
     ) -> Picture:
-        """A picture with bins between arbitrary increasing edges."""
+        """Return a picture with bins between arbitrary increasing edges."""
         device = self.grid.device
         down, across = (
             _pieces(edges, limit, device)
             for edges, limit in zip((row_edges, column_edges), sizes(device).picture, strict=True)
         )
         reducer = _PictureReducer(self._weights, self._uncounted, down, across, on_rows)
-        reduce_tiles([self._group(down, across)], reducer)
-        rows, columns = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
-        pairs = rows.diff()[:, None] * columns.diff()
+        spans, columns = ([piece.span for piece in pieces] for pieces in (down, across))
+        every = block_status(self._tiles.call.mask, Tiles.of_spans(spans, columns, self.grid), self.grid)
+        status: list[list[int]] = self._tiles.region(slice(None), slice(None)).of(every)[0, 0].tolist()
+        reduce_tiles([Group(self._tiles, spans, columns, status)], reducer)
+        at_rows, at_columns = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
+        pairs = at_rows.diff()[:, None] * at_columns.diff()
         mean, visible = ((x / pairs).to(reducer.maximum) for x in (reducer.sums, reducer.visible))
-        return Picture(reducer.maximum, mean, visible, rows, columns)
-
-    def _group(self, down: Sequence[_Piece], across: Sequence[_Piece]) -> Group:
-        """The tiles of the picture."""
-        rows, columns = ([piece.span for piece in pieces] for pieces in (down, across))
-        every = block_status(self._tiles.call.mask, Tiles.of_spans(rows, columns, self.grid), self.grid)
-        statuses: list[list[int]] = self._tiles.region(slice(None), slice(None)).of(every)[0, 0].tolist()
-        return Group(self._tiles, rows, columns, statuses)
+        return Picture(reducer.maximum, mean, visible, at_rows, at_columns)
 
 
 class _PictureReducer(Reducer[None, None]):
@@ -165,7 +161,7 @@ class _PictureReducer(Reducer[None, None]):
         self.on_rows(self.rows)
 
     def _masked(self, tile: Tile) -> Bool[Tensor, "1 1 q k"] | None:
-        """True at masked pairs and uncounted queries. (`Tile.masked` would cache a pattern for every offset.)"""
+        """Return True at masked pairs and uncounted queries. (`Tile.masked` would cache a pattern for every offset.)"""
         masked, call = None, tile.group.tiles.call
         if tile.status == PARTIAL:
             assert call.mask is not None
@@ -180,7 +176,7 @@ class _PictureReducer(Reducer[None, None]):
 def rectangle(
     call: Call, rows: RowState, queries: slice, keys: slice, *, item: int = 0, head: int | None = None
 ) -> Float[Tensor, "h q k"]:
-    """The weights of a small rectangle of the matrix, not pooled, of one query head or of all. No gradients.
+    """Return the weights of a small rectangle of the matrix, not pooled, of one query head or of all. No gradients.
 
     Time and memory are proportional to the size of the rectangle: a row or a column of the matrix costs one
     matrix-vector product.
@@ -224,7 +220,7 @@ def rectangle(
 
 
 def is_masked(call: Call, queries: slice, keys: slice, *, item: int = 0, head: int = 0) -> bool:
-    """Whether a rectangle is known to be fully masked for a head, from its block status and not pair by pair.
+    """Return whether a rectangle is known to be fully masked for a head, from its block status and not pair by pair.
 
     >>> from qkv.masks import Causal
     >>> q = torch.zeros(1, 1, 9, 4)
@@ -244,7 +240,7 @@ def _check_indices(call: Call, item: int, head: int) -> None:
 
 
 def checked_slice(name: str, part: slice, length: int) -> slice:
-    """The slice with explicit ends; `InputError` naming `name` unless it is not empty and within `length`.
+    """Return the slice with explicit ends; `InputError` naming `name` unless it is not empty and within `length`.
 
     >>> checked_slice("keys", slice(3, None), 7)
     slice(3, 7, None)
@@ -256,7 +252,7 @@ def checked_slice(name: str, part: slice, length: int) -> slice:
 
 
 def even_edges(within: slice, bins: int) -> list[int]:
-    """Edges of at most `bins` bins over a slice, whose widths differ by at most one token.
+    """Return edges of at most `bins` bins over a slice, whose widths differ by at most one token.
 
     >>> even_edges(slice(10, 17), 3)
     [10, 12, 14, 17]
@@ -278,12 +274,12 @@ class _Piece:
     """How many of the tokens each bin holds."""
 
     def sums(self, x: Float[Tensor, "n m"]) -> Float[Tensor, "bins m"]:
-        """Sums over the tokens of each bin."""
+        """Return sums over the tokens of each bin."""
         whole = len(self.widths) == len(self.place)
         return x if whole else x.new_zeros(len(self.widths), x.shape[1]).index_add_(0, self.place, x.contiguous())
 
     def maxima(self, x: Float[Tensor, "n m"]) -> Float[Tensor, "bins m"]:
-        """Maxima over the tokens of each bin."""
+        """Return maxima over the tokens of each bin."""
         if len(self.widths) == len(self.place):
             return x
         none = x.new_full((len(self.widths), x.shape[1]), -torch.inf)
@@ -291,7 +287,7 @@ class _Piece:
 
 
 def _pieces(edges: Sequence[int], limit: int, device: torch.device) -> list[_Piece]:
-    """The tokens between the first and last of the `edges` of bins, at most `limit` at a time."""
+    """Return the tokens between the first and last of the `edges` of bins, at most `limit` at a time."""
     pieces = []
     for start in range(edges[0], edges[-1], limit):
         stop = min(start + limit, edges[-1])

@@ -61,7 +61,7 @@ def measure(
     differentiable: bool = False,
     **unknown: object,
 ) -> Statistics:
-    """Exact statistics of the attention weights of `qkv.attend` with the same arguments, in linear memory.
+    """Return exact statistics of the attention weights of `qkv.attend` with the same arguments, in linear memory.
 
     Args:
         q: queries, (b, h, nq, dq), (b, nq, dq) or (nq, dq), tensors or arrays as in `attend`. The results lack the same
@@ -143,7 +143,7 @@ def directly(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
     score: Score | None, normalizer: Normalizer | None, *, output: bool = True,
 ) -> tuple[Tensor | None, Statistics] | None:  # fmt: skip
-    """The output, if it is wanted, and the statistics of a call that needs no `Call` and no gradients, else None."""
+    """Compute statistics, and the output if wanted, without a `Call`; None if the call needs one, or gradients."""
     if not isinstance(q, Tensor) or (plain := dot_softmax(score, normalizer, q, bias)) is None or plain[1] is not None:
         return None
     arguments = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
@@ -162,7 +162,7 @@ def _check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"]) 
 
 
 def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowState:
-    """The per-query log-sum-exp (or threshold) that `sweep` needs; `lse` if a kernel has computed it already."""
+    """Return the per-query log-sum-exp (or threshold) that `sweep` needs; `lse` if a kernel has computed it already."""
     if isinstance(call.normalizer, Pointwise) and call.normalizer.divide != "sum":
         return RowState()  # each weight depends on its own score only
     if not call.normalizer.has_lse:
@@ -174,7 +174,7 @@ def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowStat
 def measured(
     call: Call, rows: RowState | None = None, *, output: bool = False, shared: Shared | None = None, **options: Any
 ) -> tuple[Result[Tensor] | None, RowState, Statistics]:
-    """The result of a call, if the `output` is wanted, its row state and its statistics; in one pass if possible.
+    """Return the result of a call, if the `output` is wanted, its row state and statistics; in one pass if possible.
 
     Args:
         call: the attention call.
@@ -197,12 +197,12 @@ def measured(
 
 
 def sweep(call: Call, rows: RowState, **options: Any) -> Statistics:
-    """The statistics of `measured`, given the normalizer state of each row (log-sum-exp or threshold)."""
+    """Return the statistics of `measured`, given the normalizer state of each row (log-sum-exp or threshold)."""
     return measured(call, rows, **options)[-1]
 
 
 def _by_definition(call: Call, rows: RowState, request: Request, shared: Shared | None = None) -> Statistics:
-    """The statistics of a call from its tiles of weights."""
+    """Return the statistics of a call from its tiles of weights."""
     rows = _counted(call, rows, request)
     if request.queries is not None:
         call = replace(call, q=call.q.masked_fill(~request.queries[:, None, :, None], 0))  # padding may hold NaN
@@ -215,7 +215,7 @@ def _by_definition(call: Call, rows: RowState, request: Request, shared: Shared 
 
 
 def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
-    """Output if it is wanted, log-sum-exp and statistics by compiled code; None if there is none for the call.
+    """Compute the output if it is wanted, log-sum-exp and statistics by compiled code; None if none serves the call.
 
     On CPU it is the native library; the Triton kernels are only run there by tests. The statistics that the user passed
     are added from tiles of weights.
@@ -234,7 +234,7 @@ def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None
 
 
 def engine(call: Call) -> str:
-    """What computes the statistics of a call, in one sentence."""
+    """Return what computes the statistics of a call, in one sentence."""
     call = replace(detached(call), dropout_p=0.0)
     if call.q.device.type != "cpu":
         why = triton.unsupported_reason(call)
@@ -244,14 +244,14 @@ def engine(call: Call) -> str:
 
 
 def _counted(call: Call, rows: RowState, request: Request) -> RowState:
-    """The normalizer state without the rows that do not count."""
+    """Return the normalizer state without the rows that do not count."""
     if request.queries is None or rows.level is None or not isinstance(call.normalizer, SumToOne):
         return rows
     return replace(rows, level=rows.level.masked_fill(~request.queries[:, None], -torch.inf))
 
 
 def finished(call: Call, reducer: StatisticsReducer, shared: Shared | None = None) -> Statistics:
-    """The statistics from the totals of all tiles; its `rows` are without the queries that do not count."""
+    """Return the statistics from the totals of all tiles; its `rows` are without the queries that do not count."""
     rows, request, totals = reducer.rows, reducer.request, reducer.totals
     values = reducer.finished(totals["row_sum"], at_least_float32(call.q.dtype))
     thumbnail = prefix = contribution = None
@@ -275,7 +275,7 @@ def finished(call: Call, reducer: StatisticsReducer, shared: Shared | None = Non
 
 
 def _of_prefix(x: Tensor, length: int, firsts: Sequence[int], shared: Shared | None) -> Tensor:
-    """Numbers of all keys (2, b, h, nk) for the first `length` keys of each text, which other processes may hold."""
+    """Return numbers of all keys (2, b, h, nk) for the first `length` keys of each text, of whichever process."""
     n, device = x.shape[3], x.device
     keys = torch.arange(n, device=device) if shared is None else positions(shared.grid.n_keys, shared.group, device)
     at = keys - torch.tensor(firsts, device=device)[:, None]
@@ -288,7 +288,7 @@ def _of_prefix(x: Tensor, length: int, firsts: Sequence[int], shared: Shared | N
 
 
 def _sink_mass(call: Call, rows: RowState) -> Tensor:
-    """The weight of the sink, 0 in rows that do not count."""
+    """Return the weight of the sink, 0 in rows that do not count."""
     assert call.sink is not None
     assert rows.level is not None
     out = rows.level == -torch.inf
@@ -302,7 +302,7 @@ def checked(
     queries: Bool[Tensor, "b nq"] | None = None, bins: int | None = None, statistics: Sequence[Statistic] = (),
     value_norms: Float[Tensor, "b h nk"] | None = None, shared: Shared | None = None,
 ) -> Request:  # fmt: skip
-    """The options of `measure`, checked."""
+    """Return the options of `measure`, checked."""
     mass = dict(mass) if mass else {}
     b = len(call.q)
     for name, part in mass.items():
@@ -362,7 +362,7 @@ WEIGHTS = ("sink", "self_", "previous", "next_", "received", "prefix_sink_scores
 
 
 def sums_to_one(normalizer: Normalizer) -> bool:
-    """Whether the weights of a row, with that of a sink logit, sum to 1.
+    """Return whether the weights of a row, with that of a sink logit, sum to 1.
 
     >>> from qkv.normalizers import EluPlusOne, Sigmoid, Softmax
     >>> [sums_to_one(x) for x in (Softmax(sink=0.0), EluPlusOne(divide="sum"), EluPlusOne(), Sigmoid())]
@@ -372,7 +372,7 @@ def sums_to_one(normalizer: Normalizer) -> bool:
 
 
 def in_shares(call: Call, measured: Statistics, **options: Any) -> Statistics:
-    """The statistics `measured` of a call with shares in place of weights, from a second sweep over the scores.
+    """Return the statistics `measured` of a call with shares in place of weights, from a second sweep over the scores.
 
     `row_sum`, `thumbnail` and `own` stay those of the weights. No sweep is needed if the rows sum to one.
 
@@ -389,7 +389,7 @@ def in_shares(call: Call, measured: Statistics, **options: Any) -> Statistics:
 
 
 def rows_in_shares(weights: Float[Tensor, "*b nq nk"], normalizer: Normalizer) -> Float[Tensor, "*b nq nk"]:
-    """A matrix of weights with the rows of `in_shares`."""
+    """Return a matrix of weights with the rows of `in_shares`."""
     if sums_to_one(normalizer):
         return weights
     total = weights.sum(-1, keepdim=True)
@@ -411,7 +411,7 @@ def measure_weights(
     statistics: Sequence[Statistic] = (),
     unnormalized: bool = False,
 ) -> Statistics:
-    """The statistics of `qkv.measure` for attention weights that one already has, such as `output_attentions`.
+    """Return the statistics of `qkv.measure` for attention weights that one already has, such as `output_attentions`.
 
     They equal those of `qkv.measure` for the q and k that gave the weights. Beyond the weights, memory is linear in the
     sequence length.
@@ -501,7 +501,7 @@ class _WeightsReducer(StatisticsReducer):
     def start(self, group: Group) -> None:
         pass
 
-    def tile(self, known: object, tile: Tile) -> None:
+    def tile(self, of_rows: object, tile: Tile) -> None:
         weights = self.weights[*tile.block.at, tile.columns].to(tile.group.tiles.dtype)
         if (masked := tile.masked()) is not None:
             weights = weights.masked_fill(masked, 0)

@@ -34,8 +34,8 @@ class Product(Statistic):
     def tile(self, tile: WeightTile) -> Tensor:
         at, by_key = tile.region, self.over == "key"
         x = self.x[at.batch, at.heads, at.rows if by_key else at.columns].to(tile.weights)
-        made = (tile.weights.mT if by_key else tile.weights) @ x
-        return made[..., 0] if self.parts == 1 else made.movedim(-1, 0)
+        product = (tile.weights.mT if by_key else tile.weights) @ x
+        return product[..., 0] if self.parts == 1 else product.movedim(-1, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +53,11 @@ class Request:
     """The norm of each value, for `Statistics.first_contribution`."""
 
     def own(self) -> dict[str, Statistic]:
-        """The statistics that the user passed, by name."""
+        """Return the statistics that the user passed, by name."""
         return {f"own {s.name}": s for s in self.statistics}
 
     def every(self) -> dict[str, Statistic]:
-        """All statistics, by the field of `Statistics` or by kind and name."""
+        """Return all statistics, by the field of `Statistics` or by kind and name."""
         named = FIELDS | {f"mass {name}": Mass(name, mask) for name, mask in self.mass.items()} | self.own()
         if self.prefix_keys is not None:
             named["prefix_sink_scores"] = PrefixSinkScores(self.prefix_keys)
@@ -104,16 +104,16 @@ class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
         reduce_tiles(groups(call, size, batched=batched), self)
 
     def finished(self, mass: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The values of all statistics, given the sum of each row of weights."""
+        """Return the values of all statistics, given the sum of each row of weights."""
         mass = mass.masked_fill(mass.abs() <= SMALLEST, 0)
         return {name: s.finish(self.totals[name], mass).to(dtype) for name, s in self.statistics.items()}
 
     def start(self, group: Group) -> WeightTiles | None:
         return WeightTiles(group.tiles, self.rows, self.request.queries)
 
-    def tile(self, known: WeightTiles | None, tile: Tile) -> None:
-        assert known is not None
-        weights, log2 = tile.weights(known)
+    def tile(self, of_rows: WeightTiles | None, tile: Tile) -> None:
+        assert of_rows is not None
+        weights, log2 = tile.weights(of_rows)
         if log2 is None and "entropy" in self.statistics and weights.min() < 0:
             raise InputError(
                 f"measure: normalizer {type(tile.group.tiles.call.given.normalizer).__name__} gives negative weights "
@@ -122,7 +122,7 @@ class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
         self.add(tile, weights, None if log2 is None else log2 * math.log(2))
 
     def counted(self, tile: Tile) -> Tensor | None:
-        """True at the pairs of a tile whose query counts; None if all do."""
+        """Return True at the pairs of a tile whose query counts; None if all do."""
         batch, _, rows = tile.block.at
         queries = self.request.queries
         return None if queries is None else queries[batch, None, rows, None].expand(*tile.shape)
@@ -160,7 +160,7 @@ class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
 
 
 def own_statistics(call: Call, rows: RowState, request: Request, mass: Tensor) -> dict[str, Tensor]:
-    """The statistics that the user passed, by name, of a call whose other statistics are known."""
+    """Return the statistics that the user passed, by name, of a call whose other statistics are known."""
     reducer = StatisticsReducer(call, rows, request, request.own())
     reducer.add_tiles(call)
     values = reducer.finished(mass.double(), mass.dtype)
@@ -172,7 +172,7 @@ def weights_matmul(
     call: Call, rows: RowState, x: Float[Tensor, "b #h n m"], *, transposed: bool = False,
     queries: Bool[Tensor, "b nq"] | None = None,
 ) -> Float[Tensor, "b h n2 m"]:  # fmt: skip
-    """A x of the weight matrix A: for each query Σ_j A_ij x_j, exactly, for m columns at once. No gradients.
+    """Return A x of the weight matrix A: for each query Σ_j A_ij x_j, exactly, for m columns at once. No gradients.
 
     A is computed a tile at a time, as in `qkv.measure`, so memory is linear in the sequence. For a column of ones, A x
     is the sum of each query's weights, and Aᵀx the attention that each key receives.

@@ -31,7 +31,7 @@ class Thumbnail:
 
     @staticmethod
     def of(maximum: Tensor, total: Tensor, n_queries: int, n_keys: int, query_bin: int, key_bin: int) -> Thumbnail:
-        """From the maxima and sums of all bins."""
+        """Make a thumbnail from the maxima and sums of all bins."""
         mean = total / (query_bin * key_bin)
         for axis, n, size in ((-2, n_queries, query_bin), (-1, n_keys, key_bin)):
             if n % size:  # the last bin is smaller
@@ -104,7 +104,7 @@ class Statistics:
 
     @classmethod
     def _of(cls, numbers: Tensor, places: Mapping[Any, Place]) -> Statistics:
-        """The statistics in one tensor of numbers; a field becomes a tensor when it is first read."""
+        """Return the statistics in one tensor of numbers; a field becomes a tensor when it is first read."""
         statistics = cls.__new__(cls)
         vars(statistics).update(_numbers=numbers, _places=places, mass={}, own={})
         return statistics
@@ -118,11 +118,11 @@ class Statistics:
         def __getattr__(self, name: str) -> Tensor:
             if name not in vars(self).get("_places", ()):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            found = vars(self)[name] = self._view(name)
-            return found
+            value = vars(self)[name] = self._view(name)
+            return value
 
     def named(self, name: str) -> Float[Tensor, "b h n"] | None:
-        """A statistic or a mass by its name; None if it was not measured."""
+        """Return a statistic or a mass by its name; None if it was not measured."""
         for values in (self.own, self.mass):
             if name in values:
                 return values[name]
@@ -136,7 +136,7 @@ class Statistics:
 
 
 def field_of(name: str) -> str:
-    """The field of `Statistics` for a name; `self` and `next` get an underscore, since Python uses these words.
+    """Return the field of `Statistics` for a name; `self` and `next` get an underscore, since Python uses these words.
 
     >>> field_of("self"), field_of("entropy")
     ('self_', 'entropy')
@@ -145,7 +145,7 @@ def field_of(name: str) -> str:
 
 
 def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistics:
-    """The statistics of a layer, with those of one head from `other`."""
+    """Return the statistics of a layer, with those of one head from `other`."""
 
     def one(mine: Any, its: Any) -> Any:
         if isinstance(mine, Tensor) or isinstance(its, Tensor):
@@ -158,19 +158,19 @@ def with_head(statistics: Statistics, other: Statistics, head: int) -> Statistic
             return None
         return replace(mine, maximum=one(mine.maximum, its.maximum), mean=one(mine.mean, its.mean))  # a thumbnail
 
-    found = {f.name: one(getattr(statistics, f.name), getattr(other, f.name)) for f in fields(Statistics)}
-    if other.sink_mass is None and found["sink_mass"] is not None:
-        found["sink_mass"][:, head] = 0  # no weight on a sink that is not there
-    return Statistics(**found)
+    joined = {f.name: one(getattr(statistics, f.name), getattr(other, f.name)) for f in fields(Statistics)}
+    if other.sink_mass is None and joined["sink_mass"] is not None:
+        joined["sink_mass"][:, head] = 0  # no weight on a sink that is not there
+    return Statistics(**joined)
 
 
 def share_of_first(sink: Tensor, contributions: Tensor, norms: Tensor, firsts: Sequence[int]) -> Tensor:
-    """The first key's part of `contributions`, which are Σ_j A_ij ‖v_j‖; 0 in rows without any."""
+    """Return the first key's part of `contributions`, which are Σ_j A_ij ‖v_j‖; 0 in rows without any."""
     at = torch.tensor(firsts, device=norms.device)[:, None, None].expand(*norms.shape[:2], 1)
     share = sink * norms.gather(2, at).to(sink) / torch.where(contributions > 0, contributions, 1.0)
     return share.clamp(max=1).masked_fill(contributions == 0, 0).to(sink.dtype)  # rounding
 
 
 def bin_size(length: int, bins: int) -> int:
-    """The smallest power of two that divides a length into at most `bins` bins."""
+    """Return the smallest power of two that divides a length into at most `bins` bins."""
     return int(2 ** math.ceil(math.log2(max(1, -(-length // bins)))))

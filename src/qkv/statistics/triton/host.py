@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -43,35 +41,28 @@ def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-@dataclass(frozen=True, eq=False)
-class Visibility:
-    """A mask as arguments of the kernels: a band, masked keys, document ids and a tensor; a pair must pass them all."""
+MaskParts = tuple[tuple[float, float], Tensor | None, Tensor | None, Tensor | None]
 
-    band: tuple[float, float]
-    keys: Tensor | None
-    """True for visible keys (1 or b, nk)."""
-    ids: Tensor | None
-    """The document of each key (1 or b, nk)."""
-    dense: Tensor | None
-    """True for visible pairs; dimensions of size 1 broadcast."""
 
-    @staticmethod
-    def of(mask: Mask | None, grid: Grid) -> Visibility | None:
-        """The parts of a mask; None if the kernels have no form for it."""
-        band, keys, others = parts(mask, grid)
-        ids, dense = None, None
-        for other in others:
-            if type(other) is Document and ids is None:
-                ids = torch.as_tensor(other.ids)
-            elif type(other) is Dense and dense is None:
-                dense = other.tensor
-            else:
-                return None
-        return Visibility(band, keys, ids, dense)
+def _mask_parts(mask: Mask | None, grid: Grid) -> MaskParts | None:
+    """Return a mask as a band, visible keys, documents of keys (1 or b, nk) and a tensor; None if it is no such.
+
+    A pair must pass them all.
+    """
+    band, keys, others = parts(mask, grid)
+    ids, dense = None, None
+    for other in others:
+        if type(other) is Document and ids is None:
+            ids = torch.as_tensor(other.ids)
+        elif type(other) is Dense and dense is None:
+            dense = other.tensor
+        else:
+            return None
+    return band, keys, ids, dense
 
 
 def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] | None:
-    """A mask whose mass is measured as a band and further keys (1 or b, nk) int8; None if it has another form."""
+    """Return a mask as a band and further keys (1 or b, nk) int8; None if it has another form."""
 
     def union() -> tuple[tuple[float, float], Tensor | None] | None:
         band, keys = None, None
@@ -89,7 +80,7 @@ def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] 
 
 
 def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | None:
-    """The bias by distance and the soft cap of a call, and whether the cap comes first; None if there are others."""
+    """Return the bias by distance, the soft cap, and whether the cap comes first; None if there are others."""
     by_form: dict[str | None, Any] = {bias.form: bias for bias in call.biases}
     if len(by_form) < len(call.biases) or not by_form.keys() <= {"distance", "cap"}:
         return None
@@ -100,7 +91,7 @@ OFFERS: tuple[Need, ...] = ("biases", "gradients", "tensors in closures")
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why the kernels cannot compute the statistics of this call, or None if they can."""
+    """Return why the kernels cannot compute the statistics of this call, or None if they can."""
     device = call.q.device.type
     if device not in GPUS and not (device == "cpu" and INTERPRETED):
         return f"tensors are on {device}; the Triton kernels are for CUDA"
@@ -123,7 +114,7 @@ def unsupported_reason(call: Call) -> str | None:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return "a dimension is 0"
-    if Visibility.of(call.mask, call.grid) is None:
+    if _mask_parts(call.mask, call.grid) is None:
         return f"the mask {type(call.mask).__name__} has no form as a band, masked keys, documents or a tensor"
     return None
 
@@ -131,7 +122,7 @@ def unsupported_reason(call: Call) -> str | None:
 def attend_and_measure(
     call: Call, request: Request, *, output: bool
 ) -> tuple[Tensor | None, Tensor, Statistics] | None:
-    """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
+    """Return the output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
 
     None if a mass is not that of a union of a band and a set of keys.
     """
@@ -143,8 +134,8 @@ def attend_and_measure(
     if len(unions) < len(mass):
         return None
     block = launch_options(max(d, dv), q.dtype) | {"D": _power_of_two(d)}
-    visible = Visibility.of(call.mask, grid)
-    assert visible is not None
+    mask_parts = _mask_parts(call.mask, grid)
+    assert mask_parts is not None
     firsts = _on_device(tuple(request.firsts), device)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -152,23 +143,26 @@ def attend_and_measure(
 
     nothing = firsts  # stands for a tensor that a kernel does not read
     out = empty(b, h, n_queries, dv, dtype=v.dtype) if output else None
-    lse, state, found = empty(b, h, n_queries), empty(2, heads, n_queries), empty(len(OF_QUERIES) + 2, b, h, n_queries)
+    lse, state, rows = empty(b, h, n_queries), empty(2, heads, n_queries), empty(len(OF_QUERIES) + 2, b, h, n_queries)
     masses = empty(len(mass), b, h, n_queries)
-    inside = _inside([keys for _, keys in unions], grid)
+    inside = None
+    if any(keys is not None for _, keys in unions):  # besides those of the bands: (masks, b, nk)
+        each = (_zeros(n_keys, device) if keys is None else keys for _, keys in unions)
+        inside = torch.stack([keys.expand(b, n_keys) for keys in each])
     bands = _on_device(tuple(bound for band, _ in unions for bound in _bounds(band)) or (0, 0), device)
     sink = None if call.sink is None else call.sink.expand(b, h, n_queries)
     biased, bias_flags = _bias_arguments(call, nothing)
     shared = (h, h // key_heads, n_queries, n_keys, grid.offset, call.scale, *biased)
     counted = None if queries is None else queries.contiguous().view(torch.int8)
     norms = None if request.value_norms is None else request.value_norms.contiguous()
-    place, flags = _mask_arguments(visible, nothing)
+    place, flags = _mask_arguments(mask_parts, nothing)
     flags |= bias_flags | {
         "HAS_COUNTED": counted is not None,
         "WIDEN": device.type == "cpu" and q.dtype == torch.bfloat16,
     }
     run, across = _kernels(), (heads,)
     run.by_query[(_cdiv(n_queries, block["BM"]), *across)](
-        q, k, v, lse if out is None else out, lse, state, found, masses, nothing if sink is None else sink, firsts,
+        q, k, v, lse if out is None else out, lse, state, rows, masses, nothing if sink is None else sink, firsts,
         bands, nothing if inside is None else inside, nothing if counted is None else counted,
         nothing if norms is None else norms,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if sink is None else sink.stride()),
@@ -178,18 +172,27 @@ def attend_and_measure(
     )  # fmt: skip
     received, audience = empty(b, h, n_keys), empty(b, h, n_keys)
     prefix = None if prefix_keys is None else torch.zeros(b, h, prefix_keys, device=device)
-    pool = None if bins is None else _Pool.of(n_queries, n_keys, bins, block["BM"], block["BN"])
-    pooled = None if pool is None else torch.zeros(2, b, h, pool.rows, pool.columns, device=device)
+    pooled, query_bin, key_bin, pool_m, pool_n = None, 1, 1, block["BM"], block["BN"]
+    if bins is not None:  # a tile pools to bins of at most its size; the keys of larger ones are joined below
+        query_bin, key_bin = bin_size(n_queries, bins), bin_size(n_keys, bins)
+        pool_m, pool_n = min(query_bin, pool_m), min(key_bin, pool_n)
+        columns = _cdiv(n_keys, key_bin) * (key_bin // pool_n)
+        pooled = torch.zeros(2, b, h, _cdiv(n_queries, query_bin), columns, device=device)
     run.by_key[(_cdiv(n_keys, block["BN"]), *across)](
         q, k, state, received, audience, received if prefix is None else prefix,
         received if pooled is None else pooled, firsts, nothing if counted is None else counted,
         *q.stride()[:3], *k.stride()[:3], *shared, d, *place,
-        prefix_keys or 0, 1 if pool is None else pool.query_bin, 0 if pool is None else pool.rows,
-        0 if pool is None else pool.columns, **flags, **block, HAS_PREFIX=prefix is not None, POOLED=pool is not None,
-        POOL_M=block["BM"] if pool is None else pool.of_rows, POOL_N=block["BN"] if pool is None else pool.of_columns,
+        prefix_keys or 0, query_bin, *((0, 0) if pooled is None else pooled.shape[3:]), **flags, **block,
+        HAS_PREFIX=prefix is not None, POOLED=pooled is not None, POOL_M=pool_m, POOL_N=pool_n,
     )  # fmt: skip
-    values = dict(zip(OF_QUERIES, found, strict=False))
-    row_sum = torch.ones_like(lse) if sink is None else 1 - found[-2]
+    thumbnail = None
+    if pooled is not None:
+        (maximum, total), joined = pooled, key_bin // pool_n
+        if joined > 1:
+            maximum, total = maximum.unflatten(-1, (-1, joined)).amax(-1), total.unflatten(-1, (-1, joined)).sum(-1)
+        thumbnail = Thumbnail.of(maximum, total, n_queries, n_keys, query_bin, key_bin)
+    values = dict(zip(OF_QUERIES, rows, strict=False))
+    row_sum = torch.ones_like(lse) if sink is None else 1 - rows[-2]
     shown = lse if queries is None else lse.masked_fill(~queries[:, None], -torch.inf)
     return out, lse, Statistics(
         lse=shown,
@@ -198,15 +201,15 @@ def attend_and_measure(
         visible_queries=audience,
         row_sum=row_sum.masked_fill(values["visible"] == 0, 0),
         prefix_sink_scores=prefix,
-        thumbnail=None if pool is None or pooled is None else pool.thumbnail(pooled),
-        sink_mass=None if sink is None else found[-2],
-        first_contribution=None if norms is None else share_of_first(values["sink"], found[-1], norms, request.firsts),
+        thumbnail=thumbnail,
+        sink_mass=None if sink is None else rows[-2],
+        first_contribution=None if norms is None else share_of_first(values["sink"], rows[-1], norms, request.firsts),
         mass=dict(zip(mass, masses, strict=True)),
     )  # fmt: skip
 
 
 def launch_options(d: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Queries and keys of a tile, warps and pipeline stages, which need at most 99 KiB of shared memory.
+    """Return queries and keys of a tile, warps and pipeline stages, which need at most 99 KiB of shared memory.
 
     Of ten tiles from 64 × 32 to 128 × 128, 64 × 64 with 4 warps took the least time on an H100 (bfloat16, d = 128).
     """
@@ -233,16 +236,8 @@ def _bounds(band: tuple[float, float]) -> tuple[int, int]:
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers as a tensor on a device; the same in every layer and call, they are copied there once."""
+    """Return numbers as a tensor on a device; the same in every layer and call, they are copied there once."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
-def _inside(keys: Sequence[Tensor | None], grid: Grid) -> Tensor | None:
-    """The keys inside each mask whose mass is measured, besides those of its band: (masks, b, nk) int8, or None."""
-    if all(x is None for x in keys):
-        return None
-    none = _zeros(grid.n_keys, grid.device)
-    return torch.stack([(none if x is None else x).expand(grid.batch, grid.n_keys) for x in keys])
 
 
 @functools.lru_cache(maxsize=8)
@@ -252,7 +247,7 @@ def _zeros(n: int, device: torch.device) -> Tensor:
 
 
 def _bias_arguments(call: Call, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and flags of both kernels for the biases of a call."""
+    """Return positional arguments and flags of both kernels for the biases of a call."""
     forms = _bias_forms(call)
     assert forms is not None
     distance, cap, first = forms
@@ -265,53 +260,20 @@ def _bias_arguments(call: Call, nothing: Tensor) -> tuple[tuple[Any, ...], dict[
     return (unit, 1.0 if cap is None else float(cap.cap), table, stride), flags
 
 
-def _mask_arguments(visible: Visibility, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, bool]]:
-    """Positional arguments and flags of both kernels for a mask."""
-    device = nothing.device
-    keys, dense = (None if x is None else x.to(device).view(torch.int8) for x in (visible.keys, visible.dense))
-    ids = None if visible.ids is None else visible.ids.to(device, torch.int32)
+def _mask_arguments(mask_parts: MaskParts, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, bool]]:
+    """Return positional arguments and flags of both kernels for a mask."""
+    device, (band, keys, ids, dense) = nothing.device, mask_parts
+    keys, dense = (None if x is None else x.to(device).view(torch.int8) for x in (keys, dense))
+    ids = None if ids is None else ids.to(device, torch.int32)
     strides = (
         [0, 0, 0, 0]
         if dense is None
         else [0 if n == 1 else s for n, s in zip(dense.shape, dense.stride(), strict=True)]
     )
-    low, high = _bounds(visible.band)
+    low, high = _bounds(band)
     tensors = [nothing if x is None else x.contiguous() if x.ndim == 2 else x for x in (keys, ids, dense)]
     of_batch = [0 if x is None or len(x) == 1 else x.shape[1] for x in (keys, ids)]
     flags = {f"HAS_{name}": x is not None for name, x in (("KEYS", keys), ("IDS", ids), ("DENSE", dense))} | {
-        "HAS_BAND": visible.band != (-math.inf, math.inf)
+        "HAS_BAND": band != (-math.inf, math.inf)
     }
     return (low, high, *tensors, *of_batch, *strides), flags
-
-
-@dataclass(frozen=True)
-class _Pool:
-    """How the map is pooled: the kernel pools to bins of `query_bin` × `of_columns`, and `thumbnail` to the rest."""
-
-    n_queries: int
-    n_keys: int
-    query_bin: int
-    key_bin: int
-    of_rows: int
-    """Queries that a tile pools to one: the bin, or the whole tile."""
-    of_columns: int
-
-    @staticmethod
-    def of(n_queries: int, n_keys: int, bins: int, tile_rows: int, tile_columns: int) -> _Pool:
-        query_bin, key_bin = bin_size(n_queries, bins), bin_size(n_keys, bins)
-        return _Pool(n_queries, n_keys, query_bin, key_bin, min(query_bin, tile_rows), min(key_bin, tile_columns))
-
-    @property
-    def rows(self) -> int:
-        return _cdiv(self.n_queries, self.query_bin)
-
-    @property
-    def columns(self) -> int:
-        """A multiple of the columns per bin."""
-        return _cdiv(self.n_keys, self.key_bin) * (self.key_bin // self.of_columns)
-
-    def thumbnail(self, pooled: Tensor) -> Thumbnail:
-        (maximum, total), joined = pooled, self.key_bin // self.of_columns
-        if joined > 1:
-            maximum, total = maximum.unflatten(-1, (-1, joined)).amax(-1), total.unflatten(-1, (-1, joined)).sum(-1)
-        return Thumbnail.of(maximum, total, self.n_queries, self.n_keys, self.query_bin, self.key_bin)

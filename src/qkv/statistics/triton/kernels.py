@@ -16,6 +16,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _load(at, rows, stride, n, of_d, d):
+    """The rows of a matrix (n, d) at a pointer, with zeros beyond it."""
+    inside = (rows[:, None] < n) & (of_d[None, :] < d)
+    return tl.load(at + rows[:, None].to(tl.int64) * stride + of_d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def _dot(a, b, WIDEN: tl.constexpr):
     """Matrix product with float32 sums. Products of bfloat16 are exact in float32, to which WIDEN converts first,
     because Triton's interpreter has no bfloat16 products."""
@@ -129,10 +136,7 @@ def by_query(
     at_q = q + batch.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
     at_v = v + batch.to(tl.int64) * stride_vb + (h // share).to(tl.int64) * stride_vh
-    queries = tl.load(
-        at_q + rows[:, None].to(tl.int64) * stride_qn + of_d[None, :],
-        mask=inside[:, None] & (of_d[None, :] < d), other=0.0,
-    )  # fmt: skip
+    queries = _load(at_q, rows, stride_qn, n_queries, of_d, d)
     first = tl.load(firsts + batch)
 
     maximum = tl.full((BM,), HIDDEN, tl.float32)
@@ -158,10 +162,7 @@ def by_query(
         end = tl.minimum(tl.minimum(first_row + BM, n_queries) + offset - low, n_keys)
     for start in range(begin, end, BN):
         columns = start + tl.arange(0, BN)
-        here = tl.load(
-            at_k + columns[:, None].to(tl.int64) * stride_kn + of_d[None, :],
-            mask=(columns[:, None] < n_keys) & (of_d[None, :] < d), other=0.0,
-        )  # fmt: skip
+        here = _load(at_k, columns, stride_kn, n_keys, of_d, d)
         scores = _final(
             _dot(queries, tl.trans(here), WIDEN), rows, columns, h, n_queries, n_keys, scale, unit, cap, distances,
             stride_distance, CAP, HAS_DISTANCE,
@@ -228,10 +229,7 @@ def by_query(
                 part = tl.sum(tl.where(of_band, p, 0.0), 1).to(tl.float64)
                 masses += tl.where((of_mass == m)[None, :], part[:, None], 0.0)
         if OUTPUT:
-            values = tl.load(
-                at_v + columns[:, None].to(tl.int64) * stride_vn + of_dv[None, :],
-                mask=(columns[:, None] < n_keys) & (of_dv[None, :] < dv), other=0.0,
-            )  # fmt: skip
+            values = _load(at_v, columns, stride_vn, n_keys, of_dv, dv)
             if not full:  # values that no query of the tile sees can be NaN
                 some = tl.max((scores != float("-inf")).to(tl.int32), 0)
                 values = tl.where(some[:, None] != 0, values, 0.0)
@@ -279,14 +277,10 @@ def by_query(
     spread = tl.sqrt(tl.maximum(mean2 - mean * mean, 0.0))
     small = factor.to(tl.float32)
     tl.store(found + write, tl.where(empty, 0.0, tl.maximum(entropy, 0.0)).to(tl.float32), mask=inside)
-    weight = tl.where(empty, 0.0, tl.exp2(at_first - maximum) * small)
-    tl.store(found + size + write, weight, mask=inside)
-    weight = tl.where(empty, 0.0, tl.exp2(at_self - maximum) * small)
-    tl.store(found + 2 * size + write, weight, mask=inside)
-    weight = tl.where(empty, 0.0, tl.exp2(at_previous - maximum) * small)
-    tl.store(found + 3 * size + write, weight, mask=inside)
-    weight = tl.where(empty, 0.0, tl.exp2(at_next - maximum) * small)
-    tl.store(found + 4 * size + write, weight, mask=inside)
+    tl.store(found + size + write, tl.where(empty, 0.0, tl.exp2(at_first - maximum) * small), mask=inside)
+    tl.store(found + 2 * size + write, tl.where(empty, 0.0, tl.exp2(at_self - maximum) * small), mask=inside)
+    tl.store(found + 3 * size + write, tl.where(empty, 0.0, tl.exp2(at_previous - maximum) * small), mask=inside)
+    tl.store(found + 4 * size + write, tl.where(empty, 0.0, tl.exp2(at_next - maximum) * small), mask=inside)
     tl.store(found + 5 * size + write, tl.where(empty, 0.0, distance / safe).to(tl.float32), mask=inside)
     tl.store(found + 6 * size + write, tl.where(empty, 0.0, spread).to(tl.float32), mask=inside)
     shape = tl.where(empty, 0.0, total * total / tl.where(empty, 1.0, squares))
@@ -326,10 +320,7 @@ def by_key(
     inside = columns < n_keys
     at_q = q + batch.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
-    here = tl.load(
-        at_k + columns[:, None].to(tl.int64) * stride_kn + of_d[None, :],
-        mask=inside[:, None] & (of_d[None, :] < d), other=0.0,
-    )  # fmt: skip
+    here = _load(at_k, columns, stride_kn, n_keys, of_d, d)
     first = tl.load(firsts + batch)
     of_head, size = head.to(tl.int64) * n_queries, tl.num_programs(1).to(tl.int64) * n_queries
 
@@ -348,10 +339,7 @@ def by_key(
         end = tl.minimum(tl.minimum(first_column + BN, n_keys) + high - offset, n_queries)
     for start in range(begin, end, BM):
         rows = start + tl.arange(0, BM)
-        queries = tl.load(
-            at_q + rows[:, None].to(tl.int64) * stride_qn + of_d[None, :],
-            mask=(rows[:, None] < n_queries) & (of_d[None, :] < d), other=0.0,
-        )  # fmt: skip
+        queries = _load(at_q, rows, stride_qn, n_queries, of_d, d)
         maximum = tl.load(state + of_head + rows, mask=rows < n_queries, other=0.0)
         factor = tl.load(state + size + of_head + rows, mask=rows < n_queries, other=0.0)
         scores = _final(
