@@ -110,7 +110,7 @@ class Intercept(TorchFunctionMode):
         if input.shape[-1] == 1 != input.shape[-2]:  # a softmax over a single number, as in some convolutions
             return
         module = self._module()
-        if module is not None and _is_attention(module):
+        if module is not None and is_attention(module):
             over_keys = dim in (-1, input.ndim - 1)
             heads = self._heads(module)
             scores = as_scores(input, heads) if over_keys else None
@@ -167,12 +167,13 @@ def all_routed(model: nn.Module, names: dict[int, str], expected: Collection[str
     return bool(expected) and all(
         type(module).__module__.startswith(known)
         and "forward" not in vars(module)
-        and (not _is_attention(module) or names[id(module)] in around or names[id(module)] in expected)
+        and (not is_attention(module) or names[id(module)] in around or names[id(module)] in expected)
         for module in model.modules()
     )
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module attends, by the name of its class."""
     return _ATTENTION.search(type(module).__name__) is not None
 
 

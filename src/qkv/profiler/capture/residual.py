@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from qkv.engine import at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
-from qkv.profiler.capture.intercept import unwatched
+from qkv.profiler.capture.intercept import is_attention, unwatched
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,7 +33,6 @@ LARGEST = 3  # number of largest activations that are kept with their positions
 
 OnHiddenStates = Callable[[str, int, Tensor], None]  # stack, depth, hidden states
 
-_ATTENDS = re.compile("attention|attn", re.IGNORECASE)
 _DECODER = re.compile(r"(?:^|\.)decoder(?:\.|$)")
 
 BY_TEXT, RANKED = ("text", "depth"), ("text", "depth", "rank")
@@ -190,7 +189,7 @@ def _stacks(model: nn.Module, modules: Collection[str]) -> dict[str, list[nn.Mod
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return _ATTENDS.search(type(module).__name__) is not None or routes(module)
+    return is_attention(module) or routes(module)
 
 
 # --- summaries of the hidden states -----------------------------------------------------------------------------------
