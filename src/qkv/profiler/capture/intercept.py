@@ -26,7 +26,7 @@ from qkv.engine import Call, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import read_mask
 from qkv.masks import Causal, Mask, Shifted
-from qkv.normalizers import Pointwise
+from qkv.normalizers import Normalizer, Pointwise
 from qkv.scores import Dot
 
 if TYPE_CHECKING:
@@ -261,19 +261,22 @@ def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
 
 
 def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
-    """A call whose weights are the softmax of `scores`: the scores are its bias, and its queries and keys are 0.
+    """A call whose weights are the softmax of `scores`.
 
     A pair counts as masked if its score is −∞, the lowest float, or so far below the query's largest score that its
     weight is 0. The values are not known, so they are NaN.
     """
-    b, h, n_queries, n_keys = scores.shape
     scores = scores.to(at_least_float32(scores.dtype))
     lowest = torch.finfo(scores.dtype).min / 2
     masked = scores <= (scores.amax(-1, keepdim=True) - FAR).clamp(min=lowest)
-    mask = masks.Dense(~masked) if bool(masked.any()) else None
-    zeros = scores.new_zeros(b, h, 1, 1)
-    q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k + torch.nan, mask, (TensorBias(scores.masked_fill(masked, 0)),))
+    return of_pairs(scores.masked_fill(masked, 0), masks.Dense(~masked) if bool(masked.any()) else None)
+
+
+def of_pairs(scores: Float[Tensor, "b h nq nk"], mask: Mask | None, normalizer: Normalizer | None = None) -> Call:
+    """A call with these scores, whose queries and keys are 0 and whose values are not known, so NaN."""
+    zeros = scores.new_zeros(*scores.shape[:2], 1, 1)
+    q, k = (zeros.expand(-1, -1, n, -1) for n in scores.shape[2:])
+    return Call.of(q, k, k + torch.nan, mask, (TensorBias(scores),), normalizer=normalizer)
 
 
 class AsGiven(Pointwise):
@@ -295,10 +298,7 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
     total = weights.sum(-1)
     if bool((((total - 1).abs() < 1e-3) | (total == 0)).all()):
         return of_scores(weights.log())
-    b, h, n_queries, n_keys = weights.shape
-    zeros = weights.new_zeros(b, h, 1, 1)
-    q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k + torch.nan, masks.Dense(weights > 0), (TensorBias(weights),), normalizer=AsGiven())
+    return of_pairs(weights, masks.Dense(weights > 0), AsGiven())
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:
