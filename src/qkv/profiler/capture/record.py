@@ -42,6 +42,11 @@ class Record:
     keys: Tensor | None
     causal: bool
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch items, query heads, queries, keys."""
+        return *self.statistics.entropy.shape, self.statistics.received.shape[2]
+
     def with_head(self, head: int, other: Record) -> Record:
         """The record with the numbers of one head from another."""
         weights = self.weights
