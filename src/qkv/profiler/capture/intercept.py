@@ -57,9 +57,8 @@ class Intercept(TorchFunctionMode):
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
-        self.names, self.expected = observer.names, frozenset(observer.expected)
-        self.on_call, self.check = observer.intercepted, observer.checks.of_torch
-        self.beside, self.unreadable = observer.beside, observer.unreadable
+        self.observer, self.names, self.unreadable = observer, observer.names, observer.unreadable
+        self.on_call, self.beside, self.expected = observer.intercepted, observer.beside, frozenset(observer.expected)
         self.scores: dict[int, list[Tensor | str]] = {}  # of modules whose forward is running, or why not readable
 
     def __exit__(self, *error: Any) -> None:
@@ -89,7 +88,9 @@ class Intercept(TorchFunctionMode):
                     made = self.on_call(self.names[id(module)], "sdpa", call, mine)
                     return out if made.out is mine else made.out.reshape(out.shape)
                 result = self.on_call(self.names[id(module)], "sdpa", call)
-                self.check(self.names[id(module)], lambda: func(*args, **kwargs).reshape(result.out.shape), result)
+                self.observer.checks.of_torch(
+                    self.names[id(module)], lambda: func(*args, **kwargs).reshape(result.out.shape), result
+                )
                 return result.out.reshape(shape)
         elif func is MULTI_HEAD:
             if (module := self._module()) is not None:
