@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -123,17 +123,13 @@ def observe_residual(model: nn.Module, modules: Collection[str], on_hidden: OnHi
     blocks 1 (1, 3, 32)
     blocks 2 (1, 3, 32)
     """
-    handles: list[Any] = []
-    try:
+    with ExitStack() as hooks:
         for stack, layers in _stacks(model, modules).items():
             stream = _Stream(stack, on_hidden)
             for layer in layers:
-                handles.append(layer.register_forward_pre_hook(stream.enter, with_kwargs=True))
-                handles.append(layer.register_forward_hook(stream.leave))
+                hooks.enter_context(layer.register_forward_pre_hook(stream.enter, with_kwargs=True))
+                hooks.enter_context(layer.register_forward_hook(stream.leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Stream:
