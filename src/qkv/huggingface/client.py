@@ -156,10 +156,7 @@ def eager_of(module: nn.Module) -> Callable[..., Any] | None:
 
 def is_known(function: Callable[..., Any] | None) -> bool:
     """Whether a function is one of transformers or of qkv, whose arguments `call_of` understands."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    module = getattr(function, "__module__", None) or ""
-    return function is None or module.partition(".")[0] in ("transformers", "qkv")
+    return function is None or name_of(function).partition(".")[0] in ("transformers", "qkv")
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from qkv.profiler.capture.checking import Checked
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences
 from qkv.profiler.capture.layer import of_items
-from qkv.profiler.capture.observe import following, overridden
+from qkv.profiler.capture.observe import OBSERVERS, following, overridden
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures
 from qkv.profiler.capture.sequence import Sequence
@@ -148,9 +147,6 @@ def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int
                     break
 
 
-_WATCHED: WeakSet[nn.Module] = WeakSet()
-
-
 @contextmanager
 def watch(
     model: nn.Module,
@@ -199,7 +195,7 @@ def watch(
     if every < 1:
         raise InputError(f"every is {every}, expected at least 1")
     model = getattr(model, "_orig_mod", model)
-    if model in _WATCHED:
+    if any(one.texts is not None and one.texts.measures is not None for one in OBSERVERS.get(model, ())):
         raise InputError(
             f"model {type(model).__name__} is watched already; expected one qkv.watch at a time, which records "
             "everything that the model does inside"
@@ -207,12 +203,8 @@ def watch(
     texts = Texts(Measures(local_window, map_tokens, 64), every, layers)
     observer = Observer(model, texts=texts, partial=True, unreadable=texts.unrecorded)
     watched = Watched(model, tokenizer, texts, observer.checks)
-    try:
-        with following(observer), _generating(model, texts, watched._returned):
-            _WATCHED.add(model)
-            yield watched
-    finally:
-        _WATCHED.discard(model)
+    with following(observer), _generating(model, texts, watched._returned):
+        yield watched
 
 
 def _generating(model: nn.Module, texts: Texts, returned: list[tuple[Sequence, int]]) -> AbstractContextManager[None]:

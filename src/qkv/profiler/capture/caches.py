@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,14 +148,15 @@ def located(
 class Installed:
     """What the first of several contexts installs in the process, for all of them, and the last one removes."""
 
-    def __init__(self) -> None:
+    def __init__(self, install: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self.install, self.installed = install, ExitStack()
         self.lock, self.users = threading.RLock(), list[Any]()
 
     @contextmanager
     def __call__(self, user: Any = None) -> Iterator[None]:
         with self.lock:
             if not self.users:
-                self.install()
+                self.installed.enter_context(self.install())
             self.users.append(user)
         try:
             yield
@@ -163,13 +164,7 @@ class Installed:
             with self.lock:
                 self.users.remove(user)
                 if not self.users:
-                    self.remove()
-
-    def install(self) -> None:
-        """Called at the start of the first context."""
-
-    def remove(self) -> None:
-        """Called at the end of the last context."""
+                    self.installed.close()
 
 
 class _Listening(Installed):
@@ -177,21 +172,16 @@ class _Listening(Installed):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replaced: dict[tuple[type, str], Any] = {}
         self.inside = threading.local()
-
-    def remove(self) -> None:
-        for (kind, name), own in self.replaced.items():
-            delattr(kind, name) if own is None else setattr(kind, name, own)
-        self.replaced.clear()
 
     def to(self, kind: type) -> None:
         """Report the caches of this class, too."""
         with self.lock:
             for name in (*SELECT, CROP):
                 method = getattr(kind, name, None)
-                if callable(method) and (kind, name) not in self.replaced and not hasattr(method, "reports"):
-                    self.replaced[kind, name] = vars(kind).get(name)
+                if callable(method) and not hasattr(method, "reports"):
+                    own = vars(kind).get(name)
+                    self.installed.callback(*((delattr, kind, name) if own is None else (setattr, kind, name, own)))
                     setattr(kind, name, self._reporting(name, method))
 
     def _reporting(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:

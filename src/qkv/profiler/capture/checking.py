@@ -114,16 +114,11 @@ def _additive(visible: Bool[Tensor, "b #h nq nk"], dtype: torch.dtype) -> Float[
     return added.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-def readings(
-    module: nn.Module,
-    function: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    **others: Any,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Any, dict[str, Any]]]:
-    """The arguments of an attention function, in each way in which they can be meant.
+def masks_of(
+    module: nn.Module, function: Callable[..., Any], query: Tensor, key: Tensor, attention_mask: Any,
+    arguments: Mapping[str, Any],
+) -> Iterator[Any]:  # fmt: skip
+    """The mask of an attention function, in each way in which its arguments can be meant.
 
     Transformers passes no mask to a function that has no mask function of its own, and some functions apply the
     causality of the module, or its window, by themselves: FlashAttention the window, torch's SDPA not, which aligns
@@ -131,16 +126,16 @@ def readings(
     """
     described = getattr(attention_mask, "qkv_mask", None)
     if described is not None and described.shape[2:] == (query.shape[2], key.shape[2]):
-        yield query, key, value, described, others
+        yield described
         return
     if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
-        yield query, key, value, attention_mask, others
+        yield attention_mask
         return
     n_queries, n_keys = query.shape[2], key.shape[2]
     real = None if attention_mask is None else attention_mask[:, None, None, -n_keys:].bool()
-    causal = others.get("is_causal")
+    causal = arguments.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
-    window = others.get("sliding_window")
+    window = arguments.get("sliding_window")
     masks: list[Mask | None] = [Causal() if causal and n_queries > 1 else None]
     flash = "flash" in name_of(function)
     if causal and isinstance(window, int) and (flash or not is_known(function)):
@@ -150,8 +145,7 @@ def readings(
     grid = Grid(len(query), 1, n_queries, used, used - n_queries, query.device)
     for mask in masks:
         whole = mask if real is None else Dense(real) if mask is None else mask & Dense(real)
-        keys = None if real is None else real[:, 0, 0]
-        yield query, key, value, LazyMask(whole, grid, query.dtype, keys, n_keys), others
+        yield LazyMask(whole, grid, query.dtype, None if real is None else real[:, 0, 0], n_keys)
 
 
 _CHECKED: WeakKeyDictionary[nn.Module, dict[Hashable, Checked]] = WeakKeyDictionary()
@@ -213,7 +207,9 @@ class Checks(list[Checked]):
                 "then; expected evaluation mode or a dropout of 0"
             )
         place, reason = (where, None if known else name), None
-        for query, key, value, mask, others in readings(module, function, *args, **named):
+        query, key, value, attention_mask = (*args, named.get("attention_mask"))[:4]
+        others = {argument: x for argument, x in named.items() if argument != "attention_mask"}
+        for mask in masks_of(module, function, query, key, attention_mask, others):
             try:
                 call, keys = call_of(module, name, query, key, value, mask, **others)
                 if not (dropped or (once and place in self.known)):

@@ -120,17 +120,16 @@ def datasets(runs: list[Recorded], tokenizer: Any, local_window: int) -> dict[st
     return {group: _joined(found) for group, found in parts.items()}
 
 
-def grouped(records: list[Record]) -> dict[str, list[Record]]:
-    """Records by group; if shapes differ within a group (towers, hybrid models), it is split into text, text-2 …"""
-    groups: dict[str, list[Record]] = {}
+def grouped(layers: list[Any]) -> dict[str, list[Any]]:
+    """Layers by group; if shapes differ within a group (towers, hybrid models), it is split into text, text-2 …"""
+    groups: dict[str, list[Any]] = {}
     shapes: dict[str, list[Any]] = {}
-    for record in records:
-        shape = (record.statistics.entropy.shape, record.statistics.received.shape)
-        known = shapes.setdefault(record.group, [])
-        if shape not in known:
-            known.append(shape)
-        n = known.index(shape)
-        groups.setdefault(record.group if n == 0 else f"{record.group}-{n + 1}", []).append(record)
+    for layer in layers:
+        known = shapes.setdefault(layer.group, [])
+        if layer.shape not in known:
+            known.append(layer.shape)
+        n = known.index(layer.shape)
+        groups.setdefault(layer.group if n == 0 else f"{layer.group}-{n + 1}", []).append(layer)
     return groups
 
 

@@ -26,7 +26,7 @@ from qkv.engine import Call, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import read_mask
 from qkv.masks import Causal, Mask, Shifted
-from qkv.normalizers import Pointwise
+from qkv.normalizers import Normalizer, Pointwise
 from qkv.scores import Dot
 
 if TYPE_CHECKING:
@@ -57,9 +57,8 @@ class Intercept(TorchFunctionMode):
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
-        self.names, self.expected = observer.names, frozenset(observer.expected)
-        self.on_call, self.check = observer.intercepted, observer.checks.of_torch
-        self.beside, self.unreadable = observer.beside, observer.unreadable
+        self.observer, self.names, self.unreadable = observer, observer.names, observer.unreadable
+        self.on_call, self.beside, self.expected = observer.intercepted, observer.beside, frozenset(observer.expected)
         self.scores: dict[int, list[Tensor | str]] = {}  # of modules whose forward is running, or why not readable
 
     def __exit__(self, *error: Any) -> None:
@@ -89,7 +88,9 @@ class Intercept(TorchFunctionMode):
                     made = self.on_call(self.names[id(module)], "sdpa", call, mine)
                     return out if made.out is mine else made.out.reshape(out.shape)
                 result = self.on_call(self.names[id(module)], "sdpa", call)
-                self.check(self.names[id(module)], lambda: func(*args, **kwargs).reshape(result.out.shape), result)
+                self.observer.checks.of_torch(
+                    self.names[id(module)], lambda: func(*args, **kwargs).reshape(result.out.shape), result
+                )
                 return result.out.reshape(shape)
         elif func is MULTI_HEAD:
             if (module := self._module()) is not None:
@@ -110,7 +111,7 @@ class Intercept(TorchFunctionMode):
         if input.shape[-1] == 1 != input.shape[-2]:  # a softmax over a single number, as in some convolutions
             return
         module = self._module()
-        if module is not None and _is_attention(module):
+        if module is not None and is_attention(module):
             over_keys = dim in (-1, input.ndim - 1)
             heads = self._heads(module)
             scores = as_scores(input, heads) if over_keys else None
@@ -167,12 +168,13 @@ def all_routed(model: nn.Module, names: dict[int, str], expected: Collection[str
     return bool(expected) and all(
         type(module).__module__.startswith(known)
         and "forward" not in vars(module)
-        and (not _is_attention(module) or names[id(module)] in around or names[id(module)] in expected)
+        and (not is_attention(module) or names[id(module)] in around or names[id(module)] in expected)
         for module in model.modules()
     )
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module attends, by the name of its class."""
     return _ATTENTION.search(type(module).__name__) is not None
 
 
@@ -260,19 +262,22 @@ def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
 
 
 def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
-    """A call whose weights are the softmax of `scores`: the scores are its bias, and its queries and keys are 0.
+    """A call whose weights are the softmax of `scores`.
 
     A pair counts as masked if its score is −∞, the lowest float, or so far below the query's largest score that its
     weight is 0. The values are not known, so they are NaN.
     """
-    b, h, n_queries, n_keys = scores.shape
     scores = scores.to(at_least_float32(scores.dtype))
     lowest = torch.finfo(scores.dtype).min / 2
     masked = scores <= (scores.amax(-1, keepdim=True) - FAR).clamp(min=lowest)
-    mask = masks.Dense(~masked) if bool(masked.any()) else None
-    zeros = scores.new_zeros(b, h, 1, 1)
-    q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k + torch.nan, mask, (TensorBias(scores.masked_fill(masked, 0)),))
+    return of_pairs(scores.masked_fill(masked, 0), masks.Dense(~masked) if bool(masked.any()) else None)
+
+
+def of_pairs(scores: Float[Tensor, "b h nq nk"], mask: Mask | None, normalizer: Normalizer | None = None) -> Call:
+    """A call with these scores, whose queries and keys are 0 and whose values are not known, so NaN."""
+    zeros = scores.new_zeros(*scores.shape[:2], 1, 1)
+    q, k = (zeros.expand(-1, -1, n, -1) for n in scores.shape[2:])
+    return Call.of(q, k, k + torch.nan, mask, (TensorBias(scores),), normalizer=normalizer)
 
 
 class AsGiven(Pointwise):
@@ -294,10 +299,7 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
     total = weights.sum(-1)
     if bool((((total - 1).abs() < 1e-3) | (total == 0)).all()):
         return of_scores(weights.log())
-    b, h, n_queries, n_keys = weights.shape
-    zeros = weights.new_zeros(b, h, 1, 1)
-    q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k + torch.nan, masks.Dense(weights > 0), (TensorBias(weights),), normalizer=AsGiven())
+    return of_pairs(weights, masks.Dense(weights > 0), AsGiven())
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from qkv.kernels import eager
 from qkv.masks import Causal, Dense, Grid, Mask, Region
 from qkv.masks.convert import parts
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
-from qkv.profiler.capture.intercept import AsGiven
+from qkv.profiler.capture.intercept import AsGiven, of_pairs
 from qkv.scores import Score
 
 FEW = 2**20
@@ -151,11 +151,9 @@ def joined_call(
         queries, normalizer = rows(lambda p: p.q), _joined_normalizer(waiting, rows)  # type: ignore[arg-type, return-value]
         return Call.of(queries, keys, values, mask, biases, one.score, normalizer), counted
     scores = rows(lambda p: p.pairs(p.scores, n_keys, LOW), LOW)  # type: ignore[arg-type]
-    zeros = scores.new_zeros(*scores.shape[:2], 1, 1)
-    q, k = zeros.expand(-1, -1, scores.shape[2], -1), zeros.expand(-1, -1, n_keys, -1)
     softmax = isinstance(one.normalizer, SumToOne) and one.normalizer.has_lse
     normalizer = _joined_normalizer(waiting, rows).with_temperature(1.0) if softmax else AsGiven()
-    return Call.of(q, k, k, mask, (TensorBias(scores),), None, normalizer), counted
+    return of_pairs(scores, mask, normalizer), counted
 
 
 def scores_of(call: Call) -> Float[Tensor, "b h nq nk"]:

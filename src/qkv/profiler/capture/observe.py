@@ -73,16 +73,16 @@ OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()
 
 
 @contextmanager
-def overridden(model: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a model has other methods."""
-    before = {name: vars(model)[name] for name in methods if name in vars(model)}
-    vars(model).update(methods)
+def overridden(owner: object, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, a model or a module of Python has other functions."""
+    before = {name: vars(owner)[name] for name in functions if name in vars(owner)}
+    vars(owner).update(functions)
     try:
         yield
     finally:
-        for name in methods:
-            vars(model).pop(name, None)
-        vars(model).update(before)
+        for name in functions:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
 
 
 def _counted(own: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
@@ -106,48 +106,43 @@ def _computing(observer: Observer) -> Iterator[None]:
         yield
 
 
-class _Checkpoints(Installed):
-    """Lets what gradient checkpointing computes again be what the forward computed, also after the context has ended.
+def _replaced_checkpoints() -> AbstractContextManager[None]:
+    """Inside, what gradient checkpointing computes again is what the forward computed, also after the context's end.
 
     Both functions by which `torch.utils.checkpoint` computes again are replaced for all observers.
     """
+    module: Any = torch.utils.checkpoint
+    generator, kind = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
 
-    def install(self) -> None:
-        module: Any = torch.utils.checkpoint
-        generator, kind = self.own = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+    class Reentrant:
+        apply = staticmethod(lambda function, *args: kind.apply(_as_it_was(function), *args))
 
-        class Reentrant:
-            apply = staticmethod(lambda function, *args: kind.apply(self.as_it_was(function), *args))
+    def again(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return generator(_as_it_was(function), *args, **named)
 
-        module.CheckpointFunction = Reentrant
-        module._checkpoint_without_reentrant_generator = lambda function, *args, **named: generator(
-            self.as_it_was(function), *args, **named
-        )
+    return overridden(module, {"CheckpointFunction": Reentrant, "_checkpoint_without_reentrant_generator": again})
 
-    def remove(self) -> None:
-        module: Any = torch.utils.checkpoint
-        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = self.own
 
-    def as_it_was(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with the edits of now whenever it is computed again for the gradients."""
-        then = [
-            (one, replace(one.run, running=list(one.run.running), made=dict(one.run.made)), tuple(edits))
-            for one in self.users
-            if one.run.running
-            for edits in [ACTIVE.get(one.model, ())]
-        ]
+def _as_it_was(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the edits of now whenever it is computed again for the gradients."""
+    then = [
+        (one, replace(one.run, running=list(one.run.running), made=dict(one.run.made)), tuple(edits))
+        for one in _checkpoints.users
+        if one.run.running
+        for edits in [ACTIVE.get(one.model, ())]
+    ]
 
-        def run(*args: Any, **named: Any) -> Any:
-            if torch._C._current_graph_task_id() < 0:
-                return function(*args, **named)
-            with ExitStack() as stack:
-                for observer, of_run, edits in then:
-                    if observer not in self.users and edits:  # the context has ended
-                        stack.enter_context(_computing(observer))
-                    stack.enter_context(_again(observer, of_run, edits))
-                return function(*args, **named)
+    def run(*args: Any, **named: Any) -> Any:
+        if torch._C._current_graph_task_id() < 0:
+            return function(*args, **named)
+        with ExitStack() as stack:
+            for observer, of_run, edits in then:
+                if observer not in _checkpoints.users and edits:  # the context has ended
+                    stack.enter_context(_computing(observer))
+                stack.enter_context(_again(observer, of_run, edits))
+            return function(*args, **named)
 
-        return run
+    return run
 
 
 @contextmanager
@@ -175,7 +170,7 @@ def _again(observer: Observer, run: Run, edits: Sequence[Edits]) -> Iterator[Non
         stack[:] = active
 
 
-_checkpoints = _Checkpoints()
+_checkpoints = Installed(_replaced_checkpoints)
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
@@ -197,18 +192,7 @@ def _alone(observer: Observer) -> Iterator[None]:
         lock.release()
 
 
-class _EagerMode(Installed):
-    """torch.compile has one stance in a process."""
-
-    def install(self) -> None:
-        self.previous = ExitStack()
-        self.previous.enter_context(torch.compiler.set_stance("force_eager"))
-
-    def remove(self) -> None:
-        self.previous.close()
-
-
-_eager_mode = _EagerMode()
+_eager_mode = Installed(lambda: torch.compiler.set_stance("force_eager"))  # a process has one stance
 
 
 def _uncompiled() -> AbstractContextManager[None]:
@@ -234,25 +218,19 @@ def _routed(observer: Observer) -> Iterator[None]:
 def _hooked(observer: Observer) -> Iterator[None]:
     """Install hooks that tell the observer which modules are running."""
 
-    def hooks(module: nn.Module) -> tuple[Any, Any]:
-        return (
-            module.register_forward_pre_hook(observer.enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(lambda this, _, output: observer.leave(this, output), always_call=True),
-        )
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        observer.leave(module, output)
 
-    handles: list[Any] = []
-    try:
-        around = {name[:i] for name in observer.expected for i, x in enumerate(f"{name}.") if x == "."}
+    around = {name[:i] for name in observer.expected for i, x in enumerate(f"{name}.") if x == "."}
+    with ExitStack() as hooks:
         for name, module in observer.model.named_modules():
             of_torch = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
             if isinstance(module, Composition) or of_torch:  # its calls belong to the layer that contains it
                 continue
             if not name or not observer.routed or name in around:
-                handles += hooks(module)
+                hooks.enter_context(module.register_forward_pre_hook(observer.enter, prepend=True, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _refuse_split_heads(model: nn.Module) -> None:

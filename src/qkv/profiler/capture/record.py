@@ -42,6 +42,11 @@ class Record:
     keys: Tensor | None
     causal: bool
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch items, query heads, queries, keys."""
+        return *self.statistics.entropy.shape, self.statistics.received.shape[2]
+
     def with_head(self, head: int, other: Record) -> Record:
         """The record with the numbers of one head from another."""
         weights = self.weights
@@ -196,23 +201,9 @@ class Recorder:
         self.group, call = shared.group, detached(shared.call)
         mass = self.measures.masses(0, shared.grid.n_keys)
         found = sweep(call, RowState(result.lse), mass=mass, statistics=[PrefixSinkScores(PREFIX)], shared=shared)
-        whole = _gathered(found, shared.group)
+        whole = mapped(replace(found, prefix_sink_scores=None), lambda x: ring.unshard(x, shared.group))
+        whole = replace(whole, prefix_sink_scores=found.prefix_sink_scores)  # every process has all of them
         self.records.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
-
-
-def _gathered(statistics: Statistics, group: ProcessGroup) -> Statistics:
-    """The statistics of a whole sequence, from processes that each have those of their own shard."""
-
-    def whole(x: Tensor | None) -> Tensor | None:
-        return None if x is None else ring.unshard(x, group)
-
-    by_token = {
-        f.name: whole(getattr(statistics, f.name))
-        for f in fields(Statistics)
-        if f.name not in ("mass", "own", "prefix_sink_scores", "thumbnail")
-    }
-    mass = {name: whole(x) for name, x in statistics.mass.items()}
-    return replace(statistics, **by_token, mass=mass)  # type: ignore[arg-type]
 
 
 def served(call: Call) -> Result:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from qkv.engine import at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
-from qkv.profiler.capture.intercept import unwatched
+from qkv.profiler.capture.intercept import is_attention, unwatched
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,7 +33,6 @@ LARGEST = 3  # number of largest activations that are kept with their positions
 
 OnHiddenStates = Callable[[str, int, Tensor], None]  # stack, depth, hidden states
 
-_ATTENDS = re.compile("attention|attn", re.IGNORECASE)
 _DECODER = re.compile(r"(?:^|\.)decoder(?:\.|$)")
 
 BY_TEXT, RANKED = ("text", "depth"), ("text", "depth", "rank")
@@ -124,17 +123,13 @@ def observe_residual(model: nn.Module, modules: Collection[str], on_hidden: OnHi
     blocks 1 (1, 3, 32)
     blocks 2 (1, 3, 32)
     """
-    handles: list[Any] = []
-    try:
+    with ExitStack() as hooks:
         for stack, layers in _stacks(model, modules).items():
             stream = _Stream(stack, on_hidden)
             for layer in layers:
-                handles.append(layer.register_forward_pre_hook(stream.enter, with_kwargs=True))
-                handles.append(layer.register_forward_hook(stream.leave))
+                hooks.enter_context(layer.register_forward_pre_hook(stream.enter, with_kwargs=True))
+                hooks.enter_context(layer.register_forward_hook(stream.leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Stream:
@@ -190,7 +185,7 @@ def _stacks(model: nn.Module, modules: Collection[str]) -> dict[str, list[nn.Mod
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return _ATTENDS.search(type(module).__name__) is not None or routes(module)
+    return is_attention(module) or routes(module)
 
 
 # --- summaries of the hidden states -----------------------------------------------------------------------------------

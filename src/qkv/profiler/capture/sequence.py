@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,24 +49,16 @@ class Sequence:
     """Positions of the keys in each layer of the cache that was pruned."""
     apart: set[int] = field(default_factory=set)
     """Layers of the cache that hold no tokens of the text, such as those of an image."""
-    cached: dict[int, Layer] = field(default_factory=dict)
-    """The layers by their number in the cache."""
+    cached: dict[int, tuple[str, str, int]] = field(default_factory=dict)
+    """The keys of the layers by their number in the cache."""
 
     def fork(self) -> Sequence:
         """A copy that continues in another way."""
-        layers = {key: layer.fork() for key, layer in self.layers.items()}
-        return replace(
-            self,
-            layers=layers,
-            source=list(self.source),
-            target=list(self.target),
-            real=list(self.real),
-            groups=dict(self.groups),
-            held=dict(self.held),
-            kept=dict(self.kept),
-            cached={i: layers[key] for i, one in self.cached.items() for key, layer in self.layers.items()
-                    if layer is one},
-        )  # fmt: skip
+        own: dict[str, Any] = {
+            name: copy(value) for name, value in vars(self).items() if isinstance(value, list | dict | set)
+        }
+        own["layers"] = {key: layer.fork() for key, layer in self.layers.items()}
+        return replace(self, **own)
 
     @property
     def read(self) -> list[Tensor]:
@@ -196,8 +189,7 @@ class Sequence:
         places: dict[int, Tensor] = {}
         of_text = (set(found) & set(self.cached)) - self.apart
         for i in sorted(of_text, reverse=True):  # keys of deep layers tell the most
-            layer, one = self.cached[i], found[i]
-            known = layer.keys()
+            known, one = self.layers[self.cached[i]].keys(), found[i]
             known = known if items is None else known[items.to(known.device)]
             at = self.kept.get(i)
             at = at if at is None or items is None else at[items.to(at.device)]
@@ -243,10 +235,10 @@ class Sequence:
 
     def as_of(self, length: int, item: int) -> Sequence | None:
         """A copy as it was after `length` tokens, with one of the batch items of that time; None if it is not known."""
-        copy, ids = self.fork(), self.at(length)
+        past, ids = self.fork(), self.at(length)
         if ids is None or ids.shape[1] != length:
             return None
-        for layer in copy.layers.values():
+        for layer in past.layers.values():
             if layer.group in (*OF_TEXT, "cross"):
                 for one in (layer, *layer.heads.values()):
                     one.pieces, one.measured = _until(one.pieces, length), _until(one.measured, length)
@@ -255,14 +247,14 @@ class Sequence:
             elif layer.made is not None:  # all beams of an item share what an encoder has read
                 items = len(layer.made.statistics.entropy)
                 layer.made = of_items(layer.made, torch.tensor([item * items // len(ids)]))
-        if copy.two:
-            copy.target = _until(copy.target, length)
-            copy.source = [x[item * len(x) // len(ids)][None] for x in copy.source]
+        if past.two:
+            past.target = _until(past.target, length)
+            past.source = [x[item * len(x) // len(ids)][None] for x in past.source]
         else:
-            copy.source = _until(copy.source, length)
-        copy.real, copy.tokens = _until(copy.real, length), length
-        copy.reorder(torch.tensor([item]))
-        return copy
+            past.source = _until(past.source, length)
+        past.real, past.tokens = _until(past.real, length), length
+        past.reorder(torch.tensor([item]))
+        return past
 
     # --- what is in a profile -----------------------------------------------------------------------------------------
 

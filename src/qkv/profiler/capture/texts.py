@@ -133,7 +133,7 @@ class Forward:
             keys_at, stays = self.keys_at(observed, start, module)
             index = self.cache_index(module)
             if index is not None:
-                sequence.cached[index] = layer
+                sequence.cached[index] = observed.group, observed.module, observed.own
                 if index in sequence.kept and isinstance(keys_at, Tensor):
                     sequence.kept[index] = keys_at
             sequence.evicted |= isinstance(keys_at, Tensor) or keys_at > 0
@@ -198,10 +198,8 @@ class Texts:
         sequence = sequence or Sequence(self.measures or Measures())
         sequence.two |= read.two or bool(sequence.layers and known is None and not of_encoder)
         ids = read.target if read.two else read.source
-        if sequence.two and not read.two and not of_encoder and ids is not None:
-            sequence.target.append(ids.detach())
-        elif ids is not None:
-            (sequence.target if read.two else sequence.source).append(ids.detach())
+        if ids is not None:
+            (sequence.target if read.two or (sequence.two and not of_encoder) else sequence.source).append(ids.detach())
             if read.two and read.source is not None and not sequence.source:
                 sequence.source.append(read.source.detach())
         if known is None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qkv.engine import Call, RowState
 from qkv.errors import InputError, nearest
 from qkv.models.loading import load_if_named
-from qkv.profiler.capture.datasets import calls_of, collecting, without_values
+from qkv.profiler.capture.datasets import calls_of, collecting, grouped, without_values
 from qkv.profiler.capture.inputs import batches, nan_error, sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
@@ -263,7 +263,7 @@ class Explorer:
             self.model(**batch)
         if not found:
             raise InputError(f"model {type(self.model).__name__} has no attention that qkv can observe")
-        return _grouped(observer.in_order(found))
+        return grouped(observer.in_order(found))
 
 
 class _Location(NamedTuple):
@@ -312,17 +312,6 @@ def of(
     loaded = load_if_named(model, tokenizer, name, inputs=inputs)
     runs_on = list(batches(loaded.model, inputs, loaded.tokenizer, target))
     return Explorer(loaded.model, runs_on, loaded.name, caches or CacheBudget())
-
-
-def _grouped(layers: list[_Layer]) -> dict[str, list[_Layer]]:
-    """Layers by group, named as in a profile (`capture.datasets.grouped`): layers of another shape are a new group."""
-    groups: dict[str, list[_Layer]] = {}
-    for kind in dict.fromkeys(layer.group for layer in layers):
-        shapes = dict.fromkeys(layer.shape for layer in layers if layer.group == kind)
-        for n, shape in enumerate(shapes, start=1):
-            of_shape = [layer for layer in layers if layer.group == kind and layer.shape == shape]
-            groups[kind if n == 1 else f"{kind}-{n}"] = of_shape
-    return groups
 
 
 def _layer(observed: ObservedCall) -> _Layer:

@@ -48,16 +48,6 @@ class Disk:
         """Write or replace a file, so that it is never seen in part."""
         write_atomically(self.root / name, data)
 
-    def create(self, folder: str) -> None:
-        """Create a folder, where folders have to be created."""
-        (self.root / folder).mkdir(parents=True, exist_ok=True)
-
-    def discard_unfinished(self, folder: str) -> None:
-        """Remove what killed processes left in a folder."""
-        for unfinished in (self.root / folder).glob(".*.tmp"):
-            with suppress(OSError):
-                unfinished.unlink()
-
 
 class Objects:
     """A prefix of an object store, or of another storage that fsspec knows.
@@ -78,12 +68,6 @@ class Objects:
             return []
         every = {path.rstrip("/").rpartition("/")[2] for path in found}
         return sorted(name for name in every if name + COMPLETE in every)
-
-    def create(self, folder: str) -> None:
-        """Stores have no folders."""
-
-    def discard_unfinished(self, folder: str) -> None:
-        """Objects without a marker are replaced when they are written again."""
 
     def read(self, name: str) -> bytes | None:
         self.files.invalidate_cache()
@@ -154,7 +138,8 @@ class Folder:
         """Create the folder, or continue the survey in it."""
         new = self.settings() is None
         with self._failing("use the folder"):
-            self.storage.create(SHARDS)
+            if self.path is not None:
+                (self.path / SHARDS).mkdir(parents=True, exist_ok=True)
             if new:
                 text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
                 self.storage.write(SETTINGS, text.encode())
@@ -168,8 +153,13 @@ class Folder:
         return self
 
     def discard_unfinished(self) -> None:
-        """Remove what killed processes left; called while no other process writes."""
-        self.storage.discard_unfinished(SHARDS)
+        """Remove what killed processes left; called while no other process writes.
+
+        Objects without a marker are replaced when they are written again.
+        """
+        for unfinished in () if self.path is None else (self.path / SHARDS).glob(".*.tmp"):
+            with suppress(OSError):
+                unfinished.unlink()
 
     def shard(self, number: int) -> Survey:
         """Load a finished shard."""

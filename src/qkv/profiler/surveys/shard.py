@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from qkv.engine import Call, Result
 from qkv.errors import InputError
@@ -83,14 +84,10 @@ class Batch:
 
     @classmethod
     def of(cls, some: Sequence[Piece], pad: int) -> Batch:
-        longest = max(len(p.ids) for p in some)
-        ids = torch.full((len(some), longest), pad)
-        real, counted = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
-        for row, piece in enumerate(some):
-            ids[row, : len(piece.ids)] = torch.tensor(piece.ids)
-            real[row, : len(piece.ids)] = True
-            counted[row, piece.start : piece.stop] = True
-        return cls(ids, real, counted, torch.tensor([p.begins for p in some]))
+        ids = pad_sequence([torch.tensor(p.ids) for p in some], batch_first=True, padding_value=pad)
+        length, start, stop = torch.tensor([(len(p.ids), p.start, p.stop) for p in some]).T[..., None]
+        at = torch.arange(ids.shape[1])
+        return cls(ids, at < length, (start <= at) & (at < stop), torch.tensor([p.begins for p in some]))
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(x.to(device) for x in (self.ids, self.real, self.counted, self.begins)))
