@@ -42,7 +42,7 @@ from qkv.figures.layout import (
 )
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings
-from qkv.profiler.data.frames import STATISTICS, columns_of, counted, layers_and_heads, percent, written
+from qkv.profiler.data.frames import STATISTICS, columns_of, layers_and_heads, percent, size_of, written
 from qkv.profiler.data.types import MIXED, ROLES, TRAITS
 
 if TYPE_CHECKING:
@@ -129,14 +129,9 @@ def sentence(data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> s
 
 
 def subtitle_of(name: str, data: xr.Dataset) -> str:
-    n_queries, n_keys = data["n_queries"].values, data["n_keys"].values
-    length = counted(round(n_queries.mean()), "token")
-    if (n_queries != n_keys).any():
-        length = f"{n_queries.mean():,.0f} queries × {n_keys.mean():,.0f} keys"
-    texts = f" · mean of {len(n_queries)} texts" if len(n_queries) > 1 else ""
     group = data.attrs.get("group", "self")
     kind = "" if group == "self" else f"{group} attention · "
-    return f"{name} · {kind}{layers_and_heads(data.sizes['layer'], data.sizes['head'])} · {length}{texts}"
+    return f"{name} · {kind}{size_of(data)}" + (" · mean of the texts" if data.sizes["text"] > 1 else "")
 
 
 MARKS = {"sparse": "•", "streaming": "s", "retrieval": "r", "positional": "p", "content": "c"}
