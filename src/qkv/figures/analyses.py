@@ -33,7 +33,7 @@ from qkv.figures.layout import (
     token_label,
     token_strip,
 )
-from qkv.figures.overview import text_figure
+from qkv.figures.profiles import text_figure
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import counted, layers_and_heads, percent
 
