@@ -51,14 +51,9 @@ def create_app(
     session: Session, *, host: str = "127.0.0.1", port: int = 8765, token: str | None = None,
     queues: JobQueues | None = None,
 ) -> Guard:  # fmt: skip
-    """The ASGI application of a session.
+    """The ASGI application of a session; `host`, `port` and `token` as in `Guard`.
 
-    Args:
-        session: the profiles and models to serve.
-        host: the address that the server is bound to, which the Host header of requests must match.
-        port: the port that the server is bound to, likewise.
-        token: if given, every request must carry it.
-        queues: the job queues to compute in; new ones by default. They are stopped when the server ends.
+    It computes in `queues`, or in new ones, and stops them when the server ends.
     """
     queues = queues or JobQueues()
 
