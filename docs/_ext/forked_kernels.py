@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 def serve(address: str) -> None:
     """Fork a kernel for each connection; end with the process that started the server."""
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # as a kernel sets it before the import
-    import ipykernel.kernelapp
-    import matplotlib.pyplot
-    import pandas
     import torch  # noqa: F401
 
     import qkv

@@ -48,7 +48,7 @@ def test_profile_does_not_differ_from_itself() -> None:
     assert not heads["moved"].any()
     assert (heads.filter(like="_difference").fillna(0) == 0).all(axis=None)
     assert len(found.summary()) == 1
-    assert "No head" in found.plot().texts[0].get_text()
+    assert "Nothing changed" in found.plot().texts[0].get_text()
 
 
 def test_bfloat16_against_float32() -> None:

@@ -279,13 +279,11 @@ def _show_states(console: Console, result: Profile) -> None:
 def _title(result: Profile, group: str) -> str:
     from rich.markup import escape
 
-    from qkv.profiler.data.frames import counted, layers_and_heads
+    from qkv.profiler.data.frames import size_of
 
-    sizes = result.groups[group].sizes
-    parts = [] if len(result.groups) == 1 else [group]
-    parts += [escape(result.attrs["model"]), layers_and_heads(sizes["layer"], sizes["head"])]
-    parts += [counted(sizes["key"], "token"), f"{result.attrs['seconds']:.1f} s"]
-    return " · ".join(parts)
+    kind = "" if len(result.groups) == 1 else f"{group} · "
+    sizes = size_of(result.groups[group])
+    return f"{kind}{escape(result.attrs['model'])} · {sizes} · {result.attrs['seconds']:.1f} s"
 
 
 def _findings_table(found: Findings) -> Any:

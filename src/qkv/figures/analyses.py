@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, TwoSlopeNorm
+from matplotlib.colors import LogNorm, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from qkv.figures.layout import (
     ACCENT,
+    DIVERGING,
     HAIRLINE,
     INK,
     MUTED,
@@ -33,7 +34,7 @@ from qkv.figures.layout import (
     token_label,
     token_strip,
 )
-from qkv.figures.overview import text_figure
+from qkv.figures.profiles import text_figure
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import counted, layers_and_heads, percent
 
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 
 PARTS = ("#b5493a", "#26748f", "#5b7f2b", "#b8860b", "#7c4a86")
-DIVERGING = LinearSegmentedColormap.from_list("qkv diverging", ("#26748f", "#f3f6f5", "#b5493a"))
 REMOVED = {
     "heads": "without the head", "means": "with the head's mean over tokens", "sinks": "without the head's sink",
     "values": "without the first token's value",
@@ -54,7 +54,7 @@ REMOVED = {
 
 
 def ablation_figure(ablation: Ablation) -> Figure:
-    """A layer × head map of the change of the loss, red where it rises, and beside it bars without whole layers."""
+    """A layer × head map of the change of the loss, orange where it rises, and beside it bars without whole layers."""
     table, attrs = ablation.table, ablation.attrs
     layers, heads = table["layer"].nunique(), table["head"].nunique()
     cell = min(0.46, 5.2 / heads, 5.0 / layers)

@@ -27,7 +27,7 @@ from qkv.figures.layout import (
     titled,
 )
 from qkv.profiler.data.findings import head_name
-from qkv.profiler.data.frames import STATISTICS, percent, target_change
+from qkv.profiler.data.frames import STATISTICS, target_change
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,7 +61,8 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
     most = heads.sort_values("change", ascending=False, kind="stable").head(COMPARISON_NAMED)
     width = max(left + 3 * (wide + gap), 8.4)
     height = top + tall + 0.9 + row * len(most) + 0.45
-    figure = titled(width, height, _comparison_sentence(heads), _subtitle(comparison, group))
+    title = comparison.summary(group)[0].removesuffix(".")
+    figure = titled(width, height, title, _subtitle(comparison, group))
     shares = [heads[f"{n}_difference"].abs().max() for n in names if STATISTICS[n].unit == "%"]
     for index, name in enumerate(names):
         label, unit = STATISTICS[name][:2]
@@ -92,18 +93,6 @@ def _most(axes: Axes, heads: pd.DataFrame) -> None:
             words, (1, height), xycoords=axes.get_yaxis_transform(), xytext=(10, 0), textcoords="offset points",
             va="center", fontsize=7.5, color=INK, weight="bold" if row["moved"] else "normal", annotation_clip=False,
         )  # fmt: skip
-
-
-def _comparison_sentence(heads: pd.DataFrame) -> str:
-    if not heads["change"].any():
-        return "No head attends to other tokens than before"
-    moved, count = int(heads["moved"].sum()), f"{len(heads):,}"
-    moved_heads = (
-        "No head has another target"
-        if not moved
-        else f"{moved:,} of {count} heads {'has' if moved == 1 else 'have'} another target"
-    )
-    return f"{moved_heads}; in the median head {percent(heads['change'].median())} of the weight moved"
 
 
 def _subtitle(comparison: Comparison, group: str) -> str:

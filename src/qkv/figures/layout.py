@@ -379,10 +379,19 @@ def token_label(token: str) -> str:
 
 
 def bins(values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Means over at most `most` equal bins of the last axis, and the bins' edges."""
+    """Means over at most `most` equal bins of the last axis, and the bins' edges.
+
+    Bin b starts at ⌊b·n/bins⌋. NaN is ignored, unless a bin is all NaN.
+    """
     length = values.shape[-1]
-    edges = np.unique(np.linspace(0, length, min(length, most) + 1).astype(int))
-    return np.add.reduceat(values, edges[:-1], axis=-1) / np.diff(edges), edges
+    count = min(length, most)
+    edges = np.arange(count + 1) * length // count
+    if count == length:
+        return values, edges
+    finite = np.isfinite(values)
+    total = np.add.reduceat(np.where(finite, values, 0).astype(np.float64), edges[:-1], axis=-1)
+    number = np.add.reduceat(finite, edges[:-1], axis=-1, dtype=np.int64)
+    return np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0), edges
 
 
 def name_peaks(axes: Axes, values: np.ndarray, tokens: np.ndarray, most: int) -> None:

@@ -3,7 +3,6 @@
 import { integer, percent, short, written } from "./numbers.js";
 import { choice, legend } from "./charts.js";
 import { isDark, looks, useLooks } from "./colour.js";
-import { decodedArrays, inflated } from "./data.js";
 import { KIND, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, firstHead } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
 import { findingTiles } from "./findings.js";
@@ -11,30 +10,22 @@ import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
 import { sinkFigures } from "./sinks.js";
 import { announceState, begin, cancel, counted, later } from "./state.js";
-import { StoredMaps } from "./stored_maps.js";
+import { PageData } from "./stored_maps.js";
 
 const $ = (id) => document.getElementById(id);
 const PAGE = JSON.parse($("page").textContent);
 useLooks(PAGE);
 
 const state = { group: PAGE.main, text: 0, statistic: "sink", layer: 0, head: 0, sort: "target_share", descending: true, all: false };
-const cache = new Map(); // element id → decoded arrays or maps
 const group = () => PAGE.groups[state.group];
 const view = () => group().texts[state.text];
 const place = () => `${state.group}-${state.text}`;
 const row = () => rowOf(group(), state.layer, state.head);
 
-async function arrays() {
-  const id = `curves-${place()}`;
-  if (!cache.has(id)) cache.set(id, decodedArrays(view().arrays, await inflated($(id).textContent)));
-  return cache.get(id);
-}
-
-/** The packed maps of all heads in an element of the page. */
-function packed(id) {
-  if (!cache.has(id)) cache.set(id, JSON.parse($(id).textContent));
-  return cache.get(id);
-}
+const data = new PageData(PAGE, (id) => $(id).textContent);
+const arrays = () => data.curves(state.group, state.text);
+/** The maps of the text, or null if the report has none. */
+const storedMaps = () => data.maps(state.group, state.text);
 
 // ---- header ---------------------------------------------------------------------------------------------
 
@@ -145,14 +136,6 @@ $("wall").append(mapsSection.wallBox);
 $("big-map").append(mapsSection.mapBox);
 $("reading").append(textReading.element);
 $("text").append(textReading.pane);
-
-/** The maps of the text, or null if the report has none. */
-function storedMaps() {
-  const v = view(), id = `stored-${place()}`, from = place();
-  if (!StoredMaps.has(v)) return null;
-  if (!cache.has(id)) cache.set(id, new StoredMaps(v, async (kind, at) => packed(`${kind}-${from}`)[at]));
-  return cache.get(id);
-}
 
 async function maps() {
   const stored = storedMaps(), wanted = place();

@@ -1,10 +1,34 @@
-// The attention maps of a text in the data of a page, decoded one head at a time.
+// The curves and attention maps of the texts in the data of a report or a widget, decoded when they are needed.
 
-import { inflated, pooledMap } from "./data.js";
+import { decodedArrays, inflated, pooledMap } from "./data.js";
 import { TILE } from "./tiles.js";
 
 // Exact maps: code c stands for the weight (c / 255)², see qkv.report.payload.
 const WEIGHTS = Float32Array.from({ length: 256 }, (_, code) => (code / 255) ** 2);
+
+/** What a page holds of its texts; `blob(id)` is the packed text of an element, see qkv.report.payload. */
+export class PageData {
+  constructor(page, blob) {
+    Object.assign(this, { page, blob, cache: new Map() });
+  }
+
+  /** A promise of the curves of a text: {name: {values, shape}}. */
+  curves(g, t) {
+    return this.once(`curves-${g}-${t}`, async (id) => decodedArrays(this.page.groups[g].texts[t].arrays, await inflated(this.blob(id))));
+  }
+
+  /** The StoredMaps of a text, or null if there are none. */
+  maps(g, t) {
+    const view = this.page.groups[g].texts[t], packed = (id) => JSON.parse(this.blob(id));
+    if (view.maps !== "kept" && !view.pooled) return null;
+    return this.once(`stored-${g}-${t}`, () => new StoredMaps(view, async (kind, row) => this.once(`${kind}-${g}-${t}`, packed)[row]));
+  }
+
+  once(id, load) {
+    if (!this.cache.has(id)) this.cache.set(id, load(id));
+    return this.cache.get(id);
+  }
+}
 
 export class StoredMaps {
   /**
@@ -20,11 +44,6 @@ export class StoredMaps {
       n_queries, n_keys, pixel_queries: down, pixel_keys: across,
       deepest: Math.max(Math.ceil(Math.log2(Math.max(Math.ceil(n_queries / down), Math.ceil(n_keys / across)) / TILE)), 0),
     };
-  }
-
-  /** Whether a page has any maps of a view. */
-  static has(view) {
-    return view.maps === "kept" || Boolean(view.pooled);
   }
 
   /** The bytes of a head: of all its weights, or of its pooled map. */

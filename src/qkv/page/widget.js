@@ -3,13 +3,12 @@
 
 import { choice } from "./charts.js";
 import { useDark, useLooks } from "./colour.js";
-import { decodedArrays, inflated } from "./data.js";
 import { h, replace, tooltips } from "./dom.js";
 import { headCard, headCurves, rowOf, sizeWords } from "./heads.js";
 import { MapsSection } from "./maps_section.js";
 import { integer } from "./numbers.js";
 import { Reading } from "./reading.js";
-import { StoredMaps } from "./stored_maps.js";
+import { PageData } from "./stored_maps.js";
 
 const NARROW = 760; // pixels of width below which the wall is above the map
 const REST = 250; // milliseconds without motion before the visible part of the map is written into the selection
@@ -72,7 +71,8 @@ function isDarkBehind(element) {
 
 class WidgetView {
   constructor(model, host, root) {
-    Object.assign(this, { model, host, root, page: JSON.parse(model.get("_page")), tab: "map", cache: new Map(), shown: null });
+    Object.assign(this, { model, host, root, page: JSON.parse(model.get("_page")), tab: "map", shown: null });
+    this.data = new PageData(this.page, (id) => model.get("_packed")[id]);
     useLooks(this.page);
     this.kernel = new Kernel(model);
     this.maps = new MapsSection({
@@ -129,21 +129,8 @@ class WidgetView {
     this.update();
   }
 
-  once(key, load) {
-    if (!this.cache.has(key)) this.cache.set(key, load());
-    return this.cache.get(key);
-  }
-
-  curves() {
-    const { place, view } = this;
-    return this.once(`curves-${place}`, async () => decodedArrays(view.arrays, await inflated(this.model.get("_packed")[`curves-${place}`])));
-  }
-
-  stored() {
-    const { place, view } = this;
-    if (!StoredMaps.has(view)) return null;
-    return this.once(`stored-${place}`, () => new StoredMaps(view, async (kind, row) => this.once(`${kind}-${place}`, () => JSON.parse(this.model.get("_packed")[`${kind}-${place}`]))[row]));
-  }
+  curves() { return this.data.curves(this.groupAt, this.selection.text); }
+  stored() { return this.data.maps(this.groupAt, this.selection.text); }
 
   /** Show the selection. */
   async update() {

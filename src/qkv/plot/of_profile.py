@@ -12,16 +12,18 @@ from qkv.errors import InputError, nearest
 from qkv.figures.comparison import similarity_figure
 from qkv.figures.layout import reference_line
 from qkv.figures.map import AFTER, StoredMap, alignment_figure, map_figure, overlay_figure
-from qkv.figures.overview import (
+from qkv.figures.profiles import (
     by_layer_figure,
     head_figure,
     overview_figure,
     position,
     received_figure,
+    sink_figure,
+    sinks_figure,
+    states_figure,
     subtitle_of,
     types_figure,
 )
-from qkv.figures.sinks import sink_figure, sinks_figure, states_figure
 from qkv.plot.given import of_text
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import shared_by

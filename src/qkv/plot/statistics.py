@@ -27,7 +27,7 @@ from qkv.figures.layout import (
     place,
     plain,
 )
-from qkv.figures.overview import share_curve
+from qkv.figures.profiles import share_curve
 from qkv.plot.given import array, layers, token_lists
 from qkv.plot.single import framed
 from qkv.profiler.data import tables

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -356,8 +357,8 @@ class Profile:
 
     def _display_(self) -> Any:
         """What marimo shows: the widget, or the card."""
-        installed = above("qkv.report.notebook", "has_anywidget")()
-        return self.widget() if installed else above("qkv.report.notebook", "Card")(self)
+        shows = above("qkv.report.notebook", "has_anywidget")()
+        return self.widget() if shows else SimpleNamespace(_repr_html_=self._repr_html_)
 
 
 def _checked(name: str, data: xr.Dataset) -> xr.Dataset:

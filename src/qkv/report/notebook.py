@@ -61,16 +61,6 @@ def card(profile: Profile) -> str:
     )
 
 
-class Card:
-    """The card of a profile for marimo, which calls `_repr_html_` of what `_display_` returns."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._html = card(profile)
-
-    def _repr_html_(self) -> str:
-        return self._html
-
-
 def has_anywidget() -> bool:
     """Whether anywidget is installed, on which the widget is built."""
     return importlib.util.find_spec("anywidget") is not None

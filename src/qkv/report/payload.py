@@ -141,15 +141,15 @@ def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any],
         "curve": min(n_queries, CURVE_BINS, max(32, CURVE_CELLS // (3 * views * n_heads))),
     }
     packed = _Packed()
-    packed.add("received", binned(received, bins["received"]), "log")
+    packed.add("received", layout.bins(received, bins["received"])[0], "log")
     packed.add("layers", received.mean(1), "log")
     packed.add("mean", received.mean((0, 1)), "log")
     for name in ("entropy", "distance", "sink"):
         values = one[name].values[0]
         if np.isfinite(values).any():
-            packed.add(name, binned(values, bins["curve"]), "linear")
+            packed.add(name, layout.bins(values, bins["curve"])[0], "linear")
     uniform = np.log(np.maximum(one["visible"].values[0, :, 0], 1))  # all heads of a layer have the same mask
-    packed.add("uniform", binned(uniform, bins["curve"]), "linear")
+    packed.add("uniform", layout.bins(uniform, bins["curve"])[0], "linear")
     keys, queries = (display(one[f"{side}_token"].values[0].tolist()) for side in ("key", "query"))
     tokens = tables.token_table(one).head(25)
     view = {
@@ -243,18 +243,6 @@ class _Packed:
         codes = np.concatenate(self._parts)
         planes = np.concatenate([codes & 255, codes >> 8]).astype(np.uint8)
         return _deflated(planes)
-
-
-def binned(values: np.ndarray, bins: int) -> np.ndarray:
-    """Means over `bins` bins of the last axis; bin b starts at ⌊b·n/bins⌋. NaN is ignored, unless a bin is all NaN."""
-    length = values.shape[-1]
-    if bins >= length:
-        return values
-    starts = np.arange(bins) * length // bins
-    finite = np.isfinite(values)
-    total = np.add.reduceat(np.where(finite, values, 0).astype(np.float64), starts, axis=-1)
-    count = np.add.reduceat(finite, starts, axis=-1, dtype=np.int64)
-    return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
 
 
 def _exact_maps(one: xr.Dataset) -> str:

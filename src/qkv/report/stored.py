@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from qkv.errors import InputError
-from qkv.figures.map import StoredMap
+from qkv.figures.map import Stored, StoredMap
 from qkv.profiler.explore.explorer import Info
 from qkv.profiler.explore.pyramid import OnProgress, Stopped, deepest, edges, never
 from qkv.report.payload import trimmed
@@ -42,13 +42,12 @@ class StoredMaps:
         return self._infos[group, text]
 
     def _info(self, one: xr.Dataset) -> Info:
-        sizes = one.sizes["query"], one.sizes["key"]
-        if "weights" in one and np.isfinite(one["weights"].values).all():
+        sizes, stored = (one.sizes["query"], one.sizes["key"]), Stored.of(one)
+        if stored is None or not np.isfinite(stored.largest).any():
+            return Info(*sizes, 0, 0, "none", why=self._explanation("no maps"))
+        if "weights" in one and stored.bins == (1, 1):
             return Info(*sizes, deepest(*sizes), 0, "stored")
-        if "map_max" in one and np.isfinite(one["map_max"].values).any():
-            bins = int(one["bin_queries"][0]), int(one["bin_keys"][0])
-            return Info(*sizes, 0, 0, "small", *bins, self._explanation("only small pooled maps"))
-        return Info(*sizes, 0, 0, "none", why=self._explanation("no maps"))
+        return Info(*sizes, 0, 0, "small", *stored.bins, self._explanation("only small pooled maps"))
 
     def _explanation(self, available: str) -> str:
         if self._reason is not None:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv import edits
-from qkv.errors import InputError, one_of
+from qkv.errors import InputError
 from qkv.models import DecoderLM, Sampler
 from qkv.models.generation import evaluating
 from qkv.models.loading import Loaded
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 NAMES = {"softmax": "softmax", "off_by_one": "off-by-one", "sigmoid": "sigmoid"}
 """Normalizers of `DecoderConfig` that the page offers, with the names that the page uses."""
 AS_TRAINED = "as trained"
-COLDEST, HOTTEST = 1e-3, 1e3
-"""The lowest and highest temperature of an edit: beyond, scores overflow, or differ only by rounding."""
 
 
 class HeadEdit(NamedTuple):
@@ -216,23 +214,19 @@ class Live:
             "row": found.weights[request.layer, request.head, -1].tolist(),
         }
 
+    # The types of a request limit its text, normalizers and temperatures: see `qkv.server.schemas`.
+
     def _ids(self, request: LiveRequest) -> list[int]:
-        text, description = request.text, self.description()
+        description = self.description()
         if description is None:
             raise InputError(
                 f"model: {self.loaded.name} does not support live text, expected a language model with softmax "
                 "attention that qkv.edit can change, such as qkv-mini"
             )
-        if len(text) > MAX_CHARACTERS:
-            raise InputError(f"text has {len(text):,} characters, expected at most {MAX_CHARACTERS:,}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError("text has half of a character (a lone surrogate), expected whole ones") from error
         # Tokenizing a text that was generated token by token need not give the same tokens again.
         ids = request.ids
         if ids is None:
-            ids = self.loaded.tokenizer(text, return_tensors="pt")["input_ids"][0].tolist()
+            ids = self.loaded.tokenizer(request.text, return_tensors="pt")["input_ids"][0].tolist()
         most = description["most_tokens"]
         if not 1 <= len(ids) <= most:
             raise InputError(f"text has {len(ids)} tokens, expected 1 to {most}")
@@ -252,9 +246,6 @@ class Live:
                 raise InputError(f"edit: layer is {e.layer} and head {e.head}, expected one of the {all_heads} heads")
             if (e.layer, e.head) in changes:
                 raise InputError(f"edits has two edits of layer {e.layer}, head {e.head}, expected one for each head")
-            one_of("edit: normalizer", e.normalizer, NAMES.values())
-            if not COLDEST <= e.temperature <= HOTTEST:
-                raise InputError(f"edit: temperature is {e.temperature}, expected {COLDEST} to {HOTTEST:g}")
             as_trained = AS_TRAINED if e.normalizer == self.own else e.normalizer
             changes[e.layer, e.head] = HeadEdit(e.layer, e.head, as_trained, e.temperature)
         return [one for one in changes.values() if one[2:] != (AS_TRAINED, 1)]  # others have no effect

@@ -51,14 +51,9 @@ def create_app(
     session: Session, *, host: str = "127.0.0.1", port: int = 8765, token: str | None = None,
     queues: JobQueues | None = None,
 ) -> Guard:  # fmt: skip
-    """The ASGI application of a session.
+    """The ASGI application of a session; `host`, `port` and `token` as in `Guard`.
 
-    Args:
-        session: the profiles and models to serve.
-        host: the address that the server is bound to, which the Host header of requests must match.
-        port: the port that the server is bound to, likewise.
-        token: if given, every request must carry it.
-        queues: the job queues to compute in; new ones by default. They are stopped when the server ends.
+    It computes in `queues`, or in new ones, and stops them when the server ends.
     """
     queues = queues or JobQueues()
 
@@ -138,9 +133,13 @@ def _type_of(name: str) -> str | None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def bad_input(request: Request, error: Any) -> Response:
-        sentence = f"{error}"  # messages of InputError have no full stop
-        return _error(400, sentence if sentence.endswith(("?", ".")) else f"{sentence}.")
+    def answer(
+        error_type: type[Exception], status: int, sentence: Callable[[Any], str], headers: dict[str, str] | None = None
+    ) -> None:
+        async def handler(request: Request, error: Exception) -> Response:
+            return _error(status, sentence(error), headers)
+
+        app.add_exception_handler(error_type, handler)
 
     async def http(request: Request, error: Any) -> Response:
         sentences = {404: "There is nothing at this address.", 405: "This address does not support the method."}
@@ -149,24 +148,14 @@ def _add_error_handlers(app: FastAPI) -> None:
             detail = sentences.get(code, detail)
         return _error(code, detail if detail.endswith(".") else f"{detail}.")
 
-    async def invalid(request: Request, error: Any) -> Response:
-        return _error(422, _validation_sentence(error))
-
-    async def busy(request: Request, error: Any) -> Response:
-        return _error(503, "The job queue of the server is full: try again in a moment.", {"Retry-After": "1"})
-
-    async def disconnected(request: Request, error: Any) -> Response:
-        return _error(499, "The client has disconnected.")  # never delivered, but a handler must return a response
-
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return _error(500, f"The server failed ({type(error).__name__}): its terminal shows the traceback.")
-
-    app.add_exception_handler(InputError, bad_input)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(QueueFull, busy)
-    app.add_exception_handler(ClientDisconnected, disconnected)
-    app.add_exception_handler(Exception, unexpected)
+    answer(InputError, 400, lambda error: f"{error}" if f"{error}".endswith(("?", ".")) else f"{error}.")
+    answer(RequestValidationError, 422, _validation_sentence)
+    busy = "The job queue of the server is full: try again in a moment."
+    answer(QueueFull, 503, lambda _: busy, {"Retry-After": "1"})
+    answer(ClientDisconnected, 499, lambda _: "The client has disconnected.")  # never delivered
+    failed = "The server failed ({}): its terminal shows the traceback."
+    answer(Exception, 500, lambda error: failed.format(type(error).__name__))
 
 
 def _error(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,7 @@ def rollout(
     >>> [round(float(found.sel(depth=depth).sum()), 6) for depth in (0, 1)]
     [1.0, 1.0]
     """
-    return _traced(_backward, model, inputs, queries, "queries", tokenizer, target, group, residual, by, name, on_layer)
+    return _traced(model, inputs, queries, "queries", tokenizer, target, group, residual, by, name, on_layer)
 
 
 def flow_to(
@@ -127,13 +126,12 @@ def flow_to(
     >>> found.sel(depth=0).values[0, 0, :3].tolist()
     [1.0, 0.0, 0.0]
     """
-    return _traced(_forward, model, inputs, keys, "keys", tokenizer, target, group, residual, by, name, on_layer)
+    return _traced(model, inputs, keys, "keys", tokenizer, target, group, residual, by, name, on_layer)
 
 
 def _traced(
-    walk: Callable[[list[_Layer], Tensor, Callable[[], None]], list[Tensor]], model: nn.Module | str, inputs: Inputs,
-    chosen: Sequence[int], called: str, tokenizer: Any, target: str | None, group: str | None, residual: float, by: str,
-    name: str, on_layer: Callable[[], None],
+    model: nn.Module | str, inputs: Inputs, chosen: Sequence[int], called: str, tokenizer: Any, target: str | None,
+    group: str | None, residual: float, by: str, name: str, on_layer: Callable[[], None],
 ) -> xr.DataArray:  # fmt: skip
     if not 0 <= residual < 1:
         raise InputError(f"residual is {residual}, expected a share from 0 to less than 1")
@@ -153,7 +151,8 @@ def _traced(
         places = _places(real, chosen, called)
         start = torch.zeros(*real.shape, len(chosen), dtype=torch.float64, device=real.device)
         start.scatter_(1, places[:, None], 1.0)
-        steps = walk(list(map(_Layer.of, stack, factors, repeat(residual))), start, on_layer)
+        layers = [_Layer.of(observed, factor, residual) for observed, factor in zip(stack, factors, strict=True)]
+        steps = _walk(layers, start, on_layer, backward=called == "queries")
         flows, chosen_places = torch.stack(steps, 1).cpu().numpy(), places.cpu().numpy()  # (b, depth, n, m), (b, m)
         for item, keep in enumerate(real.cpu().numpy()):  # without padding
             positions = (np.cumsum(keep) - 1)[chosen_places[item]]
@@ -280,22 +279,13 @@ class _Layer:
         return (self.residual * c + (1 - self.residual) * (attended * self.divided).mean(1)) / self.divisor
 
 
-def _backward(layers: list[_Layer], w: Tensor, on_layer: Callable[[], None]) -> list[Tensor]:
-    """wᵀ at every depth, depth 0 first."""
-    steps = [w]
-    for layer in reversed(layers):
-        steps.append(layer.before(steps[-1]))
+def _walk(layers: list[_Layer], start: Tensor, on_layer: Callable[[], None], *, backward: bool) -> list[Tensor]:
+    """wᵀ down from the last layer, or c up from the first, at every depth, depth 0 first."""
+    steps = [start]
+    for layer in reversed(layers) if backward else layers:
+        steps.append(layer.before(steps[-1]) if backward else layer.after(steps[-1]))
         on_layer()
-    return steps[::-1]
-
-
-def _forward(layers: list[_Layer], c: Tensor, on_layer: Callable[[], None]) -> list[Tensor]:
-    """c at every depth, depth 0 first."""
-    steps = [c]
-    for layer in layers:
-        steps.append(layer.after(steps[-1]))
-        on_layer()
-    return steps
+    return steps[::-1] if backward else steps
 
 
 @dataclass(frozen=True, eq=False)

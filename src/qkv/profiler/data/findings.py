@@ -7,7 +7,7 @@ first token (Gu et al. 2025), over the first 64 queries and over the whole text.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,65 +42,45 @@ def steps_of(kind: str, data: xr.Dataset, attrs: Mapping[str, Any], group: str, 
     Profiles made by a command get commands; other profiles get Python, in which `model`, `inputs` and `tokenizer` are
     those of `qkv.profile`. Eviction and ablation need a causal language model.
     """
-    write = _Commands(attrs["arguments"]) if "arguments" in attrs else _Python()
-    at = int(head["layer"]), int(head["head"])
-    shown = Step(f"see L{at[0]} · H{at[1]}", write.map(*at, group), *at)
-    further: dict[str, tuple[Step, ...]] = {
-        "sinks": (
-            Step("hide the first token from one head at a time", write.ablate()),
-            Step("evict the first tokens from the cache", write.evict("window", "sinks")),
-        ),
-        "distance": (Step("keep only the last keys in the cache", write.evict("window")),),
-    }
-    is_decoder = bool(data.attrs["causal"]) and group == "self"
-    return (shown, *(further.get(kind, ()) if is_decoder else ()))
+    layer, number = int(head["layer"]), int(head["head"])
+
+    def step(purpose: str, python: str, name: str, *options: str) -> Step:
+        return Step(purpose, _command(attrs["arguments"], name, options) if "arguments" in attrs else python)
+
+    def evict(purpose: str, *policies: str) -> Step:
+        python = f"qkv.profiler.eviction(model, inputs, policies={list(policies)!r}, tokenizer=tokenizer)"
+        return step(purpose, python, "evict", "--policies", ",".join(policies))
+
+    other = group not in ("self", "decoder")
+    python = f"profile.plot.map({layer}, {number}{f', group={group!r}' if other else ''})"
+    options = ["--layer", str(layer), "--head", str(number), *(["--group", group] if other else [])]
+    shown = step(f"see L{layer} · H{number}", python, "map", *options)._replace(layer=layer, head=number)
+    if not data.attrs["causal"] or group != "self":
+        return (shown,)
+    if kind == "distance":
+        return shown, evict("keep only the last keys in the cache", "window")
+    if kind == "sinks":
+        python = 'qkv.profiler.ablation(model, inputs, what="sinks", tokenizer=tokenizer)'
+        hide = step("hide the first token from one head at a time", python, "ablate", "--what", "sinks")
+        return shown, hide, evict("evict the first tokens from the cache", "window", "sinks")
+    return (shown,)
 
 
-class _Commands:
-    """Commands on the model and text of an earlier command, given by its arguments."""
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._arguments = arguments
-
-    def map(self, layer: int, head: int, group: str) -> str:
-        of = [] if group in ("self", "decoder") else ["--group", group]
-        return self._written("map", "--layer", str(layer), "--head", str(head), *of)
-
-    def ablate(self) -> str:
-        return self._written("ablate", "--what", "sinks")
-
-    def evict(self, *policies: str) -> str:
-        return self._written("evict", "--policies", ",".join(policies))
-
-    def _written(self, name: str, *options: str) -> str:
-        given = self._arguments
-        words = ["qkv", name]
-        if given["model"] != "qkv-mini" or {"text", "file", "chat"} & given.keys():
-            words.append(given["model"])
-        if "text" in given:
-            words += ["--text", given["text"]] if name == "map" else [given["text"]]
-        if "file" in given:
-            words += [given["file"]] if name == "map" else ["--file", given["file"]]
-        if "target" in given and name not in OWN_TEXT:
-            words += ["--target", given["target"]]
-        for option in SHARED:
-            if option in given:
-                words += [f"--{option}", str(given[option])]
-        return shlex.join([*words, *options])
-
-
-class _Python:
-    """Lines of Python for a profile that no command made."""
-
-    def map(self, layer: int, head: int, group: str) -> str:
-        of = "" if group in ("self", "decoder") else f", group={group!r}"
-        return f"profile.plot.map({layer}, {head}{of})"
-
-    def ablate(self) -> str:
-        return 'qkv.profiler.ablation(model, inputs, what="sinks", tokenizer=tokenizer)'
-
-    def evict(self, *policies: str) -> str:
-        return f"qkv.profiler.eviction(model, inputs, policies={list(policies)!r}, tokenizer=tokenizer)"
+def _command(given: Mapping[str, Any], name: str, options: Iterable[str]) -> str:
+    """A command on the model and text of an earlier command, whose arguments are `given`."""
+    words = ["qkv", name]
+    if given["model"] != "qkv-mini" or {"text", "file", "chat"} & given.keys():
+        words.append(given["model"])
+    if "text" in given:
+        words += ["--text", given["text"]] if name == "map" else [given["text"]]
+    if "file" in given:
+        words += [given["file"]] if name == "map" else ["--file", given["file"]]
+    if "target" in given and name not in OWN_TEXT:
+        words += ["--target", given["target"]]
+    for option in SHARED:
+        if option in given:
+            words += [f"--{option}", str(given[option])]
+    return shlex.join([*words, *options])
 
 
 _DOES = {  # predicates of "one head …" and of "many heads …"

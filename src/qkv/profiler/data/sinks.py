@@ -178,9 +178,11 @@ def sink_trend(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
     ranges, share, even = trend_by_head(data)
     with np.errstate(invalid="ignore"):
         heads = (share > threshold).sum((1, 2))
-    columns = {"share": map(_overall, share), "even": map(_overall, even), "heads": heads.tolist()}
+    means = {
+        name: [float(tables.over_texts(x.ravel())) for x in found] for name, found in (("share", share), ("even", even))
+    }
     table = pd.DataFrame([(first, stop - 1) for first, stop in ranges], columns=["first", "last"])
-    return table.assign(**{name: list(values) for name, values in columns.items()})
+    return table.assign(**means, heads=heads.tolist())
 
 
 def _ranges_of_positions(length: int) -> list[tuple[int, int]]:
@@ -192,12 +194,6 @@ def _ranges_of_positions(length: int) -> list[tuple[int, int]]:
     if len(edges) > 2 and edges[-1] - edges[-2] < PREFIX // 4:
         del edges[-2]
     return list(itertools.pairwise(edges))
-
-
-def _overall(values: np.ndarray) -> float:
-    """The mean over heads where the value is known; NaN, without a warning, if it is known of none."""
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else float("nan")
 
 
 def relative_norm(norm: np.ndarray) -> np.ndarray:
