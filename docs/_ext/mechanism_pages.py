@@ -1,6 +1,6 @@
 """Adds the reference part to each page of mechanisms/: base class, cost, source, tests and claims, from the objects.
 
-The front matter of a page has `object` (public names), `plan` (arguments of `qkv.plan`, with n for the number of tokens),
+The front matter of a page has `object` (public names), `plan` (arguments of `qkv.plan`, n is the number of tokens),
 `claims` (of the ledger), `see` (other pages), and `tests` (the words to look for, if they are not the object's name). A
 page with a paragraph that begins with **Source.** has its sources there.
 """
