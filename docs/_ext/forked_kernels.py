@@ -1,12 +1,13 @@
 """Starts the kernel of each page as a fork of one process that has imported torch, qkv and matplotlib already.
 
-An import takes two seconds, and a build runs a hundred pages. The kernel specification that Jupyter finds starts this file
-as a small program, which asks the server for a fork, passes on its folder and waits for its end.
+An import takes two seconds, and a build runs a hundred pages. The kernel specification that Jupyter finds starts this
+file as a small program, which asks the server for a fork, passes on its folder and waits for its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 def serve(address: str) -> None:
     """Fork a kernel for each connection; end with the process that started the server."""
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # as a kernel sets it before the import
-    import torch  # noqa: F401
-
+    for name in ("ipykernel.kernelapp", "matplotlib.pyplot", "pandas", "torch"):
+        importlib.import_module(name)
     import qkv
 
     for name in qkv.__all__:

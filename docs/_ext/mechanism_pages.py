@@ -1,8 +1,8 @@
 """Adds the reference part to each page of mechanisms/: base class, cost, source, tests and claims, from the objects.
 
-The front matter of a page names them: `object` (public names), `plan` (arguments of `qkv.plan`, with n for the number of
-tokens), `claims` (of the ledger), `see` (other pages), and `tests` (a word to search for, unless it is the object's name).
-A page with a paragraph that begins with **Source.** has its sources there.
+The front matter of a page has `object` (public names), `plan` (arguments of `qkv.plan`, n is the number of tokens),
+`claims` (of the ledger), `see` (other pages), and `tests` (the words to look for, if they are not the object's name). A
+page with a paragraph that begins with **Source.** has its sources there.
 """
 
 from __future__ import annotations
@@ -25,22 +25,39 @@ from qkv._contract import Definition, overrides
 
 DOCS = Path(__file__).parents[1]
 CITED = re.compile(r"\(([^()]*arXiv:\d{4}\.\d{4,5}[^()]*)\)")
-NAMES = {"torch": torch, "scores": scores, "biases": biases, "features": features, "masks": masks, "normalizers": normalizers}
+NAMES = {
+    "torch": torch,
+    "scores": scores,
+    "biases": biases,
+    "features": features,
+    "masks": masks,
+    "normalizers": normalizers,
+}
 MOST_TESTS = 4
 
 
 def reference(text: str) -> str:
     """The page with its reference part instead of the front matter."""
-    head, body = text.removeprefix("---\n").split("\n---\n", 1)
-    about = yaml.safe_load(head)
+    about, body = front_matter(text)
     names = about["object"].split()
     things = [_find(name) for name in names]
     links = ", ".join(f"[`{n.removeprefix('qkv.')}`](../reference/{n}.rst)" for n in names)
-    lines = [f"- **Objects:** {links}.", _base(things[0]), _cost(about.get("plan"))]
+    lines = [f"- **Objects:** {links}.", base(things[0]), _cost(about.get("plan"))]
     lines += [] if "**Source.**" in body else [_sources(things)]
     lines += [_tests(about.get("tests") or "|".join(name.split(".")[-1] for name in names))]
     lines += [_claims(about.get("claims", "").split()), _see(about.get("see", "").split())]
     return f"{body.rstrip()}\n\n## Reference\n\n" + "\n".join(filter(None, lines)) + "\n"
+
+
+def front_matter(text: str) -> tuple[dict[str, str], str]:
+    """What the front matter of a page says, and the page without it."""
+    head, body = text.removeprefix("---\n").split("\n---\n", 1)
+    return yaml.safe_load(head), body
+
+
+def described(text: str) -> Any:
+    """The first object of a page."""
+    return _find(front_matter(text)[0]["object"].split()[0])
 
 
 def _find(name: str) -> Any:
@@ -48,7 +65,7 @@ def _find(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _base(thing: Any) -> str:
+def base(thing: Any) -> str:
     """The base class of a mask, score, bias or normalizer, and the method that defines a subclass."""
     bases = [x for x in getattr(thing, "__mro__", ()) if x is not Definition and "definitions" in vars(x)]
     if not bases:
@@ -89,7 +106,9 @@ def _sources(things: list[Any]) -> str:
 @functools.cache
 def _test_files() -> dict[str, str]:
     root = DOCS.parent
-    return {path.relative_to(root).as_posix(): path.read_text("utf-8") for path in sorted(root.glob("tests/*/test_*.py"))}
+    return {
+        path.relative_to(root).as_posix(): path.read_text("utf-8") for path in sorted(root.glob("tests/*/test_*.py"))
+    }
 
 
 def _tests(word: str) -> str:

@@ -129,7 +129,7 @@ def test_wheel_and_sdist_contain_required_files(built: Path) -> None:
     (name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
     head, readme = archive.read(name).decode().split("\n\n", 1)
     assert f"Version: {qkv.__version__}" in head.splitlines()
-    assert "](https://arxiv.org/abs/1906.04341)" in readme
+    assert "](https://xarray.dev)" in readme
     assert not re.findall(r"\]\((?!https://)[^)]*\)", readme)
 
 

@@ -15,11 +15,12 @@ pytest.importorskip("myst_nb", reason="the site needs the docs extra")
 sys.path.insert(0, str(pages.DOCS / "_ext"))
 
 import error_index
+import mechanism_pages
 import public_names
 
-MACHINERY = {"EMPTY", "FULL", "PARTIAL", "And", "Or", "Not", "Grid", "Region", "Shifted", "Tiles"} | {
-    "Mask", "Bias", "Score", "Normalizer", "Scaling", "Cache", "from_flex", "from_multihead", "from_sdpa", "mask_mod",
-    "to_flex", "to_multihead", "to_sdpa",
+MACHINERY = {"EMPTY", "FULL", "PARTIAL", "And", "Or", "Not", "Grid", "Region", "Shifted", "Tiles", "Mask", "Bias"} | {
+    "AdditiveBias", "Score", "Pairwise", "Product", "Normalizer", "Pointwise", "SumToOne", "Scaling", "Cache",
+    "from_flex", "from_multihead", "from_sdpa", "mask_mod", "to_flex", "to_multihead", "to_sdpa",
 }  # fmt: skip
 """Base classes, and functions that compute or convert masks; only the reference has pages for them."""
 
@@ -36,7 +37,9 @@ def test_public_names_have_a_docstring_and_an_example() -> None:
 
 
 def test_pages_of_mechanisms_name_the_base_class() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in sorted((pages.DOCS / "mechanisms").glob("*.md"))]
+    paths = sorted(set((pages.DOCS / "mechanisms").glob("*.md")) - {pages.DOCS / "mechanisms" / "index.md"})
+    found = [path.read_text(encoding="utf-8") for path in paths]
+    texts = [text + mechanism_pages.base(mechanism_pages.described(text)) for text in found]
     for module in (masks, scores, biases, normalizers):
         classes = {name: x for name in module.__all__ if isinstance(x := getattr(module, name), type)}
         bases = {x for x in classes.values() if issubclass(x, Definition) and "definitions" in vars(x)}
@@ -44,7 +47,7 @@ def test_pages_of_mechanisms_name_the_base_class() -> None:
             if not issubclass(x, Definition) or x in bases or name in MACHINERY:
                 continue
             base = next(kind for kind in x.__mro__ if kind in bases)
-            says = f"Base class: `{base.__module__.split('.')[1]}.{base.__name__}`"
+            says = f"**Base class:** `{base.__module__.split('.')[1]}.{base.__name__}`"
             assert any(says in text and re.search(rf"\b{name}\b", text) for text in texts), f"{name}: {says}"
 
 
