@@ -17,7 +17,8 @@ import qkv
 from benchmarks.mechanisms import run as bench
 from qkv.models import DecoderConfig, DecoderLM, from_hugging_face, loading
 from qkv.models.loading import load_text_model
-from qkv.profiler import Survey, editing
+from qkv.profiler import Survey
+from qkv.profiler.analyses import ablation
 from qkv_lab import log, resume, settings, tokens
 from qkv_lab.experiments import record
 from qkv_lab.experiments.run import read_part
@@ -50,7 +51,7 @@ def _resume(folder: Path) -> Any:
 
 
 def _ablation(folder: Path) -> Any:
-    return editing._read(folder / "ablation.jsonl", "heads:0")
+    return ablation._read(folder / "ablation.jsonl", "heads:0")
 
 
 MODEL = ("config.json", "model.safetensors")

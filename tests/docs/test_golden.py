@@ -17,7 +17,8 @@ from conftest import refused
 from qkv import lab
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_text_model
-from qkv.profiler import Survey, editing
+from qkv.profiler import Survey
+from qkv.profiler.analyses import ablation
 from qkv_lab import log, resume, settings, tokens
 from qkv_lab.experiments import record
 from qkv_lab.tasks import Reversal
@@ -75,7 +76,7 @@ def test_results_open(golden: Path) -> None:
     assert Study.load(golden / "sinks.json").verdicts
     assert load_bench(golden / "bench.json")["mechanisms"]["causal"]["cells"][32]["ratios"]["sdpa"] > 0
     [key] = {json.loads(line)["key"] for line in (golden / "ablation.jsonl").read_text().splitlines()}
-    assert set(editing._read(golden / "ablation.jsonl", key)) == {(0, 0), (0, 1)}
+    assert set(ablation._read(golden / "ablation.jsonl", key)) == {(0, 0), (0, 1)}
     assert tokens.open_tokens(golden / "tokens.bin", "golden").tolist() == list(range(9))
     with np.load(golden / "map.npz") as map_of_a_head:
         assert map_of_a_head["maximum"].shape == map_of_a_head["mean"].shape
