@@ -6,7 +6,7 @@ implement their own backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,8 +51,8 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def once_differentiable(
-    kernel: str | InputError, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]
-) -> tuple[Tensor | None, ...]:
+    kernel: str | InputError, grads: Sequence[Tensor | None], inputs: Iterable[Tensor]
+) -> Sequence[Tensor | None]:
     """Mark the gradients that a backward returns: under ``create_graph=True``, differentiating them raises an error.
 
     `kernel` is the error, or the name of a kernel, for which the error recommends the eager one.
@@ -124,8 +124,8 @@ class _Differentiable(torch.autograd.Function):
         needed = {name for name, need in zip(ctx.names, ctx.needs_input_grad[-n:], strict=True) if need}
         with torch.no_grad():
             gradients = ctx.gradients(named, results, more, grads, needed)
-            back = tuple(
+            back = [
                 gradients[name].to(x.dtype) if name in needed and name in gradients else None
                 for name, x in named.items()
-            )
+            ]
         return *(None,) * 4, *once_differentiable(ctx.kernel, back, [x for x in (*tensors, *grads) if x is not None])

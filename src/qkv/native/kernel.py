@@ -179,17 +179,18 @@ def _gradients(
     prepared_call: Prepared, lse: Tensor, *, out: Tensor | None, grad: Tensor | None, **more: Any
 ) -> dict[str, Tensor]:
     """Return gradients of q, k and, given that of the output, v; `more` are fields of `binding.Gradients`."""
-    gradients = {name: empty(*x.shape) for name, x in zip("qkv", prepared_call.held, strict=False)}
-    if grad is None:
-        del gradients["v"]
-    else:
-        grad = grad.float()
+    q, k, v = prepared_call.held[:3]
+    gradients, scores = {"q": empty(*q.shape), "k": empty(*k.shape)}, Gradients()
+    if grad is not None:
+        gradients["v"], grad = empty(*v.shape), grad.float()
         grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    more |= {f"d{name}": x for name, x in gradients.items()} | {"grad_out": grad}
-    pointers = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in more.items()}
-    tensors = {"lse": lse.float().contiguous(), "out": None if out is None else out.float().contiguous()}
-    strides = (0, 0, 0) if grad is None else grad.stride()[:3]
-    run(library().qkv_gradients, Gradients(call=prepared_call.with_tensors(**tensors), gs=strides, **pointers))  # type: ignore[union-attr]
+        scores.grad_out, scores.gs, scores.dv = grad.data_ptr(), grad.stride()[:3], gradients["v"].data_ptr()
+    for name, x in more.items():
+        setattr(scores, name, x.data_ptr() if isinstance(x, Tensor) else x)
+    scores.dq, scores.dk = gradients["q"].data_ptr(), gradients["k"].data_ptr()
+    out = None if out is None else out.float().contiguous()
+    scores.call = prepared_call.with_tensors(lse=lse.float().contiguous(), out=out)
+    run(library().qkv_gradients, scores)  # type: ignore[union-attr]
     return gradients
 
 
