@@ -208,25 +208,20 @@ def _package_corpus(name: str) -> Corpus:
 def _shakespeare() -> bytes:
     """The text, from the cache or downloaded."""
     file = cache_folder() / "corpora" / "tinyshakespeare.txt"
-    if file.exists():
-        data = _bytes(file)
-        _check_shakespeare(data, f"{file}; delete this file to download it again")
-        return data
+    cached = file.exists()
     try:
-        data = fetch(SHAKESPEARE)
+        data = _bytes(file) if cached else fetch(SHAKESPEARE)
     except OSError as error:  # no network, unknown host, HTTP error, time-out
         raise InputError(
             f"corpus: cannot download {SHAKESPEARE} ({error}); without a network, give the path of a copy of that file"
         ) from error
-    _check_shakespeare(data, SHAKESPEARE)
-    write_cached(file, data)
-    return data
-
-
-def _check_shakespeare(data: bytes, where: str) -> None:
     found = hashlib.sha256(data).hexdigest()
     if found != SHAKESPEARE_SHA256:
+        where = f"{file}; delete this file to download it again" if cached else SHAKESPEARE
         raise InputError(f"corpus: the SHA-256 is {found}, expected {SHAKESPEARE_SHA256}, for {where}")
+    if not cached:
+        write_cached(file, data)
+    return data
 
 
 def fetch(address: str) -> bytes:

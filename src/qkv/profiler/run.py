@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,7 +142,7 @@ def profile(
         "text_preview": shapes if ids is None else preview(ids, tokenizer),
         "unobserved": unobserved(runs[0][1]),
         "sources": runs[0][1].sources,
-        "checks": [checked.attrs() for checked in runs[0][1].checks],
+        "checks": [asdict(checked) for checked in runs[0][1].checks],
         "probes": probed,
     }
     is_shared = runs[0][1].recorder.group is not None  # then a process has the hidden states of its own shard only

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Watched:
             "text_preview": "no token ids" if ids is None else preview(ids, self._tokenizer),
             "unobserved": sorted(unrecorded),
             "sources": chosen[0].sources,
-            "checks": [checked.attrs() for checked in self._checks],
+            "checks": [asdict(checked) for checked in self._checks],
             "probes": "not run: the model was watched",
             "forwards": [s.forwards for s in chosen],
             "evicted": any(s.evicted for s in chosen),

@@ -37,9 +37,6 @@ class Checked:
     function: str
     difference: float
 
-    def attrs(self) -> dict[str, Any]:
-        return {"module": self.module, "function": self.function, "difference": self.difference}
-
 
 def compared(
     name: str,

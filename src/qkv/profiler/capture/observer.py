@@ -173,7 +173,6 @@ class Observer:
         if isinstance(call, Shared):
             return self._shared(name, call, compute(call))
         known = compute(call) if self.beside else None
-        call = replace(call, dropout_p=0.0) if self.beside else call
         return self._received(name, call, compute, known=known, fused=fused)
 
     def intercepted(
@@ -181,8 +180,6 @@ class Observer:
     ) -> Result:
         """Receive a call that torch's functions compute; `own` is the output that the model has computed already."""
         self.sources[name] = source
-        if self.beside:
-            call = replace(call, dropout_p=0.0)
         known = None if own is None else Result(own, None)
         return self._received(name, call, served, known=known, fused=True, editable=editable)
 
@@ -283,10 +280,11 @@ class Observer:
             fused: the receiver may compute the result, together with the statistics.
             editable: its heads may be edited.
         """
-        if call.dropout_p:
+        if call.dropout_p and not self.beside:
             raise InputError(
                 f"model applies dropout {call.dropout_p} to the weights of {name}; expected a model in evaluation mode"
             )
+        call = replace(call, dropout_p=0.0) if call.dropout_p else call
         self.fired.append(name)
         self.on_call(name)
         observed = self._observed(name, call, keys)

@@ -163,15 +163,12 @@ class Folder:
 
     def shard(self, number: int) -> Survey:
         """Load a finished shard."""
-        if self.path is not None:
-            source: Any = self.path / _name(number)
-        else:
-            source = io.BytesIO(self._read(_name(number)) or b"")
         try:
-            return Survey.load(source)
+            return Survey.load(io.BytesIO(self._read(_name(number)) or b""))
         except InputError as error:
-            where = "" if self.path is not None else f" (shard {number} in {self.address})"
-            raise InputError(f"{error}{where}; delete it and run the same command again") from error
+            raise InputError(
+                f"{error} ({_name(number)} in {self.address}); delete it and run the same command again"
+            ) from error
 
     def write_shard(self, number: int, data: bytes) -> None:
         """Write a finished shard."""
