@@ -75,7 +75,7 @@ def ablation_figure(ablation: Ablation) -> Figure:
         "change of the loss, nats per token", ticks=12, written=cell_number if cell > 0.4 else None, colours=DIVERGING,
     )  # fmt: skip
     bars = chart(figure, 0.65 + wide + 1.0, 1.1, beside, tall, "all heads of the layer at once")
-    bars.barh(range(layers), ablation.layers["delta_nats"], height=0.7, color=DIVERGING(1.0))
+    bars.barh(range(layers), ablation.layers["delta_nats"], height=0.7, color=WARM)
     bars.set(ylim=axes.get_ylim(), yticks=axes.get_yticks(), yticklabels=[], xlabel="nats per token")
     bars.axvline(0, color=HAIRLINE, linewidth=0.8)
     return figure
