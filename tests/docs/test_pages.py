@@ -30,7 +30,6 @@ pytest.importorskip("transformers", reason="the pages profile models")
 STYLE = mpl.rc_params_from_file(pages.DOCS / "matplotlibrc", use_default_template=False)
 WITH_PYTHON = [page for page in pages.pages() if pages.python(page)]
 SHORTER = {
-    "CONTRIBUTING.md": {"check_normalizer(Damped(sink=0.0))": "check_normalizer"},  # as docs/dev/adding.md
     "README.md": {"torch.randn(3, 1, 8, 4096, 64": "torch.randn(3, 1, 8, 512, 64"},
     "docs/howto/train-a-statistic.md": {"200": "10", "2048": "256"},
     "docs/lab.md": {"steps=20": "steps=2"},
