@@ -17,7 +17,7 @@ from torch import Tensor
 from conftest import MASKS, close, oracle, rand, refused, triple
 from own_objects import MeanAttention
 from qkv import Attention, InputError, attend, biases, kernels, masks, normalizers, scores
-from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
+from qkv.cache import Cache, Evicting, Full, HeavyHitters, Held, Sinks, Sliding
 from qkv.positions import Rotary, YaRN
 
 B, H, HKV, N, D, DV = 2, 6, 3, 23, 7, 5
@@ -300,8 +300,8 @@ def heavy_by_loops(
 class Oldest(Evicting):
     """Evicts the oldest key: a sliding window."""
 
-    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
-        return -queries
+    def worth(self, held: Held) -> Tensor:
+        return -held.queries
 
 
 HITTERS: dict[str, dict[str, Any]] = {
@@ -466,8 +466,8 @@ def test_a_cache_cannot_be_used_after_a_failed_call(name: str) -> None:
 
 
 @pytest.mark.parametrize(("match", "wrong"), [
-    (r"\(2, 3, 1\)", lambda self, received, queries: received[..., :1]),
-    ("NaN", lambda self, received, queries: received * torch.nan),
+    (r"\(2, 3, 1\)", lambda self, held: held.received[..., :1]),
+    ("NaN", lambda self, held: held.received * torch.nan),
 ])  # fmt: skip
 def test_a_policy_with_a_wrong_worth_is_refused(match: str, wrong: Callable[..., Tensor]) -> None:
     policy = type("Wrong", (Evicting,), {"worth": wrong})(3, 1)
