@@ -25,11 +25,11 @@ from qkv.figures.analyses import heads_figure
 from qkv.huggingface import evicting
 from qkv.huggingface.client import attend, routed
 from qkv.kernels import changing
-from qkv.masks import Causal, Dense, Mask, Prefix, Window
+from qkv.masks import Causal, Dense, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
 from qkv.models.pretrained import from_weights, tell_rotary
-from qkv.profiler.analyses.eviction import Eviction, eviction, expiry, mass_lost, nats_of
+from qkv.profiler.analyses.eviction import FACTS, Eviction, eviction, expiry, mass_lost, nats_of, needle
 from qkv.profiler.capture.datasets import calls_of
 
 FIRST = 2
@@ -87,27 +87,6 @@ def test_padding_is_left_out() -> None:
     np.testing.assert_allclose(whole.mass["mass_lost"], expected, rtol=1e-9)
     assert whole.attrs["tokens"] == n.sum()
     assert whole.loss is None
-
-
-def masked_nats(lm: DecoderLM, ids: Tensor, mask: Mask) -> float:
-    """The loss of a model whose blocks all attend with this mask, too."""
-    with torch.no_grad():
-        x = lm._embedded(ids, 0, None)
-        for block in lm.blocks:
-            x = block(x, mask=mask)
-        logits = lm.norm(x) @ lm.embedding.weight.T
-    return float(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_window_and_sinks_equal_masks(layers: int) -> None:
-    """In a model without rotary positions, so that the slots of the cache have no effect."""
-    lm, ids = model(layers=layers), text(41)
-    caches = policies_of(POLICIES[:2], 7, FIRST)
-    for policy, mask in (("window", Window(7)), ("sinks", Prefix(FIRST) | Window(7 - FIRST)), (None, Causal())):
-        found = nats_of(lm, ids, caches[policy].for_layers(layers) if policy else None, lambda tokens: None)
-        assert found == pytest.approx(masked_nats(lm, ids, mask), rel=1e-12)
-    assert not lm.training
 
 
 D, GROUP = 6, 3
@@ -196,9 +175,12 @@ def test_policies_evict_by_the_formulas_of_their_papers(policy: Any, budget: int
         assert sorted(found) == kept(a, head, list(range(n)), n, recent, budget)
 
 
-@pytest.mark.parametrize("policy", ONLINE)
+@pytest.mark.parametrize("policy", ["window", "sinks", *ONLINE])
 def test_a_forward_under_masks_equals_a_run_with_the_caches(policy: Any) -> None:
-    """A model of Hugging Face runs under masks, the same model of qkv through the caches."""
+    """A model of Hugging Face runs under masks, the same model of qkv through the caches; it has no rotary positions.
+
+    So the slots that `qkv.cache.Sinks` has for positions have no effect.
+    """
     theirs, ids = hf.build("gpt2", suffix="LMHeadModel").double(), hf.inputs("gpt2", batch=1)["input_ids"]
     ours = from_weights(theirs.config.to_dict(), theirs.state_dict())
     [cache] = policies_of([policy], 9).values()
@@ -244,33 +226,45 @@ def test_generation_with_room_for_all_keys_is_that_of_the_model() -> None:
             assert found.tolist() == lm.generate(ids, **settings).tolist()
 
 
-def test_every_policy_runs_on_a_hugging_face_model() -> None:
-    found = of_hf("llama", policies=("window", "sinks", *ONLINE), budgets=(6, 2 * hf.LENGTH), first=FIRST)
-    assert found.loss is not None
-    rise = found.loss.set_index(["policy", "budget"])["delta_nats"]
-    for name in found.attrs["policies"]:
-        assert name == "pyramid" or abs(rise[name, 2 * hf.LENGTH]) < 1e-5
-        assert abs(rise[name, 6]) > 1e-4
-    assert found.mass.groupby("policy")["mass_lost"].max().between(0.01, 1).all()
+def characters(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+    return {"input_ids": [3 + ord(one) % 90 for one in text]}
 
 
-def test_full_budget_loses_nothing_and_the_loss_is_a_mean_over_tokens() -> None:
+def test_a_hidden_fact_is_asked_for_after_the_text_was_evicted() -> None:
+    lm = hf.build("llama", suffix="ForCausalLM", max_position_embeddings=512)
+    ids = torch.randint(3, 90, (1, 80), generator=torch.Generator().manual_seed(7))
+    policies = [one for one in ("window", *ONLINE) if one != "pyramid"]
+    found = needle(lm, ids, tokenizer=characters, policies=policies, budgets=(12, 400), progress=False)
+    for at, (place, code) in enumerate(FACTS):
+        known = f"secret pass code of the {place}"
+        asked = f"\n\nQuestion: What is the {known}?\nAnswer: The {known} is {code}"
+        fact, question = (
+            torch.tensor([characters(part, add_special_tokens=False)["input_ids"]])
+            for part in (f"\n\nThe {known} is {code}.\n\n", asked)
+        )
+        start = int((at + 0.5) / 5 * (80 - fact.shape[1]))
+        text = torch.cat([ids[:, :start], fact, ids[:, start : 80 - fact.shape[1]], question], 1)
+        with torch.no_grad():
+            logits = lm(text).logits[0, -6:-1]
+        expected = nn.functional.cross_entropy(logits, text[0, -5:]).item()
+        here = found[found["depth"] == (at + 0.5) / 5]
+        rows = here[(here["policy"] == "full") | (here["budget"] == 400)]
+        assert len(rows) == 1 + len(policies)
+        np.testing.assert_allclose(rows["nats"], expected, rtol=1e-5)
+        assert (abs(here[here["budget"] == 12]["nats"] - expected) > 1e-4).all()
+        assert set(rows["right"]) == {bool((logits.argmax(-1) == text[0, -5:]).all())}
+
+
+def test_the_loss_of_a_full_budget_is_that_of_the_model_and_a_mean_over_tokens() -> None:
     lm = model(positions="rotary")
-    found = eviction(lm, text(27), budgets=(6, 27, 64), policies=POLICIES, first=FIRST)
     with qkv.edit(lm, {(0, 0): "zero"}):
-        edited = eviction(lm, text(27), budgets=(27,), policies=["window", "tova"]).loss  # one by caches, one by masks
-    assert found.loss is not None
-    assert edited is not None
-    assert edited["delta_nats"].abs().max() < 1e-6
-    assert abs(edited["nats"][0] - found.loss["nats"][0]) > 1e-4
-    rise = found.loss.set_index(["policy", "budget"])["delta_nats"]
-    for policy in ("window", "sinks", "heavy", "mean"):
-        assert abs(rise[policy, 27]) < 1e-6
-        assert abs(rise[policy, 64]) < 1e-6
-        assert abs(rise[policy, 6]) > 1e-3
-    full = found.loss.iloc[0]
-    assert full["policy"] == "full"
-    assert full["nats"] == pytest.approx(lm.loss(text(27)).item(), rel=1e-9)
+        edited = eviction(lm, text(27), budgets=(6, 27), policies=POLICIES, first=FIRST).loss
+        assert edited is not None
+        assert edited["nats"][0] == pytest.approx(lm.loss(text(27)).item(), rel=1e-9)
+    assert abs(edited["nats"][0] - lm.loss(text(27)).item()) > 1e-4
+    assert edited["policy"][0] == "full"
+    assert edited[edited["budget"] == 27]["delta_nats"].abs().max() < 1e-6
+    assert edited[edited["budget"] == 6]["delta_nats"].abs().min() > 1e-4
     pair = text(19, batch=2)
     both, *ones = (eviction(lm, x, budgets=(5,), policies=("window",)).loss for x in (pair, pair[:1], pair[1:]))
     np.testing.assert_allclose(both["nats"], (ones[0]["nats"] + ones[1]["nats"]) / 2, rtol=1e-12)  # type: ignore[index]
@@ -279,25 +273,19 @@ def test_full_budget_loses_nothing_and_the_loss_is_a_mean_over_tokens() -> None:
 def test_hugging_face_models_run_with_masks_also_from_a_folder(tmp_path: Path) -> None:
     lm = hf.build("gpt2", "eager", suffix="LMHeadModel")
     ids = hf.inputs("gpt2", batch=1)["input_ids"]
-    found = eviction(lm, ids, budgets=(6,), policies=("window", "sinks"), first=FIRST)
     expected = []
-    for mask in (None, Causal() & Window(6), Causal() & (Prefix(FIRST) | Window(6 - FIRST))):
-        given = None
-        if mask is not None:
-            hidden = ~mask.dense(hf.LENGTH, hf.LENGTH)
-            given = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    for mask in (Causal(), Causal() & Window(6), Causal() & (Prefix(FIRST) | Window(6 - FIRST))):
+        hidden = torch.finfo(torch.float32).min * ~mask.dense(hf.LENGTH, hf.LENGTH)
         with torch.no_grad():
-            logits = lm(ids, attention_mask=given).logits
-        expected.append(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).item())
-    assert found.loss is not None
-    np.testing.assert_allclose(found.loss["nats"], expected, rtol=1e-5)
-    assert len({round(x, 3) for x in expected}) == 3
-    assert found.attrs["run"] == "masks"
-    assert lm.config._attn_implementation == "eager"
+            expected.append(nn.functional.cross_entropy(lm(ids, attention_mask=hidden).logits[0, :-1], ids[0, 1:]))
     lm.save_pretrained(tmp_path / "lm")
-    again = eviction(str(tmp_path / "lm"), ids, budgets=(6,), policies=("window",))
-    assert again.loss is not None
-    np.testing.assert_allclose(again.loss["nats"], expected[:2], rtol=1e-5)
+    for source in (lm, str(tmp_path / "lm")):
+        found = eviction(source, ids, budgets=(6,), policies=("window", "sinks"), first=FIRST)
+        assert found.loss is not None
+        np.testing.assert_allclose(found.loss["nats"], expected, rtol=1e-5)
+        assert found.attrs["run"] == "masks"
+    assert len({round(float(x), 3) for x in expected}) == 3
+    assert lm.config._attn_implementation == "eager"
 
 
 class Own(MeanAttention):
