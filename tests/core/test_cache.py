@@ -338,8 +338,8 @@ def test_reorder_equals_starting_with_the_reordered_batch(name: str, rows: list[
 SIZES: list[tuple[str, Callable[[], object]]] = [
     ("capacity", lambda: Full(0)), ("capacity", lambda: Full(8.5)), ("window", lambda: Sliding(0)),
     ("sinks", lambda: Sinks(0, 3)), ("window", lambda: Sinks(3, 0)), ("heavy", lambda: HeavyHitters(-1, 3)),
-    ("recent", lambda: HeavyHitters(3, 0)), ("keys", lambda: MeanAttention(0, 1)), ("recent", lambda: MeanAttention(3, 3)),
-    ("recent", lambda: MeanAttention(3, 0)), ("Evicting", lambda: Evicting(3, 1)),
+    ("recent", lambda: HeavyHitters(3, 0)), ("keys", lambda: MeanAttention(0, 1)), ("Evicting", lambda: Evicting(3, 1)),
+    ("recent", lambda: MeanAttention(3, 3)), ("recent", lambda: MeanAttention(3, 0)),
 ]  # fmt: skip
 
 

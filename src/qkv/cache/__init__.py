@@ -19,7 +19,6 @@ from qkv.cache.evicting import (
     TOVA,
     Evicting,
     ExpectedAttention,
-    FirstKeys,
     HeavyHitters,
     Held,
     KeyDiff,
@@ -30,7 +29,7 @@ from qkv.cache.evicting import (
 )
 
 __all__ = [
-    "TOVA", "Cache", "Evicting", "ExpectedAttention", "FirstKeys", "Full", "HeavyHitters", "Held", "KNorm", "KeyDiff",
+    "TOVA", "Cache", "Evicting", "ExpectedAttention", "Full", "HeavyHitters", "Held", "KNorm", "KeyDiff",
     "LastKeys", "PyramidKV", "Sinks", "Sliding", "SnapKV",
 ]  # fmt: skip
 __dir__ = __all__.copy

@@ -27,7 +27,7 @@ from qkv.positions import DynamicNTK, Rotary, rotate
 from qkv.scores import Dot
 
 FIRST = 4
-"""How many keys at the start "sinks" and "expected" always keep."""
+"""How many keys at the start "sinks" and "expected" keep."""
 FUTURE = 512  # positions of the queries that "expected" expects
 
 
@@ -348,42 +348,27 @@ def _mean_rotation(rotary: Rotary, start: int, dim: int) -> Tensor:
 
 
 class LastKeys(Evicting):
-    """The last keys: a sliding window (Beltagy et al. 2020, arXiv:2004.05150). worth = position.
+    """The last keys, and the `first` keys of the text. worth = position, ∞ for the first.
 
-    >>> LastKeys(64)
-    LastKeys(keys=64, recent=1, seen=0, length=0)
+    Without first keys it is a sliding window (Beltagy et al. 2020, arXiv:2004.05150), with a few it is StreamingLLM
+    (Xiao et al. 2024, arXiv:2309.17453), but at positions in the text: `Sinks` moves them to cache slots.
+
+    >>> LastKeys(64, first=4)
+    LastKeys(keys=64, recent=1, first=4, seen=0, length=0)
     """
 
-    name, meaning, needs, most_recent = "window", "the last keys", (), 1
+    name, needs, most_recent = "window", (), 1
 
-    def worth(self, held: Held) -> Tensor:
-        return held.positions.float()
-
-    def mask(self) -> Mask:
-        return Window(self.keys)
-
-
-class FirstKeys(Evicting):
-    """The first few keys and the last ones, at their positions in the text (Xiao et al. 2024, arXiv:2309.17453).
-
-    worth = ∞ for the first, else the position. The paper moves positions to cache slots: `Sinks` does.
-
-    >>> FirstKeys(64, first=2).first
-    2
-    """
-
-    name, needs, most_recent = "sinks", (), 1
-
-    def __init__(self, keys: int, recent: int | None = None, first: int = FIRST) -> None:
+    def __init__(self, keys: int, recent: int | None = None, first: int = 0) -> None:
         super().__init__(keys, recent)
         self.first = first
-        self.meaning = f"the first {first} and the last keys"
+        self.meaning = f"the first {first} and the last keys" if first else "the last keys"
 
     def worth(self, held: Held) -> Tensor:
         return held.positions.float().masked_fill(held.positions < self.first, torch.inf)
 
     def mask(self) -> Mask:
-        return Prefix(self.first) | Window(self.keys - self.first)
+        return Prefix(self.first) | Window(self.keys - self.first) if self.first else Window(self.keys)
 
 
 class HeavyHitters(Evicting):
@@ -579,15 +564,19 @@ def policies_of(chosen: Sequence[str | type[Evicting]], keys: int, first: int = 
     if not chosen:
         raise InputError(f"policies is empty, expected some of {', '.join(known)}")
     for policy in chosen:
-        made: Any = POLICIES.load(policy) if isinstance(policy, str) and policy in known else policy
-        if isinstance(made, str):
-            raise InputError(f"policies has {policy!r}, expected some of {', '.join(known)}{nearest(made, known)}")
-        if policy != "sinks" and not (isinstance(made, type) and issubclass(made, Evicting)):
+        made: Any = policy
+        if isinstance(policy, str):
+            if policy not in known:
+                raise InputError(
+                    f"policies has {policy!r}, expected some of {', '.join(known)}{nearest(policy, known)}"
+                )
+            made = POLICIES.load(policy)
+        elif not (isinstance(policy, type) and issubclass(policy, Evicting)):
             raise InputError(f"policies has {policy!r}, expected names and subclasses of qkv.cache.Evicting")
-        name = getattr(made, "name", made.__name__) if policy != "sinks" else "sinks"
+        name = policy if isinstance(policy, str) else getattr(policy, "name", policy.__name__)
         if name in POLICIES.built_in and not made.__module__.startswith("qkv.cache."):
             raise InputError(f"policies has a class with the name {name!r}, which is a built-in policy")
         if name in found:
             raise InputError(f"policies has {name!r} twice, expected each policy once")
-        found[name] = FirstKeys(keys, first=first) if policy == "sinks" else made.of_budget(keys)
+        found[name] = LastKeys(keys, first=first) if name == "sinks" else made.of_budget(keys)
     return found

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 512  # as many as qkv-mini read in training
 NEEDLE_TOKENS = 4096
+TITLE = "{model} · {tokens:,} tokens"
 
 
 def evict(
@@ -106,13 +107,7 @@ def _show_needle(found: pd.DataFrame) -> None:
     """Print a row for each policy and budget."""
     from rich.console import Console
 
-    rows = table(
-        "policy",
-        ">keys",
-        ">loss of the answer, nats",
-        ">right",
-        title="{model} · {tokens:,} tokens".format(**found.attrs),
-    )
+    rows = table("policy", ">keys", ">loss of the answer, nats", ">right", title=TITLE.format(**found.attrs))
     for (policy, budget), facts in found.groupby(["policy", "budget"], sort=False, dropna=False):
         keys = "all" if policy == "full" else f"{budget:,}"
         rows.add_row(policy, keys, f"{facts['nats'].mean():.2f}", f"{facts['right'].sum()} of {len(facts)}")
@@ -124,13 +119,7 @@ def _show(found: Eviction) -> None:
     from rich.console import Console
 
     measured = () if found.loss is None else (">loss, nats", ">increase")
-    rows = table(
-        "policy",
-        ">keys",
-        ">attention on evicted keys",
-        *measured,
-        title="{model} · {tokens:,} tokens".format(**found.attrs),
-    )
+    rows = table("policy", ">keys", ">attention on evicted keys", *measured, title=TITLE.format(**found.attrs))
     lost = found.mass.groupby(["policy", "budget"])["mass_lost"].mean()
     if found.loss is None:
         for (policy, budget), share in lost.items():

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from qkv._files import write_atomically
 from qkv._progress import Step, bar
 from qkv.attention import Attention
-from qkv.cache import Cache, Evicting, FirstKeys, Full, LastKeys, Sinks, Sliding
+from qkv.cache import Cache, Evicting, Full, LastKeys, Sinks, Sliding
 from qkv.cache.base import attending
 from qkv.cache.evicting import policies_of
 from qkv.engine import Call
@@ -434,9 +434,9 @@ def nats_of(
 
 def _own(cache: Evicting) -> Cache:
     """The cache of a policy in a model of qkv: chunks of any length through those that keep keys in order."""
-    if isinstance(cache, LastKeys):
-        return Sliding(cache.keys)
-    return Sinks(cache.first, cache.keys - cache.first) if isinstance(cache, FirstKeys) else cache
+    if not isinstance(cache, LastKeys):
+        return cache
+    return Sinks(cache.first, cache.keys - cache.first) if cache.first else Sliding(cache.keys)
 
 
 def _under_masks(model: nn.Module, ids: Tensor, caches: Sequence[Evicting] | None) -> Tensor:
