@@ -80,7 +80,7 @@ def page() -> str:
         "",
         "![The loss of SmolLM2 by policy and budget](figures/smollm2-eviction.png)",
         "",
-        "One text decides nothing about others. Policies whose papers compress a prompt once decide here at every token.",
+        "One text decides nothing about others. Policies whose papers compress a prompt once decide at every token.",
         "",
         "## A fact hidden in 4,096 tokens",
         "",
@@ -99,9 +99,10 @@ def _needle(found: pd.DataFrame) -> list[str]:
     budgets = sorted(by.index.unique("budget"))
     order = sorted(SOURCES, key=lambda policy: (-by["right"][policy].sum(), by["nats"][policy].mean()))
     lines = [
-        "Five facts such as “The secret pass code of the harbour is 7294.” are hidden in source code, one at a time. The",
-        "text is read whole, keys are evicted, and only then the question is asked: no policy can know it. With all keys",
-        f"the greedy answer is right {full['right'].sum()} of {len(full)} times: {full['nats'].mean():.2f} nats a token.",
+        "Five facts such as “The secret pass code of the harbour is 7294.” are hidden in source code, one at a time.",
+        "The text is read whole, keys are evicted, and only then the question is asked: no policy can know it.",
+        f"With all keys the greedy answer is right {full['right'].sum()} of {len(full)} times, at a loss of "
+        f"{full['nats'].mean():.2f} nats a token.",
         "",
         "| policy | " + " | ".join(f"loss with {b:,.0f} keys, nats | right" for b in budgets) + " |",
         "|---|" + "---:|---:|" * len(budgets),
