@@ -16,6 +16,7 @@ from typing import Any
 
 import linear_error
 import make_coverage
+import make_evicting
 import make_larger
 import make_launches
 import make_layout
@@ -321,6 +322,7 @@ if __name__ == "__main__":
     of_mini()
     (DOCS / "quantities.md").write_text(make_quantities.page())
     (DOCS / "larger-models.md").write_text(make_larger.page())
+    (DOCS / "evicting.md").write_text(make_evicting.page())
     masks()
     linear_error.linear_error(DOCS / "figures" / "linear_error.png")
     (DOCS / "matrix.md").write_text(make_matrix.page())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from qkv.biases import AdditiveBias, Bias
-from qkv.cache import Evicting
+from qkv.cache import Evicting, Held
 from qkv.masks import Grid, Mask, Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.scores import Pairwise, Product
@@ -143,5 +143,5 @@ class MeanAttention(Evicting):
 
     name = "mean"
 
-    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
-        return received.div_(queries)
+    def worth(self, held: Held) -> Tensor:
+        return held.received.div_(held.queries)

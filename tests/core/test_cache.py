@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -257,53 +256,6 @@ def test_one_query_is_one_call_without_mask_on_views_of_one_buffer(make: Callabl
 # --- HeavyHitters -----------------------------------------------------------------------------------------------------
 
 
-Worth = Callable[[Any, Any], Any]
-
-
-def heavy_by_loops(
-    qkv: tuple[Tensor, Tensor, Tensor], sizes: Sequence[int], heavy: int, recent: int, worth: Worth, **parts: Any
-) -> tuple[Tensor, dict[tuple[int, int], dict[int, float]]]:
-    """H2O by definition: a dictionary from positions to attention received, for each item and key head.
-
-    `worth` turns the attention received by a key, and the number of queries that could attend to it, into its worth.
-    """
-    q, k, v = qkv
-    group = q.shape[1] // k.shape[1]
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
-    kept: dict[tuple[int, int], dict[int, float]] = {}
-
-    def weakest(received: dict[int, float], now: int, seen: int) -> int:
-        return min((p for p in received if p <= now - recent), key=lambda p: (worth(received[p], seen - p), p))
-
-    for item, head in np.ndindex(k.shape[0], k.shape[1]):
-        received: dict[int, float] = {}
-        heads, start = slice(head * group, (head + 1) * group), 0
-        for size in sizes:
-            if size == 1 and len(received) == heavy + recent:
-                del received[weakest(received, start, start)]
-            before = sorted(received)
-            for i in range(start, start + size):
-                received[i] = 0.0
-                seen = [*before, *range(start, i + 1)]
-                where = (slice(item, item + 1), slice(head, head + 1), seen)
-                found, _, weights = oracle(q[item : item + 1, heads, i : i + 1], k[where], v[where], **parts)
-                out[item, heads, i] = found[0, :, 0]
-                for p, weight in zip(seen, weights[0, :, 0].sum(0).tolist(), strict=True):
-                    received[p] += weight
-            start += size
-            while len(received) > heavy + recent:
-                del received[weakest(received, start - 1, start)]
-        kept[item, head] = received
-    return out, kept
-
-
-class Oldest(Evicting):
-    """Evicts the oldest key: a sliding window."""
-
-    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
-        return -queries
-
-
 HITTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "off by one": {"normalizer": normalizers.Softmax(sink=0.0)},
@@ -314,25 +266,29 @@ HITTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "heavy", "recent"), [
-    ("softmax", 3, 4), ("softmax", 1, 1), ("off by one", 5, 2), ("sigmoid", 1, 1), ("sparse", 3, 4), ("cap", 5, 2),
-    ("a policy of one's own", 4, 2),
-])  # fmt: skip
-def test_heavy_hitters_equal_plain_loops(name: str, heavy: int, recent: int) -> None:
-    (q, k, v), places, own = tokens(), torch.arange(N), "own" in name
-    turned = ROTARY(q, places), ROTARY(k, places), v
+@pytest.mark.parametrize("name", HITTERS)
+def test_tokens_attend_to_the_keys_that_an_evicting_cache_holds(name: str) -> None:
+    """Which keys it holds by which policy: `tests/profile/test_eviction.py`."""
+    (q, k, v), places = tokens(), torch.arange(N)
     for sizes in (ONES, [N], [5, 1, 1, 3, 7, 1, 1, 4]):
-        worth: Worth = (lambda received, queries: received / queries) if own else lambda received, queries: received
-        want, kept = heavy_by_loops(turned, sizes, heavy, recent, worth, **HITTERS[name])
-        cache = MeanAttention(heavy + recent, recent) if own else HeavyHitters(heavy, recent)
-        got = feed(cache, Attention(mask=masks.Causal(), **HITTERS[name]), (q, k, v), sizes, rotary=ROTARY)
-        close(got, want, eps=4096)
-        assert cache.length == heavy + recent
-        held = cache._buffers
-        for (item, head), received in kept.items():
-            found = dict(zip(held["positions"][item, head].tolist(), held["received"][item, head], strict=True))
-            assert found.keys() == received.keys()
-            close(torch.stack([found[p] for p in received]), np.array(list(received.values())), eps=4096)
+        cache = MeanAttention(6, 2) if "own" in name else HeavyHitters(3, 4)
+        visible, outs, stop = torch.zeros(B, HKV, N, N, dtype=torch.bool), [], 0
+        for size in sizes:
+            start, stop = stop, stop + size
+            row = torch.zeros(B, HKV, N, dtype=torch.bool)
+            before = row.scatter(2, cache._buffers["positions"][..., : cache._stop], True) if start else row
+            new = (x[:, :, start:stop] for x in (q, k, v))
+            outs.append(cache.attend(Attention(mask=masks.Causal(), **HITTERS[name]), *new, rotary=ROTARY))
+            held = cache._buffers["positions"][..., : cache._stop]
+            for at in range(start, stop):
+                visible[:, :, at] = row.scatter(2, held, True) if size == 1 else before
+                visible[:, :, at, start : at + 1] = True
+        mask = masks.Dense(visible.repeat_interleave(H // HKV, 1))
+        out, _, weights = oracle(ROTARY(q, places), ROTARY(k, places), v, mask=mask, **HITTERS[name])
+        close(torch.cat(outs, 2), out, eps=4096)
+        received = weights.unflatten(1, (HKV, -1)).sum((2, 3)).gather(2, held)
+        close(cache._buffers["received"], received, eps=4096)
+        assert cache.length == cache._most
 
 
 # --- all --------------------------------------------------------------------------------------------------------------
@@ -382,8 +338,8 @@ def test_reorder_equals_starting_with_the_reordered_batch(name: str, rows: list[
 SIZES: list[tuple[str, Callable[[], object]]] = [
     ("capacity", lambda: Full(0)), ("capacity", lambda: Full(8.5)), ("window", lambda: Sliding(0)),
     ("sinks", lambda: Sinks(0, 3)), ("window", lambda: Sinks(3, 0)), ("heavy", lambda: HeavyHitters(-1, 3)),
-    ("recent", lambda: HeavyHitters(3, 0)), ("keys", lambda: Oldest(0, 1)), ("recent", lambda: Oldest(3, 3)),
-    ("recent", lambda: Oldest(3, 0)), ("Evicting", lambda: Evicting(3, 1)),
+    ("recent", lambda: HeavyHitters(3, 0)), ("keys", lambda: MeanAttention(0, 1)), ("Evicting", lambda: Evicting(3, 1)),
+    ("recent", lambda: MeanAttention(3, 3)), ("recent", lambda: MeanAttention(3, 0)),
 ]  # fmt: skip
 
 
@@ -466,8 +422,8 @@ def test_a_cache_cannot_be_used_after_a_failed_call(name: str) -> None:
 
 
 @pytest.mark.parametrize(("match", "wrong"), [
-    (r"\(2, 3, 1\)", lambda self, received, queries: received[..., :1]),
-    ("NaN", lambda self, received, queries: received * torch.nan),
+    (r"\(2, 3, 1\)", lambda self, held: held.received[..., :1]),
+    ("NaN", lambda self, held: held.received * torch.nan),
 ])  # fmt: skip
 def test_a_policy_with_a_wrong_worth_is_refused(match: str, wrong: Callable[..., Tensor]) -> None:
     policy = type("Wrong", (Evicting,), {"worth": wrong})(3, 1)

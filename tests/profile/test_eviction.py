@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,19 +19,23 @@ import qkv
 from conftest import Command, enlarged, oracle, refused
 from own_objects import MeanAttention
 from qkv.cache import HeavyHitters
+from qkv.cache.evicting import policies_of
 from qkv.engine import Call
-from qkv.masks import Causal, Mask, Prefix, Window
+from qkv.huggingface import evicting
+from qkv.huggingface.client import attend, routed
+from qkv.kernels import changing
+from qkv.masks import Causal, Dense, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
-from qkv.profiler.analyses.eviction import Eviction, _under_masks, eviction, expiry, mass_lost, nats_of, policies_of
-from qkv.profiler.analyses.policies import ONLINE, online_expiry
+from qkv.models.pretrained import from_weights, tell_rotary
+from qkv.profiler.analyses.eviction import FACTS, Eviction, eviction, expiry, mass_lost, nats_of, needle
 from qkv.profiler.capture.datasets import calls_of
 
 FIRST = 2
 
 
 POLICIES = ("window", "sinks", "heavy", MeanAttention)
-WINDOW, SINKS, HEAVY, MEAN = policies_of(POLICIES, FIRST)
+ONLINE = ("heavy", MeanAttention, "snapkv", "pyramid", "tova", "keydiff", "knorm", "expected")
 
 
 def model(**parts: Any) -> DecoderLM:
@@ -42,54 +47,31 @@ def text(n: int, batch: int = 1, seed: int = 1) -> Tensor:
     return torch.randint(17, (batch, n), generator=torch.Generator().manual_seed(seed))
 
 
-def kept(policy: str, budget: int, weights: np.ndarray, group: int) -> np.ndarray:
-    """True at keys that are in the cache for each query, (heads, n, n), by definition; `weights` (heads, n, n)."""
-    heads, n, _ = weights.shape
-    found = np.zeros(weights.shape, bool)
-    for head in range(heads):
-        own = head // group * group
-        received = weights[own : own + group].sum((0, 1))
-        if policy == "mean":
-            received = received / np.arange(n, 0, -1)
-        for i in range(n):
-            before = list(range(i + 1))
-            if policy == "window":
-                held = before[-budget:]
-            elif policy == "sinks":
-                held = before[:FIRST] + before[-(budget - FIRST) :]
-            else:
-                recent = budget - budget // 2
-                older = sorted(before[:-recent], key=lambda j: (received[j], j))
-                held = before[-recent:] + older[-(budget // 2) :]
-            found[head, i, held] = True
-    return found
-
-
-@pytest.mark.parametrize("parts", [{"positions": "rotary"}, {"sink": True, "window": 9}, {"normalizer": "sigmoid"}])
-def test_mass_lost_equals_dense_weights(parts: dict[str, Any], tile4: None) -> None:
-    settings = [(policy, budget) for policy in (WINDOW, SINKS, HEAVY, MEAN) for budget in (5, 8, 17)]
+@pytest.mark.parametrize(("parts", "policies"), [
+    ({"positions": "rotary"}, POLICIES), ({"sink": True, "window": 9}, POLICIES[:2]),
+    ({"normalizer": "sigmoid"}, POLICIES),
+])  # fmt: skip
+def test_mass_lost_equals_dense_weights(parts: dict[str, Any], policies: tuple[Any, ...], tile4: None) -> None:
+    caches = {
+        (name, budget): one for budget in (5, 8, 17) for name, one in policies_of(policies, budget, FIRST).items()
+    }
     for seen in calls_of(model(**parts), {"ids": text(17)}):
         given = seen.call.given
         weights = oracle(given.q, given.k, given.v, mask=given.mask, normalizer=given.normalizer)[2][0].numpy()
         shares = weights / weights.sum(-1, keepdims=True) if "normalizer" in parts else weights
-        found = mass_lost(seen, settings)
-        assert set(found) == set(settings)
-        for (policy, budget), mass in found.items():
-            expected = (shares * ~kept(policy.name, budget, weights, 3)).sum(-1)
+        found = mass_lost(seen, {setting: one.fresh() for setting, one in caches.items()})
+        query, key = np.indices((17, 17))
+        for (name, budget), mass in found.items():
+            last = key > query - budget
+            if name == "sinks":
+                last = (key < FIRST) | (key > query - budget + FIRST)
+            elif name != "window":
+                last = (
+                    query < expiry(seen.call, caches[name, budget].fresh())[0].repeat_interleave(3, 0).numpy()[:, None]
+                )
+            expected = (shares * ~last).sum(-1)
             np.testing.assert_allclose(mass[0].numpy(), expected, rtol=1e-9, atol=1e-12)
             assert budget == 17 or expected.max() > 0.01
-
-
-def test_keys_that_received_least_are_evicted() -> None:
-    received = torch.randint(6, (2, 3, 31), generator=torch.Generator().manual_seed(2)).double()  # many ties
-    for heavy, recent in ((1, 1), (3, 2), (4, 9), (40, 2), (2, 40)):
-        ends = expiry(received, heavy, recent)
-        for item, head in np.ndindex(2, 3):
-            row = received[item, head].tolist()
-            for i in range(31):
-                older = sorted(range(max(0, i - recent + 1)), key=lambda j: (row[j], j))
-                held = {*older[-heavy:], *range(max(0, i - recent + 1), i + 1)}
-                assert {j for j in range(i + 1) if i < ends[item, head, j]} == held
 
 
 def test_padding_is_left_out() -> None:
@@ -106,28 +88,29 @@ def test_padding_is_left_out() -> None:
     assert whole.loss is None
 
 
-def masked_nats(lm: DecoderLM, ids: Tensor, mask: Mask) -> float:
-    """The loss of a model whose blocks all attend with this mask, too."""
-    with torch.no_grad():
-        x = lm._embedded(ids, 0, None)
-        for block in lm.blocks:
-            x = block(x, mask=mask)
-        logits = lm.norm(x) @ lm.embedding.weight.T
-    return float(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
+D, GROUP = 6, 3
+FREQUENCIES = 10_000.0 ** (-np.arange(0, D, 2) / D)
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_window_and_sinks_equal_masks(layers: int) -> None:
-    """In a model without rotary positions, so that the slots of the cache have no effect."""
-    lm, ids = model(layers=layers), text(41)
-    for policy, mask in ((WINDOW, Window(7)), (SINKS, Prefix(FIRST) | Window(7 - FIRST)), (None, Causal())):
-        found = nats_of("caches", lm, ids, policy, 7, lambda tokens: None)
-        assert found == pytest.approx(masked_nats(lm, ids, mask), rel=1e-12)
-    assert not lm.training
+def rotation(at: int) -> np.ndarray:
+    """The matrix that rotates a vector to a position, with pairs (i, i + D/2)."""
+    cos, sin = np.diag(np.cos(at * FREQUENCIES)), np.diag(np.sin(at * FREQUENCIES))
+    return np.block([[cos, -sin], [sin, cos]])
 
 
-def worth_of(policy: str, a: np.ndarray, k: np.ndarray, held: list[int], t: int, budget: int) -> np.ndarray:
-    """The worth of held keys by the papers' formulas, in loops; `a` (group, queries so far, keys), `k` (keys, d)."""
+def worth_of(policy: str, a: Any, q: Any, k: Any, v: Any, held: list[int], t: int, window: int, last: int) -> Any:
+    """The worth of held keys by the papers' formulas, in loops, after t queries; the last keys stay anyway.
+
+    `a` (group, queries, keys), or of all heads for TOVA; queries before rotation (group, n, d), keys and values (n, d).
+    """
+    if policy == "window":
+        return np.array(held, float)
+    if policy == "sinks":
+        return np.array([np.inf if j < FIRST else j for j in held])
+    if policy == "heavy":
+        return np.array([a[:, :t, j].sum() for j in held])
+    if policy == "mean":
+        return np.array([a[:, :t, j].sum() / (t - j) for j in held])
     if policy == "knorm":
         return np.array([-np.sqrt((k[j] ** 2).sum()) for j in held])
     if policy == "keydiff":
@@ -135,74 +118,152 @@ def worth_of(policy: str, a: np.ndarray, k: np.ndarray, held: list[int], t: int,
         return np.array([-k[j] @ anchor / np.linalg.norm(k[j]) / np.linalg.norm(anchor) for j in held])
     if policy == "tova":
         return np.array([a[:, t - 1, j].mean() for j in held])
-    votes = [a[:, t - max(1, min(32, budget // 2)) : t, j].sum() for j in held]
+    if policy == "expected":
+        future = np.mean([rotation(p) for p in range(t, t + 512)], 0)
+        later, found = [i for i, j in enumerate(held) if j >= 4], np.full(len(held), np.inf)
+        shares = np.zeros((GROUP, len(later)))
+        for h in range(GROUP):
+            some = q[h, 4:t] / np.sqrt(D) if t > 4 else np.zeros((1, D))
+            mean, sigma = future @ some.mean(0), future @ np.cov(some.T, bias=True) @ future.T
+            scores = [mean @ k[held[i]] + k[held[i]] @ sigma @ k[held[i]] / 2 for i in later]
+            shares[h] = np.exp(scores) / np.exp(scores).sum()
+        found[later] = shares.mean(0) * [np.linalg.norm(v[held[i]]) for i in later]
+        return found
+    votes = [a[:, t - window : t, j].sum() if i < len(held) - last else 0 for i, j in enumerate(held)]
     return np.array([sum(votes[max(0, i - 2) : i + 3]) / 5 for i in range(len(votes))])
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "tova", "keydiff", "knorm"])
-@pytest.mark.parametrize("budget", [1, 4, 9])
-def test_policies_evict_by_the_formulas_of_their_papers(policy: str, budget: int) -> None:
-    g, n, heads, group, d = torch.Generator().manual_seed(3), 29, 2, 3, 5
-    q, k, v = (torch.randn(1, h, n, d, generator=g, dtype=torch.float64) for h in (heads * group, heads, heads))
-    call = Call.of(2 * q, k, v, Causal())
-    (online,) = (one for one in ONLINE if one.name == policy)
-    ends = online_expiry(call, online, budget)[0].numpy()
-    scores = 2 * (q[0].unflatten(0, (heads, group)) @ k[0, :, None].mT).numpy() / np.sqrt(d)
-    a = np.zeros((heads, group, n, n))
+@pytest.mark.parametrize("policy", ["window", "sinks", *ONLINE])
+@pytest.mark.parametrize("budget", [4, 9, 12])
+def test_policies_evict_by_the_formulas_of_their_papers(policy: Any, budget: int) -> None:
+    """Token by token, and after a prompt; q and k come rotated to their positions."""
+    g, n, heads = torch.Generator().manual_seed(3), 29, 2
+    q, k, v = (torch.randn(h, n, D, generator=g, dtype=torch.float64).numpy() for h in (heads * GROUP, heads, heads))
+    plain, turn = 3 * q.reshape(heads, GROUP, n, D), np.array([rotation(t) for t in range(n)])
+    q, k = np.einsum("tij,htj->hti", turn, 3 * q), np.einsum("tij,htj->hti", turn, k)
+    call = Call.of(*(torch.tensor(x)[None] for x in (q, k, v)), Causal())
+    [(name, cache)] = policies_of([policy], budget, FIRST).items()
+    cache.rotary = qkv.positions.Rotary(D)
+    recent = {"heavy": budget - budget // 2, "mean": budget - budget // 2, "snapkv": min(32, budget // 2),
+              "pyramid": min(8, budget // 2)}.get(name, 1)  # fmt: skip
+    scores = np.einsum("hgtd,hjd->hgtj", q.reshape(heads, GROUP, n, D), k) / np.sqrt(D)
+
+    def kept(a: np.ndarray, head: int, held: list[int], t: int, last: int, most: int) -> list[int]:
+        if len(held) <= most:
+            return held
+        of = a.reshape(heads * GROUP, n, n) if name == "tova" else a[head]
+        worth = worth_of(name, of, plain[head], k[head], v[head], held, t, recent, last)
+        old = sorted(range(len(held) - last), key=lambda i: (worth[i], held[i]))
+        return sorted(set(held) - {held[i] for i in old[: len(held) - most]})
+
+    ends = expiry(call, cache.fresh())[0].numpy()
+    a = np.zeros((heads, GROUP, n, n))
     held = [[0] * 0 for _ in range(heads)]
     for t in range(n):
+        before = [kept(a, head, held[head], t, recent - 1, budget - 1) for head in range(heads)]
         for head in range(heads):
-            if len(held[head]) == budget:
-                of = a.reshape(1, heads * group, n, n)[0] if policy == "tova" else a[head]
-                worth = worth_of(policy, of, k[0, head].numpy(), held[head], t, budget)
-                recent = max(1, min(32, budget // 2)) if policy == "snapkv" else 1
-                old = [i for i, j in enumerate(held[head]) if j <= t - recent]
-                held[head].remove(held[head][min(old, key=lambda i: worth[i])])
-            held[head].append(t)
+            held[head] = [*before[head], t]
             row = np.exp(scores[head, :, t, held[head]])
             a[head][:, t, held[head]] = (row / row.sum(0)).T
             assert {j for j in range(t + 1) if t < ends[head, j]} == set(held[head]), (head, t)
+    a = np.exp(scores) * np.tri(n)
+    a /= a.sum(-1, keepdims=True)
+    cache.hold(qkv.Attention(mask=Causal()), call.q, call.k, call.v)
+    for head in range(heads):
+        found = cache.key_positions(budget, 1)[0, head].tolist()
+        assert sorted(found) == kept(a, head, list(range(n)), n, recent, budget)
 
 
-def test_a_forward_under_masks_equals_a_run_with_the_cache() -> None:
-    """Heavy hitters have both: what the masks keep is what the cache of each layer and key head holds."""
-    lm, ids = model(positions="rotary", sink=True), text(33)
-    for policy in (HEAVY, MEAN):
-        assert policy.cache is not None
+@pytest.mark.parametrize("policy", ["window", "sinks", *ONLINE])
+def test_a_forward_under_masks_equals_a_run_with_the_caches(policy: Any) -> None:
+    """A model of Hugging Face runs under masks, the same model of qkv through the caches; it has no rotary positions.
+
+    So the slots that `qkv.cache.Sinks` has for positions have no effect.
+    """
+    theirs, ids = hf.build("gpt2", suffix="LMHeadModel").double(), hf.inputs("gpt2", batch=1)["input_ids"]
+    ours = from_weights(theirs.config.to_dict(), theirs.state_dict())
+    [cache] = policies_of([policy], 9).values()
+    tell_rotary(theirs, [cache])
+    nats = [nats_of(lm, ids, cache.for_layers(ours.config.layers), lambda tokens: None) for lm in (theirs, ours)]
+    assert nats[0] == pytest.approx(nats[1], rel=1e-9)
+    assert abs(nats[0] - nats_of(ours, ids, None, lambda tokens: None)) > 1e-4
+
+
+@pytest.mark.parametrize("policy", ["window", "sinks", *ONLINE])
+def test_generation_with_evicted_keys_equals_a_forward_in_which_they_are_masked(policy: Any) -> None:
+    lm, ids = hf.build("llama", suffix="ForCausalLM").double(), hf.inputs("llama", batch=1)["input_ids"]
+    n, prompt = ids.shape[1], 14
+    visible = [torch.ones(lm.config.num_key_value_heads, n, n, dtype=torch.bool).tril() for _ in lm.model.layers]
+    with evicting(lm, policy, 8, first=FIRST) as cache:
+        outs = [lm(ids[:, :prompt], past_key_values=cache).logits]
+        for t in range(prompt, n):
+            outs.append(lm(ids[:, t : t + 1], past_key_values=cache).logits)
+            for layer, one in enumerate(cache.layers):
+                held = one.held._buffers["positions"][0, :, : one.held.length]
+                visible[layer][:, t] = torch.zeros_like(visible[layer][:, t]).scatter_(1, held, True)
+                assert one.held.keys - 1 <= int(visible[layer][0, t].sum()) <= one.held.keys
+    left = iter(visible)
+    group = lm.config.num_attention_heads // lm.config.num_key_value_heads
+
+    def masked(call: Call) -> Call:
+        seen = next(left).repeat_interleave(group, 0)
+        return dataclasses.replace(call, mask=Dense(seen[None]))
+
+    with torch.no_grad(), changing(masked), routed(lm, attend):
+        expected = lm(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(expected[:, -1], lm(ids).logits[:, -1], atol=1e-4)
+
+
+def test_generation_with_room_for_all_keys_is_that_of_the_model() -> None:
+    lm, ids = hf.build("llama", suffix="ForCausalLM"), hf.inputs("llama", batch=1)["input_ids"][:, :9]
+    for policy in ("window", "sinks", *ONLINE):
+        for options in ({}, {"num_beams": 3}):
+            settings = {"do_sample": False, "max_new_tokens": 8, **options}
+            with evicting(lm, policy, 400) as cache:
+                found = lm.generate(ids, past_key_values=cache, **settings)
+            assert found.tolist() == lm.generate(ids, **settings).tolist()
+
+
+def characters(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+    return {"input_ids": [3 + ord(one) % 90 for one in text]}
+
+
+def test_a_hidden_fact_is_asked_for_after_the_text_was_evicted() -> None:
+    lm = hf.build("llama", suffix="ForCausalLM", max_position_embeddings=512)
+    ids = torch.randint(3, 90, (1, 80), generator=torch.Generator().manual_seed(7))
+    policies = [one for one in ("window", *ONLINE) if one != "pyramid"]
+    found = needle(lm, ids, tokenizer=characters, policies=policies, budgets=(12, 400), progress=False)
+    for at, (place, code) in enumerate(FACTS):
+        known = f"secret pass code of the {place}"
+        asked = f"\n\nQuestion: What is the {known}?\nAnswer: The {known} is {code}"
+        fact, question = (
+            torch.tensor([characters(part, add_special_tokens=False)["input_ids"]])
+            for part in (f"\n\nThe {known} is {code}.\n\n", asked)
+        )
+        start = int((at + 0.5) / 5 * (80 - fact.shape[1]))
+        text = torch.cat([ids[:, :start], fact, ids[:, start : 80 - fact.shape[1]], question], 1)
         with torch.no_grad():
-            logits = _under_masks(lm, ids, lambda call, policy=policy: policy.kept(call, 9))  # type: ignore[misc]
-        found = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
-        assert float(found) == pytest.approx(nats_of("caches", lm, ids, policy, 9, lambda tokens: None), rel=1e-9)
+            logits = lm(text).logits[0, -6:-1]
+        expected = nn.functional.cross_entropy(logits, text[0, -5:]).item()
+        here = found[found["depth"] == (at + 0.5) / 5]
+        rows = here[(here["policy"] == "full") | (here["budget"] == 400)]
+        assert len(rows) == 1 + len(policies)
+        np.testing.assert_allclose(rows["nats"], expected, rtol=1e-5)
+        assert (abs(here[here["budget"] == 12]["nats"] - expected) > 1e-4).all()
+        assert set(rows["right"]) == {bool((logits.argmax(-1) == text[0, -5:]).all())}
 
 
-def test_every_policy_runs_on_a_hugging_face_model() -> None:
-    names = ("window", "sinks", "heavy", "snapkv", "tova", "keydiff", "knorm")
-    found = of_hf("llama", policies=(*names, MeanAttention), budgets=(6, hf.LENGTH), first=FIRST)
-    assert found.loss is not None
-    rise = found.loss.set_index(["policy", "budget"])["delta_nats"]
-    for name in (*names, "mean"):
-        assert abs(rise[name, hf.LENGTH]) < 1e-5
-        assert abs(rise[name, 6]) > 1e-4
-    assert found.mass.groupby("policy")["mass_lost"].max().between(0.01, 1).all()
-
-
-def test_full_budget_loses_nothing_and_the_loss_is_a_mean_over_tokens() -> None:
+def test_the_loss_of_a_full_budget_is_that_of_the_model_and_a_mean_over_tokens() -> None:
     lm = model(positions="rotary")
-    found = eviction(lm, text(27), budgets=(6, 27, 64), policies=POLICIES, first=FIRST)
     with qkv.edit(lm, {(0, 0): "zero"}):
-        edited = eviction(lm, text(27), budgets=(27,), policies=["window", "tova"]).loss  # one by caches, one by masks
-    assert found.loss is not None
-    assert edited is not None
-    assert edited["delta_nats"].abs().max() < 1e-6
-    assert abs(edited["nats"][0] - found.loss["nats"][0]) > 1e-4
-    rise = found.loss.set_index(["policy", "budget"])["delta_nats"]
-    for policy in ("window", "sinks", "heavy", "mean"):
-        assert abs(rise[policy, 27]) < 1e-6
-        assert abs(rise[policy, 64]) < 1e-6
-        assert abs(rise[policy, 6]) > 1e-3
-    full = found.loss.iloc[0]
-    assert full["policy"] == "full"
-    assert full["nats"] == pytest.approx(lm.loss(text(27)).item(), rel=1e-9)
+        edited = eviction(lm, text(27), budgets=(6, 27), policies=POLICIES, first=FIRST).loss
+        assert edited is not None
+        assert edited["nats"][0] == pytest.approx(lm.loss(text(27)).item(), rel=1e-9)
+    assert abs(edited["nats"][0] - lm.loss(text(27)).item()) > 1e-4
+    assert edited["policy"][0] == "full"
+    assert edited[edited["budget"] == 27]["delta_nats"].abs().max() < 1e-6
+    assert edited[edited["budget"] == 6]["delta_nats"].abs().min() > 1e-4
     pair = text(19, batch=2)
     both, *ones = (eviction(lm, x, budgets=(5,), policies=("window",)).loss for x in (pair, pair[:1], pair[1:]))
     np.testing.assert_allclose(both["nats"], (ones[0]["nats"] + ones[1]["nats"]) / 2, rtol=1e-12)  # type: ignore[index]
@@ -211,25 +272,19 @@ def test_full_budget_loses_nothing_and_the_loss_is_a_mean_over_tokens() -> None:
 def test_hugging_face_models_run_with_masks_also_from_a_folder(tmp_path: Path) -> None:
     lm = hf.build("gpt2", "eager", suffix="LMHeadModel")
     ids = hf.inputs("gpt2", batch=1)["input_ids"]
-    found = eviction(lm, ids, budgets=(6,), policies=("window", "sinks"), first=FIRST)
     expected = []
-    for mask in (None, Causal() & Window(6), Causal() & (Prefix(FIRST) | Window(6 - FIRST))):
-        given = None
-        if mask is not None:
-            hidden = ~mask.dense(hf.LENGTH, hf.LENGTH)
-            given = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    for mask in (Causal(), Causal() & Window(6), Causal() & (Prefix(FIRST) | Window(6 - FIRST))):
+        hidden = torch.finfo(torch.float32).min * ~mask.dense(hf.LENGTH, hf.LENGTH)
         with torch.no_grad():
-            logits = lm(ids, attention_mask=given).logits
-        expected.append(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).item())
-    assert found.loss is not None
-    np.testing.assert_allclose(found.loss["nats"], expected, rtol=1e-5)
-    assert len({round(x, 3) for x in expected}) == 3
-    assert found.attrs["run"] == "masks"
-    assert lm.config._attn_implementation == "eager"
+            expected.append(nn.functional.cross_entropy(lm(ids, attention_mask=hidden).logits[0, :-1], ids[0, 1:]))
     lm.save_pretrained(tmp_path / "lm")
-    again = eviction(str(tmp_path / "lm"), ids, budgets=(6,), policies=("window",))
-    assert again.loss is not None
-    np.testing.assert_allclose(again.loss["nats"], expected[:2], rtol=1e-5)
+    for source in (lm, str(tmp_path / "lm")):
+        found = eviction(source, ids, budgets=(6,), policies=("window", "sinks"), first=FIRST)
+        assert found.loss is not None
+        np.testing.assert_allclose(found.loss["nats"], expected, rtol=1e-5)
+        assert found.attrs["run"] == "masks"
+    assert len({round(float(x), 3) for x in expected}) == 3
+    assert lm.config._attn_implementation == "eager"
 
 
 class Own(MeanAttention):
@@ -240,17 +295,23 @@ def of_hf(name: str, suffix: str | None = "ForCausalLM", **settings: Any) -> Evi
     return eviction(hf.build(name, suffix=suffix), hf.inputs(name)["input_ids"], **settings)
 
 
+def generated(name: str, **inputs: Any) -> object:
+    lm = hf.build(name, suffix="ForCausalLM")
+    with evicting(lm, "tova", 6) as cache:
+        return lm(**{"input_ids": torch.arange(9)[None], "past_key_values": cache, **inputs})
+
+
 REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("policies", "'newest'", lambda: eviction(model(), text(9), policies=("window", "newest"))),
     ("policies", "empty", lambda: eviction(model(), text(9), policies=())),
     ("policies", "once", lambda: eviction(model(), text(9), policies=("heavy", "heavy"))),
     ("policies", "built-in", lambda: eviction(model(), text(9), policies=(HeavyHitters, Own))),
     ("policies", "Window", lambda: eviction(model(), text(9), policies=(Window,))),  # type: ignore[arg-type]
-    (
-        "policies",
-        "without biases",
-        lambda: eviction(model(normalizer="sigmoid"), text(9), policies=("tova",), budgets=(4,)),
-    ),
+    ("normalizer", "Softmax", lambda: eviction(model(normalizer="sigmoid"), text(9), policies=("expected",))),
+    ("policies", "before rotation", lambda: of_hf("gemma2", policies=("expected",))),
+    ("model", "sliding_attention", lambda: generated("gemma2")),
+    ("attention_mask", "padding", lambda: generated("llama", **hf.inputs("llama", "left"))),
+    ("past_key_values", "another", lambda: generated("llama", past_key_values=None)),
     ("budgets", "policy 'sinks'", lambda: eviction(model(), text(9), budgets=(4,))),
     ("budgets", "at least 2", lambda: eviction(model(), text(9), budgets=(1,), policies=("heavy",))),
     ("budgets", "empty", lambda: eviction(model(), text(9), budgets=())),

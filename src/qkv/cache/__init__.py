@@ -1,8 +1,8 @@
 """Key-value caches for decoding: one object per layer.
 
 `Full` keeps all keys. The others have a fixed size and evict keys: `Sliding` keeps the last keys, `Sinks`
-(StreamingLLM) the first and the last, `HeavyHitters` (H2O) the last and those that received most attention. A policy of
-your own is a subclass of `Evicting` with one method, `worth`.
+(StreamingLLM) the first and the last, and each policy, such as `HeavyHitters` (H2O), the keys of most worth. A policy
+of your own is a subclass of `Evicting` with one method, `worth`.
 
 >>> import torch, qkv
 >>> from qkv.cache import Sliding
@@ -15,7 +15,21 @@ your own is a subclass of `Evicting` with one method, `worth`.
 """
 
 from qkv.cache.base import Cache, Full, Sinks, Sliding
-from qkv.cache.evicting import Evicting, HeavyHitters
+from qkv.cache.evicting import (
+    TOVA,
+    Evicting,
+    ExpectedAttention,
+    HeavyHitters,
+    Held,
+    KeyDiff,
+    KNorm,
+    LastKeys,
+    PyramidKV,
+    SnapKV,
+)
 
-__all__ = ["Cache", "Evicting", "Full", "HeavyHitters", "Sinks", "Sliding"]
+__all__ = [
+    "TOVA", "Cache", "Evicting", "ExpectedAttention", "Full", "HeavyHitters", "Held", "KNorm", "KeyDiff",
+    "LastKeys", "PyramidKV", "Sinks", "Sliding", "SnapKV",
+]  # fmt: skip
 __dir__ = __all__.copy

@@ -136,7 +136,7 @@ class Cache:
         step = Step(attention, own, q, k, v, rotary, positions, mask)
         self._check(step)
         if not self._buffers:
-            self._allocate(k, v)
+            self._allocate(q, k, v)
             self._signature = signature
         self._in_call = True
         token = _ATTENDING.set(self)
@@ -183,7 +183,9 @@ class Cache:
             self._buffers = {name: x.clone() for name, x in self._buffers.items()}
 
     def __repr__(self) -> str:
-        sizes = "".join(f"{name}={x}, " for name, x in vars(self).items() if name[0] != "_" and name != "seen")
+        sizes = "".join(
+            f"{name}={x}, " for name, x in vars(self).items() if type(x) is int and name[0] != "_" and name != "seen"
+        )
         return f"{type(self).__name__}({sizes}seen={self.seen}, length={self.length})"
 
     # --- implemented by each cache ------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ class Cache:
         """Raise `InputError` for arguments that this cache does not support, before any state changes."""
         raise TypeError(f"{type(self).__name__} does not implement _check")
 
-    def _allocate(self, k: Tensor, v: Tensor) -> None:
+    def _allocate(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Allocate `_buffers` for keys and values like these."""
         self._buffers = {"keys": _rows(k, self._most), "values": _rows(v, self._most)}
 
@@ -233,7 +235,7 @@ class RecentKeysCache(Cache):
         super().__init__(most)
         self.window = window
 
-    def _allocate(self, k: Tensor, v: Tensor) -> None:
+    def _allocate(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         size = self._most + max(16, self.window // 8)
         self._buffers = {"keys": _rows(k, size), "values": _rows(v, size)}
 
@@ -417,8 +419,8 @@ class Sinks(RecentKeysCache):
                 "mask by distance; expected at most two of the three"
             )
 
-    def _allocate(self, k: Tensor, v: Tensor) -> None:
-        super()._allocate(k, v)
+    def _allocate(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super()._allocate(q, k, v)
         for name, x in (("sink keys", k), ("sink values", v)):  # keys before rotation
             self._buffers[name] = x.new_empty(x.shape[0], x.shape[1], self.sinks, x.shape[3])
 

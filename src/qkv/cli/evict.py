@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from qkv._files import write_atomically
 from qkv._untrusted import allow
 from qkv.cli.shared import INPUT, Input, folder, table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from qkv.profiler.analyses.eviction import Eviction
 
 DEFAULT_TOKENS = 512  # as many as qkv-mini read in training
+NEEDLE_TOKENS = 4096
+TITLE = "{model} · {tokens:,} tokens"
 
 
 def evict(
@@ -25,6 +30,7 @@ def evict(
     policies: Annotated[str, tyro.conf.arg(metavar="window,sinks,…")] = "window,sinks,heavy",
     first: Annotated[int, tyro.conf.arg(metavar="N")] = 4,
     run: bool = True,
+    needle: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-evict"),
 ) -> None:
     """Measure what a language model loses when its key-value cache evicts keys.
@@ -33,17 +39,19 @@ def evict(
     and how much the model's loss rises when it runs with such a cache. It writes tables (CSV, JSON) and figures to DIR.
 
     Policies: window keeps the last keys. sinks keeps the first few and the last keys (StreamingLLM). heavy keeps the
-    keys that received most attention, half of the cache, and the last keys (H2O); its attention on evicted keys is
-    computed from the attention received by the end of the text. tova keeps the keys that the last query attended to
-    most, snapkv those that the last queries did, keydiff those least like the mean of the keys, and knorm those of the
-    smallest norm. An installed package can add policies (subclasses of qkv.cache.Evicting, in the group of entry points
-    qkv.policies).
+    keys that received most attention, half of the cache, and the last keys (H2O). tova keeps the keys that the last
+    query attended to most, snapkv those that the last queries did, and pyramid as well, most of them in the first
+    layers. keydiff keeps the keys least like the mean of the keys, knorm those of the smallest norm, and expected those
+    that later queries should attend to most. An installed package can add policies (subclasses of qkv.cache.Evicting,
+    in the group of entry points qkv.policies).
 
     qkv evict                                      (the small model that comes with qkv, on 512 tokens)
 
     qkv evict --budgets 16,64 --policies window,sinks
 
     qkv evict smollm2 --policies sinks,heavy,snapkv,tova,keydiff,knorm    (a language model)
+
+    qkv evict smollm2 --needle --policies sinks,snapkv,expected --budgets 512,1024
 
     qkv evict gpt2 --policies window,sinks         (a model from the Hugging Face hub)
 
@@ -56,49 +64,62 @@ def evict(
         first: How many keys at the start of the text the policy "sinks" keeps.
         run: Also run the model with each cache and measure its loss. Models of qkv use real caches, if there are any;
             otherwise masks keep the same keys (in sinks without rotating keys by their slot in the cache).
+        needle: Instead hide a fact in the text (4,096 tokens if you give none), evict keys, and ask for the fact: five
+            times. The table says the loss of the right answer and how often the greedy answer is right.
         out: Folder for the results. It is created if it does not exist.
     """
 
-    from qkv.figures.analyses import budget_figure, heads_figure
+    from qkv.figures.analyses import budget_figure, heads_figure, needle_figure
     from qkv.figures.layout import save_figure
-    from qkv.profiler.analyses.eviction import eviction
+    from qkv.profiler.analyses import eviction
 
     allow(given.max_size)
     sizes = [part.strip() for part in budgets.split(",")]
     if not all(part.isdecimal() and len(part) <= 9 for part in sizes):
         raise InputError(f"--budgets is {budgets!r}, expected numbers of keys, such as 32,64,128")
     if given.is_default:
-        given = replace(given, tokens=DEFAULT_TOKENS)
+        given = replace(given, tokens=NEEDLE_TOKENS if needle else DEFAULT_TOKENS)
     passage = given.passage(least=2)
     with folder(out):
-        loaded, inputs = given.load(passage, head=run)
-        found = eviction(
-            loaded.model,
-            inputs,
-            budgets=sorted({int(part) for part in sizes}),
-            policies=[part.strip() for part in policies.split(",")],
-            first=first,
-            run=run,
-            tokenizer=loaded.tokenizer,
-            name=loaded.name,
-        )
-        _show(found)
-        files = found.save(out)
-        for name, draw in (("eviction.png", budget_figure), ("heads.png", heads_figure)):
-            save_figure(draw(found), out / name)
+        loaded, inputs = given.load(passage, head=run or needle)
+        options: dict[str, Any] = {
+            "budgets": sorted({int(part) for part in sizes}), "first": first, "tokenizer": loaded.tokenizer,
+            "policies": [part.strip() for part in policies.split(",")], "name": loaded.name,
+        }  # fmt: skip
+        if needle:
+            hidden = eviction.needle(loaded.model, inputs, **options)
+            _show_needle(hidden)
+            files = [out / "needle.csv"]
+            write_atomically(files[0], hidden.to_csv(index=False).encode())
+            figures = {"needle.png": needle_figure(hidden)}
+        else:
+            found = eviction.eviction(loaded.model, inputs, run=run, **options)
+            _show(found)
+            files = found.save(out)
+            figures = {"eviction.png": budget_figure(found), "heads.png": heads_figure(found)}
+        for name, figure in figures.items():
+            save_figure(figure, out / name)
             files.append(out / name)
         print("\n".join(map(str, files)))
+
+
+def _show_needle(found: pd.DataFrame) -> None:
+    """Print a row for each policy and budget."""
+    from rich.console import Console
+
+    rows = table("policy", ">keys", ">loss of the answer, nats", ">right", title=TITLE.format(**found.attrs))
+    for (policy, budget), facts in found.groupby(["policy", "budget"], sort=False, dropna=False):
+        keys = "all" if policy == "full" else f"{budget:,}"
+        rows.add_row(policy, keys, f"{facts['nats'].mean():.2f}", f"{facts['right'].sum()} of {len(facts)}")
+    Console().print(rows)
 
 
 def _show(found: Eviction) -> None:
     """Print a row for each policy and budget."""
     from rich.console import Console
 
-    console = Console()
-    attrs = found.attrs
-    console.print(f"{attrs['model']} · {attrs['tokens']:,} tokens", style="bold", highlight=False, markup=False)
     measured = () if found.loss is None else (">loss, nats", ">increase")
-    rows = table("policy", ">keys", ">attention on evicted keys", *measured)
+    rows = table("policy", ">keys", ">attention on evicted keys", *measured, title=TITLE.format(**found.attrs))
     lost = found.mass.groupby(["policy", "budget"])["mass_lost"].mean()
     if found.loss is None:
         for (policy, budget), share in lost.items():
@@ -109,4 +130,4 @@ def _show(found: Eviction) -> None:
             share = 0.0 if full else lost[row.policy, row.budget]
             cells = row.policy, "all" if full else f"{row.budget:,}", f"{share:.1%}"
             rows.add_row(*cells, f"{row.nats:.3f}", "" if full else f"{row.delta_nats:+.3f}")
-    console.print(rows)
+    Console().print(rows)

@@ -92,9 +92,9 @@ def generate(
         stop: Stop before this text. You can repeat the option.
         seed: Seed of the random numbers: the same seed gives the same text. By default a new one is drawn and printed.
         cache: Which keys the cache keeps: full (all), sliding:N (the last N), sinks:S,N (the first S and the last N)
-            or heavy:H,R (the H keys that received most attention, and the last R). NAME:N,R is a policy of an installed
-            package that keeps N keys, of them the last R (qkv.cache.Evicting in the group of entry points
-            qkv.policies).
+            or heavy:H,R (the H keys that received most attention, and the last R). NAME:N,R keeps N keys, of them the
+            last R, by another policy of qkv evict (snapkv, pyramid, tova, keydiff, knorm, expected), or of an installed
+            package.
         profile: Also measure what each new token attended to: the first token, the prompt (of a chat: the system's
             text, the question, and what the template writes after it) and the answer itself. It needs the full cache.
         out: Folder for the results of --profile.
@@ -110,7 +110,7 @@ def generate(
         raise InputError("prompt is missing, expected a text, --file with a text file, or --chat with a question")
     if profile and cache != "full":
         raise InputError(f"--cache is {cache!r}, but --profile needs the full cache")
-    tokens, make_cache, new = given.tokens, _cache(cache), list[int]()
+    tokens, make_caches, new = given.tokens, _caches(cache), list[int]()
     sampling = Sampler(0.0 if greedy else temperature, top_k, top_p, min_p, repetition_penalty)
     with renamed(text="prompt"):
         text = given.passage()  # may wait for standard input, so the options are checked before
@@ -133,7 +133,7 @@ def generate(
             new[:] = found
             return after.decode(found)
 
-        state = loaded.model.start(cache=lambda: make_cache(len(ids) + most))
+        state = loaded.model.start(cache=make_caches(len(ids) + most, loaded.model.config.layers).__next__)
         pieces = text_stream(
             loaded.model, state, replace(after, decode=decode), ids,
             max_new_tokens=most, sampling=sampling, end=loaded.end, seed=seed, stop=stop,
@@ -207,24 +207,26 @@ def _most_tokens(model: DecoderLM, prompt: int, tokens: int) -> int:
     return min(tokens, context - prompt + 1)
 
 
-def _cache(text: str) -> Callable[[int], Cache]:
-    """A function that makes the cache of one layer, called with the number of tokens to expect."""
+def _caches(text: str) -> Callable[[int, int], Iterator[Cache]]:
+    """A function that makes the caches of all layers, called with the number of tokens to expect and of layers."""
     from qkv import cache
     from qkv.cache.evicting import POLICIES
 
     if text == "full":
-        return cache.Full
+        return lambda tokens, layers: (cache.Full(tokens) for _ in range(layers))
     kind, _, rest = text.partition(":")
     sizes = [int(x) for x in rest.split(",") if x.isascii() and x.isdigit()]
     known = [name for name in POLICIES.names() if name not in ("full", "window")]
     if kind not in known or len(rest.split(",")) != len(sizes) or len(sizes) != (1 if kind == "sliding" else 2):
-        own = "".join(f" or {name}:N,R" for name in known if name not in POLICIES.built_in)
+        others = ", ".join(f"{name}:N,R" for name in known[3:])
         raise InputError(
-            f"--cache is {text!r}, expected full, sliding:N, sinks:S,N or heavy:H,R{own} with numbers of keys"
+            f"--cache is {text!r}, expected full, sliding:N, sinks:S,N, heavy:H,R, {others} with numbers of keys"
         )
     make = POLICIES.load(kind)
-    make(*sizes)  # raises for sizes that are not allowed
-    return lambda _: make(*sizes)
+    made = make(*sizes)  # raises for sizes that are not allowed
+    if isinstance(made, cache.Evicting):
+        return lambda _, layers: iter(made.for_layers(layers))
+    return lambda _, layers: (make(*sizes) for _ in range(layers))
 
 
 def _first_piece(pieces: Iterator[str], capacity: int) -> str | None:

@@ -82,7 +82,7 @@ def ablation_figure(ablation: Ablation) -> Figure:
 
 
 LINES = {"window": ("#26748f", "s"), "sinks": (WARM, "o"), "heavy": ("#7c4a86", "^")}
-OTHERS = (("#5b7f2b", "D"), ("#a05195", "v"), ("#4d5b6a", "P"), ("#b8860b", "X"))
+OTHERS = (("#5b7f2b", "D"), ("#a05195", "v"), ("#4d5b6a", "P"), ("#b8860b", "X"), ("#b5493a", "<"), ("#8a9b3f", ">"))
 """Colours and markers of other policies, in their order."""
 
 
@@ -105,6 +105,22 @@ def budget_figure(eviction: Eviction) -> Figure:
             axes.yaxis.set_major_formatter(PERCENT)
         if index == 0:
             legend(axes, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
+    return figure
+
+
+def needle_figure(found: pd.DataFrame) -> Figure:
+    """The loss of the answer for a hidden fact by budget, a line for each policy, from `qkv.profiler.needle`."""
+    by = found.groupby(["policy", "budget"], sort=False)[["nats", "right"]].mean().reset_index()
+    full = found[found["policy"] == "full"]
+    best = by.sort_values(["right", "nats"], ascending=[False, True]).iloc[0]
+    title = f"“{best['policy']}” with {best['budget']:,} keys finds {percent(best['right'])} of the hidden facts"
+    whole = f"with all keys {percent(full['right'].mean())}, {full['nats'].mean():.2f} nats"
+    subtitle = f"{found.attrs['model']} · a fact hidden in {found.attrs['tokens']:,} tokens · {whole}"
+    figure = titled(7.4, 4.5, title, subtitle)
+    axes = chart(figure, 0.75, 1.2, 5.9, 2.75, "Loss of the answer, nats per token")
+    _lines(axes, by, "nats", found.attrs["policies"])
+    reference_line(axes, float(full["nats"].mean()), "all keys")
+    legend(axes, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
     return figure
 
 

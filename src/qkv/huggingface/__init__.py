@@ -6,7 +6,9 @@
 from qkv._lazy import lazy
 from qkv.huggingface.client import register, use
 
-__all__ = ["AttentionCallback", "register", "use"]
+__all__ = ["AttentionCallback", "evicting", "register", "use"]
 
-__getattr__ = lazy(__name__, {"qkv.tracking.trainer": ("AttentionCallback",)})
+__getattr__ = lazy(
+    __name__, {"qkv.tracking.trainer": ("AttentionCallback",), "qkv.huggingface.generation": ("evicting",)}
+)
 __dir__ = __all__.copy

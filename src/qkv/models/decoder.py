@@ -220,7 +220,7 @@ class DecoderLM(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = Learned(config.context, config.d_model) if config.positions == "learned" else None
         self.sinusoid = Sinusoidal(config.d_model) if config.positions == "sinusoidal" else None
-        attention, rotary = _attention(config), _rotary(config)
+        attention, rotary = _attention(config), rotary_of(config)
         self.blocks = nn.ModuleList(_block(config, attention, rotary) for _ in range(config.layers))
         last = config.place == "pre"
         self.norm = make_norm(config.norm, config.d_model, config.norm_eps, bias=config.bias) if last else nn.Identity()
@@ -449,7 +449,8 @@ def _attention(config: DecoderConfig) -> Attention:
     return Attention(mask=mask, bias=bias, score=score, normalizer=normalizer, dropout_p=config.dropout)
 
 
-def _rotary(config: DecoderConfig) -> Rotary | None:
+def rotary_of(config: DecoderConfig) -> Rotary | None:
+    """The rotary embedding of a model's queries and keys."""
     if config.positions != "rotary":
         return None
     scaling = None

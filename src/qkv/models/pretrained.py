@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from qkv.cache import Evicting
 from qkv.errors import InputError, one_of
 from qkv.models import tensors
 from qkv.models.checkpoint import CONFIG, WEIGHTS, Weights, fill, read_config, read_model, readable, valid_config
-from qkv.models.decoder import DecoderConfig, DecoderLM
+from qkv.models.decoder import DecoderConfig, DecoderLM, rotary_of
 
 Config = Mapping[str, Any]
 
@@ -52,6 +53,25 @@ def _decoder(config: Config) -> DecoderConfig:
     except KeyError as error:
         missing = f"{error.args[0]} is missing, expected a configuration of {config['model_type']}"
         raise InputError(f"{CONFIG}: {missing}") from error
+
+
+def tell_rotary(model: nn.Module, caches: Iterable[Evicting]) -> None:
+    """Tell the caches whose policy needs queries as they were before rotation how the model rotates them.
+
+    Raises:
+        InputError: for a model that is neither one of qkv nor GPT-2 or Llama.
+    """
+    for cache in caches:
+        if "queries" not in cache.needs:
+            continue
+        config: Any = getattr(model, "config", None)
+        try:
+            cache.rotary = rotary_of(config if isinstance(model, DecoderLM) else _decoder(config.to_dict()))
+        except InputError as error:
+            raise InputError(
+                f"policies has {cache.name!r}, which reads queries as they were before rotation, and qkv cannot tell "
+                f"how {type(model).__name__} rotates them ({error})"
+            ) from error
 
 
 NAMES = {

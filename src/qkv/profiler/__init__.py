@@ -1,7 +1,7 @@
 """Profile models: observe their attention, compute exact statistics, and save, plot and report them."""
 
 from qkv.profiler.analyses.ablation import Ablation, ablation
-from qkv.profiler.analyses.eviction import Eviction, eviction
+from qkv.profiler.analyses.eviction import Eviction, eviction, needle
 from qkv.profiler.analyses.flow import flow_to, rollout
 from qkv.profiler.analyses.mixing import mixing
 from qkv.profiler.comparison import Comparison, compare
@@ -31,6 +31,7 @@ __all__ = [
     "flow_to",
     "head_outputs",
     "mixing",
+    "needle",
     "profile",
     "rollout",
     "survey",

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from qkv.cache import Evicting
+from qkv.cache import Evicting, Held
 
 
 class MeanAttention(Evicting):
@@ -13,5 +13,5 @@ class MeanAttention(Evicting):
 
     name = "mean"
 
-    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
-        return received / queries
+    def worth(self, held: Held) -> Tensor:
+        return held.received / held.queries

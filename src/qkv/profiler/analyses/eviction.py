@@ -1,33 +1,25 @@
 """What a model loses when its cache evicts keys: attention on evicted keys, and loss.
 
-Policies at a budget of B keys for each layer and key head:
+Policies at a budget of B keys for each layer and key head are subclasses of `qkv.cache.Evicting`, whose method `worth`
+serves this analysis, qkv's own caches and `qkv.huggingface.evicting` alike:
 
-- ``window``: the last B keys, including the query's own (`qkv.cache.Sliding`).
-- ``sinks``: the first few and the last B − few keys (StreamingLLM: Xiao et al. 2024, arXiv:2309.17453;
-  `qkv.cache.Sinks`).
-- ``heavy``: the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ that have received the most attention (H2O: Zhang et
-  al. 2023, arXiv:2306.14048; `qkv.cache.HeavyHitters`).
-- ``snapkv``, ``tova``, ``keydiff``, ``knorm``: see `qkv.profiler.analyses.policies`.
-- your own: a subclass of `qkv.cache.Evicting`, or its name if an installed package registers it in the group of entry
-  points ``qkv.policies``. It keeps the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ of most worth.
+- ``window``: the last B keys, including the query's own. ``sinks``: the first few and the last B − few keys.
+- ``heavy``, ``snapkv``, ``pyramid``, ``tova``, ``keydiff``, ``knorm``, ``expected``: see `qkv.cache.evicting`.
+- your own class, or its name if an installed package registers it in the group of entry points ``qkv.policies``.
 
-There are two estimates, which answer different questions:
+There are two estimates, which answer different questions. In both a policy decides at every query, as a cache does.
 
 **From the profile.** ``mass_lost`` is the share of its row that a query of the model with a full cache puts on keys
 that the policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens.
-``snapkv``, ``tova``, ``keydiff`` and ``knorm`` decide at every query, as a cache would. For ``heavy`` and your own
-policies, keys are ranked by their worth at the *end* of the text, from the weight received from all queries of the
-model with a full cache, summed over the query heads that share a key head. This is an oracle: at query i a real cache
-only knows the weights up to then, of queries for which keys were already evicted.
 
-**By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache;
-all policies then decide online. Models of qkv have caches for ``window``, ``sinks``, ``heavy`` and your own. Otherwise
-one forward runs under the masks that a policy makes from the queries and keys of each layer.
+**By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache.
+Models of qkv run with caches (`qkv.cache.Sliding` for ``window``, `qkv.cache.Sinks` for ``sinks``). Otherwise one
+forward runs under the masks that a policy makes from the queries, keys and values of each layer.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,19 +32,21 @@ from torch import Tensor, nn
 
 from qkv._files import write_atomically
 from qkv._progress import Step, bar
-from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
-from qkv.cache.evicting import POLICIES
+from qkv.attention import Attention
+from qkv.cache import Cache, Evicting, Full, LastKeys, Sinks, Sliding
+from qkv.cache.base import attending
+from qkv.cache.evicting import policies_of
 from qkv.engine import Call
-from qkv.errors import InputError, nearest
+from qkv.errors import InputError
 from qkv.huggingface.attention import routes
 from qkv.huggingface.client import attend, routed
 from qkv.kernels import changing
-from qkv.masks import Mask, Predicate, Prefix, Window
+from qkv.masks import Mask, Predicate
 from qkv.models.decoder import DecoderLM
 from qkv.models.generation import evaluation_mode
 from qkv.models.loading import load_if_named
 from qkv.models.loss import token_loss
-from qkv.profiler.analyses.policies import ONLINE, OfCache, Online, held_keys
+from qkv.models.pretrained import tell_rotary
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, sequences_of
 from qkv.profiler.capture.record import ObservedCall
@@ -63,88 +57,8 @@ if TYPE_CHECKING:
 
 
 BUILT_IN = ("window", "sinks", "heavy")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """One policy, for caches of any budget."""
-
-    name: str
-    cache: Callable[[int], Cache] | None
-    """Makes the cache of one layer that holds a budget of keys, if there is one."""
-    mask: Callable[[int], Mask] | None = None
-    """The retained keys as a mask to combine with the causal one; None if they depend on the weights."""
-    meaning: str = ""
-    """What it keeps, for legends."""
-    online: Online | None = None
-    """Decides from the queries and keys of a layer, without a cache."""
-
-    def kept(self, call: Call, budget: int) -> Mask:
-        """The keys that each query of a layer can attend to, as a cache of this budget would hold them."""
-        if self.mask is not None:
-            return self.mask(budget)
-        return held_keys(call, self.online or OfCache(self._evicting(budget)), budget)
-
-    def worth(self, received: Tensor, budget: int) -> tuple[Tensor, int, int]:
-        """The worth of every key (b, hkv, n) at the end of a text, and how many old and recent keys are retained."""
-        cache = self._evicting(budget)
-        queries = torch.arange(received.shape[-1], 0, -1, device=received.device).expand(received.shape)
-        return cache.checked_worth(received, queries), cache.keys - cache.recent, cache.recent
-
-    def _evicting(self, budget: int) -> Evicting:
-        cache = self.cache(budget) if self.cache else None
-        assert isinstance(cache, Evicting)
-        return cache
-
-
-def policies_of(chosen: Sequence[str | type[Evicting]], first: int) -> tuple[Policy, ...]:
-    """The policies of names and of `Evicting` classes. `first` is the number of keys that "sinks" always keeps."""
-    if first < 1:
-        raise InputError(f"first is {first}, expected at least 1 key")
-    if not chosen:
-        raise InputError(f"policies is empty, expected some of {', '.join(BUILT_IN)}")
-    built_in = (
-        Policy("window", Sliding, Window, "the last keys"),
-        Policy(
-            "sinks",
-            lambda budget: Sinks(first, budget - first),
-            lambda budget: Prefix(first) | Window(budget - first),
-            f"the first {first} and the last keys",
-        ),
-        Policy(
-            "heavy", lambda budget: HeavyHitters(budget // 2, budget - budget // 2), None,
-            "half last keys, half most attended",
-        ),
-    )  # fmt: skip
-    by_name = {policy.name: policy for policy in built_in}
-    by_name |= {one.name: Policy(one.name, None, None, one.meaning, one) for one in ONLINE}
-    found = tuple(
-        by_name[each] if isinstance(each, str) and each in by_name else _ranked(each, by_name) for each in chosen
-    )
-    names = [policy.name for policy in found]
-    if len(set(names)) < len(names):
-        raise InputError(f"policies is {names}, expected each policy once")
-    return found
-
-
-def _ranked(policy: str | type[Evicting], built_in: dict[str, Policy]) -> Policy:
-    """An `Evicting` class, or one that an installed package registers: half of its keys are the last ones."""
-    made: type[Evicting]
-    if isinstance(policy, str):
-        known = [*built_in, *(name for name in POLICIES.names() if name not in POLICIES.built_in)]
-        if policy not in known:
-            raise InputError(f"policies has {policy!r}, expected some of {', '.join(known)}{nearest(policy, known)}")
-        made = POLICIES.load(policy)
-    elif isinstance(policy, type) and issubclass(policy, Evicting):
-        made = policy
-    else:
-        raise InputError(f"policies has {policy!r}, expected names and subclasses of qkv.cache.Evicting")
-    name: str = getattr(made, "name", made.__name__)
-    if name in POLICIES.built_in:
-        raise InputError(f"policies has a class with the name {name!r}, which is a built-in policy")
-    return Policy(
-        name, lambda budget: made(budget, budget - budget // 2), None, "half last keys, half the older of most worth"
-    )
+Setting = tuple[str, int]
+"""The name of a policy, and its budget."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,14 +113,14 @@ def eviction(
 
     Models of qkv (`DecoderLM`) are run with the caches themselves; ``sinks`` then rotates keys by their slot in the
     cache, as StreamingLLM does. Causal language models of Hugging Face are run with masks on their own attention: the
-    same keys, but in ``sinks`` not rotated by slot. So is every model with a policy that has no cache.
+    same keys, but in ``sinks`` not rotated by slot.
 
     Args:
         model: a causal language model as in `qkv.profile`, or a name for `qkv.load`.
         inputs: as in `qkv.profile`. Every text is run separately, without its padding.
         budgets: numbers of keys in the cache of each layer, at least 2 and more than `first`.
-        policies: some of ``window``, ``sinks``, ``heavy``, ``snapkv``, ``tova``, ``keydiff``, ``knorm``, names
-            registered by installed packages, and subclasses of `qkv.cache.Evicting`.
+        policies: some of ``window``, ``sinks``, ``heavy``, ``snapkv``, ``pyramid``, ``tova``, ``keydiff``, ``knorm``,
+            ``expected``, names registered by installed packages, and subclasses of `qkv.cache.Evicting`.
         first: number of first keys that ``sinks`` keeps.
         run: also run the model, to measure its loss.
         tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
@@ -222,40 +136,43 @@ def eviction(
     >>> found.loss["policy"].tolist()
     ['full', 'window']
     """
-    compared = policies_of(policies, first)
-    _check(budgets, compared, first)
+    settings = _settings(budgets, policies, first)
     loaded = load_if_named(model, tokenizer, name, inputs=inputs, head=run)
     model, tokenizer = loaded.model, loaded.tokenizer
     mode = run_mode(model) if run else None  # raises before anything is computed
+    tell_rotary(model, settings.values())
     texts = list(_texts(model, inputs, tokenizer))
-    settings = [(policy, budget) for policy in compared for budget in budgets]
     lengths = [ids.shape[1] for ids in texts]
     lost: dict[tuple[str, int, int], Tensor] = {}
-    nats: dict[tuple[Policy | None, int], float] = dict.fromkeys([(None, 0), *settings], 0.0)
+    nats: dict[Setting | None, float] = dict.fromkeys([None, *settings], 0.0)
     with bar("evicting", "tokens", sum(lengths) * (1 + (len(nats) if run else 0)), show=progress) as step:
         for ids in texts:
-            _add_lost(lost, model, ids, settings, step)
-            for (policy, budget), total in nats.items() if mode else ():
-                assert mode is not None
-                nats[policy, budget] = total + nats_of(mode, model, ids, policy, budget, step)
-    attrs = {
+            layers = _add_lost(lost, model, ids, settings, step)
+            for setting, total in nats.items() if mode else ():
+                caches = settings[setting].for_layers(layers) if setting else None
+                nats[setting] = total + nats_of(model, ids, caches, step)
+    attrs: dict[str, Any] = {
         "model": loaded.name, "texts": len(texts), "tokens": sum(lengths),
         "longest": max(lengths), "first": first, "run": mode,
     }  # fmt: skip
     predicted = sum(lengths) - len(lengths)
     loss = _loss_table({key: value / predicted for key, value in nats.items()}) if run else None
-    attrs["policies"] = {policy.name: policy.meaning for policy in compared}
-    return Eviction(_mass_table(lost, sum(lengths), [policy.name for policy in compared]), loss, attrs)
+    attrs["policies"] = {name: cache.meaning for (name, _), cache in settings.items()}
+    return Eviction(_mass_table(lost, sum(lengths), list(attrs["policies"])), loss, attrs)
 
 
-def _check(budgets: Sequence[int], policies: Sequence[Policy], first: int) -> None:
-    sinks = any(policy.name == "sinks" for policy in policies)
-    least = max(2, first + 1) if sinks else 2
+def _settings(budgets: Sequence[int], policies: Sequence[str | type[Evicting]], first: int) -> dict[Setting, Evicting]:
+    """An empty cache for each policy and budget."""
+    least = max(2, first + 1) if "sinks" in policies else 2
+    if first < 1:
+        raise InputError(f"first is {first}, expected at least 1 key")
     if not budgets:
         raise InputError("budgets is empty, expected numbers of keys")
     if min(budgets) < least:
-        why = f", because policy 'sinks' keeps the first {first}" if sinks else ""
+        why = f", because policy 'sinks' keeps the first {first}" if "sinks" in policies else ""
         raise InputError(f"budgets is {list(budgets)}, expected at least {least} keys{why}")
+    made = {budget: policies_of(policies, budget, first) for budget in budgets}
+    return {(name, budget): made[budget][name] for name in made[budgets[0]] for budget in budgets}
 
 
 def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor, "1 n"]]:
@@ -276,73 +193,175 @@ def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor
             yield kept[None]
 
 
+# --- a fact hidden in a text ------------------------------------------------------------------------------------------
+
+FACTS = (("harbour", 7294), ("library", 3815), ("museum", 6042), ("castle", 9157), ("garden", 2638))
+"""The places and codes that `needle` hides, at depths of 10, 30, 50, 70 and 90 %."""
+
+
+@torch.no_grad()
+def needle(
+    model: nn.Module | str,
+    inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor],
+    *,
+    budgets: Sequence[int] = (256, 512, 1024),
+    policies: Sequence[str | type[Evicting]] = BUILT_IN,
+    first: int = 4,
+    tokenizer: Any = None,
+    name: str = "",
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Hide facts in a text, one at a time, and ask for each once the keys of the text were evicted.
+
+    The text is read whole, with full attention. Then each layer evicts down to its budget, before the question is
+    known, and reads question and answer through what is left. (After Kamradt 2023, "Needle in a haystack".)
+
+    Args:
+        model: a causal language model of Hugging Face, as in `qkv.huggingface.evicting`, or a name for `qkv.load`.
+        inputs: one text, of at least 64 tokens; the fact takes the place of its last ones.
+        budgets: numbers of keys in the cache of each layer.
+        policies: as in `eviction`.
+        first: number of first keys that ``sinks`` keeps.
+        tokenizer: the model's; if `model` is a name, it is loaded.
+        name: name of the model, kept in the attributes.
+        progress: show a progress bar while it runs, if standard error is a terminal.
+
+    Returns:
+        A row for each policy (first "full", which keeps all keys), budget and fact: its ``depth`` in the text, the
+        ``nats`` per token of the right answer, and whether the greedy answer is ``right``. The attribute ``attrs`` has
+        the model and the number of tokens.
+
+    Raises:
+        InputError: as `eviction` and `qkv.huggingface.evicting`.
+
+    >>> found = needle("smollm2", open("book.txt").read(), policies=["snapkv"])  # doctest: +SKIP
+    """
+    import pandas as pd
+
+    from qkv.huggingface.generation import attending_through, layers_of
+
+    settings = _settings(budgets, policies, first)
+    loaded = load_if_named(model, tokenizer, name, inputs=inputs, head=True)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    layers = layers_of(model)
+    run_mode(model)  # raises without an output head
+    tell_rotary(model, settings.values())
+    text = next(_texts(model, inputs, tokenizer))
+    if (n := text.shape[1]) < 64:
+        raise InputError(f"inputs has a text of {n} tokens, expected at least 64, to hide a fact in")
+    caches: dict[Any, Evicting] = {("full", None): LastKeys(n + 64), **settings}
+    read: Any = getattr(model, "base_model", model)  # without the head
+    rows = []
+    with evaluation_mode(model), bar("hiding", "facts", len(FACTS), show=progress) as step:
+        for at, (place, code) in enumerate(FACTS):
+            depth = (at + 0.5) / len(FACTS)
+            known = f"secret pass code of the {place}"
+            asking = f"\n\nQuestion: What is the {known}?\nAnswer: The {known} is"
+            fact, question, answer = (
+                torch.tensor([tokenizer(part, add_special_tokens=False)["input_ids"]], device=text.device)
+                for part in (f"\n\nThe {known} is {code}.\n\n", asking, f" {code}")
+            )
+            start = int(depth * (n - fact.shape[1]))
+            whole = torch.cat([text[:, :start], fact, text[:, start : n - fact.shape[1]]], 1)
+            made = {setting: cache.for_layers(layers) for setting, cache in caches.items()}
+            readers = [_Readers(held, lambda: step(0.8 / layers)) for held in zip(*made.values(), strict=True)]
+            with attending_through(model, readers) as cache:
+                read(input_ids=whole, past_key_values=cache)
+            asked = torch.cat([question, answer], 1)
+            for (policy, budget), held in made.items():
+                with attending_through(model, held) as cache:
+                    logits = model(input_ids=asked[:, :-1], past_key_values=cache).logits[0, -answer.shape[1] :]
+                nats = float(nn.functional.cross_entropy(logits.double(), answer[0]))
+                right = bool((logits.argmax(-1) == answer[0]).all())
+                rows.append({"policy": policy, "budget": budget, "depth": depth, "nats": nats, "right": right})
+                step(0.2 / len(made))
+    found = pd.DataFrame(rows).astype({"budget": "Int64"})
+    found.attrs = {"model": loaded.name, "tokens": n, "policies": {one: c.meaning for (one, _), c in settings.items()}}
+    return found
+
+
+class _Readers:
+    """The caches of one layer for all policies, which hold the same text: its queries attend once."""
+
+    def __init__(self, caches: Sequence[Evicting], on_read: Callable[[], None]) -> None:
+        self.caches, self.on_read = caches, on_read
+
+    @property
+    def seen(self) -> int:
+        return self.caches[0].seen
+
+    def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for cache in self.caches:
+            cache.hold(attention, q, k, v)
+        self.on_read()
+        return attention(q, k, v)
+
+
 # --- from the profile -------------------------------------------------------------------------------------------------
 
 
 def _add_lost(
-    lost: dict[tuple[str, int, int], Tensor], model: nn.Module, ids: Tensor, settings: list[tuple[Policy, int]],
+    lost: dict[tuple[str, int, int], Tensor], model: nn.Module, ids: Tensor, settings: Mapping[Setting, Evicting],
     step: Step,
-) -> None:  # fmt: skip
-    """Add the lost mass of one text, summed over its queries, to `lost`: (heads,) for each policy, budget and layer."""
+) -> int:  # fmt: skip
+    """Add the lost mass of one text, summed over its queries, to `lost`: (heads,) for each policy, budget and layer.
+
+    Returns the number of layers.
+    """
     [batch] = batches(model, ids, None, None)
-    calls = [without_values(observed) for observed in calls_of(model, batch)]
-    calls = [observed for observed in calls if observed.causal and observed.call.q.shape[2] == observed.call.k.shape[2]]
+    calls = [
+        observed for observed in calls_of(model, batch)
+        if observed.causal and observed.call.q.shape[2] == observed.call.k.shape[2]
+    ]  # fmt: skip
     if not calls:
         raise InputError(
             f"model {type(model).__name__} has no causal self-attention, expected a model that can run with a cache"
         )
-    for observed in calls:
-        for (policy, budget), mass in mass_lost(observed, settings).items():
-            key = policy.name, budget, observed.layer
+    made = {setting: cache.for_layers(len(calls)) for setting, cache in settings.items()}
+    for index, observed in enumerate(calls):
+        here = {setting: caches[index] for setting, caches in made.items()}
+        for (policy, budget), mass in mass_lost(observed, here).items():
+            key = policy, budget, observed.layer
             lost[key] = lost.get(key, 0) + mass[0].double().sum(-1).cpu()
         step(ids.shape[1] / len(calls))
+    return len(calls)
 
 
-def mass_lost(
-    observed: ObservedCall, settings: Sequence[tuple[Policy, int]]
-) -> dict[tuple[Policy, int], Float[Tensor, "b h nq"]]:
+def mass_lost(observed: ObservedCall, caches: Mapping[Setting, Evicting]) -> dict[Setting, Float[Tensor, "b h nq"]]:
     """The share of every query's row on keys that each policy, at a budget, would have evicted."""
-    names = {f"{policy.name} {budget}": (policy, budget) for policy, budget in settings}
-    fixed = {
-        name: ~policy.kept(observed.call, budget)
-        for name, (policy, budget) in names.items()
-        if policy.mask is not None or policy.online is not None
-    }
-    rows = row_state(observed.call, observed.lse)
-    found = sweep(observed.call, rows, mass=fixed)
-    masses = dict(in_shares(observed.call, found, mass=fixed).mass)
-    ranked = {name: _evicted(found.received, observed, *names[name]) for name in names if name not in fixed}
-    if ranked:
-        masses |= in_shares(observed.call, sweep(observed.call, rows, mass=ranked), mass=ranked).mass
-    return {names[name]: mass for name, mass in masses.items()}
+    names = {f"{policy} {budget}": (policy, budget) for policy, budget in caches}
+    hidden = {name: ~held_keys(observed.call, caches[setting]) for name, setting in names.items()}
+    call = without_values(observed).call
+    found = sweep(call, row_state(call, observed.lse), mass=hidden)
+    return {names[name]: mass for name, mass in in_shares(call, found, mass=hidden).mass.items()}
 
 
-def _evicted(received: Float[Tensor, "b h nk"], observed: ObservedCall, policy: Policy, budget: int) -> Mask:
-    """The pairs of a query and a key that a policy has evicted, which ranks keys by worth at the end of the text."""
-    group = received.shape[1] // observed.call.k.shape[1]
-    worth, old, recent = policy.worth(received.double().unflatten(1, (-1, group)).sum(2), budget)
-    ends = expiry(worth, old, recent).repeat_interleave(group, 1)
-    return Predicate(lambda b, h, q, k: q >= ends[b, h, k])
+def held_keys(call: Call, cache: Evicting) -> Mask:
+    """The keys that each query can attend to, as a mask to combine with the causal one; `cache` is empty."""
+    mask = cache.mask()
+    if mask is not None:
+        return mask
+    ends = expiry(call, cache).repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
+    return Predicate(lambda b, h, q, k: q < ends[b, h, k])
 
 
-def expiry(worth: Float[Tensor, "b hkv nk"], old: int, recent: int) -> Int[Tensor, "b hkv nk"]:
-    """The first query after each key's eviction, if the last `recent` keys and `old` older ones are retained.
+@torch.no_grad()
+def expiry(call: Call, cache: Evicting) -> Int[Tensor, "b hkv nk"]:
+    """The first query that cannot attend to each key if tokens pass through an empty cache one by one.
 
-    A key that has left the window of recent keys is retained while fewer than `old` other keys outside of the window
-    are of more worth; of equal keys the oldest is evicted first. For a key that is never evicted the result is n_keys.
+    For a key that is never evicted the result is the number of queries.
 
-    >>> expiry(torch.tensor([[[5.0, 1, 3, 2, 1]]]), old=1, recent=2).tolist()
-    [[[5, 3, 4, 5, 5]]]
+    Raises:
+        InputError: for attention that the policy cannot serve, such as one with a window.
     """
-    b, heads, n = worth.shape
-    ends = torch.full((b, heads, n), n)
-    for item, head in ((i, h) for i in range(b) for h in range(heads)):
-        kept: list[tuple[float, int]] = []
-        for key, value in enumerate(worth[item, head, : max(0, n - recent)].tolist()):
-            heapq.heappush(kept, (value, key))
-            if len(kept) > old:
-                ends[item, head, heapq.heappop(kept)[1]] = key + recent
-    return ends.to(worth.device)
+    given, n = call.given, call.k.shape[2]
+    attention = Attention(given.mask, given.biases, given.score, given.normalizer)
+    ends = torch.full(call.k.shape[:3], n, device=call.k.device)
+    for start, stop in itertools.pairwise([0, *range(min(n, cache.keys), n + 1)]):
+        cache.attend(attention, *(x[:, :, start:stop] for x in (given.q, given.k, given.v)))
+        if cache.evicted is not None:
+            ends.scatter_(2, cache.evicted, start)
+    return ends
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -363,13 +382,12 @@ def _mass_table(lost: dict[tuple[str, int, int], Tensor], queries: int, names: l
     )  # fmt: skip
 
 
-def _loss_table(nats: dict[tuple[Policy | None, int], float]) -> pd.DataFrame:
+def _loss_table(nats: dict[Setting | None, float]) -> pd.DataFrame:
     import pandas as pd
 
-    full = nats[None, 0]
     rows = [
-        {"policy": getattr(policy, "name", "full"), "budget": budget or None, "nats": nat, "delta_nats": nat - full}
-        for (policy, budget), nat in nats.items()
+        {"policy": policy, "budget": budget, "nats": nat, "delta_nats": nat - nats[None]}
+        for (policy, budget), nat in ((setting or ("full", None), nat) for setting, nat in nats.items())
     ]
     return pd.DataFrame(rows).astype({"budget": "Int64"})
 
@@ -398,33 +416,37 @@ def run_mode(model: nn.Module) -> str:
 
 @torch.no_grad()
 def nats_of(
-    mode: str, model: nn.Module, ids: Int[Tensor, "1 n"], policy: Policy | None, budget: int,
-    on_tokens: Callable[[float], None],
-) -> float:  # fmt: skip
-    """The sum of the loss over the n − 1 next tokens, in nats; without a policy all keys are kept."""
+    model: nn.Module, ids: Int[Tensor, "1 n"], caches: Sequence[Evicting] | None, on_tokens: Callable[[float], None]
+) -> float:
+    """The sum of the loss over the n − 1 next tokens, in nats, with these caches of the layers; None keeps all keys."""
     with evaluation_mode(model):
-        if isinstance(model, DecoderLM) and (policy is None or policy.cache is not None):
-            online = policy is not None and policy.mask is None
-            chunk, begin = (1, budget) if online else (64, 0)
-            make = policy.cache if policy and policy.cache else Full
-            size = budget if policy else ids.shape[1]
-            found = token_loss(model, ids, lambda: make(size), chunk=chunk, begin=begin, on_chunk=on_tokens)
+        if isinstance(model, DecoderLM):
+            made = iter(_own(cache) for cache in caches) if caches else (Full(ids.shape[1]) for _ in itertools.count())
+            online = caches is not None and caches[0].mask() is None
+            chunk, begin = (1, min(cache.keys for cache in caches)) if caches and online else (64, 0)
+            found = token_loss(model, ids, made.__next__, chunk=chunk, begin=begin, on_chunk=on_tokens)
             return float(found.sum())
-        logits = _under_masks(model, ids, lambda call: policy.kept(call, budget) if policy else None)
+        logits = _under_masks(model, ids, caches)
     on_tokens(ids.shape[1])
     return float(nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:], reduction="sum"))
 
 
-def _under_masks(model: nn.Module, ids: Tensor, kept: Callable[[Call], Mask | None]) -> Tensor:
-    """The logits of a model, each of whose causal layers is restricted to the keys that `kept` makes for its call."""
+def _own(cache: Evicting) -> Cache:
+    """The cache of a policy in a model of qkv: chunks of any length through those that keep keys in order."""
+    if not isinstance(cache, LastKeys):
+        return cache
+    return Sinks(cache.first, cache.keys - cache.first) if cache.first else Sliding(cache.keys)
+
+
+def _under_masks(model: nn.Module, ids: Tensor, caches: Sequence[Evicting] | None) -> Tensor:
+    """The logits of a model of Hugging Face, whose causal layers attend to the keys that these caches would hold."""
+    layers = iter(caches or ())
 
     def restricted(call: Call) -> Call:
-        mask = None if call.mask is None else kept(call)
-        return call if mask is None or call.mask is None else replace(call, mask=call.mask & mask)
+        if caches is None or call.mask is None or attending() is not None:  # a cache that finds what it would hold
+            return call
+        return replace(call, mask=call.mask & held_keys(call, next(layers)))
 
-    with changing(restricted):
-        if isinstance(model, DecoderLM):
-            return model(ids)
-        with routed(model, attend):
-            logits: Tensor = model(input_ids=ids, use_cache=False).logits
-            return logits
+    with changing(restricted), routed(model, attend):
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        return logits

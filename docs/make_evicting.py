@@ -1,0 +1,119 @@
+"""Writes docs/evicting.md from docs/evicting/, which the two commands in `COMMANDS` wrote for SmolLM2.
+
+.venv/bin/python docs/make_evicting.py --run     (makes the results anew, then the page: half an hour on two cores)
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+
+DOCS = Path(__file__).parent
+KEPT = DOCS / "evicting"
+POLICIES = "window,sinks,heavy,snapkv,pyramid,tova,keydiff,knorm,expected"
+COMMANDS = {
+    "loss": f"qkv evict smollm2 --tokens 512 --budgets 64,128 --policies {POLICIES}",
+    "needle": f"qkv evict smollm2 --needle --budgets 256,512,1024 --policies {POLICIES}",
+}
+SOURCES = {
+    "window": "[2004.05150](https://arxiv.org/abs/2004.05150)", "sinks": "[2309.17453](https://arxiv.org/abs/2309.17453)",
+    "heavy": "[2306.14048](https://arxiv.org/abs/2306.14048)", "snapkv": "[2404.14469](https://arxiv.org/abs/2404.14469)",
+    "pyramid": "[2406.02069](https://arxiv.org/abs/2406.02069)", "tova": "[2401.06104](https://arxiv.org/abs/2401.06104)",
+    "keydiff": "[2504.15364](https://arxiv.org/abs/2504.15364)", "knorm": "[2406.11430](https://arxiv.org/abs/2406.11430)",
+    "expected": "[2510.00636](https://arxiv.org/abs/2510.00636)",
+}  # fmt: skip
+
+
+def run() -> None:
+    """Run the commands, and keep their tables and figures."""
+    KEPT.mkdir(exist_ok=True)
+    for name, command in COMMANDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            words = [sys.executable, "-m", "qkv.cli", *command.split()[1:], "--out", folder]
+            subprocess.run(words, check=True)
+            keep(name, Path(folder))
+
+
+def keep(name: str, folder: Path) -> None:
+    """Keep the tables and the figure that a command wrote to a folder."""
+    for table in ("loss.csv", "eviction.json") if name == "loss" else ("needle.csv",):
+        shutil.copy(folder / table, KEPT / table)
+    figure = "eviction.png" if name == "loss" else "needle.png"
+    shutil.copy(folder / figure, DOCS / "figures" / f"smollm2-{figure}")
+
+
+def page() -> str:
+    loss, needle = pd.read_csv(KEPT / "loss.csv"), pd.read_csv(KEPT / "needle.csv")
+    summary = pd.read_json(KEPT / "eviction.json", typ="series")
+    lost = pd.DataFrame(summary["mass_lost"]).set_index(["policy", "budget"])["mass_lost"]
+    rise = loss.set_index(["policy", "budget"])["delta_nats"]
+    budgets, order = sorted(lost.index.unique("budget")), list(SOURCES)
+    order.sort(key=lambda policy: rise[policy, budgets[0]])
+    lines = [
+        "<!-- Made by docs/make_evicting.py from docs/evicting/: do not edit. -->",
+        "# Which keys can a cache evict?",
+        "",
+        "Policies that people compare, on SmolLM2-135M-Instruct. Each is one class with one method, `worth`",
+        "(`qkv.cache.Evicting`), which serves this comparison, qkv's caches, and transformers' `generate`",
+        "(`qkv.huggingface.evicting`).",
+        "",
+        "## Loss",
+        "",
+        f"    {COMMANDS['loss']}",
+        "",
+        f"The loss with all keys is {loss['nats'][0]:.2f} nats a token. Each policy decides at every token.",
+        "",
+        "| policy | keeps | "
+        + " | ".join(f"rise with {b} keys | attention on evicted keys" for b in budgets)
+        + " | paper |",
+        "|---|---|" + "---:|---:|" * len(budgets) + "---|",
+    ]
+    for policy in order:
+        cells = " | ".join(f"{rise[policy, b]:+.2f} | {lost[policy, b]:.0%}" for b in budgets)
+        lines.append(f"| `{policy}` | {summary['policies'][policy]} | {cells} | {SOURCES[policy]} |")
+    lines += [
+        "",
+        "![The loss of SmolLM2 by policy and budget](figures/smollm2-eviction.png)",
+        "",
+        "One text decides nothing about others. Policies whose papers compress a prompt once decide at every token.",
+        "",
+        "## A fact hidden in 4,096 tokens",
+        "",
+        f"    {COMMANDS['needle']}",
+        "",
+        *_needle(needle),
+        "",
+        "![The loss of the answer by policy and budget](figures/smollm2-needle.png)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _needle(found: pd.DataFrame) -> list[str]:
+    full = found[found["policy"] == "full"]
+    by = found.groupby(["policy", "budget"])[["nats", "right"]].agg({"nats": "mean", "right": "sum"})
+    budgets = sorted(by.index.unique("budget"))
+    order = sorted(SOURCES, key=lambda policy: (-by["right"][policy].sum(), by["nats"][policy].mean()))
+    lines = [
+        "Five facts such as “The secret pass code of the harbour is 7294.” are hidden in source code, one at a time.",
+        "The text is read whole, keys are evicted, and only then the question is asked: no policy can know it.",
+        f"With all keys the greedy answer is right {full['right'].sum()} of {len(full)} times, at a loss of "
+        f"{full['nats'].mean():.2f} nats a token.",
+        "",
+        "| policy | " + " | ".join(f"loss with {b:,.0f} keys, nats | right" for b in budgets) + " |",
+        "|---|" + "---:|---:|" * len(budgets),
+    ]
+    for policy in order:
+        cells = " | ".join(f"{by['nats'][policy, b]:.2f} | {by['right'][policy, b]}" for b in budgets)
+        lines.append(f"| `{policy}` | {cells} |")
+    return lines
+
+
+if __name__ == "__main__":
+    if "--run" in sys.argv:
+        run()
+    (DOCS / "evicting.md").write_text(page(), encoding="utf-8")
