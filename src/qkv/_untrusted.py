@@ -243,6 +243,21 @@ def check_version(found: Any, newest: int) -> None:
         )
 
 
+@contextmanager
+def reading(target: object, what: str) -> Iterator[None]:
+    """Inside, any error means that a file that should be `what` cannot be read: an `InputError` with its first line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
+    except Exception as error:  # a damaged file can be wrong anywhere; zarr, xarray and codecs have errors of their own
+        raise InputError(
+            f"path: {str(target)!r} cannot be read ({first_line(error)}): it is not {what}, or is damaged"
+        ) from error
+
+
 # --- zip --------------------------------------------------------------------------------------------------------------
 
 
