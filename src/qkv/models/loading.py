@@ -445,8 +445,8 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
         raise InputError(f"model: {name} is {type(model).__name__}, expected a DecoderLM")
     if tokenizer is None:
         raise InputError(
-            f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}, expected that file, a GGUF file "
-            f"with a tokenizer, or a vocabulary of {ByteTokenizer.vocab_size} bytes"
+            f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}, expected that file, a GGUF "
+            f"file with a tokenizer, or a vocabulary of {ByteTokenizer.vocab_size} bytes"
         )
     decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return TextModel(model, TextTokenizer(tokenizer.encode, decode, tokenizer), name, _ends(ends, model.vocabulary))
