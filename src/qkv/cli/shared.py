@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from qkv._files import scheme_of, write_atomically
+from qkv._progress import spinner
 from qkv._untrusted import read_bytes
 from qkv.errors import InputError, renamed
 
@@ -210,7 +211,6 @@ class Input:
 
         These are the passage, its first `tokens` tokens, or the tokens of the chat.
         """
-        from qkv._progress import spinner
         from qkv.models import loading
 
         name = self.model if model is None else model
