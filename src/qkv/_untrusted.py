@@ -119,12 +119,7 @@ class SizeError(ValueError):
 
 
 class Budget:
-    """The memory that one file may take; `take` adds up what it declares.
-
-    Args:
-        stored: the size of the file on disk.
-        ratio: how many times its size it may take, if that is more than `SPARE`.
-    """
+    """The memory that one file may take: `ratio` times its size on disk or `SPARE`. `take` adds up what it declares."""
 
     def __init__(self, stored: int, ratio: int = RATIO) -> None:
         self.stored, self.limit, self.declared = stored, limit(stored, ratio), 0

@@ -47,11 +47,7 @@ def folder(path: Path, *, resumes: bool = False) -> Iterator[None]:
     """Create a folder for results and check that it is writable before the work starts.
 
     If the work fails, the folder is removed if it is new and empty. If the disk is full or lost, the error is one
-    sentence, and the files that the command has written so far are removed.
-
-    Args:
-        path: the folder.
-        resumes: the command continues an interrupted call: its files stay.
+    sentence, and the files that the command has written so far are removed, unless it `resumes` an interrupted call.
     """
     if scheme_of(path) is not None:
         raise InputError(f"--out is {str(path)!r}, expected a folder on this machine; only qkv survey takes addresses")

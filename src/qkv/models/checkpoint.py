@@ -120,11 +120,7 @@ def read_model(
 ) -> M:
     """Build a model and fill it with the tensors of safetensors files; what does not fit is refused before it is read.
 
-    Args:
-        folder: where the files are.
-        names: of the files.
-        build: makes the model.
-        renamed: gives the tensors of the files the names that the model has for them.
+    `renamed` gives the tensors of the files the names that the model has for them.
     """
     declared: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
