@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PREFIX = 64  # queries of the first range of a trend, those of the sink score α
-EPSILON = 0.3  # a head has a sink where α is larger (Gu et al. 2025, arXiv:2410.10781, section 3)
+EPSILON = tables.SINK_THRESHOLD  # a head has a sink where α is larger (Gu et al. 2025, arXiv:2410.10781, section 3)
 
 
 def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
@@ -41,7 +41,7 @@ def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
         "contribution_first": _mean(data, _values(data, "first_contribution")),
         "learned_sink": _mean(data, _values(data, "sink_mass")),
         "alpha_first": None if prefix is None else prefix[..., 0],
-        "alpha_even": None if prefix is None else tables.over_texts(tables.mean_over_queries(even, early)),
+        "alpha_even": None if prefix is None else tables.by_head(even, early),
         "alpha_whole": tables.over_texts(score[..., 0]),
     }
     if "sink_mass" not in data:
@@ -135,11 +135,11 @@ def first_token_table(data: xr.Dataset) -> pd.DataFrame:
     if not later.any():
         raise InputError("profile: no text has a second token, so only the first token attends to the first")
     sink = data["sink"].values
-    heads = tables.over_texts(tables.mean_over_queries(sink, later))
+    heads = tables.by_head(sink, later)
     table = {
         "layer": data["layer"].values,
         "mean": np.nanmean(heads, 1),
-        "even": np.nanmean(tables.over_texts(tables.mean_over_queries(tables.even_shares(data), later)), 1),
+        "even": np.nanmean(tables.by_head(tables.even_shares(data), later), 1),
         "strongest_head": data["head"].values[heads.argmax(1)],
         "strongest_mean": heads.max(1),
         "max": np.nanmax(np.where(later[:, None, None], sink, np.nan), (0, 2, 3)),
@@ -164,9 +164,7 @@ def trend_by_head(data: xr.Dataset) -> Trend:
     even = np.where(data["visible"].values > 0, tables.even_shares(data), np.nan)
     ranges = _ranges_of_positions(data.sizes["query"])
     chosen = [tables.valid_queries(data) & (positions >= first) & (positions < stop) for first, stop in ranges]
-    share, floor = (
-        np.stack([tables.over_texts(tables.mean_over_queries(x, queries)) for queries in chosen]) for x in (sink, even)
-    )
+    share, floor = (np.stack([tables.by_head(x, queries) for queries in chosen]) for x in (sink, even))
     return Trend(ranges, share, floor)
 
 
@@ -225,7 +223,7 @@ def _mean(data: xr.Dataset, values: np.ndarray | None) -> np.ndarray | None:
     """The mean over the queries after the first of each text, then over texts: (layer, head)."""
     if values is None:
         return None
-    return tables.over_texts(tables.mean_over_queries(values, tables.later_queries(data)))
+    return tables.by_head(values, tables.later_queries(data))
 
 
 def _values(data: xr.Dataset, name: str) -> np.ndarray | None:

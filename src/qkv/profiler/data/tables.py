@@ -60,11 +60,11 @@ def mean_of_heads(data: xr.Dataset, name: str) -> np.ndarray:
         seen = data["visible"].values
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(seen >= 2, data["entropy"].values / np.log(seen), np.nan)
-        return over_texts(mean_over_queries(ratio, valid))
+        return by_head(ratio, valid)
     if name == "sink_share":
         sink = data["sink"].values
         caught = np.where(np.isnan(sink), np.nan, sink > SINK_THRESHOLD)
-        return over_texts(mean_over_queries(caught, later))
+        return by_head(caught, later)
     statistic = OF_WEIGHTS[name]
     chosen = later if statistic.from_second else valid
     return over_texts(statistic.by_head(data[name].values, chosen))
@@ -202,9 +202,9 @@ def received_share(data: xr.Dataset) -> np.ndarray:
     return received / data["n_queries"].values[:, None, None, None]
 
 
-def mean_over_queries(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
-    """Mean over the queries of each text and head where `keep` is True and the value is finite: (text, layer, head)."""
-    return _mean(values, np.isfinite(values) & keep[:, None, None, :], axis=-1)
+def by_head(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """Mean over the queries of each text where `keep` is True and the value finite, then over texts: (layer, head)."""
+    return over_texts(_mean(values, np.isfinite(values) & keep[:, None, None, :], axis=-1))
 
 
 def over_texts(values: np.ndarray) -> np.ndarray:
@@ -242,7 +242,7 @@ def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[list[str], list[flo
         shares = np.column_stack([shares, np.nan_to_num(table[name].to_numpy())])
     if "sink_mass" in data:
         labels.append("learned sink")
-        taken = over_texts(mean_over_queries(data["sink_mass"].values, valid_queries(data)))
+        taken = by_head(data["sink_mass"].values, valid_queries(data))
         shares = np.column_stack([shares, taken.ravel()])
     best, neighbourhood = shares.argmax(1), f"local ±{data.attrs['local_window']}"
     # In a short text every key is near, so the neighbourhood must receive clearly more than its uniform share.

@@ -111,7 +111,7 @@ def _streaming(data: xr.Dataset) -> np.ndarray | None:
     if not long.any():
         return None
     values = np.where(long, data["streaming_mass"].values, np.nan)
-    return over_texts(tables.mean_over_queries(values, tables.valid_queries(data)))
+    return tables.by_head(values, tables.valid_queries(data))
 
 
 def _retrieval(data: xr.Dataset) -> np.ndarray | None:
@@ -123,12 +123,8 @@ def _retrieval(data: xr.Dataset) -> np.ndarray | None:
     if kept is None:
         return None
     if "sink_mass" in data:
-        kept = kept + over_texts(tables.mean_over_queries(data["sink_mass"].values, tables.valid_queries(data)))
-    whole = (
-        1.0
-        if "row_sum" not in data
-        else over_texts(tables.mean_over_queries(data["row_sum"].values > 0, tables.valid_queries(data)))
-    )
+        kept = kept + tables.by_head(data["sink_mass"].values, tables.valid_queries(data))
+    whole = 1.0 if "row_sum" not in data else tables.by_head(data["row_sum"].values > 0, tables.valid_queries(data))
     with np.errstate(invalid="ignore"):
         uniform = tables.mean_of_heads(data, "entropy_ratio") >= UNIFORM
     evicted = np.where(uniform, 0, np.clip(whole - kept, 0, 1))
