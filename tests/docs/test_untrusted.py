@@ -27,7 +27,7 @@ from qkv import InputError, _untrusted, lab
 from qkv._untrusted import in_bytes, parse_array, parse_json, read_zip
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import Survey
-from qkv.profiler.data.variables import check_hierarchy, frame_size
+from qkv.profiler.data.archive import check_hierarchy, frame_size
 from qkv_lab.tasks import Reversal
 
 CASES = range(15, 50)
