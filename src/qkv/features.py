@@ -105,7 +105,5 @@ def _orthogonal_rows(m: int, d: int, seed: int) -> Float[Tensor, "m d"]:
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(2, -(-m // d), d, d, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(gaussian[0])
-    q = (
-        q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
-    )  # QR is uniform over rotations only if R's diagonal is positive
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform over rotations only if R's diagonal is positive
     return (q.mT * gaussian[1].norm(dim=-1, keepdim=True)).flatten(0, 1)[:m].contiguous()

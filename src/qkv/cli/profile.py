@@ -21,14 +21,13 @@ from qkv.cli.shared import (
     folder,
     no_garbage_collection,
     numbers,
-    preset_text,
     print_line,
     saved_profile,
     statistics_of,
     table,
     token_table,
 )
-from qkv.errors import InputError
+from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -172,14 +171,19 @@ def profile(
     clock = Stopwatch()
     with no_garbage_collection():
         from qkv.models import loading
-        from qkv.profiler import run
+        from qkv.profiler import corpora, run
 
     clock.lap("importing libraries")
     wanted = None if layers is None else numbers(layers)
     own = statistics_of(statistics)
     if perturb is not None and perturb < 0:
         raise InputError(f"--perturb is {perturb}, expected the position of a token, counted from 0")
-    given = given if preset is None else replace(given, text=preset_text(preset, given))
+    if preset is not None:
+        if given.text is not None or given.file is not None:
+            text = "text" if given.file is None else "--file"
+            raise InputError(f"--preset ({preset}) and {text} are both given, expected one")
+        with renamed(preset="--preset"):
+            given = replace(given, text=corpora.preset(preset))
     passage = given.passage()
 
     def profiled(loaded: loading.Loaded, inputs: Any) -> Profile:

@@ -137,17 +137,6 @@ def statistics_of(names: str | None) -> list[Statistic]:
     return [STATISTICS.load(name.strip())() for name in names.split(",")] if names else []
 
 
-def preset_text(name: str, given: Input) -> str:
-    """The bundled text with a name, if no other text is given."""
-    from qkv.profiler import corpora
-
-    if given.text is not None or given.file is not None:
-        other = "text" if given.file is None else "--file"
-        raise InputError(f"--preset ({name}) and {other} are both given, expected one")
-    with renamed(preset="--preset"):
-        return corpora.preset(name)
-
-
 @dataclass(frozen=True)
 class Input:
     """The model of a command, and the text that it runs on.
@@ -221,7 +210,15 @@ class Input:
         if self.chat is not None:
             with renamed(question="--chat"):
                 return loaded, loading.chat_tokens(loaded.tokenizer, self.chat)
-        return loaded, passage if self.tokens is None else first_tokens(loaded, passage, self.tokens)
+        if self.tokens is None:
+            return loaded, passage
+        if loaded.tokenizer is None:
+            raise InputError("--tokens needs a tokenizer, but this model has none")
+        batch = loaded.tokenizer(passage, return_tensors="pt")
+        found = batch["input_ids"].shape[1]
+        if found < self.tokens:
+            raise InputError(f"--tokens is {self.tokens:,}, but the text has {found:,}")
+        return loaded, {k: v[:, : self.tokens] for k, v in batch.items() if k in ("input_ids", "attention_mask")}
 
     def arguments(self, passage: str, out: Path | None, target: str | None) -> dict[str, Any] | None:
         """The options from which `qkv.profiler.data.findings` writes the next commands.
@@ -244,17 +241,6 @@ class Input:
 
 
 INPUT = Input()
-
-
-def first_tokens(loaded: Loaded, text: str, tokens: int) -> dict[str, Any]:
-    """The first tokens of a text as a batch for the model; `InputError` if the text has fewer."""
-    if loaded.tokenizer is None:
-        raise InputError("--tokens needs a tokenizer, but this model has none")
-    batch = loaded.tokenizer(text, return_tensors="pt")
-    found = batch["input_ids"].shape[1]
-    if found < tokens:
-        raise InputError(f"--tokens is {tokens:,}, but the text has {found:,}")
-    return {k: v[:, :tokens] for k, v in batch.items() if k in ("input_ids", "attention_mask")}
 
 
 def print_line(label: str, text: str | Path, *, main: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv._files import write_atomically
 from qkv._packages import check_tested, require
-from qkv.errors import InputError
+from qkv.errors import InputError, one_of
 from qkv.profiler.data.types import ROLES, TRAITS
 from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, custom_variables
 
@@ -95,8 +95,7 @@ def about_column(column: str, statistics: Mapping[str, Variable]) -> tuple[str, 
 
 def as_frame(table: pd.DataFrame, frame: str) -> Any:
     """Convert a pandas table to the requested kind of frame."""
-    if frame not in FRAMES:
-        raise InputError(f"frame is {frame!r}, expected one of {', '.join(map(repr, FRAMES))}")
+    one_of("frame", frame, FRAMES)
     if frame == "pandas":
         return table
     require("frame", "polars")

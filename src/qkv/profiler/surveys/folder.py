@@ -274,24 +274,20 @@ def check_complete(finished: Iterable[int], shards: int, where: str, numbers: It
 
 
 def _common_settings(folders: Sequence[Folder]) -> dict[str, Any]:
-    first: dict[str, Any] | None = None
-    for folder in folders:
-        with renamed(out="folders"):
-            settings = folder.settings()
+    with renamed(out="folders"):
+        all_settings = [folder.settings() for folder in folders]
+    for folder, settings in zip(folders, all_settings, strict=True):
         if settings is None:
             raise InputError(
                 f"folders has {folder.address!r}, which has no survey, expected folders written by qkv survey"
             )
-        difference = None if first is None else differing(first, settings)
-        if difference is not None:
+        if (difference := differing(all_settings[0] or {}, settings)) is not None:
             name, one, other = difference
             raise InputError(
                 f"folders has surveys that differ: {name} is {one} in {folders[0].address!r} and {other} in "
                 f"{folder.address!r}; expected the same model, corpus and settings"
             )
-        first = settings if first is None else first
-    assert first is not None
-    return first
+    return all_settings[0] or {}
 
 
 def label(settings: dict[str, Any], number: int) -> str:
