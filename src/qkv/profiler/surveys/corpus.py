@@ -166,22 +166,17 @@ def documents(file: IO[bytes], name: str, size: int, low: int, high: int) -> Ite
     ['b']
     """
     path = PurePosixPath(name.lower())
-    ending, of_text = path.suffix, _of_format(path.suffix)
-    if ending in LINES:
+    compressed = path.suffix in COMPRESSED
+    ending = PurePosixPath(path.stem).suffix if compressed else path.suffix
+    if ending in LINES and not compressed:
         yield from _lines(file, name, low, high)
-    elif ending in PARQUET:
+    elif ending in PARQUET and not compressed:
         yield from _rows(file, name, size, low, high)
     elif low <= 0 < high:
-        if ending in COMPRESSED:
-            file, of_text = _decompressed(file, ending, name), _of_format(PurePosixPath(path.stem).suffix)
-        yield from of_text(file, name)
-
-
-def _of_format(ending: str) -> Callable[[IO[bytes], str], Iterator[Document]]:
-    """The reader of a whole file, which need not be able to seek."""
-    if ending in PARQUET:
-        return _compressed_parquet
-    return _numbered_lines if ending in LINES else _members if ending in TAR else _whole
+        if ending in PARQUET:
+            raise InputError(f"corpus has {name}, expected Parquet files as they are: they are compressed inside")
+        whole = _decompressed(file, path.suffix, name) if compressed else file  # it need not be able to seek
+        yield from (_numbered_lines if ending in LINES else _members if ending in TAR else _whole)(whole, name)
 
 
 def _whole(file: IO[bytes], name: str) -> Iterator[Document]:
@@ -250,10 +245,6 @@ def _members(file: IO[bytes], name: str) -> Iterator[Document]:
                 yield document_of_bytes(inner, data)
             else:
                 yield from document_of_line(inner, data or b"{}")
-
-
-def _compressed_parquet(file: IO[bytes], name: str) -> Iterator[Document]:
-    raise InputError(f"corpus has {name}, expected Parquet files as they are: they are compressed inside")
 
 
 def of_value(name: str, text: Any, column: str = FIELD) -> Document:
