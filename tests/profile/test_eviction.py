@@ -308,8 +308,8 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("policies", "once", lambda: eviction(model(), text(9), policies=("heavy", "heavy"))),
     ("policies", "built-in", lambda: eviction(model(), text(9), policies=(HeavyHitters, Own))),
     ("policies", "Window", lambda: eviction(model(), text(9), policies=(Window,))),  # type: ignore[arg-type]
-    ("normalizer", "Softmax", lambda: eviction(model(normalizer="sigmoid"), text(9), policies=("expected",))),
-    ("policies", "before rotation", lambda: of_hf("gemma2", policies=("expected",))),
+    ("attention", "products", lambda: eviction(model(normalizer="sigmoid"), text(9), policies=("expected",))),
+    ("policies", "not known", lambda: of_hf("gemma2", policies=("expected",))),
     ("model", "sliding_attention", lambda: generated("gemma2")),
     ("attention_mask", "padding", lambda: generated("llama", **hf.inputs("llama", "left"))),
     ("past_key_values", "another", lambda: generated("llama", past_key_values=None)),
