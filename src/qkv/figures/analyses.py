@@ -84,6 +84,8 @@ def ablation_figure(ablation: Ablation) -> Figure:
 LINES = {"window": ("#26748f", "s"), "sinks": (WARM, "o"), "heavy": ("#7c4a86", "^")}
 OTHERS = (("#5b7f2b", "D"), ("#a05195", "v"), ("#4d5b6a", "P"), ("#b8860b", "X"), ("#b5493a", "<"), ("#8a9b3f", ">"))
 """Colours and markers of other policies, in their order."""
+BESIDE: dict[str, Any] = {"frameon": False, "fontsize": 8, "labelcolor": INK, "loc": "upper left",
+                          "bbox_to_anchor": (1.05, 1.02)}  # fmt: skip
 
 
 def budget_figure(eviction: Eviction) -> Figure:
@@ -95,7 +97,8 @@ def budget_figure(eviction: Eviction) -> Figure:
             0, (eviction.loss[eviction.loss["policy"] != "full"], "delta_nats", "Increase of the loss, nats per token")
         )
     wide, gap = (4.0, 0.95) if len(panels) > 1 else (6.4, 0)
-    figure = Drawing(figsize=(max(0.85 + len(panels) * (wide + gap), 7.4), 4.5))
+    many = len(eviction.attrs["policies"]) > 4  # too many for a legend between the lines
+    figure = Drawing(figsize=(max(0.85 + len(panels) * (wide + gap), 7.4) + (3.7 if many else 0), 4.5))
     whole = "" if eviction.loss is None else f" · loss with all keys {eviction.loss['nats'].iloc[0]:.2f} nats"
     titled(figure, _eviction_sentence(eviction, mean), _eviction_subtitle(eviction) + whole)
     for index, (table, column, label) in enumerate(panels):
@@ -105,8 +108,10 @@ def budget_figure(eviction: Eviction) -> Figure:
         _lines(axes, table, column, eviction.attrs["policies"])
         if column == "mass_lost":
             axes.yaxis.set_major_formatter(PERCENT)
-        if index == 0:
+        if index == 0 and not many:
             axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
+    if many:
+        axes.legend(**BESIDE)
     return figure
 
 
@@ -114,17 +119,17 @@ def needle_figure(found: pd.DataFrame) -> Figure:
     """The loss of the answer for a hidden fact by budget, a line for each policy, from `qkv.profiler.needle`."""
     by = found.groupby(["policy", "budget"], sort=False)[["nats", "right"]].mean().reset_index()
     full = found[found["policy"] == "full"]
-    figure = Drawing(figsize=(7.4, 4.5))
+    figure = Drawing(figsize=(9.8, 4.5))
     best = by.sort_values(["right", "nats"], ascending=[False, True]).iloc[0]
     title = f"“{best['policy']}” with {best['budget']:,} keys finds {percent(best['right'])} of the hidden facts"
     whole = f"with all keys {percent(full['right'].mean())}, {full['nats'].mean():.2f} nats"
     titled(figure, title, f"{found.attrs['model']} · a fact hidden in {found.attrs['tokens']:,} tokens · {whole}")
-    axes = place(figure, 0.75, 1.2, 5.9, 2.75)
+    axes = place(figure, 0.75, 1.2, 4.6, 2.75)
     plain(axes)
     axes.set_title("Loss of the answer, nats per token", loc="left", fontsize=9, color=INK, pad=7)
     _lines(axes, by, "nats", found.attrs["policies"])
     reference_line(axes, float(full["nats"].mean()), "all keys")
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
+    axes.legend(**BESIDE)
     return figure
 
 
