@@ -27,7 +27,7 @@ class Settings:
         shards: Number of parts to divide the corpus into. With more shards, less work is lost if you interrupt.
         only_shards: Survey only part i of N, for processes that something else starts: every N-th shard, beginning with
             shard i, counted from 0. Repeat the same command to continue an interrupted part. All parts may share one
-            folder; "qkv survey merge DIR …" (in Python, qkv.profiler.surveys.merging.merge_folders) then writes the
+            folder; "qkv survey merge DIR …" (in Python, qkv.profiler.surveys.folder.merge_folders) then writes the
             result.
         batch_tokens: Largest number of tokens in a batch, padding included.
         length: Longest sequence, special tokens included; by default the longest that the model can read, at most 512.

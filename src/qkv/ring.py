@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -149,5 +149,6 @@ def measure(
     shared = Shared.of(group, q, k, k[..., :1], mask, bias, score, normalizer)
     with serving(None):
         lse = serve_shared(shared).lse
-    options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries, "statistics": statistics}
-    return sweep(shared.call, RowState(lse), shared=shared, **options)
+    return sweep(
+        shared.call, RowState(lse), shared=shared, mass=mass, first=first, queries=queries, statistics=statistics
+    )

@@ -21,8 +21,7 @@ from qkv._survey_settings import Settings
 from qkv.figures import survey as survey_plots
 from qkv.models import checkpoint
 from qkv.profiler.surveys.data import Survey
-from qkv.profiler.surveys.folder import COMPLETE, Folder, Objects
-from qkv.profiler.surveys.merging import Incomplete, check_complete, merge_folders
+from qkv.profiler.surveys.folder import COMPLETE, Folder, Incomplete, Objects, check_complete, merge_folders
 from qkv.profiler.surveys.stream import of_addresses
 from survey_process import TEXTS, own, own_survey
 

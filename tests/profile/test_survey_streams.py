@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from conftest import refused
 from qkv.profiler.surveys import corpus, stream
 from qkv.profiler.surveys.corpus import Document
-from qkv.profiler.surveys.merging import merge_folders
+from qkv.profiler.surveys.folder import merge_folders
 from qkv.profiler.surveys.stream import Stream, of_addresses
 from survey_process import TEXTS, own, own_survey
 

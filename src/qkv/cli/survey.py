@@ -124,8 +124,7 @@ def merge(
         folders: Folders that qkv survey wrote to, also at addresses such as s3://bucket/survey.
         out: Folder for the result; by default the first of the folders.
     """
-    from qkv.profiler.surveys.folder import Folder
-    from qkv.profiler.surveys.merging import Incomplete, merge_folders
+    from qkv.profiler.surveys.folder import Folder, Incomplete, merge_folders
 
     if not folders:
         raise InputError("DIR is missing, expected folders that qkv survey wrote to, for example qkv-survey")

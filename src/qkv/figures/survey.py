@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from qkv.figures.layout import ACCENT, PERCENT, WARM, chart, colour_bar, head_map, heat, place, plain, titled
 from qkv.profiler.data.frames import percent
 from qkv.profiler.data.tables import SINK_THRESHOLD
-from qkv.profiler.surveys.accumulators import edges
+from qkv.profiler.surveys.accumulators import QUANTITIES, edges
 
 if TYPE_CHECKING:
     from qkv.profiler.surveys.data import Survey
@@ -25,7 +25,7 @@ NAMES = {"sink_score": "Sink score of the first token", "special": "Special toke
 def heads(survey: Survey, group: str | None = None) -> Figure:
     """Layer × head maps of means over the corpus, one for each quantity that is not negligible."""
     table = survey.heads(group)
-    own = [name for name, quantity in survey.quantities.items() if quantity.parameters is not None]
+    own = [name for name in survey.quantities if name not in QUANTITIES]
     names = [name for name in (*SMALL_MULTIPLES, *own) if table[name].max() > NEGLIGIBLE]
     layers, columns = table["layer"].nunique(), table["head"].nunique()
     across = min(4, len(names))

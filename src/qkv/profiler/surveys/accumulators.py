@@ -28,37 +28,20 @@ BINS = 128
 LOG_SCALE = "log2(1 + x)"
 
 
-@dataclass(frozen=True)
-class Quantity(Variable):
-    """A number measured at every query of every head.
-
-    The last bin of its histogram ends at `highest`, and also counts larger values; the first begins at 0. Bins have
-    equal width in x, or in log2(1 + x) if it is `logarithmic`. With `from_second`, the first query of a text is left
-    out: in a causal model it can attend only to itself.
-    """
-
-    parameters: tuple[tuple[str, str], ...] | None = None
-    """The settings of a custom statistic; None if the quantity is built in."""
-
-    @classmethod
-    def of_variable(cls, about: Variable) -> Quantity:
-        """The quantity with the description of a profile's variable."""
-        return cls(**vars(about))
-
-
-Quantities = Mapping[str, Quantity]
+Quantities = Mapping[str, Variable]
+"""The numbers that are measured at every query of every head, by name."""
 
 _LEFT_OUT = ("spread",)  # not in the files of older surveys, which must merge with new ones
-QUANTITIES: Quantities = {name: Quantity.of_variable(VARIABLES[name]) for name in OF_HEADS if name not in _LEFT_OUT} | {
-    "entropy_ratio": Quantity(
+QUANTITIES: Quantities = {name: VARIABLES[name] for name in OF_HEADS if name not in _LEFT_OUT} | {
+    "entropy_ratio": Variable(
         QUERY, "1", "entropy / ln(visible keys), for queries with two or more visible keys; 1 is uniform",
         label="Entropy ratio",
     ),
-    "sink_mass": Quantity.of_variable(VARIABLES["sink_mass"]),
+    "sink_mass": VARIABLES["sink_mass"],
 }  # fmt: skip
 
 
-def edges(quantity: str | Quantity) -> Float[np.ndarray, " edges"]:
+def edges(quantity: str | Variable) -> Float[np.ndarray, " edges"]:
     """The edges of the bins of a quantity's histogram, in its unit.
 
     >>> edges("sink")[:3]
@@ -72,13 +55,13 @@ def edges(quantity: str | Quantity) -> Float[np.ndarray, " edges"]:
 def described(statistics: Iterable[Statistic] = ()) -> dict[str, Any]:
     """The description of all quantities for the header of a file; custom statistics are sorted by name."""
 
-    def entry(q: Quantity) -> dict[str, Any]:
+    def entry(q: Variable) -> dict[str, Any]:
         scale = LOG_SCALE if q.logarithmic else "x"
         return {"unit": q.units, "definition": q.definition, "bins": BINS, "high": q.highest, "scale": scale}
 
     found = {name: entry(q) for name, q in QUANTITIES.items()}
     for statistic in sorted(statistics, key=lambda s: s.name):
-        q = Quantity.of_variable(Variable.of(statistic))
+        q = Variable.of(statistic)
         own = {"label": q.label, "share": q.share, "one_text": q.one_text, "later": q.from_second}
         found[statistic.name] = entry(q) | {"own": own | {"parameters": _parameters(statistic)}}
     return found
@@ -87,12 +70,10 @@ def described(statistics: Iterable[Statistic] = ()) -> dict[str, Any]:
 def of_description(description: Mapping[str, Any]) -> Quantities:
     """The quantities of a survey, from the description in the header of its file."""
 
-    def custom(unit: str, definition: str, high: float, scale: Any, own: Mapping[str, Any], **_: Any) -> Quantity:
-        known = {**own, "parameters": tuple(sorted(own["parameters"].items()))}
-        later = known.pop("later")
-        return Quantity(
-            QUERY, unit, definition, highest=high, logarithmic=scale == LOG_SCALE, from_second=later, **known
-        )
+    def custom(unit: str, definition: str, high: float, scale: Any, own: Mapping[str, Any], **_: Any) -> Variable:
+        known = {name: own[name] for name in ("label", "share", "one_text")}
+        logarithmic, later = scale == LOG_SCALE, own["later"]
+        return Variable(QUERY, unit, definition, highest=high, logarithmic=logarithmic, from_second=later, **known)
 
     return {name: QUANTITIES[name] if name in QUANTITIES else custom(**entry) for name, entry in description.items()}
 

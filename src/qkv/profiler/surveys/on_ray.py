@@ -13,8 +13,7 @@ import torch
 
 from qkv._files import scheme_of
 from qkv.errors import InputError
-from qkv.profiler.surveys.folder import Folder
-from qkv.profiler.surveys.merging import Incomplete
+from qkv.profiler.surveys.folder import Folder, Incomplete
 
 if TYPE_CHECKING:
     from qkv.profiler.surveys.shard import OnBatch, Surveyor

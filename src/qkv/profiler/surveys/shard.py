@@ -20,10 +20,10 @@ from qkv.profiler.capture.observe import observe, unobserved
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, ObservedCall
 from qkv.profiler.data.types import is_delimiter
-from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, Quantities, number, of_description
+from qkv.profiler.surveys.accumulators import PREFIX, QUANTITIES, Group, Layer, Quantities, number, of_description
 from qkv.profiler.surveys.corpus import Document, Part
 from qkv.profiler.surveys.data import EXAMPLES, Survey
-from qkv.profiler.surveys.merging import label
+from qkv.profiler.surveys.folder import label
 from qkv.statistics import Statistic
 from qkv.statistics.result import Statistics
 
@@ -291,7 +291,7 @@ def _values(
         else:
             found = statistics.named(name)
             x, counts = (torch.zeros_like(visible), none) if found is None else (found, counts)
-            if quantity.parameters is not None:
+            if name not in QUANTITIES:
                 counts = counts & ~x.isnan()  # a custom statistic may be undefined; built-in ones raise on NaN
         values.append(x)
         valid.append(counts)

@@ -26,8 +26,7 @@ from qkv.profiler.surveys import accumulators, corpus, on_ray, shard
 from qkv.profiler.surveys.accumulators import QUANTITIES
 from qkv.profiler.surveys.corpus import Source
 from qkv.profiler.surveys.data import VERSION, Survey
-from qkv.profiler.surveys.folder import Folder
-from qkv.profiler.surveys.merging import Incomplete, check_complete, merge_shards
+from qkv.profiler.surveys.folder import Folder, Incomplete, check_complete, merge_shards
 from qkv.profiler.surveys.shard import OnBatch, Surveyor
 
 __all__ = ["Incomplete", "Survey", "survey"]
