@@ -15,11 +15,10 @@ import pandas as pd
 
 DOCS = Path(__file__).parent
 KEPT = DOCS / "evicting"
-HAYSTACK = 1024  # tokens in which a fact is hidden
 POLICIES = "window,sinks,heavy,snapkv,pyramid,tova,keydiff,knorm,expected"
 COMMANDS = {
-    "loss": f"qkv evict smollm2 --tokens 512 --budgets 64 --policies {POLICIES}",
-    "needle": f"qkv evict smollm2 --needle --tokens {HAYSTACK} --budgets 128,256 --policies {POLICIES}",
+    "loss": f"qkv evict smollm2 --tokens 512 --budgets 64,128,256 --policies {POLICIES}",
+    "needle": f"qkv evict smollm2 --needle --budgets 512,1024,2048 --policies {POLICIES}",
 }
 SOURCES = {
     "window": "[2004.05150](https://arxiv.org/abs/2004.05150)", "sinks": "[2309.17453](https://arxiv.org/abs/2309.17453)",
@@ -83,7 +82,7 @@ def page() -> str:
         "",
         "One text decides nothing about others. Policies whose papers compress a prompt once decide at every token.",
         "",
-        f"## A fact hidden in {HAYSTACK:,} tokens",
+        "## A fact hidden in 4,096 tokens",
         "",
         f"    {COMMANDS['needle']}",
         "",

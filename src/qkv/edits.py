@@ -292,8 +292,8 @@ class AtTokens(Edit):
         out = edited(self.edit, head)
         if getattr(head, "changed", None) is not before:
             raise InputError(
-                f"edits has AtTokens of {type(self.edit).__name__}, which changes the weights of {head.name}; expected an "
-                "edit of its output, such as Zero(), or WithMask(mask) with a mask of these positions"
+                f"edits has AtTokens of {type(self.edit).__name__}, which changes the weights of {head.name}; expected "
+                "an edit of its output, such as Zero(), or WithMask(mask) with a mask of these positions"
             )
         at = torch.isin(head.positions, torch.tensor(list(self.positions), device=head.output.device))
         return torch.where(at[..., None], out, head.output)

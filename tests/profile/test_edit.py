@@ -217,23 +217,6 @@ def test_gradients_flow_through_edits(llama: Any) -> None:
 
 
 @torch.no_grad()
-def test_patching_every_head_of_a_layer_carries_over_the_other_run() -> None:
-    torch.manual_seed(0)
-    model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4, positions="learned")).eval()
-    a, b = torch.randint(50, (2, 1, 9))
-    outputs = qkv.profiler.head_outputs(model, a, [(1, head) for head in range(4)])
-    with qkv.edit(model, {key: edits.Patch(x) for key, x in outputs.items()}):
-        got = model(b)
-    states: list[Tensor] = []
-    projection = model.blocks[1].attention.out_proj
-    handle = projection.register_forward_hook(lambda _, __, out: states.append(out))
-    model(a)
-    handle.remove()
-    projection.register_forward_hook(lambda *_: states[0])
-    torch.testing.assert_close(got, model(b))
-
-
-@torch.no_grad()
 def test_edits_hold_in_every_step_of_generation() -> None:
     model = hf.build("llama", suffix="ForCausalLM", pad_token_id=0)
     ids = hf.inputs("llama", batch=1)["input_ids"][:, :8]
@@ -282,6 +265,7 @@ def test_edits_of_values_and_modules_equal_hooks_at_these_tokens(name: str) -> N
     plain = qkv.profiler.head_outputs(model, inputs, [(1, HEAD)])[1, HEAD]
     with qkv.edit(model, {(1, HEAD): edits.Patch(plain - lost)}):
         want = main_output(model(**inputs))
+    assert not torch.allclose(want[real], main_output(model(**inputs))[real], atol=1e-3), "Patch changes nothing"
     with qkv.edit(model, {(1, HEAD): edits.Values(edits.AtTokens([1], edits.Zero()))}):
         torch.testing.assert_close(main_output(model(**inputs))[real], want[real], atol=1e-5, rtol=1e-5)
 

@@ -20,9 +20,9 @@ from forked import Forked
 from qkv._survey_settings import Settings
 from qkv.figures import survey as survey_plots
 from qkv.models import checkpoint
+from qkv.profiler.surveys.corpus import of_addresses
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.folder import COMPLETE, Folder, Incomplete, Objects, check_complete, merge_folders
-from qkv.profiler.surveys.stream import of_addresses
 from survey_process import TEXTS, own, own_survey
 
 RESULT = "survey.qkv.zip"

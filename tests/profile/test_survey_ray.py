@@ -18,8 +18,8 @@ import yaml
 from conftest import Command, refused
 from qkv.errors import InputError
 from qkv.profiler.surveys import on_ray
+from qkv.profiler.surveys.corpus import of_addresses
 from qkv.profiler.surveys.folder import Folder
-from qkv.profiler.surveys.stream import of_addresses
 from qkv.profiler.surveys.survey import Incomplete
 from survey_process import own_survey
 

@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import os
-import sys
 import tarfile
 import tracemalloc
 from collections import Counter
@@ -25,10 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import refused
-from qkv.profiler.surveys import corpus, stream
-from qkv.profiler.surveys.corpus import Document
+from qkv.profiler.surveys import corpus
+from qkv.profiler.surveys.corpus import Document, Stream, of_addresses
 from qkv.profiler.surveys.folder import merge_folders
-from qkv.profiler.surveys.stream import Stream, of_addresses
 from survey_process import TEXTS, own, own_survey
 
 MANY = [f"text {i}: " + "é" * (i % 7) + "\n" * (i % 3) + "word " * (i % 11) for i in range(40)]
@@ -144,14 +142,14 @@ def test_folders_are_divided_and_what_is_no_text_is_counted(
     (folder / "nowhere").symlink_to(folder / "missing")
     (folder / "locked").write_text("secret")
     os.mkfifo(folder / "pipe")
-    opened = stream._opened
+    opened = corpus._opened
 
-    def refuse(file: stream.File) -> io.BufferedReader:
+    def refuse(file: corpus.File) -> io.BufferedReader:
         if file.name == "locked":
             raise PermissionError(errno.EACCES, "Permission denied")
         return opened(file)
 
-    monkeypatch.setattr(stream, "_opened", refuse)  # who runs as root may read everything
+    monkeypatch.setattr(corpus, "_opened", refuse)  # who runs as root may read everything
     (folder / "z").write_bytes(b"")
     found = [d for part in of_addresses([folder]).shards(shards) for chunk in part.chunks() for d in chunk]
     assert [d.text for d in found if d.reason is None] == [
@@ -173,7 +171,7 @@ def test_folders_are_divided_and_what_is_no_text_is_counted(
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "x.tar.zst"])
 def test_memory_does_not_grow_with_the_corpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "CHUNK", 2**16)
+    monkeypatch.setattr(corpus, "CHUNK", 2**16)
     texts = [f"{i} " + "abcdefgh" * 1000 for i in range(1500)]  # 12 MB
     (tmp_path / name).write_bytes(table(texts, 50) if name == "x.parquet" else FORMATS[name](texts))
     (part,) = of_addresses([tmp_path / name]).shards(1)
@@ -196,8 +194,8 @@ def test_survey_of_a_stream_has_the_sums_of_a_survey_of_its_texts(
     (tmp_path / "x.jsonl").write_bytes(lines(TEXTS))
     model = own().double()
     surveys = [own_survey(tmp_path / "listed", TEXTS, model, shards=2)]
-    for name, shards, chunk in (("one", 1, stream.CHUNK), ("three", 3, stream.CHUNK), ("chunks", 1, 50)):
-        monkeypatch.setattr(stream, "CHUNK", chunk)
+    for name, shards, chunk in (("one", 1, corpus.CHUNK), ("three", 3, corpus.CHUNK), ("chunks", 1, 50)):
+        monkeypatch.setattr(corpus, "CHUNK", chunk)
         surveys.append(own_survey(tmp_path / name, of_addresses([tmp_path / "x.jsonl"]), model, shards=shards))
     want, *tables = (found.heads().iloc[:, 3:] for found in surveys)
     for found, table in zip(surveys[1:], tables, strict=True):
@@ -221,7 +219,7 @@ def test_parts_of_a_stream_merge_to_the_bytes_of_one_process(tmp_path: Path) -> 
 def test_fingerprint_depends_on_names_and_contents_and_not_on_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "SAMPLE", 8)
+    monkeypatch.setattr(corpus, "SAMPLE", 8)
     (tmp_path / "x").write_bytes(lines(MANY))
     whole = of_addresses([tmp_path / "x"], whole=True).fingerprint
     (tmp_path / "x").write_bytes(lines(MANY).replace(b"text 20", b"text zz"))
@@ -264,24 +262,17 @@ def test_unsuitable_corpora_are_rejected(tmp_path: Path) -> None:
     assert len(corpus.of_texts("one text").documents) == 1
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x.jsonl.zst").write_bytes(zstd(lines(MANY)))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with refused("corpus", r"pip install 'qkv\[cloud\]'"):
-        chunks(tmp_path / "x.jsonl.zst")
-
-
 def test_dataset_of_the_hugging_face_hub_is_read_row_by_row(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="the package datasets is not installed")
     (tmp_path / "hub").mkdir()
     for at in range(2):
         pq.write_table(pa.table({"body": MANY[20 * at : 20 * at + 20]}), tmp_path / "hub" / f"train-{at}.parquet")
     name = f"hf:{tmp_path / 'hub'}:body"
-    found = stream.of_dataset(name)
+    found = corpus.of_dataset(name)
     for shards in (1, 2, 3):
         rows = [d for part in found.shards(shards) for chunk in part.chunks() for d in chunk]
         assert sorted(str(d.text) for d in rows if d.reason is None) == sorted(MANY)
         assert all(isinstance(d, Document) for d in rows)
-    assert stream.of_dataset(name).fingerprint == found.fingerprint
+    assert corpus.of_dataset(name).fingerprint == found.fingerprint
     with refused("corpus", "no column 'text'"):
-        stream.of_dataset(name.removesuffix(":body"))
+        corpus.of_dataset(name.removesuffix(":body"))

@@ -229,7 +229,6 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     from qkv._files import scheme_of
     from qkv.profiler import corpora
     from qkv.profiler.surveys import corpus
-    from qkv.profiler.surveys import stream as streams
 
     known = [n for n in names if n in corpora.NAMES or (n.startswith("hf:") and not n.startswith("hf://"))]
     if known and len(names) > 1:
@@ -237,11 +236,11 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     if known and stream:
         if not known[0].startswith("hf:"):
             raise InputError(f"corpus is {known[0]!r}, which cannot be streamed; leave out --stream")
-        return streams.of_dataset(known[0])
+        return corpus.of_dataset(known[0])
     if known:
         found = corpora.load(known[0])
         return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)
-    return streams.of_addresses(names, whole=not stream and all(scheme_of(name) is None for name in names))
+    return corpus.of_addresses(names, whole=not stream and all(scheme_of(name) is None for name in names))
 
 
 def _gpus(device: str) -> Literal[0, 1] | None:

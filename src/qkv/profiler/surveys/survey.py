@@ -52,7 +52,7 @@ def survey(
     Args:
         model: as in `qkv.profile`: a model in evaluation mode, or a name. The decoder of an encoder-decoder reads the
             same text as its encoder.
-        texts: strings, or a corpus of files and folders, from `qkv.profiler.surveys.stream.of_addresses`.
+        texts: strings, or a corpus of files and folders, from `qkv.profiler.surveys.corpus.of_addresses`.
         tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
         out: folder of the survey, also at an address such as ``s3://bucket/folder``: ``survey.json`` (settings),
             ``shards/0000.qkv.zip`` and so on, and at the end ``survey.qkv.zip``.
