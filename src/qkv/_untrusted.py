@@ -119,12 +119,7 @@ class SizeError(ValueError):
 
 
 class Budget:
-    """The memory that one file may take; `take` adds up what it declares.
-
-    Args:
-        stored: the size of the file on disk.
-        ratio: how many times its size it may take, if that is more than `SPARE`.
-    """
+    """The memory that one file may take: `ratio` times its size on disk or `SPARE`. `take` adds up what it declares."""
 
     def __init__(self, stored: int, ratio: int = RATIO) -> None:
         self.stored, self.limit, self.declared = stored, limit(stored, ratio), 0
@@ -241,6 +236,21 @@ def check_version(found: Any, newest: int) -> None:
         raise ValueError(
             f"it has format version {version!r}, but this version of qkv reads versions up to {newest}: update qkv"
         )
+
+
+@contextmanager
+def reading(target: object, what: str) -> Iterator[None]:
+    """Inside, any error means that a file that should be `what` cannot be read: an `InputError` with its first line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
+    except Exception as error:  # a damaged file can be wrong anywhere; zarr, xarray and codecs have errors of their own
+        raise InputError(
+            f"path: {str(target)!r} cannot be read ({first_line(error)}): it is not {what}, or is damaged"
+        ) from error
 
 
 # --- zip --------------------------------------------------------------------------------------------------------------

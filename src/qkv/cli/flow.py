@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from qkv._files import write_atomically
+from qkv._progress import bar
 from qkv._untrusted import allow
 from qkv.cli.shared import INPUT, Input, folder, print_line, table
 from qkv.errors import renamed
@@ -55,8 +57,6 @@ def flow(
     """
     from rich.console import Console
 
-    from qkv._files import write_atomically
-    from qkv._progress import bar
     from qkv.figures.analyses import flow_figure
     from qkv.figures.layout import save_figure
     from qkv.profiler.analyses.flow import flow_to, rollout

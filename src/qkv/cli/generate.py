@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from qkv._files import write_atomically
 from qkv._packages import from_lab
+from qkv._progress import spinner
 from qkv._untrusted import allow
 from qkv.cli.shared import PROFILE, Input, discard_output, folder, table
 from qkv.errors import InputError, renamed
@@ -101,7 +103,6 @@ def generate(
     """
     from rich.console import Console
 
-    from qkv._progress import spinner
     from qkv.models.generation import Sampler, text_stream
     from qkv.models.loading import is_translator, load_text_model
 
@@ -166,7 +167,6 @@ def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | Non
     import torch
     from rich.console import Console
 
-    from qkv._files import write_atomically
     from qkv.figures.analyses import answer_figure
     from qkv.figures.layout import save_figure
     from qkv.profiler import run

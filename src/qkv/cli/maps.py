@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from qkv._files import write_atomically
+from qkv._progress import bar, spinner
 from qkv._untrusted import allow
 from qkv.cli.shared import Input, folder, print_line, read
 from qkv.errors import InputError, renamed
@@ -78,8 +80,6 @@ def head_map(
     """
     from rich.console import Console
 
-    from qkv._files import write_atomically
-    from qkv._progress import bar, spinner
     from qkv.figures.layout import save_figure
     from qkv.figures.map import map_figure, sentence
     from qkv.profiler.explore import attention_map as maps

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from qkv._files import write_atomically
+from qkv._progress import bar, spinner
 from qkv._untrusted import allow
 from qkv.cli.shared import (
     INPUT,
@@ -58,7 +60,6 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     """Write comparison.csv, with all heads, and a figure for every group: compare.png, compare-cross.png …"""
     import pandas as pd
 
-    from qkv._files import write_atomically
     from qkv.figures.layout import save_figure
 
     tables = [comparison.heads(group).assign(group=group) for group in comparison.groups]
@@ -94,8 +95,6 @@ def _changes_table(heads: Any) -> Any:
 
 def write_mixing(loaded: Loaded, inputs: Any, position: int, out: Path) -> list[Path]:
     """Measure how the hidden states respond when the token at `position` is replaced; write a figure and a table."""
-    from qkv._files import write_atomically
-    from qkv._progress import spinner
     from qkv.figures.analyses import mixing_figure
     from qkv.figures.layout import save_figure
     from qkv.profiler.analyses.mixing import mixing
@@ -225,7 +224,6 @@ def profile(
 
 
 def _figures(result: Profile, out: Path) -> list[Path]:
-    from qkv._progress import bar
     from qkv.figures.layout import save_figure
 
     with bar("drawing", "figures", len(FIGURES)) as step:
@@ -236,7 +234,6 @@ def _figures(result: Profile, out: Path) -> list[Path]:
 
 
 def _write(result: Profile, out: Path, files: list[Path]) -> None:
-    from qkv._progress import spinner
 
     with spinner("writing the report"):
         data = result.save(out / PROFILE)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from qkv._files import scheme_of, write_atomically
+from qkv._progress import spinner
 from qkv._untrusted import read_bytes
 from qkv.errors import InputError, renamed
 
@@ -46,11 +47,7 @@ def folder(path: Path, *, resumes: bool = False) -> Iterator[None]:
     """Create a folder for results and check that it is writable before the work starts.
 
     If the work fails, the folder is removed if it is new and empty. If the disk is full or lost, the error is one
-    sentence, and the files that the command has written so far are removed.
-
-    Args:
-        path: the folder.
-        resumes: the command continues an interrupted call: its files stay.
+    sentence, and the files that the command has written so far are removed, unless it `resumes` an interrupted call.
     """
     if scheme_of(path) is not None:
         raise InputError(f"--out is {str(path)!r}, expected a folder on this machine; only qkv survey takes addresses")
@@ -210,7 +207,6 @@ class Input:
 
         These are the passage, its first `tokens` tokens, or the tokens of the chat.
         """
-        from qkv._progress import spinner
         from qkv.models import loading
 
         name = self.model if model is None else model

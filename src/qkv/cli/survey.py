@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from qkv._files import scheme_of
+from qkv._progress import bar
 from qkv._survey_settings import Settings
 from qkv._untrusted import allow
 from qkv.cli.shared import print_line, statistics_of, table, token_table
@@ -226,7 +228,6 @@ def survey(
 
 def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     """The corpus of these files, folders and addresses, or a named corpus of the lab."""
-    from qkv._files import scheme_of
     from qkv.profiler import corpora
     from qkv.profiler.surveys import corpus
 
@@ -287,7 +288,6 @@ def _stoppable(folder: Folder, numbers: Sequence[int]) -> Iterator[None]:
 @contextmanager
 def _progress(corpus: Source, folder: Folder, settings: Settings) -> Iterator[Callable[[int, int, int], None]]:
     """A progress bar over the bytes of the shards that this process has still to survey."""
-    from qkv._progress import bar
 
     total = 0
     if sys.stderr.isatty():

@@ -24,12 +24,7 @@ from qkv.models.decoder import DecoderConfig, DecoderLM
 
 M = TypeVar("M", bound=nn.Module)
 Weights = Mapping[str, Tensor]
-NAMES = {
-    "qkv-mini": "a causal language model of Python code",
-    "qkv-reversal": "reverses six symbols: its heads look at the mirrored position",
-    "qkv-translation": "English to French with Bahdanau's attention, in a small grammar",
-    "qkv-caption": "captions of small scenes, each word found by looking at the image",
-}
+NAMES = ("qkv-mini", "qkv-reversal", "qkv-translation", "qkv-caption")
 
 
 def folder_of(name: str) -> Path | None:
@@ -125,11 +120,7 @@ def read_model(
 ) -> M:
     """Build a model and fill it with the tensors of safetensors files; what does not fit is refused before it is read.
 
-    Args:
-        folder: where the files are.
-        names: of the files.
-        build: makes the model.
-        renamed: gives the tensors of the files the names that the model has for them.
+    `renamed` gives the tensors of the files the names that the model has for them.
     """
     declared: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}

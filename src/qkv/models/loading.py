@@ -418,19 +418,18 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     ([72, 105, 33], ())
     """
     one_of("dtype", dtype, DTYPES)
-    file = gguf_files.find(name)
-    if file is not None:
-        return _text_model_of_gguf(file, name, DTYPES[dtype])
-    folder = checkpoint.folder_of(name) or Path(name).expanduser()
-    if not folder.is_dir():
-        if folder.exists():
-            raise InputError(f"model: {name} is a file, expected a folder")
-        if _is_path(name):
-            raise InputError(f"model: no folder {name}")
-        folder = _decoder_of_hub(name)
-    config = checkpoint.read_config(folder)
-    end: tuple[int, ...] = ()
-    try:
+    model: nn.Module
+    ends: Any = None
+    if (file := gguf_files.find(name)) is not None:
+        loaded = _load_gguf(file, name, DTYPES[dtype], head=True)
+        settings: Any = loaded.model.config
+        config = settings.to_dict()
+        one_of(f"model: {name}: model_type", config["model_type"], tuple(pretrained.KINDS))
+        model, tokenizer = pretrained.from_weights(config, loaded.model.state_dict()), loaded.tokenizer
+        name, ends = loaded.name, config.get("eos_token_id")
+    else:
+        folder = _folder_of_decoder(name)
+        config = checkpoint.read_config(folder)
         if "model_type" in config:
             one_of(f"model: {name}: model_type", config["model_type"], tuple(pretrained.KINDS))
             require(f"model: the tokenizer of {name}", "transformers")
@@ -438,40 +437,19 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
             with checkpoint.valid_config(folder):
                 check_json_files(folder)
             tokenizer = _tokenizer(folder, name, local_files_only=True, **UNTRUSTING)
-            model = pretrained.from_hugging_face(folder).to(DTYPES[dtype])
-            end = _ends(_declared_ends(folder, config), model.vocabulary)
+            model, ends = pretrained.from_hugging_face(folder).to(DTYPES[dtype]), _declared_ends(folder, config)
         else:
             loaded = _load_qkv(folder, name, DTYPES[dtype])
-            if not isinstance(loaded.model, DecoderLM):
-                raise InputError(f"model: {name} is {type(loaded.model).__name__}, expected a DecoderLM")
             model, tokenizer = loaded.model, loaded.tokenizer
-    except (KeyError, TypeError, AttributeError) as error:  # from sizes that are missing or not numbers
-        raise InputError(f"{checkpoint.CONFIG} in {folder} is not a valid configuration ({error!r})") from error
+    if not isinstance(model, DecoderLM):
+        raise InputError(f"model: {name} is {type(model).__name__}, expected a DecoderLM")
     if tokenizer is None:
         raise InputError(
-            f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}, expected that file, or a "
-            f"vocabulary of {ByteTokenizer.vocab_size} bytes"
+            f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}, expected that file, a GGUF "
+            f"file with a tokenizer, or a vocabulary of {ByteTokenizer.vocab_size} bytes"
         )
-    return TextModel(model, _text_tokenizer(tokenizer), name, end)
-
-
-def _text_tokenizer(tokenizer: Any) -> TextTokenizer:
     decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return TextTokenizer(tokenizer.encode, decode, tokenizer)
-
-
-def _text_model_of_gguf(file: Path, name: str, dtype: torch.dtype) -> TextModel:
-    """Load a GGUF file and convert its model to a `DecoderLM`."""
-    loaded = _load_gguf(file, name, dtype, head=True)
-    settings: Any = loaded.model.config
-    config = settings.to_dict()
-    one_of(f"model: {name}: model_type", config["model_type"], tuple(pretrained.KINDS))
-    if loaded.tokenizer is None:
-        raise InputError(f"model: no tokenizer in {name}, expected a GGUF file with one")
-    model = pretrained.from_weights(config, loaded.model.state_dict())
-    return TextModel(
-        model, _text_tokenizer(loaded.tokenizer), loaded.name, _ends(config.get("eos_token_id"), model.vocabulary)
-    )
+    return TextModel(model, TextTokenizer(tokenizer.encode, decode, tokenizer), name, _ends(ends, model.vocabulary))
 
 
 def _declared_ends(folder: Path, config: dict[str, Any]) -> Any:
@@ -495,8 +473,15 @@ def _ends(found: Any, vocabulary: int) -> tuple[int, ...]:
     return tuple(token for token in tokens if 0 <= token < vocabulary)
 
 
-def _decoder_of_hub(name: str) -> Path:
-    """Download a model from the hub; its configuration comes first, so that no other kind is ever downloaded."""
+def _folder_of_decoder(name: str) -> Path:
+    """The folder of a model. Of one on the hub, the configuration comes first: no other kind is ever downloaded."""
+    folder = checkpoint.folder_of(name) or Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise InputError(f"model: {name} is a file, expected a folder")
+    if _is_path(name):
+        raise InputError(f"model: no folder {name}")
     if name in WITHOUT_TEXT:
         raise InputError(f"model is {name!r}, {WITHOUT_TEXT[name]}; expected a trained decoder, such as 'qkv-mini'")
     require(f"model {name!r}", "transformers")

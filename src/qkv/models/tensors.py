@@ -87,13 +87,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def build_without_memory(build: Callable[[], M], tensors: int, stored: int) -> M:
-    """Build a model on torch's meta device, which allocates nothing.
-
-    Args:
-        build: makes the model.
-        tensors: the number of tensors in its file.
-        stored: the bytes of its file.
-    """
+    """Build a model, whose file has so many tensors and bytes, on torch's meta device, which allocates nothing."""
     try:
         with torch.device("meta"), _NotInitialised(), _few_parameters(2 * tensors + SPARE_PARAMETERS):
             model = build()

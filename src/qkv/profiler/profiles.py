@@ -14,6 +14,7 @@ import xarray as xr
 
 from qkv._lazy import above
 from qkv._packages import require
+from qkv._untrusted import reading
 from qkv.errors import InputError
 from qkv.profiler.data import archive, frames, sinks, tables, types, variables
 from qkv.profiler.data.findings import Finding, Findings
@@ -290,7 +291,7 @@ class Profile:
             InputError: if the file is missing, not a profile, truncated, damaged, or written by a newer qkv.
         """
         parts, attrs = archive.read_archive(Path(path))
-        with archive.damaged(Path(path)):
+        with reading(path, "a profile written by Profile.save"):
             profile = cls(parts["groups"], attrs, parts["residual"])
         return profile
 

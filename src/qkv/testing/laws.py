@@ -61,6 +61,12 @@ def calling(thing: object, method: str, situation: str) -> Iterator[None]:
         ) from error
 
 
+def check_class(check: str, thing: object, kinds: type | tuple[type, ...], names: str) -> None:
+    """Fail unless an object is of one of these classes, which `names` writes as a user imports them."""
+    if not isinstance(thing, kinds):
+        raise CheckFailed(f"{check}: got {kind_of(thing)}, expected an object of a class that inherits from {names}")
+
+
 def number(x: object) -> str:
     """A number as messages print it."""
     return f"{x:.8g}" if isinstance(x, float) else str(x)

@@ -17,11 +17,11 @@ from qkv.masks import EMPTY, FULL, PARTIAL, Causal, Grid, Mask, Padding, Region,
 from qkv.normalizers import Identity, Sigmoid
 from qkv.testing.laws import (
     MANY,
-    CheckFailed,
     Composition,
     Size,
     Sizes,
     calling,
+    check_class,
     check_half,
     check_kernels,
     check_masked,
@@ -74,10 +74,7 @@ def check_mask(mask: Mask, *, sizes: Sizes | None = None, batch: int = 2, heads:
     ...     print(error)
     Even.band: (0, 4) says: got True at query position 2 and key 1 (batch item 0, head 0), expected False as sees says
     """
-    if not isinstance(mask, Mask):
-        raise CheckFailed(
-            f"check_mask: got {kind_of(mask)}, expected an object of a class that inherits from qkv.masks.Mask"
-        )
+    check_class("check_mask", mask, Mask, "qkv.masks.Mask")
     with calling(mask, "sees", "checked"):
         require(mask, Mask, "sees", "b, h, q, k, grid", "True where a query may attend")
     fitting = _fitting(mask, sizes, batch, heads)

@@ -20,13 +20,13 @@ from qkv.testing.laws import (
     EPS,
     ROUNDINGS,
     SIZES,
-    CheckFailed,
     Composition,
     Size,
     Sizes,
     calling,
     check_alone,
     check_attend,
+    check_class,
     check_returned,
     converted,
     fail,
@@ -79,11 +79,7 @@ def check_bias(
     ...     print(str(error).split(": in")[0])
     Centred.apply: depends on the tile
     """
-    if not isinstance(bias, Bias):
-        raise CheckFailed(
-            f"check_bias: got {kind_of(bias)}, expected an object of a class that inherits from qkv.biases.Bias "
-            "or from AdditiveBias"
-        )
+    check_class("check_bias", bias, Bias, "qkv.biases.Bias or from AdditiveBias")
     chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim, dim_v=dim_v)
     exact, first = converted(bias, torch.float64), chosen_sizes[0]
     q, _, _ = triple(first, torch.float64)
@@ -221,11 +217,7 @@ def check_score(
     ...     print(str(error).split(":")[0], "mixes tokens" in str(error))
     Centred.project True
     """
-    if not isinstance(score, Product | Pairwise):
-        raise CheckFailed(
-            f"check_score: got {kind_of(score)}, expected an object of a class that inherits from "
-            "qkv.scores.Product or from Pairwise"
-        )
+    check_class("check_score", score, (Product, Pairwise), "qkv.scores.Product or from Pairwise")
     with calling(score, method_of(score), "checked"):
         score.check()
     computed = sizes_of(sizes, SIZES, batch, heads, key_heads, dim=dim, dim_k=dim if dim_k is None else dim_k)
@@ -385,11 +377,7 @@ def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | N
     ...     print(error)
     Square.slope_from_weights: got 158.6 at score -79.3, expected -158.6, the derivative of weight
     """
-    if not isinstance(normalizer, Pointwise | SumToOne):
-        raise CheckFailed(
-            f"check_normalizer: got {kind_of(normalizer)}, expected an object of a class that inherits from "
-            "qkv.normalizers.Pointwise or from SumToOne"
-        )
+    check_class("check_normalizer", normalizer, (Pointwise, SumToOne), "qkv.normalizers.Pointwise or from SumToOne")
     with calling(normalizer, "weight", f"checked for {heads} heads"):
         normalizer.check(heads)
     exact = converted(normalizer, torch.float64)
@@ -607,7 +595,7 @@ def _check_level_of(points: _Points) -> None:
             same(normalizer, "level_of", what, weights.sum(-1), shown.any(-1).to(dtype), tolerance)
 
 
-def _check_normalized(normalizer: Pointwise | SumToOne, heads: int, sizes: Sizes | None, batch: int) -> None:
+def _check_normalized(normalizer: Normalizer, heads: int, sizes: Sizes | None, batch: int) -> None:
     key = normalizer.key if isinstance(normalizer, SumToOne) else None
     dim = 8 if key is None else key.shape[1]
     chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim)
@@ -616,7 +604,7 @@ def _check_normalized(normalizer: Pointwise | SumToOne, heads: int, sizes: Sizes
     check_attend(Composition("normalizer", normalizer=normalizer), chosen_sizes, more)
 
 
-def _variants(normalizer: Pointwise | SumToOne, size: Size) -> list[Composition]:
+def _variants(normalizer: Normalizer, size: Size) -> list[Composition]:
     """The normalizer with another temperature and, for `SumToOne`, with sinks and a learned key."""
     made = [("temperature 0.7 times its own", normalizer.with_temperature(0.7 * normalizer.temperature))]
     if isinstance(normalizer, SumToOne) and not normalizer.one_key:

@@ -19,9 +19,9 @@ from qkv.masks import Causal, Dense, Mask, Region
 from qkv.statistics import Statistic, WeightTile
 from qkv.statistics.measure import measure
 from qkv.testing.laws import (
-    CheckFailed,
     Size,
     calling,
+    check_class,
     check_copies,
     check_returned,
     fail,
@@ -74,11 +74,7 @@ def check_statistic(statistic: Statistic, *, heads: int = 4) -> None:
     ...     print(str(error)[:61])
     Largest.tile: depends on how the weights are split into tiles
     """
-    if not isinstance(statistic, Statistic):
-        raise CheckFailed(
-            f"check_statistic: got {kind_of(statistic)}, expected an object of a class that inherits from "
-            "qkv.statistics.Statistic"
-        )
+    check_class("check_statistic", statistic, Statistic, "qkv.statistics.Statistic")
     with calling(statistic, "tile", "required attributes"):
         statistic.require()
     _check_attributes(statistic)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import xarray as xr
 
 from qkv._files import write_atomically
 from qkv._packages import check_tested
-from qkv._untrusted import Budget, SizeError, check_version, first_line, parse_json, read_zip
+from qkv._untrusted import check_version, parse_json, read_zip, reading
 from qkv.errors import InputError
 from qkv.profiler.data.variables import META, check_hierarchy
 
@@ -60,9 +58,20 @@ def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str
     from zarr.core.buffer import default_buffer_prototype
     from zarr.storage import MemoryStore
 
-    members, budget, header = _checked(path)
+    if not path.exists():
+        raise InputError(f"path: no file at {str(path)!r}; expected a profile written by Profile.save")
+    if path.is_dir():
+        raise InputError(f"path: {str(path)!r} is a folder; expected a profile written by Profile.save")
     parts: dict[str, dict[str, xr.Dataset]] = {part: {} for part in PARTS}
-    with damaged(path):
+    with reading(path, "a profile written by Profile.save"):
+        members, budget = read_zip(path, META)
+        header = parse_json(members[META])["attributes"]
+        if header.get("format") != FORMAT:
+            raise ValueError(f"its format is {str(header.get('format'))[:80]!r}, expected {FORMAT!r}")
+        check_version(header, VERSION)
+        names = [name for part in PARTS for name in header.get(part, [])]
+        if not all(isinstance(name, str) and "/" not in name for name in names) or len(names) > len(members):
+            raise ValueError("its groups have no names")
         check_hierarchy(members, budget)
         buffer = default_buffer_prototype().buffer
         store = MemoryStore({name: buffer.from_bytes(data) for name, data in members.items()}, read_only=True)
@@ -76,46 +85,3 @@ def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str
                 if len(arrays - {META}) != len(datasets[name].variables):
                     raise ValueError(f"some of the arrays of {name!r} cannot be read")
         return parts, dict(header["profile"])
-
-
-@contextmanager
-def damaged(path: Path) -> Iterator[None]:
-    """Inside, any error means that the profile is damaged: an `InputError` with its first line."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # zarr, xarray and codecs each have their own family of errors
-        raise InputError(f"path: {str(path)!r} is a damaged profile ({first_line(error)})") from error
-
-
-def _checked(path: Path) -> tuple[dict[str, bytes], Budget, dict[str, Any]]:
-    """The members of the file and its root attributes; `InputError` if this version of qkv cannot read it."""
-    if not path.exists():
-        raise InputError(f"path: no file at {str(path)!r}; expected a profile written by Profile.save")
-    if path.is_dir():
-        raise InputError(f"path: {str(path)!r} is a folder; expected a profile written by Profile.save")
-    expected = "expected a file written by Profile.save"
-    try:
-        members, budget = read_zip(path, "zarr.json")
-        header = parse_json(members["zarr.json"])["attributes"]
-        foreign = header.get("format") != FORMAT
-    except OSError as error:
-        raise InputError(f"path: cannot read {str(path)!r} ({error.strerror})") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"path: {str(path)!r} is not a profile; {expected}") from error
-    except SizeError as error:
-        raise InputError(f"path: {str(path)!r} is too large: {error}") from error
-    except ValueError as error:
-        raise InputError(f"path: {str(path)!r} is not a profile, or is damaged ({error}); {expected}") from error
-    if foreign:
-        raise InputError(f"path: {str(path)!r} is not a profile; {expected}")
-    try:
-        check_version(header, VERSION)
-    except ValueError as error:
-        raise InputError(f"path: {str(path)!r} cannot be read: {error}") from error
-    with damaged(path):
-        names = [name for part in PARTS for name in header.get(part, [])]
-        if not all(isinstance(name, str) and "/" not in name for name in names) or len(names) > len(members):
-            raise ValueError("its groups have no names")
-    return members, budget, header

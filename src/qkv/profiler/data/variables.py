@@ -192,12 +192,7 @@ ZSTD_MAGIC = 0xFD2FB528
 
 
 def check_hierarchy(members: Mapping[str, bytes], budget: Budget) -> None:
-    """Check all groups and arrays of a zarr hierarchy.
-
-    Args:
-        members: the files of the hierarchy by name.
-        budget: the memory that the arrays may take.
-    """
+    """Check all groups and arrays of a zarr hierarchy, given its files by name, before any of them is allocated."""
     left = SPARE_CHUNKS + 4 * len(members)
     chunks: dict[str, list[str]] = {}
     for name in members:

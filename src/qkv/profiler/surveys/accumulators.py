@@ -113,13 +113,7 @@ _whole = np.frompyfunc(int, 1, 1)
 
 
 class Layer:
-    """Accumulators of one attention layer. Unless noted, the first dimensions of arrays are (quantity, head).
-
-    Args:
-        module: name of the layer's module in the model.
-        heads: number of heads.
-        quantities: the quantities that are accumulated, in the order of the first dimension.
-    """
+    """Accumulators of one attention layer. Unless noted, the first dimensions of arrays are (quantity, head)."""
 
     def __init__(self, module: str, heads: int, quantities: Quantities = QUANTITIES) -> None:
         shape = (len(quantities), heads)

@@ -160,14 +160,7 @@ def documents(file: IO[bytes], name: str, size: int, low: int, high: int) -> Ite
 
     Every text has a position from 0 to `size`, so ranges that cover these share a file among several readers. Lines
     begin at their first byte. The groups of rows of a Parquet file are spread over it evenly. Everything else begins
-    at 0, because it can only be read from the start.
-
-    Args:
-        file: the file, which can seek.
-        name: its name, whose ending tells the format.
-        size: its number of bytes.
-        low: first position.
-        high: end of the positions.
+    at 0, because it can only be read from the start. The ending of the name tells the format.
 
     >>> [d.text for d in documents(io.BytesIO(b'{"text": "a"}\\n{"text": "b"}\\n'), "x.jsonl", 28, 1, 28)]
     ['b']

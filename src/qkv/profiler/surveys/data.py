@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv._files import opened, write_atomically
-from qkv._untrusted import check_version, first_line, parse_array, parse_json, read_zip
+from qkv._untrusted import check_version, parse_array, parse_json, read_zip, reading
 from qkv.errors import InputError
 from qkv.profiler.surveys.accumulators import (
     LIMB,
@@ -213,8 +213,7 @@ class Survey:
     def load(cls, path: str | os.PathLike[str] | io.BytesIO) -> Survey:
         """Read a file that `save` wrote, also at an address such as ``s3://…``, or its bytes."""
         source = path if isinstance(path, io.BytesIO) else opened(path, "path")
-        target = "the data" if isinstance(path, io.BytesIO) else str(path)
-        try:
+        with reading("the data" if isinstance(path, io.BytesIO) else path, "a survey"):
             members, budget = read_zip(source, "survey.json")
             head = parse_json(members["survey.json"])
             if head.get("format") != FORMAT:
@@ -231,12 +230,6 @@ class Survey:
                 for name, layers in head["groups"].items()
             }
             _check_record(head["record"], definition)
-        except OSError as error:
-            raise InputError(f"path: cannot read {target!r} ({error.strerror})") from error
-        except Exception as error:  # a damaged file can be wrong anywhere
-            raise InputError(
-                f"path: {target!r} cannot be read ({first_line(error)}): it is not a survey, or is damaged"
-            ) from error
         return cls(head["definition"], groups, head["record"])
 
 

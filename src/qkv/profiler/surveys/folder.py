@@ -94,10 +94,7 @@ _SHARD = re.compile(r"(\d{4})\.qkv\.zip")
 
 
 class Folder:
-    """The folder at an address; it may not exist yet. Every file in it is whole or not there.
-
-    Args:
-        address: a path, or an address of fsspec.
+    """The folder at a path, or at an address of fsspec; it may not exist yet. Every file in it is whole or not there.
 
     >>> folder = Folder("memory://survey")
     >>> _ = folder.open({"shards": 2, "definition": {"quantities": {}}})

@@ -120,13 +120,7 @@ class Surveyor:
     """A survey, ready to be carried out: any process that has it can carry out any shard, any number of times.
 
     A shard depends on nothing but the model, the texts and the settings, so it is the same file whoever computes it.
-
-    Args:
-        model: the model.
-        tokenizer: converts text to ids.
-        parts: the texts of each shard.
-        settings: everything that determines the shards, as it is written to the folder of the survey.
-        statistics: custom statistics.
+    `parts` are the texts of each shard, and `settings` all that determines the shards, as in the folder of the survey.
     """
 
     def __init__(
