@@ -1,6 +1,6 @@
 """Writes docs/evicting.md from docs/evicting/, which the two commands in `COMMANDS` wrote for SmolLM2.
 
-.venv/bin/python docs/make_evicting.py --run     (makes the results anew, then the page: half an hour on two cores)
+.venv/bin/python docs/make_evicting.py --run     (makes the results anew, then the page: minutes on two cores)
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ DOCS = Path(__file__).parent
 KEPT = DOCS / "evicting"
 POLICIES = "window,sinks,heavy,snapkv,pyramid,tova,keydiff,knorm,expected"
 COMMANDS = {
-    "loss": f"qkv evict smollm2 --tokens 512 --budgets 64,128 --policies {POLICIES}",
-    "needle": f"qkv evict smollm2 --needle --budgets 256,512,1024 --policies {POLICIES}",
+    "loss": f"qkv evict smollm2 --tokens 512 --budgets 64,128,256 --policies {POLICIES}",
+    "needle": f"qkv evict smollm2 --needle --budgets 512,1024,2048 --policies {POLICIES}",
 }
 SOURCES = {
     "window": "[2004.05150](https://arxiv.org/abs/2004.05150)", "sinks": "[2309.17453](https://arxiv.org/abs/2309.17453)",

@@ -29,7 +29,7 @@ TOY: dict[str, tuple[str, ...]] = {
     "C077": ("overmixing",),
 }
 """The claims about sinks that `research.sinks` judges on trained models, each with its experiments on toy models."""
-TRAINED = {"qkv-mini": "qkv-mini", "minilm": "MiniLM"}
+TRAINED = {"qkv-mini": "qkv-mini", "minilm": "MiniLM", "smollm2": "SmolLM2"}
 """The trained models with a stored study, and their names in sentences."""
 COMPUTED = "computed"
 _PHRASES = {

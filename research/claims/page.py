@@ -97,7 +97,7 @@ def index(found: Mapping[str, Verdict], mutation: Path = MUTATION) -> str:
         *_wrong(found, small=False),
         "## What small models contradict",
         "",
-        "These verdicts depend on small models: most were trained for the purpose, two are qkv-mini and MiniLM. They",
+        "These verdicts depend on small models: most were trained for the purpose, three are qkv-mini, MiniLM and SmolLM2. They",
         "contradict the claim in its general form, but do not show whether it holds for large models.",
         "",
         *_wrong(found, small=True),

@@ -109,7 +109,7 @@ SHORT = {"only when": "only when", "unseen": "not seen"}
 
 
 def run_model(model: str, text: Path | None, out: Path | None, ids: Sequence[str] = (), as_json: bool = False) -> None:
-    """Study a model, and print its verdicts beside those of toy models, qkv-mini and MiniLM.
+    """Study a model, and print its verdicts beside those of toy models, qkv-mini, MiniLM and SmolLM2.
 
     Args:
         model: a name or folder, as for `qkv.load`.
@@ -140,7 +140,7 @@ def run_model(model: str, text: Path | None, out: Path | None, ids: Sequence[str
 
 
 def _others(id_: str) -> list[Finding]:
-    """The verdicts on a claim on toy models, qkv-mini and MiniLM."""
+    """The verdicts on a claim on toy models and on the models with a stored study."""
     from research.claims.models import TOY, TRAINED, toy_finding, trained_findings
     from research.sinks import result
 

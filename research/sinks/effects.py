@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from qkv.edits import At, HideFirst, Values, Zero
+from qkv.edits import AtTokens, HideFirst, Values, Zero
 from qkv.engine import Call
 from qkv.kernels import serve
 from qkv.masks import Region
@@ -295,7 +295,7 @@ def removed(subject: Subject, heads: Sequence[HeadNumber], *, masked: bool, zero
         zero_value: the first value is zero, while all weights stay as they are.
     """
     with ExitStack() as stack:
-        for one, wanted in {HideFirst(): masked, Values(At([0], Zero())): zero_value}.items():
+        for one, wanted in {HideFirst(): masked, Values(AtTokens([0], Zero())): zero_value}.items():
             if wanted:
                 stack.enter_context(edit(subject.model, dict.fromkeys(heads, one)))
         yield

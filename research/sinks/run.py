@@ -64,7 +64,7 @@ class Study:
 
     def save(self, file: str | Path) -> None:
         """Write measurements and verdicts as JSON."""
-        write_atomically(Path(file), json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
+        write_atomically(Path(file), json.dumps(self.as_dict(), allow_nan=False) + "\n")
 
     @staticmethod
     def load(file: str | Path) -> Study:
@@ -90,7 +90,7 @@ class Study:
 
 
 RESULTS = Path(__file__).parent / "results"
-NAMES = ("qkv-mini", "minilm")
+NAMES = ("qkv-mini", "minilm", "smollm2")
 
 
 def stored(name: str) -> Study:

@@ -21,7 +21,7 @@ from qkv.kernels import attention
 from qkv.masks.base import Submask
 
 __all__ = [
-    "At", "Edit", "Head", "HideFirst", "Mean", "Patch", "Scale", "Steer", "Temperature", "Values", "Vectors",
+    "AtTokens", "Edit", "Head", "HideFirst", "Mean", "Patch", "Scale", "Steer", "Temperature", "Values", "Vectors",
     "WithMask", "WithNormalizer", "Zero",
 ]  # fmt: skip
 __dir__ = __all__.copy
@@ -265,7 +265,7 @@ class Patch(Edit):
 
 
 @dataclass(eq=False)
-class At(Edit):
+class AtTokens(Edit):
     """Another edit at some tokens only: `Zero`, `Mean`, `Scale`, `Steer`, `Patch`, or one of your own without weights.
 
     Args:
@@ -273,9 +273,9 @@ class At(Edit):
         edit: what is done there.
 
     >>> import torch, qkv
-    >>> from qkv.edits import At, Values, Zero
+    >>> from qkv.edits import AtTokens, Values, Zero
     >>> model, tokenizer = qkv.load("qkv-mini")
-    >>> with qkv.edit(model, {(0, 2): Values(At([0], Zero())), (1, "mlp"): At([0], Zero())}):
+    >>> with qkv.edit(model, {(0, 2): Values(AtTokens([0], Zero())), (1, "mlp"): AtTokens([0], Zero())}):
     ...     logits = model(torch.tensor([[5, 6, 7]]))
     """
 
@@ -292,8 +292,8 @@ class At(Edit):
         out = edited(self.edit, head)
         if getattr(head, "changed", None) is not before:
             raise InputError(
-                f"edits has At of {type(self.edit).__name__}, which changes the weights of {head.name}; expected an "
-                "edit of its output, such as Zero(), or WithMask(mask) with a mask of these positions"
+                f"edits has AtTokens of {type(self.edit).__name__}, which changes the weights of {head.name}; expected "
+                "an edit of its output, such as Zero(), or WithMask(mask) with a mask of these positions"
             )
         at = torch.isin(head.positions, torch.tensor(list(self.positions), device=head.output.device))
         return torch.where(at[..., None], out, head.output)
@@ -304,7 +304,7 @@ class Values(Edit):
     """Changes the values of the keys that a head attends to, and leaves its weights as they are.
 
     Args:
-        edit: what is done with the values, such as ``At([0], Zero())`` for those of the first token.
+        edit: what is done with the values, such as ``AtTokens([0], Zero())`` for those of the first token.
     """
 
     edit: Edit

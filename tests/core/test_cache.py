@@ -268,11 +268,10 @@ HITTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HITTERS)
 def test_tokens_attend_to_the_keys_that_an_evicting_cache_holds(name: str) -> None:
-    """Which keys it holds by which policy: `tests/profile/test_eviction.py`."""
     (q, k, v), places = tokens(), torch.arange(N)
     for sizes in (ONES, [N], [5, 1, 1, 3, 7, 1, 1, 4]):
-        cache = MeanAttention(6, 2) if "own" in name else HeavyHitters(3, 4)
-        visible, outs, stop = torch.zeros(B, HKV, N, N, dtype=torch.bool), [], 0
+        cache, outs, stop = MeanAttention(6, 2) if "own" in name else HeavyHitters(3, 4), [], 0
+        visible = torch.zeros(B, HKV, N, N, dtype=torch.bool)
         for size in sizes:
             start, stop = stop, stop + size
             row = torch.zeros(B, HKV, N, dtype=torch.bool)
@@ -288,7 +287,6 @@ def test_tokens_attend_to_the_keys_that_an_evicting_cache_holds(name: str) -> No
         close(torch.cat(outs, 2), out, eps=4096)
         received = weights.unflatten(1, (HKV, -1)).sum((2, 3)).gather(2, held)
         close(cache._buffers["received"], received, eps=4096)
-        assert cache.length == cache._most
 
 
 # --- all --------------------------------------------------------------------------------------------------------------

@@ -89,9 +89,9 @@ def test_a_few_first_keys_are_worth_more_than_many_last_ones(theirs: tuple[Any, 
     """Xiao et al. 2024, on a real language model; every policy that follows attention keeps the sink."""
     model, tokenizer = theirs
     text = qkv.profiler.default_text()
-    names = ("window", "sinks", "heavy", "snapkv", "tova", "keydiff", "knorm")
+    names = ("window", "sinks", "heavy", "snapkv", "pyramid", "tova", "keydiff", "knorm", "expected")
     found = eviction(model, text, policies=names, budgets=(48,), tokenizer=tokenizer, progress=False)
     assert found.loss is not None
     rise = found.loss.set_index("policy")["delta_nats"]
     assert rise["window"] > rise["sinks"] + 0.3
-    assert max(rise[name] for name in ("heavy", "tova", "snapkv")) < rise["window"]
+    assert max(rise[name] for name in ("heavy", "tova", "snapkv", "pyramid")) < rise["window"]

@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import os
-import sys
 import tarfile
 import tracemalloc
 from collections import Counter
@@ -261,13 +260,6 @@ def test_unsuitable_corpora_are_rejected(tmp_path: Path) -> None:
         with refused("corpus", match):
             call()
     assert len(corpus.of_texts("one text").documents) == 1
-
-
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x.jsonl.zst").write_bytes(zstd(lines(MANY)))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with refused("corpus", r"pip install 'qkv\[cloud\]'"):
-        chunks(tmp_path / "x.jsonl.zst")
 
 
 def test_dataset_of_the_hugging_face_hub_is_read_row_by_row(tmp_path: Path) -> None:

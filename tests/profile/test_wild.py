@@ -42,7 +42,7 @@ SIDES = {"left": LEFT, "right": RIGHT, "inner": INNER}
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_gradients_of_edits_under_checkpointing_are_those_without(reentrant: bool, inside: bool) -> None:
     edits: Any = {(0, 2): "zero", (1, 1): "mean", (1, 3): qkv.edits.HideFirst(), (0, 0): qkv.edits.Temperature(0.5)}
-    first = qkv.edits.At([0, 2], qkv.edits.Scale(0.5))
+    first = qkv.edits.AtTokens([0, 2], qkv.edits.Scale(0.5))
     edits |= {(0, "mlp"): first, (0, "residual"): qkv.edits.Scale(1.5), (1, 0): qkv.edits.Values(first)}
 
     def gradients(checkpoint: bool) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from research.claims.results import result
 from research.claims.settled import load
 from research.sinks import Study
 
-OTHERS = ["toy models (`mechanism`)", "qkv-mini", "qkv-mini", "MiniLM", "MiniLM"]
+OTHERS = ["toy models (`mechanism`)", "qkv-mini", "qkv-mini", "MiniLM", "MiniLM", "SmolLM2", "SmolLM2"]
 load()
 
 

@@ -30,13 +30,14 @@ def studied(outcomes: Mapping[int, str]) -> dict[str, Any]:
 
 @pytest.fixture
 def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The verdict on C068 from made-up outcomes of the experiment and of the two studies."""
+    """The verdict on C068 from made-up outcomes of the experiment and of two studies."""
 
     def judge(toy: str, mini: Mapping[int, str], minilm: Mapping[int, str]) -> Verdict:
         found = result("mechanism")
         found["verdicts"] = [{"claim": "C068", "holds": toy, "text": "It is drained."}]
         (tmp_path / "mechanism.json").write_text(json.dumps(found), encoding="utf-8")
-        monkeypatch.setattr(models, "study_of", {"qkv-mini": studied(mini), "minilm": studied(minilm)}.__getitem__)
+        studies = {"qkv-mini": studied(mini), "minilm": studied(minilm), "smollm2": studied({})}
+        monkeypatch.setattr(models, "study_of", studies.__getitem__)
         with results_in(tmp_path):
             return everywhere("C068")
 

@@ -109,8 +109,6 @@ RIGHT = 0.9
 """A model can do a task if this share of its predictions is right."""
 FAR = 63
 """The distance over which symbols are recalled."""
-DISTANCES = (3, 7, 15, 31, FAR)
-KINDS = ("attention", "GRU", "RNN")
 BITS, SKIPPED = 24, 8
 """The bits of a sequence of the parity task, and the first ones, which are too easy to be evaluated."""
 
@@ -179,22 +177,17 @@ class Recurrence(Experiment):
     }
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        """Every model on every task; the RNN only on recall over each distance, where it is compared."""
+        """Every model on every task; the RNN only on the long distance, where it is compared."""
         training = Training(steps=3 if quick else 300, warmup=30, weight_decay=0.0)
-        near = Recall(min_length=8, max_length=8)
+        near, far = Recall(min_length=8, max_length=8), Recall(min_length=4, max_length=4, gap=FAR - 3)
         made: dict[str, tuple[Callable[..., dict[str, float]], Callable[[str], nn.Module]]] = {
             "recall": (lambda *a: on_recall(near, *a), lambda kind: _model(kind, 18, context=16)),
+            "far": (lambda *a: on_recall(far, *a), lambda kind: _model(kind, 34, context=68, layers=1)),
             "parity": (on_parity, lambda kind: _model(kind, 2, context=BITS)),
         }
-        for distance in DISTANCES:
-            over = Recall(min_length=4, max_length=4, gap=distance - 3)
-            made[_over(distance)] = (
-                lambda *a, over=over: on_recall(over, *a),
-                lambda kind: _model(kind, 34, context=68, layers=1),
-            )
         found: dict[str, dict[str, float]] = {}
         for task, (learn, make) in made.items():
-            for kind in KINDS if task not in ("recall", "parity") else KINDS[:2]:
+            for kind in ("attention", "GRU", *(["RNN"] if task == "far" else [])):
                 torch.manual_seed(seed)
                 found[f"{kind}, {task}"] = learn(make(kind), seed, training)
         return found
@@ -211,19 +204,6 @@ class Recurrence(Experiment):
             "C291": ahead,
             "C373": ahead,
         }
-
-    def lines(self, results: Results) -> Lines:
-        """The accuracy of recall over each distance."""
-        accuracy = {
-            kind: np.array([results.values(f"{kind}, {_over(one)}", RECURRENCE_ACCURACY) for one in DISTANCES]).T
-            for kind in KINDS
-        }
-        return Lines(DISTANCES, accuracy, "distance of the recalled symbols, in tokens", "accuracy")
-
-
-def _over(distance: int) -> str:
-    """The name of the task of recall over a distance."""
-    return "far" if distance == FAR else f"over {distance}"
 
 
 def _model(kind: str, vocabulary: int, **shape: Any) -> nn.Module:

@@ -55,7 +55,7 @@ LESSONS = (
     Lesson("routing", "background", 10, "what skip connections, gates and attention have in common"),
     Lesson("people", "background", 10, "attention in psychology"),
     Lesson("related-models", "background", 10, "T5, Transformer-XL, Vision Transformers, CLIP"),
-    Lesson("interview", ".", 20, "six questions, with answers that compute"),
+    Lesson("interview", ".", 20, "six questions, with answers and where they are computed"),
     Lesson("by-hand", "_static", 10, "three tokens whose numbers you change, in the browser"),
 )
 """In the order in which they can be read."""

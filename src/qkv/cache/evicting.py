@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -21,7 +22,7 @@ from qkv.attention import Attention
 from qkv.cache.base import PAST, Cache, Step, check_distance_mask
 from qkv.engine import as_biases, as_mask, at_least_float32
 from qkv.errors import InputError, at_least_one, kind_of, nearest
-from qkv.masks import Mask, Prefix, Window
+from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.normalizers import Softmax, SumToOne
 from qkv.positions import DynamicNTK, Rotary, rotate
 from qkv.scores import Dot
@@ -138,17 +139,10 @@ class Evicting(Cache):
         """The keys that each query can attend to, token by token, if that depends on nothing but positions."""
         return None
 
-    def hold(
-        self,
-        attention: Attention,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hkv n d"],
-        v: Float[Tensor, "b hkv n dv"],
-    ) -> None:
+    def hold(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Add n new tokens as `attend` does with several, but without the output of their queries."""
-        signature, own = self._checked_signature(attention, q, k, v), as_mask(attention.mask)
-        assert own is not None
-        step = Step(attention, own, q, k, v, None, None, None)
+        signature = self._checked_signature(attention, q, k, v)
+        step = Step(attention, as_mask(attention.mask) or Causal(), q, k, v, None, None, None)
         self._check(step)
         if not self._buffers:
             self._allocate(q, k, v)
@@ -219,15 +213,15 @@ class Evicting(Cache):
                 self._buffers[name].scatter_(2, _along(slot, x), x)
         held = {name: self._buffers[name][:, :, : self._stop] for name in new}
         weigh = "received" in held or "rows" in held
-        found = step.attend(None, q, held["keys"], held["values"], return_weights=weigh)
-        self._add(held, found[1] if weigh else None, 1)
+        out = step.attend(None, q, held["keys"], held["values"], return_weights=weigh)
+        if weigh:
+            out, weights = out
+            self._add(held, weights, 1)
         self._add_queries(step)
-        return found[0] if weigh else found
+        return out
 
-    def _add(self, held: dict[str, Tensor], weights: Tensor | None, n: int) -> None:
+    def _add(self, held: dict[str, Tensor], weights: Tensor, n: int) -> None:
         """Add the weights (b, h, few, m) of the last of n new queries; of a single one also to the sums."""
-        if weights is None:
-            return
         heads, few = held["keys"].shape[1], weights.shape[2]
         if "received" in held and n == 1:
             held["received"] += _of_key_heads(weights[:, :, 0].to(held["received"]), heads)
@@ -518,17 +512,14 @@ class ExpectedAttention(Evicting):
     def _check(self, step: Step) -> None:
         super()._check(step)
         parts, rotary = step.attention, step.rotary or self.rotary
-        for name, part, kind in (("score", parts.score, Dot), ("normalizer", parts.normalizer, Softmax)):
-            if part is not None and type(part) is not kind:
-                raise InputError(f"ExpectedAttention: {name} is {part!r}, expected {kind.__name__}")
-        if as_biases(parts.bias):
-            raise InputError("ExpectedAttention: bias is given, expected none: scores are products of Gaussian queries")
+        usual = type(parts.score) in (NoneType, Dot) and type(parts.normalizer) in (NoneType, Softmax)
+        if not usual or as_biases(parts.bias) or (rotary and isinstance(rotary.scaling, DynamicNTK)):
+            raise InputError(
+                "attention is not one that ExpectedAttention can expect: softmax of products without biases, in which "
+                "the rotation does not depend on the length (DynamicNTK)"
+            )
         if step.positions is not None:
             raise InputError("ExpectedAttention: positions is given, expected None: it counts from the first token")
-        if rotary is not None and isinstance(rotary.scaling, DynamicNTK):
-            raise InputError(
-                "ExpectedAttention: rotary has the scaling DynamicNTK, which differs by length; expected another"
-            )
 
 
 BUILT_IN = {

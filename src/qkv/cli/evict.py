@@ -120,14 +120,10 @@ def _show(found: Eviction) -> None:
 
     measured = () if found.loss is None else (">loss, nats", ">increase")
     rows = table("policy", ">keys", ">attention on evicted keys", *measured, title=TITLE.format(**found.attrs))
-    lost = found.mass.groupby(["policy", "budget"])["mass_lost"].mean()
-    if found.loss is None:
-        for (policy, budget), share in lost.items():
-            rows.add_row(str(policy), f"{budget:,}", f"{share:.1%}")
-    else:
-        for row in found.loss.itertuples():
-            full = row.policy == "full"
-            share = 0.0 if full else lost[row.policy, row.budget]
-            cells = row.policy, "all" if full else f"{row.budget:,}", f"{share:.1%}"
-            rows.add_row(*cells, f"{row.nats:.3f}", "" if full else f"{row.delta_nats:+.3f}")
+    lost = found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean()
+    if found.loss is not None:
+        rows.add_row("full", "all", "0.0%", f"{found.loss['nats'][0]:.3f}", "")
+    for at, ((policy, budget), share) in enumerate(lost.items(), 1):
+        nats = () if found.loss is None else (f"{found.loss['nats'][at]:.3f}", f"{found.loss['delta_nats'][at]:+.3f}")
+        rows.add_row(policy, f"{budget:,}", f"{share:.1%}", *nats)
     Console().print(rows)

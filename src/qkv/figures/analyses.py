@@ -84,6 +84,8 @@ def ablation_figure(ablation: Ablation) -> Figure:
 LINES = {"window": ("#26748f", "s"), "sinks": (WARM, "o"), "heavy": ("#7c4a86", "^")}
 OTHERS = (("#5b7f2b", "D"), ("#a05195", "v"), ("#4d5b6a", "P"), ("#b8860b", "X"), ("#b5493a", "<"), ("#8a9b3f", ">"))
 """Colours and markers of other policies, in their order."""
+BESIDE: dict[str, Any] = {"fontsize": 8, "labelcolor": INK, "loc": "upper left",
+                          "bbox_to_anchor": (1.05, 1.02)}  # fmt: skip
 
 
 def budget_figure(eviction: Eviction) -> Figure:
@@ -95,16 +97,20 @@ def budget_figure(eviction: Eviction) -> Figure:
             0, (eviction.loss[eviction.loss["policy"] != "full"], "delta_nats", "Increase of the loss, nats per token")
         )
     wide, gap = (4.0, 0.95) if len(panels) > 1 else (6.4, 0)
+    many = len(eviction.attrs["policies"]) > 4  # too many for a legend between the lines
+    width = max(0.85 + len(panels) * (wide + gap), 7.4) + (3.7 if many else 0)
     whole = "" if eviction.loss is None else f" · loss with all keys {eviction.loss['nats'].iloc[0]:.2f} nats"
     subtitle = _eviction_subtitle(eviction) + whole
-    figure = titled(max(0.85 + len(panels) * (wide + gap), 7.4), 4.5, _eviction_sentence(eviction, mean), subtitle)
+    figure = titled(width, 4.5, _eviction_sentence(eviction, mean), subtitle)
     for index, (table, column, label) in enumerate(panels):
         axes = chart(figure, 0.75 + index * (wide + gap), 1.2, wide, 2.75, label)
         _lines(axes, table, column, eviction.attrs["policies"])
         if column == "mass_lost":
             axes.yaxis.set_major_formatter(PERCENT)
-        if index == 0:
+        if index == 0 and not many:
             legend(axes, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
+    if many:
+        legend(axes, **BESIDE)
     return figure
 
 
@@ -116,11 +122,11 @@ def needle_figure(found: pd.DataFrame) -> Figure:
     title = f"“{best['policy']}” with {best['budget']:,} keys finds {percent(best['right'])} of the hidden facts"
     whole = f"with all keys {percent(full['right'].mean())}, {full['nats'].mean():.2f} nats"
     subtitle = f"{found.attrs['model']} · a fact hidden in {found.attrs['tokens']:,} tokens · {whole}"
-    figure = titled(7.4, 4.5, title, subtitle)
-    axes = chart(figure, 0.75, 1.2, 5.9, 2.75, "Loss of the answer, nats per token")
+    figure = titled(9.8, 4.5, title, subtitle)
+    axes = chart(figure, 0.75, 1.2, 4.6, 2.75, "Loss of the answer, nats per token")
     _lines(axes, by, "nats", found.attrs["policies"])
     reference_line(axes, float(full["nats"].mean()), "all keys")
-    legend(axes, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
+    legend(axes, **BESIDE)
     return figure
 
 

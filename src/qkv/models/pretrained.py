@@ -61,16 +61,13 @@ def tell_rotary(model: nn.Module, caches: Iterable[Evicting]) -> None:
     Raises:
         InputError: for a model that is neither one of qkv nor GPT-2 or Llama.
     """
-    for cache in caches:
-        if "queries" not in cache.needs:
-            continue
+    for cache in (one for one in caches if "queries" in one.needs):
         config: Any = getattr(model, "config", None)
         try:
             cache.rotary = rotary_of(config if isinstance(model, DecoderLM) else _decoder(config.to_dict()))
         except InputError as error:
             raise InputError(
-                f"policies has {cache.name!r}, which reads queries as they were before rotation, and qkv cannot tell "
-                f"how {type(model).__name__} rotates them ({error})"
+                f"policies has {cache.name!r}, but how {type(model).__name__} rotates queries is not known: {error}"
             ) from error
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import parse_json, read_bytes
-from qkv.edits import At, Edit, Head, HideFirst, Mean, Values, Zero
+from qkv.edits import AtTokens, Edit, Head, HideFirst, Mean, Values, Zero
 from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
 from qkv.models.generation import evaluation_mode
@@ -31,7 +31,12 @@ from qkv.profiler.editing import edit
 if TYPE_CHECKING:
     import pandas as pd
 
-REMOVED: dict[str, Edit] = {"heads": Zero(), "means": Mean(), "sinks": HideFirst(), "values": Values(At([0], Zero()))}
+REMOVED: dict[str, Edit] = {
+    "heads": Zero(),
+    "means": Mean(),
+    "sinks": HideFirst(),
+    "values": Values(AtTokens([0], Zero())),
+}
 """What is removed: the head's output, what it tells about single tokens, its attention to the first token, or the value
 of the first token."""
 PROGRESS = "ablation.jsonl"

@@ -1,11 +1,7 @@
 """What a model loses when its cache evicts keys: attention on evicted keys, and loss.
 
-Policies at a budget of B keys for each layer and key head are subclasses of `qkv.cache.Evicting`, whose method `worth`
-serves this analysis, qkv's own caches and `qkv.huggingface.evicting` alike:
-
-- ``window``: the last B keys, including the query's own. ``sinks``: the first few and the last B − few keys.
-- ``heavy``, ``snapkv``, ``pyramid``, ``tova``, ``keydiff``, ``knorm``, ``expected``: see `qkv.cache.evicting`.
-- your own class, or its name if an installed package registers it in the group of entry points ``qkv.policies``.
+Policies (of `qkv.cache.evicting`, or your own) are subclasses of `qkv.cache.Evicting` with one method, `worth`, which
+serves this analysis, qkv's caches and `qkv.huggingface.evicting` alike. A budget counts keys of a layer and key head.
 
 There are two estimates, which answer different questions. In both a policy decides at every query, as a cache does.
 
@@ -158,7 +154,7 @@ def eviction(
     predicted = sum(lengths) - len(lengths)
     loss = _loss_table({key: value / predicted for key, value in nats.items()}) if run else None
     attrs["policies"] = {name: cache.meaning for (name, _), cache in settings.items()}
-    return Eviction(_mass_table(lost, sum(lengths), list(attrs["policies"])), loss, attrs)
+    return Eviction(_mass_table(lost, sum(lengths), list(settings)), loss, attrs)
 
 
 def _settings(budgets: Sequence[int], policies: Sequence[str | type[Evicting]], first: int) -> dict[Setting, Evicting]:
@@ -367,19 +363,16 @@ def expiry(call: Call, cache: Evicting) -> Int[Tensor, "b hkv nk"]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _mass_table(lost: dict[tuple[str, int, int], Tensor], queries: int, names: list[str]) -> pd.DataFrame:
+def _mass_table(lost: dict[tuple[str, int, int], Tensor], queries: int, settings: list[Setting]) -> pd.DataFrame:
     import pandas as pd
 
+    by_setting = sorted(lost.items(), key=lambda one: (settings.index(one[0][:2]), one[0][2]))
     rows = [
         {"policy": policy, "budget": budget, "layer": layer, "head": head, "mass_lost": value / queries}
-        for (policy, budget, layer), values in lost.items()
+        for (policy, budget, layer), values in by_setting
         for head, value in enumerate(values.tolist())
     ]
-    order = {name: at for at, name in enumerate(names)}
-    return pd.DataFrame(rows).sort_values(
-        ["policy", "budget", "layer", "head"], key=lambda x: x.map(order) if x.name == "policy" else x,
-        ignore_index=True,
-    )  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def _loss_table(nats: dict[Setting | None, float]) -> pd.DataFrame:
@@ -392,14 +385,11 @@ def _loss_table(nats: dict[Setting | None, float]) -> pd.DataFrame:
     return pd.DataFrame(rows).astype({"budget": "Int64"})
 
 
-CACHES, MASKS = "caches", "masks"  # run modes
-
-
 def run_mode(model: nn.Module) -> str:
-    """The way to run a model: `CACHES`, or `MASKS` on its own attention."""
+    """The way to run a model: "caches", or "masks" on its own attention."""
     kind = type(model).__name__
     if isinstance(model, DecoderLM):
-        return CACHES
+        return "caches"
     if not any(map(routes, model.modules())):
         raise InputError(
             f"model {kind} cannot be run with a cache of qkv; expected a qkv.models.DecoderLM or a causal language "
@@ -411,7 +401,7 @@ def run_mode(model: nn.Module) -> str:
             f"model {kind} has no output head, so it has no loss; expected a causal language model, such as "
             "AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention weights alone"
         )
-    return MASKS
+    return "masks"
 
 
 @torch.no_grad()
