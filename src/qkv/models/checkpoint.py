@@ -24,7 +24,12 @@ from qkv.models.decoder import DecoderConfig, DecoderLM
 
 M = TypeVar("M", bound=nn.Module)
 Weights = Mapping[str, Tensor]
-NAMES = ("qkv-mini", "qkv-reversal", "qkv-translation", "qkv-caption")
+NAMES = {
+    "qkv-mini": "a causal language model of Python code",
+    "qkv-reversal": "reverses six symbols: its heads look at the mirrored position",
+    "qkv-translation": "English to French with Bahdanau's attention, in a small grammar",
+    "qkv-caption": "captions of small scenes, each word found by looking at the image",
+}
 
 
 def folder_of(name: str) -> Path | None:
