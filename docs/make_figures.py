@@ -94,8 +94,8 @@ def masks() -> None:
 
 
 def sinks() -> None:
-    """docs/figures/sinks-minilm.png: the stored study of MiniLM's sinks."""
-    save_figure(stored("minilm").figure(), DOCS / "figures" / "sinks-minilm.png")
+    """docs/figures/sinks-smollm2.png: the stored study of SmolLM2's sinks."""
+    save_figure(stored("smollm2").figure(), DOCS / "figures" / "sinks-smollm2.png")
 
 
 def minilm() -> None:
