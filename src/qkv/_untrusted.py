@@ -1,6 +1,7 @@
 """Files from strangers: the sizes that a file declares are compared with a limit before anything is allocated.
 
-Readers raise ValueError with the reason, which their callers turn into an `InputError` that names argument and file.
+Readers raise ValueError with the reason, and `read_zip` also errors of zipfile. `reading`, or the caller, turns them
+into an `InputError` that names argument and file.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ def reading(target: object, what: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except OSError as error:
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
     except Exception as error:  # a damaged file can be wrong anywhere; zarr, xarray and codecs have errors of their own
         raise InputError(
@@ -283,17 +284,8 @@ def read_zip(source: Path | io.BytesIO, needed: str) -> tuple[dict[str, bytes], 
 
 
 def _members(file: _File | io.BytesIO, stored: int, needed: str) -> tuple[dict[str, bytes], Budget]:
-    try:
-        return _inflated(file, Budget(stored), needed)
-    except ValueError:
-        raise
-    except Exception as error:  # zipfile raises errors of zlib, struct and others, OSError for a wrong offset
-        raise ValueError(f"it is not a zip file, or is damaged: {first_line(error)}") from error
-
-
-def _inflated(file: _File | io.BytesIO, budget: Budget, needed: str) -> tuple[dict[str, bytes], Budget]:
-    entries: dict[str, bytes] = {}
-    with zipfile.ZipFile(file) as archive:
+    entries, budget = dict[str, bytes](), Budget(stored)
+    with zipfile.ZipFile(file) as archive:  # which raises errors of zlib, struct and others, OSError for a wrong offset
         if isinstance(file, _File):
             file.most = sys.maxsize
         for member in archive.infolist():
