@@ -62,6 +62,18 @@ class Composition(nn.Module):
             attention = _with(attention, place, getattr(self, name))
         return attention
 
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: Literal[False] = False, return_statistics: Literal[False] = False,
+        queries: Bool[Tensor, "b nq"] | None = None,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: bool = False, return_statistics: bool = False,
+        queries: Bool[Tensor, "b nq"] | None = None,
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         q: Float[Tensor, "b h nq dq"],
@@ -72,7 +84,7 @@ class Composition(nn.Module):
         return_weights: bool = False,
         return_statistics: bool = False,
         queries: Bool[Tensor, "b nq"] | None = None,
-    ) -> Tensor | Any:
+    ) -> Tensor | tuple[Any, ...]:
         """`attend` with this composition and an optional additional mask; dropout acts in training mode.
 
         `queries` are those that count in the statistics, as in `qkv.measure`.
