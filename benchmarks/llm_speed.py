@@ -27,7 +27,8 @@ def llm() -> dict[str, Any]:
     torch.set_num_threads(THREADS)
     model, tokenizer = qkv.load("smollm2", head=True)
     text = qkv.profiler.default_text("smollm2")
-    every = tokenizer(text * 20, return_tensors="pt")["input_ids"]
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    every = ids.repeat(1, 1 + max(LENGTHS) // ids.shape[1])
     return _profiles(model, every) | _watch(model, every[:, :NEW]) | _ablation(model, every[:, :73])
 
 
