@@ -140,7 +140,7 @@ experiments: venv  ## run all experiments of the lab on JOBS=2 cores, about a ni
 	cp qkv-experiments/*.png qkv-experiments/README.md docs/experiments/
 	PYTHONPATH=. $(BIN)/python docs/make_larger.py
 
-sinks: venv  ## study the attention sinks of three trained models, about 13 minutes on one core; writes research/sinks/results
+sinks: venv  ## study the attention sinks of three trained models, up to half an hour on one core; writes research/sinks/results
 	OMP_NUM_THREADS=1 $(BIN)/python -m research.sinks
 	PYTHONPATH=. $(BIN)/python docs/make_larger.py
 

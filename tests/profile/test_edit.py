@@ -234,18 +234,16 @@ def test_edits_hold_in_every_step_of_generation() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 def test_edits_of_values_and_modules_equal_hooks_at_these_tokens(name: str) -> None:
-    """The second text has 3 tokens of padding on the left, after which its positions begin."""
     model, ids = hf.build(name), hf.inputs(name)["input_ids"]
     mask = torch.ones_like(ids)
-    mask[1, :3] = 0
+    mask[1, :3] = 0  # padding, after which positions begin
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     real, vector = mask.bool(), torch.linspace(-1, 1, model.config.hidden_size)
     second = torch.zeros_like(mask, dtype=torch.bool)
     second[0, 1] = second[1, 4] = True
     block = next(m for n, m in model.named_modules() if n in ("layers.1", "h.1"))
     for what, module in (("mlp", block.mlp), ("residual", block)):
-        steered = edits.AtTokens([1], edits.Steer(vector))
-        with qkv.edit(model, {(1, what): steered}):
+        with qkv.edit(model, {(1, what): edits.AtTokens([1], edits.Steer(vector))}):
             got = main_output(model(**inputs))
 
         def added(_: nn.Module, __: Any, out: Any) -> Any:

@@ -23,7 +23,7 @@ from qkv_lab.experiments.evidence import FAILS, HOLDS, UNSEEN
 from research.sinks import Study, effects, measure, result, study
 from research.sinks.criteria import Sinks
 from research.sinks.effects import FirstKey, Magnitudes, Rows, others, peaks, replaced
-from research.sinks.measure import Chosen
+from research.sinks.measure import Chosen, Kept
 from research.sinks.run import NAMES, RESULTS
 from research.sinks.subject import Subject, Texts, default_texts, evaluated, prepared, self_attention
 
@@ -113,6 +113,11 @@ def dense(subject: Subject, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     if call.mask is not None:
         scores = scores.masked_fill(~call.mask.dense(n, n), -torch.inf)
     return scores, k, v
+
+
+def test_an_interrupted_study_resumes_and_another_model_begins_anew(tmp_path: Path) -> None:
+    Kept(tmp_path / "x", "a").keep((64, 4), {"often": 0.5})
+    assert [Kept(tmp_path / "x", key) for key in "ab"] == [{(64, 4): {"often": 0.5}}, {}]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -367,7 +367,7 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     left, top, gap = 0.75, 1.3, 0.45
     width = max(left + len(kinds) * (wide + gap) + 0.6, 9.2)
     lower = top + tall + 1.0
-    score = "sink score α: mean share of the row on a token, of queries that see it; above, of the first 64"
+    score = "α: mean weight on a token, of the queries that see it; above, of the first 64"
     even = "" if np.isnan(mean := table["alpha_even"].mean()) else f" (even rows: {percent(mean)})"
     figure = titled(width, lower + 2.6 + 0.6, _sinks_sentence(data), f"{name} · {score}{even}")
     for index, (column, label) in enumerate(kinds.items()):

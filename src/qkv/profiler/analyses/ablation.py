@@ -181,6 +181,8 @@ class _Removing:
         self.outputs: dict[nn.Module, Any] = {}
         """What each layer gives in the whole model."""
         self.logits = torch.empty(0)
+        self.size = 0
+        """How many heads are removed by one forward."""
 
     def loss(self, without: Collection[tuple[int, int]] = ()) -> float:
         """The loss of the whole model, or without some heads, by one forward."""
@@ -191,8 +193,12 @@ class _Removing:
             for block in self.blocks:
                 hooks.callback(block.register_forward_hook(self._keep).remove)
             logits = _logits(self.model, self.ids)
-        self.logits = logits[0]
-        return _loss(self.logits, self.ids)
+        self.size = NUMBERS // logits[0].numel() - 1
+        if self.size < 1:  # a second item would take too much memory
+            self.blocks = []
+        else:
+            self.logits = logits[0]
+        return _loss(logits[0], self.ids)
 
     def _keep(self, block: nn.Module, args: Any, output: Any) -> None:
         if block in self.outputs:  # it is applied several times, so its output is not that of one layer
@@ -201,9 +207,8 @@ class _Removing:
 
     def without(self, layer: int, wanted: list[int]) -> Iterator[dict[int, float]]:
         """The losses without single heads of a layer, or all of them, a few at a time."""
-        size = max(1, NUMBERS // self.logits.numel() - 1)
         while wanted:
-            losses = self._together(layer, wanted[:size])
+            losses = self._together(layer, wanted[: self.size])
             if losses is None:
                 every = range(self.heads[layer])
                 losses = {wanted[0]: self.loss({(layer, head) for head in every if wanted[0] in (head, ALL)})}

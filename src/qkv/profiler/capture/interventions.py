@@ -117,7 +117,7 @@ def applied(
     whole = call.q.shape[2] >= call.k.shape[2]
     for edits in ACTIVE.get(model, ()):
         found = edits.of(module, group, layer)
-        if group in SELF:
+        if group in SELF and edits.modules:
             edits.newest = layer, call, place
         if found and not editable:
             raise InputError(
