@@ -6,6 +6,7 @@ errors in every step (`fuzz.rounding`), and the error of a kernel may be `MARGIN
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,8 @@ class Expected:
         self.certain = _certain(self.exact, [x for x, _ in samples])
         self._error = _error(self.exact, [x for x, _ in samples])
         self._absolute_error = _error(self.exact, [x for x, _ in samples], absolute=True)
-        smooth = self.certain & _smooth(self.exact, [x for x, _ in samples])
+        self._kinked = ~_smooth(self.exact, [x for x, _ in samples])
+        smooth = self.certain & ~self._kinked
         # Rows whose gradient depends on rounding get a gradient of 0.
         self.grad = case.grad.masked_fill(~smooth[..., None], 0)
         self.grad_lse = case.grad_lse.masked_fill(~smooth, 0)
@@ -198,6 +200,12 @@ class Expected:
         if name in OF_WEIGHTS:
             # The level and the scores come from different products of queries and keys, so errors do not cancel.
             tolerance = tolerance + want.abs() * scale * MARGIN * self._absolute_error
+            # A weight of 0 beside a kink becomes as large as the error of its score, which few samples may not show.
+            tolerance = tolerance + scale * MARGIN * self._error * self._kinked
+        if name.startswith("gradient of bias"):
+            # The formula itself, and kernels in float64, add the gradients of all pairs, which may cancel.
+            pairs = self.exact.found.final.numel()
+            tolerance = tolerance + want.abs() * torch.finfo(torch.float64).eps * math.sqrt(pairs)
         if name == "measure sink_mass":
             tolerance = tolerance + scale * MARGIN * self._absolute_error
         if name.startswith("measure thumbnail"):

@@ -182,7 +182,9 @@ def biased(bias: Any, s: Tensor, q: Tensor, scale: float, rounding: Rounding) ->
             return s - slopes[:, None, None] * back.abs()
         case biases.T5Bias(table, both, most):
             buckets = [[t5_bucket(x, len(table), most, both) for x in row] for row in back.tolist()]
-            return s + table[torch.tensor(buckets)].movedim(-1, 0)
+            # A product, whose gradient adds thousands of pairs in blocks: one after another, rounding errors add up.
+            chosen = torch.nn.functional.one_hot(torch.tensor(buckets), len(table)).to(table)
+            return s + (chosen @ table).movedim(-1, 0)
         case biases.RelativePosition(vectors, _):
             table = _by_head(vectors, 2)
             index = _clipped(s, table.shape[-2] // 2)
