@@ -21,7 +21,7 @@ from qkv.engine import Call
 from qkv.figures.analyses import flow_figure
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Normalizer
-from qkv.profiler.analyses.flow import flow_to, rollout
+from qkv.profiler.analyses.flow import rollout
 from qkv.profiler.capture.datasets import calls_of
 from qkv.statistics.measure import row_state
 from qkv.statistics.reduce import weights_matmul
@@ -67,7 +67,7 @@ def test_products_and_rollout_form_no_quadratic_tensor(monkeypatch: pytest.Monke
     assert largest_tensor(lambda: weights_matmul(call, rows, w)) < 211 * 20
     lm, ids = model(), torch.randint(17, (1, 301))
     assert largest_tensor(lambda: rollout(lm, ids)) < 301 * 301 / 2
-    assert largest_tensor(lambda: flow_to(lm, ids)) < 301 * 301 / 2
+    assert largest_tensor(lambda: rollout(lm, ids, keys=[0])) < 301 * 301 / 2
 
 
 def rollouts(weights: list[Tensor], residual: float) -> tuple[list[Tensor], list[Tensor]]:
@@ -86,7 +86,7 @@ def check(
     chosen = [-1, 0, 3]
     down, up = rollouts(weights, residual)
     back = rollout(model, batch, chosen, residual=residual, **settings)
-    forth = flow_to(model, batch, chosen, residual=residual, **settings)
+    forth = rollout(model, batch, keys=chosen, residual=residual, **settings)
     for item, real in enumerate(keep):
         n = int(real.sum())
         assert back["n_tokens"].values[item] == n
@@ -214,4 +214,4 @@ def test_command_writes_figures_and_data(tmp_path: Path, command: Command) -> No
     np.testing.assert_allclose(back.groupby("depth").flow.sum(), 1, rtol=1e-6)  # float32
     share = f"{found.values[0, 1, 0, 2]:.0%}".removesuffix("%")
     assert flow_figure(found, 1).texts[0].get_text().startswith(f"{share} % ")
-    assert "no token but itself" in flow_figure(flow_to(mini, "x", [-1], tokenizer=tokenizer)).texts[0].get_text()
+    assert "no token but itself" in flow_figure(rollout(mini, "x", keys=[-1], tokenizer=tokenizer)).texts[0].get_text()

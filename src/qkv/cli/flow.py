@@ -59,7 +59,7 @@ def flow(
 
     from qkv.figures.analyses import flow_figure
     from qkv.figures.layout import save_figure
-    from qkv.profiler.analyses.flow import flow_to, rollout
+    from qkv.profiler.analyses.flow import rollout
 
     allow(given.max_size)
     backward, forward = from_ if from_ or to else (-1,), to
@@ -68,13 +68,13 @@ def flow(
     with folder(out):
         loaded, inputs = given.load(passage)
         tables = []
-        for chosen, trace, direction in ((backward, rollout, "from"), (forward, flow_to, "to")):
+        for chosen, of, direction in ((backward, "queries", "from"), (forward, "keys", "to")):
             if not chosen:
                 continue
             options = {"queries": "--from", "keys": "--to", "group": "--group", "target": "--target"}
             with renamed(**options), bar(f"tracing {direction}", "layers") as step:
-                found = trace(
-                    loaded.model, inputs, chosen, tokenizer=loaded.tokenizer, target=target, group=group,
+                found = rollout(
+                    loaded.model, inputs, **{of: chosen}, tokenizer=loaded.tokenizer, target=target, group=group,
                     residual=residual, by=by, name=loaded.name, on_layer=functools.partial(step, 1),
                 )  # fmt: skip
             for index, position in enumerate(found["chosen_position"].values[0]):

@@ -204,7 +204,7 @@ def _eviction_subtitle(eviction: Eviction) -> str:
 
 
 def flow_figure(rollout: xr.DataArray, chosen: int = 0) -> Figure:
-    """The rollout of one chosen token of a text, from `rollout` or `flow_to`: shares along the text, and by layer."""
+    """The rollout of one chosen token of a text, from `rollout`: shares along the text, and by layer."""
     n = int(rollout["n_tokens"].values[0])
     by_depth = rollout.values[0, chosen, :, :n]
     tokens, position = rollout["token_name"].values[0, :n], int(rollout["chosen_position"].values[0, chosen])

@@ -2,7 +2,7 @@
 
 from qkv.profiler.analyses.ablation import Ablation, ablation
 from qkv.profiler.analyses.eviction import Eviction, eviction, needle
-from qkv.profiler.analyses.flow import flow_to, rollout
+from qkv.profiler.analyses.flow import rollout
 from qkv.profiler.analyses.mixing import mixing
 from qkv.profiler.comparison import Comparison, compare
 from qkv.profiler.corpora import default_text
@@ -28,7 +28,6 @@ __all__ = [
     "default_text",
     "everywhere",
     "eviction",
-    "flow_to",
     "head_outputs",
     "mixing",
     "needle",

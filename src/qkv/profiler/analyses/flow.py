@@ -43,6 +43,7 @@ def rollout(
     inputs: Inputs,
     queries: Sequence[int] = (-1,),
     *,
+    keys: Sequence[int] | None = None,
     tokenizer: Any = None,
     target: str | None = None,
     group: str | None = None,
@@ -51,14 +52,16 @@ def rollout(
     name: str = "",
     on_layer: Callable[[], None] = lambda: None,
 ) -> xr.DataArray:
-    """Where the final states of chosen tokens come from: rows of the attention rollout, layer by layer.
+    """Trace where the final states of chosen tokens come from, or where chosen input tokens go to, layer by layer.
 
-    Memory is linear in the text: queries and keys of every layer, and one vector for each chosen token.
+    These are rows, or with `keys` columns, of the attention rollout. Memory is linear in the text: queries and keys of
+    every layer, and one vector for each chosen token.
 
     Args:
         model: as in `qkv.profile`, or a name for `qkv.load`.
         inputs: as in `qkv.profile`. Padding does not count.
-        queries: positions of the chosen tokens, without padding; −1 is the last token of a text.
+        queries: positions of the tokens whose final states are traced, without padding; −1 is the last of a text.
+        keys: positions of input tokens, which are traced to all states in place of `queries`.
         tokenizer: converts text to ids, and ids to the names of tokens; if `model` is a name, its tokenizer is loaded.
         target: the text that the decoder of an encoder-decoder reads.
         group: kind of attention, for a model that has several: ``"encoder"`` or ``"decoder"``. A rollout stays within
@@ -72,9 +75,10 @@ def rollout(
     Returns:
         An array (text, chosen, depth, token) in float64: the share of the chosen token's final state that comes from
         each token's state at `depth`, counted in layers. Depth 0 is the embeddings and holds the rollout itself. The
-        shares of each (text, chosen, depth) add up to 1 if every token attends to at least one token. Coordinates are
-        ``token_name`` (text, token), ``chosen_position`` and ``chosen_name`` (text, chosen), ``n_tokens`` (text);
-        values beyond a text's end are NaN.
+        shares of each (text, chosen, depth) add up to 1 if every token attends to at least one token. With `keys`: the
+        share of each token's state after `depth` layers that comes from the chosen token's embedding; the last depth is
+        a column of the rollout. Coordinates are ``token_name`` (text, token), ``chosen_position`` and ``chosen_name``
+        (text, chosen), ``n_tokens`` (text); values beyond a text's end are NaN.
 
     Raises:
         InputError: if the model does not accept the inputs, a position is outside of a text, `group` is
@@ -83,56 +87,10 @@ def rollout(
     >>> found = rollout("qkv-mini", "def f(x):\\n    return x", [-1])
     >>> [round(float(found.sel(depth=depth).sum()), 6) for depth in (0, 1)]
     [1.0, 1.0]
-    """
-    return _traced(model, inputs, queries, "queries", tokenizer, target, group, residual, by, name, on_layer)
-
-
-def flow_to(
-    model: nn.Module | str,
-    inputs: Inputs,
-    keys: Sequence[int] = (0,),
-    *,
-    tokenizer: Any = None,
-    target: str | None = None,
-    group: str | None = None,
-    residual: float = 0.5,
-    by: str = "weights",
-    name: str = "",
-    on_layer: Callable[[], None] = lambda: None,
-) -> xr.DataArray:
-    """How much of every token's state comes from chosen input tokens: columns of the attention rollout, layer by layer.
-
-    Args:
-        model: as in `rollout`.
-        inputs: as in `rollout`.
-        keys: positions of the chosen input tokens, without padding; −1 is the last token of a text.
-        tokenizer: as in `rollout`.
-        target: as in `rollout`.
-        group: as in `rollout`.
-        residual: as in `rollout`.
-        by: as in `rollout`.
-        name: as in `rollout`.
-        on_layer: as in `rollout`.
-
-    Returns:
-        An array (text, chosen, depth, token) as in `rollout`: the share of each token's state after `depth` layers
-        that comes from the chosen token's embedding. At depth 0 it is 1 at the chosen token and 0 elsewhere; the last
-        depth is a column of the rollout.
-
-    Raises:
-        InputError: as in `rollout`.
-
-    >>> found = flow_to("qkv-mini", "def f(x):\\n    return x", [0])
-    >>> found.sel(depth=0).values[0, 0, :3].tolist()
+    >>> rollout("qkv-mini", "def f(x):\\n    return x", keys=[0]).sel(depth=0).values[0, 0, :3].tolist()
     [1.0, 0.0, 0.0]
     """
-    return _traced(model, inputs, keys, "keys", tokenizer, target, group, residual, by, name, on_layer)
-
-
-def _traced(
-    model: nn.Module | str, inputs: Inputs, chosen: Sequence[int], called: str, tokenizer: Any, target: str | None,
-    group: str | None, residual: float, by: str, name: str, on_layer: Callable[[], None],
-) -> xr.DataArray:  # fmt: skip
+    called, chosen = ("queries", queries) if keys is None else ("keys", keys)
     if not 0 <= residual < 1:
         raise InputError(f"residual is {residual}, expected a share from 0 to less than 1")
     if by not in FACTORS:
