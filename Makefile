@@ -162,7 +162,6 @@ mutants: venv  ## test the ledger's checks: give them wrong answers, and count t
 
 figures: venv  ## make the figures and numbers in README.md and docs/ again, about ten minutes
 	PYTHONPATH=. $(BIN)/python docs/make_figures.py
-	PYTHONPATH=. $(BIN)/python docs/make_plan.py
 
 extras: venv  ## install each extra alone into a fresh environment and run its smoke test; about ten minutes; EXTRAS="hf train" for some
 	$(BIN)/python tests/install/environments.py $(EXTRAS)

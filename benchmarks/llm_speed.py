@@ -45,8 +45,7 @@ def _profiles(model: Any, every: Tensor) -> dict[str, Any]:
         seconds = alternating(jobs, repeats)
         for job in ("profile", "weights"):
             if job in seconds:
-                goal = " (≤ 1.1)" if job == "profile" else ""
-                result[f"time: {job} / plain, {tokens:,} tokens{goal}"] = median_ratio(seconds, job, "plain")
+                result[f"time: {job} / plain, {tokens:,} tokens"] = median_ratio(seconds, job, "plain")
         result[f"seconds, {tokens:,} tokens"] = seconds
     return result
 
@@ -61,7 +60,7 @@ def _watch(model: Any, ids: Tensor) -> dict[str, Any]:
 
     seconds = alternating({"plain": generate, "watch": watched}, 5)
     return {
-        f"time: watch / plain, {NEW} new tokens after {NEW} (≤ 1.15)": median_ratio(seconds, "watch", "plain"),
+        f"time: watch / plain, {NEW} new tokens after {NEW}": median_ratio(seconds, "watch", "plain"),
         "seconds, generation": seconds,
     }
 
@@ -79,7 +78,7 @@ def _ablation(model: Any, ids: Tensor) -> dict[str, Any]:
 
     seconds = alternating({"one by one": one_by_one, "together": together}, 5)
     return {
-        f"time: heads of layer {LAYER} one by one / qkv.profiler.ablation (≥ 5)": median_ratio(
+        f"time: heads of layer {LAYER} one by one / qkv.profiler.ablation": median_ratio(
             seconds, "one by one", "together"
         ),
         "seconds, ablation": seconds,

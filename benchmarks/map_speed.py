@@ -52,7 +52,7 @@ def maps(tokens: int = TOKENS, repeats: int = 3) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "seconds": seconds,
-        "time: whole picture of 1,024² / forward (≤ 2)": median_ratio(seconds, "whole", "attention"),
+        "time: whole picture of 1,024² / forward": median_ratio(seconds, "whole", "attention"),
         "nanoseconds per visible pair": {name: 1e9 * x for name, x in per_pair.items()},
         "memory: bytes above the idle process": {job: m["peak"] - m["base"] for job, m in memory.items()},
         "memory: of all weights, which are never there": 4 * tokens**2,

@@ -52,7 +52,6 @@ def statistics_gradients(repeats: int = 9) -> dict[str, Any]:
     result: dict[str, Any] = {"seconds": {"backward": alone, "both": together}}
     for name in ("entropy", "entropy + received + sink"):
         for base in ("attend", "attend, tiled"):
-            bound = " (≤ 2)" if "sink" in name else ""
-            result[f"time: {name} / {base}, backward{bound}"] = median_ratio(alone, name, base)
+            result[f"time: {name} / {base}, backward"] = median_ratio(alone, name, base)
             result[f"time: {name} / {base}, forward and backward"] = median_ratio(together, name, base)
     return result

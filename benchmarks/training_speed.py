@@ -37,11 +37,10 @@ def mechanisms(repeats: int = 7) -> dict[str, Any]:
         ids = torch.randint(256, (batch, tokens + 1), generator=torch.Generator().manual_seed(0))
         jobs: dict[str, Callable[[], float]] = {name: training_step(model(name, tokens), ids) for name in MECHANISMS}
         seconds = alternating(jobs, repeats)
-        goal = " (≤ 1.5)" if tokens == 256 else ""
         for name in MECHANISMS:
             if name != "plain":
                 ratio = median_ratio(seconds, name, "plain")
-                result[f"time: {name} / plain causal, batch {batch}, {tokens:,} tokens{goal}"] = ratio
+                result[f"time: {name} / plain causal, batch {batch}, {tokens:,} tokens"] = ratio
         result[f"seconds, {tokens} tokens"] = seconds
     return result
 

@@ -79,11 +79,9 @@ def viewer_page(tokens: int = TOKENS, repeats: int = REPEATS) -> dict[str, Any]:
         "heads": LAYERS * HEADS,
         "tokens of the overview": LENGTH,
         "seconds until the overview is interactive": overview,
-        "overview: seconds from the server's answer to interactive (≤ 1)": statistics.median(
-            overview["after the answer"]
-        ),
+        "overview: seconds from the server's answer to interactive": statistics.median(overview["after the answer"]),
         "tokens of the map": tokens,
-        "frames a second while moving the map, cached tiles (≥ 30)": per_second,
+        "frames a second while moving the map, cached tiles": per_second,
         "milliseconds of a frame": {
             "median": statistics.median(moving["frames"]),
             "95th percentile": sorted(moving["frames"])[int(0.95 * len(moving["frames"]))],
@@ -91,7 +89,7 @@ def viewer_page(tokens: int = TOKENS, repeats: int = REPEATS) -> dict[str, Any]:
         },
         "tiles that the tour shows": moving["tiles"],
         "tiles asked for in the rounds that count": moving["asked"],
-        "heaviest page without data, kB (≤ 300)": max(weights["views"].values()) / 1000,
+        "heaviest page without data, kB": max(weights["views"].values()) / 1000,
         "all pages together without data, kB": sum(weights["files"].values()) / 1000,
         "bytes by view": weights["views"],
         "bytes by file": weights["files"],

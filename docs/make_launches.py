@@ -1,7 +1,6 @@
 """Counts kernel launches and memory traffic for docs/gpu.md and docs/scale.md, without a card.
 
-PYTHONPATH=. .venv/bin/python docs/make_launches.py   writes both tables, in about 20 seconds, and the times that
-`make bench-gpu` has measured on a card
+PYTHONPATH=. .venv/bin/python docs/make_launches.py   writes the tables, in about 20 seconds
 
 Operations of torch are counted while they run on the CPU, with the tile sizes of CUDA. The Triton kernels are recorded,
 not run: their traffic is that of their arguments, each read or written once.
@@ -13,11 +12,11 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import make_tables
 import torch
 from torch import Tensor
 
@@ -38,6 +37,7 @@ PROFILE: dict[str, Any] = {
     "statistics": SURVEY["statistics"],
     "bins": 128,
 }
+FLOP, PEAK = 1.45e20, 989e12  # of the estimate in docs/scale.md; per second of one GPU, dense bfloat16
 PAIRS, BANDWIDTH = 64 * 80 * 4096 // 2, 4e12  # pairs for each token in the estimate of docs/scale.md; bytes a second
 
 
@@ -117,27 +117,6 @@ def page_on_gpus() -> list[str]:
     return lines
 
 
-def page_on_a_card() -> list[str]:
-    """The table of docs/gpu.md with the times of benchmarks/results/gpu.json."""
-    found = json.loads((Path(__file__).parents[1] / "benchmarks/results/gpu.json").read_text())
-    machine = found["machine"]
-    lines = [
-        f"| {machine['card']}, torch {machine['torch']}, bfloat16, causal | tokens | ms | beside | ratio |",
-        "|---|---:|---:|---|---:|",
-    ]
-    for length, row in found["measure"].items():
-        tokens, times = f"{int(length.split()[0]):,}", row["milliseconds"]
-        for name, label in (("statistics", "output and statistics"), ("with map and masses", "with map and masses")):
-            beside = f"SDPA, {times['SDPA']:.1f} ms"
-            lines.append(f"| {label} | {tokens} | {times[name]:.1f} | {beside} | {row['to SDPA'][name]:.1f} |")
-    for length, row in found["profile"].items():
-        tokens, times = f"{int(length.split()[0]):,}", row["milliseconds"]
-        memory = row["peak bytes"]["profile"] / row["peak bytes"]["forward"]
-        beside, ratio = f"its forward, {times['forward']:.0f} ms; memory × {memory:.2f}", row["to the forward"]
-        lines.append(f"| profile of a Llama | {tokens} | {times['profile']:,.0f} | {beside} | {ratio:.1f} |")
-    return lines
-
-
 def of_a_survey() -> dict[str, Cost]:
     """Costs of the statistics of a survey, given the log-sum-exp."""
     n = LENGTHS[-1]
@@ -169,15 +148,38 @@ def page_on_surveys(costs: dict[str, Cost]) -> list[str]:
     return lines
 
 
-def fill(page: Path, name: str, lines: list[str]) -> None:
-    """Write a table at the comment with its name."""
-    text, begin = page.read_text(), f"<!-- {name}: docs/make_launches.py -->\n"
-    before, rest = text.split(begin)
-    page.write_text(before + begin + "\n".join(["", *lines, "", ""]) + rest[rest.index("<!-- end -->") :])
+def page_on_hours(costs: dict[str, Cost]) -> list[str]:
+    """The table of docs/scale.md: GPU-hours of the estimate."""
+    kept = json.loads((make_tables.RESULTS / "survey.json").read_text())
+    (ratio,) = (value for name, value in kept.items() if name.startswith("throughput"))
+    uses = (0.3, 0.4, 0.5)
+    plain = [FLOP / (use * PEAK) / 3600 for use in uses]
+    rows = {
+        f"plain forward, GPU-hours ({PEAK / 1e12:,.0f} Tflop/s)": plain,
+        **{
+            f"with the memory traffic of the {name}": [x + 1e6 * milliseconds(cost) / 3600 for x in plain]
+            for name, cost in costs.items()
+        },
+        f"with the ratio measured above (plain hours / {ratio:.3f})": [hours / ratio for hours in plain],
+    }
+    lines = [
+        "| at utilisation | " + " | ".join(f"{use:.0%}".replace("%", " %") for use in uses) + " |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {name} | " + " | ".join(f"{x:,.0f}" for x in row) + " |" for name, row in rows.items()]
+    return lines
+
+
+def write() -> None:
+    """Write all tables."""
+    costs = of_a_survey()
+    for name, tables in {
+        "gpu.md": {"launches": page_on_gpus()},
+        "scale.md": {"traffic": page_on_surveys(costs), "hours": page_on_hours(costs)},
+    }.items():
+        page = make_tables.DOCS / name
+        page.write_text(make_tables.filled(page.read_text(), "make_launches.py", tables))
 
 
 if __name__ == "__main__":
-    docs = Path(__file__).parent
-    fill(docs / "gpu.md", "launches", page_on_gpus())
-    fill(docs / "gpu.md", "card", page_on_a_card())
-    fill(docs / "scale.md", "traffic", page_on_surveys(of_a_survey()))
+    write()

@@ -1,4 +1,4 @@
-"""The plan of a survey of 10¹² tokens: `python docs/make_plan.py` derives its numbers and writes them to docs/scale.md.
+"""The plan of a survey of 10¹² tokens, a table of docs/scale.md: `python docs/make_tables.py` derives its numbers.
 
 It needs nothing but Python. The ratio of survey to plain inference is that of `python -m benchmarks survey`; everything
 else is a formula of the page or an assumption that is named here.
@@ -55,15 +55,3 @@ def table() -> list[str]:
         f"merging {SLICES} slices": f"{SLICES * shard_bytes() / READ:,.0f} s",
     }
     return ["| 70 billion parameters, 10¹² tokens | |", "|---|---|", *(f"| {name} | {x} |" for name, x in rows.items())]
-
-
-def filled(page: str) -> str:
-    """The text of the page with the table at its place."""
-    begin, end = "<!-- plan: docs/make_plan.py -->\n", "<!-- end -->"
-    before, rest = page.split(begin)
-    return before + begin + "\n".join(["", *table(), "", ""]) + rest[rest.index(end) :]
-
-
-if __name__ == "__main__":
-    scale = ROOT / "docs" / "scale.md"
-    scale.write_text(filled(scale.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,26 +1,29 @@
-"""The benchmark of mechanisms: rivals compute the same; results are saved, loaded, printed and drawn. No timing."""
+"""Rivals in the benchmark of mechanisms compute the same; pages have the numbers of the kept results. No timing."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import json
+import tomllib
 
+import make_tables
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.mechanisms import run
 from benchmarks.mechanisms.contenders import MECHANISMS, Case
+from pages import ROOT
 
 SAME = {"sdpa", "eager", "x-transformers"}
 OTHER = {("linear", "sdpa"), ("favor", "sdpa"), ("linformer", "sdpa")}  # these approximate softmax attention
 
 
-@pytest.fixture(autouse=True)
-def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The speed of the machine is measured with small matrices: large ones take a second."""
-    monkeypatch.setattr(run, "_sgemm", functools.partial(run._sgemm, 128))
+def test_a_page_differs_from_the_kept_results_of_benchmarks() -> None:
+    for page, text in make_tables.pages().items():
+        assert page.read_text() == text, f"{page.name}: PYTHONPATH=. python docs/make_tables.py"
+    for name, goals in tomllib.loads((ROOT / "benchmarks" / "goals.toml").read_text()).items():
+        assert goals.keys() <= json.loads((make_tables.RESULTS / f"{name}.json").read_text()).keys()
 
 
 def case(n: int = 96, *, backward: bool = False, queries: int | None = None) -> Case:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import make_coverage
 import pytest
 
 from hf_zoo import ALL, DISAGREE, ROUTED, examine
 
-DOCS = Path(__file__).parents[2] / "docs"
-sys.path.insert(0, str(DOCS))
-
-import make_coverage  # noqa: E402
-
-PUBLISHED = (DOCS / "coverage.md").read_text(encoding="utf-8")
+PUBLISHED = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text(encoding="utf-8")
 QUICK = ("gpt_oss", "deepseek_v32", "diffllama", "doge", "beit", "siglip", "gptj", "falcon", "squeezebert")
 BLOCKS = {  # their encoders attend in blocks
     "longt5_local": "LocalSelfAttention",
