@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from conftest import close, rand, refused
+from hf_models import build
+from qkv.cache.evicting import policies_of
+from qkv.models.pretrained import ROTATE_AS_LLAMA, tell_rotary
 from qkv.positions import NTK, DynamicNTK, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
 
 SCALINGS: dict[str, tuple[Scaling | None, dict]] = {
     "default": (None, {"rope_type": "default"}),
     "linear": (Linear(4.0), {"rope_type": "linear", "factor": 4.0}),
     "dynamic": (DynamicNTK(3.0, 64), {"rope_type": "dynamic", "factor": 3.0}),
-    "yarn": (
-        YaRN(8.0, 64), {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
-    ),
+    "yarn": (YaRN(8.0, 64), {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}),
     "yarn of its own": (
         YaRN(8.0, 64, fast=16.0, slow=2.0, attention=1.3, whole=False),
         {
@@ -54,6 +56,16 @@ def test_rotary_is_that_of_hugging_face(name: str, length: int) -> None:
     ours = Rotary(24, base=5000.0, scaling=scaling)
     for x, y in zip((q, k), want, strict=True):
         close(ours(x, positions), y, eps=1024)
+
+
+@pytest.mark.parametrize("name", ROTATE_AS_LLAMA)
+def test_models_rotate_as_llama(name: str) -> None:
+    lm, [cache] = build(name), policies_of(["expected"], 16).values()
+    tell_rotary(lm, [cache])
+    embedding = next(part for part in lm.modules() if type(part).__name__.endswith("RotaryEmbedding"))
+    x = rand(1, 2, 40, cache.rotary.dim, dtype=torch.float32)
+    module = sys.modules[type(embedding).__module__]
+    close(cache.rotary.span(x), module.apply_rotary_pos_emb(x, x, *embedding(x, torch.arange(40)[None]))[0], eps=1024)
 
 
 def test_interleaved_is_that_of_gpt_j() -> None:

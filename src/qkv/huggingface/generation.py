@@ -97,7 +97,8 @@ def layers_of(model: nn.Module) -> int:
             f"model is {name}, expected a causal language model that uses transformers' AttentionInterface"
         )
     config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []  # of models like Mistral
+    other = set(getattr(config, "layer_types", None) or windows) - {"full_attention"}
     if other:
         raise InputError(
             f"model {name} has layers of {', '.join(sorted(other))}, expected full attention in all of them"

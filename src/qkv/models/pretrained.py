@@ -55,16 +55,24 @@ def _decoder(config: Config) -> DecoderConfig:
         raise InputError(f"{CONFIG}: {missing}") from error
 
 
+ROTATE_AS_LLAMA = ("mistral", "qwen2", "qwen2_moe", "qwen3")
+"""Architectures, by Hugging Face's ``model_type``, that rotate queries as Llama does, whatever else differs."""
+
+
 def tell_rotary(model: nn.Module, caches: Iterable[Evicting]) -> None:
     """Tell the caches whose policy needs queries as they were before rotation how the model rotates them.
 
     Raises:
-        InputError: for a model that is neither one of qkv nor GPT-2 or Llama.
+        InputError: for a model that is neither one of qkv nor GPT-2, Llama or one that rotates as Llama does.
     """
     for cache in (one for one in caches if "queries" in one.needs):
         config: Any = getattr(model, "config", None)
         try:
-            cache.rotary = rotary_of(config if isinstance(model, DecoderLM) else _decoder(config.to_dict()))
+            if not isinstance(model, DecoderLM):
+                given = config.to_dict()
+                as_llama = given["model_type"] in ROTATE_AS_LLAMA
+                config = _llama(given) if as_llama else _decoder(given)
+            cache.rotary = rotary_of(config)
         except InputError as error:
             raise InputError(
                 f"policies has {cache.name!r}, but how {type(model).__name__} rotates queries is not known: {error}"
