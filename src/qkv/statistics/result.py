@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,17 @@ class Thumbnail:
             if n % size:  # the last bin is smaller
                 mean.narrow(axis, -1, 1).mul_(size / (n % size))
         return Thumbnail(maximum, mean, query_bin, key_bin)
+
+    @staticmethod
+    def of_weights(weights: Float[Tensor, "b h nq nk"], bins: int) -> Thumbnail:
+        """Pool all weights of a call, as `measure` does with the option `bins`."""
+        n_queries, n_keys = weights.shape[2:]
+        size = bin_size(n_queries, bins), bin_size(n_keys, bins)
+        mean = nn.functional.avg_pool2d(weights, size, ceil_mode=True, count_include_pad=False)
+        if any(padding := (0, -n_keys % size[1], 0, -n_queries % size[0])):
+            weights = nn.functional.pad(weights, padding, value=-torch.inf)
+        of_queries = weights.unflatten(2, (-1, size[0])).amax(3)
+        return Thumbnail(of_queries.unflatten(3, (-1, size[1])).amax(4), mean, *size)
 
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # the sizes, the strides and the start of a field in numbers

@@ -22,7 +22,7 @@ from qkv.normalizers import SumToOne
 from qkv.profiler.data.variables import UNFUSED
 from qkv.statistics import Local, PrefixSinkScores, Statistic, Streaming
 from qkv.statistics.measure import in_shares, measured, row_state, sweep
-from qkv.statistics.result import Statistics, with_head
+from qkv.statistics.result import Statistics, Thumbnail, with_head
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
 WEIGHTS_ONLY = ("softmax", "outputs", "returned")  # sources that give weights, but no queries, keys and values
@@ -123,8 +123,10 @@ class Measures:
             "queries": observed.queries,
         }
         of_prefix = PrefixSinkScores(PREFIX)
+        longest = max(call.q.shape[2], call.k.shape[2])
+        short, pooled = longest <= self.map_tokens, whole and self.map_bins > 0
         further: dict[str, Any] = {
-            "bins": self.map_bins if whole and self.map_bins else None,
+            "bins": longest if short else self.map_bins if pooled else None,  # a bin of one pair has its weight
             "statistics": (*UNFUSED, *self.statistics, of_prefix),
             "value_norms": norms,
         }
@@ -142,8 +144,12 @@ class Measures:
             raise InputError(
                 f"model computes {what} that are NaN in {observed.module}: its parameters or its inputs contain NaN"
             )
-        short = max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens
-        return result, statistics, weights_of(call) if short else None
+        if not short:
+            return result, statistics, None
+        assert statistics.thumbnail is not None
+        weights = statistics.thumbnail.mean.clone()  # of a tensor that also has the maxima
+        small = Thumbnail.of_weights(weights, self.map_bins) if pooled else None
+        return result, replace(statistics, thumbnail=small), weights
 
     def record(
         self, observed: ObservedCall, result: Result | None = None, changed: Mapping[int, Call] | None = None
