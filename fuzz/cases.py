@@ -228,7 +228,7 @@ def _random_request(draw: Draw, shape: Shape) -> tuple[Request, dict[str, Any], 
         prefix = draw.integer(1, 12)
         named["statistics"] = [PrefixSinkScores(prefix)]
     if draw.chance(0.3):
-        named["bins"] = draw.integer(1, 9)
+        named["bins"] = draw.choice([1, 2, 3, 5, 9, max(shape.nq, shape.nk)])
     mass, text = {}, ""
     if draw.chance(0.4):
         text, inner = masking.simple(draw, shape)

@@ -319,6 +319,8 @@ def normalize(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int
     if divide == "keys":
         return w / visible
     total = float(w.sum())
+    if divide == "sum" and total < 1e-290 and isinstance(normalizer, normalizers.Sigmoid | normalizers.EluPlusOne):
+        return np.exp(s - log_sum_exp(s))  # of scores this low both weights are e^s, and their sum underflows
     return w / total if divide == "sum" and total != 0 else w
 
 

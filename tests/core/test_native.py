@@ -153,7 +153,7 @@ def check(
         "first": first,
         "queries": torch.rand(b, n_queries) > 0.3 if padded else None,
         "statistics": [PrefixSinkScores(min(20, n_keys))],
-        "bins": 16,
+        "bins": 16 if len(mask) % 2 else max(n_queries, n_keys),  # pooled, or all weights
         "value_norms": torch.rand(b, h, n_keys),
     }
     normalizer = Softmax(sink=sink, temperature=1.0 if sink is None else 1.3)

@@ -522,12 +522,23 @@ static void highest_columns(const float *p, int64_t panels, int64_t count, const
         }
 }
 
+/* Whether the map is that of single pairs: the weights themselves, which are written row by row. */
+INLINE int of_pairs(const Call *c) { return c->map && c->bin_q == 1 && c->bin_k == 1; }
+
+/* Write the weights of one row in a tile, as shares of the row, on at most n keys. */
+static void write_row(const float *p, int64_t panels, float weight, float *to, int64_t n) {
+    for (int64_t j = 0; j < min64(n, panels * PW); j += VL) {
+        const vf w = load(p + j / PW * RS * PW + j % PW) * weight;
+        memcpy(to + j, &w, (size_t)min64(VL, n - j) * sizeof(float));
+    }
+}
+
 /* Add columns summed over the queries [r0, r1) of a block to what the keys received, and to the map. */
 static void add_columns(const Call *c, Space *s, const float *columns, const float *most, int64_t start, int64_t n,
                         int64_t query) {
     double *received = s->keys + start;
     for (int64_t j = 0; j < n; j += VL) *(vd *)(received + j) += __builtin_convertvector(load(columns + j), vd);
-    if (!c->map) return;
+    if (!c->map || of_pairs(c)) return;
     const int64_t bins = (c->nk + c->bin_k - 1) / c->bin_k, whole = min64(n, c->nk - start);
     const int64_t cells = (c->nq + c->bin_q - 1) / c->bin_q * bins;
     const int shift = __builtin_ctzll((uint64_t)c->bin_k);
@@ -698,7 +709,9 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
     double contribution[BLOCK] = {0};
     const float *norms = c->norms ? c->norms + batch * c->ns[0] + head * c->ns[1] : NULL;
     memcpy(center, s->center, (size_t)n * sizeof(float));
-    const int64_t step = c->map ? min64(BLOCK, c->bin_q) : BLOCK;
+    const int pooled = c->map && !of_pairs(c);
+    const int64_t step = pooled ? min64(BLOCK, c->bin_q) : BLOCK;
+    if (c->map && !pooled) memset(c->map + base * c->nk, 0, (size_t)(n * c->nk) * sizeof(float));
     for (int64_t r0 = 0; r0 < n; r0 += step) {
         const int64_t r1 = min64(r0 + step, strips * RS);
         for (int64_t slot = 0; slot < s->n_runs; slot++) {
@@ -710,7 +723,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
             }
             if (used >= end) continue;
             memset(columns + used * PW, 0, (size_t)(end - used) * PW * sizeof(float));
-            if (c->map) memset(most + used * PW, 0, (size_t)(end - used) * PW * sizeof(float));
+            if (pooled) memset(most + used * PW, 0, (size_t)(end - used) * PW * sizeof(float));
             for (int64_t r = r0; r < r1; r++) {
                 factor[r] = factor_of(s, slot, r);
                 weight[r] = r >= n ? 0 : s->weight[r] * factor[r];
@@ -731,7 +744,11 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
                             contribution[r + i] += weight[r + i] * dot(p + i * PW, span[1] - span[0], norms + first,
                                                                        c->nk - first);
                     }
-                if (c->map) highest_columns(p, span[1] - span[0], count, weight + r, most + span[0] * PW);
+                if (pooled) highest_columns(p, span[1] - span[0], count, weight + r, most + span[0] * PW);
+                else if (c->map)
+                    for (int64_t i = 0; i < min64(count, n - r); i++)
+                        write_row(p + i * PW, span[1] - span[0], weight[r + i], c->map + (base + r + i) * c->nk + first,
+                                  c->nk - first);
                 r += count;
             }
             add_columns(c, s, columns + used * PW, most + used * PW, start + used * PW, (end - used) * PW, query + r0);
@@ -797,7 +814,7 @@ static void finish(const Call *c, double *keys, int64_t size, int64_t bh) {
     for (int64_t i = 0; i < 2; i++)
         for (int64_t j = 0; j < c->n_prefix; j++)
             c->prefix[(i * c->b * c->h + bh) * c->n_prefix + j] = (float)keys[nkp + i * c->n_prefix + j];
-    if (c->map) {
+    if (c->map && !of_pairs(c)) {
         const int64_t rows = (c->nq + c->bin_q - 1) / c->bin_q, cols = (c->nk + c->bin_k - 1) / c->bin_k;
         const double *of = keys + nkp + 2 * c->n_prefix;
         float *most = c->map + bh * rows * cols, *mean = most + c->b * c->h * rows * cols;
@@ -857,7 +874,8 @@ static void count(const Call *c, int64_t heads) {
 int qkv_attend(const Call *c) {
     const int64_t dvp = c->out ? up(c->dv, VL) : 0, nkp = up(c->nk, TILE), group = c->h / c->hkv, units = c->b * c->hkv;
     const int64_t blocks = (c->nq + BLOCK - 1) / BLOCK, items = group * blocks;
-    const int64_t map = c->map ? ((c->nq + c->bin_q - 1) / c->bin_q) * ((c->nk + c->bin_k - 1) / c->bin_k) : 0;
+    const int64_t bins = c->map ? ((c->nq + c->bin_q - 1) / c->bin_q) * ((c->nk + c->bin_k - 1) / c->bin_k) : 0;
+    const int64_t map = of_pairs(c) ? 0 : bins;
     const int64_t size = c->rows ? nkp + 2 * (c->n_prefix + map) : 0, maxima = size - map; /* sums, then maxima */
     const int64_t steps = up(c->d, EACH) / EACH, k_size = nkp * steps * 4, v_size = nkp / EACH * dvp * 4;
     const int64_t cells = nkp / CELL; /* of all keys, and the most that a block of queries sees */

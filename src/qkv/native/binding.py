@@ -373,7 +373,8 @@ def attend_and_measure(
         arguments.with_tensors(prefix=prefix, n_prefix=prefix_keys)
     if request.bins is not None:
         bins = bin_size(n_queries, request.bins), bin_size(n_keys, request.bins)
-        pooled = empty(2, b, h, -(-n_queries // bins[0]), -(-n_keys // bins[1]))
+        maps = 1 if bins == (1, 1) else 2  # the largest and the mean weight of a pair are its weight
+        pooled = empty(maps, b, h, -(-n_queries // bins[0]), -(-n_keys // bins[1]))
         arguments.with_tensors(map=pooled, bin_q=bins[0], bin_k=bins[1])
     if request.value_norms is not None:
         norms = request.value_norms.contiguous()
@@ -400,7 +401,7 @@ def attend_and_measure(
     if prefix_keys is not None:
         more["prefix_sink_scores"] = prefix[0] / prefix[1].clamp(min=1)
     if request.bins is not None:
-        more["thumbnail"] = Thumbnail(pooled[0], pooled[1], *bins)
+        more["thumbnail"] = Thumbnail(pooled[0], pooled[-1], *bins)
     vars(statistics).update(more)
     return None if out is None else out.to(call.v.dtype), lse, statistics
 

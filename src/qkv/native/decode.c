@@ -342,7 +342,7 @@ static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head
     }
     if (!c->map) return finite;
     const int64_t bins_q = (c->nq + c->bin_q - 1) / c->bin_q, bins_k = (c->nk + c->bin_k - 1) / c->bin_k;
-    float *most = c->map + bh * bins_q * bins_k, *mean = most + c->b * c->h * bins_q * bins_k;
+    float *most = c->map + bh * bins_q * bins_k, *mean = of_pairs(c) ? most : most + c->b * c->h * bins_q * bins_k;
     for (int64_t i = 0; i < bins_q; i++) for (int64_t j = 0; j < bins_k; j++, most++, mean++) {
         const int64_t q1 = min64((i + 1) * c->bin_q, c->nq), k0 = j * c->bin_k, k1 = min64(k0 + c->bin_k, c->nk);
         double total = 0;

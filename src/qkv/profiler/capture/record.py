@@ -147,7 +147,7 @@ class Measures:
         if not short:
             return result, statistics, None
         assert statistics.thumbnail is not None
-        weights = statistics.thumbnail.mean.clone()  # of a tensor that also has the maxima
+        weights = statistics.thumbnail.mean
         small = Thumbnail.of_weights(weights, self.map_bins) if pooled else None
         return result, replace(statistics, thumbnail=small), weights
 
