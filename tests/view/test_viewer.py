@@ -647,7 +647,7 @@ def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> Non
     page.focus("#big-map canvas")
     for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
         page.keyboard.press(key)
-    said = plain(page.inner_text(".head-map-readout"))
+    said = plain(page.inner_text(".map-readout"))
     query, key = map(int, re.match(r"query (\d+) “.*” → key (\d+) ", said).groups())  # type: ignore[union-attr]
     assert query - key == 3, "from the middle, two down and one to the left"
     assert share(said) == pytest.approx(float(profile.data["weights"][0, 2, 3, query, key]), abs=0.004)
@@ -721,8 +721,8 @@ def test_clicks_change_the_selection_and_the_selection_changes_the_page(opened: 
     assert page.evaluate("[state.selection.layer, state.selection.head]") == [1, 3]
     page.evaluate("select({ layer: 2, head: 4, query: 20, key: 0 })")
     page.locator(".map-title", has_text="Layer 2, head 4").wait_for()
-    page.locator(".head-map-readout", has_text="query 20 ").wait_for()
-    said = plain(page.locator(".head-map-readout").inner_text())
+    page.locator(".map-readout", has_text="query 20 ").wait_for()
+    said = plain(page.locator(".map-readout").inner_text())
     assert share(said) == pytest.approx(float(made.gpt().data["weights"][0, 2, 4, 20, 0]), abs=0.004)
     page.get_by_label("Zoom in (+)").click()
     eventually(page, lambda: 0 < page.evaluate("state.selection.queries[1] - state.selection.queries[0]") < 61)
