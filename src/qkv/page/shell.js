@@ -145,27 +145,11 @@ export class Shell {
   }
 
   #exports() {
-    const button = byId("export"), menu = byId("export-menu");
-    const open = (wanted) => {
-      menu.hidden = !wanted;
-      button.setAttribute("aria-expanded", String(wanted));
-      if (wanted) menu.firstElementChild.focus();
-    };
-    button.addEventListener("click", () => open(menu.hidden));
-    addEventListener("pointerdown", (event) => { if (!menu.hidden && !event.target.closest(".menu-box")) open(false); });
-    menu.addEventListener("keydown", (event) => {
-      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key], items = [...menu.children];
-      if (event.key === "Escape") { open(false); button.focus(); }
-      if (!step) return;
-      event.preventDefault();
-      items[(items.indexOf(document.activeElement) + step + items.length) % items.length].focus();
-    });
-    menu.addEventListener("focusout", (event) => { if (event.relatedTarget && !menu.parentElement.contains(event.relatedTarget)) open(false); });
+    const menu = byId("export-menu");
     menu.addEventListener("click", async (event) => {
       const kind = event.target.closest("button")?.dataset.kind;
       if (!kind) return;
-      open(false);
-      button.focus();
+      menu.hidePopover();
       try {
         await counted(this.#save(kind));
       } catch (error) {
@@ -189,7 +173,6 @@ export class Shell {
   #help() {
     const dialog = byId("help-dialog"), box = byId("single-keys");
     byId("help").addEventListener("click", () => dialog.showModal());
-    byId("help-close").addEventListener("click", () => dialog.close());
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
     box.checked = this.#settings.keys !== false;
     box.addEventListener("change", () => this.#store({ keys: box.checked }));
