@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from torch import Tensor
 
-from qkv.errors import InputError
+from qkv.errors import InputError, renamed
 from qkv.figures.layout import (
     COLOURS,
     DIVERGING,
@@ -255,7 +255,8 @@ def alignment(
     ['le', 'chat']
     """
     of, shown = layers(w, item).mean(layer, head)
-    rows, columns = token_lists(source, target, *shown.shape)
+    with renamed(tokens="source", queries="target"):
+        rows, columns = token_lists(source, target, *shown.shape)
     return alignment_figure(note, of, shown, rows or [], columns or [])
 
 
