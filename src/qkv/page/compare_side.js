@@ -5,6 +5,7 @@ import { svg } from "./dom.js";
 import { colourOf, csvOf, svgImage, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
 import { headName, rowOf, sharesOf } from "./heads.js";
 import { percent, weightWords } from "./numbers.js";
+import { TILE } from "./tiles.js";
 
 // One side of a comparison: {name: "left" or "right", source, at: {source, group, text, layer, head}, view, matrix, curves}.
 
@@ -130,7 +131,7 @@ export const MAX_EXACT = 512;
  */
 export async function matrixOf(source, { group, text, layer, head }, { signal }) {
   const shape = await source.map(group, text, layer, head);
-  const { kind, n_queries, n_keys, tile, deepest, why } = shape;
+  const { kind, n_queries, n_keys, deepest, why } = shape, tile = TILE;
   if (kind === "none") return { values: null, n_queries, n_keys, exact: false, why };
   const pixel = { down: shape.pixel_queries ?? 1, across: shape.pixel_keys ?? 1 }; // more than 1 if only bins are stored
   const exact = kind !== "small" && Math.max(n_queries, n_keys) <= MAX_EXACT;

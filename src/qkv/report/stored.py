@@ -65,7 +65,7 @@ class StoredMaps:
                 raise InputError(f"tile is {zoom}/{i}/{j}, expected 0/0/0: the profile stores one small map")
             return StoredMap("", group, one, (layer, head)).picture()
         weights = self._weights(group, text, layer)[head]
-        rows, columns = edges(zoom, i, j, info[:2])
+        rows, columns = edges(zoom, i, j, (info.n_queries, info.n_keys))
         causal = bool(one.attrs["causal"]) and info.n_queries == info.n_keys
         if causal and columns[0] >= rows[-1]:
             return None

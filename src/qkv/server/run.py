@@ -30,7 +30,7 @@ from qkv.server import routes
 from qkv.server.guard import WILDCARDS, Connection, Guard, is_loopback
 from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull, not_found
 from qkv.server.routes import IMMUTABLE
-from qkv.server.schemas import AddedPage, ErrorAnswer, LiveModel, SessionState, SourceState
+from qkv.server.schemas import AddedPage, ErrorAnswer, SessionState
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -117,8 +117,8 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
         return SessionState(
             version=session.version,
             title=session.title,
-            sources=[SourceState.model_validate(x, from_attributes=True) for x in session.sources],
-            live=None if session.live_description is None else LiveModel(**session.live_description),
+            sources=session.sources,
+            live=session.live_description,
             pages=[
                 AddedPage(id=x.id, title=x.title, data=session.page_data.get(x.id), missing=session.missing(x))
                 for x in session.pages

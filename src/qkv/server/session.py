@@ -30,6 +30,7 @@ from qkv.profiler.explore.pyramid import Cancelled, Stopped
 from qkv.report.payload import payload
 from qkv.report.stored import StoredMaps
 from qkv.server.live import Live, everywhere
+from qkv.server.schemas import LiveModel, SourceState
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -76,18 +77,9 @@ def added_pages() -> list[ViewerPage]:
 
 
 @dataclass(eq=False)
-class Source:
+class Source(SourceState):
     """A profile or model of the session. Its data is complete once its state is "ready"."""
 
-    id: int
-    name: str
-    kind: Literal["model", "profile", "intervention"]
-    state: Literal["running", "ready", "failed"] = "running"
-    done: int = 0
-    total: int = 1
-    stage: str = "waiting"
-    """The current step of its preparation, in words."""
-    error: str | None = None
     profile: Profile | None = None
     maps: dict[str, explore.Explorer | StoredMaps] = field(default_factory=dict)
     """The attention weights of each group."""
@@ -121,7 +113,7 @@ class Session:
         self.version = secrets.token_urlsafe(9)
         self.sources: list[Source] = []
         self.live: Live | None = None
-        self.live_description: dict[str, Any] | None = None
+        self.live_description: LiveModel | None = None
         self.pages = added_pages()
         self.page_data: dict[str, dict[str, Any]] = {}
         """What the added pages show at first, by their id, once it is prepared."""

@@ -52,12 +52,14 @@ class CacheBudget:
         self.tiles = new_tile_cache(budget // TILE_SHARE)
 
 
-class Info(NamedTuple):
+@dataclass(frozen=True)
+class Info:
     """The size and resolution of the maps of a text, in its real queries and keys.
 
-    Its deepest zoom, at which a pixel is one query and one key; the base zoom, from whose tiles all lower zooms are
-    pooled (`qkv.profiler.explore.pyramid`); whether maps are ``"exact"``, or ``"stored"`` in a profile as all weights,
-    ``"small"`` pooled ones or ``"none"``; queries and keys of a pixel of a small map, and why there is nothing else.
+    Its deepest zoom, at which a pixel is one query and one key, and at another zoom 2^(deepest − zoom) times as many a
+    side; the base zoom, from whose tiles all lower zooms are pooled (`qkv.profiler.explore.pyramid`); whether maps are
+    ``"exact"``, or ``"stored"`` in a profile as all weights, ``"small"`` pooled ones (only tile 0/0/0 is there), or
+    ``"none"``; queries and keys of a pixel of a small map, and why there is nothing else, in one sentence.
     """
 
     n_queries: int
