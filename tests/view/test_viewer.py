@@ -633,10 +633,10 @@ def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> Non
     page.click(cell(2, 2))
     assert after(page.click, '[data-key="on"]') == "Layer 2, head 3"
     assert page.evaluate("document.activeElement.dataset.key") == "on", "the focus is kept"
-    page.select_option("#statistic", "distance")
+    page.select_option('[data-key="statistic"]', "distance")
     said = f"Layer 0, head 0: Distance {heads['distance'][0]:.1f} tokens; first token 99 %"
     assert plain(page.get_attribute(cell(0, 0), "aria-label")) == said
-    page.select_option("#statistic", "type")
+    page.select_option('[data-key="statistic"]', "type")
     kind = profile.types().query("layer == 1 and head == 3").iloc[0]
     assert (page.get_attribute(cell(1, 3), "data-tip") or "").split("\n")[:2] == ["Layer 1, head 3", kind["type"]]
     page.locator('[data-key="choice-Shade by attention received from-head"]').check(force=True)

@@ -1,7 +1,7 @@
 // The grid of all heads of a text, the card of one head, and its curves. `group` and `view` are `groups[g]` and
 // `groups[g].texts[t]` of a page; layers and heads are indices in the group.
 
-import { curve, keyOf, stack } from "./charts.js";
+import { curve, keyOf, legend, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
 import { h } from "./dom.js";
 import { binPeaks, integer, named, written } from "./numbers.js";
@@ -46,7 +46,7 @@ export function scaleOf(view, statistic) {
 }
 
 /** Value, cell text, colour and tooltip of every head for a statistic. */
-export function cellsOf(group, view, statistic) {
+function cellsOf(group, view, statistic) {
   const top = topOf(view, statistic), bottom = bottomOf(view, statistic), { label, unit } = looks.statistics[statistic];
   return view.heads[statistic].map((x, at) => ({
     value: x,
@@ -66,7 +66,7 @@ export const kindsOf = (page, group) => page.roles
   .filter(({ count }) => count);
 
 /** As `cellsOf`, for the types of heads. */
-export function kindCells(page, group, view) {
+function kindCells(page, group, view) {
   const { type, traits } = group.types, colours = new Map(kindsOf(page, group).map(({ name, colour }) => [name, colour]));
   return type.map((name, at) => ({
     value: null,
@@ -77,7 +77,7 @@ export function kindCells(page, group, view) {
 }
 
 /** The legend of the types of heads. */
-export const kindKey = (page, group) => keyOf(kindsOf(page, group).map(({ name, colour, count }) => [name, css(colour), integer(count)]));
+const kindKey = (page, group) => keyOf(kindsOf(page, group).map(({ name, colour, count }) => [name, css(colour), integer(count)]));
 
 function cellText(x, unit) {
   if (unit === "%") return (100 * x).toFixed(0);
@@ -95,7 +95,7 @@ export function headButton(group, layer, head, tip, attributes, ...children) {
 }
 
 /** A grid with a row per layer and a column per head; `cells` of `cellsOf`. `select` and `open` as in `selectable`. */
-export function headGrid({ group, cells, layer, head, label, select, open }) {
+function headGrid({ group, cells, layer, head, label, select, open }) {
   const { layers, heads } = group, many = heads.length > MANY;
   const cell = (l, k) => {
     const { text, colour, tip } = cells[rowOf(group, l, k)];
@@ -160,8 +160,25 @@ export function markHead(grid, layer, head) {
   if (focused) cell.focus();
 }
 
+/** The controls, the grid and the bars by layer of all heads of a text, coloured by a statistic or by KIND; `select` and `open` as in `selectable`. */
+export function allHeads({ page, group, view, statistic, layer, head, choose, select, open }) {
+  const kinds = statistic === KIND, name = (one) => (one === KIND ? "Type of head" : labelOf(group, one));
+  const cells = kinds ? kindCells(page, group, view) : cellsOf(group, view, statistic), label = kinds ? "Type of every head" : `${name(statistic)} of every head`;
+  return {
+    cells,
+    controls: [
+      h("label", {}, "Colour by ", h("select", { "data-key": "statistic", onchange: (event) => choose(event.target.value) },
+        [...statisticsOf(view), KIND].map((one) => h("option", { value: one, selected: one === statistic }, name(one))))),
+      kinds ? null : legend(scaleOf(view, statistic)),
+      h("p", { class: "meaning" }, kinds ? "the first type whose criterion the head meets, over all texts" : meaningOf(group, statistic)),
+    ],
+    grid: [h("span", { class: "axis" }, "head →"), headGrid({ group, cells, layer, head, label, select, open }), kinds ? kindKey(page, group) : null],
+    layers: [h("h3", {}, "Where the weight goes, by layer"), ...layerShares(group, view)],
+  };
+}
+
 /** The destinations of the weight of each layer as stacked bars with a legend. */
-export function layerShares(group, view) {
+function layerShares(group, view) {
   const { layers, heads } = group;
   const means = layers.map((_, l) => Object.fromEntries(looks.destinations.map(({ name }) => [name, heads.reduce((sum, _, k) => sum + view.shares[name][rowOf(group, l, k)], 0) / heads.length])));
   const used = looks.destinations.filter(({ name }) => means.some((mean) => mean[name] > 0.0005));

@@ -1,9 +1,9 @@
 // The report: its state, and one function per part of the page. All data is in the HTML file.
 
 import { integer, percent, short, written } from "./numbers.js";
-import { choice, legend } from "./charts.js";
+import { choice } from "./charts.js";
 import { isDark, looks, useLooks } from "./colour.js";
-import { KIND, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, firstHead } from "./heads.js";
+import { KIND, allHeads, headCard, headCurves, headName, headTitle, labelOf, markHead, meaningOf, rowOf, statisticsOf, firstHead } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
@@ -82,21 +82,13 @@ function tiles() {
 // ---- every head -----------------------------------------------------------------------------------------
 
 function overview() {
-  const available = [...statisticsOf(view()), KIND];
+  const available = [...statisticsOf(view()), KIND], { layer, head } = state;
   if (!available.includes(state.statistic)) state.statistic = available[0];
-  const kinds = state.statistic === KIND, name = (statistic) => (statistic === KIND ? "Type of head" : labelOf(group(), statistic));
-  replace(
-    $("overview-controls"),
-    h("label", {}, "Colour by ", h("select", { id: "statistic", "data-key": "statistic", onchange: (event) => { state.statistic = event.target.value; overview(); } },
-      available.map((id) => h("option", { value: id, selected: id === state.statistic }, name(id))))),
-    kinds ? null : legend(scaleOf(view(), state.statistic)),
-    h("p", { class: "meaning" }, kinds ? "the first type whose criterion the head meets, over all texts" : meaningOf(group(), state.statistic)),
-  );
-  const { layer, head } = state;
-  const cells = kinds ? kindCells(PAGE, group(), view()) : cellsOf(group(), view(), state.statistic);
-  const grid = headGrid({ group: group(), cells, layer, head, label: `${name(state.statistic)} of every head`, select });
-  $("grid-box").replaceChildren(h("span", { class: "axis" }, "head →"), grid, kinds ? kindKey(PAGE, group()) : "");
-  $("by-layer").replaceChildren(h("h3", {}, "Where the weight goes, by layer"), ...layerShares(group(), view()));
+  const choose = (statistic) => { state.statistic = statistic; overview(); };
+  const { controls, grid, layers } = allHeads({ page: PAGE, group: group(), view: view(), statistic: state.statistic, layer, head, choose, select });
+  replace($("overview-controls"), ...controls);
+  replace($("grid-box"), ...grid);
+  replace($("by-layer"), ...layers);
 }
 
 function select(layer, head) {
