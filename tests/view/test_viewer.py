@@ -605,7 +605,7 @@ def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callabl
     assert report_of(page, profile, tmp_path) == "ready"
     assert page.locator("[role=gridcell]").count() == len(profile.heads()) * (1 + ("weights" in profile.data))
     assert page.get_by_text("Most attended tokens").count() == 1
-    assert page.locator(".curve").count() > 0
+    assert page.locator(".curve .reference").first.get_attribute("d"), "uniform attention is drawn beside the entropy"
     assert page.locator("img").count() == 0
     assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
 

@@ -1,6 +1,7 @@
 // The sides of a comparison, their weights and curves, the difference of their maps, and the export of both.
 
 import { css, destinationColour, looks, ramp, rgbOf } from "./colour.js";
+import { rowOfCurve } from "./data.js";
 import { svg } from "./dom.js";
 import { colourOf, csvOf, svgImage, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
 import { headName, rowOf, sharesOf } from "./heads.js";
@@ -14,11 +15,7 @@ export const LABEL = { left: "A", right: "B" };
 export const groupOf = ({ source, at }) => source.page.groups[at.group];
 
 /** The curve of this name for the head of a side, or null. */
-export function curveOf(side, name) {
-  if (!side.curves[name]) return null;
-  const { values, shape } = side.curves[name], row = rowOf(groupOf(side), side.at.layer, side.at.head);
-  return values.subarray(row * shape[2], (row + 1) * shape[2]);
-}
+export const curveOf = (side, name) => side.curves[name] ? rowOfCurve(side.curves[name], rowOf(groupOf(side), side.at.layer, side.at.head)) : null;
 
 // The difference of two maps: its diverging colours and its drawing.
 

@@ -2,6 +2,7 @@
 // the controls of its colours, and a readout of what the crosshair points at.
 
 import { choice, legend } from "./charts.js";
+import { rowOfCurve } from "./data.js";
 import { h, replace } from "./dom.js";
 import { MapColours, MapView, SCALES } from "./map_view.js";
 import { edgeScales } from "./map_scene.js";
@@ -19,8 +20,7 @@ const HINT = ["Point at the map to read a weight; a click pins it. Drag to move;
 /** Curves beside the map for all tokens, from the decoded curves of a text, whose bins may hold several tokens. */
 export function edgeCurves(curves, view, row) {
   if (!curves.entropy) return null;
-  const binsOf = ({ values, shape }) => values.subarray(row * shape[2], (row + 1) * shape[2]);
-  const found = { received: spread(binsOf(curves.received), view.n_keys), entropy: spread(binsOf(curves.entropy), view.n_queries) };
+  const found = { received: spread(rowOfCurve(curves.received, row), view.n_keys), entropy: spread(rowOfCurve(curves.entropy, row), view.n_queries) };
   return found.entropy.some(Number.isNaN) ? null : { ...found, scales: edgeScales(found) };
 }
 

@@ -3,6 +3,7 @@
 
 import { curve, keyOf, legend, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
+import { rowOfCurve } from "./data.js";
 import { h } from "./dom.js";
 import { binPeaks, integer, named, written } from "./numbers.js";
 
@@ -94,17 +95,22 @@ export function headButton(group, layer, head, tip, attributes, ...children) {
   }, ...children);
 }
 
-/** A grid with a row per layer and a column per head; `cells` of `cellsOf`. `select` and `open` as in `selectable`. */
+/** A grid with a row per layer and a column per head. `cell(l, k)` makes a cell; each `every`-th head has its number above it. */
+export function layerGrid({ layers, heads }, cell, every, attributes) {
+  return h("div", { role: "grid", ...attributes },
+    h("div", { role: "row", class: "row" }, h("span"), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, k % every ? "" : String(id)))),
+    layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cell(l, k)))));
+}
+
+/** As `layerGrid`; `cells` of `cellsOf`. `select` and `open` as in `selectable`. */
 function headGrid({ group, cells, layer, head, label, select, open }) {
-  const { layers, heads } = group, many = heads.length > MANY;
+  const { heads } = group, many = heads.length > MANY;
   const cell = (l, k) => {
     const { text, colour, tip } = cells[rowOf(group, l, k)];
     return headButton(group, l, k, tip, { role: "gridcell", style: { background: css(colour), color: inkOn(colour) } }, h("span", {}, text));
   };
-  const grid = h("div", { class: many ? "grid tight" : "grid", role: "grid", "aria-label": `${label}; arrow keys move`,
-    style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } },
-  h("div", { role: "row", class: "row" }, h("span", { class: "corner" }), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, many && k % 4 ? "" : String(id)))),
-  layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cell(l, k)))));
+  const grid = layerGrid(group, cell, many ? 4 : 1, { class: many ? "grid tight" : "grid", "aria-label": `${label}; arrow keys move`,
+    style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } });
   return selectable(grid, { layer, head, select, open });
 }
 
@@ -215,13 +221,12 @@ export function headCard({ group, view, layer, head, step }) {
 /** The curves of a head along the text, as figures of `width` pixels. `curves`: the decoded arrays of the text. */
 export function headCurves({ group, view, curves, layer, head, width }) {
   const at = rowOf(group, layer, head), queries = view.queries || view.keys;
-  const slice = (name) => { const { values, shape } = curves[name]; return values.subarray(at * shape[2], (at + 1) * shape[2]); };
+  const slice = (name) => rowOfCurve(curves[name], at);
   const received = binPeaks(slice("received"), Math.floor(width / 1.5));
   const peaks = received.length < view.n_keys ? ", largest in each column" : "";
   const along = (title, values, unit, more) => curve({ title, series: [{ values, n: view.n_queries }], unit, width, tokens: queries, ...more });
   const parts = [curve({ title: `Received by each key${peaks}`, series: [{ values: received, n: view.n_keys }], width, unit: "%", tokens: view.keys, log: true, bars: true })];
-  const bins = curves.uniform.shape[2];
-  const reference = { label: "uniform attention", values: curves.uniform.values.subarray(layer * bins, (layer + 1) * bins) };
+  const reference = { label: "uniform attention", values: rowOfCurve(curves.uniform, layer) };
   if (curves.entropy) parts.push(along("Entropy of each query, nats", slice("entropy"), "nats", { reference }));
   if (curves.distance) parts.push(along("Mean distance of the attended keys, tokens", slice("distance"), "tokens"));
   if (curves.sink) parts.push(along("Weight on the first token", slice("sink"), "%"));
