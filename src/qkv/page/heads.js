@@ -6,6 +6,7 @@ import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./col
 import { rowOfCurve } from "./data.js";
 import { h } from "./dom.js";
 import { binPeaks, integer, named, written } from "./numbers.js";
+import { nextFrame } from "./state.js";
 
 export const MANY = 16; // with more heads or layers, cells are too small for text
 
@@ -14,6 +15,14 @@ export const rowOf = (group, layer, head) => layer * group.heads.length + head;
 
 /** The short name of a head. */
 export const headName = (group, layer, head) => `L${group.layers[layer]} · H${group.heads[head]}`;
+
+/** The next or previous head; `byLayer`: the same head of the next or previous layer. */
+export function stepped(group, layer, head, by, byLayer = false) {
+  const count = group.heads.length, layers = group.layers.length;
+  if (byLayer) return { layer: (layer + by + layers) % layers, head };
+  const next = (layer * count + head + by + layers * count) % (layers * count);
+  return { layer: Math.floor(next / count), head: next % count };
+}
 
 /** The full name of a head, for titles and screen readers. */
 export const headTitle = (group, layer, head) => `Layer ${group.layers[layer]}, head ${group.heads[head]}`;
@@ -218,8 +227,33 @@ export function headCard({ group, view, layer, head, step }) {
   ];
 }
 
-/** The curves of a head along the text, as figures of `width` pixels. `curves`: the decoded arrays of the text. */
-export function headCurves({ group, view, curves, layer, head, width }) {
+/** The curves of a head along the text in a grid of this class, drawn to the pixel: again whenever its columns change. */
+export class HeadCurves {
+  constructor(name) {
+    Object.assign(this, { element: h("div", { class: name }), shown: null, width: 0 });
+    this.sizes = new ResizeObserver(() => { if (this.column !== this.width) nextFrame(() => this.draw()); }); // the observer must not trigger itself
+    this.sizes.observe(this.element);
+  }
+
+  get column() { return Math.floor(parseFloat(getComputedStyle(this.element).gridTemplateColumns)) || 0; } // 0 if it is hidden
+
+  /** Show a head: {group, view, curves, layer, head}, with `curves` the decoded arrays of the text. */
+  show(shown) {
+    this.shown = shown;
+    this.draw();
+  }
+
+  draw() {
+    this.width = this.column;
+    if (this.shown && this.width) this.element.replaceChildren(...headCurves({ ...this.shown, width: this.width }));
+  }
+
+  close() {
+    this.sizes.disconnect();
+  }
+}
+
+function headCurves({ group, view, curves, layer, head, width }) {
   const at = rowOf(group, layer, head), queries = view.queries || view.keys;
   const slice = (name) => rowOfCurve(curves[name], at);
   const received = binPeaks(slice("received"), Math.floor(width / 1.5));

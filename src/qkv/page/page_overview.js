@@ -4,7 +4,7 @@ import { css, inkOn, looks, ramp } from "./colour.js";
 import { h, replace, svg } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
-import { KIND, MANY, allHeads, headCard, headCurves, headName, headTitle, kindsOf, labelOf, markHead, mostSimilar, rowOf, scaleOf, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
+import { KIND, MANY, allHeads, HeadCurves, headCard, headName, headTitle, kindsOf, labelOf, markHead, mostSimilar, rowOf, scaleOf, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
 import { short } from "./numbers.js";
 
 const SIMILAR = 3; // heads that the card names
@@ -20,24 +20,22 @@ class Overview {
   #layers = h("div", { class: "overview-layers" });
   #card = h("article", { class: "card overview-card", "aria-label": "Selected head" });
   #similar = h("p", { class: "overview-similar" });
-  #curves = h("div", { class: "overview-curves" });
+  #curves = new HeadCurves("overview-curves");
   #cells = []; // of the grid, as `cellsOf`
-  #cleanups = [];
+  #stopTheme;
   #drawings = 0; // counts drawings of the curves, so that a slow one cannot replace a later one
 
   constructor(root, app) {
     this.#app = app;
     root.append(this.#head,
       h("div", { class: "overview-split" }, h("div", {}, this.#controls, this.#grid, this.#layers), this.#card),
-      this.#curves);
-    this.#cleanups.push(app.onTheme(() => this.update(new Set(["source"]))));
-    const watcher = new ResizeObserver(() => this.#along());
-    watcher.observe(this.#curves);
-    this.#cleanups.push(() => watcher.disconnect());
+      this.#curves.element);
+    this.#stopTheme = app.onTheme(() => this.update(new Set(["source"])));
   }
 
   unmount() {
-    for (const stop of this.#cleanups) stop();
+    this.#stopTheme();
+    this.#curves.close();
   }
 
   update(changed) {
@@ -137,15 +135,11 @@ class Overview {
     }
   }
 
-  /** Draw the curves of the head, again for every width because they are drawn to the pixel. */
   async #along() {
-    const app = this.#app, drawing = ++this.#drawings, { group: g, text, layer, head } = app.state;
-    const group = this.#group, view = this.#view;
+    const app = this.#app, drawing = ++this.#drawings, { group: g, text, layer, head } = app.state, group = this.#group, view = this.#view;
     try {
       const curves = await app.opened().curves(g, text);
-      if (drawing !== this.#drawings) return;
-      const width = Math.floor(parseFloat(getComputedStyle(this.#curves).gridTemplateColumns));
-      if (width > 0) this.#curves.replaceChildren(...headCurves({ group, view, curves, layer, head, width }));
+      if (drawing === this.#drawings) this.#curves.show({ group, view, curves, layer, head });
     } catch (error) {
       app.trouble(error);
     }

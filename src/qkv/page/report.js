@@ -3,13 +3,13 @@
 import { integer, percent, short, written } from "./numbers.js";
 import { choice } from "./charts.js";
 import { isDark, looks, useLooks } from "./colour.js";
-import { KIND, allHeads, headCard, headCurves, headName, headTitle, labelOf, markHead, meaningOf, rowOf, statisticsOf, firstHead } from "./heads.js";
+import { HeadCurves, KIND, allHeads, headCard, headName, headTitle, labelOf, markHead, meaningOf, rowOf, statisticsOf, firstHead, stepped } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
 import { sinkFigures } from "./sinks.js";
-import { announceState, begin, cancel, counted, later } from "./state.js";
+import { announceState, begin, counted } from "./state.js";
 import { PageData } from "./stored_maps.js";
 
 const $ = (id) => document.getElementById(id);
@@ -102,27 +102,18 @@ async function card() {
   card.wanted = wanted;
   const curves = await arrays();
   if (card.wanted !== wanted) return; // another head was selected meanwhile
-  const step = (by) => {
-    const total = g.layers.length * g.heads.length, next = (at + by + total) % total;
-    select(Math.floor(next / g.heads.length), next % g.heads.length);
-  };
-  replace($("card"), headCard({ group: g, view: v, layer: state.layer, head: state.head, step }));
-  detail(curves);
-}
-
-/** The curves of the selected head along the text. */
-function detail(curves) {
-  const box = h("div", { class: "curves" });
-  replace($("detail"), h("h3", {}, `${headTitle(group(), state.layer, state.head)} along the text`), box);
-  const columns = getComputedStyle(box).gridTemplateColumns.split(" ");
-  const width = Math.max(Math.floor(parseFloat(columns[0])) || 0, 240); // before the first layout there are no columns
-  box.replaceChildren(...headCurves({ group: group(), view: view(), curves, layer: state.layer, head: state.head, width }));
+  const { layer, head } = state, step = (by) => { const to = stepped(g, layer, head, by); select(to.layer, to.head); };
+  replace($("card"), headCard({ group: g, view: v, layer, head, step }));
+  $("detail").firstChild.textContent = `${headTitle(g, layer, head)} along the text`;
+  alongText.show({ group: g, view: v, curves, layer, head });
 }
 
 // ---- maps -----------------------------------------------------------------------------------------------
 
 const mapsSection = new MapsSection({ onselect: (layer, head) => select(layer, head), ontrouble: (error) => trouble(error) });
 const textReading = new Reading();
+const alongText = new HeadCurves("curves");
+$("detail").append(h("h3"), alongText.element);
 $("wall-controls").append(mapsSection.controls);
 $("wall").append(mapsSection.wallBox);
 $("big-map").append(mapsSection.mapBox);
@@ -231,17 +222,6 @@ function everything() {
   return Promise.all([card(), maps(), reading()]);
 }
 
-/** Draw the curves again when the width changes, because they are drawn to the pixel. */
-function redrawOnResize() {
-  let width = $("detail").clientWidth, redraw = null;
-  new ResizeObserver(() => {
-    if ($("detail").clientWidth === width) return;
-    width = $("detail").clientWidth;
-    cancel(redraw);
-    redraw = later(card, 100);
-  }).observe($("detail"));
-}
-
 function trouble(error) {
   const text = typeof DecompressionStream === "undefined"
     ? "This browser cannot unpack the report's data (it lacks DecompressionStream). Please open it in a browser of 2023 or later."
@@ -256,7 +236,7 @@ onUncaught(trouble);
 try {
   Object.assign(state, firstHead(group(), view()));
   theme(); tooltips(document, $("tip"));
-  counted(everything()).then(redrawOnResize, trouble);
+  counted(everything()).catch(trouble);
 } catch (error) {
   trouble(error);
 }

@@ -4,7 +4,7 @@ import { h, replace, tooltips } from "./dom.js";
 import { isDark } from "./colour.js";
 import { PAGES, lengthWords, openingWords, missingReason } from "./address.js";
 import { download, pngOf } from "./export.js";
-import { headName } from "./heads.js";
+import { headName, stepped } from "./heads.js";
 import { counted } from "./state.js";
 
 const SETTINGS = "qkv-viewer"; // key in localStorage: the theme, and whether single keys act
@@ -204,14 +204,6 @@ export class Shell {
       // without localStorage, the setting lasts as long as the page
     }
   }
-}
-
-/** The next or previous head; `byLayer`: the same head of the next or previous layer. */
-function stepped(group, layer, head, by, byLayer = false) {
-  const count = group.heads.length, layers = group.layers.length;
-  if (byLayer) return { layer: (layer + by + layers) % layers, head };
-  const next = (layer * count + head + by + layers * count) % (layers * count);
-  return { layer: Math.floor(next / count), head: next % count };
 }
 
 /** A labelled select whose values are numbers. */
