@@ -36,6 +36,16 @@ export function keyOf(entries) {
   );
 }
 
+// The looks of axes are attributes, so that an exported drawing needs no style sheet.
+export const TICK = { fill: "var(--soft)", "font-size": 11 };
+export const REFERENCE = { class: "reference", fill: "none", stroke: "var(--soft)", "stroke-dasharray": "4 3" };
+
+/** Horizontal rules from `left` to `right` at the heights `y(tick)`, labelled on the left by `words(tick)`. */
+export const rules = (ticks, { left, right, y, words }) => ticks.map((tick) => [
+  svg("line", { stroke: "var(--line)", "shape-rendering": "crispEdges", x1: left, x2: right, y1: y(tick), y2: y(tick) }),
+  svg("text", { ...TICK, x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, words(tick)),
+]);
+
 /**
  * Curves along texts, as wide as `width` pixels. `series`: [{values, n, label, colour}], with values in bins of a text of n
  * tokens; the readout shows all of them at the pointer. `tokens`: of the text, if there is one. `reference`: {values, label}
@@ -66,14 +76,11 @@ export function curve({ title, series, width, unit, tokens = null, reference = n
   const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" }), readout = h("output", {});
   const summary = series.length > 1 ? `. ${series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ")}` : `, from ${written(known[0] ?? NaN, unit)} to ${written(known.at(-1) ?? NaN, unit)}`;
   const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}${summary}` },
-    ticks.map((tick) => [
-      svg("line", { class: "rule", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
-      svg("text", { class: "tick", x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, unit === "%" ? percent(tick) : tick.toLocaleString("en")),
-    ]),
+    rules(ticks, { left, right: width - right, y, words: (tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en")) }),
     bars && known.length ? svg("path", { class: "area", d: `${path(series[0])}V${top + tall}H${left}Z` }) : null,
     series.map((one) => svg("path", { class: "line", d: path(one), style: { stroke: one.colour ?? "var(--accent)" } })),
-    reference ? svg("path", { class: "reference", d: Array.from(reference.values, (value, bin) => `${bin ? "L" : "M"}${x({ ...reference, n }, bin + 0.5)} ${y(value).toFixed(1)}`).join("") }) : null,
-    axisTicks(n).map((position) => svg("text", { class: "tick", x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? "middle" : "start" }, integer(position))),
+    reference ? svg("path", { ...REFERENCE, d: Array.from(reference.values, (value, bin) => `${bin ? "L" : "M"}${x({ ...reference, n }, bin + 0.5)} ${y(value).toFixed(1)}`).join("") }) : null,
+    axisTicks(n).map((position) => svg("text", { ...TICK, x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? "middle" : "start" }, integer(position))),
     marker);
   drawing.addEventListener("pointermove", (event) => {
     const box = drawing.getBoundingClientRect(), across = ((event.clientX - box.left) * (width / box.width) - left) / inner;
