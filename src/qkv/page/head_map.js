@@ -193,6 +193,7 @@ export class HeadMap {
     const { pyramid, tokens, store, profiles } = content, { level } = this.map, { head, asked, row } = this, { query, key } = point, pair = `${query}/${key}`;
     const bin = pyramid.bin(level, query, key), single = pyramid.exact && level === pyramid.deepest;
     const value = (pool) => { const tile = store.get(pool, bin.place); return tile ? (tile.rows ? tile.values[bin.row * tile.columns + bin.column] : 0) : null; };
+    const nothing = head.pair ? "masked, or zero" : "masked"; // a page keeps masked pairs apart from tiny weights
     const largest = value("max"), mean = value("mean"), exact = single ? largest ?? mean : asked.pair === pair ? asked.weight : null;
     const word = (weight) => (weight === null ? "…" : weightWords(head.pair ? weight : Number(weight.toPrecision(2))));
     const name = (side, at) => h("span", {}, `${integer(at)} `, h("b", {}, "“", h("bdi", {}, named(tokens[side][at])), "” "));
@@ -200,8 +201,8 @@ export class HeadMap {
     this.readout.replaceChildren(...[
       h("div", { class: "map-pair" }, h("small", {}, "query "), name("queries", query)),
       h("div", { class: "map-pair" }, h("small", {}, "→ key "), name("keys", key)),
-      single || (head.pair && pyramid.exact) ? h("div", { class: "map-weight" }, h("strong", {}, word(exact)), " ", h("small", {}, exact === 0 ? "masked, or zero" : head.pair ? "exact weight" : "")) : null,
-      single ? null : h("div", { class: "map-bin" }, `queries ${range(bin.queries)} × keys ${range(bin.keys)} `, h("br"), `largest ${word(largest)}, mean ${word(mean)}`),
+      single || (head.pair && pyramid.exact) ? h("div", { class: "map-weight" }, h("strong", {}, word(exact)), " ", h("small", {}, exact === 0 ? nothing : head.pair ? "exact weight" : "")) : null,
+      single ? null : h("div", { class: "map-bin" }, `queries ${range(bin.queries)} × keys ${range(bin.keys)} `, h("br"), largest === 0 && mean === 0 ? nothing : `largest ${word(largest)}, mean ${word(mean)}`),
       profiles?.exact ? h("div", { class: "map-bin" }, `the key receives ${weightWords(profiles.received[key])} of all attention `, h("br"), `entropy of the query ${profiles.entropy[query].toFixed(2)} nats`) : null,
       aside ? h("div", { class: "map-bin" }, outside ?? "…") : null,
     ].filter(Boolean));
