@@ -122,21 +122,17 @@ export function axisTicks(n) {
   return ticks.filter((position) => position <= n - 1 && Number.isInteger(position));
 }
 
-/** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1. Zero, for masked pairs, stays transparent. */
-export function paint(canvas, rows, columns, at) {
+/** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1, and `colourOf` its colour. Zero, for masked pairs, stays transparent. */
+export function paint(canvas, rows, columns, at, colourOf = ramp) {
   canvas.width = columns;
   canvas.height = rows;
   const context = canvas.getContext("2d"), image = context.createImageData(columns, rows);
-  const table = Array.from({ length: 256 }, (_, level) => ramp(level / 255));
+  const table = Array.from({ length: 256 }, (_, level) => [...colourOf(level / 255), 255]);
   for (let row = 0, pixel = 0; row < rows; row++)
     for (let column = 0; column < columns; column++, pixel += 4) {
       const level = at(row, column);
       if (!(level > 0)) continue;
-      const colour = table[Math.round(255 * Math.min(level, 1))];
-      image.data[pixel] = colour[0];
-      image.data[pixel + 1] = colour[1];
-      image.data[pixel + 2] = colour[2];
-      image.data[pixel + 3] = 255;
+      image.data.set(table[Math.round(255 * Math.min(level, 1))], pixel);
     }
   context.putImageData(image, 0, 0);
 }

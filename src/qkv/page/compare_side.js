@@ -1,5 +1,6 @@
 // The sides of a comparison, their weights and curves, the difference of their maps, and the export of both.
 
+import { paint } from "./charts.js";
 import { css, destinationColour, looks, ramp, rgbOf } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { svg } from "./dom.js";
@@ -30,16 +31,10 @@ export function paintDifference(canvas, left, right) {
   const difference = Float32Array.from(left.values, (value, at) => right.values[at] - value);
   const sizes = difference.map(Math.abs).filter((size) => size > 0).sort();
   const top = sizes[Math.floor(sizes.length * 0.998)] ?? 1; // scale by a high quantile, so that a few large differences do not make all others pale
-  canvas.width = left.columns;
-  canvas.height = left.rows;
-  const context = canvas.getContext("2d"), image = context.createImageData(left.columns, left.rows);
-  const table = Array.from({ length: 257 }, (_, level) => signedColour(level / 128 - 1));
-  difference.forEach((size, cell) => {
-    if (!size) return;
-    const level = Math.sign(size) * Math.sqrt(Math.min(Math.abs(size) / top, 1));
-    image.data.set([...table[Math.round(128 * (level + 1))], 255], 4 * cell);
-  });
-  context.putImageData(image, 0, 0);
+  paint(canvas, left.rows, left.columns, (row, column) => {
+    const size = difference[row * left.columns + column];
+    return size ? Math.max(0.5 + 0.5 * Math.sign(size) * Math.sqrt(Math.min(Math.abs(size) / top, 1)), 0.002) : 0;
+  }, (level) => signedColour(2 * level - 1));
 }
 
 // Export of the compare page as SVG and CSV.
