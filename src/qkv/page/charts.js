@@ -195,3 +195,10 @@ export function choice(label, options, chosen, onchange) {
     options.map(([id, text]) => h("label", {},
       h("input", { type: "radio", name, value: id, "data-key": `${name}-${id}`, checked: String(id) === String(chosen), onchange: (event) => onchange(event.target.value) }), h("span", {}, text))));
 }
+
+/** A labelled select whose values are numbers. */
+export function chooser(label, key, chosen, options, onchange) {
+  return h("label", { class: "chooser" }, h("span", {}, label), " ",
+    h("select", { "data-key": key, onchange: (event) => onchange(Number(event.target.value)) },
+      options.map(([value, text]) => h("option", { value, selected: value === chosen }, text))));
+}

@@ -1,11 +1,11 @@
 // The grid of all heads of a text, the card of one head, and its curves. `group` and `view` are `groups[g]` and
 // `groups[g].texts[t]` of a page; layers and heads are indices in the group.
 
-import { curve, keyOf, legend, stack } from "./charts.js";
+import { chooser, curve, keyOf, legend, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { h } from "./dom.js";
-import { binPeaks, integer, named, written } from "./numbers.js";
+import { binPeaks, integer, named, visible, written } from "./numbers.js";
 import { nextFrame } from "./state.js";
 
 export const MANY = 16; // with more heads or layers, cells are too small for text
@@ -26,6 +26,21 @@ export function stepped(group, layer, head, by, byLayer = false) {
 
 /** The full name of a head, for titles and screen readers. */
 export const headTitle = (group, layer, head) => `Layer ${group.layers[layer]}, head ${group.heads[head]}`;
+
+/** The first words of a text, for a chooser. */
+export function openingWords(text, tokens = 9) {
+  const words = visible(text.keys.slice(0, tokens).join("").replace(/\s+/g, " ").trim());
+  return text.n_keys > tokens ? `${words} …` : words;
+}
+
+/** Choosers of the kind of attention and of the text, where there are several; `prefix` makes their keys unique. */
+export function textChoosers(groups, g, t, ongroup, ontext, prefix = "") {
+  const { texts } = groups[g];
+  return [
+    groups.length > 1 ? chooser("Attention", `${prefix}group`, g, groups.map(({ name }, index) => [index, name]), ongroup) : null,
+    texts.length > 1 ? chooser("Text", `${prefix}text`, t, texts.map((one, index) => [index, `${index + 1}. ${openingWords(one)}`]), ontext) : null,
+  ].filter(Boolean);
+}
 
 /** The numbers of layers and heads of a group in words. */
 export function sizeWords({ layers, heads }) {

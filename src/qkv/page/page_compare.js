@@ -1,14 +1,14 @@
 // Compare: two heads side by side, of any texts and models. The left one is the selection of the bar; the right one has
 // its own keys in the address: bsource, bgroup, btext, blayer, bhead.
 
-import { lengthWords, openingWords, validHead } from "./address.js";
-import { cellMap, curve, keyOf, legend, markCell, paint, stack } from "./charts.js";
+import { lengthWords, validHead } from "./address.js";
+import { cellMap, chooser, curve, keyOf, legend, markCell, paint, stack } from "./charts.js";
 import { css, destinationColour, looks } from "./colour.js";
 import { comparedName, comparedPicture, comparedTable, curveOf, groupOf, LABEL, matrixOf, MAX_EXACT, paintDifference, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
-import { headName, labelOf, meaningOf, mostSimilar, rowOf, sharesOf, similarityMeaning, statisticsOf } from "./heads.js";
+import { headName, labelOf, meaningOf, mostSimilar, rowOf, sharesOf, similarityMeaning, statisticsOf, textChoosers } from "./heads.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
-import { chooser, headChooser } from "./shell.js";
+import { headChooser } from "./shell.js";
 
 const PLACE = ["source", "group", "text", "layer", "head"];
 const RIGHT = Object.fromEntries(PLACE.map((key) => [key, `b${key}`]));
@@ -183,14 +183,13 @@ class Compare {
       }
     };
     const ready = app.session.sources.filter(({ state }) => state === "ready"), { groups } = source.page;
+    const choosers = textChoosers(groups, at.group, at.text, (value) => go(validHead({ ...at, group: value }, source.page).state), (text) => go({ text }), `${name}-`);
     return h("div", { class: `compare-side compare-${name}`, role: "group", "aria-label": `${LABEL[name]}, the ${name} side` },
       h("div", { class: "compare-choosers" },
         h("b", { class: "compare-mark" }, LABEL[name]),
         ready.length > 1 ? chooser("Profile", `${name}-source`, at.source, ready.map((one) => [one.id, one.name]), goSource) : h("strong", { class: "context-name" }, source.name),
         headChooser(group, at.layer, at.head, go, name)),
-      groups.length > 1 || group.texts.length > 1 ? h("div", { class: "compare-choosers" },
-        groups.length > 1 ? chooser("Attention", `${name}-group`, at.group, groups.map((one, index) => [index, one.name]), (value) => go(validHead({ ...at, group: value }, source.page).state)) : null,
-        group.texts.length > 1 ? chooser("Text", `${name}-text`, at.text, group.texts.map((one, index) => [index, `${index + 1}. ${openingWords(one)}`]), (value) => go({ text: value })) : null) : null,
+      choosers.length ? h("div", { class: "compare-choosers" }, choosers) : null,
       h("p", { class: "goes" }, view.heads.goes_to[rowOf(group, at.layer, at.head)], h("small", {}, lengthWords(view))));
   }
 

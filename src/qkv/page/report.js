@@ -1,9 +1,8 @@
 // The report: its state, and one function per part of the page. All data is in the HTML file.
 
 import { integer, percent, short, written } from "./numbers.js";
-import { choice } from "./charts.js";
 import { isDark, looks, useLooks } from "./colour.js";
-import { HeadCurves, KIND, allHeads, headCard, headName, headTitle, labelOf, markHead, meaningOf, rowOf, statisticsOf, firstHead, stepped } from "./heads.js";
+import { HeadCurves, KIND, allHeads, headCard, headName, headTitle, labelOf, markHead, meaningOf, rowOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
@@ -58,15 +57,9 @@ function header() {
 }
 
 function switches() {
-  const parts = [];
-  if (PAGE.groups.length > 1)
-    parts.push(choice("Attention", PAGE.groups.map((g, index) => [index, g.name]), state.group, (index) => {
-      Object.assign(state, { group: +index, text: Math.min(state.text, PAGE.groups[index].texts.length - 1), layer: 0, head: 0 });
-      everything();
-    }));
-  if (group().texts.length > 1)
-    parts.push(h("label", {}, "Text ", h("select", { "data-key": "text", onchange: (event) => { Object.assign(state, { text: +event.target.value }); everything(); } },
-      group().texts.map((text, index) => h("option", { value: index, selected: index === state.text }, `${index + 1}. ${text.keys.slice(0, 8).join("").trim()} …`)))));
+  const change = (changes) => { Object.assign(state, changes); everything(); };
+  const parts = textChoosers(PAGE.groups, state.group, state.text,
+    (to) => change({ group: to, text: Math.min(state.text, PAGE.groups[to].texts.length - 1), layer: 0, head: 0 }), (text) => change({ text }));
   $("switches").hidden = !parts.length;
   replace($("switches"), ...parts);
 }

@@ -2,9 +2,10 @@
 
 import { h, replace, tooltips } from "./dom.js";
 import { isDark } from "./colour.js";
-import { PAGES, lengthWords, openingWords, missingReason } from "./address.js";
+import { PAGES, lengthWords, missingReason } from "./address.js";
+import { chooser } from "./charts.js";
 import { download, pngOf } from "./export.js";
-import { headName, stepped } from "./heads.js";
+import { headName, openingWords, stepped, textChoosers } from "./heads.js";
 import { counted } from "./state.js";
 
 const SETTINGS = "qkv-viewer"; // key in localStorage: the theme, and whether single keys act
@@ -77,10 +78,8 @@ export class Shell {
   #within(page) {
     const app = this.#app, { state } = app, group = page.groups[state.group], text = group.texts[state.text];
     return [
-      page.groups.length > 1 ? chooser("Attention", "group", state.group, page.groups.map((other, index) => [index, other.name]), (value) => app.go({ group: value })) : null,
-      group.texts.length > 1
-        ? chooser("Text", "text", state.text, group.texts.map((other, index) => [index, `${index + 1}. ${openingWords(other)}`]), (value) => app.go({ text: value }))
-        : h("span", { class: "context-text" }, `“${openingWords(text, 14)}”`),
+      ...textChoosers(page.groups, state.group, state.text, (value) => app.go({ group: value }), (value) => app.go({ text: value })),
+      group.texts.length > 1 ? null : h("span", { class: "context-text" }, `“${openingWords(text, 14)}”`),
       h("span", { class: "context-size" }, lengthWords(text)),
       headChooser(group, state.layer, state.head, (changes) => app.go(changes)),
     ].filter(Boolean);
@@ -204,13 +203,6 @@ export class Shell {
       // without localStorage, the setting lasts as long as the page
     }
   }
-}
-
-/** A labelled select whose values are numbers. */
-export function chooser(label, key, chosen, options, onchange) {
-  return h("label", { class: "chooser" }, h("span", {}, label),
-    h("select", { "data-key": key, onchange: (event) => onchange(Number(event.target.value)) },
-      options.map(([value, text]) => h("option", { value, selected: value === chosen }, text))));
 }
 
 /** "‹ L 3 · H 7 ›": two selects between two buttons. `prefix` makes the focus keys of several choosers unique. */

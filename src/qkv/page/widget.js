@@ -4,7 +4,7 @@
 import { choice } from "./charts.js";
 import { useDark, useLooks } from "./colour.js";
 import { h, replace, tooltips } from "./dom.js";
-import { HeadCurves, headCard, rowOf, sizeWords } from "./heads.js";
+import { HeadCurves, headCard, rowOf, sizeWords, textChoosers } from "./heads.js";
 import { MapsSection } from "./maps_section.js";
 import { integer } from "./numbers.js";
 import { Reading } from "./reading.js";
@@ -195,14 +195,11 @@ class WidgetView {
   }
 
   drawSwitches() {
-    const { groups } = this.page, { group, view } = this, reset = (name, text) => {
-      const to = groups.find((one) => one.name === name), one = to.texts[text];
-      return { group: name, text, layer: to.layers[0], head: to.heads[0], query: null, key: null, queries: [0, one.n_queries], keys: [0, one.n_keys] };
+    const { groups } = this.page, { selection: { text }, groupAt } = this, show = (g, t) => {
+      const { name, layers, heads, texts } = groups[g], { n_queries, n_keys } = texts[t];
+      this.choose({ group: name, text: t, layer: layers[0], head: heads[0], query: null, key: null, queries: [0, n_queries], keys: [0, n_keys] });
     };
-    replace(this.switches,
-      groups.length > 1 ? choice("Attention", groups.map(({ name }) => [name, name]), group.name, (name) => this.choose(reset(name, Math.min(this.selection.text, groups.find((one) => one.name === name).texts.length - 1)))) : null,
-      group.texts.length > 1 ? h("label", {}, "Text ", h("select", { "data-key": "text", onchange: (event) => this.choose(reset(group.name, +event.target.value)) },
-        group.texts.map((text, at) => h("option", { value: at, selected: text === view }, `${at + 1}. ${text.keys.slice(0, 8).join("").trim()} …`)))) : null);
+    replace(this.switches, ...textChoosers(groups, groupAt, text, (g) => show(g, Math.min(text, groups[g].texts.length - 1)), (t) => show(groupAt, t)));
   }
 
   open(tab) {
