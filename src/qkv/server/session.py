@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import functools
-import json
 import logging
 import secrets
 import threading
@@ -27,7 +26,7 @@ from qkv.profiler.capture.residual import attention_modules
 from qkv.profiler.data.findings import effect_of
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.pyramid import Cancelled, Stopped
-from qkv.report.payload import payload
+from qkv.report.payload import as_json, payload
 from qkv.report.stored import StoredMaps
 from qkv.server.live import Live, everywhere
 from qkv.server.schemas import LiveModel, SourceState
@@ -361,9 +360,7 @@ def _build_page(source: Source) -> None:
     page, blobs = payload(source.profile)
     page["effects"] = source.effects
     source.groups = page["groups"]
-    source.page = json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
-        "utf-8", "replace"
-    )
+    source.page = as_json(page).encode()
     places = [(group, text) for group, one in enumerate(page["groups"]) for text in range(len(one["texts"]))]
     source.pools = {place: blobs.get("pools-{}-{}".format(*place), "[]") for place in places}
     source.curves = {place: zlib.decompress(base64.b64decode(blobs["curves-{}-{}".format(*place)])) for place in places}
