@@ -52,11 +52,6 @@ def first_sentence(text: str) -> str:
     return re.split(_SENTENCE, text)[0]
 
 
-def from_small_models(verdict: Verdict) -> bool:
-    """True if the verdict depends on small models."""
-    return any(by.startswith(SMALL) for by in verdict.by)
-
-
 MUTATION = Path(__file__).parent / "mutation.json"
 """What mutation tests of the checks found, if they were run."""
 MOST = 1000
@@ -139,10 +134,12 @@ def _index_counts(found: Mapping[str, Verdict]) -> Iterator[str]:
 
 
 def _wrong(found: Mapping[str, Verdict], *, small: bool) -> list[str]:
-    """The false claims by source, each with the first sentence of its verdict."""
+    """The false claims by source, of small models or not, each with the first sentence of its verdict."""
     lines = []
     for source in SOURCES:
-        wrong = [c for c in _of_kind(source, "false", found) if from_small_models(found[c.id]) == small]
+        wrong = [
+            c for c in _of_kind(source, "false", found) if any(by.startswith(SMALL) for by in found[c.id].by) == small
+        ]
         lines += [f"**The {source}**", ""] if wrong else []
         for c in wrong:
             lines += [f"- {link(c)}: {c.text}\\", f"  → {first_sentence(found[c.id].text)}"]

@@ -216,7 +216,7 @@ def check_model(found: Explorer, profile: qkv.profiler.Profile, tolerance: float
     for group, data in profile.groups.items():
         for text, layer in np.ndindex(data.sizes["text"], data.sizes["layer"]):
             n_queries, n_keys = int(data["n_queries"][text]), int(data["n_keys"][text])
-            assert found.info(group, text)[:4] == (n_queries, n_keys, 0, 0)
+            assert found.info(group, text) == explore.Info(n_queries, n_keys, 0, 0)
             weights = data["weights"].values[text, layer, :, :n_queries, :n_keys]
             query, key = n_queries - 2 if n_queries > 1 else 0, min(3, n_keys - 1)
             for head in (0, data.sizes["head"] - 1, None):

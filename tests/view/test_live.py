@@ -16,7 +16,7 @@ import qkv
 from conftest import refused
 from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM, Sampler, generate
 from qkv.models.loading import Loaded, load_model, load_text_model
-from qkv.server.live import EXAMPLE, HeadEdit, Live, _change
+from qkv.server.live import EXAMPLE, Live, _change
 
 
 def edit(layer: int, head: int, normalizer: str = "softmax", temperature: float = 1.0) -> SimpleNamespace:
@@ -112,8 +112,7 @@ def test_intervention_with_the_trained_normalizer_changes_nothing() -> None:
     model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=2, normalizer="off_by_one")).eval()
     live = Live(Loaded("tiny", model, ByteTokenizer()))
     said = live.description()
-    assert said is not None
-    assert said["normalizers"][0] == "off-by-one"
+    assert said.normalizers[0] == "off-by-one"
     answer = live.answer(asked("héé", [edit(0, 0, "off-by-one")], layer=0, head=0))
     assert answer["divergence"] == 0
     assert len(answer["tokens"]) == 5
@@ -200,16 +199,17 @@ def test_a_model_of_hugging_face_answers_with_its_own_weights_and_those_of_the_e
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     assert Live(Loaded("body", model.base_model, ByteTokenizer())).description() is None, "it has no next token"
     live = Live(Loaded("tiny", model, ByteTokenizer()))
-    assert live.description() == live.description() | {"layers": 2, "heads": 4, "most_tokens": 64}
+    said = live.description()
+    assert (said.layers, said.heads, said.most_tokens) == (2, 4, 64)
     ids = live._ids(SimpleNamespace(text="import os", ids=None))
-    plain = live._run(ids, [])
+    plain = live._run(ids, {})
     with torch.no_grad():
         want = model(torch.tensor([ids]), output_attentions=True)
     torch.testing.assert_close(plain.logits, want.logits[:, -1])
     for got, weights in zip(plain.weights, want.attentions, strict=True):
         torch.testing.assert_close(got, weights[0], atol=1e-5, rtol=1e-4)
     lse = torch.from_numpy(qkv.profile(model, torch.tensor([ids]), probe=False, progress=False).data["lse"].values)[0]
-    edited = live._run(ids, [HeadEdit(0, 1, "off-by-one"), HeadEdit(1, 0, "softmax", 2.0)])
+    edited = live._run(ids, {(0, 1): ("off-by-one", 1.0), (1, 0): ("softmax", 2.0)})
     share = torch.sigmoid(lse[0, 1])[:, None]  # of a row that the additional logit of 0 leaves to the keys
     torch.testing.assert_close(edited.weights[0][1], plain.weights[0][1] * share, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(edited.weights[0][0], plain.weights[0][0], atol=1e-5, rtol=1e-4)

@@ -157,6 +157,8 @@ WEIGHTS_REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("layer", lambda: plot.heads((weights(1, 2, 3, 3),) * 2)),
     ("tokens", lambda: plot.weights(weights(3, 3), ["a"])),
     ("tokens", lambda: plot.weights(weights(3, 3), "abc")),
+    ("tokens", lambda: plot.model(weights(2, 1, 3, 3), ["a"])),
+    ("source", lambda: plot.alignment(weights(3, 3), ["a"], list("abc"))),
     ("queries", lambda: plot.weights(weights(4, 3), list("abc"))),
     ("tokens", lambda: plot.arcs(masks.Causal())),
     ("mask", lambda: plot.weights(weights(3, 3), mask=torch.zeros(3, 3))),

@@ -168,7 +168,7 @@ def test_tiles_rows_columns_pairs_and_profiles_equal_the_data_set(app: Guard, se
         shapes.add((n_queries, n_keys))
         api, place = f"/api/sources/{s}", f"{g}/{t}/1/{heads - 1}"
         assert ask(app, f"{api}/map/{place}").json() == {
-            "kind": "stored" if s == 1 else "exact", "n_queries": n_queries, "n_keys": n_keys, "tile": 256,
+            "kind": "stored" if s == 1 else "exact", "n_queries": n_queries, "n_keys": n_keys, "base": 0,
             "deepest": 0, "pixel_queries": 1, "pixel_keys": 1, "why": None,
         }  # fmt: skip
         for pool in ("max", "mean"):
@@ -193,13 +193,9 @@ def test_tiles_rows_columns_pairs_and_profiles_equal_the_data_set(app: Guard, se
 def test_links_and_similar_heads_are_those_of_the_data_set(app: Guard, session: Session) -> None:
     for s, g, t, weights in places(session):
         source, api = session.sources[s], f"/api/sources/{s}"
-        keys = source.groups[g]["texts"][t]["keys"]
-        links = ask(app, f"{api}/links/{g}/{t}/1?query=1").json()["heads"]
-        assert [x["head"] for x in links] == list(range(weights.shape[1]))
-        for x in links:
-            row = weights[1, x["head"], 1]
-            near([x["weight"], row[x["position"]]], row.max())
-            assert x["token"] == keys[x["position"]]
+        links = ask(app, f"{api}/links/{g}/{t}/1?query=1").json()
+        for row, key, weight in zip(weights[1, :, 1], links["keys"], links["weights"], strict=True):
+            near([weight, row[key]], row.max())
         assert source.profile is not None
         expected = source.profile.similarity(t, source.groups[g]["name"])
         said = ask(app, f"{api}/similar/{g}/{t}/1/0").json()

@@ -519,7 +519,7 @@ def check_sinks(tab: Tab, answer: dict[str, Any], when: str) -> None:
 
 def test_live_page_answers_while_typing_and_keeps_a_long_text(view: Opens, mini: Served, live: Live) -> None:
     one = view(mini).open("live")
-    check_bars(one, live.answer(asked(live.description()["example"])), edited=False)
+    check_bars(one, live.answer(asked(live.description().example)), edited=False)
     text = "def add(a, b):\n    return a +"
     one.page.fill("#live-text", text)
     answer = live.answer(asked(text))
@@ -605,7 +605,7 @@ def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callabl
     assert report_of(page, profile, tmp_path) == "ready"
     assert page.locator("[role=gridcell]").count() == len(profile.heads()) * (1 + ("weights" in profile.data))
     assert page.get_by_text("Most attended tokens").count() == 1
-    assert page.locator(".curve").count() > 0
+    assert page.locator(".curve .reference").first.get_attribute("d"), "uniform attention is drawn beside the entropy"
     assert page.locator("img").count() == 0
     assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
 
@@ -633,10 +633,10 @@ def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> Non
     page.click(cell(2, 2))
     assert after(page.click, '[data-key="on"]') == "Layer 2, head 3"
     assert page.evaluate("document.activeElement.dataset.key") == "on", "the focus is kept"
-    page.select_option("#statistic", "distance")
+    page.select_option('[data-key="statistic"]', "distance")
     said = f"Layer 0, head 0: Distance {heads['distance'][0]:.1f} tokens; first token 99 %"
     assert plain(page.get_attribute(cell(0, 0), "aria-label")) == said
-    page.select_option("#statistic", "type")
+    page.select_option('[data-key="statistic"]', "type")
     kind = profile.types().query("layer == 1 and head == 3").iloc[0]
     assert (page.get_attribute(cell(1, 3), "data-tip") or "").split("\n")[:2] == ["Layer 1, head 3", kind["type"]]
     page.locator('[data-key="choice-Shade by attention received from-head"]').check(force=True)
@@ -647,7 +647,7 @@ def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> Non
     page.focus("#big-map canvas")
     for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
         page.keyboard.press(key)
-    said = plain(page.inner_text(".head-map-readout"))
+    said = plain(page.inner_text(".map-readout"))
     query, key = map(int, re.match(r"query (\d+) “.*” → key (\d+) ", said).groups())  # type: ignore[union-attr]
     assert query - key == 3, "from the middle, two down and one to the left"
     assert share(said) == pytest.approx(float(profile.data["weights"][0, 2, 3, query, key]), abs=0.004)
@@ -721,8 +721,8 @@ def test_clicks_change_the_selection_and_the_selection_changes_the_page(opened: 
     assert page.evaluate("[state.selection.layer, state.selection.head]") == [1, 3]
     page.evaluate("select({ layer: 2, head: 4, query: 20, key: 0 })")
     page.locator(".map-title", has_text="Layer 2, head 4").wait_for()
-    page.locator(".head-map-readout", has_text="query 20 ").wait_for()
-    said = plain(page.locator(".head-map-readout").inner_text())
+    page.locator(".map-readout", has_text="query 20 ").wait_for()
+    said = plain(page.locator(".map-readout").inner_text())
     assert share(said) == pytest.approx(float(made.gpt().data["weights"][0, 2, 4, 20, 0]), abs=0.004)
     page.get_by_label("Zoom in (+)").click()
     eventually(page, lambda: 0 < page.evaluate("state.selection.queries[1] - state.selection.queries[0]") < 61)

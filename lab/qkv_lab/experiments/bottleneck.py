@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,10 +21,6 @@ from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.sequences import MIRRORS, Recall, Reversal
 from qkv_lab.tasks.translation import ARCHITECTURES, Translation
-
-if TYPE_CHECKING:
-    pass
-
 
 NONE, BAHDANAU = "rnn", "bahdanau"
 LONGEST = 20  # most words in a source sentence
@@ -107,8 +103,10 @@ def _setting(name: str, seed: int, quick: bool) -> Setting:
 RECURRENCE_ACCURACY = "measured.accuracy"
 RIGHT = 0.9
 """A model can do a task if this share of its predictions is right."""
-FAR = 63
-"""The distance over which symbols are recalled."""
+DISTANCES = (3, 7, 15, 31, 63)
+"""The distances over which symbols are recalled."""
+FAR = DISTANCES[-1]
+KINDS = ("attention", "GRU", "RNN")
 BITS, SKIPPED = 24, 8
 """The bits of a sequence of the parity task, and the first ones, which are too easy to be evaluated."""
 
@@ -177,19 +175,23 @@ class Recurrence(Experiment):
     }
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        """Every model on every task; the RNN only on the long distance, where it is compared."""
+        """Every model on every task; the RNN only on recall over distances, where it is compared."""
         training = Training(steps=3 if quick else 300, warmup=30, weight_decay=0.0)
-        near, far = Recall(min_length=8, max_length=8), Recall(min_length=4, max_length=4, gap=FAR - 3)
-        made: dict[str, tuple[Callable[..., dict[str, float]], Callable[[str], nn.Module]]] = {
-            "recall": (lambda *a: on_recall(near, *a), lambda kind: _model(kind, 18, context=16)),
-            "far": (lambda *a: on_recall(far, *a), lambda kind: _model(kind, 34, context=68, layers=1)),
-            "parity": (on_parity, lambda kind: _model(kind, 2, context=BITS)),
-        }
-        found: dict[str, dict[str, float]] = {}
-        for task, (learn, make) in made.items():
-            for kind in ("attention", "GRU", *(["RNN"] if task == "far" else [])):
+        near = Recall(min_length=8, max_length=8)
+        found: dict[str, Measured] = {}
+        for kind in KINDS:
+            by_distance = []
+            for distance in DISTANCES:
+                task = Recall(min_length=4, max_length=4, gap=distance - 3)
                 torch.manual_seed(seed)
-                found[f"{kind}, {task}"] = learn(make(kind), seed, training)
+                far = on_recall(task, _model(kind, 34, context=68, layers=1), seed, training)
+                by_distance.append(far["accuracy"])
+            found[f"{kind}, far"] = {**far, "by_distance": by_distance}
+            if kind != "RNN":
+                torch.manual_seed(seed)
+                found[f"{kind}, recall"] = on_recall(near, _model(kind, 18, context=16), seed, training)
+                torch.manual_seed(seed)
+                found[f"{kind}, parity"] = on_parity(_model(kind, 2, context=BITS), seed, training)
         return found
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
@@ -204,6 +206,11 @@ class Recurrence(Experiment):
             "C291": ahead,
             "C373": ahead,
         }
+
+    def lines(self, results: Results) -> Lines:
+        """The accuracy of recall by distance."""
+        by_kind = {kind: [o.measured["by_distance"] for o in results.finished(f"{kind}, far")] for kind in KINDS}
+        return Lines(DISTANCES, by_kind, "distance of the recalled symbols, in tokens", "accuracy of recall", log=True)
 
 
 def _model(kind: str, vocabulary: int, **shape: Any) -> nn.Module:

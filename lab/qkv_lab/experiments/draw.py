@@ -71,12 +71,11 @@ def _draw_lines(axes: Axes, lines: Lines) -> None:
     found = {name: values for name, values in lines.by_name.items() if len(values)}  # runs may have diverged
     draw.curves(axes, lines.x, found)
     axes.set(xlabel=lines.axis, ylabel=textwrap.fill(lines.label, 20))
+    ticks = lines.x if len(lines.x) <= 5 else [2**i for i in range(int(max(lines.x)).bit_length())]
     if lines.log:
         axes.set_xscale("log", base=2)
-        ticks = [2**i for i in range(int(max(lines.x)).bit_length())]
+    if lines.log or len(lines.x) < 5:
         axes.set_xticks(ticks, list(map(str, ticks)))
-    elif len(lines.x) < 5:
-        axes.set_xticks(lines.x)
     if len(found) > 1:
         beside = {"loc": "upper left", "bbox_to_anchor": (1, 1.05), "handlelength": 1} if len(found) > 3 else {}
         axes.legend(fontsize=8, frameon=False, **beside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,10 +21,6 @@ from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.language import Language
 from qkv_lab.tasks.relations import Lookups
 from qkv_lab.tasks.sequences import Copy, Reversal
-
-if TYPE_CHECKING:
-    pass
-
 
 CONTEXT = 64
 SHAPE = DecoderConfig.llama(d_model=32, layers=2, heads=4)

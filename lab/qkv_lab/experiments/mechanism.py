@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,10 +33,6 @@ from qkv_lab.experiments.streaming import (
 )
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy
-
-if TYPE_CHECKING:
-    pass
-
 
 TEXTS = 16
 PEAK = 10.0

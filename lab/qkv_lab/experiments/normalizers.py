@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from qkv_lab.experiments.streaming import (
     sink,
 )
 from qkv_lab.task import Measured
-
-if TYPE_CHECKING:
-    pass
 
 SOFTMAX, OFF, LEARNED, KEY, ELEMENT, HEAD, BARE = (
     "softmax", "off by one", "learned sink", "key bias", "gate elementwise", "gate a head", "no <s>",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,10 +18,6 @@ from qkv_lab.experiments.small import minus, setting
 from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy
-
-if TYPE_CHECKING:
-    pass
-
 
 SMALL, UNIT = "small initial weights", "unit-variance q, k"  # as GPT-2 is initialised; as the argument for √d assumes
 STARTS = (SMALL, UNIT)

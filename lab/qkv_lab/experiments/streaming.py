@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,10 +18,6 @@ from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.small import setting, unlearnt
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.backcopy import Backcopy
-
-if TYPE_CHECKING:
-    pass
-
 
 TASK = Backcopy()
 TRAINING = Training(steps=500, batch=32, lr=1e-2, warmup=100, weight_decay=0.1, evaluate_every=50, save_every=500)

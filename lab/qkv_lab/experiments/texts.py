@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,10 +37,6 @@ from qkv_lab.experiments.streaming import (
 )
 from qkv_lab.task import Measured
 from qkv_lab.tasks.language import Language
-
-if TYPE_CHECKING:
-    pass
-
 
 UNIQUE = (16, 64, 256, 1024)
 FEW, MANY = UNIQUE[-2:]

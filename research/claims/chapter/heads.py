@@ -246,6 +246,7 @@ def c003() -> Verdict:
         f"attention {', '.join(map(str, own))}. That is of reading a given text, as in training: a decoder that writes "
         "one token after another waits for each with attention, too.",
         "[Recurrence and attention](../background/recurrence.md)",
+        "[`plan.diagram()`: the steps of a call](../mechanisms/index.md)",
     )
 
 

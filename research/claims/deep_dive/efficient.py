@@ -135,6 +135,7 @@ def c290() -> Verdict:
         f"{listed(direct)} in a layer of attention, which forms n² weights (a kernel that never keeps them needs O(n), "
         "see C300). Operations in order are counted at C003.",
         "[Recurrence and attention](../background/recurrence.md)",
+        "[`plan.diagram()`: the steps of a call](../mechanisms/index.md)",
     )
 
 

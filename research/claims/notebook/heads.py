@@ -56,6 +56,7 @@ def c144() -> Verdict:
         f"back: tanh RNN {ratio['RNN']:.0e}, LSTM {ratio['LSTM']:.0e}, attention {ratio['attention']:.1f}. These are "
         "torch's initial weights; larger recurrent weights or an LSTM's forget bias slow the decay.",
         "[Recurrence and attention](../background/recurrence.md)",
+        "[`plan.diagram()`: the steps of a call](../mechanisms/index.md)",
     )
 
 

@@ -338,7 +338,7 @@ def label_side(ax: Axes, side: str, names: Names, n: int, what: str, *, first: i
     """Ticks of one side of a map: tokens if they are readable, else positions, which begin at `first`."""
     axis = ax.xaxis if side == "x" else ax.yaxis
     inches = (ax.bbox.width if side == "x" else ax.bbox.height) / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
-    points = min(8.0, 0.85 * 72 * inches / n)
+    points = _points(inches / n)
     if names is not None and points >= READABLE:
         texts = [token_label(name) for name in names]
         turned = side == "x" and is_turned(max(map(len, texts)) * CHARACTER * points / 8, inches / n)
@@ -352,6 +352,16 @@ def label_side(ax: Axes, side: str, names: Names, n: int, what: str, *, first: i
     axis.set_label_text(what if names is None else f"{what} position", fontsize=8, color=MUTED)
 
 
+def are_readable(cell: float) -> bool:
+    """Whether names of cells of this size, in inches, are large enough to be read."""
+    return _points(cell) >= READABLE
+
+
+def _points(cell: float) -> float:
+    """The size of names of cells of this size, in inches."""
+    return min(8.0, 0.85 * 72 * cell)
+
+
 def is_turned(longest: float, cell: float) -> bool:
     """Whether names are turned by 90 degrees: the longest, in inches, does not fit into a cell."""
     return longest > 0.95 * cell
@@ -359,7 +369,7 @@ def is_turned(longest: float, cell: float) -> bool:
 
 def label_inches(names: Names, cell: float, *, across: bool) -> float:
     """The room in inches that `label_side` needs for the names of cells of this size, below axes or on their left."""
-    points = min(8.0, 0.85 * 72 * cell)
+    points = _points(cell)
     if names is None or points < READABLE:
         return 0.2
     longest = CHARACTER * points / 8 * max(len(token_label(name)) for name in names)

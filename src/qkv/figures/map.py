@@ -84,8 +84,8 @@ def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: st
     figure = titled(inches[0], inches[1], sentence(head_map, picture), _subtitle(head_map, picture))
     for n, panel in enumerate(panels):
         x, y = (left, top + n * under) if stacked else (left + n * aside, top)
-        axes = _at(figure, x, y, wide, tall)
-        _draw(axes, _at(figure, x + wide / DPI + 0.1, y, round(0.1 * DPI), tall), panel, picture, down, across)
+        axes = place(figure, x, y, wide / DPI, tall / DPI)  # whole pixels
+        _draw(axes, place(figure, x + wide / DPI + 0.1, y, 0.1, tall / DPI), panel, picture, down, across)
         for side, names, edges, what in (("y", rows, down, "query"), ("x", columns, across, "key")):
             label_side(axes, side, names, edges[-1] - edges[0], what if names else f"{what} position", first=edges[0])
     return figure
@@ -170,13 +170,6 @@ def _subtitle(head_map: AttentionMap | StoredMap, picture: Picture) -> str:
     kind = "" if head_map.group == "self" else f"{head_map.group} attention · "
     masked = " · grey: masked" if (picture.visible == 0).any() else ""
     return f"{head_map.model} · {kind}{' × '.join(sides)}{masked}"
-
-
-def _at(figure: Figure, left: float, top: float, wide: int, tall: int) -> Axes:
-    """Axes aligned to pixels; sizes are in pixels, distances from the top left of the figure in inches."""
-    across, up = (round(x * DPI) for x in figure.get_size_inches())
-    x, y = round(left * DPI), round(top * DPI)
-    return figure.add_axes((x / across, 1 - (y + tall) / up, wide / across, tall / up))
 
 
 class Stored(NamedTuple):

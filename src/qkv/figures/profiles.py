@@ -43,8 +43,8 @@ from qkv.figures.layout import (
     token_strip,
 )
 from qkv.profiler.data import tables
-from qkv.profiler.data.findings import Findings
-from qkv.profiler.data.frames import STATISTICS, columns_of, counted, layers_and_heads, percent, size_of, written
+from qkv.profiler.data.findings import Findings, shared_by
+from qkv.profiler.data.frames import columns_of, counted, layers_and_heads, percent, size_of, written
 from qkv.profiler.data.sinks import EPSILON, sink_table, sink_tokens, trend_by_head
 from qkv.profiler.data.types import MIXED, ROLES, TRAITS
 
@@ -81,26 +81,32 @@ def overview_figure(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tup
     return figure
 
 
-def by_layer_figure(
-    name: str, data: xr.Dataset, heads: pd.DataFrame, statistic: str, title: str
-) -> tuple[Figure, Axes]:
-    """One dot for each head, one column for each layer, and the median of each layer."""
-    label, unit = STATISTICS[statistic][:2]
-    layers = data["layer"].values
+def entropy_figure(name: str, data: xr.Dataset) -> Figure:
+    """The entropy of every head: one dot for each head, one column for each layer, and the median of each layer."""
+    heads, layers = tables.head_table(data), data["layer"].values
+    medians = heads.groupby("layer")["entropy"].median()[layers]  # NaN if the text is too short
+    sharpest = medians.idxmin()
+    where, whose = f"sharpest in layer {sharpest}", "its median head"
+    if medians.max() - medians.min() < 0.05:  # nats: a negligible difference
+        where, whose = "equally sharp in every layer", "the median head"
+    least = medians[sharpest]
     width = min(11.0, max(6.4, 1.6 + 0.62 * len(layers)))
+    title = f"Attention is {where}: {least:.1f} nats in {whose}, {shared_by(least)}"
     figure = titled(width, 4.4, title, subtitle_of(name, data))
     axes = chart(figure, 0.72, 1.2, width - 1.4, 2.65)
-    at, rows = layer_columns(axes, layers, heads, statistic)
-    axes.scatter(at, rows[statistic], s=17, color=ACCENT, alpha=0.75, lw=0, zorder=3, label="one head")
-    medians = heads.groupby("layer")[statistic].median()[layers]  # NaN if the text is too short
+    at, rows = layer_columns(axes, layers, heads, "entropy")
+    axes.scatter(at, rows["entropy"], s=17, color=ACCENT, alpha=0.75, lw=0, zorder=3, label="one head")
     middle = np.arange(len(layers))
     axes.hlines(medians, middle - 0.34, middle + 0.34, color=WARM, lw=1.8, zorder=4, label="median of the layer")
-    axes.set(ylabel=label.lower() if unit == "%" else f"{label.lower()}, {unit}")
     legend(
         axes, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2, handletextpad=0.5,
         columnspacing=1.4, scatteryoffsets=[0.5],
     )  # fmt: skip
-    return figure, axes
+    visible = data["visible"].values
+    uniform = float(np.log(visible[visible > 0]).mean())
+    reference_line(axes, uniform, "uniform\nattention")
+    axes.set(ylabel="entropy, nats", ylim=(0, uniform * 1.1 or 1))
+    return figure
 
 
 def layer_columns(

@@ -1,7 +1,7 @@
 // The list of pages, and the state of the viewer as an address such as "#/map?source=0&layer=1&head=2".
 
 import { firstHead } from "./heads.js";
-import { integer, visible } from "./numbers.js";
+import { integer } from "./numbers.js";
 
 /**
  * The pages of the viewer. Page `id` is the module page_<id>.js, which exports `mount(root, app)`, and may have a style
@@ -83,12 +83,6 @@ export function validHead(state, page) {
   valid.layer = within("layer", group.layers.length, first.layer, "layer", "layers");
   valid.head = within("head", group.heads.length, first.head, "head", "heads");
   return { state: valid, notes };
-}
-
-/** The first words of a text, for a chooser. */
-export function openingWords(text, tokens = 9) {
-  const words = visible(text.keys.slice(0, tokens).join("").replace(/\s+/g, " ").trim());
-  return text.n_keys > tokens ? `${words} …` : words;
 }
 
 /** The length of a text in words. */

@@ -136,7 +136,7 @@ export class Source {
     return this.#once(`similar/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(path));
   }
 
-  /** Size and resolution of a head's map: {kind, n_queries, n_keys, tile, deepest, why}. */
+  /** Size and resolution of a head's map: {kind, n_queries, n_keys, deepest, why}. */
   map(g, t, layer, head) {
     return this.#once(`map/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(path));
   }
@@ -181,7 +181,7 @@ export class Source {
     return new Float32Array(await this.#api.bytes(path, { signal }));
   }
 
-  /** The key with the largest weight of a query in each head of a layer: {heads: [{head, position, token, weight}]}. */
+  /** The key with the largest weight of a query in each head of a layer: {keys, weights}. */
   links(g, t, layer, query, { signal } = {}) {
     return this.#api.get(this.#path(`links/${g}/${t}/${layer}?query=${query}`), { signal });
   }

@@ -36,6 +36,16 @@ export function keyOf(entries) {
   );
 }
 
+// The looks of axes are attributes, so that an exported drawing needs no style sheet.
+export const TICK = { fill: "var(--soft)", "font-size": 11 };
+export const REFERENCE = { class: "reference", fill: "none", stroke: "var(--soft)", "stroke-dasharray": "4 3" };
+
+/** Horizontal rules from `left` to `right` at the heights `y(tick)`, labelled on the left by `words(tick)`. */
+export const rules = (ticks, { left, right, y, words }) => ticks.map((tick) => [
+  svg("line", { stroke: "var(--line)", "shape-rendering": "crispEdges", x1: left, x2: right, y1: y(tick), y2: y(tick) }),
+  svg("text", { ...TICK, x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, words(tick)),
+]);
+
 /**
  * Curves along texts, as wide as `width` pixels. `series`: [{values, n, label, colour}], with values in bins of a text of n
  * tokens; the readout shows all of them at the pointer. `tokens`: of the text, if there is one. `reference`: {values, label}
@@ -66,14 +76,11 @@ export function curve({ title, series, width, unit, tokens = null, reference = n
   const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" }), readout = h("output", {});
   const summary = series.length > 1 ? `. ${series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ")}` : `, from ${written(known[0] ?? NaN, unit)} to ${written(known.at(-1) ?? NaN, unit)}`;
   const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}${summary}` },
-    ticks.map((tick) => [
-      svg("line", { class: "rule", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
-      svg("text", { class: "tick", x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, unit === "%" ? percent(tick) : tick.toLocaleString("en")),
-    ]),
+    rules(ticks, { left, right: width - right, y, words: (tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en")) }),
     bars && known.length ? svg("path", { class: "area", d: `${path(series[0])}V${top + tall}H${left}Z` }) : null,
     series.map((one) => svg("path", { class: "line", d: path(one), style: { stroke: one.colour ?? "var(--accent)" } })),
-    reference ? svg("path", { class: "reference", d: Array.from(reference.values, (value, bin) => `${bin ? "L" : "M"}${x({ ...reference, n }, bin + 0.5)} ${y(value).toFixed(1)}`).join("") }) : null,
-    axisTicks(n).map((position) => svg("text", { class: "tick", x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? "middle" : "start" }, integer(position))),
+    reference ? svg("path", { ...REFERENCE, d: Array.from(reference.values, (value, bin) => `${bin ? "L" : "M"}${x({ ...reference, n }, bin + 0.5)} ${y(value).toFixed(1)}`).join("") }) : null,
+    axisTicks(n).map((position) => svg("text", { ...TICK, x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? "middle" : "start" }, integer(position))),
     marker);
   drawing.addEventListener("pointermove", (event) => {
     const box = drawing.getBoundingClientRect(), across = ((event.clientX - box.left) * (width / box.width) - left) / inner;
@@ -115,21 +122,17 @@ export function axisTicks(n) {
   return ticks.filter((position) => position <= n - 1 && Number.isInteger(position));
 }
 
-/** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1. Zero, for masked pairs, stays transparent. */
-export function paint(canvas, rows, columns, at) {
+/** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1, and `colourOf` its colour. Zero, for masked pairs, stays transparent. */
+export function paint(canvas, rows, columns, at, colourOf = ramp) {
   canvas.width = columns;
   canvas.height = rows;
   const context = canvas.getContext("2d"), image = context.createImageData(columns, rows);
-  const table = Array.from({ length: 256 }, (_, level) => ramp(level / 255));
+  const table = Array.from({ length: 256 }, (_, level) => [...colourOf(level / 255), 255]);
   for (let row = 0, pixel = 0; row < rows; row++)
     for (let column = 0; column < columns; column++, pixel += 4) {
       const level = at(row, column);
       if (!(level > 0)) continue;
-      const colour = table[Math.round(255 * Math.min(level, 1))];
-      image.data[pixel] = colour[0];
-      image.data[pixel + 1] = colour[1];
-      image.data[pixel + 2] = colour[2];
-      image.data[pixel + 3] = 255;
+      image.data.set(table[Math.round(255 * Math.min(level, 1))], pixel);
     }
   context.putImageData(image, 0, 0);
 }
@@ -191,4 +194,11 @@ export function choice(label, options, chosen, onchange) {
   return h("fieldset", { class: "choice" }, h("legend", {}, label),
     options.map(([id, text]) => h("label", {},
       h("input", { type: "radio", name, value: id, "data-key": `${name}-${id}`, checked: String(id) === String(chosen), onchange: (event) => onchange(event.target.value) }), h("span", {}, text))));
+}
+
+/** A labelled select whose values are numbers. */
+export function chooser(label, key, chosen, options, onchange) {
+  return h("label", { class: "chooser" }, h("span", {}, label), " ",
+    h("select", { "data-key": key, onchange: (event) => onchange(Number(event.target.value)) },
+      options.map(([value, text]) => h("option", { value, selected: value === chosen }, text))));
 }

@@ -1,10 +1,13 @@
 // The sides of a comparison, their weights and curves, the difference of their maps, and the export of both.
 
+import { paint } from "./charts.js";
 import { css, destinationColour, looks, ramp, rgbOf } from "./colour.js";
+import { rowOfCurve } from "./data.js";
 import { svg } from "./dom.js";
 import { colourOf, csvOf, svgImage, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
 import { headName, rowOf, sharesOf } from "./heads.js";
 import { percent, weightWords } from "./numbers.js";
+import { TILE } from "./tiles.js";
 
 // One side of a comparison: {name: "left" or "right", source, at: {source, group, text, layer, head}, view, matrix, curves}.
 
@@ -13,11 +16,7 @@ export const LABEL = { left: "A", right: "B" };
 export const groupOf = ({ source, at }) => source.page.groups[at.group];
 
 /** The curve of this name for the head of a side, or null. */
-export function curveOf(side, name) {
-  if (!side.curves[name]) return null;
-  const { values, shape } = side.curves[name], row = rowOf(groupOf(side), side.at.layer, side.at.head);
-  return values.subarray(row * shape[2], (row + 1) * shape[2]);
-}
+export const curveOf = (side, name) => side.curves[name] ? rowOfCurve(side.curves[name], rowOf(groupOf(side), side.at.layer, side.at.head)) : null;
 
 // The difference of two maps: its diverging colours and its drawing.
 
@@ -32,16 +31,10 @@ export function paintDifference(canvas, left, right) {
   const difference = Float32Array.from(left.values, (value, at) => right.values[at] - value);
   const sizes = difference.map(Math.abs).filter((size) => size > 0).sort();
   const top = sizes[Math.floor(sizes.length * 0.998)] ?? 1; // scale by a high quantile, so that a few large differences do not make all others pale
-  canvas.width = left.columns;
-  canvas.height = left.rows;
-  const context = canvas.getContext("2d"), image = context.createImageData(left.columns, left.rows);
-  const table = Array.from({ length: 257 }, (_, level) => signedColour(level / 128 - 1));
-  difference.forEach((size, cell) => {
-    if (!size) return;
-    const level = Math.sign(size) * Math.sqrt(Math.min(Math.abs(size) / top, 1));
-    image.data.set([...table[Math.round(128 * (level + 1))], 255], 4 * cell);
-  });
-  context.putImageData(image, 0, 0);
+  paint(canvas, left.rows, left.columns, (row, column) => {
+    const size = difference[row * left.columns + column];
+    return size ? Math.max(0.5 + 0.5 * Math.sign(size) * Math.sqrt(Math.min(Math.abs(size) / top, 1)), 0.002) : 0;
+  }, (level) => signedColour(2 * level - 1));
 }
 
 // Export of the compare page as SVG and CSV.
@@ -130,7 +123,7 @@ export const MAX_EXACT = 512;
  */
 export async function matrixOf(source, { group, text, layer, head }, { signal }) {
   const shape = await source.map(group, text, layer, head);
-  const { kind, n_queries, n_keys, tile, deepest, why } = shape;
+  const { kind, n_queries, n_keys, deepest, why } = shape, tile = TILE;
   if (kind === "none") return { values: null, n_queries, n_keys, exact: false, why };
   const pixel = { down: shape.pixel_queries ?? 1, across: shape.pixel_keys ?? 1 }; // more than 1 if only bins are stored
   const exact = kind !== "small" && Math.max(n_queries, n_keys) <= MAX_EXACT;

@@ -28,6 +28,9 @@ export function decodedArrays(index, planes) {
   return arrays;
 }
 
+/** One row of an array: the curve of a head, by its row in the table of heads, or that of a layer. */
+export const rowOfCurve = ({ values, shape }, row) => values.subarray(row * shape.at(-1), (row + 1) * shape.at(-1));
+
 // The pooled map of a head: for each bin of queries × keys its largest and its average weight.
 
 /** Decode the codes of a head. `about`: the description of the pooled maps of a text, see qkv.report.payload. */

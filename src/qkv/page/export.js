@@ -7,10 +7,6 @@ const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "L
 const MARGIN = 24;
 const LARGEST = 16_000; // pixels a side that every browser's canvas can hold
 
-// Properties that the style sheet may set on a drawing; they are written into its SVG file as attributes.
-const PROPERTIES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "fill-opacity", "stroke-opacity", "opacity",
-  "font-size", "font-weight", "font-family", "font-style", "text-anchor", "dominant-baseline", "image-rendering", "shape-rendering", "visibility"];
-
 /** The colour of a CSS variable in the current theme: colourOf("--ink"). */
 export function colourOf(variable) {
   return getComputedStyle(document.documentElement).getPropertyValue(variable).trim();
@@ -46,16 +42,9 @@ export function svgImage(canvas, { x = 0, y = 0, width = canvas.width, height = 
   return svg("image", { x, y, width, height, href: canvas.toDataURL("image/png"), preserveAspectRatio: "none", "image-rendering": "pixelated" });
 }
 
-/** A copy of a drawing at (x, y) with the computed styles as attributes, so that it needs no style sheet. */
-export function svgCopy(element, { x = 0, y = 0 } = {}) {
+/** A copy of a drawing at (x, y). */
+export function svgCopy(element, { x, y }) {
   const copy = element.cloneNode(true);
-  const pairs = [[element, copy], ...Array.from(element.querySelectorAll("*"), (from, index) => [from, copy.querySelectorAll("*")[index]])];
-  for (const [from, to] of pairs) {
-    const looks = getComputedStyle(from);
-    for (const name of PROPERTIES) if (looks.getPropertyValue(name)) to.setAttribute(name, looks.getPropertyValue(name));
-    to.removeAttribute("class");
-    to.removeAttribute("style");
-  }
   copy.setAttribute("x", x);
   copy.setAttribute("y", y);
   return copy;

@@ -1,10 +1,12 @@
 // The grid of all heads of a text, the card of one head, and its curves. `group` and `view` are `groups[g]` and
 // `groups[g].texts[t]` of a page; layers and heads are indices in the group.
 
-import { curve, keyOf, stack } from "./charts.js";
+import { chooser, curve, keyOf, legend, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
+import { rowOfCurve } from "./data.js";
 import { h } from "./dom.js";
-import { binPeaks, integer, named, written } from "./numbers.js";
+import { binPeaks, integer, named, visible, written } from "./numbers.js";
+import { nextFrame } from "./state.js";
 
 export const MANY = 16; // with more heads or layers, cells are too small for text
 
@@ -14,8 +16,31 @@ export const rowOf = (group, layer, head) => layer * group.heads.length + head;
 /** The short name of a head. */
 export const headName = (group, layer, head) => `L${group.layers[layer]} · H${group.heads[head]}`;
 
+/** The next or previous head; `byLayer`: the same head of the next or previous layer. */
+export function stepped(group, layer, head, by, byLayer = false) {
+  const count = group.heads.length, layers = group.layers.length;
+  if (byLayer) return { layer: (layer + by + layers) % layers, head };
+  const next = (layer * count + head + by + layers * count) % (layers * count);
+  return { layer: Math.floor(next / count), head: next % count };
+}
+
 /** The full name of a head, for titles and screen readers. */
 export const headTitle = (group, layer, head) => `Layer ${group.layers[layer]}, head ${group.heads[head]}`;
+
+/** The first words of a text, for a chooser. */
+export function openingWords(text, tokens = 9) {
+  const words = visible(text.keys.slice(0, tokens).join("").replace(/\s+/g, " ").trim());
+  return text.n_keys > tokens ? `${words} …` : words;
+}
+
+/** Choosers of the kind of attention and of the text, where there are several; `prefix` makes their keys unique. */
+export function textChoosers(groups, g, t, ongroup, ontext, prefix = "") {
+  const { texts } = groups[g];
+  return [
+    groups.length > 1 ? chooser("Attention", `${prefix}group`, g, groups.map(({ name }, index) => [index, name]), ongroup) : null,
+    texts.length > 1 ? chooser("Text", `${prefix}text`, t, texts.map((one, index) => [index, `${index + 1}. ${openingWords(one)}`]), ontext) : null,
+  ].filter(Boolean);
+}
 
 /** The numbers of layers and heads of a group in words. */
 export function sizeWords({ layers, heads }) {
@@ -46,7 +71,7 @@ export function scaleOf(view, statistic) {
 }
 
 /** Value, cell text, colour and tooltip of every head for a statistic. */
-export function cellsOf(group, view, statistic) {
+function cellsOf(group, view, statistic) {
   const top = topOf(view, statistic), bottom = bottomOf(view, statistic), { label, unit } = looks.statistics[statistic];
   return view.heads[statistic].map((x, at) => ({
     value: x,
@@ -66,7 +91,7 @@ export const kindsOf = (page, group) => page.roles
   .filter(({ count }) => count);
 
 /** As `cellsOf`, for the types of heads. */
-export function kindCells(page, group, view) {
+function kindCells(page, group, view) {
   const { type, traits } = group.types, colours = new Map(kindsOf(page, group).map(({ name, colour }) => [name, colour]));
   return type.map((name, at) => ({
     value: null,
@@ -77,7 +102,7 @@ export function kindCells(page, group, view) {
 }
 
 /** The legend of the types of heads. */
-export const kindKey = (page, group) => keyOf(kindsOf(page, group).map(({ name, colour, count }) => [name, css(colour), integer(count)]));
+const kindKey = (page, group) => keyOf(kindsOf(page, group).map(({ name, colour, count }) => [name, css(colour), integer(count)]));
 
 function cellText(x, unit) {
   if (unit === "%") return (100 * x).toFixed(0);
@@ -94,17 +119,22 @@ export function headButton(group, layer, head, tip, attributes, ...children) {
   }, ...children);
 }
 
-/** A grid with a row per layer and a column per head; `cells` of `cellsOf`. `select` and `open` as in `selectable`. */
-export function headGrid({ group, cells, layer, head, label, select, open }) {
-  const { layers, heads } = group, many = heads.length > MANY;
+/** A grid with a row per layer and a column per head. `cell(l, k)` makes a cell; each `every`-th head has its number above it. */
+export function layerGrid({ layers, heads }, cell, every, attributes) {
+  return h("div", { role: "grid", ...attributes },
+    h("div", { role: "row", class: "row" }, h("span"), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, k % every ? "" : String(id)))),
+    layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cell(l, k)))));
+}
+
+/** As `layerGrid`; `cells` of `cellsOf`. `select` and `open` as in `selectable`. */
+function headGrid({ group, cells, layer, head, label, select, open }) {
+  const { heads } = group, many = heads.length > MANY;
   const cell = (l, k) => {
     const { text, colour, tip } = cells[rowOf(group, l, k)];
     return headButton(group, l, k, tip, { role: "gridcell", style: { background: css(colour), color: inkOn(colour) } }, h("span", {}, text));
   };
-  const grid = h("div", { class: many ? "grid tight" : "grid", role: "grid", "aria-label": `${label}; arrow keys move`,
-    style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } },
-  h("div", { role: "row", class: "row" }, h("span", { class: "corner" }), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, many && k % 4 ? "" : String(id)))),
-  layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cell(l, k)))));
+  const grid = layerGrid(group, cell, many ? 4 : 1, { class: many ? "grid tight" : "grid", "aria-label": `${label}; arrow keys move`,
+    style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } });
   return selectable(grid, { layer, head, select, open });
 }
 
@@ -160,8 +190,25 @@ export function markHead(grid, layer, head) {
   if (focused) cell.focus();
 }
 
+/** The controls, the grid and the bars by layer of all heads of a text, coloured by a statistic or by KIND; `select` and `open` as in `selectable`. */
+export function allHeads({ page, group, view, statistic, layer, head, choose, select, open }) {
+  const kinds = statistic === KIND, name = (one) => (one === KIND ? "Type of head" : labelOf(group, one));
+  const cells = kinds ? kindCells(page, group, view) : cellsOf(group, view, statistic), label = kinds ? "Type of every head" : `${name(statistic)} of every head`;
+  return {
+    cells,
+    controls: [
+      h("label", {}, "Colour by ", h("select", { "data-key": "statistic", onchange: (event) => choose(event.target.value) },
+        [...statisticsOf(view), KIND].map((one) => h("option", { value: one, selected: one === statistic }, name(one))))),
+      kinds ? null : legend(scaleOf(view, statistic)),
+      h("p", { class: "meaning" }, kinds ? "the first type whose criterion the head meets, over all texts" : meaningOf(group, statistic)),
+    ],
+    grid: [h("span", { class: "axis" }, "head →"), headGrid({ group, cells, layer, head, label, select, open }), kinds ? kindKey(page, group) : null],
+    layers: [h("h3", {}, "Where the weight goes, by layer"), ...layerShares(group, view)],
+  };
+}
+
 /** The destinations of the weight of each layer as stacked bars with a legend. */
-export function layerShares(group, view) {
+function layerShares(group, view) {
   const { layers, heads } = group;
   const means = layers.map((_, l) => Object.fromEntries(looks.destinations.map(({ name }) => [name, heads.reduce((sum, _, k) => sum + view.shares[name][rowOf(group, l, k)], 0) / heads.length])));
   const used = looks.destinations.filter(({ name }) => means.some((mean) => mean[name] > 0.0005));
@@ -195,16 +242,40 @@ export function headCard({ group, view, layer, head, step }) {
   ];
 }
 
-/** The curves of a head along the text, as figures of `width` pixels. `curves`: the decoded arrays of the text. */
-export function headCurves({ group, view, curves, layer, head, width }) {
+/** The curves of a head along the text in a grid of this class, drawn to the pixel: again whenever its columns change. */
+export class HeadCurves {
+  constructor(name) {
+    Object.assign(this, { element: h("div", { class: name }), shown: null, width: 0 });
+    this.sizes = new ResizeObserver(() => { if (this.column !== this.width) nextFrame(() => this.draw()); }); // the observer must not trigger itself
+    this.sizes.observe(this.element);
+  }
+
+  get column() { return Math.floor(parseFloat(getComputedStyle(this.element).gridTemplateColumns)) || 0; } // 0 if it is hidden
+
+  /** Show a head: {group, view, curves, layer, head}, with `curves` the decoded arrays of the text. */
+  show(shown) {
+    this.shown = shown;
+    this.draw();
+  }
+
+  draw() {
+    this.width = this.column;
+    if (this.shown && this.width) this.element.replaceChildren(...headCurves({ ...this.shown, width: this.width }));
+  }
+
+  close() {
+    this.sizes.disconnect();
+  }
+}
+
+function headCurves({ group, view, curves, layer, head, width }) {
   const at = rowOf(group, layer, head), queries = view.queries || view.keys;
-  const slice = (name) => { const { values, shape } = curves[name]; return values.subarray(at * shape[2], (at + 1) * shape[2]); };
+  const slice = (name) => rowOfCurve(curves[name], at);
   const received = binPeaks(slice("received"), Math.floor(width / 1.5));
   const peaks = received.length < view.n_keys ? ", largest in each column" : "";
   const along = (title, values, unit, more) => curve({ title, series: [{ values, n: view.n_queries }], unit, width, tokens: queries, ...more });
   const parts = [curve({ title: `Received by each key${peaks}`, series: [{ values: received, n: view.n_keys }], width, unit: "%", tokens: view.keys, log: true, bars: true })];
-  const bins = curves.uniform.shape[2];
-  const reference = { label: "uniform attention", values: curves.uniform.values.subarray(layer * bins, (layer + 1) * bins) };
+  const reference = { label: "uniform attention", values: rowOfCurve(curves.uniform, layer) };
   if (curves.entropy) parts.push(along("Entropy of each query, nats", slice("entropy"), "nats", { reference }));
   if (curves.distance) parts.push(along("Mean distance of the attended keys, tokens", slice("distance"), "tokens"));
   if (curves.sink) parts.push(along("Weight on the first token", slice("sink"), "%"));

@@ -3,6 +3,7 @@
 import { choice, legend } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { h, replace } from "./dom.js";
+import { layerGrid } from "./heads.js";
 import { codeOf, editsOf, headAt, headsOf, longName, settingOf, settingWords, shortName } from "./live_words.js";
 import { percent } from "./numbers.js";
 
@@ -121,17 +122,13 @@ export class LiveHeads {
         onclick: (event) => this.#select(at, event.shiftKey || event.ctrlKey || event.metaKey),
       }, h("span", {}, single ? "–" : String(Math.round(100 * is))), mark ? h("sup", {}, mark) : null);
     };
-    const rows = Array.from({ length: layers }, (_, layer) => h("div", { class: "row", role: "row" },
-      h("span", { class: "rowhead", role: "rowheader" }, String(layer)), Array.from({ length: heads }, (_, head) => cell(layer, head))));
     replace(this.grid,
       h("div", { class: "live-grid-title" }, h("span", {}, "Mean weight on the first token, %"), legend({ low: "0", high: "100\u00a0%" })),
       h("div", { class: "live-scroll" },
-        h("div", {
-          class: "live-grid", role: "grid", "aria-multiselectable": "true", "aria-label": "Heads. Arrow keys move, Enter selects, Shift and Enter adds.",
+        layerGrid({ layers: [...Array(layers).keys()], heads: [...Array(heads).keys()] }, cell, 1, {
+          class: "live-grid", "aria-multiselectable": "true", "aria-label": "Heads. Arrow keys move, Enter selects, Shift and Enter adds.",
           style: { "grid-template-columns": `20px repeat(${heads}, minmax(30px, 1fr))` }, onkeydown: (event) => this.#key(event),
-        },
-          h("div", { class: "row", role: "row", "aria-hidden": "true" }, h("span", { class: "column" }, ""), Array.from({ length: heads }, (_, head) => h("span", { class: "column" }, String(head)))),
-          rows)),
+        })),
       h("small", {}, "Left edge of a cell: as trained. Click a head to select it; Shift-click adds heads."));
   }
 

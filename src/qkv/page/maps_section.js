@@ -12,6 +12,10 @@ export class MapsSection {
   constructor({ onselect, ...listeners }) {
     Object.assign(this, { onselect, order: "layer", shown: null });
     this.large = new HeadMap(listeners);
+    // The wheel scrolls the page, unless the map was selected or Ctrl is held.
+    this.large.stage.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey && !event.metaKey && this.large.stage.getRootNode().activeElement !== this.large.canvas) event.stopPropagation();
+    }, { capture: true });
     this.title = h("div", { class: "map-title" });
     this.controls = h("div", { class: "controls" });
     this.wallBox = h("div", {});
@@ -56,8 +60,8 @@ export class MapsSection {
     markHead(this.wallBox.firstChild, layer, head);
     replace(this.title, h("h3", {}, headTitle(group, layer, head)), h("p", { class: "map-goes" }, this.words(layer, head).join(" · ")));
     const from = exact
-      ? { shape: exact.shape, tile: (pool, place, options) => exact.tile(layer, head, pool, place, options), pair: (query, key) => exact.pair(layer, head, query, key), note: exact.note }
-      : { shape: maps.shape, tile: (pool, place) => maps.tile(row, pool, place), pair: null, note: maps.note };
+      ? { shape: exact.shape, tile: (pool, place, options) => exact.tile(layer, head, pool, place, options), pair: (query, key) => exact.pair(layer, head, query, key), note: () => exact.note }
+      : { shape: maps.shape, tile: (pool, place) => maps.tile(row, pool, place), pair: null, note: () => maps.note };
     return this.large.show({ ...from, tokens: { keys: view.keys, queries: view.queries || view.keys }, profiles: edgeCurves(curves, view, row), name: headName(group, layer, head) });
   }
 

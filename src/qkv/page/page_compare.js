@@ -1,18 +1,17 @@
 // Compare: two heads side by side, of any texts and models. The left one is the selection of the bar; the right one has
 // its own keys in the address: bsource, bgroup, btext, blayer, bhead.
 
-import { lengthWords, openingWords, validHead } from "./address.js";
-import { cellMap, curve, keyOf, legend, markCell, paint, stack } from "./charts.js";
+import { lengthWords, validHead } from "./address.js";
+import { cellMap, chooser, curve, keyOf, legend, markCell, paint, stack } from "./charts.js";
 import { css, destinationColour, looks } from "./colour.js";
 import { comparedName, comparedPicture, comparedTable, curveOf, groupOf, LABEL, matrixOf, MAX_EXACT, paintDifference, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
-import { headName, labelOf, meaningOf, mostSimilar, rowOf, sharesOf, similarityMeaning, statisticsOf } from "./heads.js";
+import { headName, labelOf, meaningOf, mostSimilar, rowOf, sharesOf, similarityMeaning, statisticsOf, textChoosers } from "./heads.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
-import { chooser, headChooser } from "./shell.js";
+import { headChooser } from "./shell.js";
 
 const PLACE = ["source", "group", "text", "layer", "head"];
 const RIGHT = Object.fromEntries(PLACE.map((key) => [key, `b${key}`]));
-const MAX_OFFERS = 4; // other profiles with a button; the chooser lists all of them
 const SHARP = 320; // the largest number of cells a side that the narrowest map can show individually
 const FAINT = 1e-3; // the colour of a weight too small for the scale, but not zero
 
@@ -154,18 +153,13 @@ class Compare {
   // ---- what is compared ----------------------------------------------------------------------------------
 
   #offers() {
-    const { left, right } = this.#shown, app = this.#app, { at, source } = left;
+    const { left, right } = this.#shown, { at, source } = left;
     const group = source.page.groups[at.group], { similar } = left;
     const offer = (key, words, place, tip) => h("button", { type: "button", class: "quiet", "data-key": key, "data-tip": tip, onclick: () => this.#goRight(place) }, words);
     const offers = [];
     if (similar) offers.push(offer("similar", `${headName(group, similar.layer, similar.head)}, most similar to A`, { ...at, ...pick(similar, ["layer", "head"]) }, `the head with the most similar map: ${similar.value.toFixed(2)} · ${similarityMeaning(similar.maps)}`));
-    if (group.texts.length > 1) {
-      const text = (at.text + 1) % group.texts.length;
-      offers.push(offer("text", `same head in text ${text + 1}`, { ...at, text }, openingWords(group.texts[text])));
-    }
-    const others = app.session.sources.filter(({ id, state }) => id !== at.source && state === "ready").slice(0, MAX_OFFERS);
-    for (const other of others)
-      offers.push(h("button", { type: "button", class: "quiet", "data-key": `source-${other.id}`, onclick: () => this.#sameHeadIn(other.id) }, `same head in ${other.name}`));
+    const same = validHead({ ...right.at, ...pick(at, ["layer", "head"]) }, right.source.page).state; // or the nearest that exists
+    if (PLACE.some((key) => same[key] !== at[key])) offers.push(offer("same", `${headName(groupOf(right), same.layer, same.head)}, same head as A`, same, `in the text of ${right.source.name}`));
     offers.push(h("button", { type: "button", class: "quiet compare-swap", "data-key": "swap", onclick: () => this.#swap(left, right) }, "Swap A and B"));
     return offers;
   }
@@ -173,16 +167,6 @@ class Compare {
   #swap(left, right) {
     const keys = Object.fromEntries(PLACE.map((key) => [RIGHT[key], left.at[key]]));
     return this.#app.go({ ...right.at, ...keys });
-  }
-
-  /** Compare with the same head in another profile, or the nearest that exists. */
-  async #sameHeadIn(id) {
-    try {
-      const other = await this.#app.source(id);
-      this.#goRight(validHead({ ...this.#shown.left.at, source: id }, other.page).state);
-    } catch (error) {
-      this.#app.trouble(error);
-    }
   }
 
   /** The choosers of a side and the main destination of its weight. */
@@ -199,14 +183,13 @@ class Compare {
       }
     };
     const ready = app.session.sources.filter(({ state }) => state === "ready"), { groups } = source.page;
+    const choosers = textChoosers(groups, at.group, at.text, (value) => go(validHead({ ...at, group: value }, source.page).state), (text) => go({ text }), `${name}-`);
     return h("div", { class: `compare-side compare-${name}`, role: "group", "aria-label": `${LABEL[name]}, the ${name} side` },
       h("div", { class: "compare-choosers" },
         h("b", { class: "compare-mark" }, LABEL[name]),
         ready.length > 1 ? chooser("Profile", `${name}-source`, at.source, ready.map((one) => [one.id, one.name]), goSource) : h("strong", { class: "context-name" }, source.name),
         headChooser(group, at.layer, at.head, go, name)),
-      groups.length > 1 || group.texts.length > 1 ? h("div", { class: "compare-choosers" },
-        groups.length > 1 ? chooser("Attention", `${name}-group`, at.group, groups.map((one, index) => [index, one.name]), (value) => go(validHead({ ...at, group: value }, source.page).state)) : null,
-        group.texts.length > 1 ? chooser("Text", `${name}-text`, at.text, group.texts.map((one, index) => [index, `${index + 1}. ${openingWords(one)}`]), (value) => go({ text: value })) : null) : null,
+      choosers.length ? h("div", { class: "compare-choosers" }, choosers) : null,
       h("p", { class: "goes" }, view.heads.goes_to[rowOf(group, at.layer, at.head)], h("small", {}, lengthWords(view))));
   }
 

@@ -2,6 +2,7 @@
 
 import { choice, legend, paint } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
+import { rowOfCurve } from "./data.js";
 import { h, replace } from "./dom.js";
 import { headName, rowOf } from "./heads.js";
 import { binPeaks, integer, named, percent, spread } from "./numbers.js";
@@ -61,11 +62,10 @@ export class Reading {
 
   /** The share that every token receives from the selected source. */
   received(curves) {
-    const { view, layer, group, head } = this.shown, n = view.n_keys;
+    const { view, layer, group, head } = this.shown;
     if (this.source === "all") return curves.mean.values;
-    if (this.source === "layer") return curves.layers.values.subarray(layer * n, (layer + 1) * n);
-    const bins = curves.received.shape[2], at = rowOf(group, layer, head);
-    return spread(curves.received.values.subarray(at * bins, (at + 1) * bins), n);
+    if (this.source === "layer") return rowOfCurve(curves.layers, layer);
+    return spread(rowOfCurve(curves.received, rowOf(group, layer, head)), view.n_keys);
   }
 
   draw() {
@@ -132,7 +132,7 @@ export class Reading {
 
   /** The attention received in each layer along the whole text; a click scrolls the text there. */
   layers(curves, view, { layers }) {
-    const n = view.n_keys, rows = layers.map((_, l) => binPeaks(curves.layers.values.subarray(l * n, (l + 1) * n), STRIP));
+    const n = view.n_keys, rows = layers.map((_, l) => binPeaks(rowOfCurve(curves.layers, l), STRIP));
     const { level } = logarithmic(rows.flatMap((row) => Array.from(row)), 0.05);
     const canvas = h("canvas", { role: "img", "aria-label": "Received attention by layer and position" });
     paint(canvas, layers.length, rows[0].length, (l, b) => level(rows[l][b]));

@@ -1,15 +1,14 @@
 // The report: its state, and one function per part of the page. All data is in the HTML file.
 
 import { integer, percent, short, written } from "./numbers.js";
-import { choice, legend } from "./charts.js";
 import { isDark, looks, useLooks } from "./colour.js";
-import { KIND, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, firstHead } from "./heads.js";
+import { HeadCurves, KIND, allHeads, headCard, headName, headTitle, labelOf, markHead, meaningOf, rowOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
 import { sinkFigures } from "./sinks.js";
-import { announceState, begin, cancel, counted, later } from "./state.js";
+import { announceState, begin, counted } from "./state.js";
 import { PageData } from "./stored_maps.js";
 
 const $ = (id) => document.getElementById(id);
@@ -58,15 +57,9 @@ function header() {
 }
 
 function switches() {
-  const parts = [];
-  if (PAGE.groups.length > 1)
-    parts.push(choice("Attention", PAGE.groups.map((g, index) => [index, g.name]), state.group, (index) => {
-      Object.assign(state, { group: +index, text: Math.min(state.text, PAGE.groups[index].texts.length - 1), layer: 0, head: 0 });
-      everything();
-    }));
-  if (group().texts.length > 1)
-    parts.push(h("label", {}, "Text ", h("select", { "data-key": "text", onchange: (event) => { Object.assign(state, { text: +event.target.value }); everything(); } },
-      group().texts.map((text, index) => h("option", { value: index, selected: index === state.text }, `${index + 1}. ${text.keys.slice(0, 8).join("").trim()} …`)))));
+  const change = (changes) => { Object.assign(state, changes); everything(); };
+  const parts = textChoosers(PAGE.groups, state.group, state.text,
+    (to) => change({ group: to, text: Math.min(state.text, PAGE.groups[to].texts.length - 1), layer: 0, head: 0 }), (text) => change({ text }));
   $("switches").hidden = !parts.length;
   replace($("switches"), ...parts);
 }
@@ -82,21 +75,13 @@ function tiles() {
 // ---- every head -----------------------------------------------------------------------------------------
 
 function overview() {
-  const available = [...statisticsOf(view()), KIND];
+  const available = [...statisticsOf(view()), KIND], { layer, head } = state;
   if (!available.includes(state.statistic)) state.statistic = available[0];
-  const kinds = state.statistic === KIND, name = (statistic) => (statistic === KIND ? "Type of head" : labelOf(group(), statistic));
-  replace(
-    $("overview-controls"),
-    h("label", {}, "Colour by ", h("select", { id: "statistic", "data-key": "statistic", onchange: (event) => { state.statistic = event.target.value; overview(); } },
-      available.map((id) => h("option", { value: id, selected: id === state.statistic }, name(id))))),
-    kinds ? null : legend(scaleOf(view(), state.statistic)),
-    h("p", { class: "meaning" }, kinds ? "the first type whose criterion the head meets, over all texts" : meaningOf(group(), state.statistic)),
-  );
-  const { layer, head } = state;
-  const cells = kinds ? kindCells(PAGE, group(), view()) : cellsOf(group(), view(), state.statistic);
-  const grid = headGrid({ group: group(), cells, layer, head, label: `${name(state.statistic)} of every head`, select });
-  $("grid-box").replaceChildren(h("span", { class: "axis" }, "head →"), grid, kinds ? kindKey(PAGE, group()) : "");
-  $("by-layer").replaceChildren(h("h3", {}, "Where the weight goes, by layer"), ...layerShares(group(), view()));
+  const choose = (statistic) => { state.statistic = statistic; overview(); };
+  const { controls, grid, layers } = allHeads({ page: PAGE, group: group(), view: view(), statistic: state.statistic, layer, head, choose, select });
+  replace($("overview-controls"), ...controls);
+  replace($("grid-box"), ...grid);
+  replace($("by-layer"), ...layers);
 }
 
 function select(layer, head) {
@@ -110,27 +95,18 @@ async function card() {
   card.wanted = wanted;
   const curves = await arrays();
   if (card.wanted !== wanted) return; // another head was selected meanwhile
-  const step = (by) => {
-    const total = g.layers.length * g.heads.length, next = (at + by + total) % total;
-    select(Math.floor(next / g.heads.length), next % g.heads.length);
-  };
-  replace($("card"), headCard({ group: g, view: v, layer: state.layer, head: state.head, step }));
-  detail(curves);
-}
-
-/** The curves of the selected head along the text. */
-function detail(curves) {
-  const box = h("div", { class: "curves" });
-  replace($("detail"), h("h3", {}, `${headTitle(group(), state.layer, state.head)} along the text`), box);
-  const columns = getComputedStyle(box).gridTemplateColumns.split(" ");
-  const width = Math.max(Math.floor(parseFloat(columns[0])) || 0, 240); // before the first layout there are no columns
-  box.replaceChildren(...headCurves({ group: group(), view: view(), curves, layer: state.layer, head: state.head, width }));
+  const { layer, head } = state, step = (by) => { const to = stepped(g, layer, head, by); select(to.layer, to.head); };
+  replace($("card"), headCard({ group: g, view: v, layer, head, step }));
+  $("detail").firstChild.textContent = `${headTitle(g, layer, head)} along the text`;
+  alongText.show({ group: g, view: v, curves, layer, head });
 }
 
 // ---- maps -----------------------------------------------------------------------------------------------
 
 const mapsSection = new MapsSection({ onselect: (layer, head) => select(layer, head), ontrouble: (error) => trouble(error) });
 const textReading = new Reading();
+const alongText = new HeadCurves("curves");
+$("detail").append(h("h3"), alongText.element);
 $("wall-controls").append(mapsSection.controls);
 $("wall").append(mapsSection.wallBox);
 $("big-map").append(mapsSection.mapBox);
@@ -239,17 +215,6 @@ function everything() {
   return Promise.all([card(), maps(), reading()]);
 }
 
-/** Draw the curves again when the width changes, because they are drawn to the pixel. */
-function redrawOnResize() {
-  let width = $("detail").clientWidth, redraw = null;
-  new ResizeObserver(() => {
-    if ($("detail").clientWidth === width) return;
-    width = $("detail").clientWidth;
-    cancel(redraw);
-    redraw = later(card, 100);
-  }).observe($("detail"));
-}
-
 function trouble(error) {
   const text = typeof DecompressionStream === "undefined"
     ? "This browser cannot unpack the report's data (it lacks DecompressionStream). Please open it in a browser of 2023 or later."
@@ -264,7 +229,7 @@ onUncaught(trouble);
 try {
   Object.assign(state, firstHead(group(), view()));
   theme(); tooltips(document, $("tip"));
-  counted(everything()).then(redrawOnResize, trouble);
+  counted(everything()).catch(trouble);
 } catch (error) {
   trouble(error);
 }

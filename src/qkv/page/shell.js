@@ -2,9 +2,10 @@
 
 import { h, replace, tooltips } from "./dom.js";
 import { isDark } from "./colour.js";
-import { PAGES, lengthWords, openingWords, missingReason } from "./address.js";
+import { PAGES, lengthWords, missingReason } from "./address.js";
+import { chooser } from "./charts.js";
 import { download, pngOf } from "./export.js";
-import { headName } from "./heads.js";
+import { headName, openingWords, stepped, textChoosers } from "./heads.js";
 import { counted } from "./state.js";
 
 const SETTINGS = "qkv-viewer"; // key in localStorage: the theme, and whether single keys act
@@ -77,10 +78,8 @@ export class Shell {
   #within(page) {
     const app = this.#app, { state } = app, group = page.groups[state.group], text = group.texts[state.text];
     return [
-      page.groups.length > 1 ? chooser("Attention", "group", state.group, page.groups.map((other, index) => [index, other.name]), (value) => app.go({ group: value })) : null,
-      group.texts.length > 1
-        ? chooser("Text", "text", state.text, group.texts.map((other, index) => [index, `${index + 1}. ${openingWords(other)}`]), (value) => app.go({ text: value }))
-        : h("span", { class: "context-text" }, `“${openingWords(text, 14)}”`),
+      ...textChoosers(page.groups, state.group, state.text, (value) => app.go({ group: value }), (value) => app.go({ text: value })),
+      group.texts.length > 1 ? null : h("span", { class: "context-text" }, `“${openingWords(text, 14)}”`),
       h("span", { class: "context-size" }, lengthWords(text)),
       headChooser(group, state.layer, state.head, (changes) => app.go(changes)),
     ].filter(Boolean);
@@ -145,27 +144,11 @@ export class Shell {
   }
 
   #exports() {
-    const button = byId("export"), menu = byId("export-menu");
-    const open = (wanted) => {
-      menu.hidden = !wanted;
-      button.setAttribute("aria-expanded", String(wanted));
-      if (wanted) menu.firstElementChild.focus();
-    };
-    button.addEventListener("click", () => open(menu.hidden));
-    addEventListener("pointerdown", (event) => { if (!menu.hidden && !event.target.closest(".menu-box")) open(false); });
-    menu.addEventListener("keydown", (event) => {
-      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key], items = [...menu.children];
-      if (event.key === "Escape") { open(false); button.focus(); }
-      if (!step) return;
-      event.preventDefault();
-      items[(items.indexOf(document.activeElement) + step + items.length) % items.length].focus();
-    });
-    menu.addEventListener("focusout", (event) => { if (event.relatedTarget && !menu.parentElement.contains(event.relatedTarget)) open(false); });
+    const menu = byId("export-menu");
     menu.addEventListener("click", async (event) => {
       const kind = event.target.closest("button")?.dataset.kind;
       if (!kind) return;
-      open(false);
-      button.focus();
+      menu.hidePopover();
       try {
         await counted(this.#save(kind));
       } catch (error) {
@@ -189,7 +172,6 @@ export class Shell {
   #help() {
     const dialog = byId("help-dialog"), box = byId("single-keys");
     byId("help").addEventListener("click", () => dialog.showModal());
-    byId("help-close").addEventListener("click", () => dialog.close());
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
     box.checked = this.#settings.keys !== false;
     box.addEventListener("change", () => this.#store({ keys: box.checked }));
@@ -221,21 +203,6 @@ export class Shell {
       // without localStorage, the setting lasts as long as the page
     }
   }
-}
-
-/** The next or previous head; `byLayer`: the same head of the next or previous layer. */
-function stepped(group, layer, head, by, byLayer = false) {
-  const count = group.heads.length, layers = group.layers.length;
-  if (byLayer) return { layer: (layer + by + layers) % layers, head };
-  const next = (layer * count + head + by + layers * count) % (layers * count);
-  return { layer: Math.floor(next / count), head: next % count };
-}
-
-/** A labelled select whose values are numbers. */
-export function chooser(label, key, chosen, options, onchange) {
-  return h("label", { class: "chooser" }, h("span", {}, label),
-    h("select", { "data-key": key, onchange: (event) => onchange(Number(event.target.value)) },
-      options.map(([value, text]) => h("option", { value, selected: value === chosen }, text))));
 }
 
 /** "‹ L 3 · H 7 ›": two selects between two buttons. `prefix` makes the focus keys of several choosers unique. */

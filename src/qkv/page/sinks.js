@@ -1,7 +1,7 @@
 // Figures about attention sinks, for the report and the viewer: heads as dots by layer, the residual stream by depth, and
 // a table of the tokens that are sinks.
 
-import { decades, keyOf, niceTicks } from "./charts.js";
+import { decades, keyOf, niceTicks, REFERENCE, rules, TICK } from "./charts.js";
 import { h, svg } from "./dom.js";
 import { headTitle } from "./heads.js";
 import { truncated, integer, named, percent, written } from "./numbers.js";
@@ -165,15 +165,12 @@ function dotChart({ group, series, columns, title, note, unit, nameOf, axis = ""
     };
     current = null;
     return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
-      ticks.map((tick) => [
-        svg("line", { class: "rule", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
-        svg("text", { class: "tick", x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, unit === "%" ? percent(tick) : tick.toLocaleString("en", { maximumSignificantDigits: 3 })),
-      ]),
-      reference === null ? null : svg("line", { class: "reference", x1: left, x2: width - right, y1: y(reference), y2: y(reference) }),
+      rules(ticks, { left, right: width - right, y, words: (tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en", { maximumSignificantDigits: 3 })) }),
+      reference === null ? null : svg("line", { ...REFERENCE, x1: left, x2: width - right, y1: y(reference), y2: y(reference) }),
       marks,
-      columns.map((column, c) => (c % every ? null : svg("text", { class: "tick", x: left + step * (c + 0.5), y: top + tall + 15, "text-anchor": "middle" }, column))),
-      below ? below.map((word, c) => svg("text", { class: "tick", x: left + step * (c + 0.5), y: top + tall + 29, "text-anchor": "middle" }, word)) : null,
-      axis ? svg("text", { class: "tick", x: width - right, y: height - 4, "text-anchor": "end" }, `${axis} →`) : null,
+      columns.map((column, c) => (c % every ? null : svg("text", { ...TICK, x: left + step * (c + 0.5), y: top + tall + 15, "text-anchor": "middle" }, column))),
+      below ? below.map((word, c) => svg("text", { ...TICK, x: left + step * (c + 0.5), y: top + tall + 29, "text-anchor": "middle" }, word)) : null,
+      axis ? svg("text", { ...TICK, x: width - right, y: height - 4, "text-anchor": "end" }, `${axis} →`) : null,
       ring);
   };
 

@@ -1,5 +1,6 @@
 // The weights of a text, and their export.
 
+import { rowOfCurve } from "./data.js";
 import { svg } from "./dom.js";
 import { csvOf, svgKey, svgPicture, svgText } from "./export.js";
 import { spread, visible } from "./numbers.js";
@@ -33,9 +34,9 @@ export class TextWeights {
   async #received() {
     const { curves, at: { group, text, layer, head, of } } = this, n = this.text.n_keys;
     if (of === "model") return curves.mean.values;
-    if (of === "layer") return curves.layers.values.subarray(layer * n, (layer + 1) * n);
-    const bins = curves.received.shape[2], start = (layer * this.group.heads.length + head) * bins, binned = curves.received.values.subarray(start, start + bins);
-    if (bins === n) return binned;
+    if (of === "layer") return rowOfCurve(curves.layers, layer);
+    const binned = rowOfCurve(curves.received, layer * this.group.heads.length + head);
+    if (binned.length === n) return binned;
     try {
       return (await this.source.profiles(group, text, layer, head)).received;
     } catch {

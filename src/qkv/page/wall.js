@@ -2,7 +2,7 @@
 
 import { paint } from "./charts.js";
 import { h } from "./dom.js";
-import { headButton, headName, selectable } from "./heads.js";
+import { headButton, headName, layerGrid, selectable } from "./heads.js";
 import { levelOf } from "./data.js";
 import { counted, nextFrame } from "./state.js";
 
@@ -13,7 +13,7 @@ import { counted, nextFrame } from "./state.js";
  * and `open(layer, head)`, if given, for clicks and Enter.
  */
 export function wall({ group, high, sections = null, layer, head, load, select, open = null, tip = () => "", beside = () => "" }) {
-  const { layers, heads } = group;
+  const { heads } = group;
   const painter = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) {
       if (!isIntersecting) continue;
@@ -37,9 +37,7 @@ export function wall({ group, high, sections = null, layer, head, load, select, 
 
   const box = sections
     ? h("div", { class: "wall wall-flow" }, sections.map(({ title, rows }) => h("section", {}, h("h3", {}, title), h("div", { class: "wall-row" }, rows.map((at) => cellOf(Math.floor(at / heads.length), at % heads.length))))))
-    : h("div", { class: "wall", role: "grid", "aria-label": "Attention maps of all heads; arrow keys move", style: { "--heads": heads.length } },
-      h("div", { role: "row", class: "row" }, h("span", {}), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, heads.length > 24 && k % 4 ? "" : String(id)))),
-      layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cellOf(l, k)))));
+    : layerGrid(group, cellOf, heads.length > 24 ? 4 : 1, { class: "wall", "aria-label": "Attention maps of all heads; arrow keys move", style: { "--heads": heads.length } });
 
   selectable(box, { layer, head, select, open, once: true });
   nextFrame(() => nextFrame(() => {})); // by then, the observer has told which maps are in view

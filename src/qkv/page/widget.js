@@ -4,7 +4,7 @@
 import { choice } from "./charts.js";
 import { useDark, useLooks } from "./colour.js";
 import { h, replace, tooltips } from "./dom.js";
-import { headCard, headCurves, rowOf, sizeWords } from "./heads.js";
+import { HeadCurves, headCard, rowOf, sizeWords, textChoosers } from "./heads.js";
 import { MapsSection } from "./maps_section.js";
 import { integer } from "./numbers.js";
 import { Reading } from "./reading.js";
@@ -84,8 +84,9 @@ class WidgetView {
     this.switches = h("div", { class: "widget-switches" });
     this.tabs = h("div", { class: "widget-tabs" });
     this.problem = h("p", { class: "widget-problem", role: "alert", hidden: true });
-    this.numbers = h("div", { class: "widget-numbers" });
-    this.panes = { map: this.maps.mapBox, text: h("div", {}, this.reading.element, this.reading.pane), numbers: this.numbers };
+    this.card = h("div", {});
+    this.along = new HeadCurves("widget-curves");
+    this.panes = { map: this.maps.mapBox, text: h("div", {}, this.reading.element, this.reading.pane), numbers: h("div", { class: "widget-numbers" }, this.card, this.along.element) };
     this.tip = h("div", { class: "tip", role: "status", hidden: true });
     root.append(h("div", { class: "widget" },
       h("header", { class: "widget-head" }, h("b", {}, this.page.attrs.model || "Attention profile"), this.size = h("span", {}), this.switches), this.problem,
@@ -93,10 +94,7 @@ class WidgetView {
     this.stopTips = tooltips(root, this.tip);
     this.onchange = () => this.update();
     model.on("change:selection", this.onchange);
-    this.width = new ResizeObserver(() => requestAnimationFrame(() => {
-      host.classList.toggle("narrow", host.clientWidth < NARROW);
-      if (this.tab === "numbers" && this.shown) this.drawNumbers();
-    }));
+    this.width = new ResizeObserver(() => requestAnimationFrame(() => host.classList.toggle("narrow", host.clientWidth < NARROW)));
     this.width.observe(host);
     this.theme = new MutationObserver(() => this.retheme());
     for (const element of [document.documentElement, document.body]) this.theme.observe(element, { attributes: true });
@@ -153,7 +151,7 @@ class WidgetView {
       if (otherHead) {
         const row = rowOf(group, layer, head);
         await this.reading.show({ group, view, curves, layer, head, line: maps?.exact ? (query) => maps.line(row, query) : null });
-        if (this.tab === "numbers") this.drawNumbers();
+        this.drawNumbers(curves);
       }
       if (this.reading.query !== selection.query) this.reading.ask(selection.query);
       const { map } = this.maps.large;
@@ -197,26 +195,23 @@ class WidgetView {
   }
 
   drawSwitches() {
-    const { groups } = this.page, { group, view } = this, reset = (name, text) => {
-      const to = groups.find((one) => one.name === name), one = to.texts[text];
-      return { group: name, text, layer: to.layers[0], head: to.heads[0], query: null, key: null, queries: [0, one.n_queries], keys: [0, one.n_keys] };
+    const { groups } = this.page, { selection: { text }, groupAt } = this, show = (g, t) => {
+      const { name, layers, heads, texts } = groups[g], { n_queries, n_keys } = texts[t];
+      this.choose({ group: name, text: t, layer: layers[0], head: heads[0], query: null, key: null, queries: [0, n_queries], keys: [0, n_keys] });
     };
-    replace(this.switches,
-      groups.length > 1 ? choice("Attention", groups.map(({ name }) => [name, name]), group.name, (name) => this.choose(reset(name, Math.min(this.selection.text, groups.find((one) => one.name === name).texts.length - 1)))) : null,
-      group.texts.length > 1 ? h("label", {}, "Text ", h("select", { "data-key": "text", onchange: (event) => this.choose(reset(group.name, +event.target.value)) },
-        group.texts.map((text, at) => h("option", { value: at, selected: text === view }, `${at + 1}. ${text.keys.slice(0, 8).join("").trim()} …`)))) : null);
+    replace(this.switches, ...textChoosers(groups, groupAt, text, (g) => show(g, Math.min(text, groups[g].texts.length - 1)), (t) => show(groupAt, t)));
   }
 
   open(tab) {
     this.tab = tab;
     for (const [name, pane] of Object.entries(this.panes)) pane.hidden = name !== tab;
     replace(this.tabs, choice("Show", [["map", "Map"], ["text", "Text"], ["numbers", "Numbers"]], tab, (name) => this.open(name)));
-    if (tab === "numbers" && this.shown) this.drawNumbers();
   }
 
-  async drawNumbers() {
-    const { group, view } = this, [layer, head] = this.at, curves = await this.curves(), width = Math.max(this.numbers.clientWidth, 240);
-    replace(this.numbers, headCard({ group, view, layer, head, step: null }), h("div", { class: "widget-curves" }, headCurves({ group, view, curves, layer, head, width })));
+  drawNumbers(curves) {
+    const { group, view } = this, [layer, head] = this.at;
+    replace(this.card, headCard({ group, view, layer, head, step: null }));
+    this.along.show({ group, view, curves, layer, head });
   }
 
   retheme() {
@@ -227,7 +222,7 @@ class WidgetView {
     if (!this.shown) return;
     this.maps.recolour();
     this.reading.recolour();
-    if (this.tab === "numbers") this.drawNumbers();
+    if (this.along.shown) this.drawNumbers(this.along.shown.curves);
   }
 
   close() {
@@ -238,6 +233,7 @@ class WidgetView {
     this.stopTips();
     this.kernel.close();
     this.maps.large.close();
+    this.along.close();
     this.reading.flow?.close();
   }
 }

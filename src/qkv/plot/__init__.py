@@ -10,8 +10,7 @@ make a new figure and return it. In a notebook both are shown as a picture. pypl
 """
 
 from qkv.plot.many import arcs, heads, model, panels
-from qkv.plot.single import alignment, matrix, overlay, weights
-from qkv.plot.statistics import by_head, entropy, received, sinks
+from qkv.plot.single import alignment, by_head, entropy, matrix, overlay, received, sinks, weights
 
 __all__ = [
     "alignment",

@@ -67,14 +67,21 @@ class Layers:
         """One layer by its number; `layer` may be None if there is only one."""
         return replace(self, found=[self.found[_index("layer", layer, [one.number for one in self.found])]])
 
+    def names(
+        self, tokens: Sequence[Any] | None, queries: Sequence[Any] | None
+    ) -> tuple[list[str] | None, list[str] | None]:
+        """The names of queries and keys that are given, else those of a profile."""
+        if tokens is None and queries is None:
+            return self.queries, self.keys
+        if len({one.size for one in self.found}) > 1:
+            raise InputError("tokens is given with layers of different sizes, expected None")
+        return token_lists(tokens, queries, *self.found[0].size)
+
     def matrix(
         self, values: np.ndarray, tokens: Sequence[Any] | None, queries: Sequence[Any] | None, mask: Any
     ) -> Matrix:
-        """A map of the only layer with the names that are given, else those of a profile."""
-        names, size = (self.queries, self.keys), self.found[0].size
-        if tokens is not None or queries is not None:
-            names = token_lists(tokens, queries, *size)
-        return Matrix(masked(values, mask), *names, self.bins, size)
+        """A map of the only layer, with names as of `names`."""
+        return Matrix(masked(values, mask), *self.names(tokens, queries), self.bins, self.found[0].size)
 
     def maps(self) -> Iterator[np.ndarray]:
         """The weights of each layer, (heads, queries, keys), float64."""

@@ -21,9 +21,11 @@ from qkv.figures.layout import (
     MUTED,
     WARM,
     Drawing,
+    are_readable,
     colour_bar,
     heat,
     label_inches,
+    label_side,
     panel_title,
     place,
     token_label,
@@ -202,15 +204,26 @@ def _head(figure: Figure, lines: list[str]) -> None:
 
 
 def model(
-    w: Any, *, item: int | None = None, mask: Any = None, vmax: float | None = None, power: float = 0.5, title: str = ""
+    w: Any,
+    tokens: Sequence[Any] | None = None,
+    *,
+    queries: Sequence[Any] | None = None,
+    item: int | None = None,
+    mask: Any = None,
+    vmax: float | None = None,
+    power: float = 0.5,
+    title: str = "",
 ) -> Figure:
     """All heads of a model: a row for each layer and a column for each head, with one colour scale.
 
-    Long sequences are shown in bins by the largest weight in each, so that a sink of one token remains visible.
+    Long sequences are shown in bins by the largest weight in each, so that a sink of one token remains visible. Tokens
+    are printed at the outer heads if they are large enough to be read.
 
     Args:
         w: the tuple of all layers that `output_attentions` gives; a tensor or array (layers, h, nq, nk) or
             (layers, b, h, nq, nk); or a `qkv.Profile`, which stores all weights of short texts and bins of long ones.
+        tokens: as in `weights`.
+        queries: as in `weights`.
         item: as in `weights`.
         mask: as in `weights`.
         vmax: as in `weights`; by default the largest weight of all heads.
@@ -234,14 +247,17 @@ def model(
     widest, rows = max((one.heads for one in found.found), key=len), len(shown)
     columns = len(widest)
     cell = max(NARROWEST, min(1.1, 6.2 / columns, 7.5 / rows))
-    wide, tall = cell * columns, cell * rows
-    left, width = 0.5, max(0.5 + wide + 0.85, 2.2)
+    wide, tall, gap = cell * columns, cell * rows, 0.04
+    inner = cell * (1 - 2 * gap)
+    rights, belows = (x if x and are_readable(inner / len(x)) else None for x in found.names(tokens, queries))
+    beside = 0.12 + (label_inches(rights, inner / len(rights), across=False) if rights else 0.0)
+    below = 0.12 + (label_inches(belows, inner / len(belows), across=True) if belows else 0.0)
+    left, width = 0.5, max(0.5 + wide + beside + 0.73, 2.2)
     lines = textwrap.wrap(title, int(width * 11))
     top = 0.5 + 0.2 * len(lines) + (0.05 if title else 0)
-    figure = Drawing(figsize=(width, top + tall + 0.12))
+    figure = Drawing(figsize=(width, top + tall + below))
     _head(figure, lines)
-    axes = place(figure, left, top, wide, tall)
-    gap, image = 0.04, None
+    axes, image = place(figure, left, top, wide, tall), None
     for row, layer in enumerate(shown):
         for column, m in enumerate(layer):
             image = heat(axes, m.values, norm, extent=(column + gap, column + 1 - gap, row + 1 - gap, row + gap))
@@ -253,7 +269,19 @@ def model(
         axis.set_ticks([x + 0.5 for x in range(0, n, step)], [str(x) for x in ids[::step]])
     axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED, labeltop=True, labelbottom=False, pad=2)
     axes.xaxis.set_label_position("top")
-    colour_bar(place(figure, left + wide + 0.12, top, 0.1, min(tall, 2.2)), image, ticks=4, label="weight")
+    colour_bar(place(figure, left + wide + beside, top, 0.1, min(tall, 2.2)), image, ticks=4, label="weight")
+    for side, names, count in (("y", rights, rows), ("x", belows, columns)):
+        if names is None:
+            continue
+        for at in range(count):  # the heads of the last column, or of the last row
+            column, row = (columns - 1, at) if side == "y" else (at, rows - 1)
+            outer = place(figure, left + cell * (column + gap), top + cell * (row + gap), inner, inner)
+            outer.set(
+                xlim=(-0.5, len(names) - 0.5), ylim=(len(names) - 0.5, -0.5), xticks=[], yticks=[], facecolor="none"
+            )
+            outer.spines[:].set_visible(False)
+            outer.yaxis.tick_right()
+            label_side(outer, side, names, len(names), "")
     return figure
 
 
@@ -417,9 +445,9 @@ def _pairs(w: Any, tokens: Sequence[Any] | None, queries: Sequence[Any] | None) 
         return visible_pairs(w, n_keys if queries is None else len(queries), n_keys, "w").astype(float)
     if isinstance(w, Profile):
         raise InputError("w is a Profile, expected the weights of one head: profile.data['weights'][text, layer, head]")
-    pairs = array(w)
+    pairs, of_booleans = array(w), "bool" in str(getattr(w, "dtype", ""))
     while pairs.ndim > 2 and len(pairs) == 1:
         pairs = pairs[0]
     if pairs.ndim != 2 or 0 in pairs.shape:
         raise InputError(f"w has shape {pairs.shape}, expected a matrix (nq, nk) of booleans or weights")
-    return np.nan_to_num(checked_weights(pairs))
+    return pairs if of_booleans else np.nan_to_num(checked_weights(pairs))

@@ -10,10 +10,9 @@ from matplotlib.figure import Figure
 
 from qkv.errors import InputError, nearest
 from qkv.figures.comparison import similarity_figure
-from qkv.figures.layout import reference_line
 from qkv.figures.map import AFTER, StoredMap, alignment_figure, map_figure, overlay_figure
 from qkv.figures.profiles import (
-    by_layer_figure,
+    entropy_figure,
     head_figure,
     overview_figure,
     position,
@@ -26,7 +25,6 @@ from qkv.figures.profiles import (
 )
 from qkv.plot.given import of_text
 from qkv.profiler.data import tables
-from qkv.profiler.data.findings import shared_by
 from qkv.profiler.data.frames import columns_of
 
 if TYPE_CHECKING:
@@ -75,21 +73,7 @@ class Plots:
 
     def entropy(self, text: int | None = None, group: str | None = None) -> Figure:
         """Entropy of every head by layer, compared with uniform attention."""
-        data = self._data(group, text)
-        heads = tables.head_table(data)
-        median = heads.groupby("layer")["entropy"].median()
-        sharpest = median.idxmin()
-        visible = data["visible"].values
-        uniform = float(np.log(visible[visible > 0]).mean())
-        if median.max() - median.min() < 0.05:  # nats: a negligible difference
-            title = f"Attention is equally sharp in every layer: {median[sharpest]:.1f} nats in the median head, "
-        else:
-            title = f"Attention is sharpest in layer {sharpest}: {median[sharpest]:.1f} nats in its median head, "
-        title += shared_by(median[sharpest])
-        figure, axes = by_layer_figure(self._name(), data, heads, "entropy", title)
-        reference_line(axes, uniform, "uniform\nattention")
-        axes.set_ylim(0, uniform * 1.1 or 1)
-        return figure
+        return entropy_figure(self._name(), self._data(group, text))
 
     def sink(self, text: int | None = None, group: str | None = None) -> Figure:
         """The sink score of the first token: every head by layer, and its weight along the text."""

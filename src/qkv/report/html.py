@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 import os
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qkv._files import write_atomically
-from qkv.report.payload import payload
+from qkv.report.payload import as_json, payload
 
 if TYPE_CHECKING:
     from qkv.profiler.profiles import Profile
@@ -49,15 +48,11 @@ def render(profile: Profile) -> str:
         ),
         "style": style,
         "script": script,
-        "page": _json(page),
+        "page": as_json(page).translate(UNSAFE),
         "blobs": "\n".join(f'<script type="text/plain" id="{name}">{blob}</script>' for name, blob in blobs.items()),
     }
     # A single pass, so that inserted text is not searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("report.html"))
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(UNSAFE)
 
 
 def asset(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,12 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
         **looks(*profile.groups.values()),
     }
     return page, blobs
+
+
+def as_json(page: dict[str, Any]) -> str:
+    """A page as JSON without spaces; lone surrogates, which cannot be encoded, become the replacement character."""
+    text = json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def looks(*groups: xr.Dataset) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from qkv.errors import InputError
 from qkv.figures.map import Stored, StoredMap
-from qkv.profiler.explore.explorer import Info
+from qkv.profiler.explore.explorer import Info, Maps
 from qkv.profiler.explore.pyramid import OnProgress, Stopped, deepest, edges, never
 from qkv.report.payload import trimmed
 from qkv.statistics.maps import Picture
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from qkv.profiler.profiles import Profile
 
 
-class StoredMaps:
+class StoredMaps(Maps):
     """Tiles, rows and columns from the data of a profile, with the methods of `qkv.profiler.Explorer`.
 
     Args:
@@ -64,8 +64,8 @@ class StoredMaps:
             if (zoom, i, j) != (0, 0, 0):
                 raise InputError(f"tile is {zoom}/{i}/{j}, expected 0/0/0: the profile stores one small map")
             return StoredMap("", group, one, (layer, head)).picture()
-        weights = self._weights(group, text, layer)[head]
-        rows, columns = edges(zoom, i, j, info[:2])
+        weights = self.weights(group, text, layer, head, None, None)[0]
+        rows, columns = edges(zoom, i, j, (info.n_queries, info.n_keys))
         causal = bool(one.attrs["causal"]) and info.n_queries == info.n_keys
         if causal and columns[0] >= rows[-1]:
             return None
@@ -73,45 +73,17 @@ class StoredMaps:
         visible = np.tri(part.shape[0], part.shape[1], rows[0] - columns[0]) if causal else np.ones_like(part)
         return _picture(part, visible, rows, columns)
 
-    def row(
-        self, group: str, text: int, layer: int, head: int | None, query: int, *, stopped: Stopped = never
-    ) -> np.ndarray:
-        """Weights of a query, (n_keys,) float32; with head None, the mean over heads."""
-        return _select_head(self._weights(group, text, layer)[:, query], head)
-
-    def column(
-        self, group: str, text: int, layer: int, head: int | None, key: int, *, stopped: Stopped = never
-    ) -> np.ndarray:
-        """Weights on a key, (n_queries,); with head None, the mean over heads."""
-        return _select_head(self._weights(group, text, layer)[:, :, key], head)
-
-    def pair(
-        self, group: str, text: int, layer: int, head: int | None, query: int, key: int, *, stopped: Stopped = never
-    ) -> float:
-        """The weight of a query on a key; with head None, the mean over heads."""
-        return float(self.row(group, text, layer, head, query)[key])
-
-    def strongest(
-        self, group: str, text: int, layer: int, query: int, *, stopped: Stopped = never
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """For every head of the layer, the key with the largest weight of a query, and that weight."""
-        weights = self._weights(group, text, layer)[:, query]
-        return weights.argmax(-1), weights.max(-1)
-
-    def _weights(self, group: str, text: int, layer: int) -> np.ndarray:
-        """(heads, n_queries, n_keys) of a layer."""
+    def weights(
+        self, group: str, text: int, layer: int, head: int | None, query: int | None, key: int | None,
+        stopped: Stopped = never,
+    ) -> np.ndarray:  # fmt: skip
+        """The weights of one head, or of every head, by query and key; None selects all of them."""
         info = self.info(group, text)
         if info.kind != "stored":
             raise InputError(info.why or "")
-        weights: np.ndarray = self._texts[group, text]["weights"].values[0, layer]
+        part = tuple(slice(None) if at is None else slice(at, at + 1) for at in (head, query, key))
+        weights: np.ndarray = self._texts[group, text]["weights"].values[0, layer][part]
         return weights
-
-
-def _select_head(lines: np.ndarray, head: int | None) -> np.ndarray:
-    """One head of (heads, n) weights, or their mean."""
-    if head is not None:
-        return lines[head]
-    return lines.mean(0, dtype=np.float64).astype(np.float32)
 
 
 def _picture(weights: np.ndarray, visible: np.ndarray, rows: list[int], columns: list[int]) -> Picture:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -16,7 +15,7 @@ from qkv.errors import InputError
 from qkv.profiler.explore import explorer
 from qkv.profiler.explore.explorer import Explorer
 from qkv.report.html import asset, bundled
-from qkv.report.payload import payload
+from qkv.report.payload import as_json, payload
 from qkv.report.stored import StoredMaps
 from qkv.statistics.maps import Picture
 
@@ -71,7 +70,7 @@ class ProfileWidget(anywidget.AnyWidget):
         layer, head = (steps[0]["layer"], steps[0]["head"]) if steps else (int(data["layer"][0]), int(data["head"][0]))
         sizes = int(data["n_queries"][0]), int(data["n_keys"][0])
         super().__init__(
-            _page=_sendable(json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":"))),
+            _page=as_json(page),
             _packed=blobs,
             selection={
                 "group": profile.main, "text": 0, "layer": int(layer), "head": int(head),
@@ -177,11 +176,6 @@ class ProfileWidget(anywidget.AnyWidget):
                 f"{sizes[0]} and {sizes[1]} as in the profile"
             )
         return {"n_queries": info.n_queries, "n_keys": info.n_keys, "deepest": info.deepest}
-
-
-def _sendable(text: str) -> str:
-    """The text without lone surrogates, which cannot be encoded: a notebook with them could not be saved."""
-    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 _WIDGETS: WeakKeyDictionary[Profile, ProfileWidget] = WeakKeyDictionary()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import re
 import secrets
 import socket
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Guard:
 
         headers = Headers(scope=scope)
         if (problem := self._problem(scope, headers)) is not None:
-            await _error(*problem)(scope, receive, protected)
+            await error_answer(*problem)(scope, receive, protected)
             return
         if self.token is not None:
             sent = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("token")
@@ -132,7 +133,7 @@ class Guard:
                 return
             if not _equal(_cookie(_single(headers, "cookie") or "", self.cookie), self.token):
                 sentence = "The request lacks the server's token: open the address that its terminal shows."
-                await _error(401, sentence)(scope, receive, protected)
+                await error_answer(401, sentence)(scope, receive, protected)
                 return
         if scope["method"] != "POST":
             # HEAD is answered as GET without the body (RFC 9110, section 9.3.2).
@@ -142,12 +143,12 @@ class Guard:
             body = await asyncio.wait_for(_body(receive), BODY_SECONDS)
         except TimeoutError:
             sentence = f"The request took more than {BODY_SECONDS} seconds to arrive."
-            await _error(408, sentence)(scope, receive, protected)
+            await error_answer(408, sentence)(scope, receive, protected)
             return
         if body is None:
             return  # the client has left
         if len(body) > MAX_BODY:
-            await _error(413, f"The request is larger than {MAX_BODY // 1024} KiB.")(scope, receive, protected)
+            await error_answer(413, f"The request is larger than {MAX_BODY // 1024} KiB.")(scope, receive, protected)
             return
         await self.app(scope, _replay(body, receive), protected)
 
@@ -253,8 +254,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def _error(status: int, sentence: str) -> Response:
-    headers = {"cache-control": "no-store"}
-    if status in (408, 413):  # the rest of the body is never read
-        headers["connection"] = "close"
-    return JSONResponse({"error": sentence}, status, headers)
+def error_answer(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
+    """The answer to a request that failed, in ASCII: a sentence may quote half of a character."""
+    close = {"connection": "close"} if status in (408, 413) else {}  # the rest of the body is never read
+    known = {"cache-control": "no-store"} | close | (headers or {})
+    return Response(json.dumps({"error": sentence}), status, known, "application/json")

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from qkv.profiler.capture.inputs import device_of, positions, token_text, vocabu
 from qkv.profiler.editing import Key, edit
 from qkv.profiler.editing import everywhere as every_head
 from qkv.profiler.run import profile
-from qkv.server.schemas import MAX_CHARACTERS
+from qkv.server.schemas import MAX_CHARACTERS, LiveModel, Normalizer
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -32,18 +32,13 @@ if TYPE_CHECKING:
     from qkv.server.schemas import LiveRequest, StepRequest
 
 
-NAMES = {"softmax": "softmax", "off_by_one": "off-by-one", "sigmoid": "sigmoid"}
+NAMES: dict[str, Normalizer] = {"softmax": "softmax", "off_by_one": "off-by-one", "sigmoid": "sigmoid"}
 """Normalizers of `DecoderConfig` that the page offers, with the names that the page uses."""
 AS_TRAINED = "as trained"
 
 
-class HeadEdit(NamedTuple):
-    """Another normalizer in one head, by a name that the page uses; its scores are divided by the temperature."""
-
-    layer: int
-    head: int
-    normalizer: str = AS_TRAINED
-    temperature: float = 1.0
+HeadEdits = dict[Key, tuple[str, float]]
+"""By layer and head: another normalizer, by a name that the page uses, and the temperature that divides the scores."""
 
 
 @functools.cache  # heads with the same edit are computed together
@@ -58,7 +53,7 @@ def _change(normalizer: str, temperature: float) -> edits.Edit:
     return edits.Temperature(temperature)
 
 
-def own_normalizer(model: nn.Module) -> str | None:
+def own_normalizer(model: nn.Module) -> Normalizer | None:
     """The name of the normalizer of a language model whose heads can be edited, as far as its class tells; else None.
 
     The model is a `DecoderLM`, or a causal language model of Hugging Face.
@@ -135,31 +130,31 @@ class Live:
         self.layers = self.heads = 0
         if self.own is not None:
             try:
-                data = self._run([0, 0], [HeadEdit(0, 0, "off-by-one")]).data
+                data = self._run([0, 0], {(0, 0): ("off-by-one", 1.0)}).data
                 self.layers, self.heads = data.sizes["layer"], data.sizes["head"]
                 if not isinstance(loaded.model, DecoderLM):
-                    plain = self._run([0, 0], []).data
+                    plain = self._run([0, 0], {}).data
                     self.own = self.own if plain.attrs["causal"] and "sink_mass" not in plain else None
             except InputError:  # its attention cannot be read, or not be edited
                 self.own = None
 
-    def description(self) -> dict[str, Any] | None:
-        """The fields of `LiveModel`, or None if the model is no language model whose heads can be edited.
+    def description(self) -> LiveModel | None:
+        """The model for the page, or None if it is no language model whose heads can be edited.
 
         It also needs a tokenizer. The first of the normalizers is the one that the model was trained with.
         """
         if self.own is None:
             return None
         most_tokens = getattr(self.loaded.model.config, "context", None) or positions(self.loaded.model)
-        return {
-            "model": self.loaded.name,
-            "layers": self.layers,
-            "heads": self.heads,
-            "most_tokens": min(MAX_TOKENS, most_tokens or MAX_TOKENS),
-            "most_characters": MAX_CHARACTERS,
-            "normalizers": [self.own, *(name for name in NAMES.values() if name != self.own)],
-            "example": EXAMPLE,
-        }
+        return LiveModel(
+            model=self.loaded.name,
+            layers=self.layers,
+            heads=self.heads,
+            most_tokens=min(MAX_TOKENS, most_tokens or MAX_TOKENS),
+            most_characters=MAX_CHARACTERS,
+            normalizers=[self.own, *(name for name in NAMES.values() if name != self.own)],
+            example=EXAMPLE,
+        )
 
     def answer(self, request: LiveRequest) -> dict[str, Any]:
         """Attention weights of every head and the probabilities of the next token, before and after the edits.
@@ -170,7 +165,7 @@ class Live:
         """
         ids = self._ids(request)
         changes = self._changes(request)
-        before = self._run(ids, [])
+        before = self._run(ids, {})
         after = self._run(ids, changes) if changes else before
         likeliest = _likeliest([before, after], request.k)
         # KL(before ‖ after) in nats; rounding could make it negative.
@@ -227,19 +222,19 @@ class Live:
         ids = request.ids
         if ids is None:
             ids = self.loaded.tokenizer(request.text, return_tensors="pt")["input_ids"][0].tolist()
-        most = description["most_tokens"]
+        most = description.most_tokens
         if not 1 <= len(ids) <= most:
             raise InputError(f"text has {len(ids)} tokens, expected 1 to {most}")
         if (size := vocabulary(self.loaded.model)) and not 0 <= min(ids) <= max(ids) < size:
             raise InputError(f"tokens has ids in {min(ids)}..{max(ids)}, expected 0..{size - 1} for this model")
         return ids
 
-    def _changes(self, request: LiveRequest) -> list[HeadEdit]:
+    def _changes(self, request: LiveRequest) -> HeadEdits:
         """The edits that have an effect. This also checks the requested head."""
         for name, index, size in (("layer", request.layer, self.layers), ("head", request.head, self.heads)):
             if not 0 <= index < size:
                 raise InputError(f"{name} is {index}, expected 0 to {size - 1}")
-        changes: dict[tuple[int, int], HeadEdit] = {}
+        changes: HeadEdits = {}
         for e in request.edits:
             if not (0 <= e.layer < self.layers and 0 <= e.head < self.heads):
                 all_heads = self.layers * self.heads
@@ -247,14 +242,14 @@ class Live:
             if (e.layer, e.head) in changes:
                 raise InputError(f"edits has two edits of layer {e.layer}, head {e.head}, expected one for each head")
             as_trained = AS_TRAINED if e.normalizer == self.own else e.normalizer
-            changes[e.layer, e.head] = HeadEdit(e.layer, e.head, as_trained, e.temperature)
-        return [one for one in changes.values() if one[2:] != (AS_TRAINED, 1)]  # others have no effect
+            changes[e.layer, e.head] = as_trained, e.temperature
+        return {at: one for at, one in changes.items() if one != (AS_TRAINED, 1)}  # others have no effect
 
-    def _run(self, ids: Sequence[int], changes: list[HeadEdit]) -> ForwardPass:
+    def _run(self, ids: Sequence[int], changes: HeadEdits) -> ForwardPass:
         """One forward over the tokens, with these edits; a profile inside reads its weights."""
         model: Any = self.loaded.model
         logits: list[Tensor] = []
-        made: dict[Key, edits.Edit | str] = {one[:2]: _change(*one[2:]) for one in changes}
+        made: dict[Key, edits.Edit | str] = {at: _change(*one) for at, one in changes.items()}
 
         def keep(module: nn.Module, inputs: Any, out: Any) -> None:
             logits.append(getattr(out, "logits", out)[:, -1])

@@ -8,21 +8,18 @@ import numpy as np
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from qkv.profiler.data.similarity import held_maps, similarities
-from qkv.profiler.explore.pyramid import TILE, Stopped
+from qkv.profiler.explore.explorer import Info
+from qkv.profiler.explore.pyramid import Stopped
 from qkv.server.jobs import Work, compute, not_found
 from qkv.server.schemas import (
     LARGEST_INDEX,
-    Created,
-    HeadLink,
     InterventionRequest,
     Links,
     LiveAnswer,
     LiveRequest,
-    MapShape,
     Similarities,
     StepAnswer,
     StepRequest,
-    Weight,
 )
 
 if TYPE_CHECKING:
@@ -167,9 +164,9 @@ async def pools(at: TextAt, g: Position, t: Position) -> Response:
 
 
 @data_router.get("/map/{g}/{t}/{layer}/{head}")
-async def shape(at: HeadAt) -> MapShape:
+async def shape(at: HeadAt) -> Info:
     """The size of the attention map of a head, and at which resolution it is available."""
-    return MapShape(tile=TILE, **at.maps.info(at.group, at.text)._asdict())
+    return at.maps.info(at.group, at.text)
 
 
 @data_router.get(
@@ -211,10 +208,10 @@ async def profiles(at: HeadAt) -> Response:
 
 
 @data_router.get("/pair/{g}/{t}/{layer}/{head}")
-async def pair(request: Request, at: HeadOrMeanAt, query: Token, key: Token) -> Weight:
+async def pair(request: Request, at: HeadOrMeanAt, query: Token, key: Token) -> dict[str, float]:
     """The weight of one query on one key."""
     work = at.lookup("pair", at.query(query), at.key(key))
-    return Weight(weight=await compute(request, ("pair", *at.place, query, key), work, quick=True))
+    return {"weight": await compute(request, ("pair", *at.place, query, key), work, quick=True)}
 
 
 @data_router.get("/row-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
@@ -238,13 +235,7 @@ async def links(request: Request, at: LayerAt, query: Token) -> Links:
     keys, weights = await compute(
         request, ("links", *at.place, query), lambda stopped: at.maps.strongest(*where, stopped=stopped), quick=True
     )
-    names = at.view["keys"]
-    return Links(
-        heads=[
-            HeadLink(head=head, position=int(key), token=names[int(key)], weight=float(weight))
-            for head, (key, weight) in enumerate(zip(keys, weights, strict=True))
-        ]
-    )
+    return Links(keys=keys.tolist(), weights=weights.tolist())
 
 
 @data_router.get("/similar/{g}/{t}/{layer}/{head}")
@@ -291,10 +282,10 @@ async def step(request: Request, body: StepRequest) -> StepAnswer:
 
 
 @model_router.post("/interventions")
-async def intervention(request: Request, body: InterventionRequest) -> Created:
-    """Create a source: the model of another source on the same texts, with another normalizer in all heads."""
+async def intervention(request: Request, body: InterventionRequest) -> dict[str, int]:
+    """Create a source: the model of another source on the same texts, with another normalizer in all heads; its id."""
     ready_source(request, body.source)
-    return Created(id=_session(request).add_intervention(body.source, body.normalizer).id)
+    return {"id": _session(request).add_intervention(body.source, body.normalizer).id}
 
 
 def _session(request: Request) -> Session:

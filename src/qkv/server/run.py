@@ -6,7 +6,6 @@ Every error is answered with one sentence.
 from __future__ import annotations
 
 import gzip
-import json
 import secrets
 import socket
 import threading
@@ -27,10 +26,10 @@ import qkv
 from qkv.errors import InputError
 from qkv.report.payload import looks
 from qkv.server import routes
-from qkv.server.guard import WILDCARDS, Connection, Guard, is_loopback
+from qkv.server.guard import WILDCARDS, Connection, Guard, error_answer, is_loopback
 from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull, not_found
 from qkv.server.routes import IMMUTABLE
-from qkv.server.schemas import AddedPage, ErrorAnswer, LiveModel, SessionState, SourceState
+from qkv.server.schemas import AddedPage, ErrorAnswer, SessionState
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -117,8 +116,8 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
         return SessionState(
             version=session.version,
             title=session.title,
-            sources=[SourceState.model_validate(x, from_attributes=True) for x in session.sources],
-            live=None if session.live_description is None else LiveModel(**session.live_description),
+            sources=session.sources,
+            live=session.live_description,
             pages=[
                 AddedPage(id=x.id, title=x.title, data=session.page_data.get(x.id), missing=session.missing(x))
                 for x in session.pages
@@ -137,7 +136,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         error_type: type[Exception], status: int, sentence: Callable[[Any], str], headers: dict[str, str] | None = None
     ) -> None:
         async def handler(request: Request, error: Exception) -> Response:
-            return _error(status, sentence(error), headers)
+            return error_answer(status, sentence(error), headers)
 
         app.add_exception_handler(error_type, handler)
 
@@ -146,7 +145,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         code, detail = error.status_code, str(error.detail)
         if detail == HTTPStatus(code).phrase:  # Starlette's default, which only names the code
             detail = sentences.get(code, detail)
-        return _error(code, detail if detail.endswith(".") else f"{detail}.")
+        return error_answer(code, detail if detail.endswith(".") else f"{detail}.")
 
     app.add_exception_handler(HTTPException, http)
     answer(InputError, 400, lambda error: f"{error}" if f"{error}".endswith(("?", ".")) else f"{error}.")
@@ -156,11 +155,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     answer(ClientDisconnected, 499, lambda _: "The client has disconnected.")  # never delivered
     failed = "The server failed ({}): its terminal shows the traceback."
     answer(Exception, 500, lambda error: failed.format(type(error).__name__))
-
-
-def _error(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
-    body = json.dumps({"error": sentence})  # in ASCII: a sentence may quote half of a character
-    return Response(body, status, {"Cache-Control": "no-store"} | (headers or {}), "application/json")
 
 
 def _validation_sentence(error: RequestValidationError) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -35,17 +37,21 @@ class ErrorAnswer(BaseModel):
 # --- the session ------------------------------------------------------------------------------------------------------
 
 
-class SourceState(BaseModel):
+@dataclass(eq=False)
+class SourceState:
     """A profile or model of the session, and its progress."""
 
     id: int
     name: str
     kind: Literal["model", "profile", "intervention"]
-    state: Literal["running", "ready", "failed"]
-    done: int = Field(description="Finished steps, of `total`.")
-    total: int
-    stage: str = Field(description="The current step of its preparation, in words.")
-    error: str | None = Field(description="The reason why it failed, one sentence.")
+    state: Literal["running", "ready", "failed"] = "running"
+    done: int = 0
+    """Finished steps, of `total`."""
+    total: int = 1
+    stage: str = "waiting"
+    """The current step of its preparation, in words."""
+    error: str | None = None
+    """The reason why it failed, one sentence."""
 
 
 class LiveModel(BaseModel):
@@ -72,7 +78,7 @@ class AddedPage(BaseModel):
 class SessionState(BaseModel):
     version: str = Field(description="Identifies this run of the server; part of the addresses of tiles.")
     title: str
-    sources: list[SourceState]
+    sources: Sequence[SourceState]
     live: LiveModel | None
     pages: list[AddedPage]
     looks: dict[str, Any] = Field(description="Labels and colours of statistics and destinations.")
@@ -84,38 +90,11 @@ class SessionState(BaseModel):
 # --- maps -------------------------------------------------------------------------------------------------------------
 
 
-class MapShape(BaseModel):
-    """The size of a head's attention map, and at which resolution it is available."""
-
-    kind: Literal["exact", "stored", "small", "none"] = Field(
-        description="exact: computed on demand; stored: all weights are in the profile; small: only tile 0/0/0 is."
-    )
-    n_queries: int
-    n_keys: int
-    tile: int = Field(description="Side of a tile in pixels.")
-    deepest: int = Field(
-        description="The largest zoom. A pixel at another zoom covers 2^(deepest − zoom) times as many tokens a side."
-    )
-    pixel_queries: int = Field(description="Queries per pixel at the deepest zoom: more than 1 only in a small map.")
-    pixel_keys: int
-    why: str | None = Field(description="The reason why it is not exact, one sentence.")
-
-
-class Weight(BaseModel):
-    weight: float
-
-
-class HeadLink(BaseModel):
-    head: int
-    position: int
-    token: str
-    weight: float
-
-
 class Links(BaseModel):
     """The key with the largest weight of one query, in every head of a layer."""
 
-    heads: list[HeadLink]
+    keys: list[int]
+    weights: list[float]
 
 
 # --- live -------------------------------------------------------------------------------------------------------------
@@ -196,7 +175,3 @@ class StepAnswer(BaseModel):
 class InterventionRequest(RequestBody):
     source: Index
     normalizer: Literal["off-by-one", "sigmoid"]
-
-
-class Created(BaseModel):
-    id: int = Field(description="The id of the new source.")

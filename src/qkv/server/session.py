@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import functools
-import json
 import logging
 import secrets
 import threading
@@ -27,9 +26,10 @@ from qkv.profiler.capture.residual import attention_modules
 from qkv.profiler.data.findings import effect_of
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.pyramid import Cancelled, Stopped
-from qkv.report.payload import payload
+from qkv.report.payload import as_json, payload
 from qkv.report.stored import StoredMaps
 from qkv.server.live import Live, everywhere
+from qkv.server.schemas import LiveModel, SourceState
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -76,18 +76,9 @@ def added_pages() -> list[ViewerPage]:
 
 
 @dataclass(eq=False)
-class Source:
+class Source(SourceState):
     """A profile or model of the session. Its data is complete once its state is "ready"."""
 
-    id: int
-    name: str
-    kind: Literal["model", "profile", "intervention"]
-    state: Literal["running", "ready", "failed"] = "running"
-    done: int = 0
-    total: int = 1
-    stage: str = "waiting"
-    """The current step of its preparation, in words."""
-    error: str | None = None
     profile: Profile | None = None
     maps: dict[str, explore.Explorer | StoredMaps] = field(default_factory=dict)
     """The attention weights of each group."""
@@ -121,7 +112,7 @@ class Session:
         self.version = secrets.token_urlsafe(9)
         self.sources: list[Source] = []
         self.live: Live | None = None
-        self.live_description: dict[str, Any] | None = None
+        self.live_description: LiveModel | None = None
         self.pages = added_pages()
         self.page_data: dict[str, dict[str, Any]] = {}
         """What the added pages show at first, by their id, once it is prepared."""
@@ -369,9 +360,7 @@ def _build_page(source: Source) -> None:
     page, blobs = payload(source.profile)
     page["effects"] = source.effects
     source.groups = page["groups"]
-    source.page = json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
-        "utf-8", "replace"
-    )
+    source.page = as_json(page).encode()
     places = [(group, text) for group, one in enumerate(page["groups"]) for text in range(len(one["texts"]))]
     source.pools = {place: blobs.get("pools-{}-{}".format(*place), "[]") for place in places}
     source.curves = {place: zlib.decompress(base64.b64decode(blobs["curves-{}-{}".format(*place)])) for place in places}

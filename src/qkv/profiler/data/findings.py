@@ -160,21 +160,25 @@ class Findings:
 
     @cached_property
     def headline(self) -> str:
-        """One sentence: heads with a sink at the first token, induction heads, and the most common other types."""
+        """One sentence: heads with a sink at the first token, induction heads, and the most common other types.
+
+        The types come first if the text is too short to tell sinks.
+        """
         total = len(self.types)
         others = [(kind, n) for kind, n in self.kinds.items() if kind != "first token"]
         others = sorted(others, key=lambda one: one[0] != "induction")[:3]  # the type that people ask for
         if MIXED in self.kinds and MIXED not in dict(others):
             others[-1] = (MIXED, self.kinds[MIXED])
         rest = listed([f"{n:,} {_DOES[kind][n != 1]}" for kind, n in others]) if others else ""
+        plain = f"{counted(total, 'head')}{': ' if rest else ''}{rest}"
         if self._sink_counts is None:
-            return f"{counted(total, 'head')}{': ' if rest else ''}{rest}."
+            return f"{plain}."
+        if self._is_too_short:
+            return f"{plain}; too short to tell sinks at {first_token(self._data)}: {self.window}."
         return f"{self._sink_clause(*self._sink_counts, total)}{'; ' if rest else ''}{rest}."
 
     def _sink_clause(self, prefix: int, whole: int, total: int) -> str:
         where = f"at {first_token(self._data)}"
-        if self._is_too_short:
-            return f"Too short to say whether a head has an attention sink {where}: {self.window}"
         if not prefix and not whole:
             return f"None of {counted(total, 'head')} has an attention sink {where}"
         first = f"{prefix:,} of {counted(total, 'head')} {_has(prefix)} an attention sink {where} in {self.window}"
@@ -321,6 +325,8 @@ class Findings:
             )
         )
         found.append(self._distance())
+        if self._is_too_short:
+            found.append(found.pop(0))
         return [one for one in found if one is not None]
 
     def _first_share(self, share: float) -> Finding:

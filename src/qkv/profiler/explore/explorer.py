@@ -6,6 +6,7 @@ part of an attention matrix can be computed from these alone, so no whole matrix
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -52,12 +53,14 @@ class CacheBudget:
         self.tiles = new_tile_cache(budget // TILE_SHARE)
 
 
-class Info(NamedTuple):
+@dataclass(frozen=True)
+class Info:
     """The size and resolution of the maps of a text, in its real queries and keys.
 
-    Its deepest zoom, at which a pixel is one query and one key; the base zoom, from whose tiles all lower zooms are
-    pooled (`qkv.profiler.explore.pyramid`); whether maps are ``"exact"``, or ``"stored"`` in a profile as all weights,
-    ``"small"`` pooled ones or ``"none"``; queries and keys of a pixel of a small map, and why there is nothing else.
+    Its deepest zoom, at which a pixel is one query and one key, and at another zoom 2^(deepest − zoom) times as many a
+    side; the base zoom, from whose tiles all lower zooms are pooled (`qkv.profiler.explore.pyramid`); whether maps are
+    ``"exact"``, or ``"stored"`` in a profile as all weights, ``"small"`` pooled ones (only tile 0/0/0 is there), or
+    ``"none"``; queries and keys of a pixel of a small map, and why there is nothing else, in one sentence.
     """
 
     n_queries: int
@@ -97,14 +100,54 @@ class _CachedCall:
         return row_state(self.call, self.lse)
 
 
-class Explorer:
-    """Exact attention weights of a model on its inputs. Created by `of`; all methods are thread-safe.
+class Maps(ABC):
+    """Rows, columns and pairs of attention maps: of an `Explorer`, or of what a profile has stored.
 
     The arguments of all methods: `group` is a kind of attention as in `Profile.groups`; `text`, `query` and `key` are
     indices along the profile's dimensions of these names, so padding does not count; `layer` is a position among the
     group's layers; `head` is a query head, or None for the mean over all heads. `stopped` is polled from any thread:
     when it returns True, `Cancelled` is raised; results that were finished stay in the cache.
     """
+
+    @abstractmethod
+    def weights(
+        self, group: str, text: int, layer: int, head: int | None, query: int | None, key: int | None,
+        stopped: Stopped = never,
+    ) -> Float[np.ndarray, "h q k"]:  # fmt: skip
+        """The weights of one head, or of every head, by query and key; None selects all of them."""
+
+    def row(
+        self, group: str, text: int, layer: int, head: int | None, query: int, *, stopped: Stopped = never
+    ) -> Float[np.ndarray, " nk"]:
+        """The weights of a query on all keys."""
+        return _mean(self.weights(group, text, layer, head, query, None, stopped))[0]
+
+    def column(
+        self, group: str, text: int, layer: int, head: int | None, key: int, *, stopped: Stopped = never
+    ) -> Float[np.ndarray, " nq"]:
+        """The weights of all queries on a key."""
+        return _mean(self.weights(group, text, layer, head, None, key, stopped))[:, 0]
+
+    def pair(
+        self, group: str, text: int, layer: int, head: int | None, query: int, key: int, *, stopped: Stopped = never
+    ) -> float:
+        """The weight of a query on a key."""
+        return float(_mean(self.weights(group, text, layer, head, query, key, stopped))[0, 0])
+
+    def strongest(
+        self, group: str, text: int, layer: int, query: int, *, stopped: Stopped = never
+    ) -> tuple[Int[np.ndarray, " h"], Float[np.ndarray, " h"]]:
+        """The key that each head attends to most (the first of several equal ones), and its weight."""
+        weights = self.weights(group, text, layer, None, query, None, stopped)[:, 0]
+        return weights.argmax(1), weights.max(1)
+
+
+def _mean(weights: Float[np.ndarray, "h q k"]) -> Float[np.ndarray, "q k"]:
+    return weights[0] if len(weights) == 1 else weights.mean(0, dtype=np.float64).astype(np.float32)
+
+
+class Explorer(Maps):
+    """Exact attention weights of a model on its inputs. Created by `of`; all methods are thread-safe."""
 
     def __init__(self, model: nn.Module, runs: Sequence[Mapping[str, Tensor]], name: str, caches: CacheBudget) -> None:
         self.model, self.name = model, name
@@ -146,43 +189,12 @@ class Explorer:
             raise nan_error(at.module)
         return picture
 
-    def row(
-        self, group: str, text: int, layer: int, head: int | None, query: int, *, stopped: Stopped = never
-    ) -> Float[np.ndarray, " nk"]:
-        """The weights of a query on all keys."""
-        return self._mean(self._find(group, text, layer, head, stopped), head, query, None)[0]
-
-    def column(
-        self, group: str, text: int, layer: int, head: int | None, key: int, *, stopped: Stopped = never
-    ) -> Float[np.ndarray, " nq"]:
-        """The weights of all queries on a key."""
-        return self._mean(self._find(group, text, layer, head, stopped), head, None, key)[:, 0]
-
-    def pair(
-        self, group: str, text: int, layer: int, head: int | None, query: int, key: int, *, stopped: Stopped = never
-    ) -> float:
-        """The weight of a query on a key."""
-        return float(self._mean(self._find(group, text, layer, head, stopped), head, query, key)[0, 0])
-
-    def strongest(
-        self, group: str, text: int, layer: int, query: int, *, stopped: Stopped = never
-    ) -> tuple[Int[np.ndarray, " h"], Float[np.ndarray, " h"]]:
-        """The key that each head attends to most (the first of several equal ones), and its weight."""
-        weights = self._weights(self._find(group, text, layer, None, stopped), None, query, None)[:, 0]
-        keys = weights.argmax(1)
-        return keys, np.take_along_axis(weights, keys[:, None], 1)[:, 0]
-
-    # --- implementation -----------------------------------------------------------------------------------------------
-
-    def _mean(self, at: _Location, head: int | None, query: int | None, key: int | None) -> Float[np.ndarray, "q k"]:
-        weights = self._weights(at, head, query, key)
-        return weights[0] if len(weights) == 1 else weights.mean(0, dtype=np.float64).astype(np.float32)
-
-    def _weights(
-        self, at: _Location, head: int | None, query: int | None, key: int | None
-    ) -> Float[np.ndarray, "h q k"]:
-        """Weights by head, query and key; None selects all of them."""
-        spans = []
+    def weights(
+        self, group: str, text: int, layer: int, head: int | None, query: int | None, key: int | None,
+        stopped: Stopped = never,
+    ) -> Float[np.ndarray, "h q k"]:  # fmt: skip
+        """The weights of one head, or of every head, by query and key; None selects all of them."""
+        at, spans = self._find(group, text, layer, head, stopped), []
         for name, index, whole in (("query", query, at.queries), ("key", key, at.keys)):
             length = whole.stop - whole.start
             if index is not None and not 0 <= index < length:
@@ -193,6 +205,8 @@ class Explorer:
             raise nan_error(at.module)
         found: np.ndarray = weights.float().cpu().numpy()
         return found
+
+    # --- implementation -----------------------------------------------------------------------------------------------
 
     def _find(self, group: str, text: int, layer: int, head: int | None, stopped: Stopped) -> _Location:
         run, item = self._run_of(text)

@@ -1,0 +1,110 @@
+// Around the map page: a small overview of the whole map, and the export.
+
+import { css, ramp } from "./colour.js";
+import { h } from "./dom.js";
+import { csvOf, svgImage, svgPicture, svgRamp } from "./export.js";
+import { shapesAsSvg } from "./map_scene.js";
+import { FIRST, painted, TILE } from "./tiles.js";
+
+const MAX_SIZE = { w: 216, h: 150 }; // pixels
+
+/** A small overview of the whole map that marks the visible part; a click or a drag moves the view. */
+export class MapOverview {
+  constructor(map) {
+    this.map = map;
+    this.element = h("canvas", { class: "map-overview", role: "img", "aria-label": "Overview of the whole map, with the visible part marked" });
+    this.element.addEventListener("pointerdown", (event) => { this.element.setPointerCapture(event.pointerId); this.go(event); });
+    this.element.addEventListener("pointermove", (event) => { if (event.buttons) this.go(event); });
+  }
+
+  go(event) {
+    if (!this.map.content) return;
+    const box = this.element.getBoundingClientRect(), { queries, keys } = this.map.content.pyramid;
+    this.map.look({ ...this.map.view, x: ((event.clientX - box.left) / box.width) * keys, y: ((event.clientY - box.top) / box.height) * queries });
+  }
+
+  /** Size the canvas to the proportions of the map. */
+  fit() {
+    const { queries, keys } = this.map.content.pyramid, scale = Math.min(MAX_SIZE.w / keys, MAX_SIZE.h / queries), ratio = devicePixelRatio || 1;
+    const width = Math.max(keys * scale, 8), height = Math.max(queries * scale, 8);
+    Object.assign(this.element.style, { width: `${Math.round(width)}px`, height: `${Math.round(height)}px` });
+    Object.assign(this.element, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+  }
+
+  clear() {
+    this.element.getContext("2d").clearRect(0, 0, this.element.width, this.element.height);
+  }
+
+  draw() {
+    const { store, pyramid, pool, colours, lookOf } = this.map.content, context = this.element.getContext("2d"), { width, height } = this.element;
+    context.fillStyle = colours.empty;
+    context.fillRect(0, 0, width, height);
+    const tile = store?.get(pool, FIRST);
+    if (tile?.rows) {
+      const { down, across } = pyramid.extent(FIRST);
+      context.imageSmoothingEnabled = tile.columns > width / 2;
+      context.drawImage(painted(tile, lookOf(0)), 0, 0, (width * tile.columns * across) / pyramid.keys, (height * tile.rows * down) / pyramid.queries);
+    }
+    if (this.map.whole) return;
+    const { origin, frame, scale } = this.map.layout, ratio = devicePixelRatio || 1;
+    const x = (frame.x - origin.x) / scale / pyramid.keys * width, y = (frame.y - origin.y) / scale / pyramid.queries * height;
+    const w = Math.max(frame.w / scale / pyramid.keys * width, 5 * ratio), k = Math.max(frame.h / scale / pyramid.queries * height, 5 * ratio);
+    context.strokeStyle = colours.ink;
+    context.lineWidth = 2 * ratio;
+    context.strokeRect(Math.min(x, width - w), Math.min(y, height - k), w, k);
+  }
+}
+
+// Export of the visible part of a map as SVG, with its pixels embedded, and as CSV.
+
+const MAX_ROWS = 250_000;
+const SHARP = 2; // pixels of the embedded picture per pixel of the stage
+
+/** The view as an SVG file: the map as an embedded PNG, all else as vectors; `low` and `high` label the colour scale. */
+export function mapSvg(map, { title, note, low, high }) {
+  const { layout } = map, { frame, width, height } = layout, { store } = map.content;
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, { width: Math.round(frame.w * SHARP), height: Math.round(frame.h * SHARP) });
+  const shifted = { ...layout, frame: { ...frame, x: 0, y: 0 }, origin: { x: layout.origin.x - frame.x, y: layout.origin.y - frame.y } };
+  if (store) map.tiles(canvas.getContext("2d"), shifted, SHARP);
+  const colours = Array.from({ length: 32 }, (_, at) => css(ramp(at / 31)));
+  return svgPicture({ width, height: height + 26, title, note, parts: [
+    svgImage(canvas, { x: frame.x, y: frame.y, width: frame.w, height: frame.h }),
+    shapesAsSvg(map.shapes(layout)),
+    svgRamp(frame.x, height + 20, colours, low, high),
+  ] });
+}
+
+/**
+ * The view as a table: one row per pair of tokens, or per bin if these would be too many. `tileOf(pool, place)` returns a
+ * promise of a tile.
+ */
+export async function mapCsv(map, tileOf) {
+  const { pyramid, pool, tokens } = map.content, { rows: [top, bottom], columns: [left, right] } = map.layout;
+  const pairs = (bottom - top + 1) * (right - left + 1);
+  const bins = (zoom) => {
+    const { down, across } = pyramid.step(zoom);
+    return (Math.floor(bottom / down) - Math.floor(top / down) + 1) * (Math.floor(right / across) - Math.floor(left / across) + 1);
+  };
+  const exact = pyramid.exact && pairs <= MAX_ROWS;
+  let zoom = exact ? pyramid.deepest : map.level;
+  while (!exact && zoom > 0 && bins(zoom) > MAX_ROWS) zoom--;
+  const { down, across } = pyramid.step(zoom);
+  const columns = exact ? ["query", "query_token", "key", "key_token", "weight"] : ["first_query", "last_query", "first_key", "last_key", `${pool}_weight`];
+  const lines = [];
+  const reach = { i: [Math.floor(top / down / TILE), Math.floor(bottom / down / TILE)], j: [Math.floor(left / across / TILE), Math.floor(right / across / TILE)] };
+  for (let i = reach.i[0]; i <= reach.i[1]; i++) {
+    const strip = [];
+    for (let j = reach.j[0]; j <= reach.j[1]; j++) strip.push(await tileOf(exact ? "max" : pool, { zoom, i, j }));
+    const until = Math.min((i + 1) * TILE, Math.floor(bottom / down) + 1);
+    for (let row = Math.max(i * TILE, Math.floor(top / down)); row < until; row++)
+      for (let column = Math.floor(left / across); column <= Math.floor(right / across); column++) {
+        const tile = strip[Math.floor(column / TILE) - reach.j[0]];
+        const weight = tile ? tile.values[(row - i * TILE) * tile.columns + (column % TILE)] : 0; // no tile: masked
+        lines.push(exact
+          ? [row, tokens.queries[row], column, tokens.keys[column], weight]
+          : [row * down, Math.min((row + 1) * down, pyramid.queries) - 1, column * across, Math.min((column + 1) * across, pyramid.keys) - 1, weight]);
+      }
+  }
+  return csvOf(columns, lines);
+}
