@@ -132,7 +132,7 @@ def profile(
                 model(**batch)
             runs.append((batch, _checked(observer, partial)))
             residuals.append(hidden)
-    recorded = [Recorded(o.records, o.sequences, statistics, o.recorder.group) for _, o in runs]
+    recorded = [Recorded(o.records, o.sequences, statistics, o.group) for _, o in runs]
     groups = datasets(recorded, tokenizer, local_window)
     probed = _probe(model, runs[0][1], tokenizer, groups, layers) if probe else "not requested"
     ids = runs[0][1].sequences.source
@@ -145,7 +145,7 @@ def profile(
         "checks": [asdict(checked) for checked in runs[0][1].checks],
         "probes": probed,
     }
-    is_shared = runs[0][1].recorder.group is not None  # then a process has the hidden states of its own shard only
+    is_shared = runs[0][1].group is not None  # then a process has the hidden states of its own shard only
     return Profile(groups, attrs, {} if is_shared else by_stack(residuals))
 
 
@@ -154,7 +154,7 @@ def _probe(
 ) -> str:
     """Add the scores of the synthetic texts to the groups; returns "run", or the reason why they were not run."""
     ids = observer.sequences.source
-    if observer.recorder.group is not None:
+    if observer.group is not None:
         return "not run: several processes share the sequence"
     if ids is None:
         return "not run: the model does not read token ids"

@@ -1,7 +1,7 @@
 """`Observer` tells which module of a model attends, as which layer, and passes its calls on to a receiver.
 
 The calls come from transformers' attention interface, from qkv's own attention, and from torch's functions. Each is
-read as a `Call`, edited by the edits of `qkv.edit`, and received: measured by `Recorder`, or collected.
+read as a `Call`, edited by the edits of `qkv.edit`, and received: measured, or collected.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from qkv import ring
 from qkv.edits import Placed
-from qkv.engine import Call, Result, Shared, detached
+from qkv.engine import Call, Result, RowState, Shared, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.client import Own, function_of
@@ -30,8 +32,10 @@ from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
 from qkv.profiler.capture.interventions import ACTIVE, applied
 from qkv.profiler.capture.layer import Layer
-from qkv.profiler.capture.record import WEIGHTS_ONLY, Measures, ObservedCall, Receive, Record, Recorder, served
+from qkv.profiler.capture.record import PREFIX, WEIGHTS_ONLY, Measures, ObservedCall, Receive, Record, mapped, served
 from qkv.profiler.capture.texts import Forward, Texts
+from qkv.statistics import PrefixSinkScores
+from qkv.statistics.measure import sweep
 
 T = TypeVar("T")
 
@@ -58,7 +62,7 @@ class Observer:
     layers: Collection[int] | None = None
     measures: Measures = field(default_factory=Measures)
     on_call: Callable[[str], None] = lambda module: None
-    receive: Receive | None = None  # a `Recorder` if None
+    receive: Receive | None = None  # measures the calls, together with their results, if None
     sequences: Sequences = field(default_factory=Sequences)
     fired: list[str] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
@@ -73,7 +77,8 @@ class Observer:
         routed = [module for module in self.modules.values() if routes(module)]
         self.expected = [self.names[id(module)] for module in routed]
         self.checks = Checks(self.model, {id(module): function_of(module) for module in routed})
-        self.recorder, self.beside = Recorder(self.measures), self.texts is not None
+        self.beside, self._measured = self.texts is not None, list[Record]()
+        self.group: ProcessGroup | None = None  # the processes that share the sequence, if there are several
         self.ran: set[int] = set()  # modules whose forward was running
         self.inputs: Inputs = []
         self.routed = all_routed(self.model, self.names, self.expected)
@@ -85,7 +90,7 @@ class Observer:
 
     @property
     def records(self) -> list[Record]:
-        return self.in_order(self.recorder.records)
+        return self.in_order(self._measured)
 
     @property
     def run(self) -> Run:
@@ -198,7 +203,7 @@ class Observer:
         read, the weights that the model itself returns, if it does.
         """
         for layer in self._stepwise:
-            (self.receive or self.recorder)(layer.joined(self.run.sequences.real_target), None, {})
+            (self.receive or self._measure)(layer.joined(self.run.sequences.real_target), None, {})
         self._stepwise.clear()
         unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
         if not unread:
@@ -309,11 +314,16 @@ class Observer:
             if observed.step is not None:
                 return self._step(observed, result)
             if self.texts is None:
-                return (self.receive or self.recorder)(observed, result, changed)
+                return (self.receive or self._measure)(observed, result, changed)
             assert result is not None
             if self.run.forward is not None:
                 self.texts.add(self.run.forward, self.modules.get(name), observed, changed)
             return result
+
+    def _measure(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
+        result, record = self.measures.record(observed, result, changed)
+        self._measured.append(record)
+        return result
 
     def _step(self, observed: ObservedCall, result: Result | None) -> Result:
         """Keep one of several queries over the same keys, which are received together."""
@@ -387,10 +397,20 @@ class Observer:
                 f"inputs has padding, but {name} shares its sequence with other processes, where padding is not "
                 "supported; expected no padding"
             )
+        if names := [s.name for s in self.measures.statistics]:
+            raise InputError(
+                f"statistics has {', '.join(names)}, but {name} shares its sequence with other processes, where custom "
+                "statistics are not supported; expected none"
+            )
         self.fired.append(name)
         self.on_call(name)
         group = "self" if shared.grid.n_queries == shared.grid.n_keys else "cross"
         _, layer = self._number(group, name)
         if self.layers is None or layer in self.layers:
-            self.recorder.add_shared(name, group, layer, shared, result)
+            self.group, call = shared.group, detached(shared.call)
+            mass, of_prefix = self.measures.masses(0, shared.grid.n_keys), [PrefixSinkScores(PREFIX)]
+            found = sweep(call, RowState(result.lse), mass=mass, statistics=of_prefix, shared=shared)
+            whole = mapped(replace(found, prefix_sink_scores=None), lambda x: ring.unshard(x, shared.group))
+            whole = replace(whole, prefix_sink_scores=found.prefix_sink_scores)  # every process has all of them
+            self._measured.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
         return result

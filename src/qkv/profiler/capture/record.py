@@ -10,12 +10,9 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from qkv import ring
-from qkv.engine import Call, Result, RowState, Shared, at_least_float32, detached
+from qkv.engine import Call, Result, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.huggingface.masks import is_causal
 from qkv.kernels import eager, serve, serving
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
@@ -181,35 +178,6 @@ class Measures:
 Receive = Callable[[ObservedCall, Result | None, Mapping[int, Call]], Result]
 """Receives an observed call, its result after the edits, and the calls of single heads whose weights an edit changed;
 returns the result. If the result is None, the receiver computes it."""
-
-
-class Recorder:
-    """Receives the calls of one forward and measures each, together with its result where that is not known."""
-
-    def __init__(self, measures: Measures) -> None:
-        self.measures = measures
-        self.records: list[Record] = []
-        self.group: ProcessGroup | None = None
-        """The processes that share the sequence, if there are several."""
-
-    def __call__(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
-        result, record = self.measures.record(observed, result, changed)
-        self.records.append(record)
-        return result
-
-    def add_shared(self, name: str, group: str, layer: int, shared: Shared, result: Result) -> None:
-        """Record a call of which this process has a shard."""
-        if names := [s.name for s in self.measures.statistics]:
-            raise InputError(
-                f"statistics has {', '.join(names)}, but {name} shares its sequence with other processes, where custom "
-                "statistics are not supported; expected none"
-            )
-        self.group, call = shared.group, detached(shared.call)
-        mass = self.measures.masses(0, shared.grid.n_keys)
-        found = sweep(call, RowState(result.lse), mass=mass, statistics=[PrefixSinkScores(PREFIX)], shared=shared)
-        whole = mapped(replace(found, prefix_sink_scores=None), lambda x: ring.unshard(x, shared.group))
-        whole = replace(whole, prefix_sink_scores=found.prefix_sink_scores)  # every process has all of them
-        self.records.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
 
 
 def served(call: Call) -> Result:
