@@ -12,8 +12,7 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.profiler.capture.caches import Stored, located
-from qkv.profiler.capture.joining import Piece
-from qkv.profiler.capture.layer import Layer, in_order, of_items
+from qkv.profiler.capture.layer import Layer, Piece, in_order, of_items
 from qkv.profiler.capture.record import Measures, ObservedCall, Record
 
 OF_TEXT = ("self", "text", "decoder")
