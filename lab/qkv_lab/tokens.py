@@ -23,6 +23,7 @@ from qkv.models.loading import TextTokenizer
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler import corpora
 from qkv.profiler.corpora import write_cached
+from qkv.profiler.surveys.corpus import Corpus
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -307,7 +308,7 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
     file, train, held_out = (folder / name for name in ("tokenizer.json", "train.bin", "held_out.bin"))
     if not (file.exists() and _sidecar(train).exists() and _sidecar(held_out).exists()):
         with _status(found):
-            parts = split(found.documents)
+            parts = split(found.texts)
             if not all(parts):
                 raise InputError(
                     f"corpus is {corpus!r}, which is too small to hold out a part of it, expected more text"
@@ -331,7 +332,7 @@ def prepare_more(names: Sequence[str], corpus: str, main: Prepared) -> Integer[n
         corpus: the name of the main corpus.
         main: its tokens.
     """
-    held_out = split(corpora.load(corpus).documents)[1]
+    held_out = split(corpora.load(corpus).texts)[1]
     made = [corpora.load(name) for name in names]
     parts = [main.tokenizer, *held_out, *(x.fingerprint for x in made)]
     settings = hashlib.sha256(json.dumps([VERSION, PASSAGE, LINE, *parts]).encode()).hexdigest()
@@ -340,7 +341,7 @@ def prepare_more(names: Sequence[str], corpus: str, main: Prepared) -> Integer[n
         found = list[str]()
         for one in made:
             with _status(one):
-                found += without_passages(one.documents, held_out)
+                found += without_passages(one.texts, held_out)
         if not found:
             raise InputError(f"more is {', '.join(names)!r}, which repeats the held-out text of {corpus!r}")
         with spinner(f"tokenizing {', '.join(names)}, once"):
@@ -402,9 +403,9 @@ def _hint(path: Path) -> str:
 
 
 @contextmanager
-def _status(corpus: corpora.Corpus) -> Iterator[None]:
+def _status(corpus: Corpus) -> Iterator[None]:
     """A spinner while a corpus is tokenized, and a remark on the files that were skipped."""
-    if corpus.skipped:
-        say(f"{corpus.name}: skipped {corpus.skipped:,} files that are not UTF-8 text")
+    if skipped := [one.reason for one in corpus.documents if one.reason is not None]:
+        say(f"{corpus.name}: skipped {len(skipped):,} files: {', '.join(sorted(set(skipped)))}")
     with spinner(f"tokenizing {corpus.name}, once"):
         yield

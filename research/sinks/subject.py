@@ -125,7 +125,7 @@ def default_texts(name: str) -> list[str]:
         assert folder is not None
         task, _ = settings.from_toml(folder / settings.RUN)
         assert isinstance(task, Language)
-        return split(corpora.load(task.corpus).documents)[1]
+        return split(corpora.load(task.corpus).texts)[1]
     from pydoc_data.topics import topics
 
     return [topics[topic] for topic in sorted(topics)]

@@ -1,8 +1,7 @@
-"""Atomic file writes, files by address, and texts of data sets."""
+"""Atomic file writes, and files by address."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import re
@@ -106,28 +105,3 @@ def opened(address: str | os.PathLike[str], argument: str) -> Path | io.BytesIO:
         return io.BytesIO(files.cat_file(path))
     except Exception as error:  # each backend has its own types of errors
         raise InputError(f"{argument}: cannot read {os.fspath(address)!r} ({reason(error)})") from error
-
-
-def dataset_and_column(name: str) -> tuple[str, str]:
-    """The names of a dataset and its column in ``"hf:NAME"`` or ``"hf:NAME:COLUMN"``.
-
-    >>> dataset_and_column("hf:imdb")
-    ('imdb', 'text')
-    """
-    _, dataset, *rest = name.split(":")
-    if not dataset or len(rest) > 1:
-        raise InputError(f"corpus is {name!r}, expected 'hf:NAME' or 'hf:NAME:COLUMN'")
-    return dataset, rest[0] if rest else "text"
-
-
-def checked_datasets(name: str) -> None:
-    """Raise `InputError` if the package ``datasets``, which the corpus `name` needs, is missing or too old."""
-    if importlib.util.find_spec("datasets") is None:
-        raise InputError(f"corpus: {name!r} needs the package datasets: pip install 'datasets>=4'")
-    import datasets
-
-    if int(datasets.__version__.split(".")[0]) < 4:
-        raise InputError(
-            f"corpus: {name!r} needs datasets 4 or newer, which does not run code from datasets; installed is "
-            f"{datasets.__version__}: pip install 'datasets>=4'"
-        )

@@ -29,17 +29,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_library_excludes_tests_and_five_percent_of_it_are_held_out() -> None:
     library = load("library")
-    size = sum(map(len, library.documents))
-    assert library.skipped == 0
+    size = sum(map(len, library.texts))
+    assert all(x.reason is None for x in library.documents)
     assert 8e6 < size < 20e6
-    assert any('"""Random variable generators.' in x for x in library.documents)
+    assert any('"""Random variable generators.' in x for x in library.texts)
     unwanted = Path(pytest.__file__).read_text(), Path(__import__("test.support").__file__).read_text()
-    assert not set(unwanted) & set(library.documents)
-    train, held_out = split(library.documents)
-    assert sorted(train + held_out) == sorted(library.documents)
+    assert not set(unwanted) & set(library.texts)
+    train, held_out = split(library.texts)
+    assert sorted(train + held_out) == sorted(library.texts)
     assert not set(train) & set(held_out)
     assert 0.04 < sum(map(len, held_out)) / size <= 0.05
-    assert split(load("library").documents) == (train, held_out)
+    assert split(load("library").texts) == (train, held_out)
 
 
 def test_folder_gives_its_text_files_and_counts_the_skipped_ones(tmp_path: Path) -> None:
@@ -51,12 +51,12 @@ def test_folder_gives_its_text_files_and_counts_the_skipped_ones(tmp_path: Path)
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     found = load(str(tmp_path))
-    assert sorted(found.documents) == ["one\r\n", "zwei\u00e9"]  # line ends unchanged, duplicates once
-    assert found.skipped == 2
-    assert load(str(tmp_path / "a.py")).documents == ("one\r\n",)
+    assert sorted(found.texts) == ["one\r\n", "zwei\u00e9"]  # line ends unchanged, duplicates once
+    assert [x.reason for x in found.documents[2:]] == ["no UTF-8 text"] * 2
+    assert load(str(tmp_path / "a.py")).texts == ["one\r\n"]
     package, root = load("package:networkx"), Path(networkx.__file__).parent
-    assert (root / "__init__.py").read_text() in package.documents
-    assert (root / "algorithms" / "tests" / "test_core.py").read_text() not in package.documents
+    assert (root / "__init__.py").read_text() in package.texts
+    assert (root / "algorithms" / "tests" / "test_core.py").read_text() not in package.texts
 
 
 def test_documents_that_share_a_passage_are_left_out() -> None:
@@ -84,7 +84,7 @@ def test_shakespeare_is_downloaded_once(cache: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(corpora, "fetch", lambda address: fetched.append(address) or text)
     first, again = load("shakespeare"), load("shakespeare")
     assert first == again
-    assert first.documents[0].startswith("First Citizen:\nBefore we proceed any further")
+    assert first.texts[0].startswith("First Citizen:\nBefore we proceed any further")
     assert fetched == ["https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"]
     assert [x.name for x in (cache / "corpora").iterdir()] == ["tinyshakespeare.txt"]
 
@@ -109,9 +109,9 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: py
     (tmp_path / "folder" / "x.bin").write_bytes(b"\0")
     for name, match in (
         ("libary", "mean 'library'"),
-        (str(tmp_path / "latin.txt"), "is not UTF-8"),
-        (str(tmp_path / "empty.txt"), "is empty, expected"),
-        (str(tmp_path / "folder"), "UTF-8 text: 1"),
+        (str(tmp_path / "latin.txt"), "no UTF-8 text"),
+        (str(tmp_path / "empty.txt"), "has no text, expected"),
+        (str(tmp_path / "folder"), "1 left out: no UTF-8 text"),
         ("package:no_such_package", "package:NAME"),
         ("package:networkx.algorithms", "package:NAME"),
         ("package:../x", "package:NAME"),
@@ -127,4 +127,4 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Path, "read_bytes", unreadable)
     with refused("corpus", match="cannot read"):
-        load(str(tmp_path / "latin.txt"))
+        load("library")

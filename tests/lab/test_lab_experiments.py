@@ -18,6 +18,7 @@ from forked import CONTEXT
 from lab_tasks import THREE, Counting, Three, Tiny
 from qkv.errors import InputError
 from qkv.profiler import corpora
+from qkv.profiler.surveys.corpus import of_texts
 from qkv_lab import Diverged, experiments, loop
 from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, streaming, texts
 from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
@@ -193,7 +194,7 @@ def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
     monkeypatch.setattr(masks, "TEXT", replace(masks.TEXT))  # it keeps the text that it has read
     generator = np.random.default_rng(0)
     documents = tuple(bytes(generator.integers(32, 127, 500)).decode() for _ in range(40))
-    monkeypatch.setattr(corpora, "load", lambda name: corpora.Corpus(name, documents))
+    monkeypatch.setattr(corpora, "load", lambda name: of_texts(documents, name))
     monkeypatch.setenv("QKV_CACHE", str(shared / "cache"))
     evaluation = loop._Writer.evaluation
     monkeypatch.setattr(loop._Writer, "evaluation", lambda *given: given[-1] and evaluation(*given))

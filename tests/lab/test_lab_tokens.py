@@ -97,7 +97,7 @@ def test_prepared_tokens_decode_to_the_corpus(tokenizer: str, folder: Path) -> N
     prepared = prepare(str(folder), tokenizer, 300)
     assert prepared.vocab_size == (257 if tokenizer == "bytes" else 300)
     decode = tokens.from_json(prepared.tokenizer).decode
-    train, held_out = split(corpora.load(str(folder)).documents)
+    train, held_out = split(corpora.load(str(folder)).texts)
     assert decode(prepared.train.tolist()) == "\n\n".join(train)
     assert decode(prepared.held_out.tolist()) == "\n\n".join(held_out)
     assert prepared.bos not in prepared.train

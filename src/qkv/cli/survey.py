@@ -239,8 +239,7 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
             raise InputError(f"corpus is {known[0]!r}, which cannot be streamed; leave out --stream")
         return corpus.of_dataset(known[0])
     if known:
-        found = corpora.load(known[0])
-        return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)
+        return corpora.load(known[0])
     return corpus.of_addresses(names, whole=not stream and all(scheme_of(name) is None for name in names))
 
 

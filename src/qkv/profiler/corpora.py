@@ -7,14 +7,23 @@ import importlib.util
 import os
 import sysconfig
 import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from qkv._files import checked_datasets, dataset_and_column, write_atomically
+from qkv._files import write_atomically
 from qkv.errors import InputError, nearest
+from qkv.profiler.surveys.corpus import (
+    BLANK,
+    Corpus,
+    Document,
+    document_of_bytes,
+    of_addresses,
+    of_texts,
+    of_value,
+    opened_dataset,
+)
 
 SENTENCES = {
     "fox": "The quick brown fox jumps over the lazy dog.",
@@ -75,27 +84,6 @@ EXCLUDED_FOLDERS = {
 """Folders to leave out of the standard library and of packages: installed packages, tests, a Python grammar, tables."""
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The documents of a corpus, in a shuffled order that is always the same."""
-
-    name: str
-    documents: tuple[str, ...]
-    """Without duplicates and empty documents."""
-    skipped: int = 0
-    """The number of files that are not UTF-8 text."""
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of all documents. It depends on the text alone, not on where it was loaded from."""
-        state = hashlib.sha256()
-        for document in self.documents:
-            text = document.encode()
-            state.update(len(text).to_bytes(8, "little"))
-            state.update(text)
-        return state.hexdigest()
-
-
 def load(name: str) -> Corpus:
     """Load the corpus of a name.
 
@@ -103,35 +91,35 @@ def load(name: str) -> Corpus:
         name: ``"library"`` (Python's standard library without its tests: about 11 MB, slightly different in each
             version of Python), ``"package:NAME"`` (the Python files of an installed package, without its tests),
             ``"shakespeare"`` (Tiny Shakespeare, 1.1 MB, downloaded once),
-            ``"hf:NAME"`` or ``"hf:NAME:COLUMN"`` (the train split of a Hugging Face dataset), or the path of a text
-            file or a folder (all UTF-8 files in it and its subfolders, except hidden ones).
+            ``"hf:NAME"`` or ``"hf:NAME:COLUMN"`` (the train split of a Hugging Face dataset), or the path of a file or
+            a folder, as in `qkv.profiler.surveys.corpus.of_addresses`.
+
+    Returns:
+        The texts without duplicates and empty ones, in a shuffled order that is always the same.
 
     Raises:
-        InputError: if there is no such corpus, if it is empty or not UTF-8, or if a package that it needs is missing.
+        InputError: if there is no such corpus, if it has no text, or if a package that it needs is missing.
 
-    >>> len(load("library").documents) > 400
+    >>> len(load("library").texts) > 400
     True
     """
     if name == "library":
-        return _folder_corpus(
-            name, Path(sysconfig.get_path("stdlib")), lambda path: path.endswith(".py"), EXCLUDED_FOLDERS
-        )
+        return _python_files(name, Path(sysconfig.get_path("stdlib")))
     if name.startswith("package:"):
-        return _package_corpus(name)
+        package = name.removeprefix("package:")
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        if spec is None or not spec.submodule_search_locations:
+            raise InputError(f"corpus is {name!r}, expected 'package:NAME' with the name of an installed package")
+        return _python_files(name, Path(next(iter(spec.submodule_search_locations))))
     if name == "shakespeare":
-        return _corpus(name, [("", _shakespeare().decode())])
+        return _shuffled(name, [document_of_bytes("", _shakespeare())])
     if name.startswith("hf:"):
-        return _dataset_corpus(name)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _folder_corpus(name, path, lambda path: True, set())
-    if not path.exists():
+        _, column, rows = opened_dataset(name, _rows)
+        return _shuffled(name, [of_value(f"{at:012}", text, column) for at, text in enumerate(rows[column])])
+    if not Path(name).expanduser().exists():
         expected = f"{', '.join(map(repr, NAMES))}, 'package:NAME', 'hf:NAME', or the path of a text file or a folder"
         raise InputError(f"corpus: no file or folder {name!r}, expected {expected}{nearest(name, NAMES)}")
-    text = _text(_bytes(path))
-    if text is None:
-        raise InputError(f"corpus is {name!r}, which is not UTF-8 text, expected a text file or a folder of them")
-    return _corpus(name, [("", text)])
+    return _shuffled(name, of_addresses([name]))
 
 
 def cache_folder() -> Path:
@@ -150,22 +138,29 @@ def write_cached(path: Path, data: bytes | memoryview) -> None:
         ) from error
 
 
-def _corpus(name: str, named: Sequence[tuple[str, str]], skipped: int = 0) -> Corpus:
-    """A corpus of texts by name, shuffled by a hash of the names, without duplicates and blank texts."""
-    shuffled = sorted(named, key=lambda item: hashlib.sha256(item[0].encode(errors="surrogateescape")).digest())
-    documents = tuple(dict.fromkeys(text for _, text in shuffled if text.strip()))
-    if not documents:
-        also = f" (files that are not UTF-8 text: {skipped:,})" if skipped else ""
-        raise InputError(f"corpus is {name!r}, which is empty{also}, expected some text")
-    return Corpus(name, documents, skipped)
+def _shuffled(name: str, documents: Iterable[Document]) -> Corpus:
+    """A corpus in the order of a hash of the names, without duplicates and blank texts."""
+    found = sorted(documents, key=lambda one: hashlib.sha256(one.name.encode(errors="surrogateescape")).digest())
+    texts = dict.fromkeys(one.text for one in found if one.reason is None and one.text is not None)
+    return of_texts(texts, name, unreadable=sum(one.reason not in (None, BLANK) for one in found))
 
 
-def _text(data: bytes) -> str | None:
-    """Decode UTF-8, without changing line ends; None if the data is not text."""
-    try:
-        return None if b"\0" in data else data.decode()
-    except UnicodeDecodeError:
-        return None
+def _python_files(name: str, root: Path) -> Corpus:
+    """The Python files in a folder and its subfolders."""
+    found = list[Document]()
+    for folder, inner, names in os.walk(root):
+        inner[:] = [x for x in inner if x not in EXCLUDED_FOLDERS and not x.startswith(".")]
+        for path in (Path(folder) / x for x in names if x.endswith(".py") and not x.startswith(".")):
+            if path.is_file():
+                found.append(document_of_bytes(path.relative_to(root).as_posix(), _bytes(path)))
+    return _shuffled(name, found)
+
+
+def _rows(dataset: str) -> tuple[Any, list[str]]:
+    import datasets
+
+    rows = datasets.load_dataset(dataset, split="train")
+    return rows, rows.column_names
 
 
 def _bytes(path: Path) -> bytes:
@@ -173,36 +168,6 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"corpus: cannot read {path} ({error.strerror})") from error
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def _folder_corpus(name: str, root: Path, include: Callable[[str], bool], excluded: set[str]) -> Corpus:
-    """The text files in a folder and its subfolders whose names `include` accepts."""
-    found, skipped = list[tuple[str, str]](), 0
-    for folder, inner, names in os.walk(root):
-        inner[:] = [x for x in inner if x not in excluded and x != "__pycache__" and not x.startswith(".")]
-        for path in (Path(folder) / x for x in names if include(x) and not x.startswith(".")):
-            text = _text(_bytes(path)) if path.is_file() else None
-            if text is None:
-                skipped += 1
-            else:
-                found.append((path.relative_to(root).as_posix(), text))
-    return _corpus(name, sorted(found), skipped)
-
-
-def _package_corpus(name: str) -> Corpus:
-    """The Python files of an installed package."""
-    _, package = name.split(":", 1)
-    found = importlib.util.find_spec(package) if package.isidentifier() else None
-    if found is None or not found.submodule_search_locations:
-        raise InputError(f"corpus is {name!r}, expected 'package:NAME' with the name of an installed package")
-    root = Path(next(iter(found.submodule_search_locations)))
-    return _folder_corpus(name, root, lambda path: path.endswith(".py"), EXCLUDED_FOLDERS)
-
-
-# --- Tiny Shakespeare -------------------------------------------------------------------------------------------------
 
 
 def _shakespeare() -> bytes:
@@ -229,32 +194,3 @@ def fetch(address: str) -> bytes:
     with urllib.request.urlopen(address, timeout=30) as answer:
         data: bytes = answer.read()
     return data
-
-
-# --- Hugging Face -----------------------------------------------------------------------------------------------------
-
-
-def _dataset_corpus(name: str) -> Corpus:
-    """The train split of a Hugging Face dataset; each row is a document."""
-    dataset, column = dataset_and_column(name)
-    checked_datasets(name)
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(dataset, split="train")
-    except Exception as error:  # the network libraries underneath raise their own types of errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"corpus: cannot load the dataset {dataset!r} ({reason})") from error
-    if column not in rows.column_names:
-        columns = ", ".join(rows.column_names)
-        raise InputError(
-            f"corpus is {name!r}, but {dataset} has no column {column!r}, expected 'hf:{dataset}:COLUMN' with "
-            f"one of {columns}"
-        )
-    return _corpus(name, [(f"{at:012}", _row(text, name)) for at, text in enumerate(rows[column])])
-
-
-def _row(text: Any, name: str) -> str:
-    if not isinstance(text, str):
-        raise InputError(f"corpus is {name!r}, whose rows are {type(text).__name__}, expected a column of texts")
-    return text

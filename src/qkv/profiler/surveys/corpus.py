@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import heapq
-import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -21,14 +21,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from qkv._files import checked_datasets, dataset_and_column, filesystem, reason
+from qkv._files import filesystem, reason
 from qkv.errors import InputError
 
 LINES = (".jsonl", ".ndjson")
 FIELD = "text"
 BINARY, BLANK = "no UTF-8 text", "empty"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,9 @@ class Source(ABC):
     def shards(self, number: int) -> Sequence[Part]:
         """Split the texts into `number` shards, the same in every process."""
 
+    def __iter__(self) -> Iterator[Document]:
+        return (document for part in self.shards(1) for chunk in part.chunks() for document in chunk)
+
 
 @dataclass(frozen=True)
 class Corpus(Source):
@@ -73,6 +77,10 @@ class Corpus(Source):
     documents: tuple[Document, ...]
     fingerprint: str
     """SHA-256 of the texts in their order."""
+
+    @property
+    def texts(self) -> list[str]:
+        return [document.text for document in self.documents if document.text is not None]
 
     def shards(self, number: int) -> list[Part]:
         """Split the documents into `number` shards of about the same size: each is added to the smallest shard.
@@ -509,23 +517,45 @@ class Dataset(Source):
 
 def of_dataset(name: str) -> Dataset:
     """The dataset of a name ``"hf:NAME"`` or ``"hf:NAME:COLUMN"``. Only its description is downloaded now."""
-    dataset, column = dataset_and_column(name)
-    checked_datasets(name)
-    import datasets
 
-    try:
+    def described(dataset: str) -> tuple[str, list[str]]:
+        import datasets
+
         builder = datasets.load_dataset_builder(dataset)
         origins = [getattr(files, "origin_metadata", None) for files in (builder.config.data_files or {}).values()]
         columns = list(builder.info.features or _streamed(dataset, None).features or {})
+        return f"{builder.hash}\0{origins}", columns
+
+    dataset, column, version = opened_dataset(name, described)
+    version = f"{dataset}\0{column}\0{version}\0batched by {CHUNK} bytes"
+    return Dataset(name, dataset, column, hashlib.sha256(version.encode()).hexdigest())
+
+
+def opened_dataset(name: str, load: Callable[[str], tuple[T, list[str]]]) -> tuple[str, str, T]:
+    """The names of a dataset and its column, and what `load` gives for the dataset beside the names of its columns."""
+    _, dataset, *rest = name.split(":")
+    if not dataset or len(rest) > 1:
+        raise InputError(f"corpus is {name!r}, expected 'hf:NAME' or 'hf:NAME:COLUMN'")
+    if importlib.util.find_spec("datasets") is None:
+        raise InputError(f"corpus: {name!r} needs the package datasets: pip install 'datasets>=4'")
+    import datasets
+
+    if int(datasets.__version__.split(".")[0]) < 4:
+        raise InputError(
+            f"corpus: {name!r} needs datasets 4 or newer, which does not run code from datasets; installed is "
+            f"{datasets.__version__}: pip install 'datasets>=4'"
+        )
+    try:
+        found, columns = load(dataset)
     except Exception as error:  # the network libraries underneath raise their own types of errors
         raise InputError(f"corpus: cannot load the dataset {dataset!r} ({reason(error)})") from error
+    column = rest[0] if rest else FIELD
     if column not in columns:
         raise InputError(
             f"corpus is {name!r}, but {dataset} has no column {column!r}, expected 'hf:{dataset}:COLUMN' with one of "
             f"{', '.join(columns)}"
         )
-    version = f"{dataset}\0{column}\0{builder.hash}\0{origins}\0batched by {CHUNK} bytes"
-    return Dataset(name, dataset, column, hashlib.sha256(version.encode()).hexdigest())
+    return dataset, column, found
 
 
 def _streamed(dataset: str, column: str | None) -> Any:
