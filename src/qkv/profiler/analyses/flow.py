@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from qkv.engine import RowState
 from qkv.errors import InputError, nearest
 from qkv.models.loading import load_if_named
-from qkv.profiler.capture.datasets import calls_of, names_table, without_values
+from qkv.profiler.capture.datasets import calls_of, joined, without_values
 from qkv.profiler.capture.inputs import Tokens, batches, sequences_of
 from qkv.profiler.capture.record import ObservedCall
 from qkv.statistics.measure import row_state
@@ -115,10 +115,10 @@ def rollout(
         for item, keep in enumerate(real.cpu().numpy()):  # without padding
             positions = (np.cumsum(keep) - 1)[chosen_places[item]]
             values = flows[item][:, keep].transpose(2, 0, 1)
-            found.append(_Item(values, names.names(names.queries, item, keep), positions))
+            found.append(_of_text(values, names.names(names.queries, item, keep), positions))
     attributes = {"model": loaded.name, "group": stack[0].group, "residual": residual}
     attributes |= {"by": by, "of": called, "definition": DEFINITIONS[called], "units": "1"}
-    return _array(found, attributes)
+    return joined(found)["flow"].assign_attrs(attributes)
 
 
 def _one_stack(calls: list[ObservedCall], group: str | None) -> list[ObservedCall]:
@@ -246,33 +246,16 @@ def _walk(layers: list[_Layer], start: Tensor, on_layer: Callable[[], None], *, 
     return steps[::-1] if backward else steps
 
 
-@dataclass(frozen=True, eq=False)
-class _Item:
-    values: np.ndarray  # (chosen, depth, token)
-    names: list[str]
-    positions: np.ndarray  # of the chosen, among the real tokens
-
-
-def _array(items: list[_Item], attributes: dict[str, Any]) -> xr.DataArray:
-    """Stack the texts in one array, padded with NaN and empty names."""
-    longest = max(len(item.names) for item in items)
-    chosen, depth = items[0].values.shape[:2]
-    values = np.full((len(items), chosen, depth, longest), np.nan)
-    for row, item in enumerate(items):
-        values[row, ..., : len(item.names)] = item.values
-    return xr.DataArray(
-        values,
-        dims=("text", "chosen", "depth", "token"),
+def _of_text(values: Float[np.ndarray, "m depth n"], names: list[str], positions: np.ndarray) -> xr.Dataset:
+    """The flow of one text from or to the tokens at these positions."""
+    tokens = np.array(names, object)
+    return xr.Dataset(
+        {"flow": (("text", "chosen", "depth", "token"), values[None])},
         coords={
-            "depth": np.arange(depth),
-            "token_name": (("text", "token"), names_table([item.names for item in items], longest)),
-            "chosen_position": (("text", "chosen"), np.stack([item.positions for item in items])),
-            "chosen_name": (
-                ("text", "chosen"),
-                np.array([[item.names[at] for at in item.positions] for item in items], object),
-            ),
-            "n_tokens": ("text", [len(item.names) for item in items]),
+            "depth": np.arange(values.shape[1]),
+            "token_name": (("text", "token"), tokens[None]),
+            "chosen_position": (("text", "chosen"), positions[None]),
+            "chosen_name": (("text", "chosen"), tokens[positions][None]),
+            "n_tokens": ("text", [len(names)]),
         },
-        name="flow",
-        attrs=attributes,
     )

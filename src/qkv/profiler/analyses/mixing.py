@@ -16,6 +16,7 @@ from qkv.engine import at_least_float32
 from qkv.errors import InputError
 from qkv.models.generation import evaluation_mode
 from qkv.models.loading import load_if_named
+from qkv.profiler.capture.datasets import joined
 from qkv.profiler.capture.inputs import batches, sequences_of, special_ids, token_text, vocabulary
 from qkv.profiler.capture.residual import attention_modules, observe_residual
 
@@ -91,9 +92,44 @@ def mixing(
             responses = _responses(model, text.changed(position, others, without_first), 1 + len(others))
             name, same_text = _stack(responses, stack, len(text.ids) - without_first, type(model).__name__)
             response = torch.stack(responses[name], 1).double().numpy()
-            found.append(_TextResponse(text.ids, others, name, same_text, response))
+            start = int(without_first) if same_text else 0
+            names = _names(text.ids[start:].tolist(), tokenizer) if same_text else [""] * response.shape[2]
+            one = _of_text(response, names, max(0, position + 1 - start) if same_text else 0)
+            one = one.assign_coords(
+                replaced=("text", [int(text.ids[position])]), replaced_by=(("text", "replacement"), [others])
+            )
+            found.append(one.assign_attrs(stack=name, start=start))
+    data = joined(found)
+    start = data.attrs.pop("start")
+    data = data.assign_coords(token=np.arange(start, start + data.sizes["token"]))
     facts = {"model": type(model).__name__, "position": position, "without_first": int(without_first), "seed": seed}
-    return _dataset(found, facts, tokenizer)
+    data.attrs = facts | data.attrs
+    data["depth"].attrs["definition"] = "0: input of the first layer; i: output of the i-th layer"
+    for name, definition in _MEANING.items():
+        data[name].attrs |= {"units": "1", "definition": definition}
+    return data
+
+
+def _of_text(response: Float[np.ndarray, "r depth n"], names: list[str], later: int) -> xr.Dataset:
+    """The response of one text; `later` is the first token that counts as later than the changed one."""
+    mean = response.mean(0)
+    with np.errstate(invalid="ignore"):
+        of_later = mean[:, later:].sum(-1) / mean[:, later:].shape[-1]
+    return xr.Dataset(
+        {
+            "response": (("text", "depth", "token"), mean[None]),
+            "deviation": (("text", "depth", "token"), response.std(0)[None]),
+            "later": (("text", "depth"), of_later[None]),
+        },
+        coords={"depth": np.arange(len(mean)), "token_name": (("text", "token"), np.array([names], object))},
+    )
+
+
+def _names(ids: list[int], tokenizer: Any) -> list[str]:
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        return [str(i) for i in ids]
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    return [token_text(tokenizer, i, str(piece)) for i, piece in zip(ids, pieces, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,56 +229,3 @@ def _stack(responses: dict[str, list[Tensor]], wanted: str | None, n: int, model
         have = ", ".join(responses) or "no numbered layers with attention"
         raise InputError(f"stack is {wanted!r}, but {model} has {have}")
     return found, found == own
-
-
-@dataclass(frozen=True, eq=False)
-class _TextResponse:
-    """The response of one text, its ids and the replacements."""
-
-    ids: Int[Tensor, " n"]
-    others: list[int]
-    stack: str
-    same_text: bool  # False if the stack reads another text, such as a decoder's
-    response: Float[np.ndarray, "r depth m"]
-
-
-def _dataset(found: list[_TextResponse], facts: dict[str, Any], tokenizer: Any) -> xr.Dataset:
-    position, start = facts["position"], facts["without_first"]
-    same_text = found[0].same_text
-    longest = max(f.response.shape[2] for f in found)
-    tokens = np.arange(start if same_text else 0, longest + (start if same_text else 0))
-
-    def padded(values: list[np.ndarray]) -> np.ndarray:
-        empty = [(0, longest - v.shape[-1]) for v in values]
-        return np.stack([np.pad(v, ((0, 0), e), constant_values=np.nan) for v, e in zip(values, empty, strict=True)])
-
-    response = padded([f.response.mean(0) for f in found])
-    after = response[..., tokens > position] if same_text else response
-    with np.errstate(invalid="ignore"):
-        later = np.nansum(after, -1) / np.isfinite(after).sum(-1)
-    names = np.full((len(found), longest), "", object)
-    for row, f in zip(names, found, strict=True):
-        ids = f.ids[start:].tolist() if same_text else []
-        known = tokenizer is not None and hasattr(tokenizer, "convert_ids_to_tokens")
-        pieces = tokenizer.convert_ids_to_tokens(ids) if known else [str(i) for i in ids]
-        row[: len(ids)] = [token_text(tokenizer, i, str(p)) if known else p for i, p in zip(ids, pieces, strict=True)]
-    by_token = ("text", "depth", "token")
-    data = xr.Dataset(
-        {
-            "response": (by_token, response),
-            "deviation": (by_token, padded([f.response.std(0) for f in found])),
-            "later": (("text", "depth"), later),
-        },
-        coords={
-            "depth": np.arange(response.shape[1]),
-            "token": tokens,
-            "token_name": (("text", "token"), names),
-            "replaced": ("text", [int(f.ids[position]) for f in found]),
-            "replaced_by": (("text", "replacement"), [f.others for f in found]),
-        },
-        attrs=facts | {"stack": found[0].stack},
-    )
-    data["depth"].attrs["definition"] = "0: input of the first layer; i: output of the i-th layer"
-    for name, definition in _MEANING.items():
-        data[name].attrs |= {"units": "1", "definition": definition}
-    return data

@@ -97,7 +97,7 @@ def without_values(observed: ObservedCall) -> ObservedCall:
     return replace(observed, call=replace(observed.call, v=v, given=given))
 
 
-PADDED = ("query", "key", "query_bin", "key_bin")  # dimensions that are padded to the longest text
+PADDED = ("query", "key", "query_bin", "key_bin", "token")  # dimensions that are padded to the longest text
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,12 @@ def datasets(runs: list[Recorded], tokenizer: Any, local_window: int) -> dict[st
         for group, records in grouped(run.records).items():
             tokens = Tokens(run.sequences, tokenizer, group, run.group)
             parts.setdefault(group, []).append(_dataset(records, tokens, local_window, run.statistics))
-    return {group: _joined(found) for group, found in parts.items()}
+    made = {group: joined(found) for group, found in parts.items()}
+    for group, found in parts.items():
+        made[group].attrs["special_tokens"] = list(
+            dict.fromkeys(t for one in found for t in one.attrs["special_tokens"])
+        )
+    return made
 
 
 def grouped(layers: list[Any]) -> dict[str, list[Any]]:
@@ -248,21 +253,20 @@ def names_table(names: list[list[str]], length: int) -> np.ndarray:
     return table
 
 
-def _joined(datasets: list[xr.Dataset]) -> xr.Dataset:
-    """Concatenate runs along `text`; shorter ones are padded with NaN and empty tokens."""
-    if len(datasets) == 1:
-        return datasets[0]
-    common = set.intersection(*({str(name) for name in d.data_vars} for d in datasets))
-    datasets = [d.drop_vars([name for name in d.data_vars if name not in common]) for d in datasets]
-    longest = {dim: max(d.sizes[dim] for d in datasets) for dim in datasets[0].dims if dim in PADDED}
-    empty = {"query_token": "", "key_token": ""}
+def joined(parts: list[xr.Dataset]) -> xr.Dataset:
+    """Concatenate data sets along `text`; shorter texts are padded with NaN and empty names."""
+    if len(parts) == 1:
+        return parts[0]
+    common = set.intersection(*({str(name) for name in part.data_vars} for part in parts))
+    parts = [part.drop_vars([name for name in part.data_vars if name not in common]) for part in parts]
+    longest = {dim: max(part.sizes[dim] for part in parts) for dim in parts[0].dims if dim in PADDED}
+    names = [str(name) for name, x in parts[0].coords.items() if name not in parts[0].dims and {*x.dims} & {*longest}]
     padded = [
-        d.reset_coords(list(empty)).pad(
-            {dim: (0, longest[dim] - d.sizes[dim]) for dim in longest},
-            constant_values=dict.fromkeys(d.data_vars, np.nan) | empty,
+        part.reset_coords(names).pad(
+            {dim: (0, longest[dim] - part.sizes[dim]) for dim in longest},
+            constant_values=dict.fromkeys(part.data_vars, np.nan) | dict.fromkeys(names, ""),
         )
-        for d in datasets
+        for part in parts
     ]
-    specials = {t: None for d in datasets for t in d.attrs["special_tokens"]}
-    joined = xr.concat(padded, "text", data_vars="all", coords="minimal", compat="override", join="exact")
-    return joined.set_coords(list(empty)).assign_attrs(datasets[0].attrs | {"special_tokens": list(specials)})
+    found = xr.concat(padded, "text", data_vars="all", coords="minimal", compat="override", join="exact")
+    return found.set_coords(names).assign_attrs(parts[0].attrs)
