@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from qkv._untrusted import Budget
+from qkv._untrusted import Budget, first_line
 from qkv.errors import InputError
 
 
@@ -84,14 +84,8 @@ def filesystem(address: str | os.PathLike[str], argument: str) -> tuple[Any, str
             f"{argument} is {text!r}, but the package for {scheme}:// is missing ({error}): {way_out}"
         ) from error
     except Exception as error:  # each backend has its own types of errors
-        raise InputError(f"{argument} is {text!r}, which cannot be used ({reason(error)})") from error
+        raise InputError(f"{argument} is {text!r}, which cannot be used ({first_line(error)})") from error
     return found
-
-
-def reason(error: Exception) -> str:
-    """The first line of an error's message, for a sentence."""
-    text = (getattr(error, "strerror", None) or str(error)).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
 
 
 def opened(address: str | os.PathLike[str], argument: str) -> Path | io.BytesIO:
@@ -104,4 +98,4 @@ def opened(address: str | os.PathLike[str], argument: str) -> Path | io.BytesIO:
         Budget(size).take(size)
         return io.BytesIO(files.cat_file(path))
     except Exception as error:  # each backend has its own types of errors
-        raise InputError(f"{argument}: cannot read {os.fspath(address)!r} ({reason(error)})") from error
+        raise InputError(f"{argument}: cannot read {os.fspath(address)!r} ({first_line(error)})") from error

@@ -319,6 +319,6 @@ def parse_array(data: bytes) -> np.ndarray:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 240 characters."""
-    lines = str(error).strip().splitlines()
+    """The first line of an error's message, at most 240 characters, or the name of its class."""
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__)[:240].rstrip(".;")

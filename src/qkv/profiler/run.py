@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import qkv
 from qkv._progress import bar
+from qkv._untrusted import first_line
 from qkv.errors import InputError
 from qkv.models.loading import load_if_named
 from qkv.native.binding import description
@@ -165,7 +166,7 @@ def _probe(
     except InputError as error:  # the model may not accept texts that short
         return f"not run: {error}"
     except Exception as error:  # raised by the model: it may need pixels besides ids, or texts of one fixed length
-        return f"not run: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return f"not run: {type(error).__name__}: {first_line(error)}"
     for group in groups.values():
         probes.add_to(group, found)
     return "run"

@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import IO, Any, TypeVar
 
-from qkv._files import filesystem, reason
+from qkv._files import filesystem
+from qkv._untrusted import first_line
 from qkv.errors import InputError
 
 LINES = (".jsonl", ".ndjson")
@@ -415,7 +416,7 @@ def _files(addresses: Sequence[str]) -> Iterator[File]:
         except InputError:
             raise
         except Exception as error:  # each backend has its own types of errors
-            raise InputError(f"corpus: cannot list {address} ({reason(error)})") from error
+            raise InputError(f"corpus: cannot list {address} ({first_line(error)})") from error
 
 
 def _walk(files: Any, folder: str, inside: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -457,7 +458,7 @@ def _read(file: File, low: int, high: int) -> Iterator[Document]:
         raise
     except Exception as error:  # of the storage, each with types of its own, or of a damaged file
         raise InputError(
-            f"corpus: cannot read {file.path} ({reason(error)}); if it is damaged, remove it from the corpus"
+            f"corpus: cannot read {file.path} ({first_line(error)}); if it is damaged, remove it from the corpus"
         ) from error
 
 
@@ -484,7 +485,7 @@ def _hash(file: File, *, whole: bool) -> str:
     except PermissionError as error:
         return _unreadable(error)
     except OSError as error:
-        raise InputError(f"corpus: cannot read {file.path} ({reason(error)})") from error
+        raise InputError(f"corpus: cannot read {file.path} ({first_line(error)})") from error
 
 
 @dataclass(frozen=True)
@@ -512,7 +513,7 @@ class Dataset(Source):
         except InputError:
             raise
         except Exception as error:  # the network libraries underneath raise their own types of errors
-            raise InputError(f"corpus: cannot read the dataset {self.dataset!r} ({reason(error)})") from error
+            raise InputError(f"corpus: cannot read the dataset {self.dataset!r} ({first_line(error)})") from error
 
 
 def of_dataset(name: str) -> Dataset:
@@ -548,7 +549,7 @@ def opened_dataset(name: str, load: Callable[[str], tuple[T, list[str]]]) -> tup
     try:
         found, columns = load(dataset)
     except Exception as error:  # the network libraries underneath raise their own types of errors
-        raise InputError(f"corpus: cannot load the dataset {dataset!r} ({reason(error)})") from error
+        raise InputError(f"corpus: cannot load the dataset {dataset!r} ({first_line(error)})") from error
     column = rest[0] if rest else FIELD
     if column not in columns:
         raise InputError(
