@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -55,18 +55,13 @@ def fingerprint(model: nn.Module) -> Hashable | None:
     try:
         places, digests = {id(m): i for i, m in enumerate(modules)}, dict[int, bytes]()
 
-        def brief(x: Any) -> Hashable:
-            if type(x) in ATOMS:
-                return type(x), x
-            if id(x) in places:
-                return places[id(x)]
-            if isinstance(x, Tensor):
-                return _hashed(x)
+        def digest(x: Any) -> bytes:
             if id(x) not in digests:  # all modules have the same configuration
                 digests[id(x)] = xxhash.xxh3_128_digest(_StatePickler.pickled(x, places))
             return digests[id(x)]
 
-        state = tuple((name, brief(x)) for module in modules for name, x in _attributes(module))
+        attributes = ((name, x) for module in modules for name, x in vars(module).items() if name not in BOOKKEEPING)
+        state = tuple((name, digest(x)) for name, x in attributes)
     except Exception:  # pickling runs code of the attributes, which can raise anything
         return None
     autocast = tuple(
@@ -75,19 +70,7 @@ def fingerprint(model: nn.Module) -> Hashable | None:
     return tuple((type(m), type(m).forward) for m in modules), autocast, state
 
 
-ATOMS = {type(None), bool, int, float, str}
-TABLES = "_parameters", "_buffers", "_modules"
-BOOKKEEPING = vars(nn.Module()).keys() - {"training"}  # such as empty hooks
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The own attributes of a module; a table of parameters, buffers or modules is followed by its entries."""
-    for name, x in vars(module).items():
-        if name in TABLES:
-            yield name, len(x)
-            yield from x.items()
-        elif name not in BOOKKEEPING:
-            yield name, x
+BOOKKEEPING = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}  # such as empty hooks
 
 
 def _hooked(module: nn.Module) -> bool:
