@@ -19,7 +19,7 @@ from qkv.errors import InputError
 from qkv.figures import survey as survey_plots
 from qkv.profiler import Profile, Survey, survey
 from qkv.profiler.data.variables import custom_variables
-from qkv.profiler.surveys.accumulators import QUANTITIES
+from qkv.profiler.surveys.data import QUANTITIES
 from qkv.report.payload import payload
 from qkv.statistics import Entropy, Mass, Statistic, WeightTile
 from survey_process import own_survey

@@ -26,9 +26,8 @@ from qkv.figures import survey as survey_plots
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler import profile
 from qkv.profiler.surveys import corpus
-from qkv.profiler.surveys.accumulators import BINS, DIGITS, QUANTITIES, Layer, edges
-from qkv.profiler.surveys.shard import Piece, Special, batches_of, pieces
-from qkv.profiler.surveys.survey import Survey, definition_of, survey
+from qkv.profiler.surveys.data import BINS, DIGITS, QUANTITIES, Layer, edges
+from qkv.profiler.surveys.survey import Piece, Special, Survey, batches_of, definition_of, pieces, survey
 from survey_process import TEXTS as OWN_TEXTS
 from survey_process import own, own_survey
 

@@ -11,7 +11,7 @@ import torch
 import qkv
 from qkv.profiler import corpora
 from qkv.profiler.capture import residual
-from qkv.profiler.surveys import accumulators
+from qkv.profiler.surveys.data import PREFIX
 from qkv_lab import heads
 from research.sinks.effects import FirstKey, Magnitudes, Rows
 from research.sinks.subject import Subject
@@ -34,7 +34,7 @@ def test_profile_survey_lab_and_research_measure_the_same_sinks_of_qkv_mini(tmp_
     track, weights = heads.attention_and_weights(model, ids)
     recording = Subject.of(model, ids).record(ids)
 
-    prefix = slice(accumulators.PREFIX)  # the sink score of a profile is a mean over the first 64 queries
+    prefix = slice(PREFIX)  # the sink score of a profile is a mean over the first 64 queries
     alpha = np.stack([row.alpha[0] for row in (Rows.of(one.call) for one in recording.calls)])
     of_lab = weights["first"][0]
     np.testing.assert_allclose(sinks["alpha_first"], of_lab[..., prefix].mean(-1).ravel(), rtol=1e-4, atol=1e-6)

@@ -16,7 +16,7 @@ from qkv.errors import InputError
 from qkv.profiler.surveys.folder import Folder, Incomplete
 
 if TYPE_CHECKING:
-    from qkv.profiler.surveys.shard import OnBatch, Surveyor
+    from qkv.profiler.surveys.survey import OnBatch, Surveyor
 
 RETRIES = 20
 """How often a shard is begun again after its process or machine was lost."""
