@@ -23,8 +23,7 @@ from qkv.errors import InputError
 from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.inputs import sequences_of
-from qkv.profiler.capture.observe import observe, unobserved
-from qkv.profiler.capture.observer import Observer
+from qkv.profiler.capture.observe import Observer, observe, unobserved
 from qkv.profiler.capture.record import Measures, Record, copied_to_cpu
 from qkv.profiler.capture.residual import nth
 
