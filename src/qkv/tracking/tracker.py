@@ -190,6 +190,10 @@ class Callback:
         assert self.tracker is not None
         return self.tracker
 
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Called by the trainer."""
+        self._started.close()
+
 
 class _Hooks(Callback):
     """The methods that the trainer of Lightning calls."""
@@ -208,10 +212,6 @@ class _Hooks(Callback):
         """Called by the trainer."""
         self._started.end(self._batch)
         self._batch += 1
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Called by the trainer."""
-        self._started.close()
 
 
 def LightningAttentionCallback(  # noqa: N802 (it makes an object of a class whose base is Lightning's)

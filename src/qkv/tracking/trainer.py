@@ -39,7 +39,3 @@ class AttentionCallback(Callback, TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called by the trainer, when `global_step` already counts the step."""
         self._started.end(state.global_step - 1)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by the trainer."""
-        self._started.close()

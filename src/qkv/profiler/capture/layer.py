@@ -388,28 +388,15 @@ class Piece:
     """The batch items of the call that are kept, in order; all if None."""
 
     def of_items(self, items: Int[Tensor, " b"]) -> Piece:
-        def some(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[items.to(x.device)]
-
-        return replace(
-            self,
-            q=some(self.q),
-            scores=some(self.scores),
-            norms=some(self.norms),
-            new=None if self.new is None else (some(self.new[0]), some(self.new[1])),  # type: ignore[arg-type]
-            keys_at=self.keys_at if isinstance(self.keys_at, int) else self.keys_at[items.to(self.keys_at.device)],
-            items=items if self.items is None else self.items[items.to(self.items.device)],
-        )
+        chosen = {name: of_items(getattr(self, name), items) for name in ("q", "scores", "norms", "new", "keys_at")}
+        return replace(self, **chosen, items=items if self.items is None else of_items(self.items, items))
 
     def first(self, count: int) -> Piece:
         """Its first queries; the keys of the others are dropped."""
         gone = self.count - count
+        q, scores = (mapped(x, lambda rows: rows[:, :, :count]) for x in (self.q, self.scores))
         return replace(
-            self,
-            count=count,
-            q=None if self.q is None else self.q[:, :, :count],
-            scores=None if self.scores is None else self.scores[:, :, :count],
-            new=None if self.new is None else tuple(x[:, :, : x.shape[2] - gone] for x in self.new),  # type: ignore[arg-type]
+            self, count=count, q=q, scores=scores, new=mapped(self.new, lambda x: x[:, :, : x.shape[2] - gone])
         )
 
     @property
