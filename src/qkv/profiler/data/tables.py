@@ -234,7 +234,7 @@ def _top_keys(data: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return key, data["key_token"].values[text, key], share[np.arange(len(best)), best]
 
 
-def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[list[str], list[float]]:
+def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """The target of each head and its share of the weight ("spread" and NaN for a head without a target)."""
     labels, shares = _token_shares(data)
     for name in ("self", "previous", "next"):
@@ -244,22 +244,12 @@ def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[list[str], list[flo
         labels.append("learned sink")
         taken = by_head(data["sink_mass"].values, valid_queries(data))
         shares = np.column_stack([shares, taken.ravel()])
-    best, neighbourhood = shares.argmax(1), f"local ±{data.attrs['local_window']}"
+    best, share = np.array(labels, object)[shares.argmax(1)], shares.max(1)
     # In a short text every key is near, so the neighbourhood must receive clearly more than its uniform share.
     local = np.where(table["local"] >= 1.5 * uniform_local(data), table["local"], 0)
-    targets, target_shares = [], []
-    for row, column in enumerate(best):
-        share = float(shares[row, column])
-        if share < TARGET_SHARE and local[row] >= LOCAL_SHARE:
-            targets.append(neighbourhood)
-            target_shares.append(float(local[row]))
-        elif share >= FAINT_SHARE:
-            targets.append(labels[column])
-            target_shares.append(share)
-        else:
-            targets.append("spread")
-            target_shares.append(float("nan"))
-    return targets, target_shares
+    kinds = [(share < TARGET_SHARE) & (local >= LOCAL_SHARE), share >= FAINT_SHARE]
+    targets = np.select(kinds, [f"local ±{data.attrs['local_window']}", best], "spread")
+    return targets, np.select(kinds, [local, share], np.nan)
 
 
 def _token_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray]:
