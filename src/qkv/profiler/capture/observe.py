@@ -36,13 +36,13 @@ from qkv.masks import Dense
 from qkv.models.generation import evaluation_mode
 from qkv.nn import Composition
 from qkv.profiler.capture import inputs
-from qkv.profiler.capture.caches import Installed, listening
 from qkv.profiler.capture.checking import Checks, Inputs, returned
 from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
 from qkv.profiler.capture.interventions import ACTIVE, Edits, applied
 from qkv.profiler.capture.layer import Layer
 from qkv.profiler.capture.record import PREFIX, WEIGHTS_ONLY, Measures, ObservedCall, Receive, Record, mapped, served
+from qkv.profiler.capture.sequence import Installed, listening
 from qkv.profiler.capture.texts import Forward, Texts
 from qkv.statistics import PrefixSinkScores
 from qkv.statistics.measure import sweep
