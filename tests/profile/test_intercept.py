@@ -25,7 +25,7 @@ from conftest import close, largest_tensor, rand, refused
 from qkv.huggingface.attention import call_of
 from qkv.kernels import eager
 from qkv.profiler.capture import observe as observation
-from qkv.profiler.capture.intercept import all_routed, as_scores, of_multi_head, of_scores, of_sdpa
+from qkv.profiler.capture.intercept import as_scores, of_multi_head, of_scores, of_sdpa
 from qkv.profiler.capture.observe import Observer, observe
 from qkv.profiler.run import profile
 from qkv.reference import statistics
@@ -237,21 +237,17 @@ def test_sdpa_profile_needs_linear_memory() -> None:
 
 
 def test_a_model_whose_attention_is_not_all_routed_would_be_read_in_part() -> None:
-    def routed(model: nn.Module) -> bool:
-        observer = Observer(model)
-        return all_routed(model, observer.names, observer.expected)
-
     class Pooled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.model = hf.build("bert")
 
     model = hf.build("bert")
-    assert routed(model)
+    assert Observer(model).routed
     model.pooler.attention = nn.MultiheadAttention(8, 2)
-    assert not routed(model)
-    assert not routed(Pooled())
-    assert not routed(nn.MultiheadAttention(8, 2))
+    assert not Observer(model).routed
+    assert not Observer(Pooled()).routed
+    assert not Observer(nn.MultiheadAttention(8, 2)).routed
 
 
 # --- attention functions of a user ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from qkv.huggingface.masks import LazyMask
 from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Grid, Mask, Region, Window
 from qkv.profiler.capture import inputs
-from qkv.profiler.capture.intercept import unwatched
+from qkv.profiler.capture.intercept import are_distributions, unwatched
 from qkv.profiler.capture.record import served
 
 ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -283,15 +283,8 @@ def returned(model: nn.Module, recorded: Inputs, modules: list[str], observed: s
         names = [name for name in modules if kinds[name] in group]
         weights = outputs.get(key) if isinstance(outputs, Mapping) else None
         if names and not observed & set(group) and weights is not None and len(weights) == len(names):
+            shapes = [w.shape for w in weights if isinstance(w, Tensor) and w.ndim == 4 and are_distributions(w)]
             square = key != "cross_attentions"
-            if all(isinstance(w, Tensor) and _are_distributions(w, square=square) for w in weights):
+            if len(shapes) == len(names) and not (square and any(shape[2] != shape[3] for shape in shapes)):
                 found |= dict(zip(names, weights, strict=True))
     return found
-
-
-def _are_distributions(weights: Tensor, *, square: bool) -> bool:
-    """True if the weights of every query add up to 1, or to 0 (at padding)."""
-    if weights.ndim != 4 or (square and weights.shape[2] != weights.shape[3]) or bool((weights < 0).any()):
-        return False
-    total = weights.sum(-1)
-    return bool((((total - 1).abs() < 1e-3) | (total == 0)).all())

@@ -158,17 +158,17 @@ class Intercept(TorchFunctionMode):
         return None
 
 
-def all_routed(model: nn.Module, names: dict[int, str], expected: Collection[str]) -> bool:
+def all_routed(model: nn.Module, names: dict[int, str], around: Collection[str]) -> bool:
     """True if all attention of a model passes transformers' interface, so that no function of torch need be read.
 
-    Modules of transformers and torch that attend in another way have "attention" in the names of their classes.
+    Modules of transformers and torch that attend in another way have "attention" in the names of their classes. Those
+    `around` are the modules that attend through the interface, and the modules that contain them.
     """
-    around = {name[:i] for name in expected for i, letter in enumerate(name) if letter == "."}
     known = ("transformers.", "torch.nn.")
-    return bool(expected) and all(
+    return bool(around) and all(
         type(module).__module__.startswith(known)
         and "forward" not in vars(module)
-        and (not is_attention(module) or names[id(module)] in around or names[id(module)] in expected)
+        and (not is_attention(module) or names[id(module)] in around)
         for module in model.modules()
     )
 
@@ -296,10 +296,15 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
     weights = weights.to(at_least_float32(weights.dtype))
     if bool((weights < 0).any()):
         raise InputError(f"weights has negative entries down to {float(weights.min()):.3g}, expected weights ≥ 0")
-    total = weights.sum(-1)
-    if bool((((total - 1).abs() < 1e-3) | (total == 0)).all()):
+    if are_distributions(weights):
         return of_scores(weights.log())
     return of_pairs(weights, masks.Dense(weights > 0), AsGiven())
+
+
+def are_distributions(weights: Float[Tensor, "b h nq nk"]) -> bool:
+    """True if the weights of every query add up to 1, or to 0 (at padding)."""
+    total = weights.sum(-1)
+    return bool((((total - 1).abs() < 1e-3) | (total == 0)).all()) and not bool((weights < 0).any())
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:

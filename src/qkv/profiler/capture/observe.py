@@ -56,7 +56,7 @@ class Run:
 
     running: list[str] = field(default_factory=list)  # modules whose forward is running, the innermost last
     made: dict[str, int] = field(default_factory=dict)  # number of calls of each module in this forward
-    steps: dict[str, tuple[Tensor, ObservedCall]] = field(default_factory=dict)  # of modules that attend step by step
+    steps: dict[str, ObservedCall] = field(default_factory=dict)  # the last of each module that attends step by step
     paused: bool = False
     opened: ExitStack = field(default_factory=ExitStack)  # of the forward
     intercept: Intercept | None = None
@@ -91,7 +91,8 @@ class Observer:
         self.group: ProcessGroup | None = None  # the processes that share the sequence, if there are several
         self.ran: set[int] = set()  # modules whose forward was running
         self.inputs: Inputs = []
-        self.routed = all_routed(self.model, self.names, self.expected)
+        self.around = {name[:i] for name in self.expected for i, x in enumerate(f"{name}.") if x == "."}
+        self.routed = all_routed(self.model, self.names, self.around)
         self._stepwise: list[Layer] = []  # modules that attend step by step
         self._two_sided = inputs.is_two_sided(self.modules)
         self._numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before
@@ -360,10 +361,10 @@ class Observer:
                 sequences=run.sequences,
             )  # fmt: skip
             steps = self.texts is None and n_queries == 1 and not causal
-        before, first_step = run.steps.pop(name, (None, None))
-        if steps and first_step is not None and before is not None and torch.equal(before, call.k):
-            run.steps[name] = before, replace(first_step, step=(first_step.step or 0) + 1)
-            return replace(run.steps[name][1], call=call)
+        before = run.steps.pop(name, None)
+        if steps and before is not None and torch.equal(before.call.k, call.k):
+            run.steps[name] = replace(before, call=call, step=(before.step or 0) + 1)
+            return run.steps[name]
         own, layer = self._number(group, name)
         if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
             keys = (run.sequences.real_target if group == "decoder" else run.sequences.real_source).get(n_keys)
@@ -372,8 +373,7 @@ class Observer:
         queries = None if steps else queries
         observed = ObservedCall(name, group, layer, call, None, queries, keys, first, causal, source, own)
         if steps:
-            observed = replace(observed, step=0)
-            run.steps[name] = call.k.detach(), observed
+            observed = run.steps[name] = replace(observed, step=0)
         return observed
 
     def _number(self, group: str, name: str) -> tuple[int, int]:
@@ -616,13 +616,12 @@ def _hooked(observer: Observer) -> Iterator[None]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         observer.leave(module, output)
 
-    around = {name[:i] for name in observer.expected for i, x in enumerate(f"{name}.") if x == "."}
     with ExitStack() as hooks:
         for name, module in observer.model.named_modules():
             of_torch = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
             if isinstance(module, Composition) or of_torch:  # its calls belong to the layer that contains it
                 continue
-            if not name or not observer.routed or name in around:
+            if not name or not observer.routed or name in observer.around:
                 hooks.enter_context(module.register_forward_pre_hook(observer.enter, prepend=True, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
