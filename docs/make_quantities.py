@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qkv.profiler.capture.residual import VARIABLES as STATES
 from qkv.profiler.data.frames import COLUMNS
-from qkv.profiler.data.types import ROLES, TRAITS, Kind
+from qkv.profiler.data.tables import ROLES, TRAITS, Kind
 from qkv.profiler.data.variables import VARIABLES
 
 FILE = Path(__file__).parent / "quantities.md"

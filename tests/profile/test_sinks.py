@@ -21,7 +21,7 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Softmax
 from qkv.profiler.capture.record import geometry, principal_shares
 from qkv.profiler.data.sinks import relative_norm, sink_tokens
-from qkv.profiler.data.types import sink_scores
+from qkv.profiler.data.tables import sink_scores
 
 VOCABULARY = 96
 STOP, BEGIN = 90, 95  # a delimiter, and what every text begins with

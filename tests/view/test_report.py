@@ -20,7 +20,7 @@ from qkv.errors import InputError
 from qkv.profiler import Profile
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings
-from qkv.profiler.data.types import MIXED, ROLES
+from qkv.profiler.data.tables import MIXED, ROLES
 from qkv.report import html as report
 from qkv.report.notebook import text
 from qkv.report.payload import display, payload, pooled_maps

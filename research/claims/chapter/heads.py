@@ -14,7 +14,7 @@ import qkv
 from qkv import kernels
 from qkv.models import DecoderLM
 from qkv.nn import MultiHeadAttention
-from qkv.profiler.data.types import is_delimiter
+from qkv.profiler.data.tables import is_delimiter
 from research.claims import Drifted, Verdict, claim, experiment, false, holds, only_when
 from research.claims.chapter.sinks import heads_of_mini, ids_of_mini, tokens_of_mini
 

@@ -46,7 +46,7 @@ from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings, shared_by
 from qkv.profiler.data.frames import columns_of, counted, layers_and_heads, percent, size_of, written
 from qkv.profiler.data.sinks import EPSILON, sink_table, sink_tokens, trend_by_head
-from qkv.profiler.data.types import MIXED, ROLES, TRAITS
+from qkv.profiler.data.tables import MIXED, ROLES, TRAITS
 
 if TYPE_CHECKING:
     import pandas as pd

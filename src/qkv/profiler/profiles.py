@@ -16,7 +16,7 @@ from qkv._lazy import above
 from qkv._packages import require
 from qkv._untrusted import reading
 from qkv.errors import InputError
-from qkv.profiler.data import archive, frames, sinks, tables, types, variables
+from qkv.profiler.data import archive, frames, sinks, tables, variables
 from qkv.profiler.data.findings import Finding, Findings
 from qkv.profiler.data.frames import size_of
 from qkv.profiler.data.variables import ATTRIBUTES, COORDINATES, VARIABLES
@@ -208,10 +208,11 @@ class Profile:
     def types(self, group: str | None = None) -> pd.DataFrame:
         """Head types: one row per layer and head.
 
-        Columns: layer, head; type (the first of `qkv.profiler.data.types.ROLES` whose score reaches its threshold, else
-        "mixed"); traits (all of `TRAITS` whose score does); and all scores by name, NaN where they were not measured.
+        Columns: layer, head; type (the first of `qkv.profiler.data.tables.ROLES` whose score reaches its threshold,
+        else "mixed"); traits (all of `TRAITS` whose score does); and all scores by name, NaN where they were not
+        measured.
         """
-        return frames.described(types.type_table(self.group(group)))
+        return frames.described(tables.type_table(self.group(group)))
 
     def similarity(
         self, text: int | None = None, group: str | None = None, *, maps: Literal["weights", "pooled"] | None = None

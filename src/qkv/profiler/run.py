@@ -31,7 +31,7 @@ from qkv.profiler.capture.record import Measures
 from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, observe_residual
 from qkv.profiler.corpora import default_text
 from qkv.profiler.data.frames import COLUMNS
-from qkv.profiler.data.types import ROLES, TRAITS
+from qkv.profiler.data.tables import ROLES, TRAITS
 from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.profiles import Profile
 from qkv.statistics import Statistic

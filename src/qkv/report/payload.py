@@ -14,7 +14,7 @@ import numpy as np
 from qkv.figures import layout
 from qkv.profiler.data import frames, sinks, tables
 from qkv.profiler.data.findings import Findings
-from qkv.profiler.data.types import MIXED, ROLES, type_table
+from qkv.profiler.data.tables import MIXED, ROLES, type_table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,7 +16,7 @@ import numpy as np
 from qkv.profiler.data import sinks, tables
 from qkv.profiler.data.frames import counted, percent, written
 from qkv.profiler.data.sinks import EPSILON, sink_table
-from qkv.profiler.data.types import MIXED, ROLES, sink_scores, type_table
+from qkv.profiler.data.tables import MIXED, ROLES, sink_scores, type_table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qkv._files import write_atomically
 from qkv._packages import check_tested, require
 from qkv.errors import InputError, one_of
-from qkv.profiler.data.types import ROLES, TRAITS
+from qkv.profiler.data.tables import ROLES, TRAITS
 from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, custom_variables
 
 if TYPE_CHECKING:

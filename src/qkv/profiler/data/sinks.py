@@ -14,7 +14,7 @@ import xarray as xr
 
 from qkv.errors import InputError
 from qkv.profiler.data import tables
-from qkv.profiler.data.types import prefix_sink_scores, sink_scores
+from qkv.profiler.data.tables import prefix_sink_scores, sink_scores
 
 if TYPE_CHECKING:
     import pandas as pd

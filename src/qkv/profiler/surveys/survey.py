@@ -31,8 +31,7 @@ from qkv.profiler.capture.inputs import Special, batches, positions, sequences_o
 from qkv.profiler.capture.observe import Observer, observe, unobserved
 from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.capture.record import Measures, ObservedCall
-from qkv.profiler.data.tables import SINK_THRESHOLD
-from qkv.profiler.data.types import is_delimiter
+from qkv.profiler.data.tables import SINK_THRESHOLD, is_delimiter
 from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.surveys import corpus, data, on_ray
 from qkv.profiler.surveys.corpus import Document, Part, Source
