@@ -26,7 +26,7 @@ from qkv.errors import InputError
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
 from qkv.profiler.capture.interventions import ACTIVE
-from qkv.profiler.capture.record import ObservedCall, weights_of
+from qkv.profiler.capture.record import weights_of
 from qkv.profiler.data.variables import VARIABLES
 from qkv.statistics.measure import rows_in_shares
 
@@ -208,7 +208,9 @@ def _probed(
         with torch.random.fork_rng(devices=[]):
             (batch,) = batches(model, texts, None, None)
             calls = calls_of(model, batch, layers=layers)
-        for one in _self_attention(calls):
+        for one in calls:
+            if one.group == "cross" or one.call.q.shape[2] != one.call.k.shape[2]:
+                continue
             shares = rows_in_shares(weights_of(one.call), one.call.normalizer)
             yield found.setdefault((one.module, one.layer), {}), shares, one.call
 
@@ -243,10 +245,6 @@ def _frame(ids: Tensor, special: set[int]) -> tuple[Tensor, Tensor]:
     """The special tokens at the start and at the end of a text."""
     plain = [i for i, x in enumerate(ids.tolist()) if x not in special]
     return (ids[: plain[0]], ids[plain[-1] + 1 :]) if plain else (ids[:1], ids[1:][-1:])
-
-
-def _self_attention(calls: Iterable[ObservedCall]) -> Iterable[ObservedCall]:
-    return (c for c in calls if c.group != "cross" and c.call.q.shape[2] == c.call.k.shape[2])
 
 
 def _visible_queries(call: Call) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -98,9 +97,7 @@ class Measures:
 
     def masses(self, first: int | Tensor, n_keys: int) -> dict[str, Mask]:
         """The masks inside which the attention mass is measured, by statistic."""
-        if isinstance(first, int):
-            return _masses(self.local_window)
-        return _masses.__wrapped__(self.local_window, first, n_keys)
+        return {s.name: s.mask for s in (Local(self.local_window), Streaming(first, n_keys))}
 
     def of(
         self, observed: ObservedCall, result: Result | None = None, norms: Tensor | None = None, *, whole: bool = True
@@ -184,11 +181,6 @@ def served(call: Call) -> Result:
     """The result of a call that the observer itself records."""
     with serving(None):
         return serve(call)
-
-
-@functools.lru_cache(maxsize=8)
-def _masses(window: int, first: Tensor | int = 0, n_keys: int = 0) -> dict[str, Mask]:
-    return {s.name: s.mask for s in (Local(window), Streaming(first, n_keys))}
 
 
 def weights_of(call: Call) -> Tensor:
