@@ -345,8 +345,8 @@ class Tokens:
         return list(getattr(self.tokenizer, "all_special_tokens", ()) or ())
 
 
-def nan_error(module: str) -> InputError:
-    return InputError(f"model computes weights that are NaN in {module}: its parameters or its inputs contain NaN")
+def nan_error(module: str, what: str = "weights") -> InputError:
+    return InputError(f"model computes {what} that are NaN in {module}: its parameters or its inputs contain NaN")
 
 
 def special_ids(model: nn.Module, tokenizer: Any) -> set[int]:

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.engine import Call, Result, at_least_float32, detached
-from qkv.errors import InputError
 from qkv.kernels import eager, serve, serving
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
+from qkv.profiler.capture.inputs import nan_error
 from qkv.profiler.data.variables import UNFUSED
 from qkv.statistics import Local, PrefixSinkScores, Statistic, Streaming
 from qkv.statistics.measure import in_shares, measured, row_state, sweep
@@ -135,9 +135,7 @@ class Measures:
         nan = nan if result.lse is None else nan | result.lse.isnan().any()
         if nan:  # one synchronization with a GPU a layer
             what = "scores" if result.lse is not None and result.lse.isnan().any() else "weights"
-            raise InputError(
-                f"model computes {what} that are NaN in {observed.module}: its parameters or its inputs contain NaN"
-            )
+            raise nan_error(observed.module, what)
         if not short:
             return result, statistics, None
         assert statistics.thumbnail is not None
