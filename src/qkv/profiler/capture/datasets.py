@@ -180,16 +180,18 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
         })  # fmt: skip
     small = first.statistics.thumbnail if "map_max" in variables else None
     bins = (0, 0) if small is None else (small.query_bin, small.key_bin)
-    query_names = [tokens.names(tokens.queries, i, keep) for i, keep in enumerate(real_q)]
-    key_names = [tokens.names(tokens.keys, i, keep) for i, keep in enumerate(real_k)]
+    query_names, key_names = (
+        np.array([tokens.names(ids, i, kept) + [""] * int((~kept).sum()) for i, kept in enumerate(real)], object)
+        for ids, real in ((tokens.queries, real_q), (tokens.keys, real_k))
+    )
     return xr.Dataset(
         variables,
         coords={
             "layer": [r.layer for r in records],
             "head": np.arange(first.statistics.entropy.shape[1]),
             "module": ("layer", [r.module for r in records]),
-            "query_token": (("text", "query"), names_table(query_names, n_queries)),
-            "key_token": (("text", "key"), names_table(key_names, n_keys)),
+            "query_token": (("text", "query"), query_names),
+            "key_token": (("text", "key"), key_names),
             "n_queries": ("text", real_q.sum(1)),
             "n_keys": ("text", real_k.sum(1)),
             "bin_queries": ("text", np.full(b, bins[0])),
@@ -200,7 +202,7 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
             "local_window": local_window,
             "streaming_first": Streaming.first_keys,
             "streaming_last": Streaming.last_keys,
-            "special_tokens": [t for t in tokens.special if any(t in names for names in key_names)],
+            "special_tokens": [t for t in tokens.special if t in key_names],
         },
     )
 
@@ -242,14 +244,6 @@ def _packed(x: np.ndarray, axis: int, keep: np.ndarray) -> np.ndarray:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, x.shape[axis] - kept.shape[axis])
     return np.pad(kept, widths, constant_values=np.nan)
-
-
-def names_table(names: list[list[str]], length: int) -> np.ndarray:
-    """Names by text and token; shorter texts end with empty names."""
-    table = np.full((len(names), length), "", dtype=object)
-    for row, row_names in zip(table, names, strict=True):
-        row[: len(row_names)] = row_names
-    return table
 
 
 def joined(parts: list[xr.Dataset]) -> xr.Dataset:
