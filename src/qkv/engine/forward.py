@@ -16,7 +16,7 @@ from torch import Tensor
 from qkv.biases.built_in import ByQuery, clipped
 from qkv.engine.call import Call, RowState
 from qkv.engine.sizes import sizes
-from qkv.engine.tile_loop import Block, Reducer, Tile, Workspace, groups, reduce_tiles
+from qkv.engine.tile_loop import Block, Reducer, Tile, groups, reduce_tiles
 from qkv.engine.tiles import LOG2_E, gumbel, uniform
 from qkv.normalizers import Normalizer, Pointwise
 from qkv.normalizers.level import level_of_rows, level_slopes, pointwise, sink_weights, solve_rows
@@ -81,14 +81,14 @@ def dropped(tile: Tile) -> Tensor:
     return stays.to(tile.group.tiles.dtype).div_(1 - call.dropout_p)
 
 
-class _Attention(Reducer[None, "_Sums"]):
+class _Attention(Reducer["_Sums"]):
     """Base of the forward reducers: accumulates weights @ values over tiles."""
 
     def __init__(self, state: ForwardState, distance_mass: ByQuery | None) -> None:
         """`distance_mass` accumulates weights by clipped distance, for `RelativePosition` with values."""
         self.state, self.distance_mass = state, distance_mass
 
-    def begin(self, job: None, block: Block) -> _Sums:
+    def begin(self, block: Block) -> _Sums:
         tiles = block.group.tiles
         zeros = tiles.q.new_zeros(*block.shape, tiles.v.shape[2])
         return _Sums(block, zeros, tiles.q.new_full(block.shape, -torch.inf), tiles.q.new_zeros(block.shape))
@@ -130,7 +130,7 @@ class _Softmax(_Attention):
         self._add(sums, tile, weights, values)
         sums.top = new
 
-    def end(self, sums: _Sums, space: Workspace) -> None:
+    def end(self, sums: _Sums) -> None:
         assert self.state.level is not None
         at, visible = sums.block.at, sums.total != 0  # True for NaN: it must propagate
         total = torch.where(visible, sums.total, 1.0)
@@ -155,7 +155,7 @@ class _Pointwise(_Attention):
             self.state.total[tile.block.at] += weights.sum(-1)
         self._add(sums, tile, weights, values)
 
-    def end(self, sums: _Sums, space: Workspace) -> None:
+    def end(self, sums: _Sums) -> None:
         self.state.out[sums.block.at] = sums.out
 
 
@@ -172,7 +172,7 @@ class _Panel:
     noise: list[Tensor] = field(default_factory=list)
 
 
-class _Panels(Reducer[None, _Panel]):
+class _Panels(Reducer[_Panel]):
     """Normalizers whose level is solved on whole rows: computes them on panels of a few rows."""
 
     def __init__(self, state: ForwardState, distance_mass: ByQuery | None) -> None:
@@ -185,7 +185,7 @@ class _Panels(Reducer[None, _Panel]):
         for start in range(block.rows.start, block.rows.stop, height):
             yield Block(block.group, block.index, slice(start, min(start + height, block.rows.stop)))
 
-    def begin(self, job: None, block: Block) -> _Panel:
+    def begin(self, block: Block) -> _Panel:
         return _Panel(block)
 
     def tile(self, panel: _Panel, tile: Tile) -> None:
@@ -200,7 +200,7 @@ class _Panels(Reducer[None, _Panel]):
         if call.normalizer.one_key and call.normalizer.sample:
             panel.noise.append(gumbel(call.seed, tile.region, call.grid))
 
-    def end(self, panel: _Panel, space: Workspace) -> None:
+    def end(self, panel: _Panel) -> None:
         block, state = panel.block, self.state
         tiles, call, at = block.group.tiles, block.group.tiles.call, block.at
         normalizer, sink = call.normalizer, tiles.of(call.sink)

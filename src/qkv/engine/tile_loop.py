@@ -127,53 +127,47 @@ class Tile:
         return weights, of_rows.fill(self.rows, self.columns, self.masked(), weights, scratch)
 
 
-Job = TypeVar("Job")
 State = TypeVar("State")
 
 
-class Reducer(Generic[Job, State]):
+class Reducer(Generic[State]):
     """A computation over the tiles of a call. Subclasses implement `tile`; the other methods are optional.
 
     For each group `start` is called, then for each block of queries `begin`, `tile` for each tile from left to right,
-    and `end`; then `finish`.
+    and `end`.
     """
 
-    def start(self, group: Group) -> Job:
-        """Return accumulators of a group."""
-        return None  # type: ignore[return-value]
+    def start(self, group: Group) -> None:
+        """Prepare what all blocks of a group share."""
 
     def blocks(self, block: Block) -> Iterable[Block]:
         """Split a block into smaller ones, if whole rows must fit in memory."""
         return (block,)
 
-    def begin(self, job: Job, block: Block) -> State:
+    def begin(self, block: Block) -> State:
         """Return accumulators of a block of queries."""
-        return job  # type: ignore[return-value]
+        return None  # type: ignore[return-value]
 
     def tile(self, state: State, tile: Tile) -> None:
         """Add a tile to the state of its block."""
         raise NotImplementedError
 
-    def end(self, state: State, space: Workspace) -> None:
+    def end(self, state: State) -> None:
         """Finish a block after its last tile."""
-
-    def finish(self, group: Group, job: Job) -> None:
-        """Add the sums of a group to the total result."""
 
 
 @torch.no_grad()
-def reduce_tiles(groups: Iterable[Group], reducer: Reducer[Any, Any]) -> None:
+def reduce_tiles(groups: Iterable[Group], reducer: Reducer[Any]) -> None:
     """Run a reducer over all tiles of the groups, without gradients."""
     space = Workspace()
     for group in groups:
-        job = reducer.start(group)
+        reducer.start(group)
         for r, rows in enumerate(group.rows):
             for block in reducer.blocks(Block(group, r, rows)):
-                state = reducer.begin(job, block)
+                state = reducer.begin(block)
                 for index, status in block.status:
                     reducer.tile(state, Tile(block, index, status, space))
-                reducer.end(state, space)
-        reducer.finish(group, job)
+                reducer.end(state)
 
 
 def groups(call: Call, size: int | None = None, *, batched: bool = False) -> Iterator[Group]:

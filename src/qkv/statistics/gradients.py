@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
+from qkv.engine.backward import RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32
-from qkv.engine.tile_loop import Group, Tile, Workspace, groups, reduce_tiles, tile_size
+from qkv.engine.tile_loop import Tile, groups, reduce_tiles, tile_size
 from qkv.engine.transforms import Results, differentiable_call, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
@@ -112,12 +112,6 @@ class LevelSlopes(StatisticsGradients):
         slope = slope if masked is None else slope.masked_fill_(masked, 0)
         self.falls[at] += falls.sum(-1)
         self.sum[at] += slope.mul_(falls).sum(-1)
-
-    def end(self, rows: RowSlopes, space: Workspace) -> None:
-        pass
-
-    def finish(self, group: Group, job: Job) -> None:
-        pass
 
     def mean(self, call: Call, at_sink: OfQueries | None) -> OfQueries:
         """Return the weighted mean, with a sink logit of gradient `at_sink`; 0 where no weight depends on the level."""

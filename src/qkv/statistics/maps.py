@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv.engine.call import Call, RowState, detached
 from qkv.engine.sizes import sizes
-from qkv.engine.tile_loop import Block, Group, Reducer, Tile, Workspace, reduce_tiles
+from qkv.engine.tile_loop import Block, Group, Reducer, Tile, reduce_tiles
 from qkv.engine.tiles import ScoreTiles, WeightTiles, block_status
 from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
@@ -126,7 +126,7 @@ class HeadMap:
         return Picture(reducer.maximum, mean, visible, at_rows, at_columns)
 
 
-class _PictureReducer(Reducer[None, None]):
+class _PictureReducer(Reducer[None]):
     """Adds tiles of weights to the bins of a picture: sums and numbers of visible pairs in float64, and maxima."""
 
     def __init__(
@@ -142,7 +142,7 @@ class _PictureReducer(Reducer[None, None]):
         self.sums, self.visible = (like.new_zeros(shape, dtype=torch.float64) for _ in range(2))
         self.maximum = like.new_full(shape, -torch.inf)
 
-    def begin(self, job: None, block: Block) -> None:
+    def begin(self, block: Block) -> None:
         self.rows = block.shape[2]
         for column, status in enumerate(block.group.status[block.index]):
             if status == EMPTY:  # such tiles are skipped: weights of 0
@@ -157,7 +157,7 @@ class _PictureReducer(Reducer[None, None]):
             total[at] += pairs if x is None else cols.sums(rows.sums(x.to(weights)).T).T
         self.maximum[at] = torch.maximum(self.maximum[at], cols.maxima(rows.maxima(weights[0, 0]).T).T)
 
-    def end(self, state: None, space: Workspace) -> None:
+    def end(self, state: None) -> None:
         self.on_rows(self.rows)
 
     def _masked(self, tile: Tile) -> Bool[Tensor, "1 1 q k"] | None:

@@ -451,7 +451,7 @@ def measure_weights(
     options: dict[str, Any] = {"mass": mass, "first": first, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
     reducer = _WeightsReducer(call, RowState(), request)
-    reducer.weights = weights
+    reducer.matrix = weights
     reducer.add_tiles(call)
     measurement = finished(call, reducer)
     _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)
@@ -496,13 +496,13 @@ def _tensor(w: Any) -> Tensor:
 class _WeightsReducer(StatisticsReducer):
     """Statistics of weights that are given, as a tensor (b, h, nq, nk)."""
 
-    weights: Tensor
+    matrix: Tensor
 
     def start(self, group: Group) -> None:
         pass
 
-    def tile(self, of_rows: object, tile: Tile) -> None:
-        weights = self.weights[*tile.block.at, tile.columns].to(tile.group.tiles.dtype)
+    def tile(self, state: None, tile: Tile) -> None:
+        weights = self.matrix[*tile.block.at, tile.columns].to(tile.group.tiles.dtype)
         if (masked := tile.masked()) is not None:
             weights = weights.masked_fill(masked, 0)
         if (counted := self.counted(tile)) is not None:

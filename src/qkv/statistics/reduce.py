@@ -66,7 +66,7 @@ class Request:
         return named
 
 
-class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
+class StatisticsReducer(Reducer[None]):
     """Adds up statistics over tiles of the final weights of a call; in float64, so that ten thousand lose nothing.
 
     Args:
@@ -108,12 +108,11 @@ class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
         mass = mass.masked_fill(mass.abs() <= SMALLEST, 0)
         return {name: s.finish(self.totals[name], mass).to(dtype) for name, s in self.statistics.items()}
 
-    def start(self, group: Group) -> WeightTiles | None:
-        return WeightTiles(group.tiles, self.rows, self.request.queries)
+    def start(self, group: Group) -> None:
+        self.weights = WeightTiles(group.tiles, self.rows, self.request.queries)
 
-    def tile(self, of_rows: WeightTiles | None, tile: Tile) -> None:
-        assert of_rows is not None
-        weights, log2 = tile.weights(of_rows)
+    def tile(self, state: None, tile: Tile) -> None:
+        weights, log2 = tile.weights(self.weights)
         if log2 is None and "entropy" in self.statistics and weights.min() < 0:
             raise InputError(
                 f"measure: normalizer {type(tile.group.tiles.call.given.normalizer).__name__} gives negative weights "
