@@ -42,7 +42,7 @@ class Definition:
                 inherited = [name for name in shortcuts if name not in cls.__dict__]
                 if any(_stale(cls, base, method, name) for name in inherited):
                     for name in inherited:
-                        setattr(cls, name, base.__dict__[name])
+                        setattr(cls, name, getattr(base, name))
 
 
 def _stale(cls: type, base: type, method: str, name: str) -> bool:
@@ -51,7 +51,8 @@ def _stale(cls: type, base: type, method: str, name: str) -> bool:
     A shortcut of a class that leaves the method abstract is valid for every definition of it.
     """
     owner = next(parent for parent in cls.__mro__ if name in parent.__dict__)
-    return getattr(owner, method, None) not in (base.__dict__.get(method), getattr(cls, method))
+    definitions = (base.__dict__.get(method), getattr(cls, method))
+    return owner not in base.__mro__ and getattr(owner, method, None) not in definitions
 
 
 def overrides(thing: object, base: type, name: str) -> bool:

@@ -202,18 +202,18 @@ class Step:
 
 def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
     """Return the tensors of a call, in the order in which they are computed."""
-    given = call.given
+    user = call.user
     b, h, n_queries, _ = call.q.shape
     pairs = (b, h, n_queries, call.k.shape[2])
     shared = h // call.k.shape[1]
     group = f"each of their heads serves {shared} heads of queries" if shared > 1 else ""
-    steps, compared, score = [], [], named(given.score)
-    for name, before, after in (("queries", given.q, call.q), ("keys", given.k, call.k)):
+    steps, compared, score = [], [], named(user.score)
+    for name, before, after in (("queries", user.q, call.q), ("keys", user.k, call.k)):
         steps.append(Step(name, tuple(before.shape), note=group if name == "keys" else ""))
-        if after is not before and overrides(given.score, Score, "project"):
+        if after is not before and overrides(user.score, Score, "project"):
             steps.append(Step(f"projected {name}", tuple(after.shape), (f"projection of {score}",), (name,)))
         compared.append(steps[-1].name)
-    steps.append(Step("values", tuple(given.v.shape), note=group))
+    steps.append(Step("values", tuple(user.v.shape), note=group))
     if kernel in FORM_WEIGHTS:
         formed = f"formed by the kernel {kernel!r}"
     elif kernel == "linear":
@@ -221,14 +221,14 @@ def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
     else:
         formed = f"never formed whole: the kernel {kernel!r} computes them in blocks"
     product = f"dot products × {call.factor:.4g}" if call.pairwise is None else score
-    biases = tuple(f"bias {named(bias)}" for bias in given.biases)
+    biases = tuple(f"bias {named(bias)}" for bias in user.biases)
     steps.append(Step("scores", pairs, (product, *biases), tuple(compared), formed))
-    mask = () if given.mask is None else (f"mask {named(given.mask)}",)
-    weigh = named(given.normalizer) + (", with a sink that has no value" if call.sink is not None else "")
+    mask = () if user.mask is None else (f"mask {named(user.mask)}",)
+    weigh = named(user.normalizer) + (", with a sink that has no value" if call.sink is not None else "")
     drop = (f"dropout of {call.dropout_p:g}",) if call.dropout_p else ()
     steps.append(Step("weights", pairs, (*mask, weigh, *drop), ("scores",), formed))
     added = "weighted sum of the values" + (" and of the vectors by distance" if call.values is not None else "")
-    steps.append(Step("output", (b, h, n_queries, given.v.shape[3]), (added,), ("weights", "values")))
+    steps.append(Step("output", (b, h, n_queries, user.v.shape[3]), (added,), ("weights", "values")))
     return tuple(steps)
 
 

@@ -154,8 +154,8 @@ def compute(
     with nullcontext() if dtype is None else torch.autocast(tensors[0].device.type, enabled=False):
         parts = (attention.mask, attention.bias, attention.score, attention.normalizer)
         call = Call.of(tensors[0], tensors[1], tensors[2], *parts, dropout_p)
-        if lse and not call.given.normalizer.has_lse:
-            name = type(call.given.normalizer).__name__
+        if lse and not call.user.normalizer.has_lse:
+            name = type(call.user.normalizer).__name__
             raise InputError(f"return_lse is True, but {name} has no log-sum-exp; only Softmax has one")
         if statistics:
             result = _with_statistics(call, kernel, weights, queries)

@@ -68,7 +68,6 @@ class Product(Score):
     """
 
     definitions: ClassVar = {"project": ("keeps_rotation",)}
-    keeps_rotation = False
 
     def check(self) -> None:
         if not (overrides(self, Product, "project") or overrides(self, Product, "factor")):
@@ -97,7 +96,6 @@ class Pairwise(Score):
 
     definitions: ClassVar = {"scores": ("gradients", "tensors", "by_head", "keeps_rotation")}
     by_head = True
-    keeps_rotation = False
 
     def check(self) -> None:
         require(self, Pairwise, "scores", "q, k", "the score of each pair, (…, nq, nk)")

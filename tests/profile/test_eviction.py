@@ -54,7 +54,7 @@ def test_mass_lost_equals_dense_weights(parts: dict[str, Any], policies: tuple[A
         (name, budget): one for budget in (5, 8, 17) for name, one in policies_of(policies, budget, FIRST).items()
     }
     for seen in calls_of(model(**parts), {"ids": text(17)}):
-        given = seen.call.given
+        given = seen.call.user
         weights = oracle(given.q, given.k, given.v, mask=given.mask, normalizer=given.normalizer)[2][0].numpy()
         shares = weights / weights.sum(-1, keepdims=True) if "normalizer" in parts else weights
         found = mass_lost(seen, {setting: one.fresh() for setting, one in caches.items()})

@@ -150,8 +150,6 @@ class AdditiveBias(Bias):
             "at", "gradients", "by_head", "part", "form", "tensors", "with_tensors", "add_gradient",
         )
     }  # fmt: skip
-    by_head = True
-    form: Form | None = None
     add_gradient: Callable[[Tensor, Region, Tensor], None] | None = None
     """``add_gradient(total, region, slope)`` adds the gradient of the bias's only tensor to `total`, of its shape."""
 
@@ -192,8 +190,6 @@ class AdditiveBias(Bias):
         with torch.enable_grad():
             added = self.added(region)
             return slope, *gradients_of(added, learned, slope.sum_to_size(added.shape))
-
-    at, part, tensors, with_tensors = Bias.at, Bias.part, Bias.tensors, Bias.with_tensors
 
 
 class SingleTensorBias(AdditiveBias):

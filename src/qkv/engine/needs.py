@@ -26,7 +26,7 @@ def _pairwise(call: Call) -> str | None:
 
 NEEDS: dict[Need, Callable[[Call], str | None]] = {
     "weights that are no softmax": lambda call: (
-        None if call.normalizer.has_lse else f"the weights are a softmax, not {type(call.given.normalizer).__name__}"
+        None if call.normalizer.has_lse else f"the weights are a softmax, not {type(call.user.normalizer).__name__}"
     ),
     "pairwise scores": _pairwise,
     "biases": lambda call: "it has no biases" if call.biases else None,

@@ -235,7 +235,7 @@ def _versions(x: object) -> tuple[int, ...]:
 
 def _not_by_logarithms(call: Call) -> str | None:
     """Return why the weights of a call's normalizer cannot be computed from their logarithms, or None if they can."""
-    normalizer, name = call.normalizer, type(call.given.normalizer).__name__
+    normalizer, name = call.normalizer, type(call.user.normalizer).__name__
     if normalizer.one_key:
         return f"{name} takes the value of one key, and it sums over keys"
     if isinstance(normalizer, Pointwise) and not normalizer.nonnegative:

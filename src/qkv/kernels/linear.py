@@ -62,7 +62,7 @@ OFFERS: tuple[Need, ...] = ("weights that are no softmax", "gradients", "tensors
 def unsupported_reason(call: Call) -> str | None:
     """Return why this kernel cannot serve the call, or None if it can."""
     if not (isinstance(call.normalizer, Pointwise) and call.normalizer.is_identity) or call.shift is not None:
-        return f"its weights are the scores themselves, not {type(call.given.normalizer).__name__} of them"
+        return f"its weights are the scores themselves, not {type(call.user.normalizer).__name__} of them"
     if (why := unmet(call, OFFERS)) is not None:
         return why
     band, _, others = parts(call.mask, call.grid)

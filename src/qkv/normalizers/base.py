@@ -118,8 +118,6 @@ class Pointwise(Normalizer):
             "zero_at_minus_infinity", "tensors",
         )
     }  # fmt: skip
-    by_head = True
-    zero_at_minus_infinity = False
     is_identity = False
     """Whether the weights are the scores themselves: linear attention."""
     nonnegative = False
@@ -156,9 +154,6 @@ class Pointwise(Normalizer):
     def slope_of_log(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
         """Return the derivative of `log_weight`."""
         raise InputError(f"{type(self).__name__}: no method slope_of_log(scores)")
-
-    def tensors(self) -> dict[str, Tensor]:
-        return learned_tensors(self)
 
     # --- optional parts of a definition -------------------------------------------------------------------------------
 
@@ -209,9 +204,6 @@ class SumToOne(Normalizer):
             "weight_", "level_of", "slope_from_weights", "has_lse", "by_head", "zero_at_minus_infinity", "tensors",
         )
     }  # fmt: skip
-    has_lse = False
-    by_head = True
-    zero_at_minus_infinity = False
 
     def __init__(
         self, *, temperature: float = 1.0, sink: SinkLogits = None, key: Float[Tensor, "heads d"] | None = None

@@ -184,11 +184,9 @@ def _powers(x: Tensor, p: float) -> Tensor:
     return x if p == 1 else x * x if p == 2 else torch.where(x > 0, x.clamp(min=torch.finfo(x.dtype).tiny) ** p, 0.0)
 
 
-@dataclass(frozen=True, eq=False)
 class _OfScore(Pointwise):
     """A weight that depends on the score alone, the same function for all heads."""
 
-    divide: str | None = None
     by_head = False
 
     def __post_init__(self) -> None:
@@ -199,7 +197,7 @@ class _OfScore(Pointwise):
 
 
 @dataclass(frozen=True, eq=False)
-class Sigmoid(Pointwise):
+class Sigmoid(_OfScore):
     """Sigmoid attention, σ(s + b) (Ramapuram et al. 2024, arXiv:2409.04431, eq. 3).
 
     `bias` b is a number, or a tensor with one number per query head, shape (heads,), which may be learned. If None it
@@ -214,12 +212,8 @@ class Sigmoid(Pointwise):
 
     bias: Float[Tensor, " heads"] | float | None = None
     divide: str | None = None
-    by_head = False
     zero_at_minus_infinity = True
     nonnegative = True
-
-    def __post_init__(self) -> None:
-        self.check(0)
 
     def check(self, heads: int) -> None:
         super().check(heads)
@@ -231,9 +225,6 @@ class Sigmoid(Pointwise):
         if isinstance(self.bias, Tensor):
             return self.bias.to(like)[None, :, None]
         return like.new_full((1, 1, 1), float(self.bias))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
 
     def weight(self, scores: Tensor) -> Tensor:
         return torch.sigmoid(scores)
@@ -261,6 +252,7 @@ class EluPlusOne(_OfScore):
     [1.0, 3.0]
     """
 
+    divide: str | None = None
     zero_at_minus_infinity = True
     nonnegative = True
 
@@ -313,6 +305,7 @@ class Identity(_OfScore):
     [-1.0, 2.0]
     """
 
+    divide: str | None = None
     is_identity = True
 
     def weight(self, scores: Tensor) -> Tensor:

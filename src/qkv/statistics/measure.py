@@ -263,7 +263,7 @@ def finished(call: Call, reducer: StatisticsReducer, shared: Shared | None = Non
     if (norms := request.value_norms) is not None:
         contribution = share_of_first(values["sink"], values["value_norms"], norms, request.firsts)
     return Statistics(
-        lse=rows.level if call.given.normalizer.has_lse else None,
+        lse=rows.level if call.user.normalizer.has_lse else None,
         **{name: values[name] for name in FIELDS},
         prefix_sink_scores=prefix,
         thumbnail=thumbnail,

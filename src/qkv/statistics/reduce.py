@@ -115,7 +115,7 @@ class StatisticsReducer(Reducer[None]):
         weights, log2 = tile.weights(self.weights)
         if log2 is None and "entropy" in self.statistics and weights.min() < 0:
             raise InputError(
-                f"measure: normalizer {type(tile.group.tiles.call.given.normalizer).__name__} gives negative weights "
+                f"measure: normalizer {type(tile.group.tiles.call.user.normalizer).__name__} gives negative weights "
                 "with these scores, which have no entropy; expected weights of 0 or more"
             )
         self.add(tile, weights, None if log2 is None else log2 * math.log(2))

@@ -350,7 +350,7 @@ def expiry(call: Call, cache: Evicting) -> Int[Tensor, "b hkv nk"]:
     Raises:
         InputError: for attention that the policy cannot serve, such as one with a window.
     """
-    given, n = call.given, call.k.shape[2]
+    given, n = call.user, call.k.shape[2]
     attention = Attention(given.mask, given.biases, given.score, given.normalizer)
     ends = torch.full(call.k.shape[:3], n, device=call.k.device)
     for start, stop in itertools.pairwise([0, *range(min(n, cache.keys), n + 1)]):

@@ -97,7 +97,7 @@ def check_rows(
     if isinstance(indices := few.get("indices"), Tensor):
         few["indices"] = indices[:, rows]
     few["is_causal"] = False  # the mask says which keys are visible
-    given = call.given
+    given = call.user
     try:
         own = function(module, given.q[:, :, rows], given.k, given.v, added, **few)[0]
     except (TypeError, ValueError, RuntimeError):

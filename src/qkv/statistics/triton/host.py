@@ -105,7 +105,7 @@ def unsupported_reason(call: Call) -> str | None:
     if (why := unmet(call, OFFERS)) is not None:
         return why
     if _bias_forms(call) is None:
-        names = ", ".join(type(bias).__name__ for bias in call.given.biases)
+        names = ", ".join(type(bias).__name__ for bias in call.user.biases)
         return f"bias is {names}; the Triton kernels have at most one bias by distance and one SoftCap"
     if not call.q.dtype == call.k.dtype == call.v.dtype or call.q.dtype not in DTYPES:
         got = ", ".join(f"{name} is {x.dtype}" for name, x in (("q", call.q), ("k", call.k), ("v", call.v)))
