@@ -407,7 +407,7 @@ def first_undefined(*parts: Any) -> str | None:
     return None
 
 
-DEFINED = ("qkv.scores", "qkv.biases.built_in", "qkv.masks.base", "qkv.masks.built_in", "qkv.normalizers.built_in")
+DEFINED = ("qkv.scores", "qkv.biases", "qkv.masks.base", "qkv.masks.built_in", "qkv.normalizers")
 """The modules whose classes the specification defines."""
 
 

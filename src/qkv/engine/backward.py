@@ -18,14 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv.biases import AdditiveBias
-from qkv.biases.built_in import ByQuery, clipped
+from qkv.biases import AdditiveBias, ByQuery, clipped
 from qkv.engine.call import Call, at_least_float32
 from qkv.engine.forward import ForwardState, dropped
+from qkv.engine.level import TileWeights
 from qkv.engine.tile_loop import Block, Group, Reducer, Tile, groups, reduce_tiles
 from qkv.engine.tiles import MASKED_SCORE
 from qkv.normalizers import Pointwise
-from qkv.normalizers.level import TileWeights
 from qkv.partial import Partial, sink_gradient
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qkv.biases.built_in import ByQuery, clipped
+from qkv.biases import ByQuery, clipped
 from qkv.engine.call import Call, RowState
+from qkv.engine.level import level_of_rows, level_slopes, pointwise, sink_weights, solve_rows
 from qkv.engine.sizes import sizes
 from qkv.engine.tile_loop import Block, Reducer, Tile, groups, reduce_tiles
 from qkv.engine.tiles import LOG2_E, gumbel, uniform
 from qkv.normalizers import Normalizer, Pointwise
-from qkv.normalizers.level import level_of_rows, level_slopes, pointwise, sink_weights, solve_rows
 from qkv.partial import Partial
 
 

@@ -24,7 +24,7 @@ from qkv.engine.sizes import readable, sizes
 from qkv.engine.transforms import transforming
 from qkv.errors import InputError
 from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
-from qkv.normalizers.base import checked_shape, weights_of
+from qkv.normalizers import checked_shape, weights_of
 from qkv.scores import Pairwise
 
 T = TypeVar("T")

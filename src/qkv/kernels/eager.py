@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv.biases.built_in import clipped
+from qkv.biases import clipped
 from qkv.engine.call import Call, Result
+from qkv.engine.level import differentiable_level
 from qkv.engine.needs import NEEDS, Need
 from qkv.engine.tiles import ScoreTiles, cached_for_mask, gumbel, uniform, zero_masked_keys
 from qkv.engine.transforms import mapped, transformed
 from qkv.masks import Region
-from qkv.normalizers import Normalizer, SumToOne
-from qkv.normalizers.base import weights_of
-from qkv.normalizers.built_in import log_sum_exp
-from qkv.normalizers.level import differentiable_level
+from qkv.normalizers import Normalizer, SumToOne, log_sum_exp, weights_of
 
 OFFERS: tuple[Need, ...] = tuple(NEEDS)
 

@@ -22,14 +22,13 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv.biases import Bias, TensorBias
 from qkv.engine.call import Call, Result, at_least_float32, detached, user_defined
+from qkv.engine.level import TOLERANCE, raise_no_level, root, sink_weights
 from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, has_triton
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility
-from qkv.normalizers import Normalizer, Pointwise
-from qkv.normalizers.base import weights_of
-from qkv.normalizers.level import TOLERANCE, raise_no_level, root, sink_weights
+from qkv.normalizers import Normalizer, Pointwise, weights_of
 from qkv.partial import Partial
 
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
@@ -228,7 +227,7 @@ def _versions(x: object) -> tuple[int, ...]:
 # Σ w v = out · exp(lse). A weight of 0 becomes a score of −inf, whose derivative is 0: right for weights that are never
 # negative, because a differentiable one has its minimum there.
 #
-# A `SumToOne` normalizer needs its level first. The search of `qkv.normalizers.level` finds it; each step is one call,
+# A `SumToOne` normalizer needs its level first. The search of `qkv.engine.level` finds it; each step is one call,
 # whose lse is ln Σ w. The level enters the last call as a constant. By the implicit function theorem its gradient is
 # −mean · d(Σ w), where `mean` averages the values by −∂w/∂level; it is added to the output as a term that is 0.
 

@@ -19,8 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._compiled import LIBRARY, MISSING, described
-from qkv.biases import Bias
-from qkv.biases.base import SingleTensorBias
+from qkv.biases import Bias, SingleTensorBias
 from qkv.engine.call import Call
 from qkv.engine.needs import Need, unmet
 from qkv.engine.tiles import cached_for_mask

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv.biases import Bias, ByDistance
-from qkv.biases.base import SingleTensorBias
+from qkv.biases import Bias, ByDistance, SingleTensorBias
 from qkv.engine.call import Call, Result, as_mask, detached
 from qkv.engine.sizes import recorded
 from qkv.engine.transforms import Results, differentiable, differentiable_call, transforming

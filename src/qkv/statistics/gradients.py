@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qkv.engine.backward import RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32
+from qkv.engine.level import level_slopes, sink_weights
 from qkv.engine.tile_loop import Tile, groups, reduce_tiles, tile_size
 from qkv.engine.transforms import Results, differentiable_call, transformed
 from qkv.errors import InputError
@@ -28,7 +29,6 @@ from qkv.masks import Dense, Mask
 from qkv.native import binding
 from qkv.native.kernel import statistics_gradients
 from qkv.normalizers import SumToOne
-from qkv.normalizers.level import level_slopes, sink_weights
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.built_in import FIELDS, Mass
 from qkv.statistics.reduce import weights_matmul

@@ -34,8 +34,7 @@ from qkv.kernels import attention, tiled
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native import kernel as native_kernel
-from qkv.normalizers import Normalizer, Pointwise, SumToOne
-from qkv.normalizers.base import weights_of
+from qkv.normalizers import Normalizer, Pointwise, SumToOne, weights_of
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.built_in import FIELDS, PrefixSinkScores

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import AdditiveBias, Bias
+from qkv.engine import search_level
 from qkv.errors import kind_of
 from qkv.masks import Region
 from qkv.normalizers import Identity, Normalizer, Pointwise, Sigmoid, Softmax, SumToOne
-from qkv.normalizers.level import solve
 from qkv.scores import Pairwise, Product, Score
 from qkv.testing.laws import (
     EPS,
@@ -565,7 +565,7 @@ def _check_levels(normalizer: SumToOne, heads: int) -> None:
              "all scores of a head, expected a weight that decreases in the level")  # fmt: skip
     for keys in (1, 2, 200):
         with calling(normalizer, "weight", f"called to find the level of rows of {keys} scores"):
-            solve(normalizer, 2 * normal(1, heads, 3, keys, seed=keys))
+            search_level(normalizer, 2 * normal(1, heads, 3, keys, seed=keys))
 
 
 def _check_level_of(points: _Points) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.errors import InputError
-from qkv.normalizers.base import Normalizer, Pointwise, Scores, SumToOne, checked_shape, unmasked, weights_of
+from qkv.normalizers import Normalizer, Pointwise, Scores, SumToOne, checked_shape, unmasked, weights_of
 
 PerRow = Float[Tensor, "*n"]
 
@@ -36,10 +36,10 @@ def level_of_rows(normalizer: Normalizer, scores: Scores) -> PerRow:
     with torch.no_grad():
         if overrides(normalizer, SumToOne, "level_of"):
             return normalizer.level_of(scores)
-        return solve(normalizer, scores)[0]
+        return search_level(normalizer, scores)[0]
 
 
-def solve(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores]:
+def search_level(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores]:
     """Return the level and weights of whole rows, by search; without gradients."""
     scores = scores.detach()
     top = scores.amax(-1)
@@ -168,7 +168,7 @@ def differentiable_level(normalizer: Normalizer, scores: Scores, learned: Mappin
     """Return `level_of_rows` with gradients for the scores and learned tensors, by the implicit function theorem."""
     if not (torch.is_grad_enabled() and (scores.requires_grad or learned)):
         return level_of_rows(normalizer, scores)
-    return _Level.apply(normalizer, scores, *learned.values())  # type: ignore[no-untyped-call]
+    return _Level.apply(normalizer, scores, *learned.values())
 
 
 class _Level(torch.autograd.Function):
@@ -221,7 +221,7 @@ def solve_rows(normalizer: Normalizer, scores: Tensor, sink: Tensor | None) -> t
     if overrides(normalizer, SumToOne, "level_of"):
         level = level_of_rows(normalizer, with_sink)
         return level, weights_of(normalizer, scores, level)
-    level, weights = solve(normalizer, with_sink)
+    level, weights = search_level(normalizer, with_sink)
     return level, weights if sink is None else weights[..., :-1]
 
 
