@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import and_, or_
 from types import FunctionType
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from qkv import biases
 from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.huggingface.masks import LazyMask
-from qkv.masks import Causal, Dense, Mask
+from qkv.kernels import opaque
+from qkv.masks import And, Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
 
@@ -187,3 +188,221 @@ def _brief(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a mapping of {', '.join(map(str, value))}"
     return repr(value) if isinstance(value, int | float | str) else type(value).__name__
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+#
+# Transformers describes a mask by a function of (batch, head, query, key) that is built from a dozen factories, and
+# calls a registered mask function to turn it into a tensor. The mask function of qkv returns a `LazyMask` instead: no
+# n × n tensor is formed, and the description is decoded to the mask algebra.
+
+FAR = 2**62  # a window that ends beyond any sequence
+
+
+class LazyMask:
+    """A mask that models pass from mask creation to attention in place of a 4-D mask tensor.
+
+    It has the interface of a float tensor as far as models inspect masks. Code that computes with it gets an additive
+    tensor of 0 and the lowest float, which any attention implementation accepts.
+    """
+
+    def __init__(self, mask: Mask | None, grid: Grid, dtype: torch.dtype, keys: Tensor | None, length: int) -> None:
+        self.mask = mask
+        self.grid = grid  # over the keys up to the last that is visible to a query; later keys are masked
+        self.keys = keys  # (batch, grid.n_keys), True at real tokens, or None if all are real
+        self.dtype = dtype
+        self.device = grid.device
+        self.shape = torch.Size((grid.batch, 1, grid.n_queries, length))
+        self.ndim = 4
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def to(self, *args: Any, **kwargs: Any) -> LazyMask:
+        return self
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> LazyMask:
+        return self
+
+    def tensor(self) -> Tensor:
+        """The additive mask as a tensor."""
+        grid = self.grid
+        added = torch.full(self.shape, torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
+        if self.mask is None:
+            added[..., : grid.n_keys] = 0
+        else:
+            visible = self.mask.visible(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
+            added[..., : grid.n_keys].masked_fill_(visible, 0)
+        return added
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def formed(x: Any) -> Any:
+            if isinstance(x, LazyMask):
+                return x.tensor()
+            return type(x)(map(formed, x)) if isinstance(x, list | tuple) else x
+
+        return func(*map(formed, args), **{k: formed(v) for k, v in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor()[index]
+
+
+def _through_tensor(name: str) -> Callable[..., Any]:
+    def operator(self: LazyMask, *args: Any) -> Any:
+        return getattr(self.tensor(), name)(*(a.tensor() if isinstance(a, LazyMask) else a for a in args))
+
+    return operator
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert", "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(LazyMask, f"__{_name}__", _through_tensor(f"__{_name}__"))
+
+
+@opaque
+def lazy_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | LazyMask | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> LazyMask:
+    """The mask function to register with transformers. It never returns a tensor or None.
+
+    So causality never has to be guessed from `is_causal`. A static cache passes its live counter as `q_offset` and
+    advances it before attention runs, so the counter is read here. The unused slots of such a cache are left out:
+    decoding is then the same as with a cache that grows.
+    """
+    if isinstance(attention_mask, LazyMask):
+        return attention_mask
+    start, offset = int(kv_offset), int(q_offset) - int(kv_offset)
+
+    def decoded(n_keys: int) -> Mask | None:
+        return Causal() if mask_function is None else decode(mask_function, batch_size, n_keys, start)
+
+    n_keys, mask = kv_length, decoded(kv_length)
+    if 0 < offset + q_length < kv_length and is_causal(mask):
+        n_keys = offset + q_length
+        mask = decoded(n_keys)
+    grid = Grid(batch_size, 1, q_length, n_keys, n_keys - q_length, torch.device(device))
+    if mask is not None and offset != grid.offset:
+        mask = Shifted(mask, offset)
+    keys = _real_keys(attention_mask, start, n_keys)
+    if keys is not None:
+        padding = Dense(keys[:, None, None, :])
+        mask = padding if mask is None or _shows_all(mask, grid) else mask & padding
+    return LazyMask(mask, grid, dtype if dtype.is_floating_point else torch.float32, keys, kv_length)
+
+
+def is_causal(mask: Mask | None) -> bool:
+    """True if no query can attend to a later key."""
+    match mask:
+        case None:
+            return False
+        case And(left, right):
+            return is_causal(left) or is_causal(right)
+        case Dense(tensor):
+            n_queries, n_keys = tensor.shape[2:]
+            offset = n_keys - n_queries
+            to_self = n_queries > 1 and bool(tensor.diagonal(offset, 2, 3).any())  # queries and keys are one text
+            return to_self and not bool(tensor.triu(offset + 1).any())
+    return mask.band is not None and mask.band[0] >= 0
+
+
+def _shows_all(mask: Mask, grid: Grid) -> bool:
+    """True for a single query, the last, to which all keys are visible: a step of decoding."""
+    return grid.n_queries == 1 and mask.band is not None and mask.band[0] <= 0 and mask.band[1] >= grid.n_keys - 1
+
+
+def _real_keys(attention_mask: Tensor | None, offset: int, length: int) -> Tensor | None:
+    """True at real keys, (batch, length), or None if all are real. `attention_mask` may be shorter than the cache."""
+    if attention_mask is None:
+        return None
+    real = attention_mask.to(torch.bool)
+    short = offset + length - real.shape[-1]
+    if short > 0:
+        real = torch.nn.functional.pad(real, (0, short))
+    real = real[:, offset : offset + length]
+    return None if bool(real.all()) else real
+
+
+def decode(function: Callable[..., Any], batch: int, n_keys: int, kv_offset: int) -> Mask | None:
+    """The mask that transformers' `function` describes, over keys `kv_offset` to `kv_offset + n_keys`; None is no mask.
+
+    An unknown function becomes a `Predicate`, which is exact and evaluated tile by tile.
+    """
+    try:
+        return _decode(function, n_keys, kv_offset)
+    except _UnknownError:
+        expanded = _vectorised(function)
+        return Predicate(lambda b, h, q, k: expanded(b, h, q + kv_offset, k + kv_offset))
+
+
+class _UnknownError(Exception):
+    """Raised for a mask function that is not one of transformers' factories."""
+
+
+def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | None:
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        raise _UnknownError
+    name = function.__qualname__.split(".")[0]
+    inner = inspect.getclosurevars(function).nonlocals
+    keys = slice(start, start + n_keys)
+    match name:
+        case "causal_mask_function":
+            return Causal()
+        case "bidirectional_mask_function":
+            return None
+        case "sliding_window_overlay" if int(inner["sliding_window"]) < 1:
+            raise _UnknownError  # Qwen2-MoE makes a mask of 0 keys, which no layer uses, when its windows are off
+        case "sliding_window_overlay":  # all keys after q − w; transformers combines it with the causal mask by "and"
+            return Window(int(inner["sliding_window"]), ahead=FAR)
+        case "sliding_window_bidirectional_overlay":  # |q − k| ≤ w
+            return Window(int(inner["sliding_window"]) + 1, ahead=int(inner["sliding_window"]))
+        case "chunked_overlay":
+            place = torch.arange(start, start + n_keys, device=inner["left_padding"].device)
+            chunk = (place - inner["left_padding"][:, None]) // inner["chunk_size"]
+            return Document(chunk - chunk.min())
+        case "blockwise_overlay":
+            return Document(inner["block_sequence_ids"][:, keys])
+        case "packed_sequence_mask_function":
+            return Document(inner["packed_sequence_mask"][:, keys])
+        case "padding_mask_function":
+            return Dense(inner["padding_mask"][:, None, None, keys].to(torch.bool))
+        case "remap_positions_for_packed_sequence":
+            mask = _decode(inner["mask_function"], n_keys, start)
+            if mask is not None and mask.band is None:
+                raise _UnknownError
+            return mask  # within a packed sequence, differences of positions equal differences of indices
+        case "and_masks" | "or_masks":
+            parts = [_decode(f, n_keys, start) for f in inner["mask_functions"]]
+            known = [m for m in parts if m is not None]
+            if not known or (name == "or_masks" and len(known) < len(parts)):
+                return None
+            return functools.reduce(and_ if name == "and_masks" else or_, known)
+    raise _UnknownError
+
+
+def _vectorised(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Vectorise a scalar mask function over broadcasting index tensors."""
+
+    def expanded(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        mapped = function
+        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+            mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
+        return mapped(b.flatten(), h.flatten(), q.flatten(), k.flatten())
+
+    return expanded

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from qkv._packages import check_tested, require
 from qkv.errors import InputError
-from qkv.huggingface.attention import INTERFACE, call_of, configurations, globals_of, routes
-from qkv.huggingface.masks import lazy_mask
+from qkv.huggingface.attention import INTERFACE, call_of, configurations, globals_of, lazy_mask, routes
 from qkv.kernels import opaque, serve
 
 _NAMES = (f"qkv_guest_{n}" for n in itertools.count())  # without "sdpa", "flash" and "/", which transformers interprets

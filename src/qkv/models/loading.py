@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+import socket
+import threading
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, overload
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
@@ -17,7 +22,7 @@ from qkv._packages import check_tested, require
 from qkv._progress import say
 from qkv._untrusted import SizeError, check_json_files, first_line, free_memory, load_json, shown
 from qkv.errors import InputError, nearest, one_of
-from qkv.models import checkpoint, gguf_files, pretrained, tensors
+from qkv.models import checkpoint, gguf_files, pretrained
 from qkv.models.decoder import DecoderLM
 from qkv.models.tokenizers import TOKENIZER, VOCABULARY, ByteTokenizer, FileTokenizer, WordNames
 
@@ -208,7 +213,7 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
     if not local and _is_path(path):
         raise InputError(f"model: no folder {path}, expected one with a model, a name on the hub or a built-in model")
     known = ("qkv-mini", *gguf_files.PACKAGED, *BUILT_IN)
-    options = UNTRUSTING | {"local_files_only": not local and tensors.only_cached(path, known)}
+    options = UNTRUSTING | {"local_files_only": not local and _only_cached(path, known)}
     try:
         number, stored = _declared(Path(path)) if local else (MOST_TENSORS, free_memory())
         config = AutoConfig.from_pretrained(path, **options)
@@ -243,7 +248,7 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Load
             options = UNTRUSTING | {"local_files_only": True, "gguf_file": alone.name}
             config = AutoConfig.from_pretrained(folder, **options)
             gguf_files.scale_rotary(config, header)
-            build = partial(kind.from_config, config, dtype=dtype, trust_remote_code=False)
+            build = functools.partial(kind.from_config, config, dtype=dtype, trust_remote_code=False)
             _check_size(build, len(header.tensors), header.stored)
             model, report = kind.from_pretrained(
                 folder, config=config, dtype=dtype, quantization_config=GgufConfig(dequantize=True),
@@ -297,14 +302,14 @@ def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
 def _declared(folder: Path) -> tuple[int, int]:
     """The number of tensors in a folder's safetensors files, and their bytes; ValueError for a file that is damaged."""
     check_json_files(folder)
-    files = [file for name in tensors.files_of(folder, checkpoint.WEIGHTS) if (file := folder / name).exists()]
-    return sum(len(tensors.header(file)) for file in files), sum(file.stat().st_size for file in files)
+    files = [file for name in checkpoint.files_of(folder, checkpoint.WEIGHTS) if (file := folder / name).exists()]
+    return sum(len(checkpoint.header(file)) for file in files), sum(file.stat().st_size for file in files)
 
 
 def _check_size(build: Callable[[], nn.Module], tensors_in_file: int, stored: int) -> None:
     """Raise `SizeError` for the configuration of a model that is too large; other errors come when it is loaded."""
     try:
-        tensors.build_without_memory(build, tensors_in_file, stored)
+        checkpoint.build_without_memory(build, tensors_in_file, stored)
     except SizeError:
         raise
     except Exception:  # transformers builds the model without memory, too, and raises the same error
@@ -322,6 +327,58 @@ def random_gpt2(tokens: int, *, layers: int = 6, heads: int = 6, seed: int = 0) 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPT2Model(config).eval()
+
+
+PATIENCE = 3.0  # seconds to wait for a connection
+NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def _only_cached(name: str, known: tuple[str, ...]) -> bool:
+    """True if a model of the hub has to come from the local cache, because the hub cannot be reached.
+
+    Args:
+        name: of a model on the hub, such as "gpt2" or "meta-llama/Llama-3.2-1B".
+        known: names of models that need no hub, for the hint of an error.
+    """
+    expected = f"expected {', '.join(map(repr, known))}, a folder with a model, or a name on the Hugging Face hub"
+    if not NAME.fullmatch(name):
+        raise InputError(f"model is {name!r}, {expected}{nearest(name, known)}")
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    if constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT):
+        if not cached:
+            why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+            raise InputError(
+                f"model is {name!r}, which is not in the cache of the Hugging Face hub, and {why}; "
+                f"{expected}{nearest(name, known)}"
+            )
+        return True
+    return False
+
+
+@functools.cache
+def _reachable(address: str) -> bool:
+    """True if a connection to the host of a web address, or to the proxy for it, succeeds within seconds."""
+    parts = urlsplit(address)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        parts = urlsplit(proxy if "://" in proxy else f"//{proxy}")
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    found = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((parts.hostname or "", port), PATIENCE).close()
+        except OSError:
+            return
+        found.set()
+
+    # In a thread, because the look-up of a name has no timeout.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return found.is_set()
 
 
 # --- decoders that continue text --------------------------------------------------------------------------------------
@@ -448,7 +505,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
             f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}, expected that file, a GGUF "
             f"file with a tokenizer, or a vocabulary of {ByteTokenizer.vocab_size} bytes"
         )
-    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return TextModel(model, TextTokenizer(tokenizer.encode, decode, tokenizer), name, _ends(ends, model.vocabulary))
 
 
@@ -490,7 +547,7 @@ def _folder_of_decoder(name: str) -> Path:
 
     logging.set_verbosity_error()
     disable_progress_bars()
-    cached = tensors.only_cached(name, ("qkv-mini",))
+    cached = _only_cached(name, ("qkv-mini",))
     try:
         config = huggingface_hub.hf_hub_download(name, checkpoint.CONFIG, local_files_only=cached)
         kind = checkpoint.read_config(Path(config).parent).get("model_type")
