@@ -4,8 +4,8 @@ Scores are recomputed tile by tile, as in FlashAttention. A row's *level* is its
 softmax, the threshold of an entmax). At a fixed level, a weight depends only on its own score; the gradient through the
 level is one number per query, by the implicit function theorem (for softmax it is FlashAttention's rowsum(dO ∘ O)). So
 one pass over the tiles serves all normalizers: it takes the gradient with respect to the weights to the scores, and
-from there to queries, keys, biases, sinks and learned tensors. `Gradients` is the backward of attention; the backward
-of statistics is another subclass of `WeightGradients`.
+from there to queries, keys, biases, sinks and learned tensors. The backward of the tiled kernel and that of statistics
+are subclasses of `WeightGradients`.
 
 A "slope" here is a gradient with respect to the weights or scores of a tile.
 """
@@ -18,55 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv.biases import AdditiveBias, ByQuery, clipped
+from qkv.biases import AdditiveBias
 from qkv.engine.call import Call, at_least_float32
-from qkv.engine.forward import ForwardState, dropped
 from qkv.engine.level import TileWeights
-from qkv.engine.tile_loop import Block, Group, Reducer, Tile, groups, reduce_tiles
+from qkv.engine.tile_loop import Block, Group, Reducer, Tile
 from qkv.engine.tiles import MASKED_SCORE
-from qkv.normalizers import Pointwise
-from qkv.partial import Partial, sink_gradient
-
-
-def backward(
-    call: Call, state: ForwardState, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]
-) -> dict[str, Tensor]:
-    """Return gradients of the tensors named in `wanted`, at least float32, given those of the output and the lse."""
-    wide = at_least_float32(call.q.dtype)
-    grad, out = grad.to(wide), state.out.to(wide)
-    totals = zeros(call, wanted)
-    if "sink" in totals and call.normalizer.has_lse:
-        assert call.sink is not None
-        assert state.level is not None
-        totals["sink"] = sink_gradient(call.sink, Partial(out, state.level), grad, grad_lse)
-    scaled = grad
-    for divisor in (state.total, call.divisor):
-        scaled = scaled if divisor is None else scaled / divisor[..., None]
-    inner = None
-    if not isinstance(call.normalizer, Pointwise) or call.normalizer.divide == "sum":
-        inner = (scaled * (out if state.mean is None else state.mean)).sum(-1)
-        inner = inner if grad_lse is None else inner - grad_lse
-    level = finite(state.level)
-    if call.sink is not None and not call.normalizer.has_lse:
-        assert level is not None
-        assert inner is not None
-        add_sink_gradients(call, level, -inner, totals)
-    distance_slopes = distance_mass = None
-    if call.values is not None:
-        distance_slopes = ByQuery(scaled @ call.values.to(wide).transpose(-1, -2), call.grid.offset)
-        distance_mass = ByQuery(torch.zeros_like(distance_slopes.tensor), call.grid.offset)
-    reduce_tiles(groups(call), Gradients(level, scaled, inner, totals, distance_slopes, distance_mass))
-    if state.chosen is not None and "v" in totals:
-        _add_chosen(state.chosen, grad, totals["v"])
-    if "values" in totals:
-        assert distance_mass is not None
-        by_distance = distance_mass.tensor
-        if state.chosen is not None:
-            index = clipped(call.grid.rows(0, call.grid.n_queries), state.chosen, distance_mass.reach)[..., None]
-            chosen = (state.chosen[..., None] >= 0).to(by_distance)
-            by_distance = torch.zeros_like(by_distance).scatter_(3, index, chosen)
-        totals["values"] = torch.einsum("bhqr,bhqd->hrd", by_distance, scaled).sum_to_size(totals["values"].shape)
-    return totals
 
 
 def zeros(call: Call, wanted: set[str]) -> dict[str, Tensor]:
@@ -78,14 +34,6 @@ def zeros(call: Call, wanted: set[str]) -> dict[str, Tensor]:
 def finite(level: Tensor | None) -> Tensor | None:
     """Return the level, with a large finite number for fully masked rows, at which all weights are 0."""
     return None if level is None else level.masked_fill(level == -torch.inf, -MASKED_SCORE)  # e^(s − ∞) = 0
-
-
-def _add_chosen(chosen: Tensor, grad: Tensor, total: Tensor) -> None:
-    """Add the gradient of the values that hard attention chose to `total`."""
-    b, dv = len(grad), grad.shape[3]
-    index = chosen.clamp(min=0).view(b, total.shape[1], -1)
-    slope = torch.where(chosen[..., None] >= 0, grad, 0.0).reshape(b, total.shape[1], -1, dv)
-    total.scatter_add_(2, index[..., None].expand_as(slope), slope)
 
 
 def add_sink_gradients(call: Call, level: Tensor, slope: Tensor, totals: dict[str, Tensor]) -> None:
@@ -239,48 +187,3 @@ class WeightGradients(Reducer[RowSlopes]):
         if of_k is not None and total is not None:
             total[:, cols] += of_k.view(len(total), tiles.group, *of_k.shape[2:]).sum(1)
         _add(self.totals, names, gradients)
-
-
-class Gradients(WeightGradients):
-    """Backward of attention: the gradient of a weight is dO·v, and the values get weightsᵀ·dO.
-
-    Args:
-        level: level of each row, finite.
-        grad: gradient of the output, divided by the divisor of the weights, if there is one.
-        inner: gradient through the level, subtracted from every weight of the row: rowsum(dO ∘ O) − d lse for softmax.
-        totals: gradient accumulators, by the names of the call's tensors.
-        distance_slopes: dO times the value vector of each clipped distance, for `RelativePosition` with values.
-        distance_mass: accumulator of the weights by clipped distance, likewise.
-    """
-
-    def __init__(
-        self,
-        level: Tensor | None,
-        grad: Tensor,
-        inner: Tensor | None,
-        totals: dict[str, Tensor],
-        distance_slopes: ByQuery | None = None,
-        distance_mass: ByQuery | None = None,
-    ) -> None:
-        super().__init__(level, totals)
-        self.grad, self.inner, self.distance_slopes, self.distance_mass = grad, inner, distance_slopes, distance_mass
-
-    def slope_at_weights(self, rows: RowSlopes, tile: Tile, weights: Tensor, masked: Tensor | None) -> Tensor:
-        tiles, cols, at = tile.group.tiles, tile.columns, tile.block.at
-        call, values = tiles.call, tiles.v[:, cols]
-        values = values if masked is None else tile.group.visible(values, masked)
-        grad = self.grad[at].reshape(len(values), -1, values.shape[2])
-        dropout = dropped(tile) if call.dropout_p else None
-        if not call.normalizer.one_key:
-            met = weights if dropout is None else weights * dropout
-            if (total := self.of_group("v", tile.group)) is not None:
-                total[:, cols].baddbmm_(met.reshape(len(values), -1, met.shape[3]).transpose(1, 2), grad)
-            if self.distance_mass is not None:
-                self.distance_mass.add_gradient(self.distance_mass.tensor, tile.region, met)
-        slope = tile.buffer("slope")
-        torch.bmm(grad, values.transpose(1, 2), out=slope.view(len(values), -1, tile.shape[3]))
-        if self.distance_slopes is not None:
-            slope += self.distance_slopes.tile(tile.region)
-        if dropout is not None:
-            slope *= dropout
-        return slope if self.inner is None else slope.sub_(self.inner[at][..., None])
