@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv._untrusted import check_version, first_line, load_json
-from qkv.errors import InputError
+from qkv._untrusted import check_version, load_json
+from qkv.errors import InputError, first_line
 from qkv.models.checkpoint import header, read_tensors
 
 STATE, TENSORS = "state.json", "state.safetensors"

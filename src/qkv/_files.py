@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv._untrusted import Budget
-from qkv.errors import InputError
+from qkv.errors import InputError, refusing
 
 
 def write_atomically(path: Path, data: bytes | memoryview | str) -> None:
@@ -100,12 +100,10 @@ def opened(address: str | os.PathLike[str], argument: str) -> Path | io.BytesIO:
     if scheme_of(address) is None:
         return Path(local(address))
     files, path = filesystem(address, argument)
-    try:
+    with refusing(f"{argument}: cannot read {os.fspath(address)!r} ({{}})"):
         size = files.size(path) or 0
         Budget(size).take(size)
         return io.BytesIO(files.cat_file(path))
-    except Exception as error:  # each backend has its own types of errors
-        raise InputError(f"{argument}: cannot read {os.fspath(address)!r} ({reason(error)})") from error
 
 
 def dataset_and_column(name: str) -> tuple[str, str]:

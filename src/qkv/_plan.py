@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias
-from qkv.compat import Form, autocast_dtype
+from qkv.compat import Form
 from qkv.engine.call import A, Call, at_least_float32
 from qkv.engine.sizes import sizes
 from qkv.engine.tiles import block_status
@@ -127,9 +127,7 @@ def plan(
     >>> print(qkv.plan(q, k, v, return_weights=True).kernel)
     eager
     """
-    _, tensors = Form.of(q, k, v)
-    dtype = autocast_dtype(tensors[0])
-    queries, keys, values = (x if dtype is None else x.to(dtype) for x in tensors)
+    _, (queries, keys, values), _ = Form.of(q, k, v)
     call = Call.of(queries, keys, values, mask, bias, score, normalizer, dropout_p)
     name, reason, rejected = choose(call, kernel, weights=return_weights)
     pairs, flops, moved, peak = cost(name, call)

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv.errors import InputError
+from qkv.errors import InputError, first_line, refusing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -242,16 +242,11 @@ def check_version(found: Any, newest: int) -> None:
 @contextmanager
 def reading(target: object, what: str) -> Iterator[None]:
     """Inside, any error means that a file that should be `what` cannot be read: an `InputError` with its first line."""
-    try:
+    # A damaged file can be wrong anywhere; zarr, xarray and codecs have errors of their own.
+    damaged = refusing(f"path: {str(target)!r} cannot be read ({{}}): it is not {what}, or is damaged")
+    absent = (FileNotFoundError, PermissionError, IsADirectoryError)
+    with damaged, refusing(f"path: cannot read {str(target)!r} ({{}})", *absent):
         yield
-    except InputError:
-        raise
-    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-        raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
-    except Exception as error:  # a damaged file can be wrong anywhere; zarr, xarray and codecs have errors of their own
-        raise InputError(
-            f"path: {str(target)!r} cannot be read ({first_line(error)}): it is not {what}, or is damaged"
-        ) from error
 
 
 # --- zip --------------------------------------------------------------------------------------------------------------
@@ -316,9 +311,3 @@ def parse_array(data: bytes) -> np.ndarray:
     if by_column or dtype.kind not in "biuf" or math.prod(shape) * dtype.itemsize != len(stored):
         raise ValueError(f"an array declares {dtype} of shape {str(shape)[:80]} and has {len(stored)} bytes")
     return np.frombuffer(stored, dtype).reshape(shape).copy()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 240 characters."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:240].rstrip(".;")

@@ -170,8 +170,8 @@ class Call:
         return replace(
             self, q=self.q[:, :, queries], k=self.k[:, :, keys], v=self.v[:, :, keys],
             mask=None if self.mask is None else mask_of_part(self.mask, grid, place),
-            biases=tuple(bias.part(place) for bias in self.biases), sink=_along(self.sink, queries),
-            shift=_along(self.shift, queries), divisor=_along(self.divisor, queries),
+            biases=tuple(bias.part(place) for bias in self.biases), sink=along(self.sink, queries),
+            shift=along(self.shift, queries), divisor=along(self.divisor, queries),
         )  # fmt: skip
 
     @cached_property
@@ -525,9 +525,9 @@ class RowState:
     def part(self, queries: slice, keys: slice) -> RowState:
         """Return the state of some rows, over all keys, for the `Call.part` of these queries and keys."""
         chosen = None if self.chosen is None else self.chosen[:, :, queries] - keys.start
-        return RowState(_along(self.level, queries), _along(self.total, queries), chosen)
+        return RowState(along(self.level, queries), along(self.total, queries), chosen)
 
 
-def _along(x: Tensor | None, queries: slice) -> Tensor | None:
+def along(x: Tensor | None, queries: slice) -> Tensor | None:
     """Return the slice of x (b, h, nq) or (b, h, 1) for some queries."""
     return x if x is None or x.shape[2] == 1 else x[:, :, queries]

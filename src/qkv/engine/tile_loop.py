@@ -110,12 +110,9 @@ class Tile:
         return self._masked
 
     def scores(self) -> tuple[Float[Tensor, "b h q k"], Bool[Tensor, "#b #h q k"] | None]:
-        """Return final scores with the shift, which may be overwritten; and pairs masked, also by a −inf bias."""
-        tiles, call = self.group.tiles, self.group.tiles.call
-        scores = tiles.scores(self.rows, self.columns, self.buffer("scores"))
-        if (shift := tiles.of(call.shift)) is not None:
-            scores = scores.add_((shift[..., self.rows] if shift.shape[2] > 1 else shift)[..., None])
-        masked = self.masked()
+        """Return final scores, which may be overwritten; and pairs masked, also by a −inf bias."""
+        scores = self.group.tiles.scores(self.rows, self.columns, self.buffer("scores"))
+        masked, call = self.masked(), self.group.tiles.call
         if call.biases and not call.normalizer.zero_at_minus_infinity:
             masked_by_bias = scores == -torch.inf
             masked = masked_by_bias if masked is None else masked | masked_by_bias

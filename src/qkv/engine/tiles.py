@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.biases import Bias
-from qkv.engine.call import Call, RowState, at_least_float32
+from qkv.engine.call import Call, RowState, along, at_least_float32
 from qkv.engine.sizes import readable, sizes
 from qkv.engine.transforms import transforming
 from qkv.errors import InputError
@@ -168,14 +168,6 @@ class ScoreTiles:
             parts.append(scores.to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def biased(self, product: Scores, rows: slice, columns: slice) -> Scores:
-        """Return final scores of q·k: with biases, divided by the temperature; not masked."""
-        in_place = not torch.is_grad_enabled() and not torch._C._is_tracing()
-        for bias in self.call.biases:
-            product = self.apply(bias, product, rows, columns, in_place=in_place)
-        divided = self.call.normalizer.temperature != 1 and not self.linear
-        return product / self.call.normalizer.temperature if divided else product
-
     def apply(self, bias: Bias, scores: Scores, rows: slice, columns: slice, *, in_place: bool = False) -> Scores:
         """Apply one bias to the scores of a tile; `in_place` allows it to overwrite them."""
         region = self.region(rows, columns)
@@ -195,8 +187,18 @@ class ScoreTiles:
         return self.with_all_heads(lambda s, at: weights_of(normalizer, s, at), scores, level)
 
     def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Scores:
-        """Return final scores of the tile, not masked; written to `out`, if given and the score is a product."""
-        return self.biased(self.product(rows, columns, out), rows, columns)
+        """Return final scores of the tile: with biases, divided by the temperature, with the shift; not masked.
+
+        They are in `out`, if it is given, the score is a product, and no gradient is wanted.
+        """
+        scores, in_place = self.product(rows, columns, out), not torch.is_grad_enabled() and not torch._C._is_tracing()
+        for bias in self.call.biases:
+            scores = self.apply(bias, scores, rows, columns, in_place=in_place)
+        if self.call.normalizer.temperature != 1 and not self.linear:
+            scores = scores / self.call.normalizer.temperature
+        if (shift := along(self.of(self.call.shift), rows)) is not None:
+            scores = scores.add_(shift[..., None]) if in_place else scores + shift[..., None]
+        return scores
 
     def log2_weights(self, rows: slice, columns: slice, lse: PerRow, out: Scores) -> Scores:
         """Return log2 of the softmax weights, (final score − `lse`) / ln 2; not masked, in `out` if there is no bias.
@@ -334,10 +336,7 @@ class WeightTiles:
             keys = call.grid.columns(columns.start, columns.stop)
             out.copy_(keys == self.chosen[:, :, rows, None])
         else:
-            scores = tiles.scores(rows, columns)
-            shift, divisor = tiles.of(call.shift), tiles.of(call.divisor)
-            if shift is not None:
-                scores = scores + (shift[..., rows] if shift.shape[2] > 1 else shift)[..., None]
+            scores, divisor = tiles.scores(rows, columns), tiles.of(call.divisor)
             if masked is not None:
                 scores = scores.masked_fill(masked, -torch.inf)  # masked scores may be NaN
             out.copy_(tiles.weights(scores, None if self.level is None else self.level[:, :, rows]))

@@ -43,8 +43,6 @@ def forward(call: Call) -> Result:
         tiles.k = zero_masked_keys(tiles.k.view(call.k.shape), visible).flatten(0, 1)
         v = zero_masked_keys(v, visible)
     scores = tiles.scores(rows, columns)
-    if call.shift is not None:
-        scores = scores + call.shift[..., None]
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     weights, lse = _weights(call, scores)

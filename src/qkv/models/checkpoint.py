@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qkv._packages import LAB, explain, from_lab, lab_is_missing
-from qkv._untrusted import Budget, SizeError, check_version, first_line, load_json, parse_json
-from qkv.errors import InputError
+from qkv._untrusted import Budget, SizeError, check_version, load_json, parse_json
+from qkv.errors import InputError, first_line, refusing
 from qkv.models import config as configs
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
@@ -149,36 +149,21 @@ def read_model(
     return model.eval()
 
 
-@contextmanager
-def readable(folder: Path, name: str) -> Iterator[None]:
+def readable(folder: Path, name: str) -> AbstractContextManager[None]:
     """Inside, OSError and ValueError mean that a file of weights cannot be read."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{name} in {folder} cannot be read ({first_line(error)}), expected weights as safetensors"
-        ) from error
+    return refusing(f"{name} in {folder} cannot be read ({{}}), expected weights as safetensors", OSError, ValueError)
 
 
-@contextmanager
-def valid_config(folder: Path) -> Iterator[None]:
-    """Inside, any error means that the entries of a configuration are invalid."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # entries can have any type and size
-        raise InputError(f"{CONFIG} in {folder} is not a valid configuration ({first_line(error)})") from error
+def valid_config(folder: Path) -> AbstractContextManager[None]:
+    """Inside, any error means that the entries of a configuration are invalid: they can have any type and size."""
+    return refusing(f"{CONFIG} in {folder} is not a valid configuration ({{}})")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of config.json."""
-    try:
+    absent = refusing(f"model: no {CONFIG} in {folder} ({{}})", OSError)
+    with absent, refusing(f"{CONFIG} in {folder} is not JSON ({{}})", ValueError):
         found = load_json(folder / CONFIG)
-    except OSError as error:
-        raise InputError(f"model: no {CONFIG} in {folder} ({error.strerror})") from error
-    except ValueError as error:
-        raise InputError(f"{CONFIG} in {folder} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise InputError(f"{CONFIG} in {folder} is a {type(found).__name__}, expected a JSON object")
     return found

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkv.errors import InputError, at_least_one, kind_of
 
@@ -134,7 +134,6 @@ def _penalized(logits: Float[Tensor, "b v"], seen: Int[Tensor, "b t"], penalty: 
     return torch.where(where[:, :-1], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-@runtime_checkable
 class Model(Protocol):
     """A model that can generate: an `nn.Module` with a vocabulary and a `step`; see `DecoderLM.start` for a state."""
 
@@ -145,20 +144,7 @@ class Model(Protocol):
     def step(self, tokens: Int[Tensor, "b n"], state: Any, /) -> Float[Tensor, "b v"]:
         """Logits of the next token after `tokens`, which follow the tokens in `state`; changes `state`."""
 
-    def modules(self) -> Iterator[nn.Module]:
-        """As `nn.Module.modules`."""
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As `nn.Module.parameters`."""
-
-    def buffers(self) -> Iterator[Tensor]:
-        """As `nn.Module.buffers`."""
-
-    def eval(self) -> Any:
-        """As `nn.Module.eval`."""
-
-
-@runtime_checkable
 class Tokenizer(Protocol):
     """A tokenizer for `text_stream`. If the prompt is a text, it also needs `encode(text)`, or a call that returns
     ``{"input_ids": …}``.
@@ -178,13 +164,6 @@ def evaluation_mode(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def evaluating(model: Model) -> Iterator[None]:
-    """Inside, a model is in evaluation mode, without autograd."""
-    with evaluation_mode(model), torch.inference_mode():
-        yield
 
 
 def stream(
@@ -257,7 +236,7 @@ def _stream(
     finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     tokens = prompt
     for _ in range(steps):
-        with evaluating(model):  # for one step only: the caller's code between steps keeps its modes
+        with evaluation_mode(model), torch.inference_mode():  # for one step only, so the caller keeps its modes
             chances = sampling.probabilities(model.step(tokens, state), seen)
         drawn = sampling.draw(chances, generators).to(prompt.device)
         out = drawn.masked_fill(finished, -1)
@@ -381,7 +360,8 @@ def text_stream(
     if isinstance(prompt, str):
         whole: Any = tokenizer
         encoded = whole.encode(prompt) if hasattr(whole, "encode") else whole(prompt)["input_ids"]
-    device = next((x.device for x in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
+    module: Any = model
+    device = next((x.device for x in itertools.chain(module.parameters(), module.buffers())), torch.device("cpu"))
     ids = torch.as_tensor(encoded, dtype=torch.long).reshape(1, -1).to(device)
     tokens = stream(model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling, end=end, seed=seed)
     return _text(tokens, tokenizer, set(end_tokens(end, model.vocabulary, ids.device).tolist()), stop)
@@ -523,7 +503,7 @@ def beam_search(
         raise InputError(f"num_return is {num_return}, expected 1 to {beams}, the number of beams")
     if not math.isfinite(length_penalty):
         raise InputError(f"length_penalty is {length_penalty}, expected a finite number")
-    with evaluating(model):
+    with evaluation_mode(model), torch.inference_mode():
         return _search(model, state, prompt, beams, max_new_tokens, ends, length_penalty, num_return)
 
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv._untrusted import Budget, first_line
-from qkv.errors import InputError
+from qkv._untrusted import Budget
+from qkv.errors import InputError, first_line
 
 MAGIC, ENDING = b"GGUF", ".gguf"
 VERSIONS = (2, 3)

@@ -20,8 +20,8 @@ from torch import nn
 
 from qkv._packages import check_tested, require
 from qkv._progress import say
-from qkv._untrusted import SizeError, check_json_files, first_line, free_memory, load_json, shown
-from qkv.errors import InputError, nearest, one_of
+from qkv._untrusted import SizeError, check_json_files, free_memory, load_json, shown
+from qkv.errors import InputError, first_line, nearest, one_of, refusing
 from qkv.models import checkpoint, gguf_files, pretrained
 from qkv.models.decoder import DecoderLM
 from qkv.models.tokenizers import TOKENIZER, VOCABULARY, ByteTokenizer, FileTokenizer, WordNames
@@ -171,11 +171,9 @@ def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
         return Loaded(name, model, FileTokenizer(file))
     words, sample = folder / VOCABULARY, folder / SAMPLE
     if sample.exists():
-        try:
+        with refusing(f"model: {SAMPLE} or {VOCABULARY} in {folder} is damaged ({{}})"):
             names = WordNames(load_json(words)) if words.exists() else None
             inputs = {key: torch.tensor(value) for key, value in load_json(sample).items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"model: {SAMPLE} or {VOCABULARY} in {folder} is damaged ({first_line(error)})") from error
         return Loaded(name, model, names, inputs)
     size = getattr(model.config, "vocab_size", None) or getattr(model.config, "source_vocab", None)
     return Loaded(name, model, ByteTokenizer() if size == ByteTokenizer.vocab_size else None)
@@ -214,7 +212,9 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
         raise InputError(f"model: no folder {path}, expected one with a model, a name on the hub or a built-in model")
     known = ("qkv-mini", *gguf_files.PACKAGED, *BUILT_IN)
     options = UNTRUSTING | {"local_files_only": not local and _only_cached(path, known)}
-    try:
+    expected = f"{', '.join(map(repr, known))}, a folder with a Hugging Face model, or a name on the Hugging Face hub"
+    # A configuration and weights can be wrong in any way.
+    with refusing(f"model: cannot load {path!r} ({{}}); expected {expected}{nearest(path, known)}"):
         number, stored = _declared(Path(path)) if local else (MOST_TENSORS, free_memory())
         config = AutoConfig.from_pretrained(path, **options)
         if head is None:
@@ -222,11 +222,6 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
         kind = AutoModelForCausalLM if head else AutoModel
         _check_size(lambda: kind.from_config(config, dtype=dtype, trust_remote_code=False), number, stored)
         model: PreTrainedModel = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **options)
-    except Exception as error:  # a configuration and weights can be wrong in any way
-        raise InputError(
-            f"model: cannot load {path!r} ({first_line(error)}); expected {', '.join(map(repr, known))}, a folder with "
-            f"a Hugging Face model, or a name on the Hugging Face hub{nearest(path, known)}"
-        ) from error
     return Loaded(name, model.eval(), _tokenizer(path, name, **options))
 
 
@@ -238,7 +233,7 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Load
 
     known = file.stem if name in gguf_files.PACKAGED else name
     kind = AutoModelForCausalLM if head else AutoModel
-    try:
+    with refusing(f"model: cannot load the GGUF file {name!r}: {{}}"):  # an entry of the file can be wrong in any way
         header = gguf_files.read(file, dtype.itemsize)
         weights = shown(sum(x.n_elements for x in header.tensors) * dtype.itemsize)
         say(f"{known} has {shown(header.stored)}, and takes {weights} of memory as {dtype}".replace("torch.", ""))
@@ -257,10 +252,6 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Load
             gguf_files.check_complete(model, report["missing_keys"], header, head=head)
             tokenizer = _tokenizer(folder, name, **options)
             gguf_files.complete_tokenizer(tokenizer, header)
-    except InputError:
-        raise
-    except Exception as error:  # an entry of the file can be wrong in any way
-        raise InputError(f"model: cannot load the GGUF file {name!r}: {first_line(error)}") from error
     model.config.name_or_path = known
     return Loaded(known, model.eval(), tokenizer)
 
@@ -287,10 +278,8 @@ def rendered_chat(tokenizer: Any, question: str) -> str:
             "to answer, such as 'smollm2'"
         )
     asked = [{"role": "user", "content": question}]
-    try:
+    with refusing("question: the chat template of this model fails ({})"):  # a template is a program
         return str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program
-        raise InputError(f"question: the chat template of this model fails ({first_line(error)})") from error
 
 
 def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
@@ -514,11 +503,9 @@ def _declared_ends(folder: Path, config: dict[str, Any]) -> Any:
     found = config.get("eos_token_id")
     file = folder / "generation_config.json"
     if file.exists():
-        try:
+        with refusing(f"{file.name} in {folder} is not a JSON object ({{}})"):
             generation = load_json(file)
             found = found if generation.get("eos_token_id") is None else generation["eos_token_id"]
-        except (OSError, ValueError, AttributeError) as error:
-            raise InputError(f"{file.name} in {folder} is not a JSON object ({first_line(error)})") from error
     return found
 
 
@@ -548,7 +535,8 @@ def _folder_of_decoder(name: str) -> Path:
     logging.set_verbosity_error()
     disable_progress_bars()
     cached = _only_cached(name, ("qkv-mini",))
-    try:
+    expected = "a folder with a model, or the name of a GPT-2 or Llama on the Hugging Face hub"
+    with refusing(f"model: cannot load {name!r} ({{}}); expected {expected}"):  # the HTTP library has errors of its own
         config = huggingface_hub.hf_hub_download(name, checkpoint.CONFIG, local_files_only=cached)
         kind = checkpoint.read_config(Path(config).parent).get("model_type")
         one_of(f"model: {name}: model_type", kind, tuple(pretrained.KINDS))
@@ -557,10 +545,3 @@ def _folder_of_decoder(name: str) -> Path:
                 name, allow_patterns=HUB_FILES, ignore_patterns="*/*", local_files_only=cached
             )
         )
-    except InputError:
-        raise
-    except Exception as error:  # the HTTP library raises its own exceptions
-        raise InputError(
-            f"model: cannot load {name!r} ({first_line(error)}); expected a folder with a model, or the name of a "
-            "GPT-2 or Llama on the Hugging Face hub"
-        ) from error

@@ -205,18 +205,17 @@ def rectangle(
     queries, keys = checked_slice("queries", queries, n_queries), checked_slice("keys", keys, call.k.shape[2])
     part, part_rows = replace(detached(call), values=None).part(queries, keys), rows.part(queries, keys)
     whole, group = Region(slice(0, part.q.shape[2]), slice(0, part.k.shape[2])), h // call.k.shape[1]
-    weights = []
-    for key_head in range(call.k.shape[1]) if head is None else [head // group]:
-        tiles = ScoreTiles(part, slice(item, item + 1), slice(key_head, key_head + 1))
-        if head is not None:
-            tiles = tiles.of_head(head % group)
-        masked = None
-        if part.mask is not None:
-            masked = ~part.mask.visible(tiles.region(whole.rows, whole.columns), part.grid)
-        out = tiles.q.new_empty(*tiles.shape, part.q.shape[2], part.k.shape[2])
-        WeightTiles(tiles, part_rows).fill(whole.rows, whole.columns, masked, out, out)
-        weights.append(out[0])
-    return torch.cat(weights)
+    tiles = ScoreTiles(
+        part, slice(item, item + 1), slice(None) if head is None else slice(head // group, head // group + 1)
+    )
+    if head is not None:
+        tiles = tiles.of_head(head % group)
+    masked = None
+    if part.mask is not None:
+        masked = ~part.mask.visible(tiles.region(whole.rows, whole.columns), part.grid)
+    out = tiles.q.new_empty(*tiles.shape, part.q.shape[2], part.k.shape[2])
+    WeightTiles(tiles, part_rows).fill(whole.rows, whole.columns, masked, out, out)
+    return out[0]
 
 
 def is_masked(call: Call, queries: slice, keys: slice, *, item: int = 0, head: int = 0) -> bool:

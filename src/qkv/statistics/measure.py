@@ -13,7 +13,6 @@ ReLU attention have any sum, and are divided by it. A row that sums to 0 gives n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.biases import Bias
-from qkv.compat import Form, autocast_dtype, refuse_unknown
+from qkv.compat import Form, refuse_unknown
 from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax
 from qkv.engine.sharded import RingAccumulator, Shared, blocks, positions
 from qkv.engine.tile_loop import Group, Tile
@@ -120,13 +119,10 @@ def measure(
             if value is not None:
                 raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        form, (q, k) = Form.of(q, k)
+        form, (q, k), without_autocast = Form.of(q, k)
         if differentiable and form.array:
             raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
-        dtype = autocast_dtype(q)
-        if dtype is not None:
-            q, k = q.to(dtype), k.to(dtype)
-        with torch.autocast(q.device.type, enabled=False) if dtype is not None else nullcontext():
+        with without_autocast:
             if differentiable and queries is not None and isinstance(q, Tensor) and q.ndim == 4:
                 _check_queries(queries, q)
                 q = q.masked_fill(~queries[:, None, :, None], 0)  # NaN in padding must not reach gradients

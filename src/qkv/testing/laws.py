@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from qkv._contract import learned_tensors
-from qkv.attention import attend
+from qkv.attention import Attention
 from qkv.biases import AdditiveBias, Bias
 from qkv.errors import InputError, kind_of
 from qkv.kernels import KERNELS
 from qkv.masks import Causal, Dense, Grid, Mask, Padding, Region
-from qkv.normalizers import Identity, Normalizer, SumToOne
+from qkv.normalizers import Identity, SumToOne
 from qkv.scores import Pairwise, Score
-from qkv.statistics.measure import measure
 
 EPS = torch.finfo(torch.float64).eps
 ROUNDINGS = 2.0**12  # eps that the same function of the same numbers may be off
@@ -273,16 +272,13 @@ HALF_ROUNDINGS = 8.0
 DRAW = 3  # seed for normalizers that sample a key
 
 
-@dataclass(frozen=True)
-class Composition:
-    """The arguments of `attend` other than tensors; one of them is under examination."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Composition(Attention):
+    """A composition of which one part is under examination."""
 
+    mask: Mask | None = None
     subject: str
     """Name of the argument under examination."""
-    mask: Mask | None = None
-    bias: Bias | None = None
-    score: Score | None = None
-    normalizer: Normalizer | None = None
     label: str = ""
     """How this composition differs from others, for messages."""
     about: object = None
@@ -315,14 +311,10 @@ class Composition:
         """The same composition with the parameters of the object in another dtype."""
         return self.of(converted(self.thing, dtype))
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `attend`."""
-        return {name: getattr(self, name) for name in ("mask", "bias", "score", "normalizer")}
-
     def learned(self) -> dict[str, Tensor]:
         """Learned tensors of all parts, by name."""
         result: dict[str, Tensor] = {}
-        for name, part in self.arguments().items():
+        for name, part in self._parts().items():
             prefix = "" if name == self.subject else f"{name}."
             result |= {prefix + tensor: x for tensor, x in learned_tensors(part).items()}
         return result
@@ -349,15 +341,14 @@ def run(
     None if the kernel does not support the call, not even without gradients.
     """
     q, k, v = inputs
-    options = c.arguments() | {"kernel": kernel}
     with calling(*c.reported, f"attend on kernel {kernel!r} with {where}"), torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(DRAW)  # torch.manual_seed notes the stack for devices that are not there
         try:
             if kernel == "eager":
-                out, weights = attend(q, k, v, return_weights=True, **options)
+                out, weights = c(q, k, v, kernel=kernel, return_weights=True)
                 results = {"output": out, "weight": weights}
             else:
-                results = {"output": attend(q, k, v, **options)}
+                results = {"output": c(q, k, v, kernel=kernel)}
         except InputError as error:
             if kernel in MUST_SERVE or not str(error).startswith(f"kernel={kernel!r} cannot serve"):
                 raise
@@ -530,7 +521,7 @@ def check_measure(c: Composition, size: Size) -> None:
     weights = by_definition(c, (q, k, v), where)["weight"]
     with calling(*c.reported, f"measure with {where}"):
         try:
-            got = measure(q, k, **c.arguments())
+            got = c.measure(q, k)
         except InputError as error:
             if bool((weights < 0).any()) and "negative weights" in str(error):
                 return

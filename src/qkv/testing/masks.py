@@ -205,18 +205,18 @@ def _check_shortcuts(mask: Mask, size: Size, visible: Tensor) -> None:
 
 def _check_attend(mask: Mask, sizes: list[Size]) -> None:
     first = sizes[0]
-    plain = Composition("mask", mask)
+    plain = Composition(subject="mask", mask=mask)
     for size in sizes:
         check_kernels(plain, size, torch.float64 if size.small else torch.float32)
     for size in dict.fromkeys((first, sizes[min(3, len(sizes) - 1)])):
         check_masked(plain, size)
         lengths = [max(1, size.keys - 2 - item) for item in range(size.batch)]
         padding = mask & Padding(lengths)
-        check_masked(Composition("mask", padding, label="padding on the right", about=mask), size)
+        check_masked(Composition(subject="mask", mask=padding, label="padding on the right", about=mask), size)
     for normalizer in (Identity("keys"), Identity(), Sigmoid()):  # `Sigmoid` counts the visible keys
         label = f"normalizer {type(normalizer).__name__}"
         for size in sizes[:2]:
-            check_kernels(Composition("mask", mask, normalizer=normalizer, label=label), size)
+            check_kernels(Composition(subject="mask", mask=mask, normalizer=normalizer, label=label), size)
     check_slopes(plain, first)
     check_half(plain, sizes[min(2, len(sizes) - 1)])
     for size in dict.fromkeys((first, sizes[min(3, len(sizes) - 1)], sizes[-1])):

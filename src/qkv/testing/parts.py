@@ -91,7 +91,7 @@ def check_bias(
             fail(bias, "bound", f"returned {type(bound).__name__}, expected a bias")
         bound.require()
     eps = _check_scores(exact, bound, first, q)
-    plain = Composition("bias", bias=bias, normalizer=Softmax(0.7), eps=eps)
+    plain = Composition(subject="bias", bias=bias, normalizer=Softmax(0.7), eps=eps)
     sigmoid = replace(plain, normalizer=Sigmoid(-1.0), label="normalizer Sigmoid")
     check_attend(plain, chosen_sizes, [masked(sigmoid, first)[1]])
 
@@ -232,7 +232,7 @@ def check_score(
         _check_pair_gradients(exact, q, k)
     if exact.keeps_rotation:
         _check_rotation(exact, first)
-    plain, key = Composition("score", score=score), normal(first.heads, first.dim_k, seed=6).requires_grad_()
+    plain, key = Composition(subject="score", score=score), normal(first.heads, first.dim_k, seed=6).requires_grad_()
     linear = replace(plain, normalizer=Identity("keys"), label="normalizer Identity")
     learned = replace(plain, normalizer=Softmax(0.7, key=key), label="a learned key in the normalizer")
     check_attend(plain, computed, [learned, masked(linear, first)[2]])
@@ -601,7 +601,7 @@ def _check_normalized(normalizer: Normalizer, heads: int, sizes: Sizes | None, b
     chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim)
     first = chosen_sizes[0]
     more = [masked(c, first)[2 - index % 2] for index, c in enumerate(_variants(normalizer, first))]
-    check_attend(Composition("normalizer", normalizer=normalizer), chosen_sizes, more)
+    check_attend(Composition(subject="normalizer", normalizer=normalizer), chosen_sizes, more)
 
 
 def _variants(normalizer: Normalizer, size: Size) -> list[Composition]:
@@ -616,4 +616,4 @@ def _variants(normalizer: Normalizer, size: Size) -> list[Composition]:
             ("a sink for each query", normalizer.with_sink(each)),
             ("a learned key", normalizer.with_sink(None, key)),
         ]
-    return [Composition("normalizer", normalizer=one, label=f"with {label}") for label, one in made]
+    return [Composition(subject="normalizer", normalizer=one, label=f"with {label}") for label, one in made]
