@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv._compiled import LIBRARY
 from qkv.compat import autocast_dtype
 from qkv.engine.call import Call, at_least_float32, zero_masked_nonfinite
 from qkv.kernels import attention, tiled
 from qkv.masks import Dense, Grid, Mask, Window
+from qkv.native import LIBRARY
 from qkv.native import kernel as native
 from qkv.native.binding import is_finite
 from qkv.normalizers import Softmax

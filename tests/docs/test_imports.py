@@ -22,7 +22,7 @@ ROOMS = {"qkv": ROOT / "src" / "qkv", "qkv_lab": ROOT / "lab" / "qkv_lab", "rese
 # Layers within a room, the lowest first. A dotted name is a package of its own inside another.
 ORDER = {
     "qkv": [
-        "_lazy", "errors", "_contract", "_compiled", "_packages", "_untrusted", "_files", "_progress",
+        "_lazy", "errors", "_contract", "_packages", "_untrusted", "_files", "_progress",
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
         "engine", "compat", "statistics.base", "statistics.result", "reference", "native", "kernels", "linear",

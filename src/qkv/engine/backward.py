@@ -21,8 +21,7 @@ from torch import Tensor
 from qkv.biases import AdditiveBias
 from qkv.engine.call import Call, at_least_float32
 from qkv.engine.level import TileWeights
-from qkv.engine.tile_loop import Block, Group, Reducer, Tile
-from qkv.engine.tiles import MASKED_SCORE
+from qkv.engine.tiles import MASKED_SCORE, Block, Group, Reducer, Tile
 
 
 def zeros(call: Call, wanted: set[str]) -> dict[str, Tensor]:
@@ -71,16 +70,14 @@ class RowSlopes:
     """Learned tensors of the normalizer that need gradients."""
 
 
+@dataclass(eq=False)
 class WeightGradients(Reducer[RowSlopes]):
-    """Backpropagates gradients of the weights to all tensors of a call. Subclasses implement `slope_at_weights`.
+    """Backpropagates gradients of the weights to all tensors of a call. Subclasses implement `slope_at_weights`."""
 
-    Args:
-        level: level of each row, finite.
-        totals: gradient accumulators, by the names of the call's tensors.
-    """
-
-    def __init__(self, level: Tensor | None, totals: dict[str, Tensor]) -> None:
-        self.level, self.totals = level, totals
+    level: Tensor | None
+    """The level of each row, finite."""
+    totals: dict[str, Tensor]
+    """Gradient accumulators, by the names of the call's tensors."""
 
     def slope_at_weights(self, rows: RowSlopes, tile: Tile, weights: Tensor, masked: Tensor | None) -> Tensor:
         """Return the gradient of each weight of a tile, at a fixed level, minus the row's gradient through the level.

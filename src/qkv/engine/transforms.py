@@ -70,7 +70,8 @@ def once_differentiable(
     return tuple(None if x is None else next(marked) for x in grads)
 
 
-Results = tuple[Tensor | None, ...]
+Results = tuple[Any, ...]
+"""Tensors, or None."""
 Gradients = Callable[[dict[str, Tensor], Results, Results, Results, set[str]], dict[str, Tensor]]
 """Takes the tensors by name, the results, what was kept besides, the gradients of the results, and the names of the
 tensors that need gradients; returns these gradients by name."""

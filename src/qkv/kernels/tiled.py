@@ -21,8 +21,7 @@ from qkv.engine.call import Call, Result, RowState, at_least_float32, detached
 from qkv.engine.level import level_of_rows, level_slopes, pointwise, sink_weights, solve_rows
 from qkv.engine.needs import NEEDS, Need, unmet
 from qkv.engine.sizes import sizes
-from qkv.engine.tile_loop import Block, Reducer, Tile, groups, reduce_tiles
-from qkv.engine.tiles import LOG2_E, gumbel, uniform
+from qkv.engine.tiles import LOG2_E, Block, Reducer, State, Tile, groups, gumbel, reduce_tiles, uniform
 from qkv.engine.transforms import Results, differentiable_call
 from qkv.normalizers import Normalizer, Pointwise
 from qkv.partial import Partial, sink_gradient
@@ -122,12 +121,17 @@ def dropped(tile: Tile) -> Tensor:
     return stays.to(tile.group.tiles.dtype).div_(1 - call.dropout_p)
 
 
-class _Attention(Reducer["_Sums"]):
-    """Base of the forward reducers: accumulates weights @ values over tiles."""
+@dataclass(eq=False)
+class _Forward(Reducer[State]):
+    """Base of the forward reducers."""
 
-    def __init__(self, state: ForwardState, distance_mass: ByQuery | None) -> None:
-        """`distance_mass` accumulates weights by clipped distance, for `RelativePosition` with values."""
-        self.state, self.distance_mass = state, distance_mass
+    state: ForwardState
+    distance_mass: ByQuery | None
+    """Accumulates weights by clipped distance, for `RelativePosition` with values."""
+
+
+class _Attention(_Forward["_Sums"]):
+    """Accumulates weights @ values over tiles."""
 
     def begin(self, block: Block) -> _Sums:
         tiles = block.group.tiles
@@ -213,11 +217,8 @@ class _Panel:
     noise: list[Tensor] = field(default_factory=list)
 
 
-class _Panels(Reducer[_Panel]):
+class _Panels(_Forward[_Panel]):
     """Normalizers whose level is solved on whole rows: computes them on panels of a few rows."""
-
-    def __init__(self, state: ForwardState, distance_mass: ByQuery | None) -> None:
-        self.state, self.distance_mass = state, distance_mass
 
     def blocks(self, block: Block) -> Iterator[Block]:
         tiles = block.group.tiles
@@ -309,7 +310,6 @@ def _normalized_level_slopes(
 def _backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
     """Return gradients of the tensors named in `wanted`, at least float32, given those of the output and the lse."""
     (out, _), (level, total, chosen, mean), (grad, grad_lse) = results, more, grads
-    assert out is not None
     out = out.to(at_least_float32(call.q.dtype))
     grad, totals = torch.zeros_like(out) if grad is None else grad.to(out.dtype), zeros(call, wanted)
     if "sink" in totals and call.normalizer.has_lse:
@@ -332,7 +332,7 @@ def _backward(call: Call, results: Results, more: Results, grads: Results, wante
     if call.values is not None:
         distance_slopes = ByQuery(scaled @ call.values.to(out).transpose(-1, -2), call.grid.offset)
         distance_mass = ByQuery(torch.zeros_like(distance_slopes.tensor), call.grid.offset)
-    reduce_tiles(groups(call), Gradients(level, scaled, inner, totals, distance_slopes, distance_mass))
+    reduce_tiles(groups(call), Gradients(level, totals, scaled, inner, distance_slopes, distance_mass))
     if chosen is not None and "v" in totals:
         _add_chosen(chosen, grad, totals["v"])
     if "values" in totals:
@@ -354,29 +354,18 @@ def _add_chosen(chosen: Tensor, grad: Tensor, total: Tensor) -> None:
     total.scatter_add_(2, index[..., None].expand_as(slope), slope)
 
 
+@dataclass(eq=False)
 class Gradients(WeightGradients):
-    """Backward of attention: the gradient of a weight is dO·v, and the values get weightsᵀ·dO.
+    """Backward of attention: the gradient of a weight is dO·v, and the values get weightsᵀ·dO."""
 
-    Args:
-        level: level of each row, finite.
-        grad: gradient of the output, divided by the divisor of the weights, if there is one.
-        inner: gradient through the level, subtracted from every weight of the row: rowsum(dO ∘ O) − d lse for softmax.
-        totals: gradient accumulators, by the names of the call's tensors.
-        distance_slopes: dO times the value vector of each clipped distance, for `RelativePosition` with values.
-        distance_mass: accumulator of the weights by clipped distance, likewise.
-    """
-
-    def __init__(
-        self,
-        level: Tensor | None,
-        grad: Tensor,
-        inner: Tensor | None,
-        totals: dict[str, Tensor],
-        distance_slopes: ByQuery | None = None,
-        distance_mass: ByQuery | None = None,
-    ) -> None:
-        super().__init__(level, totals)
-        self.grad, self.inner, self.distance_slopes, self.distance_mass = grad, inner, distance_slopes, distance_mass
+    grad: Tensor
+    """Gradient of the output, divided by the divisor of the weights, if there is one."""
+    inner: Tensor | None
+    """Gradient through the level, subtracted from every weight of the row: rowsum(dO ∘ O) − d lse for softmax."""
+    distance_slopes: ByQuery | None = None
+    """dO times the value vector of each clipped distance, for `RelativePosition` with values."""
+    distance_mass: ByQuery | None = None
+    """Accumulator of the weights by clipped distance, likewise."""
 
     def slope_at_weights(self, rows: RowSlopes, tile: Tile, weights: Tensor, masked: Tensor | None) -> Tensor:
         tiles, cols, at = tile.group.tiles, tile.columns, tile.block.at

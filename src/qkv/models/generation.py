@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -134,6 +134,7 @@ def _penalized(logits: Float[Tensor, "b v"], seen: Int[Tensor, "b t"], penalty: 
     return torch.where(where[:, :-1], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
+@runtime_checkable
 class Model(Protocol):
     """A model that can generate: an `nn.Module` with a vocabulary and a `step`; see `DecoderLM.start` for a state."""
 
@@ -145,6 +146,7 @@ class Model(Protocol):
         """Logits of the next token after `tokens`, which follow the tokens in `state`; changes `state`."""
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """A tokenizer for `text_stream`. If the prompt is a text, it also needs `encode(text)`, or a call that returns
     ``{"input_ids": …}``.

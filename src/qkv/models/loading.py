@@ -325,9 +325,7 @@ NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def _only_cached(name: str, known: tuple[str, ...]) -> bool:
     """True if a model of the hub has to come from the local cache, because the hub cannot be reached.
 
-    Args:
-        name: of a model on the hub, such as "gpt2" or "meta-llama/Llama-3.2-1B".
-        known: names of models that need no hub, for the hint of an error.
+    `known` are names of models that need no hub, for the hint of an error.
     """
     expected = f"expected {', '.join(map(repr, known))}, a folder with a model, or a name on the Hugging Face hub"
     if not NAME.fullmatch(name):

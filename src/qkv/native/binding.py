@@ -18,13 +18,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv._compiled import LIBRARY, MISSING, described
 from qkv.biases import Bias, SingleTensorBias
 from qkv.engine.call import Call
 from qkv.engine.needs import Need, unmet
 from qkv.engine.tiles import cached_for_mask
 from qkv.masks import And, Grid, Mask
 from qkv.masks.convert import MaskBits, mask_bits, parts
+from qkv.native import LIBRARY, MISSING, described
 from qkv.statistics.result import Place, Statistics, Thumbnail, bin_size, share_of_first
 
 if TYPE_CHECKING:

@@ -129,7 +129,6 @@ def plain(
     def backward(tensors: dict[str, Tensor], results: Results, more: Results, grads: Results, wanted: set[str]) -> Any:
         again = of_tensors(tensors["q"], tensors["k"], tensors["v"], c.scale, (c.low, c.high), torch.float32)
         assert again is not None
-        assert more[0] is not None
         return _gradients(again, more[0], out=results[0], grad=grads[0])
 
     output: Tensor = differentiable({"q": q, "k": k, "v": v}, lambda: ((out,), (lse,)), backward, "native")[0]
@@ -232,7 +231,6 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
 
 def _backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
     (out, lse), (grad, grad_lse) = results, grads
-    assert lse is not None
     return gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse, wanted=wanted)
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from qkv.engine.call import Call, RowState, detached
 from qkv.engine.sizes import sizes
-from qkv.engine.tile_loop import Block, Group, Reducer, Tile, reduce_tiles
-from qkv.engine.tiles import ScoreTiles, WeightTiles, block_status
+from qkv.engine.tiles import Block, Group, Reducer, ScoreTiles, Tile, WeightTiles, block_status, reduce_tiles
 from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 
@@ -54,12 +53,8 @@ class Picture:
 class HeadMap:
     """The attention map of one head of a call, for any number of pictures. No gradients.
 
-    Args:
-        call: the attention call, with any normalizer.
-        rows: its normalizer state, `qkv.statistics.measure.row_state(call)`.
-        item: batch item.
-        head: query head.
-        real: True at queries that count; the rest (padding) have weights of 0.
+    `rows` is `qkv.statistics.measure.row_state(call)`; `real` is True at queries that count, and the rest (padding)
+    have weights of 0.
 
     >>> import torch
     >>> from qkv.masks import Causal
@@ -178,19 +173,8 @@ def rectangle(
 ) -> Float[Tensor, "h q k"]:
     """Return the weights of a small rectangle of the matrix, not pooled, of one query head or of all. No gradients.
 
-    Time and memory are proportional to the size of the rectangle: a row or a column of the matrix costs one
-    matrix-vector product.
-
-    Args:
-        call: the attention call, with any normalizer.
-        rows: its normalizer state, `qkv.statistics.measure.row_state(call)`.
-        queries: the queries of the rectangle.
-        keys: the keys of the rectangle.
-        item: batch item.
-        head: query head; all heads if None.
-
-    Returns:
-        float32 (float64 for float64 inputs), on the device of the call.
+    `rows` is `qkv.statistics.measure.row_state(call)`. Time and memory are proportional to the size of the rectangle: a
+    row or a column of the matrix costs one matrix-vector product. The weights are float32, or float64 as the inputs.
 
     >>> import torch
     >>> from qkv.masks import Causal

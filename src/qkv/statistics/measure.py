@@ -27,7 +27,7 @@ from qkv.biases import Bias
 from qkv.compat import Form, refuse_unknown
 from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax
 from qkv.engine.sharded import RingAccumulator, Shared, blocks, positions
-from qkv.engine.tile_loop import Group, Tile
+from qkv.engine.tiles import Group, Tile
 from qkv.errors import InputError
 from qkv.kernels import attention, tiled
 from qkv.masks import Grid, Mask
@@ -35,8 +35,7 @@ from qkv.native import binding
 from qkv.native import kernel as native_kernel
 from qkv.normalizers import Normalizer, Pointwise, SumToOne, weights_of
 from qkv.scores import Score
-from qkv.statistics.base import Statistic, validated
-from qkv.statistics.built_in import FIELDS, PrefixSinkScores
+from qkv.statistics.base import FIELDS, PrefixSinkScores, Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, StatisticsReducer, own_statistics
 from qkv.statistics.result import Statistics, Thumbnail, share_of_first
@@ -369,12 +368,8 @@ def sums_to_one(normalizer: Normalizer) -> bool:
 def in_shares(call: Call, measured: Statistics, **options: Any) -> Statistics:
     """Return the statistics `measured` of a call with shares in place of weights, from a second sweep over the scores.
 
-    `row_sum`, `thumbnail` and `own` stay those of the weights. No sweep is needed if the rows sum to one.
-
-    Args:
-        call: the attention call.
-        measured: its statistics.
-        options: `mass`, `first`, `queries` and, for `PrefixSinkScores`, `statistics`, as in `qkv.measure`.
+    `row_sum`, `thumbnail` and `own` stay those of the weights. No sweep is needed if the rows sum to one. The options
+    are `mass`, `first`, `queries` and, for `PrefixSinkScores`, `statistics`, as in `qkv.measure`.
     """
     if sums_to_one(call.normalizer):
         return measured
