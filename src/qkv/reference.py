@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -498,18 +499,7 @@ def _value(bias: Sequence[biases.Bias], h: int, back: int) -> Array | float:
 # --- 6. Statistics of weights -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class ReferenceStatistics:
-    """Statistics of one weight matrix (…, nq, nk); definitions in `statistics`."""
-
-    entropy: Array
-    received: Array
-    distance: Array
-    spread: Array
-    effective_keys: Array
-
-
-def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -> ReferenceStatistics:
+def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -> SimpleNamespace:
     """Return the results expected of `qkv.measure`, computed from materialised weights.
 
     With M_i = Σ_j A_ij the mass on keys (1 unless a sink takes some) and a_ij = A_ij / M_i:
@@ -528,7 +518,7 @@ def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -
     logs = np.log(a, out=np.zeros_like(a), where=a > 0)
     mean = (a * key).sum(-1, keepdims=True)
     squares = (a * a).sum(-1)
-    return ReferenceStatistics(
+    return SimpleNamespace(
         entropy=-(a * logs).sum(-1),
         received=weights.sum(-2),
         distance=(a * np.abs(position - key)).sum(-1),

@@ -201,7 +201,7 @@ except ModuleNotFoundError as error:
     assert not set(core.split()) & set(rooms[rooms.index("testing") :])
     assert "models" in models.split()
     assert not set(models.split()) & set(rooms[rooms.index("huggingface") :])
-    assert {"qkv.kernels.tiled", "qkv.models.decoder", "qkv.testing.masks"} <= set(loaded)
+    assert {"qkv.kernels.tiled", "qkv.models.decoder", "qkv.testing.weights"} <= set(loaded)
     assert {name.split(".")[0] for name in loaded} & HEAVY == set()
     assert blocked.split()[0] in HEAVY
     assert "is blocked" in blocked

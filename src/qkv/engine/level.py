@@ -239,11 +239,15 @@ def level_slopes(normalizer: Normalizer, scores: Tensor, level: Tensor, weights:
     return torch.zeros_like(scores) if falls is None else falls.masked_fill_(masked, 0)
 
 
-def sink_weights(normalizer: Normalizer, sink: PerRow, level: PerRow) -> tuple[PerRow, PerRow]:
-    """Return the weight of a sink at the level of each row, and its −∂ weight / ∂ level."""
-    column = sink.expand_as(level)[..., None]
-    weights = weights_of(normalizer, column, level)
-    return weights[..., 0], level_slopes(normalizer, column, level, weights)[..., 0]
+def sink_weight(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
+    """Return the weight of a sink at the level of each row."""
+    return weights_of(normalizer, sink.expand_as(level)[..., None], level)[..., 0]
+
+
+def sink_slope(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
+    """Return −∂ weight / ∂ level of a sink at the level of each row."""
+    weight = sink_weight(normalizer, sink, level)
+    return level_slopes(normalizer, sink.expand_as(level)[..., None], level, weight[..., None])[..., 0]
 
 
 class TileWeights:

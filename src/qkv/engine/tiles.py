@@ -25,7 +25,7 @@ from qkv.engine.sizes import readable, sizes
 from qkv.engine.transforms import transforming
 from qkv.errors import InputError
 from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
-from qkv.normalizers import checked_shape, weights_of
+from qkv.normalizers import LOG2_E, checked_shape, weights_of
 from qkv.scores import Pairwise
 
 T = TypeVar("T")
@@ -68,7 +68,6 @@ def _other_tensors() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-LOG2_E = math.log2(math.e)
 MASKED_SCORE = -1e30  # score of a masked pair: exp of it is 0, and 0 times it is 0 (0 · −inf would be NaN)
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from qkv.biases import ByQuery, clipped
 from qkv.engine.backward import RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32, detached
-from qkv.engine.level import level_of_rows, level_slopes, pointwise, sink_weights, solve_rows
+from qkv.engine.level import level_of_rows, level_slopes, pointwise, sink_slope, solve_rows
 from qkv.engine.needs import NEEDS, Need, unmet
 from qkv.engine.sizes import sizes
-from qkv.engine.tiles import LOG2_E, Block, Reducer, State, Tile, groups, gumbel, reduce_tiles, uniform
+from qkv.engine.tiles import Block, Reducer, State, Tile, groups, gumbel, reduce_tiles, uniform
 from qkv.engine.transforms import Results, differentiable_call
-from qkv.normalizers import Normalizer, Pointwise
+from qkv.normalizers import LOG2_E, Normalizer, Pointwise
 from qkv.partial import Partial, sink_gradient
 
 OFFERS: tuple[Need, ...] = tuple(need for need in NEEDS if need not in ("transforms", "tensors in closures"))
@@ -77,7 +77,7 @@ def _compute(call: Call, *, training: bool) -> tuple[Results, Results]:
 def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
     """Return the output and row state of a call; `training` also computes `mean`, for the backward."""
     b, h, n_queries, _ = call.q.shape
-    zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
+    zeros = call.q.new_zeros(b, h, n_queries, dtype=at_least_float32(call.q.dtype))
     normalizer = call.normalizer
     reducer: type[_Softmax] | type[_Pointwise] | type[_Panels] = _Softmax
     state = ForwardState(out=zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
@@ -300,7 +300,7 @@ def _normalized_level_slopes(
     level_weights = weights if normalizer.has_lse else level_slopes(normalizer, scores, level, weights)
     total = level_weights.sum(-1, keepdim=True)
     if sink is not None:
-        total = total + sink_weights(normalizer, sink, level)[1][..., None]
+        total = total + sink_slope(normalizer, sink, level)[..., None]
     return level_weights / torch.where(total == 0, 1.0, total)
 
 

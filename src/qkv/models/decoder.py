@@ -273,14 +273,18 @@ class DecoderLM(nn.Module):
         (2, torch.Size([1, 4, 3, 3]))
         """
         weights: list[Tensor] | None = [] if return_weights else None
-        logits = F.linear(self.hidden(ids, weights), *self._output())
+        logits = F.linear(self._hidden(ids, weights), *self._output())
         return logits if weights is None else (logits, tuple(weights))
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`
 
-    def hidden(self, ids: Int[Tensor, "b n"], weights: list[Tensor] | None = None) -> Float[Tensor, "b n d_model"]:
-        """Final hidden states, the input of the output matrix; the weights of each layer are appended to `weights`."""
+    def hidden(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
+        """Final hidden states, the input of the output matrix."""
+        return self._hidden(ids)
+
+    def _hidden(self, ids: Tensor, weights: list[Tensor] | None = None) -> Tensor:
+        """Final hidden states; the weights of each layer are appended to `weights`, if it is a list."""
         self._check(ids, 0)
         x = self._embedded(ids, 0, None)
         for block in self.blocks:
@@ -364,8 +368,10 @@ class DecoderLM(nn.Module):
             )
 
     @torch.no_grad()
-    def step(self, tokens: Int[Tensor, "b n"], state: DecoderState) -> Float[Tensor, "b vocab"]:
-        """Logits of the next token after `tokens`, which follow the tokens in `state`.
+    def step(
+        self, tokens: Int[Tensor, "b n"], state: DecoderState, *, every: bool = False
+    ) -> Float[Tensor, "b *n vocab"]:
+        """Logits of the next token after `tokens`, which follow the tokens in `state`; or after `every` one of them.
 
         If the model has a prefix, the first call must contain all of it.
         """
@@ -392,7 +398,7 @@ class DecoderLM(nn.Module):
         for block, cache in zip(self.blocks, state.caches, strict=True):
             x = block(x, mask=mask, positions=positions, cache=cache)
         state.seen += tokens.shape[1]
-        return F.linear(self.norm(x[:, -1]), *self._output())
+        return F.linear(self.norm(x if every else x[:, -1]), *self._output())
 
     def _check(self, ids: Tensor, seen: int) -> None:
         check_ids("tokens", ids, self.config.vocab_size)

@@ -21,6 +21,7 @@ from torch import Tensor
 from qkv.biases import Bias, SingleTensorBias
 from qkv.engine.call import Call
 from qkv.engine.needs import Need, unmet
+from qkv.engine.sizes import LARGEST_HEAD
 from qkv.engine.tiles import cached_for_mask
 from qkv.masks import And, Grid, Mask
 from qkv.masks.convert import MaskBits, mask_bits, parts
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from qkv.statistics.reduce import Request
 
 
-LARGEST_HEAD = 256
 BFLOAT16_PRODUCTS = 5  # the level of a processor that multiplies bfloat16
 FEW_ROWS = 16
 """Up to so many queries of a key head, keys and values are read in place (`decode.c`)."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qkv.engine.backward import RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32
-from qkv.engine.level import level_slopes, sink_weights
+from qkv.engine.level import level_slopes, sink_slope
 from qkv.engine.tiles import Tile, groups, reduce_tiles, tile_size
 from qkv.engine.transforms import Results, differentiable_call, transformed
 from qkv.errors import InputError
@@ -105,7 +105,7 @@ class LevelSlopes(StatisticsGradients):
         total, sum_ = self.falls, self.sum
         if self.call.sink is not None:
             assert self.level is not None
-            fall = sink_weights(self.call.normalizer, self.call.sink, self.level)[1]
+            fall = sink_slope(self.call.normalizer, self.call.sink, self.level)
             total = total + fall
             sum_ = sum_ if at_sink is None else sum_ + fall * at_sink
         return (sum_ / torch.where(total == 0, 1.0, total)).to(self.constant)

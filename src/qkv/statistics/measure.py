@@ -26,6 +26,7 @@ from torch import Tensor
 from qkv.biases import Bias
 from qkv.compat import Form, refuse_unknown
 from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax
+from qkv.engine.level import sink_weight
 from qkv.engine.sharded import RingAccumulator, Shared, blocks, positions
 from qkv.engine.tiles import Group, Tile
 from qkv.errors import InputError
@@ -33,7 +34,7 @@ from qkv.kernels import attention, tiled
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native import kernel as native_kernel
-from qkv.normalizers import Normalizer, Pointwise, SumToOne, weights_of
+from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.scores import Score
 from qkv.statistics.base import FIELDS, PrefixSinkScores, Statistic, validated
 from qkv.statistics.gradients import with_gradients
@@ -287,8 +288,7 @@ def _sink_mass(call: Call, rows: RowState) -> Tensor:
     assert rows.level is not None
     out = rows.level == -torch.inf
     level = rows.level.masked_fill(out, 0)
-    weight = weights_of(call.normalizer, call.sink.expand_as(level)[..., None], level)[..., 0]
-    return weight.masked_fill(out | (call.sink == -torch.inf), 0)
+    return sink_weight(call.normalizer, call.sink, level).masked_fill(out | (call.sink == -torch.inf), 0)
 
 
 def checked(

@@ -356,6 +356,10 @@ def run(
                 return None
             with torch.no_grad():
                 return run(c, inputs, kernel, where)
+        if (made := results["output"].dtype) != v.dtype:
+            fail(
+                *c.reported, f"attend on kernel {kernel!r} with {where}: the output is {made}, expected the dtype of v"
+            )
         if slope is not None and results["output"].requires_grad:
             named = dict(zip("qkv", inputs, strict=True)) | c.learned()
             total = (results["output"].double() * slope).sum()
@@ -414,16 +418,10 @@ def check_kernels(c: Composition, size: Size, dtype: torch.dtype = torch.float64
                 KERNEL_ROUNDINGS[dtype] * eps * condition * (condition if "gradient" in name else 1) * largest(exact)
             )
             same(*c.reported, f"{on}: the {name}: ", x, exact, tolerance, expected=" by the definition in float64")
-        _check_output(c, got, dtype, on)
         if got is not None:
             out = got["output"]
             wrong = (out != 0).any(-1) & empty
             forbid(*c.reported, wrong[..., None] & (out != 0), out, "0 without visible keys", what=f"{on}: the output ")
-
-
-def _check_output(c: Composition, got: dict[str, Tensor] | None, dtype: torch.dtype, on: str) -> None:
-    if got is not None and got["output"].dtype != dtype:
-        fail(*c.reported, f"{on}: the output is {got['output'].dtype}, expected the dtype of v")
 
 
 def check_slopes(c: Composition, size: Size, directions: int = 2) -> None:
@@ -479,7 +477,6 @@ def check_half(c: Composition, size: Size) -> None:
         for kernel in kernels_for(size):
             got = None if kernel in ONLY_TINY else run(half, inputs, kernel, where, ones)
             on = f"attend on kernel {kernel!r} with {where}"
-            _check_output(c, got, dtype, on)
             for name, x in (got or {}).items():
                 exact = want[name].detach()
                 if name == "output":

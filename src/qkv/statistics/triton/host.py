@@ -14,9 +14,10 @@ from qkv.biases import ByDistance, SoftCap
 from qkv.engine.call import Call
 from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv.engine.tiles import LOG2_E, cached_for_mask
+from qkv.engine.tiles import cached_for_mask
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
+from qkv.normalizers import LOG2_E
 from qkv.statistics.reduce import Request
 from qkv.statistics.result import Statistics, Thumbnail, bin_size, share_of_first
 
@@ -112,8 +113,6 @@ def unsupported_reason(call: Call) -> str | None:
         return f"{got}; the kernels take float32, bfloat16 or float16, the same for all three"
     if max(call.q.shape[3], call.v.shape[3]) > LARGEST_HEAD:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
-    if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
-        return "a dimension is 0"
     if _mask_parts(call.mask, call.grid) is None:
         return f"the mask {type(call.mask).__name__} has no form as a band, masked keys, documents or a tensor"
     return None
