@@ -499,19 +499,19 @@ def _value(bias: Sequence[biases.Bias], h: int, back: int) -> Array | float:
 # --- 6. Statistics of weights -------------------------------------------------------------------------------------
 
 
-def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -> SimpleNamespace:
+def statistics(weights: Float64[Array, "*n nq nk"]) -> SimpleNamespace:
     """Return the results expected of `qkv.measure`, computed from materialised weights.
 
     With M_i = Σ_j A_ij the mass on keys (1 unless a sink takes some) and a_ij = A_ij / M_i:
     entropy −Σ_j a ln a (nats), received Σ_i A_ij, distance Σ_j a |p_i − j| (tokens), spread the standard deviation of j
-    under a, effective_keys 1 / Σ_j a². Query i has position p_i = i + offset. A query with M = 0 gives 0 everywhere.
+    under a, effective_keys 1 / Σ_j a². Query i has position p_i = i + nk − nq. A query with M = 0 gives 0 everywhere.
 
     >>> statistics(np.full((1, 4), 0.25)).effective_keys.tolist()
     [4.0]
     """
     weights = np.asarray(weights, dtype=np.float64)
     n_queries, n_keys = weights.shape[-2:]
-    position = np.arange(n_queries)[:, None] + (n_keys - n_queries if offset is None else offset)
+    position = np.arange(n_queries)[:, None] + n_keys - n_queries
     key = np.arange(n_keys)[None, :]
     mass = weights.sum(-1, keepdims=True)
     a = np.divide(weights, mass, out=np.zeros_like(weights), where=mass > 0)

@@ -214,21 +214,20 @@ class ScoreTiles:
         torch.baddbmm(lse, q, keys, beta=-LOG2_E, alpha=LOG2_E, out=folded)
         return out
 
-    def block_status(self, mask: Mask | None, rows: int, columns: int | None = None) -> list[list[int]]:
-        """Return the block status of each tile of rows × columns (square by default), over these heads."""
-        columns = rows if columns is None else columns
+    def block_status(self, mask: Mask | None, size: int) -> list[list[int]]:
+        """Return the block status of each tile of `size` × `size`, over these heads."""
         grid, of = self.call.grid, (self.batch.start, self.batch.stop, self.heads.start, self.heads.stop)
 
         def status() -> list[list[int]]:
-            statuses = block_status(mask, Tiles.of(grid, rows, columns), grid)
+            statuses = block_status(mask, Tiles.of(grid, size, size), grid)
             statuses = Region(slice(None), slice(None), self.batch, self.heads).of(statuses)
             low, high = statuses.amin((0, 1)), statuses.amax((0, 1))
             return torch.where(low == high, low, PARTIAL).tolist()
 
-        tiles = -(-grid.n_queries // rows) * -(-grid.n_keys // columns)
+        tiles = -(-grid.n_queries // size) * -(-grid.n_keys // size)
         if mask is None:
             return status()
-        return cached_for_mask(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
+        return cached_for_mask(mask, grid, ("status", size, of), status, lambda _: 8 * tiles)
 
     def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
         """Return which pairs of a tile are masked; the pattern of a band depends on the offset alone, and is cached."""

@@ -62,22 +62,9 @@ def call_of(
 ) -> tuple[Call, Bool[Tensor, "b n_keys"] | None]:
     """The call that transformers makes, and its padding mask (True at real keys) if the attention mask has one.
 
-    The unused slots of a static cache are left out of the call.
-
-    Args:
-        module: the model's attention module.
-        name: name of the module in errors.
-        query: as passed by the model, like the following arguments.
-        key: with fewer heads than `query` if query heads share keys.
-        value: as `key`.
-        attention_mask: a `LazyMask`, a 4-D tensor of the model, or None.
-        scaling: factor of q·k; 1/√d if None.
-        softcap: scores become softcap · tanh(score / softcap).
-        s_aux: logit of a sink for each head.
-        position_bias: bias that is added to the scores.
-        indices: keys to which each query is restricted, in addition to the mask (DeepSeek-V3.2).
-        dropout: dropout probability; the model passes 0 in evaluation mode.
-        others: further arguments of the model.
+    The unused slots of a static cache are left out of the call. The arguments are those that the model passes:
+    `attention_mask` is a `LazyMask`, a 4-D tensor or None, `s_aux` the logit of a sink for each head, and `indices` are
+    keys to which each query is restricted, in addition to the mask (DeepSeek-V3.2).
     """
     for argument, passed in others.items():
         if argument not in INERT and passed is not None and passed is not False:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv.biases import clipped
+from qkv.biases import ByQuery
 from qkv.engine.call import Call, Result
 from qkv.engine.level import differentiable_level
 from qkv.engine.needs import NEEDS, Need
@@ -50,8 +50,10 @@ def forward(call: Call) -> Result:
         stays = uniform(call.seed, whole, call.grid) >= call.dropout_p
         weights = weights * stays / (1 - call.dropout_p)
     out = tiles.weigh(weights, v.to(tiles.dtype).flatten(0, 1))
-    if call.values is not None:
-        out = out + _relative(call, weights)
+    if call.values is not None:  # relative positions with values
+        mass = ByQuery(weights.new_zeros(*weights.shape[:3], call.values.shape[1]), call.grid.offset)
+        mass.add_gradient(mass.tensor, whole, weights)
+        out = out + mass.tensor @ call.values.to(weights)
     return Result(out.to(call.v.dtype), lse, weights.to(call.v.dtype))
 
 
@@ -86,12 +88,3 @@ def _one_key(call: Call, normalizer: Normalizer, scores: Tensor, soft: Tensor) -
     one = torch.zeros_like(soft).scatter_(-1, noisy.argmax(-1, keepdim=True), 1.0)
     one = one.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
     return one + (soft - soft.detach())
-
-
-def _relative(call: Call, weights: Tensor) -> Tensor:
-    """Return Σ_j A_ij values[clip(j − p_i)]: the part of the output that comes from relative values."""
-    assert call.values is not None
-    grid, reach = call.grid, call.values.shape[-2] // 2
-    index = clipped(grid.rows(0, grid.n_queries)[:, None], grid.columns(0, grid.n_keys), reach)
-    mass = weights.new_zeros(*weights.shape[:3], 2 * reach + 1)
-    return mass.scatter_add(3, index.expand_as(weights), weights) @ call.values.to(weights)

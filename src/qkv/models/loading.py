@@ -429,10 +429,8 @@ class TextModel:
         """
         if not prompt:
             raise InputError("prompt is empty, expected some text to continue")
-        try:
+        with refusing("prompt is not UTF-8 text"):  # Python decodes a command line that is not UTF-8 to surrogates
             prompt.encode()
-        except UnicodeEncodeError as error:  # Python decodes a command line that is not UTF-8 to surrogates
-            raise InputError("prompt is not UTF-8 text") from error
         whole = self.tokenizer.whole
         ids = chat_tokens(whole, prompt)["input_ids"][0].tolist() if chat else self.tokenizer.encode(prompt)
         if not ids:

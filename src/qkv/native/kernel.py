@@ -147,14 +147,9 @@ def gradients_of(
 ) -> dict[str, Tensor]:
     """Return gradients of q, k, v, the sink and the biases in `wanted`, at least float32; v's only with the output's.
 
-    Args:
-        call: the attention call.
-        lse: its log-sum-exp, (b, h, nq), perhaps over more keys than those of the call.
-        out: its output, if `grad` is given.
-        grad: the gradient of the output.
-        arguments: fields of `binding.Arguments` for the queries that count and the ranges of masses.
-        wanted: names of tensors of the call.
-        **more: fields of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
+    `lse` may be over more keys than those of the call; `out` is needed if `grad`, the gradient of the output, is given.
+    `arguments` are fields of `binding.Arguments` for the queries that count and the ranges of masses, and `more` those
+    of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
     """
     prepared_call = prepared(call, torch.float32)
     prepared_call.with_tensors(**(arguments or {}))

@@ -204,10 +204,6 @@ def validated(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
 def of_equal_keys(statistic: Statistic) -> list[float]:
     """Return the values of a statistic where each of four tokens attends equally to itself and those before it.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Self()]).own["self"].tolist()[0][0][:2]
-    [1.0, 0.5]
     >>> of_equal_keys(Self())[:2]
     [1.0, 0.5]
     """
@@ -516,9 +512,7 @@ class Streaming(Mass):
 class RowSum(Statistic):
     """The sum of a query's weights.
 
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> qkv.measure(x, x, statistics=[RowSum()]).own["row_sum"][0, 0].tolist()
+    >>> of_equal_keys(RowSum())
     [1.0, 1.0, 1.0, 1.0]
     """
 
