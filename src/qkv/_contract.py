@@ -79,25 +79,19 @@ def learned_tensors(thing: object) -> dict[str, Tensor]:
     >>> sorted(learned_tensors(SimpleNamespace(scale=scale, name="mine", parts=[nn.Linear(2, 2)])))
     ['parts.0.bias', 'parts.0.weight', 'scale']
     """
-    tensors: dict[str, Tensor] = {}
-    visited: set[int] = set()
-    for name, x in _tensors(thing, "", set()):
-        if x.requires_grad and id(x) not in visited:
-            visited.add(id(x))
-            tensors[name] = x
-    return tensors
+    return {name: x for name, x in _tensors(thing, "", set()) if x.requires_grad}
 
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.device, torch.dtype, torch.Size)
 
 
 def _tensors(x: object, name: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(x, Tensor):
-        yield name, x
-        return
     if isinstance(x, _PLAIN) or id(x) in visited:
         return
     visited.add(id(x))
+    if isinstance(x, Tensor):
+        yield name, x
+        return
     parts: Iterator[tuple[str, object]]
     if isinstance(x, nn.Module):
         parts = iter([*x.named_parameters(), *x.named_buffers(), *_fields(x)])

@@ -403,8 +403,11 @@ class MultiHeadAttention(nn.Module):
         """
         for name, source in (("context", context), ("value", value)):
             if source is not None and (source.ndim != 3 or source.shape[2] != self.d_context):
-                shape = f"(batch, length, d_context = {self.d_context})"
-                raise InputError(f"{name} has shape {tuple(source.shape)}, expected {shape}{_a_mask(source)}")
+                a_mask = source.dtype == torch.bool or source.shape[-1] == source.shape[-2]
+                raise InputError(
+                    f"{name} has shape {tuple(source.shape)}, expected (batch, length, d_context = {self.d_context})"
+                    f"{'; pass a mask by name: mask=' if a_mask else ''}"
+                )
         k, v = self._parts(context, 1, 3) if value is None else (*self._parts(context, 1, 2), *self._parts(value, 2, 3))
         return k if self.k_norm is None else self.k_norm(k), v
 
@@ -453,11 +456,6 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         rotary = "" if self.rotary is None else f", rotary={self.rotary}"
         return f"d_model={self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}{rotary}"
-
-
-def _a_mask(source: Tensor) -> str:
-    """A hint for an error message if a mask was passed in the place of the context."""
-    return "; pass a mask by name: mask=" if source.dtype == torch.bool or source.shape[-1] == source.shape[-2] else ""
 
 
 def _with_dropout(attention: Attention, dropout: float) -> Attention:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import max_pool2d
 
 from qkv._contract import require
 from qkv.attention import attend
@@ -164,23 +165,18 @@ def _check_status(mask: Mask, size: Size, visible: Tensor) -> None:
                 status = status.expand(shape)
             wrong = (status < EMPTY) | (status > FULL)
             forbid(mask, "classify", wrong, status, "EMPTY, PARTIAL or FULL", what="a status ")
-            count = _counts(visible[:, :, start:], rows, columns)
-            area = _counts(torch.ones_like(visible[:1, :1, start:]), rows, columns).expand(shape)
-            wrong = ((status == EMPTY) & (count > 0)) | ((status == FULL) & (count < area))
+            some, masked = (
+                max_pool2d(x[:, :, start:].float(), (rows, columns), ceil_mode=True) > 0 for x in (visible, ~visible)
+            )
+            wrong = ((status == EMPTY) & some) | ((status == FULL) & masked)
             if bool(wrong.any()):
                 b, h, r, c = place = tuple(int(x) for x in wrong.nonzero()[0])
+                tile = visible[b, h, start:][r * rows :][:rows, c * columns :][:, :columns]
                 fail(
                     mask, "classify", f"says {STATUS[int(status[place])]} of query positions {int(tiles.q_first[r])} "
                     f"to {int(tiles.q_last[r])} and keys {int(tiles.k_first[c])} to {int(tiles.k_last[c])} of batch "
-                    f"item {b}, head {h}, where sees is True for {int(count[place])} of {int(area[place])} pairs"
+                    f"item {b}, head {h}, where sees is True for {int(tile.sum())} of {tile.numel()} pairs"
                 )  # fmt: skip
-
-
-def _counts(visible: Tensor, rows: int, columns: int) -> Tensor:
-    """The number of visible pairs of each tile."""
-    spare = (0, -visible.shape[3] % columns, 0, -visible.shape[2] % rows)
-    whole = torch.nn.functional.pad(visible.to(torch.int32), spare)
-    return whole.unflatten(3, (-1, columns)).sum(4).unflatten(2, (-1, rows)).sum(3)
 
 
 def _check_shortcuts(mask: Mask, size: Size, visible: Tensor) -> None:
