@@ -522,18 +522,9 @@ class ExpectedAttention(Evicting):
             raise InputError("ExpectedAttention: positions is given, expected None: it counts from the first token")
 
 
-BUILT_IN = {
-    "full": "base.Full",
-    "sliding": "base.Sliding",
-    "window": "evicting.LastKeys",
-    "sinks": "base.Sinks",
-    "heavy": "evicting.HeavyHitters",
-    "snapkv": "evicting.SnapKV",
-    "pyramid": "evicting.PyramidKV",
-    "tova": "evicting.TOVA",
-    "keydiff": "evicting.KeyDiff",
-    "knorm": "evicting.KNorm",
-    "expected": "evicting.ExpectedAttention",
+BUILT_IN = {"full": "base.Full", "sliding": "base.Sliding", "sinks": "base.Sinks"} | {
+    policy.name: f"evicting.{policy.__name__}"
+    for policy in (LastKeys, HeavyHitters, SnapKV, PyramidKV, TOVA, KeyDiff, KNorm, ExpectedAttention)
 }
 
 

@@ -202,13 +202,10 @@ def check_fit(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name; a shared tensor appears once, under its first name."""
-    seen: set[int] = set()
-    out = {}
+    first: dict[int, tuple[str, Tensor]] = {}
     for name, x in model.state_dict(keep_vars=True).items():
-        if id(x) not in seen:
-            seen.add(id(x))
-            out[name] = x
-    return {name: x.detach() for name, x in out.items()}
+        first.setdefault(id(x), (name, x.detach()))
+    return dict(first.values())
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------

@@ -157,13 +157,13 @@ class DecoderConfig:
     @staticmethod
     def gpt2(**changes: Any) -> DecoderConfig:
         """GPT-2's architecture, which is the default: learned positions, layer norms, GELU, biases, a tied output."""
-        return replace(DecoderConfig(), **changes)
+        return DecoderConfig(**changes)
 
     @staticmethod
     def llama(**changes: Any) -> DecoderConfig:
         """Llama's architecture: rotary positions, RMS norms, SwiGLU, no biases, an untied output."""
         flavour: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
-        return replace(DecoderConfig(), **({**flavour, "bias": False, "tied": False} | changes))
+        return DecoderConfig(**(flavour | {"bias": False, "tied": False} | changes))
 
 
 @dataclass

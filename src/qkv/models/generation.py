@@ -380,7 +380,8 @@ def _text(steps: Iterator[Tensor], tokenizer: Tokenizer, ends: set[int], stop: S
         text = tokenizer.decode(new)
         complete = text.rstrip("\ufffd")  # an incomplete character decodes to U+FFFD
         stopped = _before_stop(complete, emitted, stop)
-        until = len(complete) - _partial_stop(complete, stop) if stopped is None else stopped
+        begun = max((n for s in stop for n in range(1, len(s)) if complete.endswith(s[:n])), default=0)
+        until = len(complete) - begun if stopped is None else stopped
         if until > emitted:
             yield text[emitted:until]
             emitted = until
@@ -395,11 +396,6 @@ def _before_stop(text: str, start: int, stop: Sequence[str]) -> int | None:
     """The start of the stop string that is complete first (of several, the longest), or None."""
     found = [(at + len(s), at) for s in stop if (at := text.find(s, start)) >= 0]
     return min(found)[1] if found else None
-
-
-def _partial_stop(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest ending of `text` that is the beginning of a stop string."""
-    return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
 
 
 def _generators(batch: int, seed: int | None) -> list[torch.Generator]:
@@ -537,18 +533,17 @@ def _search(
 
         alive, chosen = scores.masked_fill(ended, -math.inf).topk(min(beams, scores.shape[1]))
         bound = alive[:, 0] / (longest if penalty >= 0 else length + 1) ** penalty
-        if all(map(_done, found, bound.tolist(), [wanted] * batch)):
+        # An item is done if no unfinished hypothesis, whose score is at most the bound, can be among its best.
+        if all(
+            most == -math.inf or (len(best) == wanted and best[-1].score >= most)
+            for best, most in zip(found, bound.tolist(), strict=True)
+        ):
             break
         rows = torch.arange(batch, device=prompt.device)[:, None] * width + parent.gather(1, chosen)
         state.reorder(rows.flatten())
         tokens = _gathered(tokens, chosen)
         step = token.gather(1, chosen).view(-1, 1)
     return found
-
-
-def _done(found: list[Hypothesis], bound: float, wanted: int) -> bool:
-    """True if no unfinished hypothesis, whose score is at most `bound`, can be among the `wanted` best."""
-    return bound == -math.inf or (len(found) == wanted and found[-1].score >= bound)
 
 
 def _gathered(tokens: Int[Tensor, "b w t"], index: Int[Tensor, "b w2"]) -> Int[Tensor, "b w2 t"]:

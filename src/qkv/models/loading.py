@@ -332,16 +332,15 @@ def _only_cached(name: str, known: tuple[str, ...]) -> bool:
         raise InputError(f"model is {name!r}, {expected}{nearest(name, known)}")
     from huggingface_hub import constants, try_to_load_from_cache
 
-    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
-    if constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT):
-        if not cached:
-            why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-            raise InputError(
-                f"model is {name!r}, which is not in the cache of the Hugging Face hub, and {why}; "
-                f"{expected}{nearest(name, known)}"
-            )
-        return True
-    return False
+    if not constants.HF_HUB_OFFLINE and _reachable(constants.ENDPOINT):
+        return False
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise InputError(
+            f"model is {name!r}, which is not in the cache of the Hugging Face hub, and {why}; "
+            f"{expected}{nearest(name, known)}"
+        )
+    return True
 
 
 @functools.cache
@@ -526,10 +525,8 @@ def _folder_of_decoder(name: str) -> Path:
         raise InputError(f"model is {name!r}, {WITHOUT_TEXT[name]}; expected a trained decoder, such as 'qkv-mini'")
     require(f"model {name!r}", "transformers")
     import huggingface_hub
-    from huggingface_hub.utils import disable_progress_bars, logging
 
-    logging.set_verbosity_error()
-    disable_progress_bars()
+    _quiet()
     cached = _only_cached(name, ("qkv-mini",))
     expected = "a folder with a model, or the name of a GPT-2 or Llama on the Hugging Face hub"
     with refusing(f"model: cannot load {name!r} ({{}}); expected {expected}"):  # the HTTP library has errors of its own

@@ -121,19 +121,18 @@ class HeadMap:
         return Picture(reducer.maximum, mean, visible, at_rows, at_columns)
 
 
+@dataclass(eq=False)
 class _PictureReducer(Reducer[None]):
     """Adds tiles of weights to the bins of a picture: sums and numbers of visible pairs in float64, and maxima."""
 
-    def __init__(
-        self,
-        weights: WeightTiles,
-        uncounted: Tensor | None,
-        down: Sequence[_Piece],
-        across: Sequence[_Piece],
-        on_rows: Callable[[int], None],
-    ) -> None:
-        self.weights, self.uncounted, self.down, self.across, self.on_rows = weights, uncounted, down, across, on_rows
-        like, shape = weights.tiles.q, (down[-1].bins.stop, across[-1].bins.stop)
+    weights: WeightTiles
+    uncounted: Tensor | None
+    down: Sequence[_Piece]
+    across: Sequence[_Piece]
+    on_rows: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        like, shape = self.weights.tiles.q, (self.down[-1].bins.stop, self.across[-1].bins.stop)
         self.sums, self.visible = (like.new_zeros(shape, dtype=torch.float64) for _ in range(2))
         self.maximum = like.new_full(shape, -torch.inf)
 
