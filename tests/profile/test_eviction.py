@@ -22,7 +22,7 @@ from qkv.cache import HeavyHitters
 from qkv.cache.evicting import policies_of
 from qkv.engine import Call
 from qkv.huggingface import evicting
-from qkv.huggingface.client import attend, routed
+from qkv.huggingface.attention import attend, routed
 from qkv.kernels import changing
 from qkv.masks import Causal, Dense, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM

@@ -1,26 +1,31 @@
-"""Translate the arguments of transformers' attention interface into a `Call` of qkv. (Written for transformers 5.23.)
+"""Run models of transformers with qkv's attention (`use`, `register`), or with a function around their own.
 
-Every argument that affects the weights is either supported or raises an error; only arguments known to be without
-effect are ignored.
+`call_of` translates the arguments of transformers' attention interface into a `Call` of qkv: every argument that
+affects the weights is either supported or raises an error; only arguments known to be without effect are ignored.
+(Written for transformers 5.23.)
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import and_, or_
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkv import biases
+from qkv._packages import check_tested, require
 from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.kernels import opaque
+from qkv.kernels import opaque, serve
 from qkv.masks import And, Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
@@ -290,7 +295,9 @@ def lazy_mask(
     keys = _real_keys(attention_mask, start, n_keys)
     if keys is not None:
         padding = Dense(keys[:, None, None, :])
-        mask = padding if mask is None or _shows_all(mask, grid) else mask & padding
+        band = None if mask is None or q_length > 1 else mask.band
+        shows_all = band is not None and band[0] <= 0 and band[1] >= n_keys - 1  # a step of decoding
+        mask = padding if mask is None or shows_all else mask & padding
     return LazyMask(mask, grid, dtype if dtype.is_floating_point else torch.float32, keys, kv_length)
 
 
@@ -307,11 +314,6 @@ def is_causal(mask: Mask | None) -> bool:
             to_self = n_queries > 1 and bool(tensor.diagonal(offset, 2, 3).any())  # queries and keys are one text
             return to_self and not bool(tensor.triu(offset + 1).any())
     return mask.band is not None and mask.band[0] >= 0
-
-
-def _shows_all(mask: Mask, grid: Grid) -> bool:
-    """True for a single query, the last, to which all keys are visible: a step of decoding."""
-    return grid.n_queries == 1 and mask.band is not None and mask.band[0] <= 0 and mask.band[1] >= grid.n_keys - 1
 
 
 def _real_keys(attention_mask: Tensor | None, offset: int, length: int) -> Tensor | None:
@@ -334,8 +336,12 @@ def decode(function: Callable[..., Any], batch: int, n_keys: int, kv_offset: int
     try:
         return _decode(function, n_keys, kv_offset)
     except _UnknownError:
-        expanded = _vectorised(function)
-        return Predicate(lambda b, h, q, k: expanded(b, h, q + kv_offset, k + kv_offset))
+        mapped: Any = function  # of numbers; vectorised, it takes indices that broadcast
+        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+            mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
+        return Predicate(
+            lambda b, h, q, k: mapped(b.flatten(), h.flatten(), q.flatten() + kv_offset, k.flatten() + kv_offset)
+        )
 
 
 class _UnknownError(Exception):
@@ -383,13 +389,232 @@ def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | Non
     raise _UnknownError
 
 
-def _vectorised(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Vectorise a scalar mask function over broadcasting index tensors."""
+# --- models of transformers -------------------------------------------------------------------------------------------
 
-    def expanded(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        mapped = function
-        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-            mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
-        return mapped(b.flatten(), h.flatten(), q.flatten(), k.flatten())
 
-    return expanded
+NAME = "qkv"  # transformers treats names that contain "sdpa", "flash" or "/" in a special way
+_GUESTS = (f"qkv_guest_{n}" for n in itertools.count())
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@contextmanager
+def routed(model: nn.Module, attend: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
+    """Inside, transformers' interface calls `attend` for all attention of the model, with masks for `call_of`.
+
+    The model and transformers' registries are restored on exit, also after an error.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    name = next(_GUESTS)
+    configs = configurations(model)
+    before = [config._attn_implementation_internal for config in configs]
+    try:
+        _register(name, attend)
+        for config in configs:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def register() -> None:
+    """Register the attention implementation "qkv" with transformers; it may be called repeatedly.
+
+    Afterwards ``model.set_attn_implementation("qkv")`` or ``from_pretrained(..., attn_implementation="qkv")`` runs any
+    model that uses transformers' `AttentionInterface` on qkv's kernels: forward and backward, `generate` with any
+    cache, padding, windows, sinks, soft caps, position biases, cross-attention, dropout. The output of a query without
+    a visible key (such as padding) is 0, where other implementations differ from one another. If a model does not use
+    the interface, transformers only warns; `use` raises.
+    """
+    require("qkv.huggingface", "transformers")
+    _register(NAME, attend)
+
+
+def _register(name: str, attend: Callable[..., tuple[Tensor, Any]]) -> None:
+    check_tested("transformers")
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lazy_mask)  # otherwise masks, such as windows, would be dropped silently
+
+
+def use(model: Model) -> Model:
+    """Switch the attention of a model to qkv's kernels; ``model.set_attn_implementation("sdpa")`` switches back.
+
+    The code of the model's modules is inspected before anything runs. If none of them uses transformers' attention
+    interface, an error is raised. Some models have single parts that do not use it, such as the pooling head of
+    SigLIP; these parts do not change.
+
+    Args:
+        model: a Hugging Face model, or a module that contains some.
+
+    Returns:
+        the same object.
+
+    Raises:
+        InputError: if no attention of the model uses transformers' attention interface; the model is not changed.
+
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = use(LlamaModel(LlamaConfig(vocab_size=50, **sizes)))
+    >>> model.config._attn_implementation
+    'qkv'
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {type(model).__name__}, expected a Hugging Face model")
+    if not any(map(routes, model.modules())):
+        raise InputError(
+            f"model {type(model).__name__} does not use transformers' attention interface (AttentionInterface), so qkv "
+            "cannot compute its attention; expected a model that does, such as GPT-2, Llama or BERT"
+        )
+    register()
+    setter: Any = getattr(model, "set_attn_implementation", None)  # None in a module that contains models
+    if setter is not None:
+        setter(NAME)
+    for config in configurations(model):  # the setter misses copies in modules, such as those of ViT-MAE's decoder
+        config._attn_implementation_internal = NAME
+    return model
+
+
+@opaque  # torch.compile would retrace the choice of kernels for every length of a cache
+def attend(
+    module: nn.Module,
+    query: Float[Tensor, "b h nq d"],
+    key: Float[Tensor, "b hkv nk d"],
+    value: Float[Tensor, "b hkv nk dv"],
+    attention_mask: Any,
+    **arguments: Any,
+) -> tuple[Float[Tensor, "b nq h dv"], Float[Tensor, "b h nq nk"] | None]:
+    """The attention function for transformers. It also returns the weights if `output_attentions` is set."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # cast as for torch's attention: rotary leaves q and k in float32
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    with torch.autocast(device, enabled=False):  # the kernels use float32 where they need it
+        call, _ = call_of(module, type(module).__name__, query, key, value, attention_mask, **arguments)
+        result = serve(call, weights=bool(arguments.get("output_attentions")))
+    return result.out.transpose(1, 2).contiguous(), result.weights
+
+
+EAGER = "eager_attention_forward"
+EAGER_NAMES = (EAGER, "sdpa_attention_forward")
+"""Functions of transformers that run on every device and take masks as tensors."""
+
+Own = Callable[[], tuple[Tensor, Any]]
+"""Runs the model's attention function with the arguments of the call."""
+OnCall = Callable[[nn.Module, Callable[..., Any], Own, tuple[Any, ...], dict[str, Any]], tuple[Tensor, Any]]
+"""Module, its attention function, `Own`, and the arguments (query, key, value, mask) and (scaling, …) of the call."""
+
+
+def function_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The attention function that a module of transformers calls by its configuration; None if it cannot be found."""
+    found = globals_of(module)
+    name = getattr(getattr(module, "config", None), "_attn_implementation_internal", None)
+    registered = found.get(INTERFACE, {}).get(name)
+    if hasattr(registered, "replaced"):  # the model is watched
+        registered = registered.replaced
+    function = found.get(EAGER) if registered is None else registered
+    return function
+
+
+def eager_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that a module calls in transformers' eager implementation; None if it cannot be found."""
+    function: Callable[..., Any] | None = globals_of(module).get(EAGER)
+    return function
+
+
+def is_known(function: Callable[..., Any] | None) -> bool:
+    """Whether a function is one of transformers or of qkv, whose arguments `call_of` understands."""
+    return function is None or name_of(function).partition(".")[0] in ("transformers", "qkv")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+_LOCK = threading.Lock()  # several threads may watch models
+
+
+@contextmanager
+def wrapped(model: nn.Module, on_call: OnCall) -> Iterator[None]:
+    """Inside, `on_call` is called in place of the attention functions of the model, which it can run as they are.
+
+    The configuration and the masks of the model do not change, so its own functions get what they always get. A mask
+    that transformers makes for them also carries the `LazyMask` that describes it, as its attribute ``qkv_mask``.
+    Other models are not affected. Transformers' registries are restored on exit, also after an error.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+
+    wrapper = frozenset(id(module) for module in model.modules() if routes(module)), on_call
+    names = {config._attn_implementation_internal for config in configurations(model)}
+    entries: list[tuple[dict[Any, Any], Any, Callable[..., Any]]] = []
+    entries += [(interface, name, _calling) for interface in _interfaces(model) for name in names]
+    masks = AttentionMaskInterface._global_mapping
+    entries += [(masks, name, _describing) for name in names if name in masks]
+    try:
+        with _LOCK:
+            for interface, name, made in entries:
+                if not hasattr(interface.get(name), "wrappers"):
+                    interface[name] = made(interface.get(name))
+                interface[name].wrappers.append(wrapper)
+        yield
+    finally:
+        with _LOCK:
+            for interface, name, _ in entries:
+                function: Any = interface.get(name)
+                if wrapper in getattr(function, "wrappers", ()):
+                    function.wrappers.remove(wrapper)
+                    if not function.wrappers:
+                        del interface[name]
+                        if function.replaced is not None:
+                            interface[name] = function.replaced
+
+
+def _calling(before: Callable[..., Any] | None) -> Callable[..., Any]:
+    """An attention function that calls the newest of its `wrappers` that has the module.
+
+    `before` is what it replaces, None for the eager function.
+    """
+    wrappers: list[tuple[frozenset[int], OnCall]] = []
+
+    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        function: Any = eager_of(module) if before is None else before
+        on_call = next((call for modules, call in reversed(wrappers) if id(module) in modules), None)
+        if on_call is None:
+            result: tuple[Tensor, Any] = function(module, *args, **kwargs)
+            return result
+        return on_call(module, function, functools.partial(function, module, *args, **kwargs), args, kwargs)
+
+    attend.replaced, attend.wrappers = before, wrappers  # type: ignore[attr-defined]
+    return attend
+
+
+def _describing(before: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function whose masks carry their description."""
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        made = before(*args, **kwargs)
+        if made is not None:
+            made.qkv_mask = lazy_mask(*args, **kwargs)
+        return made
+
+    mask.replaced, mask.wrappers = before, []  # type: ignore[attr-defined]
+    return mask
+
+
+def _interfaces(model: nn.Module) -> list[dict[Any, Any]]:
+    """Transformers' mapping of names to functions; models with functions of their own have a further one each."""
+    from transformers.modeling_utils import AttentionInterface
+
+    local = [
+        interface._local_mapping
+        for module in model.modules()
+        if (interface := globals_of(module).get(INTERFACE)) is not None and interface._local_mapping
+    ]
+    return [AttentionInterface._global_mapping, *{id(x): x for x in local}.values()]

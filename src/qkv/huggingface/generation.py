@@ -14,8 +14,7 @@ from qkv.attention import Attention
 from qkv.cache import Evicting
 from qkv.cache.evicting import FIRST, policies_of
 from qkv.errors import InputError
-from qkv.huggingface.attention import call_of, routes
-from qkv.huggingface.client import routed
+from qkv.huggingface.attention import call_of, routed, routes
 from qkv.models.pretrained import tell_rotary
 
 

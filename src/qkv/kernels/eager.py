@@ -8,9 +8,8 @@ from torch import Tensor
 from qkv.biases import ByQuery
 from qkv.engine.call import Call, Result
 from qkv.engine.level import differentiable_level
-from qkv.engine.needs import NEEDS, Need
 from qkv.engine.tiles import ScoreTiles, cached_for_mask, gumbel, uniform, zero_masked_keys
-from qkv.engine.transforms import mapped, transformed
+from qkv.engine.transforms import NEEDS, Need, mapped, transformed
 from qkv.masks import Region
 from qkv.normalizers import Normalizer, SumToOne, log_sum_exp, weights_of
 

@@ -23,8 +23,8 @@ from qkv._contract import overrides
 from qkv.biases import Bias, TensorBias
 from qkv.engine.call import Call, Result, at_least_float32, detached, user_defined
 from qkv.engine.level import TOLERANCE, raise_no_level, root, sink_slope, sink_weight
-from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, has_triton
+from qkv.engine.transforms import Need, unmet
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility

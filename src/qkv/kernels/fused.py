@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from qkv.engine.call import Call, Result
-from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv.engine.transforms import Results, differentiable_call
+from qkv.engine.transforms import Need, Results, differentiable_call, unmet
 from qkv.masks import Causal, Mask, Window
 from qkv.normalizers import Softmax
 from qkv.partial import Partial, sink_gradient

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.engine.call import Call, Result, at_least_float32
-from qkv.engine.needs import Need, unmet
 from qkv.engine.tiles import spans
+from qkv.engine.transforms import Need, unmet
 from qkv.masks.convert import parts
 from qkv.normalizers import Pointwise
 

@@ -6,7 +6,7 @@ import torch
 
 from qkv import reference
 from qkv.engine.call import Call, Result, at_least_float32
-from qkv.engine.needs import Need, unmet
+from qkv.engine.transforms import Need, unmet
 
 OFFERS: tuple[Need, ...] = ("weights that are no softmax", "pairwise scores", "biases", "vectors by distance")
 

@@ -19,10 +19,9 @@ from qkv.biases import ByQuery, clipped
 from qkv.engine.backward import RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32, detached
 from qkv.engine.level import level_of_rows, level_slopes, pointwise, sink_slope, solve_rows
-from qkv.engine.needs import NEEDS, Need, unmet
 from qkv.engine.sizes import sizes
 from qkv.engine.tiles import Block, Reducer, State, Tile, groups, gumbel, reduce_tiles, uniform
-from qkv.engine.transforms import Results, differentiable_call
+from qkv.engine.transforms import NEEDS, Need, Results, differentiable_call, unmet
 from qkv.normalizers import LOG2_E, Normalizer, Pointwise
 from qkv.partial import Partial, sink_gradient
 

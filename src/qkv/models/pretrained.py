@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.cache import Evicting
-from qkv.errors import InputError, one_of, refusing
+from qkv.errors import InputError, one_of
 from qkv.models.checkpoint import (
     CONFIG,
     WEIGHTS,
@@ -57,8 +57,11 @@ def from_weights(config: Config, weights: Weights) -> DecoderLM:
 def _decoder(config: Config) -> DecoderConfig:
     """The configuration of the same model as a `DecoderLM`."""
     one_of("model_type", config.get("model_type"), tuple(KINDS))
-    with refusing(f"{CONFIG}: {{}} is missing, expected a configuration of {config['model_type']}", KeyError):
+    try:
         return KINDS[config["model_type"]](config)
+    except KeyError as error:
+        missing = f"{error.args[0]} is missing, expected a configuration of {config['model_type']}"
+        raise InputError(f"{CONFIG}: {missing}") from error
 
 
 def tell_rotary(model: nn.Module, caches: Iterable[Evicting]) -> None:

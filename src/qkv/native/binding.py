@@ -20,9 +20,9 @@ from torch import Tensor
 
 from qkv.biases import Bias, SingleTensorBias
 from qkv.engine.call import Call
-from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import LARGEST_HEAD
 from qkv.engine.tiles import cached_for_mask
+from qkv.engine.transforms import Need, unmet
 from qkv.masks import And, Grid, Mask
 from qkv.masks.base import in_reach
 from qkv.masks.convert import MaskBits, mask_bits, parts

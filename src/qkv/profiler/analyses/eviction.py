@@ -34,8 +34,7 @@ from qkv.cache.base import attending
 from qkv.cache.evicting import policies_of
 from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.huggingface.attention import routes
-from qkv.huggingface.client import attend, routed
+from qkv.huggingface.attention import attend, routed, routes
 from qkv.kernels import changing
 from qkv.masks import Mask, Predicate
 from qkv.models.decoder import DecoderLM

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from qkv.engine import Call, Result, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.huggingface.attention import LazyMask, call_of
-from qkv.huggingface.client import EAGER_NAMES, eager_of, is_known, name_of
+from qkv.huggingface.attention import EAGER_NAMES, LazyMask, call_of, eager_of, is_known, name_of
 from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Grid, Mask, Region, Window
 from qkv.profiler.capture import inputs

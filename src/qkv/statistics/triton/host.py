@@ -12,9 +12,9 @@ from torch import Tensor
 
 from qkv.biases import ByDistance, SoftCap
 from qkv.engine.call import Call
-from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
 from qkv.engine.tiles import cached_for_mask
+from qkv.engine.transforms import Need, unmet
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
 from qkv.normalizers import LOG2_E
