@@ -115,6 +115,9 @@ def free_memory() -> int:
     return max(0, min(free))
 
 
+TRUSTED = "if you trust it, raise the limit with --max-size or qkv.max_size"
+
+
 class SizeError(ValueError):
     """A file declares more than the limit."""
 
@@ -131,7 +134,7 @@ class Budget:
         if size < 0 or self.declared > self.limit:
             raise SizeError(
                 f"it is {shown(self.stored)} and declares contents of {shown(self.declared)}, more than the limit of "
-                f"{shown(self.limit)}; if you trust it, raise the limit with --max-size or qkv.max_size"
+                f"{shown(self.limit)}; {TRUSTED}"
             )
 
 
@@ -158,10 +161,7 @@ def read_bytes(path: Path, most: int | None = None) -> bytes:
         while len(data) <= most and (piece := file.read(PIECE)):  # a device or a pipe has no size to look at
             data += piece
     if len(data) > most:
-        raise SizeError(
-            f"it is larger than the limit of {shown(most)}; if you trust it, raise the limit with --max-size or "
-            "qkv.max_size"
-        )
+        raise SizeError(f"it is larger than the limit of {shown(most)}; {TRUSTED}")
     return bytes(data)
 
 
@@ -179,10 +179,7 @@ def check_json_files(folder: Path) -> None:
         if file.name in VOCABULARIES:
             data = read_bytes(file)
             if data.count(b"[") + data.count(b"{") > MOST_LISTS and _allowed.get() is None:
-                raise SizeError(
-                    f"{file.name} has more than {MOST_LISTS:,} lists and objects; if you trust it, raise the limit "
-                    "with --max-size or qkv.max_size"
-                )
+                raise SizeError(f"{file.name} has more than {MOST_LISTS:,} lists and objects; {TRUSTED}")
         else:
             try:
                 parse_json(read_bytes(file, CONFIG))

@@ -245,7 +245,9 @@ class Evicting(Cache):
             self._add(whole, step.attend(step.own, last, whole["keys"], whole["values"], return_weights=True)[1], n)
         self._add_queries(step)
         if whole["keys"].shape[2] > self._most:
-            slots = self._kept_slots(whole, self.seen + n)
+            by_age, seen = whole["positions"].argsort(-1), self.seen + n
+            worth = self._worth(whole, seen, seen - self.recent).gather(-1, by_age)
+            slots = by_age.gather(2, worth.argsort(stable=True, dim=-1)[..., -self.keys :])
             whole = {name: x.gather(2, _along(slots, x)) for name, x in whole.items()}
         self._stop = whole["keys"].shape[2]
         for name, x in whole.items():
@@ -257,12 +259,6 @@ class Evicting(Cache):
         worth, positions = self._worth(held, self.seen, self.seen + 1 - self.recent), held["positions"]
         least = worth == worth.amin(-1, keepdim=True)
         return positions.masked_fill(~least, self.seen).argmin(-1, keepdim=True)
-
-    def _kept_slots(self, whole: dict[str, Tensor], seen: int) -> Tensor:
-        """The slots to keep for each key head, (b, hkv, keys), after `seen` tokens."""
-        by_age = whole["positions"].argsort(-1)
-        worth = self._worth(whole, seen, seen - self.recent).gather(-1, by_age)
-        return by_age.gather(2, worth.argsort(stable=True, dim=-1)[..., -self.keys :])
 
     def _worth(self, buffers: dict[str, Tensor], seen: int, recent: int) -> Float[Tensor, "b hkv m"]:
         """`worth`, checked, and ∞ from position `recent` on; of sums it gets a copy, so that it cannot change them."""

@@ -360,12 +360,6 @@ def _hash32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _hash_seed(seed: int) -> int:
-    """Return the hashed seed; without the hash, seed + 1 would give the noise of seed shifted by one query."""
-    once = int(_hash32(torch.tensor(seed & _MASK)))
-    return int(_hash32(torch.tensor((once + 0x9E3779B9) & _MASK)))
-
-
 def uniform(seed: int, region: Region, grid: Grid) -> Scores:
     """Return uniform numbers in (0, 1), one for each pair of a region; float32 with 24 random bits.
 
@@ -376,7 +370,9 @@ def uniform(seed: int, region: Region, grid: Grid) -> Scores:
     True
     """
     b, h, q, k = region.indices(grid)
-    row = _hash32((q - grid.offset + _hash_seed(seed)) & _MASK)
+    hashed = torch.tensor(seed & _MASK)  # without a hash, seed + 1 would give the noise of seed shifted by one query
+    hashed = _hash32((_hash32(hashed) + 0x9E3779B9) & _MASK)
+    row = _hash32((q - grid.offset + int(hashed)) & _MASK)
     for index in (h, b):
         row = _hash32((row + (index + 1) * 0x9E3779B9) & _MASK)
     bits = _hash32((row ^ _hash32(k + 0x632BE5AB)) & _MASK)
