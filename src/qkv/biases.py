@@ -49,8 +49,8 @@ class Bias(Definition):
     (2.0, 1.0)
     """
 
-    definitions: ClassVar = {"apply": ("apply_", "at", "gradients", "by_score", "by_head", "part", "form")}
-    by_score = False
+    definitions: ClassVar = {"apply": ("apply_", "at", "gradients", "position_free", "by_head", "part", "form")}
+    position_free = False
     """Whether the bias depends on the score alone, not on the positions of its query and key."""
     by_head = True
     """Whether the bias may have per-head parameters. `apply` then always gets all query heads."""
@@ -63,7 +63,7 @@ class Bias(Definition):
     """Vectors added to the values by clipped distance, (heads, 2 reach + 1, dv): see `RelativePosition`."""
 
     @property
-    def by_query(self) -> bool:
+    def depends_on_query(self) -> bool:
         """Whether the bias depends on the vector of the query."""
         return overrides(self, Bias, "bound")
 
@@ -283,7 +283,7 @@ class ByDistance(SingleTensorBias):
     form = "distance"
     tensor: Float[Tensor, "h distances"]
     n_keys: int | None = None  # set by `bound`
-    by_query = False
+    depends_on_query = False
 
     def part(self, region: Region) -> ByDistance:
         return ByDistance(self.tensor[:, self.span(region)], region.columns.stop - region.columns.start)
@@ -392,7 +392,7 @@ class SoftCap(Bias):
 
     form = "cap"
     cap: float
-    by_score = True
+    position_free = True
     by_head = False
 
     def __post_init__(self) -> None:
@@ -458,7 +458,7 @@ class ALiBi(Bias):
     """
 
     slopes: Float[Tensor, " heads"] | None = None
-    by_query = False
+    depends_on_query = False
 
     def __post_init__(self) -> None:
         if self.slopes is not None and (not isinstance(self.slopes, Tensor) or self.slopes.ndim != 1):
@@ -527,7 +527,7 @@ class T5Bias(Bias):
     table: Float[Tensor, "buckets heads"]
     bidirectional: bool = True
     max_distance: int = 128
-    by_query = False
+    depends_on_query = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or self.table.ndim != 2 or not self.table.dtype.is_floating_point:

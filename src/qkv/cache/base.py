@@ -402,13 +402,13 @@ class Sinks(RecentKeysCache):
             )
         if step.rotary is None:
             return
-        if attention.score is not None and not attention.score.keeps_rotation:
+        if attention.score is not None and not attention.score.rotation_invariant:
             raise InputError(
                 f"Sinks: score is {type(attention.score).__name__} with rotary, but it depends on more than the "
                 "distance; expected Dot or Cosine"
             )
         for bias in as_biases(attention.bias):
-            if bias.by_query:
+            if bias.depends_on_query:
                 raise InputError(
                     f"Sinks: bias is {type(bias).__name__} with rotary, which would rotate the queries that the bias "
                     "uses; expected only one of them"
@@ -501,7 +501,7 @@ def _parts_merge(step: Step) -> bool:
     return (
         (step.attention.normalizer is None or step.attention.normalizer.has_lse)
         and step.own.band == PAST
-        and all(bias.by_score for bias in as_biases(step.attention.bias))
+        and all(bias.position_free for bias in as_biases(step.attention.bias))
     )
 
 

@@ -161,7 +161,7 @@ class Evicting(Cache):
         if step.own.band != PAST:
             raise InputError(f"{name}: mask is {step.own!r}, but keys in this cache are unordered; expected Causal()")
         for bias in as_biases(attention.bias):
-            if not bias.by_score:
+            if not bias.position_free:
                 raise InputError(
                     f"{name}: bias is {type(bias).__name__}, which depends on positions, but keys in this cache "
                     "are unordered; expected no bias, or one that depends on the score alone, such as SoftCap"

@@ -268,7 +268,7 @@ class LogWeight(Bias):
     """ln w(s) of a pointwise normalizer, as a bias: weights divided by their sum are the softmax of ln w(s)."""
 
     normalizer: Pointwise
-    by_score = True
+    position_free = True
 
     def apply(self, scores: Tensor, region: Region | None) -> Tensor:
         masked = scores == -torch.inf

@@ -87,7 +87,7 @@ def directly(
     grad = not no_grad and tracked(q, k, v)
     if arguments is None or bias is None:  # NaN in a key that no query sees must not reach gradients
         return None if grad and n_keys - n_queries > high else arguments
-    if not isinstance(bias, Bias) or bias.by_query or bias.value_table is not None or grad:
+    if not isinstance(bias, Bias) or bias.depends_on_query or bias.value_table is not None or grad:
         return None
     grid = Grid.of(n_queries, n_keys, q.shape[0], q.shape[1], CPU)
     bias.check(grid)

@@ -51,10 +51,10 @@ def check_bias(
     """Check that a bias fulfils the contract of its base class; for use in your own tests.
 
     It checks: what ``apply`` or ``tile`` returns; that each score is a function of itself and its position only, so
-    that tiles do not change scores; the shortcuts ``gradients``, ``add_gradient``, ``at``, ``part``,
-    ``by_score`` and ``by_head``; output, weights and gradients of `attend` on every kernel against a
-    dense definition in float64, with masks and queries without visible keys; finite differences; bfloat16 and float16;
-    NaN in masked keys; `measure`; pickle and copy.deepcopy.
+    that tiles do not change scores; the shortcuts ``gradients``, ``add_gradient``, ``at``, ``part``, ``position_free``
+    and ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64,
+    with masks and queries without visible keys; finite differences; bfloat16 and float16; NaN in masked keys;
+    `measure`; pickle and copy.deepcopy.
 
     Args:
         bias: the object. The parameters of modules in it are converted to each dtype that is checked.
@@ -121,11 +121,12 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
     if not bound.by_head:
         one = replace(whole, heads=slice(size.heads - 1, size.heads))
         agree("by_head", _apply(bound, one.of(before), one), one.of(after), "is False, but for the last head alone ")
-    if not bias.by_query:
-        agree("by_query", _apply(bias.bound(3 * q, size.grid, 0.5), before, whole), what="is False, but with other q ")
-    if bound.by_score:
+    if not bias.depends_on_query:
+        other = _apply(bias.bound(3 * q, size.grid, 0.5), before, whole)
+        agree("depends_on_query", other, what="is False, but with other q ")
+    if bound.position_free:
         moved = replace(whole, offset=whole.offset + 3, rows=slice(2, size.queries + 2))
-        agree("by_score", _apply(bound, before, moved), what="is True, but elsewhere ")
+        agree("position_free", _apply(bound, before, moved), what="is True, but elsewhere ")
     if overrides(bound, Bias, "apply_"):
         with torch.no_grad(), calling(bound, "apply_", "called"):
             agree("apply_", bound.apply_(before.clone(), whole))
@@ -189,10 +190,10 @@ def check_score(
     """Check that a score fulfils the contract of its base class; for use in your own tests.
 
     It checks: what ``project`` and ``scores`` return; that ``project`` treats each token independently, and a pairwise
-    score depends on its query and key only, so that tiles do not change scores; ``gradients``, ``keeps_rotation`` and
-    ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64, with
-    masks, queries without visible keys and learned keys; finite differences; bfloat16 and float16; NaN in masked keys;
-    `measure`; pickle and copy.deepcopy.
+    score depends on its query and key only, so that tiles do not change scores; ``gradients``, ``rotation_invariant``
+    and ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64,
+    with masks, queries without visible keys and learned keys; finite differences; bfloat16 and float16; NaN in masked
+    keys; `measure`; pickle and copy.deepcopy.
 
     Args:
         score: the object. The parameters of modules in it are converted to each dtype that is checked.
@@ -230,7 +231,7 @@ def check_score(
     if isinstance(exact, Pairwise):
         _check_pairs(exact, q, k, first)
         _check_pair_gradients(exact, q, k)
-    if exact.keeps_rotation:
+    if exact.rotation_invariant:
         _check_rotation(exact, first)
     plain, key = Composition(subject="score", score=score), normal(first.heads, first.dim_k, seed=6).requires_grad_()
     linear = replace(plain, normalizer=Identity("keys"), label="normalizer Identity")
@@ -325,7 +326,7 @@ def _check_pair_gradients(score: Pairwise, q: Tensor, k: Tensor) -> None:
 def _check_rotation(score: Score, size: Size) -> None:
     """Rotating query and key by the same rotation does not change the score."""
     if size.dim != size.dim_k:
-        fail(score, "keeps_rotation", f"is True, but queries have {size.dim} entries and keys {size.dim_k}")
+        fail(score, "rotation_invariant", f"is True, but queries have {size.dim} entries and keys {size.dim_k}")
     q, k, _ = triple(size, torch.float64)
     turn, made = torch.linalg.qr(normal(size.dim, size.dim, seed=12))[0], []
     for tensors in ((q, k), (q @ turn, k @ turn)):
@@ -333,7 +334,7 @@ def _check_rotation(score: Score, size: Size) -> None:
         keys = keys.repeat_interleave(size.heads // size.key_heads, 1)
         made.append((_scores(score, queries, keys) if isinstance(score, Pairwise) else queries @ keys.mT).detach())
     what = "is True, but with queries and keys rotated by the same rotation "
-    same(score, "keeps_rotation", what, made[1], made[0], ROUNDINGS * EPS * largest(made[0]), expected=" as before")
+    same(score, "rotation_invariant", what, made[1], made[0], ROUNDINGS * EPS * largest(made[0]), expected=" as before")
 
 
 SCORES = (-79.3, -30.9, -12.7, -5.11, -2.07, -1.03, -0.31, -1.1e-3, -1.3e-6, 1.3e-6, 1.1e-3, 0.31, 1.03, 2.07, 5.11,
