@@ -61,18 +61,13 @@ def renamed(function: str, given: Mapping[str, Any], same: Mapping[str, str], kn
     values = dict(known)
     for name, value in given.items():
         if name not in same or same[name] not in values:
-            raise InputError(f"{function}: {name} is not an argument{_advice(name, known)}")
+            advice = (_OF_MODULES if "d_model" in known else _OF_CALLS).get(name) or OTHER_NAMES.get(name)
+            hint = nearest(name, list(known)) if advice is None else f"; pass {advice}"
+            raise InputError(f"{function}: {name} is not an argument{hint}")
         if values[same[name]] is not None:
             raise InputError(f"{function}: {name} and {same[name]} are both passed, expected one: they mean the same")
         values[same[name]] = value
     return list(values.values())
-
-
-def _advice(name: str, known: Mapping[str, Any]) -> str:
-    for names in (_OF_MODULES if "d_model" in known else _OF_CALLS, OTHER_NAMES):
-        if name in names:
-            return f"; pass {names[name]}"
-    return nearest(name, list(known))
 
 
 OTHER_NAMES = {

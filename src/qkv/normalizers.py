@@ -458,7 +458,10 @@ class Entmax(SumToOne):
         empty = top == -torch.inf
         tau = torch.where(empty, 0.0, top - 1)
         for _ in range(STEPS):
-            step = _newton(z, tau, p)
+            above = z - tau[..., None]
+            total = _powers(above, p).sum(-1)
+            slope = _powers(above, p - 1).sum(-1) if p != 1 else (above > 0).to(z).sum(-1)
+            step = (1 - total ** (-1 / p)) * total / slope  # NaN for an empty row, which stays where it is
             # Converged rows stop moving, so a row's result does not depend on the others in the batch.
             moving = step > 2 * torch.finfo(z.dtype).eps * (1 + tau.abs())
             if not moving.any():
@@ -481,13 +484,6 @@ def Sparsemax(temperature: float = 1.0) -> Entmax:  # noqa: N802  (named like a 
     2.0
     """
     return Entmax(2.0, temperature)
-
-
-def _newton(z: Float[Tensor, "*n k"], tau: Float[Tensor, "*n"], p: float) -> Float[Tensor, "*n"]:
-    above = z - tau[..., None]
-    total = _powers(above, p).sum(-1)
-    slope = _powers(above, p - 1).sum(-1) if p != 1 else (above > 0).to(z).sum(-1)
-    return (1 - total ** (-1 / p)) * total / slope  # NaN for an empty row, which stays where it is
 
 
 def _powers(x: Tensor, p: float) -> Tensor:

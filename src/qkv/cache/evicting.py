@@ -207,8 +207,10 @@ class Evicting(Cache):
                 self._buffers[name][:, :, self._stop : self._stop + 1] = x
             self._stop += 1
         else:
-            slot = self._eviction_slots()
-            self.evicted = self._buffers["positions"].gather(2, slot)
+            worth = self._worth(self._buffers, self.seen, self.seen + 1 - self.recent)  # the new token is a recent one
+            positions, least = self._buffers["positions"], worth == worth.amin(-1, keepdim=True)
+            slot = positions.masked_fill(~least, self.seen).argmin(-1, keepdim=True)  # of equal ones the oldest
+            self.evicted = positions.gather(2, slot)
             for name, x in new.items():
                 self._buffers[name].scatter_(2, _along(slot, x), x)
         held = {name: self._buffers[name][:, :, : self._stop] for name in new}
@@ -252,13 +254,6 @@ class Evicting(Cache):
         self._stop = whole["keys"].shape[2]
         for name, x in whole.items():
             self._buffers[name][:, :, : self._stop] = x
-
-    def _eviction_slots(self) -> Tensor:
-        """The slot to evict for each key head, (b, hkv, 1); the new token is one of the recent keys."""
-        held = {name: x[:, :, : self._stop] for name, x in self._buffers.items()}
-        worth, positions = self._worth(held, self.seen, self.seen + 1 - self.recent), held["positions"]
-        least = worth == worth.amin(-1, keepdim=True)
-        return positions.masked_fill(~least, self.seen).argmin(-1, keepdim=True)
 
     def _worth(self, buffers: dict[str, Tensor], seen: int, recent: int) -> Float[Tensor, "b hkv m"]:
         """`worth`, checked, and ∞ from position `recent` on; of sums it gets a copy, so that it cannot change them."""

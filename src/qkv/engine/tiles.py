@@ -387,21 +387,6 @@ def gumbel(seed: int, region: Region, grid: Grid) -> Scores:
 # --- the loop over tiles ----------------------------------------------------------------------------------------------
 
 
-class Workspace:
-    """Named scratch buffers."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an uninitialised buffer of a shape, with the dtype and device of `like`; it may hold old data."""
-        size, key = math.prod(shape), (name, like.dtype, like.device)
-        memory = self._buffers.get(key)
-        if memory is None or memory.numel() < size:
-            memory = self._buffers[key] = like.new_empty(size)
-        return memory[:size].view(shape)
-
-
 @dataclass(frozen=True, eq=False)
 class Group:
     """Some heads of a batch item or of a few, the tiling of their score matrix, and the block status of each tile."""
@@ -452,8 +437,10 @@ class Tile:
 
     __slots__ = ("_masked", "block", "columns", "group", "index", "rows", "shape", "space", "status")
 
-    def __init__(self, block: Block, index: int, status: int, space: Workspace) -> None:
-        """`index` is that of its columns in the group."""
+    def __init__(
+        self, block: Block, index: int, status: int, space: dict[tuple[str, torch.dtype, torch.device], Tensor]
+    ) -> None:
+        """`index` is that of its columns in the group, and `space` the memory of scratch buffers."""
         self._masked: Tensor | None
         self.block, self.group, self.index, self.space = block, block.group, index, space
         self.rows, self.columns = block.rows, block.group.columns[index]
@@ -465,8 +452,13 @@ class Tile:
         return self.group.tiles.region(self.rows, self.columns)
 
     def buffer(self, name: str) -> Float[Tensor, "b h q k"]:
-        """Return the scratch buffer of the tile's shape; the next tile reuses it."""
-        return self.space.buffer(name, self.shape, self.group.tiles.k)
+        """Return the scratch buffer of the tile's shape, which may hold old data; the next tile reuses it."""
+        like, size = self.group.tiles.k, math.prod(self.shape)
+        key = name, like.dtype, like.device
+        memory = self.space.get(key)
+        if memory is None or memory.numel() < size:
+            memory = self.space[key] = like.new_empty(size)
+        return memory[:size].view(self.shape)
 
     def masked(self) -> Bool[Tensor, "#b #h q k"] | None:
         """Return which pairs are masked; None if all are visible."""
@@ -521,7 +513,7 @@ class Reducer(Generic[State]):
 @torch.no_grad()
 def reduce_tiles(groups: Iterable[Group], reducer: Reducer[Any]) -> None:
     """Run a reducer over all tiles of the groups, without gradients."""
-    space = Workspace()
+    space: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
     for group in groups:
         reducer.start(group)
         for r, rows in enumerate(group.rows):
@@ -537,44 +529,31 @@ def groups(call: Call, size: int | None = None, *, batched: bool = False) -> Ite
 
     `batched` allows groups of several batch items, for short sequences.
     """
-    key_heads, (n_queries, n_keys) = call.k.shape[1], (call.q.shape[2], call.k.shape[2])
-    together = heads_together(call, sizes(call.q.device).heads)
+    table, (batch, h, n_queries, _), (_, key_heads, n_keys, _) = sizes(call.q.device), call.q.shape, call.k.shape
+    together = heads_together(call, table.heads)
     size = tile_size(call) if size is None else size
-    rows, columns = list(spans(n_queries, size)), list(spans(n_keys, size))
-    for items in spans(len(call.q), _items_together(call, min(together, key_heads), size) if batched else 1):
+    rows, columns, most = list(spans(n_queries, size)), list(spans(n_keys, size)), 1
+    if batched:  # as many items as fit into one tile of the table's size
+        scores = min(together, key_heads) * (h // key_heads) * min(n_queries, size) * min(n_keys, size)
+        most = max(1, table.heads * table.tile**2 // max(scores, 1))
+    for items in spans(batch, most):
         for heads in spans(key_heads, together):
             tiles = ScoreTiles(call, items, heads)
             yield Group(tiles, rows, columns, tiles.block_status(call.mask, size))
 
 
-def _items_together(call: Call, key_heads: int, size: int) -> int:
-    """Return batch items per group: as many as fit into one tile of the table's size."""
-    table, (_, h, n_queries, _), (_, of_keys, n_keys, _) = sizes(call.q.device), call.q.shape, call.k.shape
-    scores = key_heads * (h // of_keys) * min(n_queries, size) * min(n_keys, size)
-    return max(1, table.heads * table.tile**2 // max(scores, 1))
-
-
 def tile_size(call: Call) -> int:
     """Return the tile size for a call: the table's, or smaller for sparse masks and where tiles need more memory."""
-    table, (_, heads, _, d), key_heads = sizes(call.q.device), call.q.shape, call.k.shape[1]
-    size = _fitting(call, table.tile)
+    table, (_, heads, n_queries, d), key_heads = sizes(call.q.device), call.q.shape, call.k.shape[1]
+    size, mask = table.tile, call.mask
+    if mask is not None and n_queries >= 4 * size:  # a quarter, if smaller tiles skip many more masked pairs
+        small = max(1, size // 4)
+        status = (mask.classify(Tiles.of(call.grid, n, n), call.grid) for n in (size, small))
+        computed, of_small = (float((x != EMPTY).double().mean()) for x in status)
+        size = small if of_small < 0.6 * computed else size
     most = min(heads_together(call, table.heads) * (heads // key_heads), heads)
     if call.by_head and most > table.heads:  # a tile of all heads should fit in cache, too
         size = max(8, size // 2 ** math.ceil(math.log2(most / table.heads) / 2))
     if call.pairwise is not None:
         size = min(size, max(8, math.isqrt(table.pairs // (d * most))))
     return size
-
-
-def _fitting(call: Call, tile: int) -> int:
-    """Return `tile`, or a quarter of it if smaller tiles skip many more masked pairs."""
-    mask = call.mask
-    if mask is None or call.q.shape[2] < 4 * tile:
-        return tile
-
-    def computed(size: int) -> float:
-        """Return the share of the tiles of size × size that are not empty."""
-        return float((mask.classify(Tiles.of(call.grid, size, size), call.grid) != EMPTY).double().mean())
-
-    small = max(1, tile // 4)
-    return small if computed(small) < 0.6 * computed(tile) else tile

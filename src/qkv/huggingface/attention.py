@@ -78,8 +78,11 @@ def call_of(
                 "qkv supports"
             )
     mask, bias, keys = read_mask(attention_mask, query.shape[2], key.shape[2])
-    if attention_mask is None and query.shape[2] > 1:
-        mask = _causality(name, module, others.get("is_causal"))
+    if attention_mask is None and query.shape[2] > 1:  # `lazy_mask` is never None: it is dense unless stated otherwise
+        causal = others.get("is_causal")
+        if causal is None and getattr(module, "is_causal", False):
+            raise InputError(f"attention_mask is None in {name}, whose is_causal is True; expected a mask")
+        mask = Causal() if causal else None
     if isinstance(attention_mask, LazyMask):
         n_keys = attention_mask.grid.n_keys
         key, value = key[:, :, :n_keys], value[:, :, :n_keys]
@@ -163,15 +166,6 @@ def _chosen(name: str, indices: Tensor, query: Tensor, key: Tensor) -> Mask:
     kept = indices.clamp(max=n_keys).long()  # indices may point to unused slots of a static cache
     chosen = torch.zeros(batch, n_queries, n_keys + 1, dtype=torch.bool, device=query.device)
     return Dense(chosen.scatter_(2, kept, True)[:, None, :, :n_keys])
-
-
-def _causality(name: str, module: nn.Module, is_causal: bool | None) -> Mask | None:
-    """The mask for a call without one. `lazy_mask` never returns None, so None means dense unless stated otherwise."""
-    if is_causal is not None:
-        return Causal() if is_causal else None
-    if getattr(module, "is_causal", False):
-        raise InputError(f"attention_mask is None in {name}, whose is_causal is True; expected a mask")
-    return None
 
 
 def _brief(value: Any) -> str:

@@ -332,8 +332,11 @@ def _backward(call: Call, results: Results, more: Results, grads: Results, wante
         distance_slopes = ByQuery(scaled @ call.values.to(out).transpose(-1, -2), call.grid.offset)
         distance_mass = ByQuery(torch.zeros_like(distance_slopes.tensor), call.grid.offset)
     reduce_tiles(groups(call), Gradients(level, totals, scaled, inner, distance_slopes, distance_mass))
-    if chosen is not None and "v" in totals:
-        _add_chosen(chosen, grad, totals["v"])
+    if chosen is not None and "v" in totals:  # of hard attention
+        b, key_heads, _, dv = totals["v"].shape
+        index = chosen.clamp(min=0).view(b, key_heads, -1)
+        slope = torch.where(chosen[..., None] >= 0, grad, 0.0).reshape(b, key_heads, -1, dv)
+        totals["v"].scatter_add_(2, index[..., None].expand_as(slope), slope)
     if "values" in totals:
         assert distance_mass is not None
         by_distance = distance_mass.tensor
@@ -343,14 +346,6 @@ def _backward(call: Call, results: Results, more: Results, grads: Results, wante
             by_distance = torch.zeros_like(by_distance).scatter_(3, index, taken)
         totals["values"] = torch.einsum("bhqr,bhqd->hrd", by_distance, scaled).sum_to_size(totals["values"].shape)
     return totals
-
-
-def _add_chosen(chosen: Tensor, grad: Tensor, total: Tensor) -> None:
-    """Add the gradient of the values that hard attention chose to `total`."""
-    b, dv = len(grad), grad.shape[3]
-    index = chosen.clamp(min=0).view(b, total.shape[1], -1)
-    slope = torch.where(chosen[..., None] >= 0, grad, 0.0).reshape(b, total.shape[1], -1, dv)
-    total.scatter_add_(2, index[..., None].expand_as(slope), slope)
 
 
 @dataclass(eq=False)

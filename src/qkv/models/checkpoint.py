@@ -234,20 +234,18 @@ def header(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("its header is not a JSON object")
     found.pop("__metadata__", None)
-    end = max((_end(name, entry) for name, entry in found.items()), default=0)
+    end = 0
+    for name, entry in found.items():
+        match entry:
+            case {"dtype": str(), "shape": [*shape], "data_offsets": [int(), int(stop)]} if all(
+                type(n) is int and n >= 0 for n in shape
+            ):
+                end = max(end, stop)
+            case _:
+                raise ValueError(f"its header has a wrong entry for {name[:80]!r}")
     if 8 + size + end != stored:
         raise ValueError(f"it is {stored:,} bytes long, but declares {8 + size + end:,}: it is truncated or damaged")
     return found
-
-
-def _end(name: str, entry: Any) -> int:
-    """The offset at which a tensor ends; raises ValueError for an entry that is not of this form."""
-    match entry:
-        case {"dtype": str(), "shape": [*shape], "data_offsets": [int(), int(end)]} if all(
-            type(n) is int and n >= 0 for n in shape
-        ):
-            return end
-    raise ValueError(f"its header has a wrong entry for {name[:80]!r}")
 
 
 def declared_tensors(path: Path) -> dict[str, Tensor]:

@@ -80,7 +80,11 @@ class Sampler:
         if self.repetition_penalty != 1:
             if seen is None:
                 raise InputError(f"seen is None, expected tokens, as repetition_penalty is {self.repetition_penalty}")
-            logits = _penalized(logits, seen, self.repetition_penalty)
+            size, penalty = logits.shape[-1], self.repetition_penalty
+            # The last column is for ids outside the vocabulary.
+            occurs = logits.new_zeros(len(logits), size + 1, dtype=torch.bool)
+            occurs.scatter_(1, seen.masked_fill((seen < 0) | (seen >= size), size), True)
+            logits = torch.where(occurs[:, :-1], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if self.temperature == 0:
             best, index = logits.max(-1, keepdim=True)
             return torch.zeros_like(logits).scatter(-1, index, 1 + 0 * best)  # keeps NaN, which `draw` reports
@@ -124,14 +128,6 @@ class Sampler:
         uniform = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
         # right=True skips tokens of probability 0, which add nothing to the sum.
         return torch.searchsorted(total, uniform * total[:, -1:], right=True)[:, 0].to(probabilities.device)
-
-
-def _penalized(logits: Float[Tensor, "b v"], seen: Int[Tensor, "b t"], penalty: float) -> Float[Tensor, "b v"]:
-    size = logits.shape[-1]
-    known = (seen >= 0) & (seen < size)
-    where = logits.new_zeros(len(logits), size + 1, dtype=torch.bool)  # the last column: ids outside the vocabulary
-    where.scatter_(1, seen.masked_fill(~known, size), True)
-    return torch.where(where[:, :-1], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 @runtime_checkable

@@ -215,7 +215,11 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
     expected = f"{', '.join(map(repr, known))}, a folder with a Hugging Face model, or a name on the Hugging Face hub"
     # A configuration and weights can be wrong in any way.
     with refusing(f"model: cannot load {path!r} ({{}}); expected {expected}{nearest(path, known)}"):
-        number, stored = _declared(Path(path)) if local else (MOST_TENSORS, free_memory())
+        number, stored = MOST_TENSORS, free_memory()
+        if local:
+            check_json_files(folder := Path(path))
+            files = [file for one in checkpoint.files_of(folder, checkpoint.WEIGHTS) if (file := folder / one).exists()]
+            number, stored = sum(len(checkpoint.header(x)) for x in files), sum(x.stat().st_size for x in files)
         config = AutoConfig.from_pretrained(path, **options)
         if head is None:
             head = any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in config.architectures or ())
@@ -286,13 +290,6 @@ def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
     """The tokens (1, n) of `rendered_chat`."""
     found = tokenizer(rendered_chat(tokenizer, question), add_special_tokens=False, return_tensors="pt")
     return {name: found[name] for name in ("input_ids", "attention_mask")}
-
-
-def _declared(folder: Path) -> tuple[int, int]:
-    """The number of tensors in a folder's safetensors files, and their bytes; ValueError for a file that is damaged."""
-    check_json_files(folder)
-    files = [file for name in checkpoint.files_of(folder, checkpoint.WEIGHTS) if (file := folder / name).exists()]
-    return sum(len(checkpoint.header(file)) for file in files), sum(file.stat().st_size for file in files)
 
 
 def _check_size(build: Callable[[], nn.Module], tensors_in_file: int, stored: int) -> None:

@@ -188,25 +188,20 @@ def measured(
     result = attention(call) if output else None
     if rows is None:
         rows = row_state(call, None if result is None else result.lse)
-    return result, rows, _by_definition(call, rows, request, shared)
+    counted = _counted(call, rows, request)
+    if request.queries is not None:
+        call = replace(call, q=call.q.masked_fill(~request.queries[:, None, :, None], 0))  # padding may hold NaN
+    reducer = StatisticsReducer(call, counted, request, grid=None if shared is None else shared.grid)
+    if shared is None:
+        reducer.add_tiles(call)
+    else:
+        _add_shared(shared, call, reducer)
+    return result, rows, finished(call, reducer, shared)
 
 
 def sweep(call: Call, rows: RowState, **options: Any) -> Statistics:
     """Return the statistics of `measured`, given the normalizer state of each row (log-sum-exp or threshold)."""
     return measured(call, rows, **options)[-1]
-
-
-def _by_definition(call: Call, rows: RowState, request: Request, shared: Shared | None = None) -> Statistics:
-    """Return the statistics of a call from its tiles of weights."""
-    rows = _counted(call, rows, request)
-    if request.queries is not None:
-        call = replace(call, q=call.q.masked_fill(~request.queries[:, None, :, None], 0))  # padding may hold NaN
-    reducer = StatisticsReducer(call, rows, request, grid=None if shared is None else shared.grid)
-    if shared is None:
-        reducer.add_tiles(call)
-    else:
-        _add_shared(shared, call, reducer)
-    return finished(call, reducer, shared)
 
 
 def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
@@ -249,7 +244,7 @@ def finished(call: Call, reducer: StatisticsReducer, shared: Shared | None = Non
     """Return the statistics from the totals of all tiles; its `rows` are without the queries that do not count."""
     rows, request, totals = reducer.rows, reducer.request, reducer.totals
     values = reducer.finished(totals["row_sum"], at_least_float32(call.q.dtype))
-    thumbnail = prefix = contribution = None
+    thumbnail = prefix = contribution = sink_mass = None
     if (pooled := reducer.pooled) is not None:
         thumbnail = Thumbnail.of(pooled[0], pooled[1], call.q.shape[2], call.k.shape[2], *reducer.bins)
     if request.prefix_keys is not None:
@@ -257,12 +252,17 @@ def finished(call: Call, reducer: StatisticsReducer, shared: Shared | None = Non
         prefix = (total / count.clamp(min=1)).to(values["sink"].dtype)
     if (norms := request.value_norms) is not None:
         contribution = share_of_first(values["sink"], values["value_norms"], norms, request.firsts)
+    if call.sink is not None:  # 0 in rows that do not count
+        assert rows.level is not None
+        out = rows.level == -torch.inf
+        sink_mass = sink_weight(call.normalizer, call.sink, rows.level.masked_fill(out, 0))
+        sink_mass = sink_mass.masked_fill(out | (call.sink == -torch.inf), 0)
     return Statistics(
         lse=rows.level if call.user.normalizer.has_lse else None,
         **{name: values[name] for name in FIELDS},
         prefix_sink_scores=prefix,
         thumbnail=thumbnail,
-        sink_mass=None if call.sink is None else _sink_mass(call, rows),
+        sink_mass=sink_mass,
         mass={name: values[f"mass {name}"] for name in request.mass},
         own={s.name: values[f"own {s.name}"] for s in request.statistics},
         first_contribution=contribution,
@@ -280,15 +280,6 @@ def _of_prefix(x: Tensor, length: int, firsts: Sequence[int], shared: Shared | N
         numbers = numbers.contiguous()
         dist.all_reduce(numbers, group=shared.group)
     return numbers
-
-
-def _sink_mass(call: Call, rows: RowState) -> Tensor:
-    """Return the weight of the sink, 0 in rows that do not count."""
-    assert call.sink is not None
-    assert rows.level is not None
-    out = rows.level == -torch.inf
-    level = rows.level.masked_fill(out, 0)
-    return sink_weight(call.normalizer, call.sink, level).masked_fill(out | (call.sink == -torch.inf), 0)
 
 
 def checked(

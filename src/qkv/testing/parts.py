@@ -392,7 +392,11 @@ def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | N
         _check_level_of(points)
     else:
         _check_pointwise(points, slope)
-    _check_normalized(normalizer, heads, sizes, batch)
+    key = normalizer.key if isinstance(normalizer, SumToOne) else None
+    dim = 8 if key is None else key.shape[1]
+    computed = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim)
+    more = [masked(c, computed[0])[2 - index % 2] for index, c in enumerate(_variants(normalizer, computed[0]))]
+    check_attend(Composition(subject="normalizer", normalizer=normalizer), computed, more)
 
 
 def _weigh(normalizer: Normalizer, scores: Tensor, level: Tensor | None = None) -> Tensor:
@@ -594,15 +598,6 @@ def _check_level_of(points: _Points) -> None:
             weights = torch.where(shown, _weigh(normalizer, torch.where(shown, scores, row), row), 0.0)
             what = f"for a row of {keys} scores in {dtype}, the weights sum to another number at the level: "
             same(normalizer, "level_of", what, weights.sum(-1), shown.any(-1).to(dtype), tolerance)
-
-
-def _check_normalized(normalizer: Normalizer, heads: int, sizes: Sizes | None, batch: int) -> None:
-    key = normalizer.key if isinstance(normalizer, SumToOne) else None
-    dim = 8 if key is None else key.shape[1]
-    chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim)
-    first = chosen_sizes[0]
-    more = [masked(c, first)[2 - index % 2] for index, c in enumerate(_variants(normalizer, first))]
-    check_attend(Composition(subject="normalizer", normalizer=normalizer), chosen_sizes, more)
 
 
 def _variants(normalizer: Normalizer, size: Size) -> list[Composition]:
