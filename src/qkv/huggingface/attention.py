@@ -544,11 +544,15 @@ def wrapped(model: nn.Module, on_call: OnCall) -> Iterator[None]:
     Other models are not affected. Transformers' registries are restored on exit, also after an error.
     """
     from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 
     wrapper = frozenset(id(module) for module in model.modules() if routes(module)), on_call
     names = {config._attn_implementation_internal for config in configurations(model)}
     entries: list[tuple[dict[Any, Any], Any, Callable[..., Any]]] = []
-    entries += [(interface, name, _calling) for interface in _interfaces(model) for name in names]
+    local = (globals_of(module).get(INTERFACE) for module in model.modules())  # some models have functions of their own
+    mappings = [x._local_mapping for x in local if x is not None and x._local_mapping]
+    interfaces = [AttentionInterface._global_mapping, *{id(x): x for x in mappings}.values()]
+    entries += [(interface, name, _calling) for interface in interfaces for name in names]
     masks = AttentionMaskInterface._global_mapping
     entries += [(masks, name, _describing) for name in names if name in masks]
     try:
@@ -600,15 +604,3 @@ def _describing(before: Callable[..., Any]) -> Callable[..., Any]:
 
     mask.replaced, mask.wrappers = before, []  # type: ignore[attr-defined]
     return mask
-
-
-def _interfaces(model: nn.Module) -> list[dict[Any, Any]]:
-    """Transformers' mapping of names to functions; models with functions of their own have a further one each."""
-    from transformers.modeling_utils import AttentionInterface
-
-    local = [
-        interface._local_mapping
-        for module in model.modules()
-        if (interface := globals_of(module).get(INTERFACE)) is not None and interface._local_mapping
-    ]
-    return [AttentionInterface._global_mapping, *{id(x): x for x in local}.values()]

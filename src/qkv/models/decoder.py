@@ -393,7 +393,9 @@ class DecoderLM(nn.Module):
                     f"padding is {state.padding.tolist()}, expected fewer than the {total} tokens so far: "
                     "each item needs at least one token that is not padding"
                 )
-            positions, mask = _padded(state.padding.to(tokens.device), state.seen, tokens.shape[1])
+            padding, places = state.padding.to(tokens.device)[:, None], torch.arange(total, device=tokens.device)
+            positions = (places[state.seen :] - padding).clamp(min=0)
+            mask = Dense((places >= padding)[:, None, None])
         x = self._embedded(tokens, state.seen, positions)
         for block, cache in zip(self.blocks, state.caches, strict=True):
             x = block(x, mask=mask, positions=positions, cache=cache)
@@ -422,13 +424,6 @@ class DecoderLM(nn.Module):
     def _output(self) -> tuple[Tensor, Tensor | None]:
         """The output matrix, and its bias or None."""
         return (self.embedding.weight, None) if self.output is None else (self.output.weight, self.output.bias)
-
-
-def _padded(padding: Tensor, seen: int, n: int) -> tuple[Tensor, Mask]:
-    """Positions of n new tokens, counted from the first one that is not padding, and the mask of the padding."""
-    place = torch.arange(seen, seen + n, device=padding.device) - padding[:, None]
-    real = torch.arange(seen + n, device=padding.device) >= padding[:, None]
-    return place.clamp(min=0), Dense(real[:, None, None])
 
 
 def _attention(config: DecoderConfig) -> Attention:

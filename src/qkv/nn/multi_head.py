@@ -96,7 +96,10 @@ class Composition(nn.Module):
 
         `queries` are those that count in the statistics, as in `qkv.measure`.
         """
-        attention = self.attention if mask is None else masked(self.attention, mask)
+        attention = self.attention
+        if (further := as_mask(mask)) is not None:
+            own = as_mask(attention.mask)
+            attention = replace(attention, mask=further if own is None else own & further)
         if not return_statistics:
             return attention(q, k, v, training=self.training, return_weights=return_weights)
         options: dict[str, Any] = {"dropout_p": attention.dropout_p if self.training else 0.0}
@@ -108,13 +111,6 @@ class Composition(nn.Module):
     def extra_repr(self) -> str:
         parts = ((f.name, getattr(self._initial, f.name)) for f in fields(Attention))
         return ", ".join(f"{name}={type(x).__name__}" for name, x in parts if x is not None and name != "dropout_p")
-
-
-def masked(attention: Attention, mask: Mask | Bool[Tensor, "..."]) -> Attention:
-    """The composition with its mask combined with `mask` by AND."""
-    first, second = as_mask(attention.mask), as_mask(mask)
-    assert second is not None
-    return replace(attention, mask=second if first is None else first & second)
 
 
 def _learned(x: Any, place: Path) -> Iterator[tuple[Path, nn.Parameter | nn.Module]]:
@@ -212,6 +208,8 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         dropout = other_names.pop("dropout", 0.0)
+        if not 0 <= dropout < 1:
+            raise InputError(f"dropout is {dropout}, expected a probability in [0, 1)")
         d_model, heads = renamed("MultiHeadAttention", other_names, SIZES, {"d_model": d_model, "heads": heads})
         at_least_one(d_model=d_model, heads=heads)
         assert d_model is not None
@@ -246,7 +244,12 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         gates = {None: 0, "elementwise": heads * v_head_dim, "head": heads}[gate]
         self.gate = nn.Linear(d_model, gates, bias=bias) if gates else None
-        attention = _with_dropout(attention or Attention(), dropout)
+        attention = attention or Attention()
+        if dropout and attention.dropout_p:
+            raise InputError(
+                f"dropout is {dropout} and the composition has dropout_p {attention.dropout_p}, expected one of them"
+            )
+        attention = replace(attention, dropout_p=dropout) if dropout else attention
         self.composition = Composition(_with_sink(attention, heads, head_dim, sink))
         self.out_proj = nn.Linear(heads * v_head_dim, d_model, bias=bias)
         self.reset_parameters()
@@ -456,17 +459,6 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         rotary = "" if self.rotary is None else f", rotary={self.rotary}"
         return f"d_model={self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}{rotary}"
-
-
-def _with_dropout(attention: Attention, dropout: float) -> Attention:
-    """The composition with this dropout of its weights."""
-    if not 0 <= dropout < 1:
-        raise InputError(f"dropout is {dropout}, expected a probability in [0, 1)")
-    if dropout and attention.dropout_p:
-        raise InputError(
-            f"dropout is {dropout} and the composition has dropout_p {attention.dropout_p}, expected one of them"
-        )
-    return replace(attention, dropout_p=dropout) if dropout else attention
 
 
 def _with_sink(attention: Attention, heads: int, head_dim: int, sink: Literal["logit", "key"] | None) -> Attention:

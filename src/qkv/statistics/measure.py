@@ -171,13 +171,9 @@ def measured(
 ) -> tuple[Result[Tensor] | None, RowState, Statistics]:
     """Return the result of a call, if the `output` is wanted, its row state and statistics; in one pass if possible.
 
-    Args:
-        call: the attention call.
-        rows: its row state, if it is known and the output is not wanted; one pass computes it again.
-        output: whether the output is wanted.
-        shared: the whole call, if `call` is this process's shard of one that a process group makes together.
-        options: `mass`, `first`, `queries`, `bins` and `statistics` of `measure`, and `value_norms` (b, h, nk), the
-            norm of each value, for `first_contribution`.
+    `rows` is the row state, if it is known; one pass computes it again. `shared` is the whole call, if `call` is this
+    process's shard of one that a group makes together. `options` are `mass`, `first`, `queries`, `bins` and
+    `statistics` of `measure`, and `value_norms` (b, h, nk), the norm of each value, for `first_contribution`.
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
@@ -445,7 +441,18 @@ class _Form(Form):
 
     @staticmethod
     def of_weights(w: Any) -> tuple[_Form, Tensor]:
-        tensor = w if isinstance(w, Tensor) else _tensor(w)
+        if isinstance(w, (tuple, list)) and any(getattr(x, "ndim", 0) > 1 for x in w):
+            raise InputError(
+                f"w is a {type(w).__name__} of {len(w)} layers, expected the weights of one layer, w[layer]"
+            )
+        tensor = w
+        if not isinstance(w, Tensor):
+            array = np.asarray(w)
+            if array.dtype.name == "bfloat16":  # NumPy has no bfloat16 itself
+                array = array.astype(np.float32)
+            if array.dtype.kind != "f":
+                raise InputError(f"w is {array.dtype}, expected weights in floating point")
+            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
         if tensor.ndim not in (2, 3, 4) or 0 in tensor.shape:
             raise InputError(
                 f"w has shape {tuple(tensor.shape)}, expected the weights of one layer: (b, h, nq, nk), (h, nq, nk) "
@@ -461,17 +468,6 @@ class _Form(Form):
     def back(self, x: Tensor) -> Any:
         x = x[(0,) * (4 - self.ndim)]
         return x.numpy() if self.array else x
-
-
-def _tensor(w: Any) -> Tensor:
-    if isinstance(w, (tuple, list)) and any(getattr(x, "ndim", 0) > 1 for x in w):
-        raise InputError(f"w is a {type(w).__name__} of {len(w)} layers, expected the weights of one layer, w[layer]")
-    array = np.asarray(w)
-    if array.dtype.kind != "f":
-        array = array.astype(np.float32) if array.dtype.name == "bfloat16" else array  # NumPy has no bfloat16 itself
-        if array.dtype.kind != "f":
-            raise InputError(f"w is {array.dtype}, expected weights in floating point")
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 class _WeightsReducer(StatisticsReducer):

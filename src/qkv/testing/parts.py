@@ -230,7 +230,6 @@ def check_score(
     q, k = _check_tokens(exact, first)
     if isinstance(exact, Pairwise):
         _check_pairs(exact, q, k, first)
-        _check_pair_gradients(exact, q, k)
     if exact.rotation_invariant:
         _check_rotation(exact, first)
     plain, key = Composition(subject="score", score=score), normal(first.heads, first.dim_k, seed=6).requires_grad_()
@@ -290,7 +289,7 @@ def _check_tokens(score: Score, size: Size) -> tuple[Tensor, Tensor]:
 
 
 def _check_pairs(score: Pairwise, q: Tensor, k: Tensor, size: Size) -> None:
-    """Scores of a tile equal those of the whole matrix, and a query or key changes only its own scores."""
+    """Scores of a tile equal those of the whole matrix, a query or key changes only its own, and shortcuts agree."""
     whole = without_writing(score, "scores", lambda q, k: _scores(score, q, k), q, k).detach()
     rounding, rule = ROUNDINGS * EPS * largest(whole), "a score may depend on its own query and key alone"
     for name, region in parts(size):
@@ -309,18 +308,14 @@ def _check_pairs(score: Pairwise, q: Tensor, k: Tensor, size: Size) -> None:
     if not score.by_head:
         got = _scores(score, q[:, -1:], k[:, -1:])
         same(score, "by_head", "is False, but for the last head alone ", got, whole[:, -1:], rounding)
-
-
-def _check_pair_gradients(score: Pairwise, q: Tensor, k: Tensor) -> None:
-    """The shortcut `gradients` agrees with autograd through `scores`."""
     if not overrides(score, Pairwise, "gradients"):
         return
-    tensors = {"q": q.requires_grad_(), "k": k.requires_grad_(), **score.tensors()}
+    inputs = {"q": q.requires_grad_(), "k": k.requires_grad_(), **score.tensors()}
     slope, learned = normal(*q.shape[:3], k.shape[2], seed=9), list(score.tensors().values())
-    want = torch.autograd.grad(_scores(score, q, k), list(tensors.values()), slope, allow_unused=True)
+    want = torch.autograd.grad(_scores(score, q, k), list(inputs.values()), slope, allow_unused=True)
     with torch.no_grad(), calling(score, "gradients", "called"):
-        got = score.gradients(q.detach(), k.detach(), slope.clone(), learned)
-        _same_gradients(score, "gradients", tensors, got, want, "scores")
+        gradients = score.gradients(q.detach(), k.detach(), slope.clone(), learned)
+        _same_gradients(score, "gradients", inputs, gradients, want, "scores")
 
 
 def _check_rotation(score: Score, size: Size) -> None:
