@@ -41,8 +41,8 @@ class Bar:
 def bar(name: str, unit: str = "", total: float | None = None, *, done: int = 0, show: bool = True) -> Iterator[Bar]:
     """A progress bar that disappears when it is closed.
 
-    `name` says what is being done, and `unit` what is counted; without it no numbers are printed. The bar tells the time
-    left from the `total`, if that is known, and the units that were `done` earlier.
+    `name` says what is being done, and `unit` what is counted; without it no numbers are printed. The bar tells the
+    time left from the `total`, if that is known, and the units that were `done` earlier.
 
     >>> with bar("profiling", "layers", 6) as step:
     ...     step(1)

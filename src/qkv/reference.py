@@ -447,6 +447,7 @@ def attention(
     out = np.zeros((batch, heads, n_queries, dv))
     lse = np.full((batch, heads, n_queries), -np.inf)
     weights = np.zeros((batch, heads, n_queries, n_keys))
+    tables = [one.values for one in bias if isinstance(one, biases.RelativePosition) and one.values is not None]
     for b, h, i in np.ndindex(batch, heads, n_queries):
         g = h // (heads // key_heads)
         query = query_of(score, q[b, h, i], h)
@@ -466,7 +467,10 @@ def attention(
         lse[b, h, i] = log_sum_exp(row, sink)
         weights[b, h, i, keys] = normalize(normalizer, row, h, len(visible), sink)
         for j in keys:
-            out[b, h, i] += weights[b, h, i, j] * (v[b, g, j] + _value(bias, h, i + n_keys - n_queries - j))
+            value = v[b, g, j]
+            for table in tables:  # relative positions also add a vector to the value (Shaw et al., eq. 3)
+                value = value + vector_of(table, h, i + n_keys - n_queries - j)
+            out[b, h, i] += weights[b, h, i, j] * value
     return Reference(out, lse if isinstance(normalizer, normalizers.Softmax) else None, weights)
 
 
@@ -486,14 +490,6 @@ def _sink(
         return None
     sink = array(normalizer.sink)
     return float(sink[b, h, i] if sink.ndim == 3 else of_head(sink, h, 0))
-
-
-def _value(bias: Sequence[biases.Bias], h: int, back: int) -> Array | float:
-    """Return the vector that relative positions add to the value of a key at distance `back` (Shaw et al., eq. 3)."""
-    for one in bias:
-        if isinstance(one, biases.RelativePosition) and one.values is not None:
-            return vector_of(one.values, h, back)
-    return 0.0
 
 
 # --- 6. Statistics of weights -------------------------------------------------------------------------------------

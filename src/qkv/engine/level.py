@@ -48,7 +48,9 @@ def search_level(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores
     start = top.masked_fill(empty, 0)
     fall = torch.ones_like(start)
     if scores.shape[-1] > FEW:
-        sample = _sample(scores)
+        groups = scores[..., : scores.shape[-1] // GROUP * GROUP].unflatten(-1, (-1, GROUP))
+        most = groups.amax(-1)  # of each group of adjacent keys; another of its scores stands for the rest of it
+        sample = torch.cat([most, torch.where(groups[..., 0] == most, groups[..., 1], groups[..., 0])], -1)
         best = sample.amax(-1)
         sampled = _MaskedRows(normalizer, sample, best)
 
@@ -94,13 +96,6 @@ class _MaskedRows:
             weights = weights.contiguous()
             weights[..., self.columns].masked_fill_(self.masked, 0)
         return weights
-
-
-def _sample(scores: Scores) -> Float[Tensor, "*n sample"]:
-    """Return the largest score of each group of adjacent keys, then another score of each, for the rest."""
-    groups = scores[..., : scores.shape[-1] // GROUP * GROUP].unflatten(-1, (-1, GROUP))
-    largest = groups.amax(-1)
-    return torch.cat([largest, torch.where(groups[..., 0] == largest, groups[..., 1], groups[..., 0])], -1)
 
 
 def root(
