@@ -46,8 +46,8 @@ def cached_for_mask(
     Only masks that compare by value have entries, as tensors and functions inside of a mask may change. Decoding has
     none, since each step has another grid. `nbytes` is the memory of a result.
     """
-    if grid.n_queries == 1 or not mask.by_value or transforming() or torch._C._len_torch_dispatch_stack() > 0:
-        return make()  # under a dispatch mode new tensors may be fake or wrapped
+    if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
+        return make()
     place = mask, grid, key
     with _LOCK:
         entry = _CACHE.get(place)
@@ -61,6 +61,11 @@ def cached_for_mask(
         with _LOCK:
             _CACHE[place] = result, size
     return result
+
+
+def _other_tensors() -> bool:
+    """Return whether a dispatch mode is active under which new tensors may be fake or wrapped."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 MASKED_SCORE = -1e30  # score of a masked pair: exp of it is 0, and 0 times it is 0 (0 · −inf would be NaN)
