@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv._untrusted import Budget
-from qkv.errors import InputError
+from qkv.errors import InputError, refusing
 
 
 def write_atomically(path: Path, data: bytes | memoryview | str) -> None:
@@ -77,22 +77,11 @@ def filesystem(address: str | os.PathLike[str], argument: str) -> tuple[Any, str
             f"{argument} is {text!r}, but no storage is known for {scheme}://; expected s3://, gs://, hf://, "
             "memory://, another scheme of fsspec, or a path on this machine"
         )
-    try:
+    way_out = "pip install 'qkv[cloud]'" if scheme in IN_CLOUD else "install its package"
+    missing = f"{argument} is {text!r}, but the package for {scheme}:// is missing ({{}}): {way_out}"
+    with refusing(f"{argument} is {text!r}, which cannot be used ({{}})"), refusing(missing, ImportError):
         found: tuple[Any, str] = fsspec.core.url_to_fs(text)
-    except ImportError as error:
-        way_out = "pip install 'qkv[cloud]'" if scheme in IN_CLOUD else "install its package"
-        raise InputError(
-            f"{argument} is {text!r}, but the package for {scheme}:// is missing ({error}): {way_out}"
-        ) from error
-    except Exception as error:  # each backend has its own types of errors
-        raise InputError(f"{argument} is {text!r}, which cannot be used ({reason(error)})") from error
     return found
-
-
-def reason(error: Exception) -> str:
-    """The first line of an error's message, for a sentence."""
-    text = (getattr(error, "strerror", None) or str(error)).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
 
 
 def opened(address: str | os.PathLike[str], argument: str) -> Path | io.BytesIO:
@@ -100,12 +89,10 @@ def opened(address: str | os.PathLike[str], argument: str) -> Path | io.BytesIO:
     if scheme_of(address) is None:
         return Path(local(address))
     files, path = filesystem(address, argument)
-    try:
+    with refusing(f"{argument}: cannot read {os.fspath(address)!r} ({{}})"):
         size = files.size(path) or 0
         Budget(size).take(size)
         return io.BytesIO(files.cat_file(path))
-    except Exception as error:  # each backend has its own types of errors
-        raise InputError(f"{argument}: cannot read {os.fspath(address)!r} ({reason(error)})") from error
 
 
 def dataset_and_column(name: str) -> tuple[str, str]:

@@ -163,7 +163,7 @@ def scores_of(call: Call) -> Float[Tensor, "b h nq nk"]:
     with torch.no_grad():
         made = eager.forward(call)
     assert made.weights is not None
-    if isinstance(call.given.normalizer, Pointwise) or made.lse is None:
+    if isinstance(call.user.normalizer, Pointwise) or made.lse is None:
         return made.weights
     return (made.weights.log() + made.lse[..., None]).nan_to_num(LOW, LOW, LOW)
 

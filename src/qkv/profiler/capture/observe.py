@@ -22,7 +22,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from qkv.errors import InputError
-from qkv.huggingface.client import is_known, routed, wrapped
+from qkv.huggingface.attention import is_known, routed, wrapped
 from qkv.kernels import serving
 from qkv.models.generation import evaluation_mode
 from qkv.nn import Composition

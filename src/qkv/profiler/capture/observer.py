@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from qkv.edits import Placed
 from qkv.engine import Call, Result, Shared, detached
 from qkv.errors import InputError
-from qkv.huggingface.attention import call_of, routes
-from qkv.huggingface.client import Own, function_of
-from qkv.huggingface.masks import is_causal
+from qkv.huggingface.attention import Own, call_of, function_of, is_causal, routes
 from qkv.kernels import serving
 from qkv.masks import Dense
 from qkv.profiler.capture import inputs

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from qkv import ring
 from qkv.engine import Call, Result, RowState, Shared, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.huggingface.masks import is_causal
+from qkv.huggingface.attention import is_causal
 from qkv.kernels import eager, serve, serving
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne

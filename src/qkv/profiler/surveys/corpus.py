@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from qkv._files import checked_datasets, dataset_and_column, filesystem, reason
-from qkv.errors import InputError
+from qkv._files import checked_datasets, dataset_and_column, filesystem
+from qkv.errors import InputError, first_line
 
 LINES = (".jsonl", ".ndjson")
 FIELD = "text"
@@ -407,7 +407,7 @@ def _files(addresses: Sequence[str]) -> Iterator[File]:
         except InputError:
             raise
         except Exception as error:  # each backend has its own types of errors
-            raise InputError(f"corpus: cannot list {address} ({reason(error)})") from error
+            raise InputError(f"corpus: cannot list {address} ({first_line(error)})") from error
 
 
 def _walk(files: Any, folder: str, inside: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -449,7 +449,7 @@ def _read(file: File, low: int, high: int) -> Iterator[Document]:
         raise
     except Exception as error:  # of the storage, each with types of its own, or of a damaged file
         raise InputError(
-            f"corpus: cannot read {file.path} ({reason(error)}); if it is damaged, remove it from the corpus"
+            f"corpus: cannot read {file.path} ({first_line(error)}); if it is damaged, remove it from the corpus"
         ) from error
 
 
@@ -476,7 +476,7 @@ def _hash(file: File, *, whole: bool) -> str:
     except PermissionError as error:
         return _unreadable(error)
     except OSError as error:
-        raise InputError(f"corpus: cannot read {file.path} ({reason(error)})") from error
+        raise InputError(f"corpus: cannot read {file.path} ({first_line(error)})") from error
 
 
 @dataclass(frozen=True)
@@ -504,7 +504,7 @@ class Dataset(Source):
         except InputError:
             raise
         except Exception as error:  # the network libraries underneath raise their own types of errors
-            raise InputError(f"corpus: cannot read the dataset {self.dataset!r} ({reason(error)})") from error
+            raise InputError(f"corpus: cannot read the dataset {self.dataset!r} ({first_line(error)})") from error
 
 
 def of_dataset(name: str) -> Dataset:
@@ -518,7 +518,7 @@ def of_dataset(name: str) -> Dataset:
         origins = [getattr(files, "origin_metadata", None) for files in (builder.config.data_files or {}).values()]
         columns = list(builder.info.features or _streamed(dataset, None).features or {})
     except Exception as error:  # the network libraries underneath raise their own types of errors
-        raise InputError(f"corpus: cannot load the dataset {dataset!r} ({reason(error)})") from error
+        raise InputError(f"corpus: cannot load the dataset {dataset!r} ({first_line(error)})") from error
     if column not in columns:
         raise InputError(
             f"corpus is {name!r}, but {dataset} has no column {column!r}, expected 'hf:{dataset}:COLUMN' with one of "

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from qkv._files import filesystem, local, reason, scheme_of, write_atomically
+from qkv._files import filesystem, local, scheme_of, write_atomically
 from qkv._untrusted import parse_json
-from qkv.errors import InputError, renamed
+from qkv.errors import InputError, first_line, renamed
 from qkv.profiler.surveys.data import Survey, differing
 
 COMPLETE = ".complete"
@@ -181,7 +181,7 @@ class Folder:
             self.storage.write(name, data)
         except Exception as error:  # each backend has its own types of errors
             raise InputError(
-                f"out: cannot write {what} to {self.address} ({reason(error)}); {len(self.finished())} shards are "
+                f"out: cannot write {what} to {self.address} ({first_line(error)}); {len(self.finished())} shards are "
                 "finished and kept: run the same command again when it can be written"
             ) from error
 
@@ -195,7 +195,7 @@ class Folder:
         try:
             yield
         except Exception as error:  # each backend has its own types of errors
-            raise InputError(f"out: cannot {to} {self.address!r} ({of}{reason(error)})") from error
+            raise InputError(f"out: cannot {to} {self.address!r} ({of}{first_line(error)})") from error
 
 
 def _name(number: int) -> str:
