@@ -31,7 +31,7 @@ def plain(model: torch.nn.Module, ids: Tensor) -> None:
 
 
 def profiled(model: torch.nn.Module, ids: Tensor) -> None:
-    profile(model, ids, progress=False, map_tokens=0)
+    profile(model, ids, progress=False)
 
 
 def from_weights(model: torch.nn.Module, ids: Tensor) -> None:

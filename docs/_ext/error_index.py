@@ -11,7 +11,7 @@ from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "src" / "qkv", ROOT / "lab" / "qkv_lab")
-NAMES = ("InputError", "Diverged", "Incomplete")
+NAMES = ("InputError", "Diverged", "Incomplete", "refusing")
 
 
 def sentence(node: ast.expr) -> str | None:
@@ -33,7 +33,7 @@ def errors() -> dict[str, list[str]]:
         module = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in NAMES and node.args:
-                text = sentence(node.args[0])
+                text = (sentence(node.args[0]) or "").replace("{}", "…")  # of `refusing`: the other error
                 if text and text not in found[module]:
                     found[module].append(text)
     return {module: texts for module, texts in found.items() if texts}

@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from qkv._files import write_atomically
-from qkv._untrusted import first_line, parse_json, read_bytes
-from qkv.errors import InputError
+from qkv._untrusted import parse_json, read_bytes
+from qkv.errors import InputError, first_line
 from qkv_lab.draw import COLOURS, panels
 
 

@@ -22,7 +22,7 @@ from qkv._files import write_atomically
 from qkv._progress import Bar, bar
 from qkv._untrusted import SizeError, free_memory
 from qkv.errors import InputError
-from qkv.models import checkpoint, tensors
+from qkv.models import checkpoint
 from qkv.models.loading import SAMPLE
 from qkv_lab import log, resume, settings
 from qkv_lab.task import Batch, Task, Training
@@ -148,7 +148,7 @@ def train(
 def _check_size(task: Task) -> None:
     """Raise `InputError` for a model that does not fit in memory, before it is built: settings may be a stranger's."""
     try:
-        tensors.build_without_memory(task.build, MOST_TENSORS, free_memory())
+        checkpoint.build_without_memory(task.build, MOST_TENSORS, free_memory())
     except SizeError as error:
         raise InputError(f"model of the task {task.name!r} is too large: {error}") from error
     except Exception:  # a task of the user's own may need real tensors to build its model; then it is just built

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv._untrusted import check_version, first_line, load_json
-from qkv.errors import InputError
-from qkv.models import tensors
+from qkv._untrusted import check_version, load_json
+from qkv.errors import InputError, first_line
+from qkv.models.checkpoint import header, read_tensors
 
 STATE, TENSORS = "state.json", "state.safetensors"
 VERSION = 1
@@ -81,9 +81,9 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         step, digest = described["step"], described["sha256"]
         if type(step) is not int or step < 0 or checkpoint.name != _name(step):
             raise ValueError(f"{STATE} has step {step!r}")
-        tensors.header(checkpoint / TENSORS)
+        header(checkpoint / TENSORS)
         found = _digest(checkpoint / TENSORS)
-        weights = tensors.read(checkpoint / TENSORS)
+        weights = read_tensors(checkpoint / TENSORS)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"checkpoint {checkpoint} cannot be read ({first_line(error)}){hint}") from error
     if found != digest:

@@ -8,9 +8,9 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qkv._untrusted import TEXT, check_nested, check_version, first_line, read_bytes
+from qkv._untrusted import TEXT, check_nested, check_version, read_bytes
 from qkv.attention import Attention
-from qkv.errors import InputError, nearest
+from qkv.errors import InputError, first_line, nearest
 from qkv_lab.task import Task, Training
 
 C = TypeVar("C")

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv._untrusted import check_version, first_line, load_json
-from qkv.errors import InputError, nearest
+from qkv._untrusted import check_version, load_json
+from qkv.errors import InputError, first_line, nearest
 from qkv.models import Sampler, checkpoint, generate, load
 from qkv_lab import grammar, lexicon
 from qkv_lab.grammar import (

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from qkv._files import write_atomically
 from qkv._progress import bar
-from qkv._untrusted import first_line, load_json
-from qkv.errors import InputError, nearest
+from qkv._untrusted import load_json
+from qkv.errors import InputError, first_line, nearest
 from qkv.models.loading import load_model
 from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.run import versions

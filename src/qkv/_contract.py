@@ -42,7 +42,7 @@ class Definition:
                 inherited = [name for name in shortcuts if name not in cls.__dict__]
                 if any(_stale(cls, base, method, name) for name in inherited):
                     for name in inherited:
-                        setattr(cls, name, base.__dict__[name])
+                        setattr(cls, name, getattr(base, name))
 
 
 def _stale(cls: type, base: type, method: str, name: str) -> bool:
@@ -51,7 +51,8 @@ def _stale(cls: type, base: type, method: str, name: str) -> bool:
     A shortcut of a class that leaves the method abstract is valid for every definition of it.
     """
     owner = next(parent for parent in cls.__mro__ if name in parent.__dict__)
-    return getattr(owner, method, None) not in (base.__dict__.get(method), getattr(cls, method))
+    definitions = (base.__dict__.get(method), getattr(cls, method))
+    return owner not in base.__mro__ and getattr(owner, method, None) not in definitions
 
 
 def overrides(thing: object, base: type, name: str) -> bool:
@@ -78,25 +79,19 @@ def learned_tensors(thing: object) -> dict[str, Tensor]:
     >>> sorted(learned_tensors(SimpleNamespace(scale=scale, name="mine", parts=[nn.Linear(2, 2)])))
     ['parts.0.bias', 'parts.0.weight', 'scale']
     """
-    tensors: dict[str, Tensor] = {}
-    visited: set[int] = set()
-    for name, x in _tensors(thing, "", set()):
-        if x.requires_grad and id(x) not in visited:
-            visited.add(id(x))
-            tensors[name] = x
-    return tensors
+    return {name: x for name, x in _tensors(thing, "", set()) if x.requires_grad}
 
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.device, torch.dtype, torch.Size)
 
 
 def _tensors(x: object, name: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(x, Tensor):
-        yield name, x
-        return
     if isinstance(x, _PLAIN) or id(x) in visited:
         return
     visited.add(id(x))
+    if isinstance(x, Tensor):
+        yield name, x
+        return
     parts: Iterator[tuple[str, object]]
     if isinstance(x, nn.Module):
         parts = iter([*x.named_parameters(), *x.named_buffers(), *_fields(x)])

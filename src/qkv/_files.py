@@ -9,8 +9,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from qkv._untrusted import Budget, first_line
-from qkv.errors import InputError
+from qkv._untrusted import Budget
+from qkv.errors import InputError, refusing
 
 
 def write_atomically(path: Path, data: bytes | memoryview | str) -> None:
@@ -76,15 +76,10 @@ def filesystem(address: str | os.PathLike[str], argument: str) -> tuple[Any, str
             f"{argument} is {text!r}, but no storage is known for {scheme}://; expected s3://, gs://, hf://, "
             "memory://, another scheme of fsspec, or a path on this machine"
         )
-    try:
+    way_out = "pip install 'qkv[cloud]'" if scheme in IN_CLOUD else "install its package"
+    missing = f"{argument} is {text!r}, but the package for {scheme}:// is missing ({{}}): {way_out}"
+    with refusing(f"{argument} is {text!r}, which cannot be used ({{}})"), refusing(missing, ImportError):
         found: tuple[Any, str] = fsspec.core.url_to_fs(text)
-    except ImportError as error:
-        way_out = "pip install 'qkv[cloud]'" if scheme in IN_CLOUD else "install its package"
-        raise InputError(
-            f"{argument} is {text!r}, but the package for {scheme}:// is missing ({error}): {way_out}"
-        ) from error
-    except Exception as error:  # each backend has its own types of errors
-        raise InputError(f"{argument} is {text!r}, which cannot be used ({first_line(error)})") from error
     return found
 
 
@@ -93,9 +88,7 @@ def opened(address: str | os.PathLike[str], argument: str) -> Path | io.BytesIO:
     if scheme_of(address) is None:
         return Path(local(address))
     files, path = filesystem(address, argument)
-    try:
+    with refusing(f"{argument}: cannot read {os.fspath(address)!r} ({{}})"):
         size = files.size(path) or 0
         Budget(size).take(size)
         return io.BytesIO(files.cat_file(path))
-    except Exception as error:  # each backend has its own types of errors
-        raise InputError(f"{argument}: cannot read {os.fspath(address)!r} ({first_line(error)})") from error

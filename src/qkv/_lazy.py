@@ -19,10 +19,7 @@ def above(module: str, name: str) -> Any:
 def lazy(package: str, names: Mapping[str, Sequence[str]], modules: Sequence[str] = ()) -> Callable[[str], Any]:
     """A `__getattr__` for `package`: it imports a public name from its module, or a public submodule, on first use.
 
-    Args:
-        package: dotted name of the package, its `__name__`.
-        names: the public names of the package, by the dotted module that defines them.
-        modules: public submodules of the package.
+    `names` are the public names of the package, by the dotted module that defines them.
     """
     origin = {name: module for module, found in names.items() for name in found}
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv._compiled import LIBRARY
 from qkv.compat import autocast_dtype
 from qkv.engine.call import Call, at_least_float32, zero_masked_nonfinite
 from qkv.kernels import attention, tiled
 from qkv.masks import Dense, Grid, Mask, Window
+from qkv.masks.convert import parts
+from qkv.native import LIBRARY
 from qkv.native import kernel as native
 from qkv.native.binding import is_finite
 from qkv.normalizers import Softmax
@@ -51,16 +52,9 @@ def attention_operator(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output (b, h, nq, dv) and the log-sum-exp (b, h, nq) of softmax attention.
 
-    Args:
-        q: queries, (b, h, nq, d).
-        k: keys, (b, hkv, nk, d).
-        v: values, (b, hkv, nk, dv).
-        keep: True where a key is not padding, (b, nk) or (1, nk).
-        sink: logits of attention sinks, (h,) or (b, h, nq).
-        before: how many keys before its own position a query may attend to; all if None.
-        after: how many keys after its own position a query may attend to; all if None. The last query is at the last
-            key.
-        scale: factor of the dot products.
+    `keep` (b, nk) or (1, nk) is True where a key is not padding; `sink` are logits of attention sinks, (h,) or (b, h,
+    nq). `before` and `after` are how many keys before and after its own position a query may attend to; all if None.
+    The last query is at the last key.
     """
     with torch.no_grad():
         result = attention(_call(q, k, v, keep, sink, before, after, scale))
@@ -147,17 +141,13 @@ def traced(
         if mask.dtype != torch.bool or mask.ndim < 2 or mask.shape[-2] != 1:
             return None
         mask = Dense(mask)
-    low, high, keep = -math.inf, math.inf, None
     grid = Grid.of(n_queries, n_keys, b, h, q.device)
-    for factor in () if mask is None else mask.factors():
-        if factor.band is not None:
-            low, high = max(low, factor.band[0]), min(high, factor.band[1])
-        elif type(factor) is Dense and (keys := factor.key_mask(grid)) is not None:
-            factor.check(grid)
-            keep = keys if keep is None else keep & keys
-        else:
+    if mask is not None:
+        if any(factor.band is None and type(factor) is not Dense for factor in mask.factors()):
             return None
-    if low > 0 or high < 0:
+        mask.check(grid)
+    (low, high), keep, others = parts(mask, grid)
+    if others or low > 0 or high < 0:
         return None
     if sink is not None and not isinstance(sink, Tensor):
         sink = q.new_full((h,), float(sink), dtype=torch.float32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from numbers import Number
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias
-from qkv.compat import Form, autocast_dtype
+from qkv.compat import Form
 from qkv.engine.call import A, Call, at_least_float32
 from qkv.engine.sizes import sizes
 from qkv.engine.tiles import block_status
-from qkv.errors import InputError
 from qkv.kernels import FORM_WEIGHTS, choose, linear
 from qkv.masks import EMPTY, FULL, Mask, Tiles
 from qkv.normalizers import Normalizer
@@ -59,14 +58,8 @@ class Plan:
     statistics: str
     """What computes the statistics of the weights, if they are requested."""
 
-    def diagram(self, form: Literal["text", "mermaid"] = "text") -> str:
+    def diagram(self) -> str:
         """Return the way from queries, keys and values to the output, with the shapes of this call.
-
-        Args:
-            form: ``"text"``, or ``"mermaid"`` for a flowchart that GitHub, notebooks and documentation sites draw.
-
-        Raises:
-            InputError: for another form.
 
         >>> import torch, qkv
         >>> q, k, v = torch.zeros(1, 4, 100, 16), torch.zeros(1, 2, 120, 16), torch.zeros(1, 2, 120, 8)
@@ -82,9 +75,13 @@ class Plan:
           │ weighted sum of the values
         output   1 × 4 × 100 × 8
         """
-        if form not in ("text", "mermaid"):
-            raise InputError(f"form is {form!r}, expected 'text' or 'mermaid'")
-        return _text(self.steps) if form == "text" else _mermaid(self.steps)
+        width = max(len(step.name) for step in self.steps)
+        shapes = [" × ".join(map(str, step.shape)) for step in self.steps]
+        wide, lines = max(map(len, shapes)), []
+        for step, shape in zip(self.steps, shapes, strict=True):
+            lines += [f"  │ {operation}" for operation in step.operations]
+            lines.append(f"{step.name:<{width}}  {shape:<{wide}}  {step.note}".rstrip())
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         width = max(map(len, (self.kernel, *self.rejected)))
@@ -127,9 +124,7 @@ def plan(
     >>> print(qkv.plan(q, k, v, return_weights=True).kernel)
     eager
     """
-    _, tensors = Form.of(q, k, v)
-    dtype = autocast_dtype(tensors[0])
-    queries, keys, values = (x if dtype is None else x.to(dtype) for x in tensors)
+    _, (queries, keys, values), _ = Form.of(q, k, v)
     call = Call.of(queries, keys, values, mask, bias, score, normalizer, dropout_p)
     name, reason, rejected = choose(call, kernel, weights=return_weights)
     pairs, flops, moved, peak = cost(name, call)
@@ -195,25 +190,23 @@ class Step:
     name: str
     shape: tuple[int, ...]
     operations: tuple[str, ...] = ()
-    """The operations that make it from the tensors in `inputs`, in order; none for an argument of the call."""
-    inputs: tuple[str, ...] = ()
+    """The operations that make it from the tensors before it, in order; none for an argument of the call."""
     note: str = ""
 
 
 def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
     """Return the tensors of a call, in the order in which they are computed."""
-    given = call.given
+    user = call.user
     b, h, n_queries, _ = call.q.shape
     pairs = (b, h, n_queries, call.k.shape[2])
     shared = h // call.k.shape[1]
     group = f"each of their heads serves {shared} heads of queries" if shared > 1 else ""
-    steps, compared, score = [], [], named(given.score)
-    for name, before, after in (("queries", given.q, call.q), ("keys", given.k, call.k)):
+    steps, score = [], named(user.score)
+    for name, before, after in (("queries", user.q, call.q), ("keys", user.k, call.k)):
         steps.append(Step(name, tuple(before.shape), note=group if name == "keys" else ""))
-        if after is not before and overrides(given.score, Score, "project"):
-            steps.append(Step(f"projected {name}", tuple(after.shape), (f"projection of {score}",), (name,)))
-        compared.append(steps[-1].name)
-    steps.append(Step("values", tuple(given.v.shape), note=group))
+        if after is not before and overrides(user.score, Score, "project"):
+            steps.append(Step(f"projected {name}", tuple(after.shape), (f"projection of {score}",)))
+    steps.append(Step("values", tuple(user.v.shape), note=group))
     if kernel in FORM_WEIGHTS:
         formed = f"formed by the kernel {kernel!r}"
     elif kernel == "linear":
@@ -221,45 +214,15 @@ def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
     else:
         formed = f"never formed whole: the kernel {kernel!r} computes them in blocks"
     product = f"dot products × {call.factor:.4g}" if call.pairwise is None else score
-    biases = tuple(f"bias {named(bias)}" for bias in given.biases)
-    steps.append(Step("scores", pairs, (product, *biases), tuple(compared), formed))
-    mask = () if given.mask is None else (f"mask {named(given.mask)}",)
-    weigh = named(given.normalizer) + (", with a sink that has no value" if call.sink is not None else "")
+    biases = tuple(f"bias {named(bias)}" for bias in user.biases)
+    steps.append(Step("scores", pairs, (product, *biases), formed))
+    mask = () if user.mask is None else (f"mask {named(user.mask)}",)
+    weigh = named(user.normalizer) + (", with a sink that has no value" if call.sink is not None else "")
     drop = (f"dropout of {call.dropout_p:g}",) if call.dropout_p else ()
-    steps.append(Step("weights", pairs, (*mask, weigh, *drop), ("scores",), formed))
+    steps.append(Step("weights", pairs, (*mask, weigh, *drop), formed))
     added = "weighted sum of the values" + (" and of the vectors by distance" if call.values is not None else "")
-    steps.append(Step("output", (b, h, n_queries, given.v.shape[3]), (added,), ("weights", "values")))
+    steps.append(Step("output", (b, h, n_queries, user.v.shape[3]), (added,)))
     return tuple(steps)
-
-
-def _text(steps: Sequence[Step]) -> str:
-    width = max(len(step.name) for step in steps)
-    shapes = [" × ".join(map(str, step.shape)) for step in steps]
-    wide, lines = max(map(len, shapes)), []
-    for step, shape in zip(steps, shapes, strict=True):
-        lines += [f"  │ {operation}" for operation in step.operations]
-        lines.append(f"{step.name:<{width}}  {shape:<{wide}}  {step.note}".rstrip())
-    return "\n".join(lines)
-
-
-def _mermaid(steps: Sequence[Step]) -> str:
-    """Return a flowchart: boxes are tensors, and rounded boxes the operations between them."""
-    ids = {step.name: f"t{number}" for number, step in enumerate(steps)}
-    lines = ["flowchart TD"]
-    for step in steps:
-        lines.append(f'    {ids[step.name]}["{_quoted(step.name)}<br/>{" × ".join(map(str, step.shape))}"]')
-    for number, step in enumerate(steps):
-        if not step.operations:
-            continue
-        lines.append(f'    o{number}(["{"<br/>".join(map(_quoted, step.operations))}"])')
-        lines += [f"    {ids[name]} --> o{number}" for name in step.inputs]
-        lines.append(f"    o{number} --> {ids[step.name]}")
-    return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    """Return the text inside quotation marks of a Mermaid chart, where these characters have a meaning."""
-    return text.replace("#", "#35;").replace('"', "#quot;").replace("<", "#lt;").replace(">", "#gt;")
 
 
 def named(thing: object) -> str:

@@ -41,12 +41,8 @@ class Bar:
 def bar(name: str, unit: str = "", total: float | None = None, *, done: int = 0, show: bool = True) -> Iterator[Bar]:
     """A progress bar that disappears when it is closed.
 
-    Args:
-        name: what is being done, printed before the bar.
-        unit: what is counted; no numbers are printed if it is empty.
-        total: how many units there are, if that is known; the bar tells the time left from it.
-        done: units that were finished earlier.
-        show: False for no bar.
+    `name` says what is being done, and `unit` what is counted; without it no numbers are printed. The bar tells the
+    time left from the `total`, if that is known, and the units that were `done` earlier.
 
     >>> with bar("profiling", "layers", 6) as step:
     ...     step(1)

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from qkv.errors import InputError, nearest
+from qkv.errors import InputError, first_line, nearest
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,8 @@ class Registry:
         try:
             found: type[Any] = entry.load()
         except Exception as error:  # importing a module can raise anything
-            reason = (str(error).strip() or "no message").splitlines()[0]
-            raise InputError(
-                f"{about} cannot be loaded from {entry.value} ({type(error).__name__}: {reason})"
-            ) from error
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise InputError(f"{about} cannot be loaded from {entry.value} ({reason})") from error
         problem = self.problem(found) if isinstance(found, type) else f"is a {type(found).__name__}, expected a class"
         if problem is None and found.name != name:
             problem = f"has the name {found.name!r} in its class, expected {name!r} as in its entry point"

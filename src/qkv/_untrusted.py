@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv.errors import InputError
+from qkv.errors import InputError, first_line, refusing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,6 +115,9 @@ def free_memory() -> int:
     return max(0, min(free))
 
 
+TRUSTED = "if you trust it, raise the limit with --max-size or qkv.max_size"
+
+
 class SizeError(ValueError):
     """A file declares more than the limit."""
 
@@ -131,7 +134,7 @@ class Budget:
         if size < 0 or self.declared > self.limit:
             raise SizeError(
                 f"it is {shown(self.stored)} and declares contents of {shown(self.declared)}, more than the limit of "
-                f"{shown(self.limit)}; if you trust it, raise the limit with --max-size or qkv.max_size"
+                f"{shown(self.limit)}; {TRUSTED}"
             )
 
 
@@ -158,10 +161,7 @@ def read_bytes(path: Path, most: int | None = None) -> bytes:
         while len(data) <= most and (piece := file.read(PIECE)):  # a device or a pipe has no size to look at
             data += piece
     if len(data) > most:
-        raise SizeError(
-            f"it is larger than the limit of {shown(most)}; if you trust it, raise the limit with --max-size or "
-            "qkv.max_size"
-        )
+        raise SizeError(f"it is larger than the limit of {shown(most)}; {TRUSTED}")
     return bytes(data)
 
 
@@ -179,10 +179,7 @@ def check_json_files(folder: Path) -> None:
         if file.name in VOCABULARIES:
             data = read_bytes(file)
             if data.count(b"[") + data.count(b"{") > MOST_LISTS and _allowed.get() is None:
-                raise SizeError(
-                    f"{file.name} has more than {MOST_LISTS:,} lists and objects; if you trust it, raise the limit "
-                    "with --max-size or qkv.max_size"
-                )
+                raise SizeError(f"{file.name} has more than {MOST_LISTS:,} lists and objects; {TRUSTED}")
         else:
             try:
                 parse_json(read_bytes(file, CONFIG))
@@ -242,16 +239,11 @@ def check_version(found: Any, newest: int) -> None:
 @contextmanager
 def reading(target: object, what: str) -> Iterator[None]:
     """Inside, any error means that a file that should be `what` cannot be read: an `InputError` with its first line."""
-    try:
+    # A damaged file can be wrong anywhere; zarr, xarray and codecs have errors of their own.
+    damaged = refusing(f"path: {str(target)!r} cannot be read ({{}}): it is not {what}, or is damaged")
+    absent = (FileNotFoundError, PermissionError, IsADirectoryError)
+    with damaged, refusing(f"path: cannot read {str(target)!r} ({{}})", *absent):
         yield
-    except InputError:
-        raise
-    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-        raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
-    except Exception as error:  # a damaged file can be wrong anywhere; zarr, xarray and codecs have errors of their own
-        raise InputError(
-            f"path: {str(target)!r} cannot be read ({first_line(error)}): it is not {what}, or is damaged"
-        ) from error
 
 
 # --- zip --------------------------------------------------------------------------------------------------------------
@@ -316,9 +308,3 @@ def parse_array(data: bytes) -> np.ndarray:
     if by_column or dtype.kind not in "biuf" or math.prod(shape) * dtype.itemsize != len(stored):
         raise ValueError(f"an array declares {dtype} of shape {str(shape)[:80]} and has {len(stored)} bytes")
     return np.frombuffer(stored, dtype).reshape(shape).copy()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 240 characters, or the name of its class."""
-    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:240].rstrip(".;")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from qkv import _operator as operator
 from qkv._plan import Plan, plan
 from qkv.biases import Bias
-from qkv.compat import Form, autocast_dtype, composition_of
+from qkv.compat import Form, composition_of
 from qkv.engine.call import A, Call, Result, dot_softmax
 from qkv.engine.sizes import LARGEST_HEAD, readable
 from qkv.engine.tiles import all_finite
@@ -147,15 +146,11 @@ def compute(
 
     `queries` are those that count in the statistics, as in `measure`; all if None.
     """
-    form, tensors = Form.of(q, k, v)
-    dtype = autocast_dtype(tensors[0])
-    if dtype is not None:
-        tensors = [x.to(dtype) for x in tensors]
-    with nullcontext() if dtype is None else torch.autocast(tensors[0].device.type, enabled=False):
-        parts = (attention.mask, attention.bias, attention.score, attention.normalizer)
-        call = Call.of(tensors[0], tensors[1], tensors[2], *parts, dropout_p)
-        if lse and not call.given.normalizer.has_lse:
-            name = type(call.given.normalizer).__name__
+    form, (q, k, v), without_autocast = Form.of(q, k, v)
+    with without_autocast:
+        call = Call.of(q, k, v, attention.mask, attention.bias, attention.score, attention.normalizer, dropout_p)
+        if lse and not call.user.normalizer.has_lse:
+            name = type(call.user.normalizer).__name__
             raise InputError(f"return_lse is True, but {name} has no log-sum-exp; only Softmax has one")
         if statistics:
             result = _with_statistics(call, kernel, weights, queries)

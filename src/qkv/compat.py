@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
@@ -60,18 +61,13 @@ def renamed(function: str, given: Mapping[str, Any], same: Mapping[str, str], kn
     values = dict(known)
     for name, value in given.items():
         if name not in same or same[name] not in values:
-            raise InputError(f"{function}: {name} is not an argument{_advice(name, known)}")
+            advice = (_OF_MODULES if "d_model" in known else _OF_CALLS).get(name) or OTHER_NAMES.get(name)
+            hint = nearest(name, list(known)) if advice is None else f"; pass {advice}"
+            raise InputError(f"{function}: {name} is not an argument{hint}")
         if values[same[name]] is not None:
             raise InputError(f"{function}: {name} and {same[name]} are both passed, expected one: they mean the same")
         values[same[name]] = value
     return list(values.values())
-
-
-def _advice(name: str, known: Mapping[str, Any]) -> str:
-    for names in (_OF_MODULES if "d_model" in known else _OF_CALLS, OTHER_NAMES):
-        if name in names:
-            return f"; pass {names[name]}"
-    return nearest(name, list(known))
 
 
 OTHER_NAMES = {
@@ -167,21 +163,26 @@ class Form:
     array: bool
 
     @staticmethod
-    def of(*given: Any) -> tuple[Form, list[Tensor]]:
-        """Return the common form of the inputs, and the inputs as tensors (batch, heads, length, head_dim)."""
-        if all(isinstance(x, Tensor) and x.ndim == 4 for x in given):
-            return TENSORS, list(given)
-        arrays = [isinstance(x, np.ndarray) for x in given]
-        if any(arrays) and not all(arrays):
-            raise InputError("q, k and v mix tensors and NumPy arrays, expected all of one type")
-        tensors = [torch.from_numpy(x) if array else x for x, array in zip(given, arrays, strict=True)]
-        sizes = {x.ndim if isinstance(x, Tensor) else 4 for x in tensors}
-        ndim = sizes.pop() if len(sizes) == 1 else 4  # `Call.of` rejects mixed shapes
-        if ndim == 3:
-            tensors = [x[:, None] for x in tensors]
-        elif ndim == 2:
-            tensors = [x[None, None] for x in tensors]
-        return Form(ndim, arrays[0]), tensors
+    def of(*given: Any) -> tuple[Form, list[Tensor], AbstractContextManager[object]]:
+        """Return the form of inputs; them as tensors (batch, heads, length, head_dim); and a context without autocast.
+
+        The tensors have the dtype of autocast, if it is on.
+        """
+        form, tensors = TENSORS, list(given)
+        if not all(isinstance(x, Tensor) and x.ndim == 4 for x in given):
+            arrays = [isinstance(x, np.ndarray) for x in given]
+            if any(arrays) and not all(arrays):
+                raise InputError("q, k and v mix tensors and NumPy arrays, expected all of one type")
+            tensors = [torch.from_numpy(x) if array else x for x, array in zip(given, arrays, strict=True)]
+            sizes = {x.ndim if isinstance(x, Tensor) else 4 for x in tensors}
+            ndim = sizes.pop() if len(sizes) == 1 else 4  # `Call.of` rejects mixed shapes
+            if ndim in (2, 3):
+                tensors = [x[:, None] if ndim == 3 else x[None, None] for x in tensors]
+            form = Form(ndim, arrays[0])
+        dtype = autocast_dtype(tensors[0])
+        if dtype is None:
+            return form, tensors, nullcontext()
+        return form, [x.to(dtype) for x in tensors], torch.autocast(tensors[0].device.type, enabled=False)
 
     def back(self, x: Tensor) -> Any:
         """Return a result (batch, heads, …) in the form of the inputs."""

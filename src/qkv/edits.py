@@ -104,7 +104,7 @@ class Head(Vectors):
         """The values of the keys of a head of keys."""
         at = self.place().keys_at
         start = at if isinstance(at, int) else at.expand(-1, self.call.k.shape[1], -1)[:, group]
-        values = (self.call if self.changed is None else self.changed).given.v[:, group]
+        values = (self.call if self.changed is None else self.changed).user.v[:, group]
         return Vectors(f"the values of {self.name}", values, lambda: replace(self.place(), start=start), self.whole)
 
     def of_text(self, mask: masks.Mask) -> masks.Mask:
@@ -140,7 +140,7 @@ class Head(Vectors):
             values: in place of those of the call.
         """
         call = self.call if self.changed is None else self.changed
-        key, given = (id(call), id(mask), id(normalizer), temperature, id(values)), call.given
+        key, given = (id(call), id(mask), id(normalizer), temperature, id(values)), call.user
         if key not in self.computed:
             both = mask if given.mask is None else given.mask if mask is None else given.mask & mask
             chosen = given.normalizer if normalizer is None else normalizer

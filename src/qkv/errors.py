@@ -58,6 +58,30 @@ def renamed(**options: str) -> Iterator[None]:
         raise InputError(f"{options[error.argument]}{words[at + len(error.argument) :]}") from error
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 240 characters."""
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:240].rstrip(".;")
+
+
+@contextmanager
+def refusing(message: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Inside, an error of these kinds, or any, becomes an `InputError`: the message with its first line for ``{}``.
+
+    >>> with refusing("dtype is 'x' ({})", KeyError):
+    ...     {}["x"]
+    Traceback (most recent call last):
+    qkv.errors.InputError: dtype is 'x' ('x')
+    """
+    wrong = kinds or (Exception,)
+    try:
+        yield
+    except InputError:
+        raise
+    except wrong as error:
+        raise InputError(message.replace("{}", first_line(error))) from error
+
+
 def at_least_one(of: str = "", **sizes: object) -> None:
     """Raise `InputError` for the first size that is not a whole number of at least 1; `of` begins the message.
 

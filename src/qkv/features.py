@@ -76,7 +76,13 @@ class Favor:
         at_least_one("Favor", head_dim=d, n_features=m)
         m = max(1, math.floor(d * math.log(d))) if self.n_features is None else m
         object.__setattr__(self, "n_features", m)
-        object.__setattr__(self, "weight", _orthogonal_rows(m, d, self.seed))
+        # Rows are distributed as Gaussian vectors, and orthogonal within each block of d.
+        generator = torch.Generator().manual_seed(self.seed)
+        gaussian = torch.randn(2, -(-m // d), d, d, generator=generator, dtype=torch.float64)
+        q, r = torch.linalg.qr(gaussian[0])
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform over rotations only if R's diagonal is positive
+        weight = (q.mT * gaussian[1].norm(dim=-1, keepdim=True)).flatten(0, 1)[:m].contiguous()
+        object.__setattr__(self, "weight", weight)
 
     def __call__(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n m"]:
         """Return φ(x), the features of keys."""
@@ -98,12 +104,3 @@ class Favor:
             raise InputError(f"Favor: x has vectors of {x.shape[-1]} entries, expected head_dim = {self.head_dim}")
         x = x.to(torch.promote_types(x.dtype, torch.float32)) * self.head_dim**-0.25
         return x @ self.weight.to(x).T - (0.5 * x.square().sum(-1, keepdim=True) + 0.5 * math.log(len(self.weight)))
-
-
-def _orthogonal_rows(m: int, d: int, seed: int) -> Float[Tensor, "m d"]:
-    """Return rows distributed as Gaussian vectors, orthogonal within each block of d."""
-    generator = torch.Generator().manual_seed(seed)
-    gaussian = torch.randn(2, -(-m // d), d, d, generator=generator, dtype=torch.float64)
-    q, r = torch.linalg.qr(gaussian[0])
-    q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform over rotations only if R's diagonal is positive
-    return (q.mT * gaussian[1].norm(dim=-1, keepdim=True)).flatten(0, 1)[:m].contiguous()

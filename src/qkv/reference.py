@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -409,7 +410,7 @@ def first_undefined(*parts: Any) -> str | None:
     return None
 
 
-DEFINED = ("qkv.scores", "qkv.biases.built_in", "qkv.masks.base", "qkv.masks.built_in", "qkv.normalizers.built_in")
+DEFINED = ("qkv.scores", "qkv.biases", "qkv.masks.base", "qkv.masks.built_in", "qkv.normalizers")
 """The modules whose classes the specification defines."""
 
 
@@ -448,6 +449,7 @@ def attention(
     out = np.zeros((batch, heads, n_queries, dv))
     lse = np.full((batch, heads, n_queries), -np.inf)
     weights = np.zeros((batch, heads, n_queries, n_keys))
+    tables = [one.values for one in bias if isinstance(one, biases.RelativePosition) and one.values is not None]
     for b, h, i in np.ndindex(batch, heads, n_queries):
         g = h // (heads // key_heads)
         query = query_of(score, q[b, h, i], h)
@@ -467,7 +469,10 @@ def attention(
         lse[b, h, i] = log_sum_exp(row, sink)
         weights[b, h, i, keys] = normalize(normalizer, row, h, len(visible), sink)
         for j in keys:
-            out[b, h, i] += weights[b, h, i, j] * (v[b, g, j] + _value(bias, h, i + n_keys - n_queries - j))
+            value = v[b, g, j]
+            for table in tables:  # relative positions also add a vector to the value (Shaw et al., eq. 3)
+                value = value + vector_of(table, h, i + n_keys - n_queries - j)
+            out[b, h, i] += weights[b, h, i, j] * value
     return Reference(out, lse if isinstance(normalizer, normalizers.Softmax) else None, weights)
 
 
@@ -489,48 +494,29 @@ def _sink(
     return float(sink[b, h, i] if sink.ndim == 3 else of_head(sink, h, 0))
 
 
-def _value(bias: Sequence[biases.Bias], h: int, back: int) -> Array | float:
-    """Return the vector that relative positions add to the value of a key at distance `back` (Shaw et al., eq. 3)."""
-    for one in bias:
-        if isinstance(one, biases.RelativePosition) and one.values is not None:
-            return vector_of(one.values, h, back)
-    return 0.0
-
-
 # --- 6. Statistics of weights -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class ReferenceStatistics:
-    """Statistics of one weight matrix (…, nq, nk); definitions in `statistics`."""
-
-    entropy: Array
-    received: Array
-    distance: Array
-    spread: Array
-    effective_keys: Array
-
-
-def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -> ReferenceStatistics:
+def statistics(weights: Float64[Array, "*n nq nk"]) -> SimpleNamespace:
     """Return the results expected of `qkv.measure`, computed from materialised weights.
 
     With M_i = Σ_j A_ij the mass on keys (1 unless a sink takes some) and a_ij = A_ij / M_i:
     entropy −Σ_j a ln a (nats), received Σ_i A_ij, distance Σ_j a |p_i − j| (tokens), spread the standard deviation of j
-    under a, effective_keys 1 / Σ_j a². Query i has position p_i = i + offset. A query with M = 0 gives 0 everywhere.
+    under a, effective_keys 1 / Σ_j a². Query i has position p_i = i + nk − nq. A query with M = 0 gives 0 everywhere.
 
     >>> statistics(np.full((1, 4), 0.25)).effective_keys.tolist()
     [4.0]
     """
     weights = np.asarray(weights, dtype=np.float64)
     n_queries, n_keys = weights.shape[-2:]
-    position = np.arange(n_queries)[:, None] + (n_keys - n_queries if offset is None else offset)
+    position = np.arange(n_queries)[:, None] + n_keys - n_queries
     key = np.arange(n_keys)[None, :]
     mass = weights.sum(-1, keepdims=True)
     a = np.divide(weights, mass, out=np.zeros_like(weights), where=mass > 0)
     logs = np.log(a, out=np.zeros_like(a), where=a > 0)
     mean = (a * key).sum(-1, keepdims=True)
     squares = (a * a).sum(-1)
-    return ReferenceStatistics(
+    return SimpleNamespace(
         entropy=-(a * logs).sum(-1),
         received=weights.sum(-2),
         distance=(a * np.abs(position - key)).sum(-1),

@@ -20,7 +20,7 @@ from qkv.kernels import opaque, serve_shared, serving
 from qkv.masks import Mask
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
-from qkv.statistics.built_in import PrefixSinkScores
+from qkv.statistics.base import PrefixSinkScores
 from qkv.statistics.measure import sweep
 from qkv.statistics.result import Statistics
 

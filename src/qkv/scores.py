@@ -30,7 +30,7 @@ class Score(Definition):
     (0.125, 1.0)
     """
 
-    keeps_rotation = False
+    rotation_invariant = False
     """Whether the score is unchanged when query and key are rotated alike, which some caches require."""
     by_head = False
     """Whether `scores` depends on the head. It then always gets tiles of all query heads."""
@@ -67,8 +67,7 @@ class Product(Score):
     8.0
     """
 
-    definitions: ClassVar = {"project": ("keeps_rotation",)}
-    keeps_rotation = False
+    definitions: ClassVar = {"project": ("rotation_invariant",)}
 
     def check(self) -> None:
         if not (overrides(self, Product, "project") or overrides(self, Product, "factor")):
@@ -95,9 +94,8 @@ class Pairwise(Score):
     [0.7310585975646973, 0.2689414322376251]
     """
 
-    definitions: ClassVar = {"scores": ("gradients", "tensors", "by_head", "keeps_rotation")}
+    definitions: ClassVar = {"scores": ("gradients", "tensors", "by_head", "rotation_invariant")}
     by_head = True
-    keeps_rotation = False
 
     def check(self) -> None:
         require(self, Pairwise, "scores", "q, k", "the score of each pair, (…, nq, nk)")
@@ -144,7 +142,7 @@ class Dot(Product):
     """
 
     scale: float | None = None
-    keeps_rotation = True
+    rotation_invariant = True
 
     def __post_init__(self) -> None:
         if self.scale is not None and not math.isfinite(self.scale):
@@ -196,7 +194,7 @@ class Cosine(Product):
     """
 
     scale: float | Float[Tensor, " heads"] = 10.0
-    keeps_rotation = True
+    rotation_invariant = True
 
     def __post_init__(self) -> None:
         check_by_head("Cosine: scale", self.scale)

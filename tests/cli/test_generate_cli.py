@@ -17,7 +17,7 @@ import torch
 
 from conftest import Command, refused
 from qkv import cache
-from qkv.models import checkpoint, tensors
+from qkv.models import checkpoint, loading
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.models.generation import Sampler, generate, text_stream
 from qkv.models.loading import load_text_model
@@ -298,7 +298,7 @@ def test_model_from_the_hub(gpt2: Path, command: Command, monkeypatch: pytest.Mo
 
     for function in ("hf_hub_download", "snapshot_download"):
         monkeypatch.setattr(f"huggingface_hub.{function}", download)
-    monkeypatch.setattr(tensors, "reachable", lambda _: True)
+    monkeypatch.setattr(loading, "_reachable", lambda _: True)
     assert command.succeeds("generate", "someone/tiny", PROMPT, "--greedy", "--tokens", 9).startswith(PROMPT)
     assert asked[0] == ("someone/tiny", "config.json")
     assert "*.safetensors" in asked[1][1]

@@ -107,9 +107,6 @@ def test_compositions_are_the_definition(data: st.DataObject) -> None:
     assert torch.equal(part.expand_as(seen[b, h, rows, columns]), seen[b, h, rows, columns])
     for counted in (mask.visible_keys(grid), base._count(mask, grid, data.draw(st.integers(1, 5)))):
         assert torch.equal(counted.expand(seen.shape[:3]), seen.sum(-1))
-    if mask.band is not None:
-        of_keys = base.band_counts(mask.band, grid)[1]
-        assert torch.equal(of_keys.expand(*seen.shape[:2], grid.n_keys), seen.sum(-2))
     sizes = {"batch": grid.batch, "heads": grid.heads}
     assert mask.sparsity(grid.n_queries, grid.n_keys, **sizes) == pytest.approx(1 - seen.double().mean().item())
 

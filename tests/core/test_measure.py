@@ -36,9 +36,7 @@ def expected_statistics(weights: Tensor, lse: Tensor | None, first: int = 0) -> 
     """Every statistic of materialised weights (b, h, nq, nk); of the lse only if there is one."""
     a = weights.double().numpy()
     nq, nk = a.shape[2:]
-    stats = reference.statistics(a)
-    out = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
-    out |= {"row_sum": a.sum(-1), "sink": a[..., first]}
+    out = vars(reference.statistics(a)) | {"row_sum": a.sum(-1), "sink": a[..., first]}
     for name, shift in (("self_", 0), ("previous", -1), ("next_", 1)):
         out[name] = np.zeros(a.shape[:3])
         for i in range(nq):

@@ -29,7 +29,7 @@ from qkv.errors import InputError
 from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Window
 from qkv.normalizers import Softmax
 from qkv.statistics import measure
-from qkv.statistics.built_in import Local, PrefixSinkScores, Streaming
+from qkv.statistics.base import Local, PrefixSinkScores, Streaming
 from qkv.statistics.gradients import DIFFERENTIABLE
 from qkv.statistics.result import Statistics
 

@@ -112,7 +112,7 @@ SCORES: list[tuple[str, Any]] = [
     ("project: mixes tokens: for a part", bad(Product, project=lambda self, q, k: (q, k / k.shape[2]))),
     ("project: .*7 entries and keys of 8", bad(Product, project=lambda self, q, k: (q[..., 1:], k))),
     ("factor: ", bad(Product, project=lambda self, q, k: (q, k), factor=lambda self, d: math.inf)),
-    ("keeps_rotation: ", bad(Product, project=lambda self, q, k: (q.relu(), k.relu()), keeps_rotation=True)),
+    ("rotation_invariant: ", bad(Product, project=lambda self, q, k: (q.relu(), k.relu()), rotation_invariant=True)),
     ("project: .*float16", bad(Product, project=lambda self, q, k: (q * 1e5, k * 1e-5))),  # overflows in it alone
     ("project: .*finite differences", bad(
         Product, project=lambda self, q, k: (q * q.detach().norm(dim=-1, keepdim=True), k))),
@@ -149,7 +149,7 @@ BIASES: list[tuple[str, Any]] = [
         at=lambda self, s, b, h, i, j: s - 0.1 * (i - j).abs())),
     ("part: of a tile", bad(  # a part counts from 0, and so loses its place
         Bias, apply=lambda self, s, region: s - distance(region), part=lambda self, region: self)),
-    ("by_score: ", bad(Bias, by_score=True, apply=lambda self, s, region: s * (1 + region.queries))),
+    ("position_free: ", bad(Bias, position_free=True, apply=lambda self, s, region: s * (1 + region.queries))),
     ("apply: .*is inf", bad(Bias, apply=lambda self, s, region: (s.half() * 3e4).to(s) / 3e4)),
 ]  # fmt: skip
 

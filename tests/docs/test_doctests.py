@@ -95,4 +95,4 @@ def test_an_example_outside_of_the_core_fails(
 
 
 def test_modules_with_examples_are_found() -> None:
-    assert len(OTHERS) >= 90
+    assert len(OTHERS) >= 80  # merged modules have fewer; this guards against a search that finds none

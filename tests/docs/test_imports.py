@@ -22,7 +22,7 @@ ROOMS = {"qkv": ROOT / "src" / "qkv", "qkv_lab": ROOT / "lab" / "qkv_lab", "rese
 # Layers within a room, the lowest first. A dotted name is a package of its own inside another.
 ORDER = {
     "qkv": [
-        "_lazy", "errors", "_contract", "_compiled", "_packages", "_untrusted", "_files", "_progress",
+        "_lazy", "errors", "_contract", "_packages", "_untrusted", "_files", "_progress",
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
         "engine", "compat", "statistics.base", "statistics.result", "reference", "native", "kernels", "linear",
@@ -201,7 +201,7 @@ except ModuleNotFoundError as error:
     assert not set(core.split()) & set(rooms[rooms.index("testing") :])
     assert "models" in models.split()
     assert not set(models.split()) & set(rooms[rooms.index("huggingface") :])
-    assert {"qkv.kernels.tiled", "qkv.models.decoder", "qkv.testing.masks"} <= set(loaded)
+    assert {"qkv.kernels.tiled", "qkv.models.decoder", "qkv.testing.weights"} <= set(loaded)
     assert {name.split(".")[0] for name in loaded} & HEAVY == set()
     assert blocked.split()[0] in HEAVY
     assert "is blocked" in blocked

@@ -22,7 +22,7 @@ from torch.nn.attention import flex_attention
 import pages
 from qkv import cli
 from qkv.profiler.capture import probes
-from qkv.testing import laws, masks, parts
+from qkv.testing import laws, parts, weights
 from qkv_lab.cli import train
 from qkv_lab.tasks.symbols import Symbols
 
@@ -64,7 +64,7 @@ def reader_environment(tmp_path: Path, undrawn: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(laws, "kernels_for", lambda size: ["auto", "eager", "tiled"])
     monkeypatch.setattr(parts, "SIZES", laws.SIZES[:1])
-    monkeypatch.setattr(masks, "MASK_SIZES", masks.MASK_SIZES[:2])
+    monkeypatch.setattr(weights, "MASK_SIZES", weights.MASK_SIZES[:2])
     monkeypatch.setattr(Symbols, "UNSEEN", 20)
     monkeypatch.setattr(Symbols, "CHECKED", 20)
     monkeypatch.setattr(probes, "TOKENS", 16)

@@ -22,7 +22,7 @@ from qkv.cache import HeavyHitters
 from qkv.cache.evicting import policies_of
 from qkv.engine import Call
 from qkv.huggingface import evicting
-from qkv.huggingface.client import attend, routed
+from qkv.huggingface.attention import attend, routed
 from qkv.kernels import changing
 from qkv.masks import Causal, Dense, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
@@ -54,7 +54,7 @@ def test_mass_lost_equals_dense_weights(parts: dict[str, Any], policies: tuple[A
         (name, budget): one for budget in (5, 8, 17) for name, one in policies_of(policies, budget, FIRST).items()
     }
     for seen in calls_of(model(**parts), {"ids": text(17)}):
-        given = seen.call.given
+        given = seen.call.user
         weights = oracle(given.q, given.k, given.v, mask=given.mask, normalizer=given.normalizer)[2][0].numpy()
         shares = weights / weights.sum(-1, keepdims=True) if "normalizer" in parts else weights
         found = mass_lost(seen, {setting: one.fresh() for setting, one in caches.items()})

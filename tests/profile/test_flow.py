@@ -128,7 +128,7 @@ def test_rollout_equals_the_dense_product(parts: dict[str, Any], residual: float
     ids = torch.randint(17, (2, 13), generator=torch.Generator().manual_seed(4))
     weights = []
     for seen in calls_of(lm, {"ids": ids}):
-        given = seen.call.given
+        given = seen.call.user
         weights.append(
             oracle(given.q, given.k, given.v, mask=given.mask, bias=given.biases, normalizer=given.normalizer)[2]
         )

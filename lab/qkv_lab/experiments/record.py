@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from qkv._untrusted import check_version, first_line, load_json
-from qkv.errors import InputError
+from qkv._untrusted import check_version, load_json
+from qkv.errors import InputError, first_line
 from qkv_lab import log, settings
 from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import Verdict

@@ -15,8 +15,8 @@ import torch
 
 from qkv._files import write_atomically
 from qkv._progress import bar
-from qkv._untrusted import first_line, load_json
-from qkv.errors import InputError
+from qkv._untrusted import load_json
+from qkv.errors import InputError, first_line
 from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import ERROR, UNSEEN, Verdict
 from qkv_lab.experiments.record import conclusion_fields, described, key, load, rounded, seconds_in, text_of

@@ -402,13 +402,13 @@ class Sinks(RecentKeysCache):
             )
         if step.rotary is None:
             return
-        if attention.score is not None and not attention.score.keeps_rotation:
+        if attention.score is not None and not attention.score.rotation_invariant:
             raise InputError(
                 f"Sinks: score is {type(attention.score).__name__} with rotary, but it depends on more than the "
                 "distance; expected Dot or Cosine"
             )
         for bias in as_biases(attention.bias):
-            if bias.by_query:
+            if bias.depends_on_query:
                 raise InputError(
                     f"Sinks: bias is {type(bias).__name__} with rotary, which would rotate the queries that the bias "
                     "uses; expected only one of them"
@@ -448,18 +448,17 @@ class Sinks(RecentKeysCache):
             return replace(step, q=step.q[:, :, new], k=step.k[:, :, new], v=step.v[:, :, new])
 
         fill = min(n, max(0, self._most - seen))
-        outs = [self._fill(part(0, fill))] if fill else []  # nothing evicted yet: slots equal positions
+        outs = []
+        if fill:  # nothing evicted yet: slots equal positions
+            new = part(0, fill)
+            q, k = new.rotated(seen)
+            alone = fill == 1 and new.own.band == PAST
+            outs.append(new.attend(None if alone else new.own, q, *self._append(k, new.v, seen, 0)))
         if _parts_merge(step) and (n - fill > 1 or (n > fill and step.rotary is not None and _has_key(step.attention))):
             outs.append(self._chunk(part(fill, n), seen + fill))
         else:
             outs += [self._step(part(at, at + 1), seen + at) for at in range(fill, n)]
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
-
-    def _fill(self, new: Step) -> Tensor:
-        q, k = new.rotated(self.seen)
-        keys, values = self._append(k, new.v, self.seen, 0)
-        alone = q.shape[2] == 1 and new.own.band == PAST
-        return new.attend(None if alone else new.own, q, keys, values)
 
     def _step(self, new: Step, at: int) -> Tensor:
         """Decode one token, at position `at`, with all slots in use."""
@@ -501,7 +500,7 @@ def _parts_merge(step: Step) -> bool:
     return (
         (step.attention.normalizer is None or step.attention.normalizer.has_lse)
         and step.own.band == PAST
-        and all(bias.by_score for bias in as_biases(step.attention.bias))
+        and all(bias.position_free for bias in as_biases(step.attention.bias))
     )
 
 

@@ -161,7 +161,7 @@ class Evicting(Cache):
         if step.own.band != PAST:
             raise InputError(f"{name}: mask is {step.own!r}, but keys in this cache are unordered; expected Causal()")
         for bias in as_biases(attention.bias):
-            if not bias.by_score:
+            if not bias.position_free:
                 raise InputError(
                     f"{name}: bias is {type(bias).__name__}, which depends on positions, but keys in this cache "
                     "are unordered; expected no bias, or one that depends on the score alone, such as SoftCap"
@@ -207,8 +207,10 @@ class Evicting(Cache):
                 self._buffers[name][:, :, self._stop : self._stop + 1] = x
             self._stop += 1
         else:
-            slot = self._eviction_slots()
-            self.evicted = self._buffers["positions"].gather(2, slot)
+            worth = self._worth(self._buffers, self.seen, self.seen + 1 - self.recent)  # the new token is a recent one
+            positions, least = self._buffers["positions"], worth == worth.amin(-1, keepdim=True)
+            slot = positions.masked_fill(~least, self.seen).argmin(-1, keepdim=True)  # of equal ones the oldest
+            self.evicted = positions.gather(2, slot)
             for name, x in new.items():
                 self._buffers[name].scatter_(2, _along(slot, x), x)
         held = {name: self._buffers[name][:, :, : self._stop] for name in new}
@@ -245,24 +247,13 @@ class Evicting(Cache):
             self._add(whole, step.attend(step.own, last, whole["keys"], whole["values"], return_weights=True)[1], n)
         self._add_queries(step)
         if whole["keys"].shape[2] > self._most:
-            slots = self._kept_slots(whole, self.seen + n)
+            by_age, seen = whole["positions"].argsort(-1), self.seen + n
+            worth = self._worth(whole, seen, seen - self.recent).gather(-1, by_age)
+            slots = by_age.gather(2, worth.argsort(stable=True, dim=-1)[..., -self.keys :])
             whole = {name: x.gather(2, _along(slots, x)) for name, x in whole.items()}
         self._stop = whole["keys"].shape[2]
         for name, x in whole.items():
             self._buffers[name][:, :, : self._stop] = x
-
-    def _eviction_slots(self) -> Tensor:
-        """The slot to evict for each key head, (b, hkv, 1); the new token is one of the recent keys."""
-        held = {name: x[:, :, : self._stop] for name, x in self._buffers.items()}
-        worth, positions = self._worth(held, self.seen, self.seen + 1 - self.recent), held["positions"]
-        least = worth == worth.amin(-1, keepdim=True)
-        return positions.masked_fill(~least, self.seen).argmin(-1, keepdim=True)
-
-    def _kept_slots(self, whole: dict[str, Tensor], seen: int) -> Tensor:
-        """The slots to keep for each key head, (b, hkv, keys), after `seen` tokens."""
-        by_age = whole["positions"].argsort(-1)
-        worth = self._worth(whole, seen, seen - self.recent).gather(-1, by_age)
-        return by_age.gather(2, worth.argsort(stable=True, dim=-1)[..., -self.keys :])
 
     def _worth(self, buffers: dict[str, Tensor], seen: int, recent: int) -> Float[Tensor, "b hkv m"]:
         """`worth`, checked, and ∞ from position `recent` on; of sums it gets a copy, so that it cannot change them."""
@@ -522,18 +513,9 @@ class ExpectedAttention(Evicting):
             raise InputError("ExpectedAttention: positions is given, expected None: it counts from the first token")
 
 
-BUILT_IN = {
-    "full": "base.Full",
-    "sliding": "base.Sliding",
-    "window": "evicting.LastKeys",
-    "sinks": "base.Sinks",
-    "heavy": "evicting.HeavyHitters",
-    "snapkv": "evicting.SnapKV",
-    "pyramid": "evicting.PyramidKV",
-    "tova": "evicting.TOVA",
-    "keydiff": "evicting.KeyDiff",
-    "knorm": "evicting.KNorm",
-    "expected": "evicting.ExpectedAttention",
+BUILT_IN = {"full": "base.Full", "sliding": "base.Sliding", "sinks": "base.Sinks"} | {
+    policy.name: f"evicting.{policy.__name__}"
+    for policy in (LastKeys, HeavyHitters, SnapKV, PyramidKV, TOVA, KeyDiff, KNorm, ExpectedAttention)
 }
 
 

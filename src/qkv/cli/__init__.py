@@ -14,11 +14,11 @@ from importlib.metadata import entry_points
 import tyro
 
 import qkv
-from qkv._compiled import described
 from qkv._packages import explain, lab_is_missing
 from qkv.cli import ablate, evict, flow, generate, maps, profile, survey, view
 from qkv.cli.shared import discard_output, show_menu
 from qkv.errors import InputError, nearest
+from qkv.native import described
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "profile": profile.profile,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from qkv._packages import check_tested
 from qkv.engine.call import Call, Result, RowState, as_biases, as_mask, at_least_float32, detached, inverted
+from qkv.engine.level import search_level
 from qkv.engine.sharded import Shared
 
 check_tested("torch")
 
 __all__ = [
     "Call", "Result", "RowState", "Shared", "as_biases", "as_mask", "at_least_float32", "detached", "inverted",
+    "search_level",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ A = TypeVar("A", Tensor, np.ndarray, default=Tensor)
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class UserArguments:
     """The arguments as the user passed them, for the reference and for error messages."""
 
     q: Float[Tensor, "b h nq dq"]
@@ -72,7 +72,7 @@ class Call:
     dropout_p: float
     seed: int
     """Seed of dropout and of the draws of `Hard`."""
-    given: Given
+    user: UserArguments
     learned: dict[str, Tensor] = field(default_factory=dict)
     """Learned tensors inside the score and normalizer objects, by name."""
 
@@ -83,15 +83,15 @@ class Call:
         dropout_p: float = 0.0, seed: int | None = None,
     ) -> Call:  # fmt: skip
         """Check the arguments, project queries and keys, and bind the biases."""
-        mask, given_biases = as_mask(mask), as_biases(bias)
+        mask = as_mask(mask)
         score, normalizer = DOT if score is None else score, SOFTMAX if normalizer is None else normalizer
-        given = Given(q, k, v, mask, given_biases, score, normalizer)
+        user = UserArguments(q, k, v, mask, as_biases(bias), score, normalizer)
         _check_tensors(q, k, v)
-        _check_kinds(given, dropout_p)
+        _check_kinds(user, dropout_p)
         grid = Grid.of(q.shape[2], k.shape[2], q.shape[0], q.shape[1], q.device)
         if mask is not None:
             mask.check(grid)
-        for one in given.biases:
+        for one in user.biases:
             one.check(grid)
         if mask is not None and torch.is_grad_enabled():
             if isinstance(score, Pairwise) or overrides(score, Score, "project"):
@@ -103,7 +103,7 @@ class Call:
             random = dropout_p > 0 or (normalizer.one_key and normalizer.sample)
             seed = int(torch.randint(2**31, ())) if random else 0
         factor = score.factor(projected.shape[3])
-        biases = tuple(one.bound(projected, grid, factor) for one in given.biases)
+        biases = tuple(one.bound(projected, grid, factor) for one in user.biases)
         for one in biases:
             one.require()
         shift = divisor = None
@@ -120,8 +120,8 @@ class Call:
         if pairwise is not None:
             learned |= {f"score {name}": x for name, x in pairwise.tensors().items()}
         call = Call(
-            projected, keys, v, mask, biases, factor, pairwise, normalizer, _sink(given, projected), shift, divisor,
-            _values(given), dropout_p, seed, given, learned,
+            projected, keys, v, mask, biases, factor, pairwise, normalizer, _sink(user, projected), shift, divisor,
+            _values(user), dropout_p, seed, user, learned,
         )  # fmt: skip
         vars(call)["grid"] = grid
         return call
@@ -170,8 +170,8 @@ class Call:
         return replace(
             self, q=self.q[:, :, queries], k=self.k[:, :, keys], v=self.v[:, :, keys],
             mask=None if self.mask is None else mask_of_part(self.mask, grid, place),
-            biases=tuple(bias.part(place) for bias in self.biases), sink=_along(self.sink, queries),
-            shift=_along(self.shift, queries), divisor=_along(self.divisor, queries),
+            biases=tuple(bias.part(place) for bias in self.biases), sink=along(self.sink, queries),
+            shift=along(self.shift, queries), divisor=along(self.divisor, queries),
         )  # fmt: skip
 
     @cached_property
@@ -268,7 +268,7 @@ class LogWeight(Bias):
     """ln w(s) of a pointwise normalizer, as a bias: weights divided by their sum are the softmax of ln w(s)."""
 
     normalizer: Pointwise
-    by_score = True
+    position_free = True
 
     def apply(self, scores: Tensor, region: Region | None) -> Tensor:
         masked = scores == -torch.inf
@@ -357,45 +357,45 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InputError(f"q, k and v differ in dtype or device: {dtypes}")
 
 
-def _check_kinds(given: Given, dropout_p: float) -> None:
-    if not isinstance(given.score, Score):
-        raise InputError(f"score is {given.score!r}, expected an instance from qkv.scores such as Dot()")
-    if given.score is not DOT:
-        given.score.check()
-    if not isinstance(given.normalizer, Normalizer):
+def _check_kinds(user: UserArguments, dropout_p: float) -> None:
+    if not isinstance(user.score, Score):
+        raise InputError(f"score is {user.score!r}, expected an instance from qkv.scores such as Dot()")
+    if user.score is not DOT:
+        user.score.check()
+    if not isinstance(user.normalizer, Normalizer):
         raise InputError(
-            f"normalizer is {given.normalizer!r}, expected an instance from qkv.normalizers such as Softmax()"
+            f"normalizer is {user.normalizer!r}, expected an instance from qkv.normalizers such as Softmax()"
         )
-    if given.normalizer is not SOFTMAX:
-        given.normalizer.check(given.q.shape[1])
+    if user.normalizer is not SOFTMAX:
+        user.normalizer.check(user.q.shape[1])
     if not 0 <= dropout_p < 1:
         raise InputError(f"dropout_p is {dropout_p}, expected a probability in [0, 1)")
-    if dropout_p and given.normalizer.one_key:
-        name = type(given.normalizer).__name__
+    if dropout_p and user.normalizer.one_key:
+        name = type(user.normalizer).__name__
         raise InputError(f"dropout_p is {dropout_p} with normalizer={name}, which has one weight per query; expected 0")
 
 
-def _sink(given: Given, projected: Tensor) -> Tensor | None:
-    normalizer = given.normalizer
+def _sink(user: UserArguments, projected: Tensor) -> Tensor | None:
+    normalizer = user.normalizer
     if not isinstance(normalizer, SumToOne) or (normalizer.sink is None and normalizer.key is None):
         return None
     heads, wide = projected.shape[1], at_least_float32(projected.dtype)
     if normalizer.key is None:
         return normalizer.sink_of(projected.new_empty(projected.shape[:3], dtype=wide))
     key = normalizer.key
-    if key.shape != (heads, given.k.shape[3]):
+    if key.shape != (heads, user.k.shape[3]):
         raise InputError(
             f"{type(normalizer).__name__}: key has shape {tuple(key.shape)}, "
-            f"expected (heads, head_dim) = {(heads, given.k.shape[3])}"
+            f"expected (heads, head_dim) = {(heads, user.k.shape[3])}"
         )
     # The learned keys of the query heads in a group are projected as several keys of their key head.
-    keys = key.to(given.k).unflatten(0, (given.k.shape[1], -1)).expand(len(given.q), -1, -1, -1)
-    key = given.score.project(given.q, keys)[1].flatten(1, 2)[:, :, None]
+    keys = key.to(user.k).unflatten(0, (user.k.shape[1], -1)).expand(len(user.q), -1, -1, -1)
+    key = user.score.project(user.q, keys)[1].flatten(1, 2)[:, :, None]
     q, key = projected.to(wide), key.to(wide)
-    if isinstance(given.score, Pairwise):
-        logit = given.score.scores(q, key)[..., 0]
+    if isinstance(user.score, Pairwise):
+        logit = user.score.scores(q, key)[..., 0]
     else:
-        logit = given.score.factor(q.shape[3]) * (q @ key.transpose(-1, -2))[..., 0]
+        logit = user.score.factor(q.shape[3]) * (q @ key.transpose(-1, -2))[..., 0]
     return logit / normalizer.temperature
 
 
@@ -413,18 +413,18 @@ def _shift_and_divisor(
     return shift, visible() if normalizer.divide == "keys" else None
 
 
-def _values(given: Given) -> Tensor | None:
+def _values(user: UserArguments) -> Tensor | None:
     values = None
-    for bias in given.biases:
+    for bias in user.biases:
         if (table := bias.value_table) is None:
             continue
         if values is not None:
             raise InputError("bias contains several RelativePosition with values, expected at most one")
-        if table.shape[-1] != given.v.shape[3]:
+        if table.shape[-1] != user.v.shape[3]:
             raise InputError(
-                f"{type(bias).__name__}: values have {table.shape[-1]} entries, but v has {given.v.shape[3]}"
+                f"{type(bias).__name__}: values have {table.shape[-1]} entries, but v has {user.v.shape[3]}"
             )
-        values = table.to(given.v.device, at_least_float32(given.v.dtype))
+        values = table.to(user.v.device, at_least_float32(user.v.dtype))
         values = values if values.ndim == 3 else values[None]
     return values
 
@@ -525,9 +525,9 @@ class RowState:
     def part(self, queries: slice, keys: slice) -> RowState:
         """Return the state of some rows, over all keys, for the `Call.part` of these queries and keys."""
         chosen = None if self.chosen is None else self.chosen[:, :, queries] - keys.start
-        return RowState(_along(self.level, queries), _along(self.total, queries), chosen)
+        return RowState(along(self.level, queries), along(self.total, queries), chosen)
 
 
-def _along(x: Tensor | None, queries: slice) -> Tensor | None:
+def along(x: Tensor | None, queries: slice) -> Tensor | None:
     """Return the slice of x (b, h, nq) or (b, h, 1) for some queries."""
     return x if x is None or x.shape[2] == 1 else x[:, :, queries]

@@ -247,12 +247,9 @@ TAG = 9_999
 
 @contextmanager
 def naming_lost(what: str, group: dist.ProcessGroup, peers: Sequence[int] = ()) -> Iterator[None]:
-    """Turn an error of the communication inside into one that names the lost process.
+    """Turn an error of the communication inside into one that says what communicates, and names the lost process.
 
-    Args:
-        what: what communicates; begins the sentence.
-        group: the process group.
-        peers: the ranks with which it communicates, if these are not all.
+    `peers` are the ranks with which it communicates, if these are not all.
     """
     try:
         yield
@@ -369,8 +366,6 @@ def _backward(
 ) -> dict[str, Tensor]:
     """Return gradients of the local tensors; those of k and v are summed over all processes around the ring."""
     (out, lse), (grad, grad_lse) = results, grads
-    assert out is not None
-    assert lse is not None
     whole, grad = Partial(out, lse), torch.zeros_like(out) if grad is None else grad  # every process takes part
     wide = at_least_float32(call.q.dtype)
     totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items()}

@@ -1,17 +1,18 @@
-"""The tiles of a score matrix: their block status, scores and weights, and the noise of dropout.
+"""The tiles of a score matrix: their block status, scores and weights, the noise of dropout, and the loop over them.
 
-Each number is a hash of (seed, batch item, head, query, key), so all kernels draw the same numbers and the backward
-recomputes them. The mixing steps are Stafford's and Wellons's 32-bit finalizers ("hash-prospector", 2018).
+Attention and its backward, statistics, attention maps, products with the weights and the search for a row's level are
+all reducers over the same tiles. Empty tiles are skipped, and several heads are computed together.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from copy import copy
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import torch
 from cachetools import LRUCache
@@ -19,12 +20,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.biases import Bias
-from qkv.engine.call import Call, RowState, at_least_float32
+from qkv.engine.call import Call, RowState, along, at_least_float32
 from qkv.engine.sizes import readable, sizes
 from qkv.engine.transforms import transforming
 from qkv.errors import InputError
-from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
-from qkv.normalizers.base import checked_shape, weights_of
+from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
+from qkv.normalizers import LOG2_E, checked_shape, weights_of
 from qkv.scores import Pairwise
 
 T = TypeVar("T")
@@ -67,7 +68,6 @@ def _other_tensors() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-LOG2_E = math.log2(math.e)
 MASKED_SCORE = -1e30  # score of a masked pair: exp of it is 0, and 0 times it is 0 (0 · −inf would be NaN)
 
 
@@ -168,14 +168,6 @@ class ScoreTiles:
             parts.append(scores.to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def biased(self, product: Scores, rows: slice, columns: slice) -> Scores:
-        """Return final scores of q·k: with biases, divided by the temperature; not masked."""
-        in_place = not torch.is_grad_enabled() and not torch._C._is_tracing()
-        for bias in self.call.biases:
-            product = self.apply(bias, product, rows, columns, in_place=in_place)
-        divided = self.call.normalizer.temperature != 1 and not self.linear
-        return product / self.call.normalizer.temperature if divided else product
-
     def apply(self, bias: Bias, scores: Scores, rows: slice, columns: slice, *, in_place: bool = False) -> Scores:
         """Apply one bias to the scores of a tile; `in_place` allows it to overwrite them."""
         region = self.region(rows, columns)
@@ -195,8 +187,18 @@ class ScoreTiles:
         return self.with_all_heads(lambda s, at: weights_of(normalizer, s, at), scores, level)
 
     def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Scores:
-        """Return final scores of the tile, not masked; written to `out`, if given and the score is a product."""
-        return self.biased(self.product(rows, columns, out), rows, columns)
+        """Return final scores of the tile: with biases, divided by the temperature, with the shift; not masked.
+
+        They are in `out`, if it is given, the score is a product, and no gradient is wanted.
+        """
+        scores, in_place = self.product(rows, columns, out), not torch.is_grad_enabled() and not torch._C._is_tracing()
+        for bias in self.call.biases:
+            scores = self.apply(bias, scores, rows, columns, in_place=in_place)
+        if self.call.normalizer.temperature != 1 and not self.linear:
+            scores = scores / self.call.normalizer.temperature
+        if (shift := along(self.of(self.call.shift), rows)) is not None:
+            scores = scores.add_(shift[..., None]) if in_place else scores + shift[..., None]
+        return scores
 
     def log2_weights(self, rows: slice, columns: slice, lse: PerRow, out: Scores) -> Scores:
         """Return log2 of the softmax weights, (final score − `lse`) / ln 2; not masked, in `out` if there is no bias.
@@ -212,21 +214,20 @@ class ScoreTiles:
         torch.baddbmm(lse, q, keys, beta=-LOG2_E, alpha=LOG2_E, out=folded)
         return out
 
-    def block_status(self, mask: Mask | None, rows: int, columns: int | None = None) -> list[list[int]]:
-        """Return the block status of each tile of rows × columns (square by default), over these heads."""
-        columns = rows if columns is None else columns
+    def block_status(self, mask: Mask | None, size: int) -> list[list[int]]:
+        """Return the block status of each tile of `size` × `size`, over these heads."""
         grid, of = self.call.grid, (self.batch.start, self.batch.stop, self.heads.start, self.heads.stop)
 
         def status() -> list[list[int]]:
-            statuses = block_status(mask, Tiles.of(grid, rows, columns), grid)
+            statuses = block_status(mask, Tiles.of(grid, size, size), grid)
             statuses = Region(slice(None), slice(None), self.batch, self.heads).of(statuses)
             low, high = statuses.amin((0, 1)), statuses.amax((0, 1))
             return torch.where(low == high, low, PARTIAL).tolist()
 
-        tiles = -(-grid.n_queries // rows) * -(-grid.n_keys // columns)
+        tiles = -(-grid.n_queries // size) * -(-grid.n_keys // size)
         if mask is None:
             return status()
-        return cached_for_mask(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
+        return cached_for_mask(mask, grid, ("status", size, of), status, lambda _: 8 * tiles)
 
     def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
         """Return which pairs of a tile are masked; the pattern of a band depends on the offset alone, and is cached."""
@@ -287,10 +288,7 @@ def spans(length: int, size: int) -> Iterator[slice]:
 class WeightTiles:
     """Tiles of the weight matrix of the heads of `tiles`; the whole matrix is never formed.
 
-    Args:
-        tiles: score tiles of some batch items and heads of a call.
-        rows: row state of the whole call.
-        queries: True for the queries to include; the weights of other queries are 0.
+    `rows` is the state of all rows of the call. Queries that are not True in `queries` have weights of 0.
     """
 
     def __init__(self, tiles: ScoreTiles, rows: RowState, queries: Bool[Tensor, "b nq"] | None = None) -> None:
@@ -334,10 +332,7 @@ class WeightTiles:
             keys = call.grid.columns(columns.start, columns.stop)
             out.copy_(keys == self.chosen[:, :, rows, None])
         else:
-            scores = tiles.scores(rows, columns)
-            shift, divisor = tiles.of(call.shift), tiles.of(call.divisor)
-            if shift is not None:
-                scores = scores + (shift[..., rows] if shift.shape[2] > 1 else shift)[..., None]
+            scores, divisor = tiles.scores(rows, columns), tiles.of(call.divisor)
             if masked is not None:
                 scores = scores.masked_fill(masked, -torch.inf)  # masked scores may be NaN
             out.copy_(tiles.weights(scores, None if self.level is None else self.level[:, :, rows]))
@@ -350,6 +345,11 @@ class WeightTiles:
             out.masked_fill_(self.uncounted[..., rows, None], 0)
 
 
+# --- noise ------------------------------------------------------------------------------------------------------------
+#
+# Each number is a hash of (seed, batch item, head, query, key), so all kernels draw the same numbers and the backward
+# recomputes them. The mixing steps are Stafford's and Wellons's 32-bit finalizers ("hash-prospector", 2018).
+
 _MASK = 0xFFFFFFFF
 
 
@@ -358,12 +358,6 @@ def _hash32(x: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
-
-
-def _hash_seed(seed: int) -> int:
-    """Return the hashed seed; without the hash, seed + 1 would give the noise of seed shifted by one query."""
-    once = int(_hash32(torch.tensor(seed & _MASK)))
-    return int(_hash32(torch.tensor((once + 0x9E3779B9) & _MASK)))
 
 
 def uniform(seed: int, region: Region, grid: Grid) -> Scores:
@@ -376,7 +370,9 @@ def uniform(seed: int, region: Region, grid: Grid) -> Scores:
     True
     """
     b, h, q, k = region.indices(grid)
-    row = _hash32((q - grid.offset + _hash_seed(seed)) & _MASK)
+    hashed = torch.tensor(seed & _MASK)  # without a hash, seed + 1 would give the noise of seed shifted by one query
+    hashed = _hash32((_hash32(hashed) + 0x9E3779B9) & _MASK)
+    row = _hash32((q - grid.offset + int(hashed)) & _MASK)
     for index in (h, b):
         row = _hash32((row + (index + 1) * 0x9E3779B9) & _MASK)
     bits = _hash32((row ^ _hash32(k + 0x632BE5AB)) & _MASK)
@@ -386,3 +382,178 @@ def uniform(seed: int, region: Region, grid: Grid) -> Scores:
 def gumbel(seed: int, region: Region, grid: Grid) -> Scores:
     """Return standard Gumbel noise: argmax(scores + noise) is a sample from softmax(scores) (Gumbel 1954)."""
     return -torch.log(-torch.log(uniform(seed, region, grid)))
+
+
+# --- the loop over tiles ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Some heads of a batch item or of a few, the tiling of their score matrix, and the block status of each tile."""
+
+    tiles: ScoreTiles
+    rows: list[slice]
+    columns: list[slice]
+    status: list[list[int]]
+
+    @cached_property
+    def finite(self) -> bool:
+        """Whether its keys and values are finite, so that no masked one can turn a sum into NaN."""
+        return all_finite(self.tiles.k, self.tiles.v)
+
+    def visible(self, x: Float[Tensor, "n k d"], masked: Bool[Tensor, "b h q k"]) -> Float[Tensor, "n k d"]:
+        """Return keys or values of a tile (key heads, k, d), with zeros where fully masked unless all are finite."""
+        if self.finite:
+            return x
+        return zero_masked_keys(x.unflatten(0, (self.tiles.shape[0], -1)), ~masked).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A block of consecutive queries of a group, inside ``group.rows[index]``."""
+
+    group: Group
+    index: int
+    rows: slice
+
+    @property
+    def at(self) -> tuple[slice, slice, slice]:
+        """Index of its rows in a tensor (b, h, nq, …)."""
+        return self.group.tiles.batch, self.group.tiles.heads, self.rows
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(batch items, heads, queries)."""
+        return (*self.group.tiles.shape, self.rows.stop - self.rows.start)
+
+    @cached_property
+    def status(self) -> list[tuple[int, int]]:
+        """Index and block status of its non-empty tiles."""
+        return [(c, status) for c, status in enumerate(self.group.status[self.index]) if status != EMPTY]
+
+
+class Tile:
+    """One non-empty tile, with scratch buffers."""
+
+    __slots__ = ("_masked", "block", "columns", "group", "index", "rows", "shape", "space", "status")
+
+    def __init__(
+        self, block: Block, index: int, status: int, space: dict[tuple[str, torch.dtype, torch.device], Tensor]
+    ) -> None:
+        """`index` is that of its columns in the group, and `space` the memory of scratch buffers."""
+        self._masked: Tensor | None
+        self.block, self.group, self.index, self.space = block, block.group, index, space
+        self.rows, self.columns = block.rows, block.group.columns[index]
+        self.status, self._masked = status, None
+        self.shape = (*block.shape, self.columns.stop - self.columns.start)
+
+    @property
+    def region(self) -> Region:
+        return self.group.tiles.region(self.rows, self.columns)
+
+    def buffer(self, name: str) -> Float[Tensor, "b h q k"]:
+        """Return the scratch buffer of the tile's shape, which may hold old data; the next tile reuses it."""
+        like, size = self.group.tiles.k, math.prod(self.shape)
+        key = name, like.dtype, like.device
+        memory = self.space.get(key)
+        if memory is None or memory.numel() < size:
+            memory = self.space[key] = like.new_empty(size)
+        return memory[:size].view(self.shape)
+
+    def masked(self) -> Bool[Tensor, "#b #h q k"] | None:
+        """Return which pairs are masked; None if all are visible."""
+        if self._masked is None and self.status == PARTIAL:
+            self._masked = self.group.tiles.masked(self.rows, self.columns)
+        return self._masked
+
+    def scores(self) -> tuple[Float[Tensor, "b h q k"], Bool[Tensor, "#b #h q k"] | None]:
+        """Return final scores, which may be overwritten; and pairs masked, also by a −inf bias."""
+        scores = self.group.tiles.scores(self.rows, self.columns, self.buffer("scores"))
+        masked, call = self.masked(), self.group.tiles.call
+        if call.biases and not call.normalizer.zero_at_minus_infinity:
+            masked_by_bias = scores == -torch.inf
+            masked = masked_by_bias if masked is None else masked | masked_by_bias
+        return scores, masked
+
+    def weights(self, of_rows: WeightTiles) -> tuple[Float[Tensor, "b h q k"], Float[Tensor, "b h q k"] | None]:
+        """Return final weights; and log2 of them for softmax, else None. Both may be overwritten."""
+        weights, scratch = self.buffer("weights"), self.buffer("scores")
+        return weights, of_rows.fill(self.rows, self.columns, self.masked(), weights, scratch)
+
+
+State = TypeVar("State")
+
+
+class Reducer(Generic[State]):
+    """A computation over the tiles of a call. Subclasses implement `tile`; the other methods are optional.
+
+    For each group `start` is called, then for each block of queries `begin`, `tile` for each tile from left to right,
+    and `end`.
+    """
+
+    def start(self, group: Group) -> None:
+        """Prepare what all blocks of a group share."""
+
+    def blocks(self, block: Block) -> Iterable[Block]:
+        """Split a block into smaller ones, if whole rows must fit in memory."""
+        return (block,)
+
+    def begin(self, block: Block) -> State:
+        """Return accumulators of a block of queries."""
+        return None  # type: ignore[return-value]
+
+    def tile(self, state: State, tile: Tile) -> None:
+        """Add a tile to the state of its block."""
+        raise NotImplementedError
+
+    def end(self, state: State) -> None:
+        """Finish a block after its last tile."""
+
+
+@torch.no_grad()
+def reduce_tiles(groups: Iterable[Group], reducer: Reducer[Any]) -> None:
+    """Run a reducer over all tiles of the groups, without gradients."""
+    space: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+    for group in groups:
+        reducer.start(group)
+        for r, rows in enumerate(group.rows):
+            for block in reducer.blocks(Block(group, r, rows)):
+                state = reducer.begin(block)
+                for index, status in block.status:
+                    reducer.tile(state, Tile(block, index, status, space))
+                reducer.end(state)
+
+
+def groups(call: Call, size: int | None = None, *, batched: bool = False) -> Iterator[Group]:
+    """Yield the groups of heads of every batch item of a call, with tiles of `size` (by default `tile_size`).
+
+    `batched` allows groups of several batch items, for short sequences.
+    """
+    table, (batch, h, n_queries, _), (_, key_heads, n_keys, _) = sizes(call.q.device), call.q.shape, call.k.shape
+    together = heads_together(call, table.heads)
+    size = tile_size(call) if size is None else size
+    rows, columns, most = list(spans(n_queries, size)), list(spans(n_keys, size)), 1
+    if batched:  # as many items as fit into one tile of the table's size
+        scores = min(together, key_heads) * (h // key_heads) * min(n_queries, size) * min(n_keys, size)
+        most = max(1, table.heads * table.tile**2 // max(scores, 1))
+    for items in spans(batch, most):
+        for heads in spans(key_heads, together):
+            tiles = ScoreTiles(call, items, heads)
+            yield Group(tiles, rows, columns, tiles.block_status(call.mask, size))
+
+
+def tile_size(call: Call) -> int:
+    """Return the tile size for a call: the table's, or smaller for sparse masks and where tiles need more memory."""
+    table, (_, heads, n_queries, d), key_heads = sizes(call.q.device), call.q.shape, call.k.shape[1]
+    size, mask = table.tile, call.mask
+    if mask is not None and n_queries >= 4 * size:  # a quarter, if smaller tiles skip many more masked pairs
+        small = max(1, size // 4)
+        status = (mask.classify(Tiles.of(call.grid, n, n), call.grid) for n in (size, small))
+        computed, of_small = (float((x != EMPTY).double().mean()) for x in status)
+        size = small if of_small < 0.6 * computed else size
+    most = min(heads_together(call, table.heads) * (heads // key_heads), heads)
+    if call.by_head and most > table.heads:  # a tile of all heads should fit in cache, too
+        size = max(8, size // 2 ** math.ceil(math.log2(most / table.heads) / 2))
+    if call.pairwise is not None:
+        size = min(size, max(8, math.isqrt(table.pairs // (d * most))))
+    return size

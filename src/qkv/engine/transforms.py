@@ -1,13 +1,17 @@
-"""Kernels with a backward of their own; detection of the derivatives that they lack, and an error for second ones.
+"""What a call needs of a kernel, and kernels with a backward of their own.
 
-Under these transforms only the eager kernel works, because it consists of plain tensor operations; the other kernels
-implement their own backward.
+A kernel names in `OFFERS` what of the table `NEEDS` it can do; `unmet` finds the first need of a call that it does not
+offer. What is particular to a kernel, such as its device and dtypes, is in its own `unsupported_reason`. `plan` and
+docs/matrix.md show these reasons.
+
+Under transforms of torch.func only the eager kernel works, because it consists of plain tensor operations; the other
+kernels implement their own backward, which gives an error for second derivatives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +39,48 @@ def mapped() -> bool:
     """Return whether torch.func.vmap is among the active transforms."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
+
+
+Need = Literal[
+    "weights that are no softmax", "pairwise scores", "biases", "vectors by distance", "dropout", "drawn keys",
+    "gradients", "transforms", "tensors in closures",
+]  # fmt: skip
+
+
+def _pairwise(call: Call) -> str | None:
+    score = call.pairwise
+    return None if score is None else f"the score {type(score).__name__} is not a product of query and key"
+
+
+NEEDS: dict[Need, Callable[[Call], str | None]] = {
+    "weights that are no softmax": lambda call: (
+        None if call.normalizer.has_lse else f"the weights are a softmax, not {type(call.user.normalizer).__name__}"
+    ),
+    "pairwise scores": _pairwise,
+    "biases": lambda call: "it has no biases" if call.biases else None,
+    "vectors by distance": lambda call: None if call.values is None else "it has no values that depend on the distance",
+    "dropout": lambda call: "dropout acts on weights, which it never forms" if call.dropout_p else None,
+    "drawn keys": lambda call: (
+        f"it does not sample, and {type(call.normalizer).__name__}(sample=True) does"
+        if call.normalizer.sample
+        else None
+    ),
+    "gradients": lambda call: (
+        "it has no gradients; detach the inputs or use torch.no_grad()" if call.needs_grad else None
+    ),
+    "transforms": lambda call: (
+        "it has no derivatives in torch.func transforms and in forward mode; eager does" if transformed(call) else None
+    ),
+    "tensors in closures": lambda call: call.untracked,
+}
+
+
+def unmet(call: Call, offers: Collection[Need]) -> str | None:
+    """Say why a kernel with these offers cannot serve a call; None if it offers all that the call needs."""
+    for need, find in NEEDS.items():
+        if need not in offers and (why := find(call)) is not None:
+            return why
+    return None
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -70,7 +116,8 @@ def once_differentiable(
     return tuple(None if x is None else next(marked) for x in grads)
 
 
-Results = tuple[Tensor | None, ...]
+Results = tuple[Any, ...]
+"""Tensors, or None."""
 Gradients = Callable[[dict[str, Tensor], Results, Results, Results, set[str]], dict[str, Tensor]]
 """Takes the tensors by name, the results, what was kept besides, the gradients of the results, and the names of the
 tensors that need gradients; returns these gradients by name."""

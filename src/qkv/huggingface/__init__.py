@@ -4,7 +4,7 @@
 """
 
 from qkv._lazy import lazy
-from qkv.huggingface.client import register, use
+from qkv.huggingface.attention import register, use
 
 __all__ = ["AttentionCallback", "evicting", "register", "use"]
 

@@ -1,26 +1,32 @@
-"""Translate the arguments of transformers' attention interface into a `Call` of qkv. (Written for transformers 5.23.)
+"""Run models of transformers with qkv's attention (`use`, `register`), or with a function around their own.
 
-Every argument that affects the weights is either supported or raises an error; only arguments known to be without
-effect are ignored.
+`call_of` translates the arguments of transformers' attention interface into a `Call` of qkv: every argument that
+affects the weights is either supported or raises an error; only arguments known to be without effect are ignored.
+(Written for transformers 5.23.)
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import and_, or_
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkv import biases
+from qkv._packages import check_tested, require
 from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.huggingface.masks import LazyMask
-from qkv.masks import Causal, Dense, Mask
+from qkv.kernels import opaque, serve
+from qkv.masks import And, Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
 
@@ -61,22 +67,9 @@ def call_of(
 ) -> tuple[Call, Bool[Tensor, "b n_keys"] | None]:
     """The call that transformers makes, and its padding mask (True at real keys) if the attention mask has one.
 
-    The unused slots of a static cache are left out of the call.
-
-    Args:
-        module: the model's attention module.
-        name: name of the module in errors.
-        query: as passed by the model, like the following arguments.
-        key: with fewer heads than `query` if query heads share keys.
-        value: as `key`.
-        attention_mask: a `LazyMask`, a 4-D tensor of the model, or None.
-        scaling: factor of q·k; 1/√d if None.
-        softcap: scores become softcap · tanh(score / softcap).
-        s_aux: logit of a sink for each head.
-        position_bias: bias that is added to the scores.
-        indices: keys to which each query is restricted, in addition to the mask (DeepSeek-V3.2).
-        dropout: dropout probability; the model passes 0 in evaluation mode.
-        others: further arguments of the model.
+    The unused slots of a static cache are left out of the call. The arguments are those that the model passes:
+    `attention_mask` is a `LazyMask`, a 4-D tensor or None, `s_aux` the logit of a sink for each head, and `indices` are
+    keys to which each query is restricted, in addition to the mask (DeepSeek-V3.2).
     """
     for argument, passed in others.items():
         if argument not in INERT and passed is not None and passed is not False:
@@ -85,8 +78,11 @@ def call_of(
                 "qkv supports"
             )
     mask, bias, keys = read_mask(attention_mask, query.shape[2], key.shape[2])
-    if attention_mask is None and query.shape[2] > 1:
-        mask = _causality(name, module, others.get("is_causal"))
+    if attention_mask is None and query.shape[2] > 1:  # `lazy_mask` is never None: it is dense unless stated otherwise
+        causal = others.get("is_causal")
+        if causal is None and getattr(module, "is_causal", False):
+            raise InputError(f"attention_mask is None in {name}, whose is_causal is True; expected a mask")
+        mask = Causal() if causal else None
     if isinstance(attention_mask, LazyMask):
         n_keys = attention_mask.grid.n_keys
         key, value = key[:, :, :n_keys], value[:, :, :n_keys]
@@ -172,18 +168,439 @@ def _chosen(name: str, indices: Tensor, query: Tensor, key: Tensor) -> Mask:
     return Dense(chosen.scatter_(2, kept, True)[:, None, :, :n_keys])
 
 
-def _causality(name: str, module: nn.Module, is_causal: bool | None) -> Mask | None:
-    """The mask for a call without one. `lazy_mask` never returns None, so None means dense unless stated otherwise."""
-    if is_causal is not None:
-        return Causal() if is_causal else None
-    if getattr(module, "is_causal", False):
-        raise InputError(f"attention_mask is None in {name}, whose is_causal is True; expected a mask")
-    return None
-
-
 def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
         return f"a mapping of {', '.join(map(str, value))}"
     return repr(value) if isinstance(value, int | float | str) else type(value).__name__
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+#
+# Transformers describes a mask by a function of (batch, head, query, key) that is built from a dozen factories, and
+# calls a registered mask function to turn it into a tensor. The mask function of qkv returns a `LazyMask` instead: no
+# n × n tensor is formed, and the description is decoded to the mask algebra.
+
+FAR = 2**62  # a window that ends beyond any sequence
+
+
+class LazyMask:
+    """A mask that models pass from mask creation to attention in place of a 4-D mask tensor.
+
+    It has the interface of a float tensor as far as models inspect masks. Code that computes with it gets an additive
+    tensor of 0 and the lowest float, which any attention implementation accepts.
+    """
+
+    def __init__(self, mask: Mask | None, grid: Grid, dtype: torch.dtype, keys: Tensor | None, length: int) -> None:
+        self.mask = mask
+        self.grid = grid  # over the keys up to the last that is visible to a query; later keys are masked
+        self.keys = keys  # (batch, grid.n_keys), True at real tokens, or None if all are real
+        self.dtype = dtype
+        self.device = grid.device
+        self.shape = torch.Size((grid.batch, 1, grid.n_queries, length))
+        self.ndim = 4
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def to(self, *args: Any, **kwargs: Any) -> LazyMask:
+        return self
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> LazyMask:
+        return self
+
+    def tensor(self) -> Tensor:
+        """The additive mask as a tensor."""
+        grid = self.grid
+        added = torch.full(self.shape, torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
+        if self.mask is None:
+            added[..., : grid.n_keys] = 0
+        else:
+            visible = self.mask.visible(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
+            added[..., : grid.n_keys].masked_fill_(visible, 0)
+        return added
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def formed(x: Any) -> Any:
+            if isinstance(x, LazyMask):
+                return x.tensor()
+            return type(x)(map(formed, x)) if isinstance(x, list | tuple) else x
+
+        return func(*map(formed, args), **{k: formed(v) for k, v in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor()[index]
+
+
+def _through_tensor(name: str) -> Callable[..., Any]:
+    def operator(self: LazyMask, *args: Any) -> Any:
+        return getattr(self.tensor(), name)(*(a.tensor() if isinstance(a, LazyMask) else a for a in args))
+
+    return operator
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert", "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(LazyMask, f"__{_name}__", _through_tensor(f"__{_name}__"))
+
+
+@opaque
+def lazy_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | LazyMask | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> LazyMask:
+    """The mask function to register with transformers. It never returns a tensor or None.
+
+    So causality never has to be guessed from `is_causal`. A static cache passes its live counter as `q_offset` and
+    advances it before attention runs, so the counter is read here. The unused slots of such a cache are left out:
+    decoding is then the same as with a cache that grows.
+    """
+    if isinstance(attention_mask, LazyMask):
+        return attention_mask
+    start, offset = int(kv_offset), int(q_offset) - int(kv_offset)
+
+    def decoded(n_keys: int) -> Mask | None:
+        return Causal() if mask_function is None else decode(mask_function, batch_size, n_keys, start)
+
+    n_keys, mask = kv_length, decoded(kv_length)
+    if 0 < offset + q_length < kv_length and is_causal(mask):
+        n_keys = offset + q_length
+        mask = decoded(n_keys)
+    grid = Grid(batch_size, 1, q_length, n_keys, n_keys - q_length, torch.device(device))
+    if mask is not None and offset != grid.offset:
+        mask = Shifted(mask, offset)
+    keys = _real_keys(attention_mask, start, n_keys)
+    if keys is not None:
+        padding = Dense(keys[:, None, None, :])
+        band = None if mask is None or q_length > 1 else mask.band
+        shows_all = band is not None and band[0] <= 0 and band[1] >= n_keys - 1  # a step of decoding
+        mask = padding if mask is None or shows_all else mask & padding
+    return LazyMask(mask, grid, dtype if dtype.is_floating_point else torch.float32, keys, kv_length)
+
+
+def is_causal(mask: Mask | None) -> bool:
+    """True if no query can attend to a later key."""
+    match mask:
+        case None:
+            return False
+        case And(left, right):
+            return is_causal(left) or is_causal(right)
+        case Dense(tensor):
+            n_queries, n_keys = tensor.shape[2:]
+            offset = n_keys - n_queries
+            to_self = n_queries > 1 and bool(tensor.diagonal(offset, 2, 3).any())  # queries and keys are one text
+            return to_self and not bool(tensor.triu(offset + 1).any())
+    return mask.band is not None and mask.band[0] >= 0
+
+
+def _real_keys(attention_mask: Tensor | None, offset: int, length: int) -> Tensor | None:
+    """True at real keys, (batch, length), or None if all are real. `attention_mask` may be shorter than the cache."""
+    if attention_mask is None:
+        return None
+    real = attention_mask.to(torch.bool)
+    short = offset + length - real.shape[-1]
+    if short > 0:
+        real = torch.nn.functional.pad(real, (0, short))
+    real = real[:, offset : offset + length]
+    return None if bool(real.all()) else real
+
+
+def decode(function: Callable[..., Any], batch: int, n_keys: int, kv_offset: int) -> Mask | None:
+    """The mask that transformers' `function` describes, over keys `kv_offset` to `kv_offset + n_keys`; None is no mask.
+
+    An unknown function becomes a `Predicate`, which is exact and evaluated tile by tile.
+    """
+    try:
+        return _decode(function, n_keys, kv_offset)
+    except _UnknownError:
+        mapped: Any = function  # of numbers; vectorised, it takes indices that broadcast
+        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+            mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
+        return Predicate(
+            lambda b, h, q, k: mapped(b.flatten(), h.flatten(), q.flatten() + kv_offset, k.flatten() + kv_offset)
+        )
+
+
+class _UnknownError(Exception):
+    """Raised for a mask function that is not one of transformers' factories."""
+
+
+def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | None:
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        raise _UnknownError
+    name = function.__qualname__.split(".")[0]
+    inner = inspect.getclosurevars(function).nonlocals
+    keys = slice(start, start + n_keys)
+    match name:
+        case "causal_mask_function":
+            return Causal()
+        case "bidirectional_mask_function":
+            return None
+        case "sliding_window_overlay" if int(inner["sliding_window"]) < 1:
+            raise _UnknownError  # Qwen2-MoE makes a mask of 0 keys, which no layer uses, when its windows are off
+        case "sliding_window_overlay":  # all keys after q − w; transformers combines it with the causal mask by "and"
+            return Window(int(inner["sliding_window"]), ahead=FAR)
+        case "sliding_window_bidirectional_overlay":  # |q − k| ≤ w
+            return Window(int(inner["sliding_window"]) + 1, ahead=int(inner["sliding_window"]))
+        case "chunked_overlay":
+            place = torch.arange(start, start + n_keys, device=inner["left_padding"].device)
+            chunk = (place - inner["left_padding"][:, None]) // inner["chunk_size"]
+            return Document(chunk - chunk.min())
+        case "blockwise_overlay":
+            return Document(inner["block_sequence_ids"][:, keys])
+        case "packed_sequence_mask_function":
+            return Document(inner["packed_sequence_mask"][:, keys])
+        case "padding_mask_function":
+            return Dense(inner["padding_mask"][:, None, None, keys].to(torch.bool))
+        case "remap_positions_for_packed_sequence":
+            mask = _decode(inner["mask_function"], n_keys, start)
+            if mask is not None and mask.band is None:
+                raise _UnknownError
+            return mask  # within a packed sequence, differences of positions equal differences of indices
+        case "and_masks" | "or_masks":
+            parts = [_decode(f, n_keys, start) for f in inner["mask_functions"]]
+            known = [m for m in parts if m is not None]
+            if not known or (name == "or_masks" and len(known) < len(parts)):
+                return None
+            return functools.reduce(and_ if name == "and_masks" else or_, known)
+    raise _UnknownError
+
+
+# --- models of transformers -------------------------------------------------------------------------------------------
+
+
+NAME = "qkv"  # transformers treats names that contain "sdpa", "flash" or "/" in a special way
+_GUESTS = (f"qkv_guest_{n}" for n in itertools.count())
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@contextmanager
+def routed(model: nn.Module, attend: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
+    """Inside, transformers' interface calls `attend` for all attention of the model, with masks for `call_of`.
+
+    The model and transformers' registries are restored on exit, also after an error.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    name = next(_GUESTS)
+    configs = configurations(model)
+    before = [config._attn_implementation_internal for config in configs]
+    try:
+        _register(name, attend)
+        for config in configs:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def register() -> None:
+    """Register the attention implementation "qkv" with transformers; it may be called repeatedly.
+
+    Afterwards ``model.set_attn_implementation("qkv")`` or ``from_pretrained(..., attn_implementation="qkv")`` runs any
+    model that uses transformers' `AttentionInterface` on qkv's kernels: forward and backward, `generate` with any
+    cache, padding, windows, sinks, soft caps, position biases, cross-attention, dropout. The output of a query without
+    a visible key (such as padding) is 0, where other implementations differ from one another. If a model does not use
+    the interface, transformers only warns; `use` raises.
+    """
+    require("qkv.huggingface", "transformers")
+    _register(NAME, attend)
+
+
+def _register(name: str, attend: Callable[..., tuple[Tensor, Any]]) -> None:
+    check_tested("transformers")
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lazy_mask)  # otherwise masks, such as windows, would be dropped silently
+
+
+def use(model: Model) -> Model:
+    """Switch the attention of a model to qkv's kernels; ``model.set_attn_implementation("sdpa")`` switches back.
+
+    The code of the model's modules is inspected before anything runs. If none of them uses transformers' attention
+    interface, an error is raised. Some models have single parts that do not use it, such as the pooling head of
+    SigLIP; these parts do not change.
+
+    Args:
+        model: a Hugging Face model, or a module that contains some.
+
+    Returns:
+        the same object.
+
+    Raises:
+        InputError: if no attention of the model uses transformers' attention interface; the model is not changed.
+
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = use(LlamaModel(LlamaConfig(vocab_size=50, **sizes)))
+    >>> model.config._attn_implementation
+    'qkv'
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {type(model).__name__}, expected a Hugging Face model")
+    if not any(map(routes, model.modules())):
+        raise InputError(
+            f"model {type(model).__name__} does not use transformers' attention interface (AttentionInterface), so qkv "
+            "cannot compute its attention; expected a model that does, such as GPT-2, Llama or BERT"
+        )
+    register()
+    setter: Any = getattr(model, "set_attn_implementation", None)  # None in a module that contains models
+    if setter is not None:
+        setter(NAME)
+    for config in configurations(model):  # the setter misses copies in modules, such as those of ViT-MAE's decoder
+        config._attn_implementation_internal = NAME
+    return model
+
+
+@opaque  # torch.compile would retrace the choice of kernels for every length of a cache
+def attend(
+    module: nn.Module,
+    query: Float[Tensor, "b h nq d"],
+    key: Float[Tensor, "b hkv nk d"],
+    value: Float[Tensor, "b hkv nk dv"],
+    attention_mask: Any,
+    **arguments: Any,
+) -> tuple[Float[Tensor, "b nq h dv"], Float[Tensor, "b h nq nk"] | None]:
+    """The attention function for transformers. It also returns the weights if `output_attentions` is set."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # cast as for torch's attention: rotary leaves q and k in float32
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    with torch.autocast(device, enabled=False):  # the kernels use float32 where they need it
+        call, _ = call_of(module, type(module).__name__, query, key, value, attention_mask, **arguments)
+        result = serve(call, weights=bool(arguments.get("output_attentions")))
+    return result.out.transpose(1, 2).contiguous(), result.weights
+
+
+EAGER = "eager_attention_forward"
+EAGER_NAMES = (EAGER, "sdpa_attention_forward")
+"""Functions of transformers that run on every device and take masks as tensors."""
+
+Own = Callable[[], tuple[Tensor, Any]]
+"""Runs the model's attention function with the arguments of the call."""
+OnCall = Callable[[nn.Module, Callable[..., Any], Own, tuple[Any, ...], dict[str, Any]], tuple[Tensor, Any]]
+"""Module, its attention function, `Own`, and the arguments (query, key, value, mask) and (scaling, …) of the call."""
+
+
+def function_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The attention function that a module of transformers calls by its configuration; None if it cannot be found."""
+    found = globals_of(module)
+    name = getattr(getattr(module, "config", None), "_attn_implementation_internal", None)
+    registered = found.get(INTERFACE, {}).get(name)
+    if hasattr(registered, "replaced"):  # the model is watched
+        registered = registered.replaced
+    function = found.get(EAGER) if registered is None else registered
+    return function
+
+
+def eager_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that a module calls in transformers' eager implementation; None if it cannot be found."""
+    function: Callable[..., Any] | None = globals_of(module).get(EAGER)
+    return function
+
+
+def is_known(function: Callable[..., Any] | None) -> bool:
+    """Whether a function is one of transformers or of qkv, whose arguments `call_of` understands."""
+    return function is None or name_of(function).partition(".")[0] in ("transformers", "qkv")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+_LOCK = threading.Lock()  # several threads may watch models
+
+
+@contextmanager
+def wrapped(model: nn.Module, on_call: OnCall) -> Iterator[None]:
+    """Inside, `on_call` is called in place of the attention functions of the model, which it can run as they are.
+
+    The configuration and the masks of the model do not change, so its own functions get what they always get. A mask
+    that transformers makes for them also carries the `LazyMask` that describes it, as its attribute ``qkv_mask``.
+    Other models are not affected. Transformers' registries are restored on exit, also after an error.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    wrapper = frozenset(id(module) for module in model.modules() if routes(module)), on_call
+    names = {config._attn_implementation_internal for config in configurations(model)}
+    entries: list[tuple[dict[Any, Any], Any, Callable[..., Any]]] = []
+    local = (globals_of(module).get(INTERFACE) for module in model.modules())  # some models have functions of their own
+    mappings = [x._local_mapping for x in local if x is not None and x._local_mapping]
+    interfaces = [AttentionInterface._global_mapping, *{id(x): x for x in mappings}.values()]
+    entries += [(interface, name, _calling) for interface in interfaces for name in names]
+    masks = AttentionMaskInterface._global_mapping
+    entries += [(masks, name, _describing) for name in names if name in masks]
+    try:
+        with _LOCK:
+            for interface, name, made in entries:
+                if not hasattr(interface.get(name), "wrappers"):
+                    interface[name] = made(interface.get(name))
+                interface[name].wrappers.append(wrapper)
+        yield
+    finally:
+        with _LOCK:
+            for interface, name, _ in entries:
+                function: Any = interface.get(name)
+                if wrapper in getattr(function, "wrappers", ()):
+                    function.wrappers.remove(wrapper)
+                    if not function.wrappers:
+                        del interface[name]
+                        if function.replaced is not None:
+                            interface[name] = function.replaced
+
+
+def _calling(before: Callable[..., Any] | None) -> Callable[..., Any]:
+    """An attention function that calls the newest of its `wrappers` that has the module.
+
+    `before` is what it replaces, None for the eager function.
+    """
+    wrappers: list[tuple[frozenset[int], OnCall]] = []
+
+    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        function: Any = eager_of(module) if before is None else before
+        on_call = next((call for modules, call in reversed(wrappers) if id(module) in modules), None)
+        if on_call is None:
+            result: tuple[Tensor, Any] = function(module, *args, **kwargs)
+            return result
+        return on_call(module, function, functools.partial(function, module, *args, **kwargs), args, kwargs)
+
+    attend.replaced, attend.wrappers = before, wrappers  # type: ignore[attr-defined]
+    return attend
+
+
+def _describing(before: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function whose masks carry their description."""
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        made = before(*args, **kwargs)
+        if made is not None:
+            made.qkv_mask = lazy_mask(*args, **kwargs)
+        return made
+
+    mask.replaced, mask.wrappers = before, []  # type: ignore[attr-defined]
+    return mask

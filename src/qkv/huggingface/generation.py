@@ -14,8 +14,7 @@ from qkv.attention import Attention
 from qkv.cache import Evicting
 from qkv.cache.evicting import FIRST, policies_of
 from qkv.errors import InputError
-from qkv.huggingface.attention import call_of, routes
-from qkv.huggingface.client import routed
+from qkv.huggingface.attention import call_of, routed, routes
 from qkv.models.pretrained import tell_rotary
 
 
@@ -127,8 +126,8 @@ def attending_through(model: nn.Module, caches: Sequence[Any]) -> Iterator[Cache
             )
         if call.dropout_p:
             raise InputError("model applies dropout, but caches are for inference; expected model.eval()")
-        given = call.given
-        attention = Attention(given.mask, given.biases, given.score, given.normalizer)
+        user = call.user
+        attention = Attention(user.mask, user.biases, user.score, user.normalizer)
         out = layer.held.attend(attention, query, key, value)
         return out.transpose(1, 2).contiguous(), None
 

@@ -172,7 +172,7 @@ def _shapes(call: Call, *, weights: bool) -> Result:
     out = call.v.new_empty(*shape, call.v.shape[3])
     if call.needs_grad:
         out = out + sum(0 * x.sum() for x in call.tensors().values() if x.requires_grad)
-    lse = call.q.new_empty(shape, dtype=dtype) if call.given.normalizer.has_lse else None
+    lse = call.q.new_empty(shape, dtype=dtype) if call.user.normalizer.has_lse else None
     return Result(out, lse, call.q.new_empty(*shape, call.k.shape[2]) if weights else None)
 
 

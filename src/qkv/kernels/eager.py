@@ -5,16 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv.biases.built_in import clipped
+from qkv.biases import ByQuery
 from qkv.engine.call import Call, Result
-from qkv.engine.needs import NEEDS, Need
+from qkv.engine.level import differentiable_level
 from qkv.engine.tiles import ScoreTiles, cached_for_mask, gumbel, uniform, zero_masked_keys
-from qkv.engine.transforms import mapped, transformed
+from qkv.engine.transforms import NEEDS, Need, mapped, transformed
 from qkv.masks import Region
-from qkv.normalizers import Normalizer, SumToOne
-from qkv.normalizers.base import weights_of
-from qkv.normalizers.built_in import log_sum_exp
-from qkv.normalizers.level import differentiable_level
+from qkv.normalizers import Normalizer, SumToOne, log_sum_exp, weights_of
 
 OFFERS: tuple[Need, ...] = tuple(NEEDS)
 
@@ -45,8 +42,6 @@ def forward(call: Call) -> Result:
         tiles.k = zero_masked_keys(tiles.k.view(call.k.shape), visible).flatten(0, 1)
         v = zero_masked_keys(v, visible)
     scores = tiles.scores(rows, columns)
-    if call.shift is not None:
-        scores = scores + call.shift[..., None]
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     weights, lse = _weights(call, scores)
@@ -54,8 +49,10 @@ def forward(call: Call) -> Result:
         stays = uniform(call.seed, whole, call.grid) >= call.dropout_p
         weights = weights * stays / (1 - call.dropout_p)
     out = tiles.weigh(weights, v.to(tiles.dtype).flatten(0, 1))
-    if call.values is not None:
-        out = out + _relative(call, weights)
+    if call.values is not None:  # relative positions with values
+        mass = ByQuery(weights.new_zeros(*weights.shape[:3], call.values.shape[1]), call.grid.offset)
+        mass.add_gradient(mass.tensor, whole, weights)
+        out = out + mass.tensor @ call.values.to(weights)
     return Result(out.to(call.v.dtype), lse, weights.to(call.v.dtype))
 
 
@@ -90,12 +87,3 @@ def _one_key(call: Call, normalizer: Normalizer, scores: Tensor, soft: Tensor) -
     one = torch.zeros_like(soft).scatter_(-1, noisy.argmax(-1, keepdim=True), 1.0)
     one = one.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
     return one + (soft - soft.detach())
-
-
-def _relative(call: Call, weights: Tensor) -> Tensor:
-    """Return Σ_j A_ij values[clip(j − p_i)]: the part of the output that comes from relative values."""
-    assert call.values is not None
-    grid, reach = call.grid, call.values.shape[-2] // 2
-    index = clipped(grid.rows(0, grid.n_queries)[:, None], grid.columns(0, grid.n_keys), reach)
-    mass = weights.new_zeros(*weights.shape[:3], 2 * reach + 1)
-    return mass.scatter_add(3, index.expand_as(weights), weights) @ call.values.to(weights)

@@ -22,14 +22,13 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv.biases import Bias, TensorBias
 from qkv.engine.call import Call, Result, at_least_float32, detached, user_defined
-from qkv.engine.needs import Need, unmet
+from qkv.engine.level import TOLERANCE, raise_no_level, root, sink_slope, sink_weight
 from qkv.engine.sizes import GPUS, has_triton
+from qkv.engine.transforms import Need, unmet
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility
 from qkv.normalizers import Normalizer, Pointwise
-from qkv.normalizers.base import weights_of
-from qkv.normalizers.level import TOLERANCE, raise_no_level, root, sink_weights
 from qkv.partial import Partial
 
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
@@ -228,14 +227,14 @@ def _versions(x: object) -> tuple[int, ...]:
 # Σ w v = out · exp(lse). A weight of 0 becomes a score of −inf, whose derivative is 0: right for weights that are never
 # negative, because a differentiable one has its minimum there.
 #
-# A `SumToOne` normalizer needs its level first. The search of `qkv.normalizers.level` finds it; each step is one call,
+# A `SumToOne` normalizer needs its level first. The search of `qkv.engine.level` finds it; each step is one call,
 # whose lse is ln Σ w. The level enters the last call as a constant. By the implicit function theorem its gradient is
 # −mean · d(Σ w), where `mean` averages the values by −∂w/∂level; it is added to the output as a term that is 0.
 
 
 def _not_by_logarithms(call: Call) -> str | None:
     """Return why the weights of a call's normalizer cannot be computed from their logarithms, or None if they can."""
-    normalizer, name = call.normalizer, type(call.given.normalizer).__name__
+    normalizer, name = call.normalizer, type(call.user.normalizer).__name__
     if normalizer.one_key:
         return f"{name} takes the value of one key, and it sums over keys"
     if isinstance(normalizer, Pointwise) and not normalizer.nonnegative:
@@ -309,7 +308,7 @@ def _sum_to_one(call: Call) -> Float[Tensor, "b h nq dv"]:
     total = torch.exp(part.lse)
     out = part.out.masked_fill((part.lse == -torch.inf)[..., None], 0).to(total.dtype)
     if call.sink is not None:
-        keys, total = total, total + _at_sink(call, level)
+        keys, total = total, total + sink_weight(normalizer, call.sink, level)
         out = out * (keys / torch.where(total == 0, 1.0, total))[..., None]
     if call.needs_grad:
         mean = _mean(still, final, level).to(total.dtype)
@@ -329,7 +328,7 @@ def _level(call: Call, final: ScoreMod) -> Float[Tensor, "b h nq"]:
 
     def total(level: Tensor) -> Tensor:
         keys = torch.exp(_attend(narrow, _log_weight(normalizer, final, level)).lse)
-        return keys if call.sink is None else keys + _at_sink(call, level)
+        return keys if call.sink is None else keys + sink_weight(normalizer, call.sink, level)
 
     tolerance = TOLERANCE * torch.finfo(start.dtype).eps
     level, _, sure = root(total, start, torch.ones_like(start), empty, tolerance)
@@ -347,14 +346,8 @@ def _mean(call: Call, final: ScoreMod, level: Tensor) -> Float[Tensor, "b h nq d
         if call.sink is None:
             return out
         keys = torch.exp(part.lse)
-        whole = keys + sink_weights(normalizer, call.sink, level)[1]
+        whole = keys + sink_slope(normalizer, call.sink, level)
         return out * (keys / torch.where(keys == 0, 1.0, whole))[..., None].to(out.dtype)
-
-
-def _at_sink(call: Call, level: Tensor) -> Float[Tensor, "b h nq"]:
-    """Return the weight of the sink at a level."""
-    assert call.sink is not None
-    return weights_of(call.normalizer, call.sink.expand_as(level)[..., None], level)[..., 0]
 
 
 def _log_weight(

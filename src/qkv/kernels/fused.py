@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from qkv.engine.call import Call, Result
-from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv.engine.transforms import Results, differentiable_call
+from qkv.engine.transforms import Need, Results, differentiable_call, unmet
 from qkv.masks import Causal, Mask, Window
 from qkv.normalizers import Softmax
 from qkv.partial import Partial, sink_gradient
@@ -50,8 +49,6 @@ def unsupported_reason(call: Call) -> str | None:
         return "torch's float32 kernel has no windows"
     if max(q.shape[3], v.shape[3]) > LARGEST_HEAD - MULTIPLE:  # a gradient of the lse needs one dimension more
         return f"the head dimension is {max(q.shape[3], v.shape[3])}, more than {LARGEST_HEAD - MULTIPLE}"
-    if 0 in q.shape or 0 in call.k.shape:
-        return "a dimension is 0"
     return _wrong(device, q.dtype)
 
 
@@ -70,8 +67,6 @@ def _compute(call: Call) -> tuple[Results, Results]:
 
 def _backward(call: Call, results: Results, random: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
     (out, lse), (grad, grad_lse) = results, grads
-    if out is None or lse is None or (grad is None and grad_lse is None):
-        return {}
     q, k, v, scale, band = _prepared(call)
     d, slope = q.shape[3], torch.zeros_like(out) if grad is None else grad
     tensors = [_pad(x, d) for x in (slope, q, k, v, out)]

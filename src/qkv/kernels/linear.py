@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.engine.call import Call, Result, at_least_float32
-from qkv.engine.needs import Need, unmet
 from qkv.engine.tiles import spans
+from qkv.engine.transforms import Need, unmet
 from qkv.masks.convert import parts
 from qkv.normalizers import Pointwise
 
@@ -62,7 +62,7 @@ OFFERS: tuple[Need, ...] = ("weights that are no softmax", "gradients", "tensors
 def unsupported_reason(call: Call) -> str | None:
     """Return why this kernel cannot serve the call, or None if it can."""
     if not (isinstance(call.normalizer, Pointwise) and call.normalizer.is_identity) or call.shift is not None:
-        return f"its weights are the scores themselves, not {type(call.given.normalizer).__name__} of them"
+        return f"its weights are the scores themselves, not {type(call.user.normalizer).__name__} of them"
     if (why := unmet(call, OFFERS)) is not None:
         return why
     band, _, others = parts(call.mask, call.grid)

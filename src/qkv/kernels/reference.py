@@ -6,24 +6,24 @@ import torch
 
 from qkv import reference
 from qkv.engine.call import Call, Result, at_least_float32
-from qkv.engine.needs import Need, unmet
+from qkv.engine.transforms import Need, unmet
 
 OFFERS: tuple[Need, ...] = ("weights that are no softmax", "pairwise scores", "biases", "vectors by distance")
 
 
 def unsupported_reason(call: Call) -> str | None:
     """Return why this kernel cannot serve the call, or None if it can."""
-    given = call.given
-    if (unknown := reference.first_undefined(given.mask, *given.biases, given.score, given.normalizer)) is not None:
+    user = call.user
+    if (unknown := reference.first_undefined(user.mask, *user.biases, user.score, user.normalizer)) is not None:
         return f"the reference has no definition of {unknown}"
     return unmet(call, OFFERS)
 
 
 def forward(call: Call) -> Result:
     """Compute attention and its weights by definition, in float64, returned in the dtypes of the other kernels."""
-    given = call.given
+    user = call.user
     result = reference.attention(
-        given.q, given.k, given.v, mask=given.mask, bias=given.biases, score=given.score, normalizer=given.normalizer
+        user.q, user.k, user.v, mask=user.mask, bias=user.biases, score=user.score, normalizer=user.normalizer
     )
     like, wide = call.v, at_least_float32(call.v.dtype)
     out, weights = (torch.from_numpy(x).to(like) for x in (result.out, result.weights))

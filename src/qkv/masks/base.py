@@ -240,7 +240,12 @@ class Mask(Definition):
         >>> Window(2).visible_keys(Grid.of(4, 4))[0, 0].tolist()
         [1, 2, 2, 2]
         """
-        return _count(self, grid) if self.band is None else band_counts(self.band, grid)[0]
+        if self.band is None:
+            return _count(self, grid)
+        low, high = in_reach(self.band, grid.n_queries + grid.n_keys)
+        queries = grid.rows(0, grid.n_queries)
+        last, first = (queries - low).clamp(max=grid.n_keys - 1), (queries - high).clamp(min=0)
+        return (last - first + 1).clamp_(min=0)[None, None]
 
     def sparsity(self, n_queries: int, n_keys: int | None = None, *, batch: int = 1, heads: int = 1) -> float:
         """Return the fraction of masked pairs, counted exactly in linear memory; n_keys is n_queries by default.
@@ -307,20 +312,10 @@ def _is_value(x: object) -> bool:
     return x is None or isinstance(x, int | float | str)
 
 
-def band_counts(band: tuple[float, float], grid: Grid) -> tuple[Int[Tensor, "1 1 nq"], Int[Tensor, "1 1 nk"]]:
-    """Return the number of visible pairs of a band mask: of each query, and of each key.
-
-    >>> of_queries, of_keys = band_counts((0, 1), Grid.of(3, 3))
-    >>> of_queries.tolist(), of_keys.tolist()
-    ([[[1, 2, 2]]], [[[2, 2, 1]]])
-    """
-    far = grid.n_queries + grid.n_keys
+def in_reach(band: tuple[float, float], far: int) -> tuple[int, int]:
+    """Cut a band at distances that no pair has; its width is 0 if it is empty."""
     low, high = math.ceil(min(max(band[0], -far), far)), math.floor(min(max(band[1], -far), far))
-    queries, keys = grid.rows(0, grid.n_queries), grid.columns(0, grid.n_keys)
-    last_key, last_query = grid.n_keys - 1, grid.n_queries - 1 + grid.offset
-    of_queries = (queries - low).clamp(max=last_key) - (queries - high).clamp(min=0)
-    of_keys = (keys + high).clamp(max=last_query) - (keys + low).clamp(min=grid.offset)
-    return (of_queries + 1).clamp_(min=0)[None, None], (of_keys + 1).clamp_(min=0)[None, None]
+    return low, max(high, low - 1)
 
 
 def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:

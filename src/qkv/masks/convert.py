@@ -358,17 +358,13 @@ def from_flex(mask: BlockMask | Visible, n_queries: int | None = None, n_keys: i
 
 def _within(visible: Visible, n_queries: int | None, n_keys: int | None) -> Visible:
     def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        pairs = visible(b, h, _bounded(q, n_queries), _bounded(k, n_keys))
-        for x, size in ((q, n_queries), (k, n_keys)):
+        sizes = ((q, n_queries), (k, n_keys))
+        pairs = visible(b, h, *(x if size is None else x.clamp(0, size - 1) for x, size in sizes))
+        for x, size in sizes:
             pairs = pairs if size is None else pairs & (x >= 0) & (x < size)
         return pairs
 
     return inside
-
-
-def _bounded(x: Tensor, size: int | None) -> Tensor:
-    """Return indices clamped to the valid range."""
-    return x if size is None else x.clamp(0, size - 1)
 
 
 def _block_visible(mask: Any) -> Visible:
@@ -376,22 +372,18 @@ def _block_visible(mask: Any) -> Visible:
         raise InputError("from_flex: mask is a sliced BlockMask, expected an unsliced one or one with its mask_mod set")
     partial = _listed(mask.kv_num_blocks, mask.kv_indices)
     full = None if mask.full_kv_num_blocks is None else _listed(mask.full_kv_num_blocks, mask.full_kv_indices)
-    rows, columns = mask.BLOCK_SIZE
+    (rows, columns), first = mask.BLOCK_SIZE, Grid.of(1, 1)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        def listed(blocks: Tensor) -> Tensor:
-            where = (b, h, q // rows, k // columns)
-            table = blocks.to(k.device)
-            return table[tuple(x if n > 1 else torch.zeros_like(x) for x, n in zip(where, table.shape, strict=True))]
-
-        pairs = listed(partial) & mask.mask_mod(b, h, q, k)
-        return pairs if full is None else pairs | listed(full)
+        block = (b, h, q // rows, k // columns, first)
+        pairs = partial.sees(*block) & mask.mask_mod(b, h, q, k)
+        return pairs if full is None else pairs | full.sees(*block)
 
     return visible
 
 
-def _listed(count: Tensor, indices: Tensor) -> Bool[Tensor, "b h rows cols"]:
-    """Return Boolean table of the blocks among the first `count` entries of the lists `indices` (…, rows, cols)."""
+def _listed(count: Tensor, indices: Tensor) -> Dense:
+    """Return the mask of the blocks among the first `count` entries of the lists `indices` (…, rows, cols)."""
     count, indices = (x[(None,) * (4 - indices.ndim)] for x in (count, indices))
     used = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
-    return torch.zeros_like(used).scatter(-1, indices.long(), used)
+    return Dense(torch.zeros_like(used).scatter(-1, indices.long(), used))

@@ -1,4 +1,7 @@
-"""Saving and loading models: a folder with config.json and model.safetensors, and the models that come with qkv."""
+"""Saving and loading models: a folder with config.json and model.safetensors, and the models that come with qkv.
+
+The sizes that a safetensors file declares are checked before its weights are read.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,21 @@ import importlib.util
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from qkv._packages import LAB, explain, from_lab, lab_is_missing
-from qkv._untrusted import check_version, first_line, load_json
-from qkv.errors import InputError
+from qkv._untrusted import Budget, SizeError, check_version, load_json, parse_json
+from qkv.errors import InputError, first_line, refusing
 from qkv.models import config as configs
-from qkv.models import tensors
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
 M = TypeVar("M", bound=nn.Module)
@@ -131,50 +135,35 @@ def read_model(
     weights: dict[str, Tensor] = {}
     for name in names:
         with readable(folder, name):
-            declared |= tensors.declared(folder / name)
+            declared |= declared_tensors(folder / name)
     stored = sum((folder / name).stat().st_size for name in names)
     with valid_config(folder):
-        empty = tensors.build_without_memory(build, len(declared), stored)
+        empty = build_without_memory(build, len(declared), stored)
     check_fit(empty, renamed(declared))
     with valid_config(folder):
         model = build()
     for name in names:
         with readable(folder, name):
-            weights |= tensors.read(folder / name)
+            weights |= read_tensors(folder / name)
     fill(model, renamed(weights))
     return model.eval()
 
 
-@contextmanager
-def readable(folder: Path, name: str) -> Iterator[None]:
+def readable(folder: Path, name: str) -> AbstractContextManager[None]:
     """Inside, OSError and ValueError mean that a file of weights cannot be read."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{name} in {folder} cannot be read ({first_line(error)}), expected weights as safetensors"
-        ) from error
+    return refusing(f"{name} in {folder} cannot be read ({{}}), expected weights as safetensors", OSError, ValueError)
 
 
-@contextmanager
-def valid_config(folder: Path) -> Iterator[None]:
-    """Inside, any error means that the entries of a configuration are invalid."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # entries can have any type and size
-        raise InputError(f"{CONFIG} in {folder} is not a valid configuration ({first_line(error)})") from error
+def valid_config(folder: Path) -> AbstractContextManager[None]:
+    """Inside, any error means that the entries of a configuration are invalid: they can have any type and size."""
+    return refusing(f"{CONFIG} in {folder} is not a valid configuration ({{}})")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of config.json."""
-    try:
+    absent = refusing(f"model: no {CONFIG} in {folder} ({{}})", OSError)
+    with absent, refusing(f"{CONFIG} in {folder} is not JSON ({{}})", ValueError):
         found = load_json(folder / CONFIG)
-    except OSError as error:
-        raise InputError(f"model: no {CONFIG} in {folder} ({error.strerror})") from error
-    except ValueError as error:
-        raise InputError(f"{CONFIG} in {folder} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise InputError(f"{CONFIG} in {folder} is a {type(found).__name__}, expected a JSON object")
     return found
@@ -213,10 +202,131 @@ def check_fit(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name; a shared tensor appears once, under its first name."""
-    seen: set[int] = set()
-    out = {}
+    first: dict[int, tuple[str, Tensor]] = {}
     for name, x in model.state_dict(keep_vars=True).items():
-        if id(x) not in seen:
-            seen.add(id(x))
-            out[name] = x
-    return {name: x.detach() for name, x in out.items()}
+        first.setdefault(id(x), (name, x.detach()))
+    return dict(first.values())
+
+
+# --- safetensors ------------------------------------------------------------------------------------------------------
+
+
+HEADER = 16 * 2**20
+"""Bytes of the header of a file, enough for 100,000 tensors."""
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+RANDOM = (nn.init.normal_, nn.init.uniform_, Tensor.normal_, Tensor.uniform_)
+SPARE_PARAMETERS = 1000
+"""Parameters that a model may have beside two for each tensor of its file, such as tied and new ones."""
+
+
+def header(path: Path) -> dict[str, Any]:
+    """The entries of a safetensors file's header: the dtype, shape and place of each tensor by name."""
+    with path.open("rb") as file:
+        stored = path.stat().st_size
+        Budget(stored).take(stored)
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= min(HEADER, stored - 8):
+            raise ValueError("it is not a safetensors file, or is truncated")
+        found = parse_json(file.read(size))
+    if not isinstance(found, dict):
+        raise ValueError("its header is not a JSON object")
+    found.pop("__metadata__", None)
+    end = 0
+    for name, entry in found.items():
+        match entry:
+            case {"dtype": str(), "shape": [*shape], "data_offsets": [int(), int(stop)]} if all(
+                type(n) is int and n >= 0 for n in shape
+            ):
+                end = max(end, stop)
+            case _:
+                raise ValueError(f"its header has a wrong entry for {name[:80]!r}")
+    if 8 + size + end != stored:
+        raise ValueError(f"it is {stored:,} bytes long, but declares {8 + size + end:,}: it is truncated or damaged")
+    return found
+
+
+def declared_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file without their data, on torch's meta device."""
+    found = {}
+    for name, entry in header(path).items():
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name[:80]!r} has the dtype {entry['dtype'][:20]}, expected one of {', '.join(DTYPES)}")
+        try:
+            found[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+        except (RuntimeError, TypeError) as error:  # TypeError for numbers of more than 63 bits
+            raise ValueError(f"{name[:80]!r} is too large ({first_line(error)})") from error
+    return found
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file."""
+    from safetensors.torch import load_file
+
+    header(path)
+    try:
+        return dict(load_file(path))
+    except OSError:
+        raise
+    except Exception as error:  # errors of safetensors, and of torch for dtypes that it does not have
+        raise ValueError(first_line(error)) from error
+
+
+def build_without_memory(build: Callable[[], M], tensors: int, stored: int) -> M:
+    """Build a model, whose file has so many tensors and bytes, on torch's meta device, which allocates nothing."""
+    try:
+        with torch.device("meta"), _NotInitialised(), _few_parameters(2 * tensors + SPARE_PARAMETERS):
+            model = build()
+    except (RuntimeError, OverflowError) as error:
+        if "overflow" not in str(error).lower():
+            raise
+        raise SizeError("the configuration asks for tensors of more than 2⁶³ bytes") from error
+    budget = Budget(stored)
+    for x in (*model.parameters(), *model.buffers()):
+        budget.take(x.numel() * x.element_size())
+    return model
+
+
+class _NotInitialised(TorchFunctionMode):
+    """Inside, random initial values are not drawn: on the meta device that would import large parts of torch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in RANDOM:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
+@contextmanager
+def _few_parameters(most: int) -> Iterator[None]:
+    """Inside, this thread may register only so many parameters: a configuration can ask for 2⁴⁰ layers."""
+    count, thread = 0, threading.get_ident()
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > most:
+            raise SizeError(f"the configuration asks for more than {most:,} parameters")
+
+    hook = nn.modules.module.register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def files_of(folder: Path, weights: str) -> list[str]:
+    """The names of the safetensors files of a model: those in its index, or `weights` if it has none."""
+    index = folder / f"{weights}.index.json"
+    if not index.exists():
+        return [weights]
+    try:
+        names = sorted(set(load_json(index)["weight_map"].values()))
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index.name} in {folder} is not an index of safetensors files") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index.name} in {folder} names {name!r}, expected a file in the same folder")
+    return names

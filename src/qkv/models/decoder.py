@@ -157,13 +157,13 @@ class DecoderConfig:
     @staticmethod
     def gpt2(**changes: Any) -> DecoderConfig:
         """GPT-2's architecture, which is the default: learned positions, layer norms, GELU, biases, a tied output."""
-        return replace(DecoderConfig(), **changes)
+        return DecoderConfig(**changes)
 
     @staticmethod
     def llama(**changes: Any) -> DecoderConfig:
         """Llama's architecture: rotary positions, RMS norms, SwiGLU, no biases, an untied output."""
         flavour: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
-        return replace(DecoderConfig(), **({**flavour, "bias": False, "tied": False} | changes))
+        return DecoderConfig(**(flavour | {"bias": False, "tied": False} | changes))
 
 
 @dataclass
@@ -368,8 +368,10 @@ class DecoderLM(nn.Module):
             )
 
     @torch.no_grad()
-    def step(self, tokens: Int[Tensor, "b n"], state: DecoderState) -> Float[Tensor, "b vocab"]:
-        """Logits of the next token after `tokens`, which follow the tokens in `state`.
+    def step(
+        self, tokens: Int[Tensor, "b n"], state: DecoderState, *, every: bool = False
+    ) -> Float[Tensor, "b *n vocab"]:
+        """Logits of the next token after `tokens`, which follow the tokens in `state`; or after `every` one of them.
 
         If the model has a prefix, the first call must contain all of it.
         """
@@ -391,12 +393,14 @@ class DecoderLM(nn.Module):
                     f"padding is {state.padding.tolist()}, expected fewer than the {total} tokens so far: "
                     "each item needs at least one token that is not padding"
                 )
-            positions, mask = _padded(state.padding.to(tokens.device), state.seen, tokens.shape[1])
+            padding, places = state.padding.to(tokens.device)[:, None], torch.arange(total, device=tokens.device)
+            positions = (places[state.seen :] - padding).clamp(min=0)
+            mask = Dense((places >= padding)[:, None, None])
         x = self._embedded(tokens, state.seen, positions)
         for block, cache in zip(self.blocks, state.caches, strict=True):
             x = block(x, mask=mask, positions=positions, cache=cache)
         state.seen += tokens.shape[1]
-        return F.linear(self.norm(x[:, -1]), *self._output())
+        return F.linear(self.norm(x if every else x[:, -1]), *self._output())
 
     def _check(self, ids: Tensor, seen: int) -> None:
         check_ids("tokens", ids, self.config.vocab_size)
@@ -420,13 +424,6 @@ class DecoderLM(nn.Module):
     def _output(self) -> tuple[Tensor, Tensor | None]:
         """The output matrix, and its bias or None."""
         return (self.embedding.weight, None) if self.output is None else (self.output.weight, self.output.bias)
-
-
-def _padded(padding: Tensor, seen: int, n: int) -> tuple[Tensor, Mask]:
-    """Positions of n new tokens, counted from the first one that is not padding, and the mask of the padding."""
-    place = torch.arange(seen, seen + n, device=padding.device) - padding[:, None]
-    real = torch.arange(seen + n, device=padding.device) >= padding[:, None]
-    return place.clamp(min=0), Dense(real[:, None, None])
 
 
 def _attention(config: DecoderConfig) -> Attention:

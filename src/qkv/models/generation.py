@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkv.errors import InputError, at_least_one, kind_of
 
@@ -80,7 +80,11 @@ class Sampler:
         if self.repetition_penalty != 1:
             if seen is None:
                 raise InputError(f"seen is None, expected tokens, as repetition_penalty is {self.repetition_penalty}")
-            logits = _penalized(logits, seen, self.repetition_penalty)
+            size, penalty = logits.shape[-1], self.repetition_penalty
+            # The last column is for ids outside the vocabulary.
+            occurs = logits.new_zeros(len(logits), size + 1, dtype=torch.bool)
+            occurs.scatter_(1, seen.masked_fill((seen < 0) | (seen >= size), size), True)
+            logits = torch.where(occurs[:, :-1], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if self.temperature == 0:
             best, index = logits.max(-1, keepdim=True)
             return torch.zeros_like(logits).scatter(-1, index, 1 + 0 * best)  # keeps NaN, which `draw` reports
@@ -126,14 +130,6 @@ class Sampler:
         return torch.searchsorted(total, uniform * total[:, -1:], right=True)[:, 0].to(probabilities.device)
 
 
-def _penalized(logits: Float[Tensor, "b v"], seen: Int[Tensor, "b t"], penalty: float) -> Float[Tensor, "b v"]:
-    size = logits.shape[-1]
-    known = (seen >= 0) & (seen < size)
-    where = logits.new_zeros(len(logits), size + 1, dtype=torch.bool)  # the last column: ids outside the vocabulary
-    where.scatter_(1, seen.masked_fill(~known, size), True)
-    return torch.where(where[:, :-1], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
 @runtime_checkable
 class Model(Protocol):
     """A model that can generate: an `nn.Module` with a vocabulary and a `step`; see `DecoderLM.start` for a state."""
@@ -144,18 +140,6 @@ class Model(Protocol):
 
     def step(self, tokens: Int[Tensor, "b n"], state: Any, /) -> Float[Tensor, "b v"]:
         """Logits of the next token after `tokens`, which follow the tokens in `state`; changes `state`."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """As `nn.Module.modules`."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As `nn.Module.parameters`."""
-
-    def buffers(self) -> Iterator[Tensor]:
-        """As `nn.Module.buffers`."""
-
-    def eval(self) -> Any:
-        """As `nn.Module.eval`."""
 
 
 @runtime_checkable
@@ -178,13 +162,6 @@ def evaluation_mode(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def evaluating(model: Model) -> Iterator[None]:
-    """Inside, a model is in evaluation mode, without autograd."""
-    with evaluation_mode(model), torch.inference_mode():
-        yield
 
 
 def stream(
@@ -257,7 +234,7 @@ def _stream(
     finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     tokens = prompt
     for _ in range(steps):
-        with evaluating(model):  # for one step only: the caller's code between steps keeps its modes
+        with evaluation_mode(model), torch.inference_mode():  # for one step only, so the caller keeps its modes
             chances = sampling.probabilities(model.step(tokens, state), seen)
         drawn = sampling.draw(chances, generators).to(prompt.device)
         out = drawn.masked_fill(finished, -1)
@@ -381,7 +358,8 @@ def text_stream(
     if isinstance(prompt, str):
         whole: Any = tokenizer
         encoded = whole.encode(prompt) if hasattr(whole, "encode") else whole(prompt)["input_ids"]
-    device = next((x.device for x in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
+    module: Any = model
+    device = next((x.device for x in itertools.chain(module.parameters(), module.buffers())), torch.device("cpu"))
     ids = torch.as_tensor(encoded, dtype=torch.long).reshape(1, -1).to(device)
     tokens = stream(model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling, end=end, seed=seed)
     return _text(tokens, tokenizer, set(end_tokens(end, model.vocabulary, ids.device).tolist()), stop)
@@ -398,7 +376,8 @@ def _text(steps: Iterator[Tensor], tokenizer: Tokenizer, ends: set[int], stop: S
         text = tokenizer.decode(new)
         complete = text.rstrip("\ufffd")  # an incomplete character decodes to U+FFFD
         stopped = _before_stop(complete, emitted, stop)
-        until = len(complete) - _partial_stop(complete, stop) if stopped is None else stopped
+        begun = max((n for s in stop for n in range(1, len(s)) if complete.endswith(s[:n])), default=0)
+        until = len(complete) - begun if stopped is None else stopped
         if until > emitted:
             yield text[emitted:until]
             emitted = until
@@ -413,11 +392,6 @@ def _before_stop(text: str, start: int, stop: Sequence[str]) -> int | None:
     """The start of the stop string that is complete first (of several, the longest), or None."""
     found = [(at + len(s), at) for s in stop if (at := text.find(s, start)) >= 0]
     return min(found)[1] if found else None
-
-
-def _partial_stop(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest ending of `text` that is the beginning of a stop string."""
-    return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
 
 
 def _generators(batch: int, seed: int | None) -> list[torch.Generator]:
@@ -523,7 +497,7 @@ def beam_search(
         raise InputError(f"num_return is {num_return}, expected 1 to {beams}, the number of beams")
     if not math.isfinite(length_penalty):
         raise InputError(f"length_penalty is {length_penalty}, expected a finite number")
-    with evaluating(model):
+    with evaluation_mode(model), torch.inference_mode():
         return _search(model, state, prompt, beams, max_new_tokens, ends, length_penalty, num_return)
 
 
@@ -555,18 +529,17 @@ def _search(
 
         alive, chosen = scores.masked_fill(ended, -math.inf).topk(min(beams, scores.shape[1]))
         bound = alive[:, 0] / (longest if penalty >= 0 else length + 1) ** penalty
-        if all(map(_done, found, bound.tolist(), [wanted] * batch)):
+        # An item is done if no unfinished hypothesis, whose score is at most the bound, can be among its best.
+        if all(
+            most == -math.inf or (len(best) == wanted and best[-1].score >= most)
+            for best, most in zip(found, bound.tolist(), strict=True)
+        ):
             break
         rows = torch.arange(batch, device=prompt.device)[:, None] * width + parent.gather(1, chosen)
         state.reorder(rows.flatten())
         tokens = _gathered(tokens, chosen)
         step = token.gather(1, chosen).view(-1, 1)
     return found
-
-
-def _done(found: list[Hypothesis], bound: float, wanted: int) -> bool:
-    """True if no unfinished hypothesis, whose score is at most `bound`, can be among the `wanted` best."""
-    return bound == -math.inf or (len(found) == wanted and found[-1].score >= bound)
 
 
 def _gathered(tokens: Int[Tensor, "b w t"], index: Int[Tensor, "b w2"]) -> Int[Tensor, "b w2 t"]:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv._untrusted import Budget, first_line
-from qkv.errors import InputError
+from qkv._untrusted import Budget
+from qkv.errors import InputError, first_line
 
 MAGIC, ENDING = b"GGUF", ".gguf"
 VERSIONS = (2, 3)
@@ -133,14 +133,9 @@ def find(name: str) -> Path | None:
 
 
 def read(path: Path, itemsize: int) -> Header:
-    """Read the header of a file, and map its tensors into memory.
+    """Read the header of a file, and map its tensors into memory; ValueError if it is truncated, damaged or too large.
 
-    Args:
-        path: of the file.
-        itemsize: bytes of a number of the dtype that the weights will have, for the limit of memory.
-
-    Raises:
-        ValueError: if the file is truncated, damaged or too large.
+    `itemsize` is that of the dtype that the weights will have, for the limit of memory.
     """
     data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # slices of a memmap are slow
     try:

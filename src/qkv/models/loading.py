@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+import socket
+import threading
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, overload
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 
 from qkv._packages import check_tested, require
 from qkv._progress import say
-from qkv._untrusted import SizeError, check_json_files, first_line, free_memory, load_json, shown
-from qkv.errors import InputError, nearest, one_of
-from qkv.models import checkpoint, gguf_files, pretrained, tensors
+from qkv._untrusted import SizeError, check_json_files, free_memory, load_json, shown
+from qkv.errors import InputError, first_line, nearest, one_of, refusing
+from qkv.models import checkpoint, gguf_files, pretrained
 from qkv.models.decoder import DecoderLM
 from qkv.models.tokenizers import TOKENIZER, VOCABULARY, ByteTokenizer, FileTokenizer, WordNames
 
@@ -166,11 +171,9 @@ def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
         return Loaded(name, model, FileTokenizer(file))
     words, sample = folder / VOCABULARY, folder / SAMPLE
     if sample.exists():
-        try:
+        with refusing(f"model: {SAMPLE} or {VOCABULARY} in {folder} is damaged ({{}})"):
             names = WordNames(load_json(words)) if words.exists() else None
             inputs = {key: torch.tensor(value) for key, value in load_json(sample).items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"model: {SAMPLE} or {VOCABULARY} in {folder} is damaged ({first_line(error)})") from error
         return Loaded(name, model, names, inputs)
     size = getattr(model.config, "vocab_size", None) or getattr(model.config, "source_vocab", None)
     return Loaded(name, model, ByteTokenizer() if size == ByteTokenizer.vocab_size else None)
@@ -208,20 +211,21 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
     if not local and _is_path(path):
         raise InputError(f"model: no folder {path}, expected one with a model, a name on the hub or a built-in model")
     known = ("qkv-mini", *gguf_files.PACKAGED, *BUILT_IN)
-    options = UNTRUSTING | {"local_files_only": not local and tensors.only_cached(path, known)}
-    try:
-        number, stored = _declared(Path(path)) if local else (MOST_TENSORS, free_memory())
+    options = UNTRUSTING | {"local_files_only": not local and _only_cached(path, known)}
+    expected = f"{', '.join(map(repr, known))}, a folder with a Hugging Face model, or a name on the Hugging Face hub"
+    # A configuration and weights can be wrong in any way.
+    with refusing(f"model: cannot load {path!r} ({{}}); expected {expected}{nearest(path, known)}"):
+        number, stored = MOST_TENSORS, free_memory()
+        if local:
+            check_json_files(folder := Path(path))
+            files = [file for one in checkpoint.files_of(folder, checkpoint.WEIGHTS) if (file := folder / one).exists()]
+            number, stored = sum(len(checkpoint.header(x)) for x in files), sum(x.stat().st_size for x in files)
         config = AutoConfig.from_pretrained(path, **options)
         if head is None:
             head = any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in config.architectures or ())
         kind = AutoModelForCausalLM if head else AutoModel
         _check_size(lambda: kind.from_config(config, dtype=dtype, trust_remote_code=False), number, stored)
         model: PreTrainedModel = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **options)
-    except Exception as error:  # a configuration and weights can be wrong in any way
-        raise InputError(
-            f"model: cannot load {path!r} ({first_line(error)}); expected {', '.join(map(repr, known))}, a folder with "
-            f"a Hugging Face model, or a name on the Hugging Face hub{nearest(path, known)}"
-        ) from error
     return Loaded(name, model.eval(), _tokenizer(path, name, **options))
 
 
@@ -233,7 +237,7 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Load
 
     known = file.stem if name in gguf_files.PACKAGED else name
     kind = AutoModelForCausalLM if head else AutoModel
-    try:
+    with refusing(f"model: cannot load the GGUF file {name!r}: {{}}"):  # an entry of the file can be wrong in any way
         header = gguf_files.read(file, dtype.itemsize)
         weights = shown(sum(x.n_elements for x in header.tensors) * dtype.itemsize)
         say(f"{known} has {shown(header.stored)}, and takes {weights} of memory as {dtype}".replace("torch.", ""))
@@ -243,7 +247,7 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Load
             options = UNTRUSTING | {"local_files_only": True, "gguf_file": alone.name}
             config = AutoConfig.from_pretrained(folder, **options)
             gguf_files.scale_rotary(config, header)
-            build = partial(kind.from_config, config, dtype=dtype, trust_remote_code=False)
+            build = functools.partial(kind.from_config, config, dtype=dtype, trust_remote_code=False)
             _check_size(build, len(header.tensors), header.stored)
             model, report = kind.from_pretrained(
                 folder, config=config, dtype=dtype, quantization_config=GgufConfig(dequantize=True),
@@ -252,10 +256,6 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Load
             gguf_files.check_complete(model, report["missing_keys"], header, head=head)
             tokenizer = _tokenizer(folder, name, **options)
             gguf_files.complete_tokenizer(tokenizer, header)
-    except InputError:
-        raise
-    except Exception as error:  # an entry of the file can be wrong in any way
-        raise InputError(f"model: cannot load the GGUF file {name!r}: {first_line(error)}") from error
     model.config.name_or_path = known
     return Loaded(known, model.eval(), tokenizer)
 
@@ -282,10 +282,8 @@ def rendered_chat(tokenizer: Any, question: str) -> str:
             "to answer, such as 'smollm2'"
         )
     asked = [{"role": "user", "content": question}]
-    try:
+    with refusing("question: the chat template of this model fails ({})"):  # a template is a program
         return str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program
-        raise InputError(f"question: the chat template of this model fails ({first_line(error)})") from error
 
 
 def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
@@ -294,17 +292,10 @@ def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in ("input_ids", "attention_mask")}
 
 
-def _declared(folder: Path) -> tuple[int, int]:
-    """The number of tensors in a folder's safetensors files, and their bytes; ValueError for a file that is damaged."""
-    check_json_files(folder)
-    files = [file for name in tensors.files_of(folder, checkpoint.WEIGHTS) if (file := folder / name).exists()]
-    return sum(len(tensors.header(file)) for file in files), sum(file.stat().st_size for file in files)
-
-
 def _check_size(build: Callable[[], nn.Module], tensors_in_file: int, stored: int) -> None:
     """Raise `SizeError` for the configuration of a model that is too large; other errors come when it is loaded."""
     try:
-        tensors.build_without_memory(build, tensors_in_file, stored)
+        checkpoint.build_without_memory(build, tensors_in_file, stored)
     except SizeError:
         raise
     except Exception:  # transformers builds the model without memory, too, and raises the same error
@@ -322,6 +313,55 @@ def random_gpt2(tokens: int, *, layers: int = 6, heads: int = 6, seed: int = 0) 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPT2Model(config).eval()
+
+
+PATIENCE = 3.0  # seconds to wait for a connection
+NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def _only_cached(name: str, known: tuple[str, ...]) -> bool:
+    """True if a model of the hub has to come from the local cache, because the hub cannot be reached.
+
+    `known` are names of models that need no hub, for the hint of an error.
+    """
+    expected = f"expected {', '.join(map(repr, known))}, a folder with a model, or a name on the Hugging Face hub"
+    if not NAME.fullmatch(name):
+        raise InputError(f"model is {name!r}, {expected}{nearest(name, known)}")
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not constants.HF_HUB_OFFLINE and _reachable(constants.ENDPOINT):
+        return False
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise InputError(
+            f"model is {name!r}, which is not in the cache of the Hugging Face hub, and {why}; "
+            f"{expected}{nearest(name, known)}"
+        )
+    return True
+
+
+@functools.cache
+def _reachable(address: str) -> bool:
+    """True if a connection to the host of a web address, or to the proxy for it, succeeds within seconds."""
+    parts = urlsplit(address)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        parts = urlsplit(proxy if "://" in proxy else f"//{proxy}")
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    found = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((parts.hostname or "", port), PATIENCE).close()
+        except OSError:
+            return
+        found.set()
+
+    # In a thread, because the look-up of a name has no timeout.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return found.is_set()
 
 
 # --- decoders that continue text --------------------------------------------------------------------------------------
@@ -385,10 +425,8 @@ class TextModel:
         """
         if not prompt:
             raise InputError("prompt is empty, expected some text to continue")
-        try:
+        with refusing("prompt is not UTF-8 text"):  # Python decodes a command line that is not UTF-8 to surrogates
             prompt.encode()
-        except UnicodeEncodeError as error:  # Python decodes a command line that is not UTF-8 to surrogates
-            raise InputError("prompt is not UTF-8 text") from error
         whole = self.tokenizer.whole
         ids = chat_tokens(whole, prompt)["input_ids"][0].tolist() if chat else self.tokenizer.encode(prompt)
         if not ids:
@@ -448,7 +486,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
             f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}, expected that file, a GGUF "
             f"file with a tokenizer, or a vocabulary of {ByteTokenizer.vocab_size} bytes"
         )
-    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return TextModel(model, TextTokenizer(tokenizer.encode, decode, tokenizer), name, _ends(ends, model.vocabulary))
 
 
@@ -457,11 +495,9 @@ def _declared_ends(folder: Path, config: dict[str, Any]) -> Any:
     found = config.get("eos_token_id")
     file = folder / "generation_config.json"
     if file.exists():
-        try:
+        with refusing(f"{file.name} in {folder} is not a JSON object ({{}})"):
             generation = load_json(file)
             found = found if generation.get("eos_token_id") is None else generation["eos_token_id"]
-        except (OSError, ValueError, AttributeError) as error:
-            raise InputError(f"{file.name} in {folder} is not a JSON object ({first_line(error)})") from error
     return found
 
 
@@ -486,12 +522,11 @@ def _folder_of_decoder(name: str) -> Path:
         raise InputError(f"model is {name!r}, {WITHOUT_TEXT[name]}; expected a trained decoder, such as 'qkv-mini'")
     require(f"model {name!r}", "transformers")
     import huggingface_hub
-    from huggingface_hub.utils import disable_progress_bars, logging
 
-    logging.set_verbosity_error()
-    disable_progress_bars()
-    cached = tensors.only_cached(name, ("qkv-mini",))
-    try:
+    _quiet()
+    cached = _only_cached(name, ("qkv-mini",))
+    expected = "a folder with a model, or the name of a GPT-2 or Llama on the Hugging Face hub"
+    with refusing(f"model: cannot load {name!r} ({{}}); expected {expected}"):  # the HTTP library has errors of its own
         config = huggingface_hub.hf_hub_download(name, checkpoint.CONFIG, local_files_only=cached)
         kind = checkpoint.read_config(Path(config).parent).get("model_type")
         one_of(f"model: {name}: model_type", kind, tuple(pretrained.KINDS))
@@ -500,10 +535,3 @@ def _folder_of_decoder(name: str) -> Path:
                 name, allow_patterns=HUB_FILES, ignore_patterns="*/*", local_files_only=cached
             )
         )
-    except InputError:
-        raise
-    except Exception as error:  # the HTTP library raises its own exceptions
-        raise InputError(
-            f"model: cannot load {name!r} ({first_line(error)}); expected a folder with a model, or the name of a "
-            "GPT-2 or Llama on the Hugging Face hub"
-        ) from error

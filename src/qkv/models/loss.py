@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -120,20 +120,12 @@ def token_loss(
         raise InputError(f"ids has shape {tuple(ids.shape)}, expected (texts, length) of at least 2 tokens")
     at_least_one(chunk=chunk)
     ids = ids.to(model.embedding.weight.device)
-    state, outputs = model.start(len(ids), cache=make_cache), []
-    weight, bias = (model.embedding.weight, None) if model.output is None else (model.output.weight, model.output.bias)
-    # `step` returns the logits of the last token only: the hook keeps the last layer's output for all tokens.
-    handle = model.blocks[-1].register_forward_hook(lambda _, __, x: outputs.append(x))
-    n = ids.shape[1] - 1
+    state, n = model.start(len(ids), cache=make_cache), ids.shape[1] - 1
     stops = [*range(max(begin, chunk), n, chunk), n]
-    found = []
-    try:
-        for start, stop in zip([0, *stops], stops, strict=False):
-            part, targets = ids[:, start:stop], ids[:, start + 1 : stop + 1]
-            model.step(part, state)
-            logits = F.linear(model.norm(outputs.pop()), weight, bias).double()
-            found.append(nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
-            on_chunk(part.shape[1])
-    finally:
-        handle.remove()
-    return torch.cat(found, 1)
+    losses = []
+    for start, stop in zip([0, *stops], stops, strict=False):
+        part, targets = ids[:, start:stop], ids[:, start + 1 : stop + 1]
+        logits = model.step(part, state, every=True).double()
+        losses.append(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
+        on_chunk(part.shape[1])
+    return torch.cat(losses, 1)

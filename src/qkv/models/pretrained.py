@@ -16,8 +16,17 @@ from torch import Tensor, nn
 
 from qkv.cache import Evicting
 from qkv.errors import InputError, one_of
-from qkv.models import tensors
-from qkv.models.checkpoint import CONFIG, WEIGHTS, Weights, fill, read_config, read_model, readable, valid_config
+from qkv.models.checkpoint import (
+    CONFIG,
+    WEIGHTS,
+    Weights,
+    files_of,
+    fill,
+    read_config,
+    read_model,
+    readable,
+    valid_config,
+)
 from qkv.models.decoder import DecoderConfig, DecoderLM, rotary_of
 
 Config = Mapping[str, Any]
@@ -32,7 +41,7 @@ def from_hugging_face(folder: str | Path) -> DecoderLM:
     folder = Path(folder)
     config = read_config(folder)
     with readable(folder, WEIGHTS):
-        files = tensors.files_of(folder, WEIGHTS)
+        files = files_of(folder, WEIGHTS)
     with valid_config(folder):
         decoder = _decoder(config)
     return read_model(folder, files, lambda: DecoderLM(decoder), lambda weights: _renamed(decoder, weights))

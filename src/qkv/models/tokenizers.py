@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv._untrusted import first_line, read_bytes
-from qkv.errors import InputError
+from qkv._untrusted import read_bytes
+from qkv.errors import InputError, refusing
 
 
 class ByteTokenizer:
@@ -69,10 +69,8 @@ class FileTokenizer:
     def __init__(self, file: Path) -> None:
         from tokenizers import Tokenizer
 
-        try:
+        with refusing(f"model: {file} is not a tokenizer ({{}})"):  # tokenizers raises no narrower class
             self.backend_tokenizer = Tokenizer.from_str(read_bytes(file).decode("utf-8"))
-        except Exception as error:  # tokenizers raises no narrower class
-            raise InputError(f"model: {file} is not a tokenizer ({first_line(error)})") from error
         self.backend_tokenizer.no_truncation()
         self.backend_tokenizer.no_padding()
 

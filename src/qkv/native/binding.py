@@ -18,21 +18,21 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv._compiled import LIBRARY, MISSING, described
-from qkv.biases import Bias
-from qkv.biases.base import SingleTensorBias
+from qkv.biases import Bias, SingleTensorBias
 from qkv.engine.call import Call
-from qkv.engine.needs import Need, unmet
+from qkv.engine.sizes import LARGEST_HEAD
 from qkv.engine.tiles import cached_for_mask
+from qkv.engine.transforms import Need, unmet
 from qkv.masks import And, Grid, Mask
+from qkv.masks.base import in_reach
 from qkv.masks.convert import MaskBits, mask_bits, parts
+from qkv.native import LIBRARY, MISSING, described
 from qkv.statistics.result import Place, Statistics, Thumbnail, bin_size, share_of_first
 
 if TYPE_CHECKING:
     from qkv.statistics.reduce import Request
 
 
-LARGEST_HEAD = 256
 BFLOAT16_PRODUCTS = 5  # the level of a processor that multiplies bfloat16
 FEW_ROWS = 16
 """Up to so many queries of a key head, keys and values are read in place (`decode.c`)."""
@@ -209,7 +209,8 @@ def _layout(
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q, v
     if k != (b, key_heads, n_keys, d) or v[0] != b or 0 in q or 0 in v or h % key_heads or max(d, dv) > LARGEST_HEAD:
         return None
-    (low, high), (qs, ks, vs) = in_reach(band, n_queries + n_keys), (x[:3] for x in strides)
+    low, high = in_reach(band, n_queries + n_keys)  # the library allocates memory by its width
+    qs, ks, vs = (x[:3] for x in strides)
     return Arguments(
         b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv, qs=qs, ks=ks, vs=vs, low=low, high=high, bin_q=1,
         bin_k=1,
@@ -232,12 +233,6 @@ def of_tensors(
     arguments.q, arguments.k, arguments.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     arguments.scale, arguments.threads = scale, torch.get_num_threads()
     return Prepared(arguments, [q, k, v])
-
-
-def in_reach(band: tuple[float, float], far: int) -> tuple[int, int]:
-    """Cut a band at distances that no pair has, since the library allocates memory by its width; 0 if it is empty."""
-    low, high = math.ceil(min(max(band[0], -far), far)), math.floor(min(max(band[1], -far), far))
-    return low, max(high, low - 1)
 
 
 def prepared(call: Call, dtype: torch.dtype | None = None) -> Prepared:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv.biases import Bias, ByDistance
-from qkv.biases.base import SingleTensorBias
+from qkv.biases import Bias, ByDistance, SingleTensorBias
 from qkv.engine.call import Call, Result, as_mask, detached
 from qkv.engine.sizes import recorded
 from qkv.engine.transforms import Results, differentiable, differentiable_call, transforming
@@ -88,7 +87,7 @@ def directly(
     grad = not no_grad and tracked(q, k, v)
     if arguments is None or bias is None:  # NaN in a key that no query sees must not reach gradients
         return None if grad and n_keys - n_queries > high else arguments
-    if not isinstance(bias, Bias) or bias.by_query or bias.value_table is not None or grad:
+    if not isinstance(bias, Bias) or bias.depends_on_query or bias.value_table is not None or grad:
         return None
     grid = Grid.of(n_queries, n_keys, q.shape[0], q.shape[1], CPU)
     bias.check(grid)
@@ -130,7 +129,6 @@ def plain(
     def backward(tensors: dict[str, Tensor], results: Results, more: Results, grads: Results, wanted: set[str]) -> Any:
         again = of_tensors(tensors["q"], tensors["k"], tensors["v"], c.scale, (c.low, c.high), torch.float32)
         assert again is not None
-        assert more[0] is not None
         return _gradients(again, more[0], out=results[0], grad=grads[0])
 
     output: Tensor = differentiable({"q": q, "k": k, "v": v}, lambda: ((out,), (lse,)), backward, "native")[0]
@@ -149,14 +147,9 @@ def gradients_of(
 ) -> dict[str, Tensor]:
     """Return gradients of q, k, v, the sink and the biases in `wanted`, at least float32; v's only with the output's.
 
-    Args:
-        call: the attention call.
-        lse: its log-sum-exp, (b, h, nq), perhaps over more keys than those of the call.
-        out: its output, if `grad` is given.
-        grad: the gradient of the output.
-        arguments: fields of `binding.Arguments` for the queries that count and the ranges of masses.
-        wanted: names of tensors of the call.
-        **more: fields of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
+    `lse` may be over more keys than those of the call; `out` is needed if `grad`, the gradient of the output, is given.
+    `arguments` are fields of `binding.Arguments` for the queries that count and the ranges of masses, and `more` those
+    of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
     """
     prepared_call = prepared(call, torch.float32)
     prepared_call.with_tensors(**(arguments or {}))
@@ -233,7 +226,6 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
 
 def _backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
     (out, lse), (grad, grad_lse) = results, grads
-    assert lse is not None
     return gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse, wanted=wanted)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.nn.block import FeedForward, SinkToken, TransformerBlock
 from qkv.nn.convert import from_torch, to_torch
-from qkv.nn.linear import LinearAttention, LinformerAttention
-from qkv.nn.multi_head import Composition, MultiHeadAttention
+from qkv.nn.multi_head import Composition, LinearAttention, LinformerAttention, MultiHeadAttention
 
 __all__ = [
     "AdditiveAttention",

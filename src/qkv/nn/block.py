@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -71,12 +70,9 @@ class FeedForward(nn.Module):
         return f"activation={self.activation!r}"
 
 
-NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
-
-
 def make_norm(kind: str, d_model: int, eps: float, *, bias: bool = True) -> nn.Module:
     """LayerNorm (Ba et al. 2016, arXiv:1607.06450) or RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) by name."""
-    one_of("norm", kind, NORMS)
+    one_of("norm", kind, ("layernorm", "rmsnorm"))
     return nn.LayerNorm(d_model, eps=eps, bias=bias) if kind == "layernorm" else nn.RMSNorm(d_model, eps=eps)
 
 

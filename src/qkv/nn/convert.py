@@ -95,7 +95,7 @@ def _attention_from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
     if not fused and "in_proj.bias" in weights:
         biases = weights.pop("in_proj.bias").chunk(3)
         weights |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", biases, strict=True)}
-    return _filled(_like(ours, theirs), weights)
+    return _like(ours, theirs, weights)
 
 
 def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
@@ -134,7 +134,7 @@ def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
         separate = [f"{name}_proj_{end}" for name in "qkv"]
         if separate[0] in weights and (end == "bias" or theirs.in_proj_weight is not None):  # torch fuses equal widths
             weights[f"in_proj_{end}"] = torch.cat([weights.pop(name) for name in separate])
-    return _filled(_like(theirs, ours), weights)
+    return _like(theirs, ours, weights)
 
 
 def _block_from_torch(theirs: nn.TransformerEncoderLayer) -> TransformerBlock:
@@ -206,12 +206,10 @@ def _activation(function: Any) -> str:
     raise InputError(f"module has the activation {function!r}, expected relu or gelu")
 
 
-def _filled(module: M, weights: dict[str, torch.Tensor]) -> M:
-    module.load_state_dict(weights)
-    return module
-
-
-def _like(module: M, other: nn.Module) -> M:
-    """The module with the dtype, device and training mode of another."""
+def _like(module: M, other: nn.Module, weights: dict[str, torch.Tensor] | None = None) -> M:
+    """The module with the dtype, device and training mode of another, and with these weights if they are given."""
     first = next(other.parameters())
-    return module.to(first.device, first.dtype).train(other.training)
+    module.to(first.device, first.dtype).train(other.training)
+    if weights is not None:
+        module.load_state_dict(weights)
+    return module

@@ -1,9 +1,13 @@
-"""A composition as a module, and multi-head attention around it: projections, positions, gates, caches."""
+"""A composition as a module, and multi-head attention around it: projections, positions, gates, caches.
+
+`LinearAttention` and `LinformerAttention` are the same in linear time.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -18,9 +22,12 @@ from qkv.attention import Attention, compute
 from qkv.compat import INPUTS, SIZES, renamed, with_blocked
 from qkv.engine import as_mask
 from qkv.errors import InputError, at_least_one, kind_of, one_of
-from qkv.masks import Dense, Grid, Mask, Padding, from_sdpa
-from qkv.normalizers import Softmax, SumToOne
+from qkv.features import elu_plus_one
+from qkv.linear import LinearState, linear_attend, linformer
+from qkv.masks import Causal, Dense, Grid, Mask, Padding, from_sdpa
+from qkv.normalizers import Identity, Softmax, SumToOne
 from qkv.positions import Rotary
+from qkv.scores import Features
 
 if TYPE_CHECKING:
     from qkv.cache import Cache
@@ -89,7 +96,10 @@ class Composition(nn.Module):
 
         `queries` are those that count in the statistics, as in `qkv.measure`.
         """
-        attention = self.attention if mask is None else masked(self.attention, mask)
+        attention = self.attention
+        if (further := as_mask(mask)) is not None:
+            own = as_mask(attention.mask)
+            attention = replace(attention, mask=further if own is None else own & further)
         if not return_statistics:
             return attention(q, k, v, training=self.training, return_weights=return_weights)
         options: dict[str, Any] = {"dropout_p": attention.dropout_p if self.training else 0.0}
@@ -101,13 +111,6 @@ class Composition(nn.Module):
     def extra_repr(self) -> str:
         parts = ((f.name, getattr(self._initial, f.name)) for f in fields(Attention))
         return ", ".join(f"{name}={type(x).__name__}" for name, x in parts if x is not None and name != "dropout_p")
-
-
-def masked(attention: Attention, mask: Mask | Bool[Tensor, "..."]) -> Attention:
-    """The composition with its mask combined with `mask` by AND."""
-    first, second = as_mask(attention.mask), as_mask(mask)
-    assert second is not None
-    return replace(attention, mask=second if first is None else first & second)
 
 
 def _learned(x: Any, place: Path) -> Iterator[tuple[Path, nn.Parameter | nn.Module]]:
@@ -205,6 +208,8 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         dropout = other_names.pop("dropout", 0.0)
+        if not 0 <= dropout < 1:
+            raise InputError(f"dropout is {dropout}, expected a probability in [0, 1)")
         d_model, heads = renamed("MultiHeadAttention", other_names, SIZES, {"d_model": d_model, "heads": heads})
         at_least_one(d_model=d_model, heads=heads)
         assert d_model is not None
@@ -239,7 +244,12 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         gates = {None: 0, "elementwise": heads * v_head_dim, "head": heads}[gate]
         self.gate = nn.Linear(d_model, gates, bias=bias) if gates else None
-        attention = _with_dropout(attention or Attention(), dropout)
+        attention = attention or Attention()
+        if dropout and attention.dropout_p:
+            raise InputError(
+                f"dropout is {dropout} and the composition has dropout_p {attention.dropout_p}, expected one of them"
+            )
+        attention = replace(attention, dropout_p=dropout) if dropout else attention
         self.composition = Composition(_with_sink(attention, heads, head_dim, sink))
         self.out_proj = nn.Linear(heads * v_head_dim, d_model, bias=bias)
         self.reset_parameters()
@@ -396,8 +406,11 @@ class MultiHeadAttention(nn.Module):
         """
         for name, source in (("context", context), ("value", value)):
             if source is not None and (source.ndim != 3 or source.shape[2] != self.d_context):
-                shape = f"(batch, length, d_context = {self.d_context})"
-                raise InputError(f"{name} has shape {tuple(source.shape)}, expected {shape}{_a_mask(source)}")
+                a_mask = source.dtype == torch.bool or source.shape[-1] == source.shape[-2]
+                raise InputError(
+                    f"{name} has shape {tuple(source.shape)}, expected (batch, length, d_context = {self.d_context})"
+                    f"{'; pass a mask by name: mask=' if a_mask else ''}"
+                )
         k, v = self._parts(context, 1, 3) if value is None else (*self._parts(context, 1, 2), *self._parts(value, 2, 3))
         return k if self.k_norm is None else self.k_norm(k), v
 
@@ -448,22 +461,6 @@ class MultiHeadAttention(nn.Module):
         return f"d_model={self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}{rotary}"
 
 
-def _a_mask(source: Tensor) -> str:
-    """A hint for an error message if a mask was passed in the place of the context."""
-    return "; pass a mask by name: mask=" if source.dtype == torch.bool or source.shape[-1] == source.shape[-2] else ""
-
-
-def _with_dropout(attention: Attention, dropout: float) -> Attention:
-    """The composition with this dropout of its weights."""
-    if not 0 <= dropout < 1:
-        raise InputError(f"dropout is {dropout}, expected a probability in [0, 1)")
-    if dropout and attention.dropout_p:
-        raise InputError(
-            f"dropout is {dropout} and the composition has dropout_p {attention.dropout_p}, expected one of them"
-        )
-    return replace(attention, dropout_p=dropout) if dropout else attention
-
-
 def _with_sink(attention: Attention, heads: int, head_dim: int, sink: Literal["logit", "key"] | None) -> Attention:
     """The composition with a learned sink logit or key in its softmax."""
     if sink is None:
@@ -478,3 +475,97 @@ def _with_sink(attention: Attention, heads: int, head_dim: int, sink: Literal["l
     key = nn.Parameter(torch.empty(heads, head_dim))
     nn.init.normal_(key, std=0.02)
     return replace(attention, normalizer=normalizer.with_sink(key=key))
+
+
+class LinearAttention(MultiHeadAttention):
+    """Multi-head attention whose weights are φ(q)·φ(k) (Katharopoulos et al. 2020, arXiv:2006.16236).
+
+    A causal layer is a recurrence: `step` takes tokens and the state after all earlier tokens, of constant size.
+
+    Args:
+        d_model: input and output dimension.
+        heads: query heads.
+        kv_heads: key and value heads; `heads` if None.
+        features: φ, one of `qkv.features`.
+        causal: whether a token attends only to itself and earlier tokens.
+        bias: whether projections have biases.
+
+    >>> import torch
+    >>> layer = LinearAttention(64, 4)
+    >>> x = torch.randn(1, 10, 64)
+    >>> first, state = layer.step(x[:, :9])
+    >>> last, _ = layer.step(x[:, 9:], state)
+    >>> torch.allclose(torch.cat([first, last], 1), layer(x), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        features: Callable[[Tensor], Tensor] = elu_plus_one,
+        causal: bool = True,
+        bias: bool = True,
+    ) -> None:
+        mask = Causal() if causal else None
+        attention = Attention(mask=mask, score=Features(features), normalizer=Identity(divide="sum"))
+        super().__init__(d_model, heads, kv_heads=kv_heads, attention=attention, bias=bias)
+        self.causal = causal
+
+    def step(
+        self, x: Float[Tensor, "b n d_model"], state: LinearState | None = None
+    ) -> tuple[Float[Tensor, "b n d_model"], LinearState]:
+        """The outputs of `forward` for tokens that follow those in `state`, and the state after them."""
+        if not self.causal:
+            raise InputError(
+                "causal is False: later tokens would change the outputs of earlier steps; expected causal=True"
+            )
+        q, k, v = self._project(x)
+        score = self.composition.attention.score
+        assert isinstance(score, Features)
+        out, state = linear_attend(q, k, v, features=score.map, state=state, return_state=True)
+        return self._merged(out, x), state
+
+
+class LinformerAttention(MultiHeadAttention):
+    """Attention to `rank` learned mixtures of the keys (Wang et al. 2020, arXiv:2006.04768, eq. 7).
+
+    Every token attends to the whole sequence of at most `length` tokens; there is no causal form. Shorter sequences use
+    the first rows of the projections, which start normal with standard deviation 1/√rank, as in the paper's proof.
+
+    Args:
+        d_model: input and output dimension.
+        heads: query heads.
+        length: largest number of tokens.
+        rank: number of mixtures.
+        shared: whether keys and values share one projection.
+        bias: whether projections of the heads have biases.
+
+    >>> import torch
+    >>> LinformerAttention(64, 4, length=100, rank=8)(torch.randn(1, 90, 64)).shape
+    torch.Size([1, 90, 64])
+    """
+
+    def __init__(
+        self, d_model: int, heads: int, *, length: int, rank: int, shared: bool = False, bias: bool = True
+    ) -> None:
+        super().__init__(d_model, heads, bias=bias)
+        at_least_one(length=length, rank=rank)
+        self.e = nn.Parameter(torch.empty(length, rank))
+        self.f = None if shared else nn.Parameter(torch.empty(length, rank))
+        for projection in (self.e, self.f):
+            if projection is not None:
+                nn.init.normal_(projection, std=1 / math.sqrt(rank))
+
+    def forward(  # type: ignore[override]
+        self, x: Float[Tensor, "b n d_model"], *, lengths: Tensor | None = None
+    ) -> Float[Tensor, "b n d_model"]:
+        """Every token attends to the mixtures; `lengths` (b,) are the numbers of real tokens, the rest is padding."""
+        n = x.shape[1]
+        if n > len(self.e):
+            raise InputError(f"x has {n} tokens, expected at most length = {len(self.e)}")
+        q, k, v = self._project(x)
+        out = linformer(q, k, v, self.e[:n], None if self.f is None else self.f[:n], lengths=lengths)
+        return self._merged(out, x)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 import qkv
 from qkv._progress import bar
-from qkv._untrusted import first_line
-from qkv.errors import InputError
+from qkv.errors import InputError, first_line
 from qkv.models.loading import load_if_named
 from qkv.native.binding import description
 from qkv.profiler.capture import probes

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qkv import edits
 from qkv.errors import InputError
 from qkv.models import DecoderLM, Sampler
-from qkv.models.generation import evaluating
+from qkv.models.generation import evaluation_mode
 from qkv.models.loading import Loaded
 from qkv.normalizers import Sigmoid, Softmax
 from qkv.profiler.capture.inputs import device_of, positions, token_text, vocabulary
@@ -256,7 +256,7 @@ class Live:
 
         handle = model.register_forward_hook(keep)
         try:
-            with torch.no_grad(), evaluating(model), edit(model, made) if made else nullcontext():
+            with evaluation_mode(model), torch.inference_mode(), edit(model, made) if made else nullcontext():
                 tokens = torch.tensor([list(ids)], device=device_of(model))
                 found = profile(model, tokens, map_tokens=len(ids), map_bins=0, probe=False, progress=False)
         finally:

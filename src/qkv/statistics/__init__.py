@@ -10,8 +10,7 @@ their own by inheriting from `Statistic`.
 from typing import TYPE_CHECKING
 
 from qkv._lazy import lazy
-from qkv.statistics.base import Statistic, WeightTile
-from qkv.statistics.built_in import (
+from qkv.statistics.base import (
     FIELDS,
     At,
     Distance,
@@ -26,9 +25,11 @@ from qkv.statistics.built_in import (
     Self,
     Sink,
     Spread,
+    Statistic,
     Streaming,
     Visible,
     VisibleQueries,
+    WeightTile,
 )
 from qkv.statistics.result import Statistics, Thumbnail
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.engine.backward import Job, RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
+from qkv.engine.backward import RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32
-from qkv.engine.tile_loop import Group, Tile, Workspace, groups, reduce_tiles, tile_size
+from qkv.engine.level import level_slopes, sink_slope
+from qkv.engine.tiles import Tile, groups, reduce_tiles, tile_size
 from qkv.engine.transforms import Results, differentiable_call, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
@@ -28,44 +28,32 @@ from qkv.masks import Dense, Mask
 from qkv.native import binding
 from qkv.native.kernel import statistics_gradients
 from qkv.normalizers import SumToOne
-from qkv.normalizers.level import level_slopes, sink_weights
-from qkv.statistics.base import Statistic, WeightTile
-from qkv.statistics.built_in import FIELDS, Mass
+from qkv.statistics.base import FIELDS, Mass, Statistic, WeightTile
 from qkv.statistics.reduce import weights_matmul
 from qkv.statistics.result import Statistics
 
 OfQueries = Float[Tensor, "b h nq"]
 
 
+@dataclass(eq=False)
 class StatisticsGradients(WeightGradients):
     """The reducer that adds the gradients of statistics to those of the call's tensors.
 
     Each tile of ∂L/∂A is what autograd finds through the definitions of the statistics, plus a constant of the row.
-
-    Args:
-        call: the attention call.
-        rows: its normalizer state.
-        level: `rows.level`, with finite numbers in fully masked rows.
-        slopes: the statistics, and the gradients of their totals.
-        constant: added to ∂L/∂A of every key, (b, h, nq).
-        firsts: the first key of the text of each batch item.
-        totals: the gradients to add to, by the names of the call's tensors.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        rows: RowState,
-        level: Tensor | None,
-        slopes: Mapping[Statistic, Tensor],
-        constant: Tensor,
-        firsts: Sequence[int],
-        totals: dict[str, Tensor],
-    ) -> None:
-        super().__init__(level, totals)
-        self.rows, self.slopes, self.constant, self.firsts = rows, slopes, constant, firsts
-        divisors = [x for x in (rows.total, call.divisor) if x is not None]
-        self.divisor = math.prod(divisors[1:], start=divisors[0]).expand(call.q.shape[:3]) if divisors else None
+    call: Call
+    rows: RowState
+    slopes: Mapping[Statistic, Tensor]
+    """The statistics, and the gradients of their totals."""
+    constant: OfQueries
+    """Added to ∂L/∂A of every key."""
+    firsts: Sequence[int]
+    """The first key of the text of each batch item."""
+
+    def __post_init__(self) -> None:
+        divisors = [x for x in (self.rows.total, self.call.divisor) if x is not None]
+        self.divisor = math.prod(divisors[1:], start=divisors[0]).expand(self.call.q.shape[:3]) if divisors else None
 
     def slope_at_weights(self, rows: RowSlopes, tile: Tile, weights: Tensor, masked: Tensor | None) -> Tensor:
         batch, heads, queries = at = tile.block.at
@@ -92,10 +80,9 @@ class LevelSlopes(StatisticsGradients):
     `sum` and `falls` are sums over keys, (b, h, nq), once all tiles have been added; `falls` is −∂A/∂level.
     """
 
-    def __init__(self, call: Call, *arguments: Any) -> None:
-        super().__init__(call, *arguments)
-        zeros = call.q.new_zeros(call.q.shape[:3], dtype=torch.float64)
-        self.sum, self.falls = zeros, torch.zeros_like(zeros)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sum, self.falls = (self.call.q.new_zeros(self.call.q.shape[:3], dtype=torch.float64) for _ in range(2))
 
     def tile(self, rows: RowSlopes, tile: Tile) -> None:
         normalizer, weigh, at = tile.group.tiles.call.normalizer, rows.weigh, tile.block.at
@@ -113,18 +100,12 @@ class LevelSlopes(StatisticsGradients):
         self.falls[at] += falls.sum(-1)
         self.sum[at] += slope.mul_(falls).sum(-1)
 
-    def end(self, rows: RowSlopes, space: Workspace) -> None:
-        pass
-
-    def finish(self, group: Group, job: Job) -> None:
-        pass
-
-    def mean(self, call: Call, at_sink: OfQueries | None) -> OfQueries:
+    def mean(self, at_sink: OfQueries | None) -> OfQueries:
         """Return the weighted mean, with a sink logit of gradient `at_sink`; 0 where no weight depends on the level."""
         total, sum_ = self.falls, self.sum
-        if call.sink is not None:
+        if self.call.sink is not None:
             assert self.level is not None
-            fall = sink_weights(call.normalizer, call.sink, self.level)[1]
+            fall = sink_slope(self.call.normalizer, self.call.sink, self.level)
             total = total + fall
             sum_ = sum_ if at_sink is None else sum_ + fall * at_sink
         return (sum_ / torch.where(total == 0, 1.0, total)).to(self.constant)
@@ -187,8 +168,6 @@ def with_gradients(
 
     def backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
         level, total, mass, visible = more
-        assert mass is not None
-        assert visible is not None
         values, of = ({n: x for n, x in zip(tracked, xs, strict=True) if x is not None} for xs in (results, grads))
         rows = RowState(level, total)
         return _input_gradients(call, rows, mass, visible, values, of, masks, firsts, queries, wanted)
@@ -239,9 +218,9 @@ def _input_gradients(
         inner = _mean_of_slopes(call, rows, values, grads)
         inner = inner if at_sink is None else inner + at_sink * values["sink_mass"]
     elif isinstance(normalizer, SumToOne):
-        reducer = LevelSlopes(call, rows, level, slopes, constant, firsts, {})
+        reducer = LevelSlopes(level, {}, call, rows, slopes, constant, firsts)
         reduce_tiles(groups(call, size), reducer)
-        inner = reducer.mean(call, at_sink)
+        inner = reducer.mean(at_sink)
     if inner is not None:
         constant = constant - inner
     if call.sink is not None:
@@ -253,8 +232,7 @@ def _input_gradients(
         elif "sink" in totals:
             weight = torch.exp(call.sink - level)  # the sink's own weight in each row
             totals["sink"] = (weight * at_sink).sum_to_size(call.sink.shape)
-    arguments = (call, rows, level, slopes, constant, firsts, totals)
-    reduce_tiles(groups(call, size), StatisticsGradients(*arguments))
+    reduce_tiles(groups(call, size), StatisticsGradients(level, totals, call, rows, slopes, constant, firsts))
     return totals
 
 

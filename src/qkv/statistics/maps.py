@@ -16,8 +16,7 @@ from torch import Tensor
 
 from qkv.engine.call import Call, RowState, detached
 from qkv.engine.sizes import sizes
-from qkv.engine.tile_loop import Block, Group, Reducer, Tile, Workspace, reduce_tiles
-from qkv.engine.tiles import ScoreTiles, WeightTiles, block_status
+from qkv.engine.tiles import Block, Group, Reducer, ScoreTiles, Tile, WeightTiles, block_status, reduce_tiles
 from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 
@@ -54,12 +53,8 @@ class Picture:
 class HeadMap:
     """The attention map of one head of a call, for any number of pictures. No gradients.
 
-    Args:
-        call: the attention call, with any normalizer.
-        rows: its normalizer state, `qkv.statistics.measure.row_state(call)`.
-        item: batch item.
-        head: query head.
-        real: True at queries that count; the rest (padding) have weights of 0.
+    `rows` is `qkv.statistics.measure.row_state(call)`; `real` is True at queries that count, and the rest (padding)
+    have weights of 0.
 
     >>> import torch
     >>> from qkv.masks import Causal
@@ -126,23 +121,22 @@ class HeadMap:
         return Picture(reducer.maximum, mean, visible, at_rows, at_columns)
 
 
-class _PictureReducer(Reducer[None, None]):
+@dataclass(eq=False)
+class _PictureReducer(Reducer[None]):
     """Adds tiles of weights to the bins of a picture: sums and numbers of visible pairs in float64, and maxima."""
 
-    def __init__(
-        self,
-        weights: WeightTiles,
-        uncounted: Tensor | None,
-        down: Sequence[_Piece],
-        across: Sequence[_Piece],
-        on_rows: Callable[[int], None],
-    ) -> None:
-        self.weights, self.uncounted, self.down, self.across, self.on_rows = weights, uncounted, down, across, on_rows
-        like, shape = weights.tiles.q, (down[-1].bins.stop, across[-1].bins.stop)
+    weights: WeightTiles
+    uncounted: Tensor | None
+    down: Sequence[_Piece]
+    across: Sequence[_Piece]
+    on_rows: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        like, shape = self.weights.tiles.q, (self.down[-1].bins.stop, self.across[-1].bins.stop)
         self.sums, self.visible = (like.new_zeros(shape, dtype=torch.float64) for _ in range(2))
         self.maximum = like.new_full(shape, -torch.inf)
 
-    def begin(self, job: None, block: Block) -> None:
+    def begin(self, block: Block) -> None:
         self.rows = block.shape[2]
         for column, status in enumerate(block.group.status[block.index]):
             if status == EMPTY:  # such tiles are skipped: weights of 0
@@ -157,7 +151,7 @@ class _PictureReducer(Reducer[None, None]):
             total[at] += pairs if x is None else cols.sums(rows.sums(x.to(weights)).T).T
         self.maximum[at] = torch.maximum(self.maximum[at], cols.maxima(rows.maxima(weights[0, 0]).T).T)
 
-    def end(self, state: None, space: Workspace) -> None:
+    def end(self, state: None) -> None:
         self.on_rows(self.rows)
 
     def _masked(self, tile: Tile) -> Bool[Tensor, "1 1 q k"] | None:
@@ -178,19 +172,8 @@ def rectangle(
 ) -> Float[Tensor, "h q k"]:
     """Return the weights of a small rectangle of the matrix, not pooled, of one query head or of all. No gradients.
 
-    Time and memory are proportional to the size of the rectangle: a row or a column of the matrix costs one
-    matrix-vector product.
-
-    Args:
-        call: the attention call, with any normalizer.
-        rows: its normalizer state, `qkv.statistics.measure.row_state(call)`.
-        queries: the queries of the rectangle.
-        keys: the keys of the rectangle.
-        item: batch item.
-        head: query head; all heads if None.
-
-    Returns:
-        float32 (float64 for float64 inputs), on the device of the call.
+    `rows` is `qkv.statistics.measure.row_state(call)`. Time and memory are proportional to the size of the rectangle: a
+    row or a column of the matrix costs one matrix-vector product. The weights are float32, or float64 as the inputs.
 
     >>> import torch
     >>> from qkv.masks import Causal
@@ -205,18 +188,17 @@ def rectangle(
     queries, keys = checked_slice("queries", queries, n_queries), checked_slice("keys", keys, call.k.shape[2])
     part, part_rows = replace(detached(call), values=None).part(queries, keys), rows.part(queries, keys)
     whole, group = Region(slice(0, part.q.shape[2]), slice(0, part.k.shape[2])), h // call.k.shape[1]
-    weights = []
-    for key_head in range(call.k.shape[1]) if head is None else [head // group]:
-        tiles = ScoreTiles(part, slice(item, item + 1), slice(key_head, key_head + 1))
-        if head is not None:
-            tiles = tiles.of_head(head % group)
-        masked = None
-        if part.mask is not None:
-            masked = ~part.mask.visible(tiles.region(whole.rows, whole.columns), part.grid)
-        out = tiles.q.new_empty(*tiles.shape, part.q.shape[2], part.k.shape[2])
-        WeightTiles(tiles, part_rows).fill(whole.rows, whole.columns, masked, out, out)
-        weights.append(out[0])
-    return torch.cat(weights)
+    tiles = ScoreTiles(
+        part, slice(item, item + 1), slice(None) if head is None else slice(head // group, head // group + 1)
+    )
+    if head is not None:
+        tiles = tiles.of_head(head % group)
+    masked = None
+    if part.mask is not None:
+        masked = ~part.mask.visible(tiles.region(whole.rows, whole.columns), part.grid)
+    out = tiles.q.new_empty(*tiles.shape, part.q.shape[2], part.k.shape[2])
+    WeightTiles(tiles, part_rows).fill(whole.rows, whole.columns, masked, out, out)
+    return out[0]
 
 
 def is_masked(call: Call, queries: slice, keys: slice, *, item: int = 0, head: int = 0) -> bool:

@@ -13,7 +13,6 @@ ReLU attention have any sum, and are divided by it. A row that sums to 0 gives n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -25,20 +24,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.biases import Bias
-from qkv.compat import Form, autocast_dtype, refuse_unknown
+from qkv.compat import Form, refuse_unknown
 from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax
+from qkv.engine.level import sink_weight
 from qkv.engine.sharded import RingAccumulator, Shared, blocks, positions
-from qkv.engine.tile_loop import Group, Tile
+from qkv.engine.tiles import Group, Tile
 from qkv.errors import InputError
 from qkv.kernels import attention, tiled
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native import kernel as native_kernel
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
-from qkv.normalizers.base import weights_of
 from qkv.scores import Score
-from qkv.statistics.base import Statistic, validated
-from qkv.statistics.built_in import FIELDS, PrefixSinkScores
+from qkv.statistics.base import FIELDS, PrefixSinkScores, Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, StatisticsReducer, own_statistics
 from qkv.statistics.result import Statistics, Thumbnail, share_of_first
@@ -121,13 +119,10 @@ def measure(
             if value is not None:
                 raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        form, (q, k) = Form.of(q, k)
+        form, (q, k), without_autocast = Form.of(q, k)
         if differentiable and form.array:
             raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
-        dtype = autocast_dtype(q)
-        if dtype is not None:
-            q, k = q.to(dtype), k.to(dtype)
-        with torch.autocast(q.device.type, enabled=False) if dtype is not None else nullcontext():
+        with without_autocast:
             if differentiable and queries is not None and isinstance(q, Tensor) and q.ndim == 4:
                 _check_queries(queries, q)
                 q = q.masked_fill(~queries[:, None, :, None], 0)  # NaN in padding must not reach gradients
@@ -176,13 +171,9 @@ def measured(
 ) -> tuple[Result[Tensor] | None, RowState, Statistics]:
     """Return the result of a call, if the `output` is wanted, its row state and statistics; in one pass if possible.
 
-    Args:
-        call: the attention call.
-        rows: its row state, if it is known and the output is not wanted; one pass computes it again.
-        output: whether the output is wanted.
-        shared: the whole call, if `call` is this process's shard of one that a process group makes together.
-        options: `mass`, `first`, `queries`, `bins` and `statistics` of `measure`, and `value_norms` (b, h, nk), the
-            norm of each value, for `first_contribution`.
+    `rows` is the row state, if it is known; one pass computes it again. `shared` is the whole call, if `call` is this
+    process's shard of one that a group makes together. `options` are `mass`, `first`, `queries`, `bins` and
+    `statistics` of `measure`, and `value_norms` (b, h, nk), the norm of each value, for `first_contribution`.
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
@@ -193,25 +184,20 @@ def measured(
     result = attention(call) if output else None
     if rows is None:
         rows = row_state(call, None if result is None else result.lse)
-    return result, rows, _by_definition(call, rows, request, shared)
+    counted = _counted(call, rows, request)
+    if request.queries is not None:
+        call = replace(call, q=call.q.masked_fill(~request.queries[:, None, :, None], 0))  # padding may hold NaN
+    reducer = StatisticsReducer(call, counted, request, grid=None if shared is None else shared.grid)
+    if shared is None:
+        reducer.add_tiles(call)
+    else:
+        _add_shared(shared, call, reducer)
+    return result, rows, finished(call, reducer, shared)
 
 
 def sweep(call: Call, rows: RowState, **options: Any) -> Statistics:
     """Return the statistics of `measured`, given the normalizer state of each row (log-sum-exp or threshold)."""
     return measured(call, rows, **options)[-1]
-
-
-def _by_definition(call: Call, rows: RowState, request: Request, shared: Shared | None = None) -> Statistics:
-    """Return the statistics of a call from its tiles of weights."""
-    rows = _counted(call, rows, request)
-    if request.queries is not None:
-        call = replace(call, q=call.q.masked_fill(~request.queries[:, None, :, None], 0))  # padding may hold NaN
-    reducer = StatisticsReducer(call, rows, request, grid=None if shared is None else shared.grid)
-    if shared is None:
-        reducer.add_tiles(call)
-    else:
-        _add_shared(shared, call, reducer)
-    return finished(call, reducer, shared)
 
 
 def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
@@ -254,7 +240,7 @@ def finished(call: Call, reducer: StatisticsReducer, shared: Shared | None = Non
     """Return the statistics from the totals of all tiles; its `rows` are without the queries that do not count."""
     rows, request, totals = reducer.rows, reducer.request, reducer.totals
     values = reducer.finished(totals["row_sum"], at_least_float32(call.q.dtype))
-    thumbnail = prefix = contribution = None
+    thumbnail = prefix = contribution = sink_mass = None
     if (pooled := reducer.pooled) is not None:
         thumbnail = Thumbnail.of(pooled[0], pooled[1], call.q.shape[2], call.k.shape[2], *reducer.bins)
     if request.prefix_keys is not None:
@@ -262,12 +248,17 @@ def finished(call: Call, reducer: StatisticsReducer, shared: Shared | None = Non
         prefix = (total / count.clamp(min=1)).to(values["sink"].dtype)
     if (norms := request.value_norms) is not None:
         contribution = share_of_first(values["sink"], values["value_norms"], norms, request.firsts)
+    if call.sink is not None:  # 0 in rows that do not count
+        assert rows.level is not None
+        out = rows.level == -torch.inf
+        sink_mass = sink_weight(call.normalizer, call.sink, rows.level.masked_fill(out, 0))
+        sink_mass = sink_mass.masked_fill(out | (call.sink == -torch.inf), 0)
     return Statistics(
-        lse=rows.level if call.given.normalizer.has_lse else None,
+        lse=rows.level if call.user.normalizer.has_lse else None,
         **{name: values[name] for name in FIELDS},
         prefix_sink_scores=prefix,
         thumbnail=thumbnail,
-        sink_mass=None if call.sink is None else _sink_mass(call, rows),
+        sink_mass=sink_mass,
         mass={name: values[f"mass {name}"] for name in request.mass},
         own={s.name: values[f"own {s.name}"] for s in request.statistics},
         first_contribution=contribution,
@@ -285,16 +276,6 @@ def _of_prefix(x: Tensor, length: int, firsts: Sequence[int], shared: Shared | N
         numbers = numbers.contiguous()
         dist.all_reduce(numbers, group=shared.group)
     return numbers
-
-
-def _sink_mass(call: Call, rows: RowState) -> Tensor:
-    """Return the weight of the sink, 0 in rows that do not count."""
-    assert call.sink is not None
-    assert rows.level is not None
-    out = rows.level == -torch.inf
-    level = rows.level.masked_fill(out, 0)
-    weight = weights_of(call.normalizer, call.sink.expand_as(level)[..., None], level)[..., 0]
-    return weight.masked_fill(out | (call.sink == -torch.inf), 0)
 
 
 def checked(
@@ -374,12 +355,8 @@ def sums_to_one(normalizer: Normalizer) -> bool:
 def in_shares(call: Call, measured: Statistics, **options: Any) -> Statistics:
     """Return the statistics `measured` of a call with shares in place of weights, from a second sweep over the scores.
 
-    `row_sum`, `thumbnail` and `own` stay those of the weights. No sweep is needed if the rows sum to one.
-
-    Args:
-        call: the attention call.
-        measured: its statistics.
-        options: `mass`, `first`, `queries` and, for `PrefixSinkScores`, `statistics`, as in `qkv.measure`.
+    `row_sum`, `thumbnail` and `own` stay those of the weights. No sweep is needed if the rows sum to one. The options
+    are `mass`, `first`, `queries` and, for `PrefixSinkScores`, `statistics`, as in `qkv.measure`.
     """
     if sums_to_one(call.normalizer):
         return measured
@@ -451,7 +428,7 @@ def measure_weights(
     options: dict[str, Any] = {"mass": mass, "first": first, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
     reducer = _WeightsReducer(call, RowState(), request)
-    reducer.weights = weights
+    reducer.matrix = weights
     reducer.add_tiles(call)
     measurement = finished(call, reducer)
     _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)
@@ -464,7 +441,18 @@ class _Form(Form):
 
     @staticmethod
     def of_weights(w: Any) -> tuple[_Form, Tensor]:
-        tensor = w if isinstance(w, Tensor) else _tensor(w)
+        if isinstance(w, (tuple, list)) and any(getattr(x, "ndim", 0) > 1 for x in w):
+            raise InputError(
+                f"w is a {type(w).__name__} of {len(w)} layers, expected the weights of one layer, w[layer]"
+            )
+        tensor = w
+        if not isinstance(w, Tensor):
+            array = np.asarray(w)
+            if array.dtype.name == "bfloat16":  # NumPy has no bfloat16 itself
+                array = array.astype(np.float32)
+            if array.dtype.kind != "f":
+                raise InputError(f"w is {array.dtype}, expected weights in floating point")
+            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
         if tensor.ndim not in (2, 3, 4) or 0 in tensor.shape:
             raise InputError(
                 f"w has shape {tuple(tensor.shape)}, expected the weights of one layer: (b, h, nq, nk), (h, nq, nk) "
@@ -482,27 +470,16 @@ class _Form(Form):
         return x.numpy() if self.array else x
 
 
-def _tensor(w: Any) -> Tensor:
-    if isinstance(w, (tuple, list)) and any(getattr(x, "ndim", 0) > 1 for x in w):
-        raise InputError(f"w is a {type(w).__name__} of {len(w)} layers, expected the weights of one layer, w[layer]")
-    array = np.asarray(w)
-    if array.dtype.kind != "f":
-        array = array.astype(np.float32) if array.dtype.name == "bfloat16" else array  # NumPy has no bfloat16 itself
-        if array.dtype.kind != "f":
-            raise InputError(f"w is {array.dtype}, expected weights in floating point")
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
 class _WeightsReducer(StatisticsReducer):
     """Statistics of weights that are given, as a tensor (b, h, nq, nk)."""
 
-    weights: Tensor
+    matrix: Tensor
 
     def start(self, group: Group) -> None:
         pass
 
-    def tile(self, of_rows: object, tile: Tile) -> None:
-        weights = self.weights[*tile.block.at, tile.columns].to(tile.group.tiles.dtype)
+    def tile(self, state: None, tile: Tile) -> None:
+        weights = self.matrix[*tile.block.at, tile.columns].to(tile.group.tiles.dtype)
         if (masked := tile.masked()) is not None:
             weights = weights.masked_fill(masked, 0)
         if (counted := self.counted(tile)) is not None:

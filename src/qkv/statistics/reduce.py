@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from qkv.engine.call import Call, RowState, at_least_float32, detached
 from qkv.engine.sizes import sizes
-from qkv.engine.tile_loop import Group, Reducer, Tile, groups, reduce_tiles
-from qkv.engine.tiles import WeightTiles
+from qkv.engine.tiles import Group, Reducer, Tile, WeightTiles, groups, reduce_tiles
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Mask
-from qkv.statistics.base import Statistic, WeightTile
-from qkv.statistics.built_in import FIELDS, Mass, PrefixSinkScores
+from qkv.statistics.base import FIELDS, Mass, PrefixSinkScores, Statistic, WeightTile
 from qkv.statistics.result import bin_size
 
 SMALLEST = 1e-150  # a row with less mass counts as empty: the squares of its weights underflow
@@ -66,15 +64,10 @@ class Request:
         return named
 
 
-class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
+class StatisticsReducer(Reducer[None]):
     """Adds up statistics over tiles of the final weights of a call; in float64, so that ten thousand lose nothing.
 
-    Args:
-        call: the attention call.
-        rows: its normalizer state.
-        request: what to compute.
-        statistics: the statistics by name; all that are requested if None.
-        grid: the matrix that statistics see; that of the call if None.
+    They are all that are requested, or those passed. They see the matrix `grid`; that of the call if None.
     """
 
     corner = 0, 0
@@ -108,15 +101,14 @@ class StatisticsReducer(Reducer[WeightTiles | None, WeightTiles | None]):
         mass = mass.masked_fill(mass.abs() <= SMALLEST, 0)
         return {name: s.finish(self.totals[name], mass).to(dtype) for name, s in self.statistics.items()}
 
-    def start(self, group: Group) -> WeightTiles | None:
-        return WeightTiles(group.tiles, self.rows, self.request.queries)
+    def start(self, group: Group) -> None:
+        self.weights = WeightTiles(group.tiles, self.rows, self.request.queries)
 
-    def tile(self, of_rows: WeightTiles | None, tile: Tile) -> None:
-        assert of_rows is not None
-        weights, log2 = tile.weights(of_rows)
+    def tile(self, state: None, tile: Tile) -> None:
+        weights, log2 = tile.weights(self.weights)
         if log2 is None and "entropy" in self.statistics and weights.min() < 0:
             raise InputError(
-                f"measure: normalizer {type(tile.group.tiles.call.given.normalizer).__name__} gives negative weights "
+                f"measure: normalizer {type(tile.group.tiles.call.user.normalizer).__name__} gives negative weights "
                 "with these scores, which have no entropy; expected weights of 0 or more"
             )
         self.add(tile, weights, None if log2 is None else log2 * math.log(2))
@@ -175,17 +167,9 @@ def weights_matmul(
     """Return A x of the weight matrix A: for each query Σ_j A_ij x_j, exactly, for m columns at once. No gradients.
 
     A is computed a tile at a time, as in `qkv.measure`, so memory is linear in the sequence. For a column of ones, A x
-    is the sum of each query's weights, and Aᵀx the attention that each key receives.
-
-    Args:
-        call: the attention call.
-        rows: its normalizer state, `qkv.statistics.measure.row_state(call)`.
-        x: numbers of each key, shared by all heads if its second dimension is 1; any sign, all finite.
-        transposed: Aᵀx instead, for each key Σ_i A_ij x_i, of numbers x of each query.
-        queries: True where a query counts; the rest (padding) may hold NaN, and their results are 0.
-
-    Returns:
-        float32 (float64 for float64 inputs).
+    is the sum of each query's weights; `transposed`, Aᵀx of numbers of each query is then the attention that each key
+    receives. `rows` is `qkv.statistics.measure.row_state(call)`, and x is finite. `queries` is True where a query
+    counts; the rest (padding) may hold NaN, and their results are 0.
 
     >>> from qkv.statistics.measure import row_state
     >>> q = k = torch.zeros(1, 1, 4, 8)

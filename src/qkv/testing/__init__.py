@@ -17,9 +17,8 @@ Even.sees: called for a grid of 7 queries and 9 keys: sees returned torch.int64 
 """
 
 from qkv.testing.laws import CheckFailed
-from qkv.testing.masks import check_edit, check_mask
 from qkv.testing.parts import check_bias, check_normalizer, check_score
-from qkv.testing.statistics import check_statistic
+from qkv.testing.weights import check_edit, check_mask, check_statistic
 
 __all__ = [
     "CheckFailed",

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from qkv._contract import learned_tensors
-from qkv.attention import attend
+from qkv.attention import Attention
 from qkv.biases import AdditiveBias, Bias
 from qkv.errors import InputError, kind_of
 from qkv.kernels import KERNELS
 from qkv.masks import Causal, Dense, Grid, Mask, Padding, Region
-from qkv.normalizers import Identity, Normalizer, SumToOne
+from qkv.normalizers import Identity, SumToOne
 from qkv.scores import Pairwise, Score
-from qkv.statistics.measure import measure
 
 EPS = torch.finfo(torch.float64).eps
 ROUNDINGS = 2.0**12  # eps that the same function of the same numbers may be off
@@ -273,16 +272,13 @@ HALF_ROUNDINGS = 8.0
 DRAW = 3  # seed for normalizers that sample a key
 
 
-@dataclass(frozen=True)
-class Composition:
-    """The arguments of `attend` other than tensors; one of them is under examination."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Composition(Attention):
+    """A composition of which one part is under examination."""
 
+    mask: Mask | None = None
     subject: str
     """Name of the argument under examination."""
-    mask: Mask | None = None
-    bias: Bias | None = None
-    score: Score | None = None
-    normalizer: Normalizer | None = None
     label: str = ""
     """How this composition differs from others, for messages."""
     about: object = None
@@ -315,14 +311,10 @@ class Composition:
         """The same composition with the parameters of the object in another dtype."""
         return self.of(converted(self.thing, dtype))
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `attend`."""
-        return {name: getattr(self, name) for name in ("mask", "bias", "score", "normalizer")}
-
     def learned(self) -> dict[str, Tensor]:
         """Learned tensors of all parts, by name."""
         result: dict[str, Tensor] = {}
-        for name, part in self.arguments().items():
+        for name, part in self._parts().items():
             prefix = "" if name == self.subject else f"{name}."
             result |= {prefix + tensor: x for tensor, x in learned_tensors(part).items()}
         return result
@@ -349,15 +341,14 @@ def run(
     None if the kernel does not support the call, not even without gradients.
     """
     q, k, v = inputs
-    options = c.arguments() | {"kernel": kernel}
     with calling(*c.reported, f"attend on kernel {kernel!r} with {where}"), torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(DRAW)  # torch.manual_seed notes the stack for devices that are not there
         try:
             if kernel == "eager":
-                out, weights = attend(q, k, v, return_weights=True, **options)
+                out, weights = c(q, k, v, kernel=kernel, return_weights=True)
                 results = {"output": out, "weight": weights}
             else:
-                results = {"output": attend(q, k, v, **options)}
+                results = {"output": c(q, k, v, kernel=kernel)}
         except InputError as error:
             if kernel in MUST_SERVE or not str(error).startswith(f"kernel={kernel!r} cannot serve"):
                 raise
@@ -365,6 +356,10 @@ def run(
                 return None
             with torch.no_grad():
                 return run(c, inputs, kernel, where)
+        if (made := results["output"].dtype) != v.dtype:
+            fail(
+                *c.reported, f"attend on kernel {kernel!r} with {where}: the output is {made}, expected the dtype of v"
+            )
         if slope is not None and results["output"].requires_grad:
             named = dict(zip("qkv", inputs, strict=True)) | c.learned()
             total = (results["output"].double() * slope).sum()
@@ -423,16 +418,10 @@ def check_kernels(c: Composition, size: Size, dtype: torch.dtype = torch.float64
                 KERNEL_ROUNDINGS[dtype] * eps * condition * (condition if "gradient" in name else 1) * largest(exact)
             )
             same(*c.reported, f"{on}: the {name}: ", x, exact, tolerance, expected=" by the definition in float64")
-        _check_output(c, got, dtype, on)
         if got is not None:
             out = got["output"]
             wrong = (out != 0).any(-1) & empty
             forbid(*c.reported, wrong[..., None] & (out != 0), out, "0 without visible keys", what=f"{on}: the output ")
-
-
-def _check_output(c: Composition, got: dict[str, Tensor] | None, dtype: torch.dtype, on: str) -> None:
-    if got is not None and got["output"].dtype != dtype:
-        fail(*c.reported, f"{on}: the output is {got['output'].dtype}, expected the dtype of v")
 
 
 def check_slopes(c: Composition, size: Size, directions: int = 2) -> None:
@@ -488,7 +477,6 @@ def check_half(c: Composition, size: Size) -> None:
         for kernel in kernels_for(size):
             got = None if kernel in ONLY_TINY else run(half, inputs, kernel, where, ones)
             on = f"attend on kernel {kernel!r} with {where}"
-            _check_output(c, got, dtype, on)
             for name, x in (got or {}).items():
                 exact = want[name].detach()
                 if name == "output":
@@ -530,7 +518,7 @@ def check_measure(c: Composition, size: Size) -> None:
     weights = by_definition(c, (q, k, v), where)["weight"]
     with calling(*c.reported, f"measure with {where}"):
         try:
-            got = measure(q, k, **c.arguments())
+            got = c.measure(q, k)
         except InputError as error:
             if bool((weights < 0).any()) and "negative weights" in str(error):
                 return

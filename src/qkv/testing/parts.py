@@ -11,10 +11,10 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import AdditiveBias, Bias
+from qkv.engine import search_level
 from qkv.errors import kind_of
 from qkv.masks import Region
 from qkv.normalizers import Identity, Normalizer, Pointwise, Sigmoid, Softmax, SumToOne
-from qkv.normalizers.level import solve
 from qkv.scores import Pairwise, Product, Score
 from qkv.testing.laws import (
     EPS,
@@ -51,10 +51,10 @@ def check_bias(
     """Check that a bias fulfils the contract of its base class; for use in your own tests.
 
     It checks: what ``apply`` or ``tile`` returns; that each score is a function of itself and its position only, so
-    that tiles do not change scores; the shortcuts ``gradients``, ``add_gradient``, ``at``, ``part``,
-    ``by_score`` and ``by_head``; output, weights and gradients of `attend` on every kernel against a
-    dense definition in float64, with masks and queries without visible keys; finite differences; bfloat16 and float16;
-    NaN in masked keys; `measure`; pickle and copy.deepcopy.
+    that tiles do not change scores; the shortcuts ``gradients``, ``add_gradient``, ``at``, ``part``, ``position_free``
+    and ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64,
+    with masks and queries without visible keys; finite differences; bfloat16 and float16; NaN in masked keys;
+    `measure`; pickle and copy.deepcopy.
 
     Args:
         bias: the object. The parameters of modules in it are converted to each dtype that is checked.
@@ -91,7 +91,7 @@ def check_bias(
             fail(bias, "bound", f"returned {type(bound).__name__}, expected a bias")
         bound.require()
     eps = _check_scores(exact, bound, first, q)
-    plain = Composition("bias", bias=bias, normalizer=Softmax(0.7), eps=eps)
+    plain = Composition(subject="bias", bias=bias, normalizer=Softmax(0.7), eps=eps)
     sigmoid = replace(plain, normalizer=Sigmoid(-1.0), label="normalizer Sigmoid")
     check_attend(plain, chosen_sizes, [masked(sigmoid, first)[1]])
 
@@ -121,11 +121,12 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
     if not bound.by_head:
         one = replace(whole, heads=slice(size.heads - 1, size.heads))
         agree("by_head", _apply(bound, one.of(before), one), one.of(after), "is False, but for the last head alone ")
-    if not bias.by_query:
-        agree("by_query", _apply(bias.bound(3 * q, size.grid, 0.5), before, whole), what="is False, but with other q ")
-    if bound.by_score:
+    if not bias.depends_on_query:
+        other = _apply(bias.bound(3 * q, size.grid, 0.5), before, whole)
+        agree("depends_on_query", other, what="is False, but with other q ")
+    if bound.position_free:
         moved = replace(whole, offset=whole.offset + 3, rows=slice(2, size.queries + 2))
-        agree("by_score", _apply(bound, before, moved), what="is True, but elsewhere ")
+        agree("position_free", _apply(bound, before, moved), what="is True, but elsewhere ")
     if overrides(bound, Bias, "apply_"):
         with torch.no_grad(), calling(bound, "apply_", "called"):
             agree("apply_", bound.apply_(before.clone(), whole))
@@ -189,10 +190,10 @@ def check_score(
     """Check that a score fulfils the contract of its base class; for use in your own tests.
 
     It checks: what ``project`` and ``scores`` return; that ``project`` treats each token independently, and a pairwise
-    score depends on its query and key only, so that tiles do not change scores; ``gradients``, ``keeps_rotation`` and
-    ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64, with
-    masks, queries without visible keys and learned keys; finite differences; bfloat16 and float16; NaN in masked keys;
-    `measure`; pickle and copy.deepcopy.
+    score depends on its query and key only, so that tiles do not change scores; ``gradients``, ``rotation_invariant``
+    and ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64,
+    with masks, queries without visible keys and learned keys; finite differences; bfloat16 and float16; NaN in masked
+    keys; `measure`; pickle and copy.deepcopy.
 
     Args:
         score: the object. The parameters of modules in it are converted to each dtype that is checked.
@@ -229,10 +230,9 @@ def check_score(
     q, k = _check_tokens(exact, first)
     if isinstance(exact, Pairwise):
         _check_pairs(exact, q, k, first)
-        _check_pair_gradients(exact, q, k)
-    if exact.keeps_rotation:
+    if exact.rotation_invariant:
         _check_rotation(exact, first)
-    plain, key = Composition("score", score=score), normal(first.heads, first.dim_k, seed=6).requires_grad_()
+    plain, key = Composition(subject="score", score=score), normal(first.heads, first.dim_k, seed=6).requires_grad_()
     linear = replace(plain, normalizer=Identity("keys"), label="normalizer Identity")
     learned = replace(plain, normalizer=Softmax(0.7, key=key), label="a learned key in the normalizer")
     check_attend(plain, computed, [learned, masked(linear, first)[2]])
@@ -289,7 +289,7 @@ def _check_tokens(score: Score, size: Size) -> tuple[Tensor, Tensor]:
 
 
 def _check_pairs(score: Pairwise, q: Tensor, k: Tensor, size: Size) -> None:
-    """Scores of a tile equal those of the whole matrix, and a query or key changes only its own scores."""
+    """Scores of a tile equal those of the whole matrix, a query or key changes only its own, and shortcuts agree."""
     whole = without_writing(score, "scores", lambda q, k: _scores(score, q, k), q, k).detach()
     rounding, rule = ROUNDINGS * EPS * largest(whole), "a score may depend on its own query and key alone"
     for name, region in parts(size):
@@ -308,24 +308,20 @@ def _check_pairs(score: Pairwise, q: Tensor, k: Tensor, size: Size) -> None:
     if not score.by_head:
         got = _scores(score, q[:, -1:], k[:, -1:])
         same(score, "by_head", "is False, but for the last head alone ", got, whole[:, -1:], rounding)
-
-
-def _check_pair_gradients(score: Pairwise, q: Tensor, k: Tensor) -> None:
-    """The shortcut `gradients` agrees with autograd through `scores`."""
     if not overrides(score, Pairwise, "gradients"):
         return
-    tensors = {"q": q.requires_grad_(), "k": k.requires_grad_(), **score.tensors()}
+    inputs = {"q": q.requires_grad_(), "k": k.requires_grad_(), **score.tensors()}
     slope, learned = normal(*q.shape[:3], k.shape[2], seed=9), list(score.tensors().values())
-    want = torch.autograd.grad(_scores(score, q, k), list(tensors.values()), slope, allow_unused=True)
+    want = torch.autograd.grad(_scores(score, q, k), list(inputs.values()), slope, allow_unused=True)
     with torch.no_grad(), calling(score, "gradients", "called"):
-        got = score.gradients(q.detach(), k.detach(), slope.clone(), learned)
-        _same_gradients(score, "gradients", tensors, got, want, "scores")
+        gradients = score.gradients(q.detach(), k.detach(), slope.clone(), learned)
+        _same_gradients(score, "gradients", inputs, gradients, want, "scores")
 
 
 def _check_rotation(score: Score, size: Size) -> None:
     """Rotating query and key by the same rotation does not change the score."""
     if size.dim != size.dim_k:
-        fail(score, "keeps_rotation", f"is True, but queries have {size.dim} entries and keys {size.dim_k}")
+        fail(score, "rotation_invariant", f"is True, but queries have {size.dim} entries and keys {size.dim_k}")
     q, k, _ = triple(size, torch.float64)
     turn, made = torch.linalg.qr(normal(size.dim, size.dim, seed=12))[0], []
     for tensors in ((q, k), (q @ turn, k @ turn)):
@@ -333,7 +329,7 @@ def _check_rotation(score: Score, size: Size) -> None:
         keys = keys.repeat_interleave(size.heads // size.key_heads, 1)
         made.append((_scores(score, queries, keys) if isinstance(score, Pairwise) else queries @ keys.mT).detach())
     what = "is True, but with queries and keys rotated by the same rotation "
-    same(score, "keeps_rotation", what, made[1], made[0], ROUNDINGS * EPS * largest(made[0]), expected=" as before")
+    same(score, "rotation_invariant", what, made[1], made[0], ROUNDINGS * EPS * largest(made[0]), expected=" as before")
 
 
 SCORES = (-79.3, -30.9, -12.7, -5.11, -2.07, -1.03, -0.31, -1.1e-3, -1.3e-6, 1.3e-6, 1.1e-3, 0.31, 1.03, 2.07, 5.11,
@@ -391,7 +387,11 @@ def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | N
         _check_level_of(points)
     else:
         _check_pointwise(points, slope)
-    _check_normalized(normalizer, heads, sizes, batch)
+    key = normalizer.key if isinstance(normalizer, SumToOne) else None
+    dim = 8 if key is None else key.shape[1]
+    computed = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim)
+    more = [masked(c, computed[0])[2 - index % 2] for index, c in enumerate(_variants(normalizer, computed[0]))]
+    check_attend(Composition(subject="normalizer", normalizer=normalizer), computed, more)
 
 
 def _weigh(normalizer: Normalizer, scores: Tensor, level: Tensor | None = None) -> Tensor:
@@ -565,7 +565,7 @@ def _check_levels(normalizer: SumToOne, heads: int) -> None:
              "all scores of a head, expected a weight that decreases in the level")  # fmt: skip
     for keys in (1, 2, 200):
         with calling(normalizer, "weight", f"called to find the level of rows of {keys} scores"):
-            solve(normalizer, 2 * normal(1, heads, 3, keys, seed=keys))
+            search_level(normalizer, 2 * normal(1, heads, 3, keys, seed=keys))
 
 
 def _check_level_of(points: _Points) -> None:
@@ -595,15 +595,6 @@ def _check_level_of(points: _Points) -> None:
             same(normalizer, "level_of", what, weights.sum(-1), shown.any(-1).to(dtype), tolerance)
 
 
-def _check_normalized(normalizer: Normalizer, heads: int, sizes: Sizes | None, batch: int) -> None:
-    key = normalizer.key if isinstance(normalizer, SumToOne) else None
-    dim = 8 if key is None else key.shape[1]
-    chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim)
-    first = chosen_sizes[0]
-    more = [masked(c, first)[2 - index % 2] for index, c in enumerate(_variants(normalizer, first))]
-    check_attend(Composition("normalizer", normalizer=normalizer), chosen_sizes, more)
-
-
 def _variants(normalizer: Normalizer, size: Size) -> list[Composition]:
     """The normalizer with another temperature and, for `SumToOne`, with sinks and a learned key."""
     made = [("temperature 0.7 times its own", normalizer.with_temperature(0.7 * normalizer.temperature))]
@@ -616,4 +607,4 @@ def _variants(normalizer: Normalizer, size: Size) -> list[Composition]:
             ("a sink for each query", normalizer.with_sink(each)),
             ("a learned key", normalizer.with_sink(None, key)),
         ]
-    return [Composition("normalizer", normalizer=one, label=f"with {label}") for label, one in made]
+    return [Composition(subject="normalizer", normalizer=one, label=f"with {label}") for label, one in made]

@@ -34,8 +34,7 @@ from qkv.cache.base import attending
 from qkv.cache.evicting import policies_of
 from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.huggingface.attention import routes
-from qkv.huggingface.client import attend, routed
+from qkv.huggingface.attention import attend, routed, routes
 from qkv.kernels import changing
 from qkv.masks import Mask, Predicate
 from qkv.models.decoder import DecoderLM
@@ -350,7 +349,7 @@ def expiry(call: Call, cache: Evicting) -> Int[Tensor, "b hkv nk"]:
     Raises:
         InputError: for attention that the policy cannot serve, such as one with a window.
     """
-    given, n = call.given, call.k.shape[2]
+    given, n = call.user, call.k.shape[2]
     attention = Attention(given.mask, given.biases, given.score, given.normalizer)
     ends = torch.full(call.k.shape[:3], n, device=call.k.device)
     for start, stop in itertools.pairwise([0, *range(min(n, cache.keys), n + 1)]):

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from qkv.engine import Call, Result, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.huggingface.attention import call_of
-from qkv.huggingface.client import EAGER_NAMES, eager_of, is_known, name_of
-from qkv.huggingface.masks import LazyMask
+from qkv.huggingface.attention import EAGER_NAMES, LazyMask, call_of, eager_of, is_known, name_of
 from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Grid, Mask, Region, Window
 from qkv.profiler.capture import inputs
@@ -97,7 +95,7 @@ def check_rows(
     if isinstance(indices := few.get("indices"), Tensor):
         few["indices"] = indices[:, rows]
     few["is_causal"] = False  # the mask says which keys are visible
-    given = call.given
+    given = call.user
     try:
         own = function(module, given.q[:, :, rows], given.k, given.v, added, **few)[0]
     except (TypeError, ValueError, RuntimeError):

@@ -92,8 +92,7 @@ def calls_of(
 def without_values(observed: ObservedCall) -> ObservedCall:
     """The call with its values cut to one column, to save memory where an analysis does not need them."""
     v = observed.call.v[..., :1].clone()
-    given = replace(observed.call.given, v=v)
-    return replace(observed, call=replace(observed.call, v=v, given=given))
+    return replace(observed, call=replace(observed.call, v=v, user=replace(observed.call.user, v=v)))
 
 
 PADDED = ("query", "key", "query_bin", "key_bin", "token")  # dimensions that are padded to the longest text

@@ -91,7 +91,7 @@ class Layer:
         for head, layer in self.heads.items():
             layer.heads.clear()
             layer.add(replace(observed, call=changed.get(head, observed.call)), start, keys_at, limit, stays=stays)
-        call, given = observed.call, observed.call.given
+        call, given = observed.call, observed.call.user
         n_keys = given.k.shape[2]
         if limit is not None and isinstance(keys_at, int) and keys_at + n_keys > limit:
             unused = Region(slice(0, call.q.shape[2]), slice(limit - keys_at, n_keys))
@@ -485,7 +485,7 @@ def scores_of(call: Call) -> Float[Tensor, "b h nq nk"]:
     with torch.no_grad():
         made = eager.forward(call)
     assert made.weights is not None
-    if isinstance(call.given.normalizer, Pointwise) or made.lse is None:
+    if isinstance(call.user.normalizer, Pointwise) or made.lse is None:
         return made.weights
     return (made.weights.log() + made.lse[..., None]).nan_to_num(LOW, LOW, LOW)
 

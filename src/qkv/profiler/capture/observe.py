@@ -28,9 +28,7 @@ from qkv import ring
 from qkv.edits import Placed
 from qkv.engine import Call, Result, RowState, Shared, detached
 from qkv.errors import InputError
-from qkv.huggingface.attention import call_of, routes
-from qkv.huggingface.client import Own, function_of, is_known, routed, wrapped
-from qkv.huggingface.masks import is_causal
+from qkv.huggingface.attention import Own, call_of, function_of, is_causal, is_known, routed, routes, wrapped
 from qkv.kernels import serving
 from qkv.masks import Dense
 from qkv.models.generation import evaluation_mode

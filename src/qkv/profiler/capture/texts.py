@@ -70,7 +70,7 @@ class Forward:
             return int(at[0]) if follow else at if at.ndim > 1 else at[None, None], keeps(cache)
         index = getattr(module, "layer_idx", None)
         if self.cache is not None and not is_known(self.cache) and start:
-            old = observed.call.given.k[:, :, : n_keys - self.tokens]
+            old = observed.call.user.k[:, :, : n_keys - self.tokens]
             layer = sequence.layer(observed)
             _, at = located(old, layer.keys(), None, start - old.shape[2], sequence.ids(sequence.real))
             new = torch.arange(start, start + self.tokens, device=at.device).expand(*at.shape[:2], self.tokens)

@@ -350,7 +350,7 @@ def _cached(observed: ObservedCall) -> _CachedCall:
     """The call with copies of its tensors: those of the model may be views of something larger."""
     call = without_values(observed).call
     q, k = (x.clone(memory_format=torch.contiguous_format) for x in (call.q, call.k))
-    call = replace(call, q=q, k=k, given=replace(call.given, q=q, k=k))
+    call = replace(call, q=q, k=k, user=replace(call.user, q=q, k=k))
     tensors = [*call.tensors().values(), *([] if observed.lse is None else [observed.lse])]
     return _CachedCall(call, observed.lse, sum(x.numel() * x.element_size() for x in tensors))
 

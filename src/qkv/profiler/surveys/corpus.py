@@ -24,8 +24,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any, TypeVar
 
 from qkv._files import filesystem
-from qkv._untrusted import first_line
-from qkv.errors import InputError
+from qkv.errors import InputError, first_line
 
 LINES = (".jsonl", ".ndjson")
 FIELD = "text"

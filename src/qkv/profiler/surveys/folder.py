@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from qkv._files import filesystem, local, scheme_of, write_atomically
-from qkv._untrusted import first_line, parse_json
-from qkv.errors import InputError, renamed
+from qkv._untrusted import parse_json
+from qkv.errors import InputError, first_line, renamed
 from qkv.profiler.surveys.data import Survey, differing
 
 COMPLETE = ".complete"

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from qkv.biases import ByDistance, SoftCap
 from qkv.engine.call import Call
-from qkv.engine.needs import Need, unmet
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
-from qkv.engine.tiles import LOG2_E, cached_for_mask
+from qkv.engine.tiles import cached_for_mask
+from qkv.engine.transforms import Need, unmet
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
+from qkv.normalizers import LOG2_E
 from qkv.statistics.reduce import Request
 from qkv.statistics.result import Statistics, Thumbnail, bin_size, share_of_first
 
@@ -105,15 +106,13 @@ def unsupported_reason(call: Call) -> str | None:
     if (why := unmet(call, OFFERS)) is not None:
         return why
     if _bias_forms(call) is None:
-        names = ", ".join(type(bias).__name__ for bias in call.given.biases)
+        names = ", ".join(type(bias).__name__ for bias in call.user.biases)
         return f"bias is {names}; the Triton kernels have at most one bias by distance and one SoftCap"
     if not call.q.dtype == call.k.dtype == call.v.dtype or call.q.dtype not in DTYPES:
         got = ", ".join(f"{name} is {x.dtype}" for name, x in (("q", call.q), ("k", call.k), ("v", call.v)))
         return f"{got}; the kernels take float32, bfloat16 or float16, the same for all three"
     if max(call.q.shape[3], call.v.shape[3]) > LARGEST_HEAD:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
-    if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
-        return "a dimension is 0"
     if _mask_parts(call.mask, call.grid) is None:
         return f"the mask {type(call.mask).__name__} has no form as a band, masked keys, documents or a tensor"
     return None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.errors import InputError
-from qkv.normalizers.base import Normalizer, Pointwise, Scores, SumToOne, checked_shape, unmasked, weights_of
+from qkv.normalizers import Normalizer, Pointwise, Scores, SumToOne, checked_shape, unmasked, weights_of
 
 PerRow = Float[Tensor, "*n"]
 
@@ -36,10 +36,10 @@ def level_of_rows(normalizer: Normalizer, scores: Scores) -> PerRow:
     with torch.no_grad():
         if overrides(normalizer, SumToOne, "level_of"):
             return normalizer.level_of(scores)
-        return solve(normalizer, scores)[0]
+        return search_level(normalizer, scores)[0]
 
 
-def solve(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores]:
+def search_level(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores]:
     """Return the level and weights of whole rows, by search; without gradients."""
     scores = scores.detach()
     top = scores.amax(-1)
@@ -48,7 +48,9 @@ def solve(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores]:
     start = top.masked_fill(empty, 0)
     fall = torch.ones_like(start)
     if scores.shape[-1] > FEW:
-        sample = _sample(scores)
+        groups = scores[..., : scores.shape[-1] // GROUP * GROUP].unflatten(-1, (-1, GROUP))
+        most = groups.amax(-1)  # of each group of adjacent keys; another of its scores stands for the rest of it
+        sample = torch.cat([most, torch.where(groups[..., 0] == most, groups[..., 1], groups[..., 0])], -1)
         best = sample.amax(-1)
         sampled = _MaskedRows(normalizer, sample, best)
 
@@ -94,13 +96,6 @@ class _MaskedRows:
             weights = weights.contiguous()
             weights[..., self.columns].masked_fill_(self.masked, 0)
         return weights
-
-
-def _sample(scores: Scores) -> Float[Tensor, "*n sample"]:
-    """Return the largest score of each group of adjacent keys, then another score of each, for the rest."""
-    groups = scores[..., : scores.shape[-1] // GROUP * GROUP].unflatten(-1, (-1, GROUP))
-    largest = groups.amax(-1)
-    return torch.cat([largest, torch.where(groups[..., 0] == largest, groups[..., 1], groups[..., 0])], -1)
 
 
 def root(
@@ -168,7 +163,7 @@ def differentiable_level(normalizer: Normalizer, scores: Scores, learned: Mappin
     """Return `level_of_rows` with gradients for the scores and learned tensors, by the implicit function theorem."""
     if not (torch.is_grad_enabled() and (scores.requires_grad or learned)):
         return level_of_rows(normalizer, scores)
-    return _Level.apply(normalizer, scores, *learned.values())  # type: ignore[no-untyped-call]
+    return _Level.apply(normalizer, scores, *learned.values())
 
 
 class _Level(torch.autograd.Function):
@@ -221,7 +216,7 @@ def solve_rows(normalizer: Normalizer, scores: Tensor, sink: Tensor | None) -> t
     if overrides(normalizer, SumToOne, "level_of"):
         level = level_of_rows(normalizer, with_sink)
         return level, weights_of(normalizer, scores, level)
-    level, weights = solve(normalizer, with_sink)
+    level, weights = search_level(normalizer, with_sink)
     return level, weights if sink is None else weights[..., :-1]
 
 
@@ -239,11 +234,15 @@ def level_slopes(normalizer: Normalizer, scores: Tensor, level: Tensor, weights:
     return torch.zeros_like(scores) if falls is None else falls.masked_fill_(masked, 0)
 
 
-def sink_weights(normalizer: Normalizer, sink: PerRow, level: PerRow) -> tuple[PerRow, PerRow]:
-    """Return the weight of a sink at the level of each row, and its −∂ weight / ∂ level."""
-    column = sink.expand_as(level)[..., None]
-    weights = weights_of(normalizer, column, level)
-    return weights[..., 0], level_slopes(normalizer, column, level, weights)[..., 0]
+def sink_weight(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
+    """Return the weight of a sink at the level of each row."""
+    return weights_of(normalizer, sink.expand_as(level)[..., None], level)[..., 0]
+
+
+def sink_slope(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
+    """Return −∂ weight / ∂ level of a sink at the level of each row."""
+    weight = sink_weight(normalizer, sink, level)
+    return level_slopes(normalizer, sink.expand_as(level)[..., None], level, weight[..., None])[..., 0]
 
 
 class TileWeights:
