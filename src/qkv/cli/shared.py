@@ -18,7 +18,7 @@ from tyro.conf import Positional, arg
 from qkv._files import scheme_of, write_atomically
 from qkv._progress import spinner
 from qkv._untrusted import read_bytes
-from qkv.errors import InputError, renamed
+from qkv.errors import InputError, refusing, renamed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,15 +31,10 @@ if TYPE_CHECKING:
 
 def read(file: Path, called: str = "--file") -> str:
     """Read a UTF-8 text file, or standard input if its name is "-". Errors name the option `called`."""
-    try:
+    no_text = refusing(f"{called}: {file} is not UTF-8 text", UnicodeDecodeError)
+    with refusing(f"{called}: cannot read {file} ({{}})", OSError, ValueError), no_text:
         data = sys.stdin.buffer.read() if str(file) == "-" else read_bytes(file)
         return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    except OSError as error:
-        raise InputError(f"{called}: cannot read {file} ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{called}: {file} is not UTF-8 text") from error
-    except ValueError as error:
-        raise InputError(f"{called}: cannot read {file}: {error}") from error
 
 
 @contextmanager
@@ -52,13 +47,11 @@ def folder(path: Path, *, resumes: bool = False) -> Iterator[None]:
     if scheme_of(path) is not None:
         raise InputError(f"--out is {str(path)!r}, expected a folder on this machine; only qkv survey takes addresses")
     created = not path.exists()
-    try:
+    with refusing(f"--out: cannot write to {path} ({{}})", OSError):
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
         before = set(path.iterdir())
-    except OSError as error:
-        raise InputError(f"--out: cannot write to {path} ({error.strerror})") from error
     try:
         yield
     except BaseException as error:

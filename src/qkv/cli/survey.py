@@ -17,7 +17,7 @@ from qkv._progress import bar
 from qkv._survey_settings import Settings
 from qkv._untrusted import allow
 from qkv.cli.shared import print_line, statistics_of, table, token_table
-from qkv.errors import InputError, renamed
+from qkv.errors import InputError, refusing, renamed
 
 if TYPE_CHECKING:
     from qkv.profiler.surveys.corpus import Source
@@ -256,12 +256,9 @@ def _device(name: str) -> Any:
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    absent = f"--device is {name!r}, which this machine does not have; expected auto, cpu or cuda"
+    with refusing(absent, RuntimeError, AssertionError):
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"--device is {name!r}, which this machine does not have; expected auto, cpu or cuda"
-        ) from error
     return name
 
 

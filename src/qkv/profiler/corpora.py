@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv._files import write_atomically
-from qkv.errors import InputError, nearest
+from qkv.errors import InputError, nearest, refusing
 from qkv.profiler.surveys.corpus import (
     BLANK,
     Corpus,
@@ -129,13 +129,9 @@ def cache_folder() -> Path:
 
 def write_cached(path: Path, data: bytes | memoryview) -> None:
     """Write a file of the cache atomically; several processes may do so at once."""
-    try:
+    with refusing(f"QKV_CACHE: cannot write {path} ({{}}); set QKV_CACHE to another folder", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data)
-    except OSError as error:
-        raise InputError(
-            f"QKV_CACHE: cannot write {path} ({error.strerror}); set QKV_CACHE to another folder"
-        ) from error
 
 
 def _shuffled(name: str, documents: Iterable[Document]) -> Corpus:
@@ -164,22 +160,17 @@ def _rows(dataset: str) -> tuple[Any, list[str]]:
 
 
 def _bytes(path: Path) -> bytes:
-    try:
+    with refusing(f"corpus: cannot read {path} ({{}})", OSError):
         return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"corpus: cannot read {path} ({error.strerror})") from error
 
 
 def _shakespeare() -> bytes:
     """The text, from the cache or downloaded."""
     file = cache_folder() / "corpora" / "tinyshakespeare.txt"
     cached = file.exists()
-    try:
+    way_out = "without a network, give the path of a copy of that file"
+    with refusing(f"corpus: cannot download {SHAKESPEARE} ({{}}); {way_out}", OSError):
         data = _bytes(file) if cached else fetch(SHAKESPEARE)
-    except OSError as error:  # no network, unknown host, HTTP error, time-out
-        raise InputError(
-            f"corpus: cannot download {SHAKESPEARE} ({error}); without a network, give the path of a copy of that file"
-        ) from error
     found = hashlib.sha256(data).hexdigest()
     if found != SHAKESPEARE_SHA256:
         where = f"{file}; delete this file to download it again" if cached else SHAKESPEARE

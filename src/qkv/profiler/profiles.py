@@ -15,7 +15,7 @@ import xarray as xr
 from qkv._lazy import above
 from qkv._packages import require
 from qkv._untrusted import reading
-from qkv.errors import InputError
+from qkv.errors import InputError, refusing
 from qkv.profiler.data import archive, frames, sinks, tables, variables
 from qkv.profiler.data.findings import Finding, Findings
 from qkv.profiler.data.frames import size_of
@@ -397,7 +397,5 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
 
 
 def _check_json(name: str, value: Any) -> None:
-    try:
+    with refusing(f"{name}: cannot be written as JSON ({{}})", TypeError, ValueError):
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{name}: cannot be written as JSON ({error})") from error

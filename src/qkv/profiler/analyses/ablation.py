@@ -18,7 +18,7 @@ from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import AtTokens, Edit, Head, HideFirst, Mean, Values, Zero
-from qkv.errors import InputError, nearest
+from qkv.errors import InputError, nearest, refusing
 from qkv.models.decoder import DecoderLM
 from qkv.models.generation import evaluation_mode
 from qkv.profiler.capture.datasets import calls_of
@@ -306,12 +306,11 @@ def _read(file: Path | None, key: str) -> dict[tuple[int, int], float]:
     """What an earlier run with the same model, text and edit has finished, but for all layers: it may name others."""
     if file is None or not file.exists():
         return {}
-    try:
+    wrong = f"folder has {file}, which is not a file of an ablation; expected another folder"
+    with refusing(wrong, OSError, ValueError, KeyError, TypeError):
         rows = [parse_json(line) for line in read_bytes(file).decode().splitlines()]
         own = (row for row in rows if row["key"] == key and row["layer"] != ALL)
         return {(row["layer"], row["head"]): float(row["nats"]) for row in own}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"folder has {file}, which is not a file of an ablation; expected another folder") from error
 
 
 def _write(file: Path, key: str, done: dict[tuple[int, int], float]) -> None:

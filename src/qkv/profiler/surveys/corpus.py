@@ -24,7 +24,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any, TypeVar
 
 from qkv._files import filesystem
-from qkv.errors import InputError, first_line
+from qkv.errors import InputError, refusing
 
 LINES = (".jsonl", ".ndjson")
 FIELD = "text"
@@ -270,10 +270,8 @@ def _decompressed(file: IO[bytes], ending: str, name: str) -> IO[bytes]:
 
 
 def _arrow(module: str, name: str) -> Any:
-    try:
+    with refusing(f"corpus has {name}, which needs the package pyarrow: pip install 'qkv[cloud]'", ImportError):
         return importlib.import_module(f"pyarrow.{module}".rstrip("."))
-    except ImportError as error:
-        raise InputError(f"corpus has {name}, which needs the package pyarrow: pip install 'qkv[cloud]'") from error
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -400,7 +398,8 @@ def _files(addresses: Sequence[str]) -> Iterator[File]:
     for address in addresses:
         files, root = filesystem(os.path.expanduser(address), "corpus")
         files.invalidate_cache()  # so that a file that has changed is noticed
-        try:
+        absent = refusing(f"corpus has the path {address!r}, expected a file or folder that exists", FileNotFoundError)
+        with refusing(f"corpus: cannot list {address} ({{}})"), absent:
             about = _target(files, files.info(root))
             for name, info in _walk(files, root, "") if about["type"] == "directory" else [(_last(root), about)]:
                 size = int(info.get("size") or 0)
@@ -410,12 +409,6 @@ def _files(addresses: Sequence[str]) -> Iterator[File]:
                 stamp, content = " ".join(hashes or times), hashes[0] if hashes else None
                 yield File(name, address, info["name"], size, at, stamp, content, left_out)
                 at += size + 1
-        except FileNotFoundError as error:
-            raise InputError(f"corpus has the path {address!r}, expected a file or folder that exists") from error
-        except InputError:
-            raise
-        except Exception as error:  # each backend has its own types of errors
-            raise InputError(f"corpus: cannot list {address} ({first_line(error)})") from error
 
 
 def _walk(files: Any, folder: str, inside: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -447,18 +440,14 @@ def _read(file: File, low: int, high: int) -> Iterator[Document]:
         if low <= 0 < high:
             yield Document(file.name, file.size, reason=file.reason)
         return
-    try:
-        with _opened(file) as opened:
-            yield from documents(opened, file.name, file.size, low, high)
-    except PermissionError as error:
-        if low <= 0 < high:
-            yield Document(file.name, file.size, reason=_unreadable(error))
-    except InputError:
-        raise
-    except Exception as error:  # of the storage, each with types of its own, or of a damaged file
-        raise InputError(
-            f"corpus: cannot read {file.path} ({first_line(error)}); if it is damaged, remove it from the corpus"
-        ) from error
+    # Storages have types of errors of their own, and a file may be damaged.
+    with refusing(f"corpus: cannot read {file.path} ({{}}); if it is damaged, remove it from the corpus"):
+        try:
+            with _opened(file) as opened:
+                yield from documents(opened, file.name, file.size, low, high)
+        except PermissionError as error:
+            if low <= 0 < high:
+                yield Document(file.name, file.size, reason=_unreadable(error))
 
 
 def _unreadable(error: PermissionError) -> str:
@@ -474,17 +463,16 @@ def _hash(file: File, *, whole: bool) -> str:
     """The SHA-256 of a file, or of its start and its end."""
     if file.reason is not None:
         return file.reason
-    try:
-        with _opened(file) as opened:
-            if whole:
-                return hashlib.file_digest(opened, "sha256").hexdigest()
-            start = opened.read(SAMPLE)
-            opened.seek(max(file.size - SAMPLE, 0))
-            return hashlib.sha256(start + opened.read(SAMPLE)).hexdigest()
-    except PermissionError as error:
-        return _unreadable(error)
-    except OSError as error:
-        raise InputError(f"corpus: cannot read {file.path} ({first_line(error)})") from error
+    with refusing(f"corpus: cannot read {file.path} ({{}})", OSError):
+        try:
+            with _opened(file) as opened:
+                if whole:
+                    return hashlib.file_digest(opened, "sha256").hexdigest()
+                start = opened.read(SAMPLE)
+                opened.seek(max(file.size - SAMPLE, 0))
+                return hashlib.sha256(start + opened.read(SAMPLE)).hexdigest()
+        except PermissionError as error:
+            return _unreadable(error)
 
 
 @dataclass(frozen=True)
@@ -506,13 +494,9 @@ class Dataset(Source):
         """The rows of one of `of` shares."""
         from datasets.distributed import split_dataset_by_node
 
-        try:
+        with refusing(f"corpus: cannot read the dataset {self.dataset!r} ({{}})"):
             for at, row in enumerate(split_dataset_by_node(_streamed(self.dataset, self.column), share, of)):
                 yield of_value(f"{self.name} share {share} row {at}", row[self.column], self.column)
-        except InputError:
-            raise
-        except Exception as error:  # the network libraries underneath raise their own types of errors
-            raise InputError(f"corpus: cannot read the dataset {self.dataset!r} ({first_line(error)})") from error
 
 
 def of_dataset(name: str) -> Dataset:
@@ -545,10 +529,8 @@ def opened_dataset(name: str, load: Callable[[str], tuple[T, list[str]]]) -> tup
             f"corpus: {name!r} needs datasets 4 or newer, which does not run code from datasets; installed is "
             f"{datasets.__version__}: pip install 'datasets>=4'"
         )
-    try:
+    with refusing(f"corpus: cannot load the dataset {dataset!r} ({{}})"):  # libraries of networks have own errors
         found, columns = load(dataset)
-    except Exception as error:  # the network libraries underneath raise their own types of errors
-        raise InputError(f"corpus: cannot load the dataset {dataset!r} ({first_line(error)})") from error
     column = rest[0] if rest else FIELD
     if column not in columns:
         raise InputError(

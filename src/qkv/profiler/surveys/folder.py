@@ -10,14 +10,14 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from qkv._files import filesystem, local, scheme_of, write_atomically
 from qkv._untrusted import parse_json
-from qkv.errors import InputError, first_line, renamed
+from qkv.errors import InputError, first_line, refusing, renamed
 from qkv.profiler.surveys.data import Survey, differing
 
 COMPLETE = ".complete"
@@ -189,13 +189,9 @@ class Folder:
         with self._failing(f"read {name} in"):
             return self.storage.read(name)
 
-    @contextmanager
-    def _failing(self, to: str, of: str = "") -> Iterator[None]:
-        """Inside, any error means that one cannot do this."""
-        try:
-            yield
-        except Exception as error:  # each backend has its own types of errors
-            raise InputError(f"out: cannot {to} {self.address!r} ({of}{first_line(error)})") from error
+    def _failing(self, to: str, of: str = "") -> AbstractContextManager[None]:
+        """Inside, any error means that one cannot do this: each backend has its own types of errors."""
+        return refusing(f"out: cannot {to} {self.address!r} ({of}{{}})")
 
 
 def _name(number: int) -> str:

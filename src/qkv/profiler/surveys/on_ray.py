@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qkv._files import scheme_of
-from qkv.errors import InputError
+from qkv.errors import InputError, refusing
 from qkv.profiler.surveys.folder import Folder, Incomplete
 
 if TYPE_CHECKING:
@@ -112,10 +112,9 @@ def _cluster() -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    try:
+    absent = "engine is 'ray', but no cluster can be reached or started ({})"
+    with refusing(absent, ConnectionError, RuntimeError, ValueError):
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(f"engine is 'ray', but no cluster can be reached or started ({error})") from error
     try:
         yield ray
     finally:
