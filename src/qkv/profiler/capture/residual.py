@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qkv.engine import at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
+from qkv.profiler.capture.datasets import joined
 from qkv.profiler.capture.intercept import is_attention, unwatched
 
 if TYPE_CHECKING:
@@ -241,23 +242,19 @@ def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
 def _dataset(stack: str, texts: list[list[dict[str, Tensor]]]) -> xr.Dataset:
     import xarray as xr
 
-    longest = max(len(state["norm"]) for text in texts for state in text)
-
-    def table(name: str, length: int | None = None, empty: float = math.nan) -> np.ndarray:
-        return np.array([[_padded(state[name], length, empty) for state in text] for text in texts])
-
-    values = {name: table(name) for name in ("cosine", "median", "massive")}
-    values |= {"norm": table("norm", longest), "largest": table("largest", LARGEST)}
-    values |= {name: table(name, LARGEST, -1) for name in ("largest_token", "largest_dimension")}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        values["ratio"] = values["largest"][..., 0] / values["median"]
-        values["first_ratio"] = table("first") / values["median"]
-    data = xr.Dataset(
-        {name: (dims, values[name], {"units": units, "definition": definition})
-         for name, (dims, units, definition) in VARIABLES.items()},
-        coords={"depth": np.arange(len(texts[0])), "n_tokens": ("text", [len(text[0]["norm"]) for text in texts])},
-        attrs={"stack": stack, "massive_above": MASSIVE, "massive_times_median": TIMES_MEDIAN},
-    )  # fmt: skip
+    parts = []
+    for text in texts:
+        values = {name: np.array([state[name].cpu().numpy() for state in text])[None] for name in text[0]}
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values["ratio"] = values["largest"][..., 0] / values["median"]
+            values["first_ratio"] = values["first"] / values["median"]
+        parts.append(xr.Dataset(
+            {name: (dims, values[name], {"units": units, "definition": definition})
+             for name, (dims, units, definition) in VARIABLES.items()},
+            coords={"depth": np.arange(len(text)), "n_tokens": ("text", [len(text[0]["norm"])])},
+            attrs={"stack": stack, "massive_above": MASSIVE, "massive_times_median": TIMES_MEDIAN},
+        ))  # fmt: skip
+    data = joined(parts)
     data.variables["depth"].attrs["definition"] = "0: input of the first layer; i: output of the i-th layer"
     return data
 
@@ -269,13 +266,16 @@ def _summarised(x: Float[Tensor, "n d"]) -> dict[str, Tensor]:
     of_token = size.amax(1)
     tokens = of_token.topk(min(LARGEST, len(x))).indices
     largest, at = size[tokens].flatten().topk(min(LARGEST, len(tokens) * x.shape[1]))
+    empty = 0, LARGEST - len(largest)
     median = _median(size)
     near = size[of_token > MASSIVE]
     massive = torch.count_nonzero((near > MASSIVE) & (near >= TIMES_MEDIAN * median))
     norm = torch.linalg.vector_norm(x, dim=1)
     return {
         "norm": norm, "cosine": _mean_cosine(x, norm), "median": median, "massive": massive, "first": of_token[0],
-        "largest": largest, "largest_token": tokens[at // x.shape[1]], "largest_dimension": at % x.shape[1],
+        "largest": nn.functional.pad(largest, empty, value=math.nan),
+        "largest_token": nn.functional.pad(tokens[at // x.shape[1]], empty, value=-1),
+        "largest_dimension": nn.functional.pad(at % x.shape[1], empty, value=-1),
     }  # fmt: skip
 
 
@@ -304,8 +304,3 @@ def nth(values: Float[Tensor, " n"], at: int) -> Tensor:
     low, high = (sample[int(x * len(sample))] for x in (share, share + 0.04))
     near, before = values[(values >= low) & (values <= high)], int(torch.count_nonzero(values < low))
     return near.sort().values[at - before] if 0 <= at - before < len(near) else values.sort().values[at]
-
-
-def _padded(x: Tensor, length: int | None, empty: float) -> np.ndarray:
-    values = x.cpu().numpy()
-    return values if length is None else np.pad(values, (0, length - len(values)), constant_values=empty)
