@@ -67,15 +67,11 @@ def carry_out(
 def _carry_out(sent: list[Any], number: int, address: str | None, threads: int) -> Done:
     """Carry out a shard; runs in a process of Ray. `sent` is in a list so that Ray does not load it for each task."""
     torch.set_num_threads(threads)
-    documents = size = tokens = 0
-
-    def on_batch(new_documents: int, new_size: int, new_tokens: int) -> None:
-        nonlocal documents, size, tokens
-        documents, size, tokens = documents + new_documents, size + new_size, tokens + new_tokens
-
-    data = _loaded(sent[0]).shard(number, on_batch)
+    progress: list[tuple[int, int, int]] = []
+    data = _loaded(sent[0]).shard(number, lambda *new: progress.append(new))
     if address is not None:
         Folder(address).write_shard(number, data)
+    documents, size, tokens = (sum(x) for x in zip(*progress, strict=True))
     return data if address is None else None, (documents, size, tokens)
 
 
