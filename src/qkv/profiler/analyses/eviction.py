@@ -17,14 +17,13 @@ Time and memory are those of the caches themselves, at the end of the first text
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +154,6 @@ def eviction(
     lengths = [ids.shape[1] for ids in texts for _ in ids]
     lost: dict[tuple[str, int, int], Tensor] = {}
     nats: dict[Setting | None, list[float]] = {setting: [] for setting in (None, *settings)}
-    costs: dict[Setting | None, tuple[float, float]] = {}
     work = sum(lengths) + (len(nats) * (sum(lengths) + lengths[0]) if run else 0)
     with bar("evicting", "tokens", work, show=progress) as step:
         for ids in texts:
@@ -163,9 +161,8 @@ def eviction(
             for setting in nats if mode else ():
                 caches = settings[setting].for_layers(layers) if setting else None
                 nats[setting] += nats_of(model, ids, caches, step)
-                if setting not in costs:
-                    costs[setting] = _cost(model, ids[:1], caches or LastKeys(lengths[0]).for_layers(layers))
-                    step(lengths[0])
+        if mode:
+            costs = _costs(model, texts[0][:1], settings, layers, step)
     attrs: dict[str, Any] = {
         "model": loaded.name, "texts": len(lengths), "tokens": sum(lengths),
         "longest": max(lengths), "first": first, "run": mode,
@@ -466,32 +463,43 @@ def nats_of(
 
 
 @torch.no_grad()
-def _cost(model: nn.Module, ids: Int[Tensor, "1 n"], caches: Sequence[Evicting]) -> tuple[float, float]:
-    """The median seconds of the last `ALONE` tokens of a text, which are read one by one, and the bytes of all caches.
+def _costs(
+    model: Any, ids: Int[Tensor, "1 n"], settings: Mapping[Setting, Evicting], layers: int, step: Step
+) -> dict[Setting | None, tuple[float, float]]:
+    """The median seconds of the last `ALONE` tokens of a text, read one by one, and the bytes of all caches.
 
-    Both are NaN where a model of Hugging Face cannot generate with these caches.
+    All caches read a token before the next one, so that a slow moment of the machine affects all. Both numbers are NaN
+    where a model of Hugging Face cannot generate with a cache.
     """
-    from qkv.huggingface.generation import attending_through
+    caches: dict[Any, Evicting] = {None: LastKeys(ids.shape[1]), **settings}
+    own, first = isinstance(model, DecoderLM), ids[:, : -min(ALONE, ids.shape[1] // 2)]
+    held: dict[Any, list[Any]] = {
+        key: [_own(one) if own else one for one in cache.for_layers(layers)] for key, cache in caches.items()
+    }
+    states = {key: model.start(cache=iter(some).__next__) if own else None for key, some in held.items()}
+    if not own:
+        from qkv.huggingface.generation import attending_through
 
-    alone, seconds = min(ALONE, ids.shape[1] // 2), list[float]()
-    held: list[Any] = [cache.fresh() for cache in caches]
-    with evaluation_mode(model), ExitStack() as stack:
-        if isinstance(model, DecoderLM):
-            held = list(map(_own, held))
-            read: Any = functools.partial(model.step, state=model.start(cache=iter(held).__next__))
-        else:
-            whole = stack.enter_context(attending_through(model, held))
-            read = functools.partial(model, past_key_values=whole)
-        try:
-            read(ids[:, :-alone])
-        except InputError:
-            return math.nan, math.nan
-        for token in ids[:, -alone:].split(1, 1):
+    def read(key: Setting | None, tokens: Tensor) -> float:
+        with nullcontext() if own else attending_through(model, held[key]) as cache:
             started = time.perf_counter()
-            found = read(token)
-            int((found if isinstance(found, Tensor) else found.logits).argmax())  # waits for the device
-            seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds), sum(cache.nbytes for cache in held)
+            logits = model.step(tokens, states[key]) if own else model(input_ids=tokens, past_key_values=cache).logits
+            int(logits[0, -1:].argmax())  # waits for the device
+            return time.perf_counter() - started
+
+    found, seconds = dict.fromkeys(caches, (math.nan, math.nan)), dict[Any, list[float]]()
+    with evaluation_mode(model):
+        for key in caches:
+            with suppress(InputError):
+                read(key, first)
+                seconds[key] = []
+            step(ids.shape[1])
+        for token in ids[:, first.shape[1] :].split(1, 1):
+            for key, some in seconds.items():
+                some.append(read(key, token))
+    return found | {
+        key: (statistics.median(some), sum(cache.nbytes for cache in held[key])) for key, some in seconds.items()
+    }
 
 
 def _own(cache: Evicting) -> Cache:
