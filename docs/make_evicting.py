@@ -21,7 +21,7 @@ DOCS = Path(__file__).parent
 KEPT = DOCS / "evicting"
 POLICIES = "window,sinks,heavy,snapkv,pyramid,tova,keydiff,knorm,expected"
 COMMANDS = {
-    "loss": f"qkv evict smollm2 --tokens 512 --budgets 64,128,256 --policies {POLICIES}",
+    "loss": f"qkv evict smollm2 --budgets 64,128,256 --policies {POLICIES}",
     "needle": f"qkv evict smollm2 --needle --budgets 512,1024,2048 --policies {POLICIES}",
 }
 SOURCES = {

@@ -32,7 +32,7 @@ class Texts(Input):
     """The model of a command, and the texts that it runs on.
 
     Args:
-        more: Further texts. Without any, the command reads the first tokens of 8 files of Python's standard library.
+        more: Further texts. If you give neither a text nor --tokens: 512 tokens of 8 files of the standard library.
     """
 
     more: Annotated[tuple[str, ...], Positional, arg(metavar="[TEXT …]", help_behavior_hint="")] = ()
@@ -98,6 +98,7 @@ def evict(
     sizes = [part.strip() for part in budgets.split(",")]
     if not all(part.isdecimal() and len(part) <= 9 for part in sizes):
         raise InputError(f"--budgets is {budgets!r}, expected numbers of keys, such as 32,64,128")
+    several = given.is_default and not needle
     if given.is_default:
         given = replace(given, tokens=NEEDLE_TOKENS if needle else DEFAULT_TOKENS)
     passage = given.passage(least=2)
@@ -107,8 +108,8 @@ def evict(
         loaded, inputs = given.load(passage, head=run or needle)
         if given.more:
             inputs = [passage, *given.more]
-        elif not needle and given.text is None and given.file is None and given.tokens is not None:
-            inputs = _library(loaded.tokenizer, given.tokens, inputs)
+        elif several:
+            inputs = _library(loaded.tokenizer, DEFAULT_TOKENS, inputs)
         options: dict[str, Any] = {
             "budgets": sorted({int(part) for part in sizes}), "first": first, "tokenizer": loaded.tokenizer,
             "policies": [part.strip() for part in policies.split(",")], "name": loaded.name,
@@ -173,4 +174,4 @@ def _show(found: Eviction) -> None:
     console = Console()
     console.print(rows)
     if loss is not None and not several:
-        console.print("One text gives no interval: pass several, or none for files of Python's standard library.")
+        console.print("One text gives no interval: pass several, or none, which reads files of the standard library.")

@@ -154,8 +154,9 @@ def eviction(
     lengths = [ids.shape[1] for ids in texts for _ in ids]
     lost: dict[tuple[str, int, int], Tensor] = {}
     nats: dict[Setting | None, list[float]] = {setting: [] for setting in (None, *settings)}
-    work = sum(lengths) + (len(nats) * (sum(lengths) + lengths[0]) if run else 0)
-    with bar("evicting", "tokens", work, show=progress) as step:
+    work = [ids.shape[1] for ids in texts]
+    work += [*work, lengths[0]] * len(nats) if run else []
+    with bar("evicting", "tokens", sum(work), show=progress) as step:
         for ids in texts:
             layers = _add_lost(lost, model, ids, settings, step)
             for setting in nats if mode else ():
@@ -345,7 +346,7 @@ def _add_lost(
         for (policy, budget), mass in mass_lost(observed, here).items():
             key = policy, budget, observed.layer
             lost[key] = lost.get(key, 0) + mass.double().sum((0, -1)).cpu()
-        step(ids.numel() / len(calls))
+        step(ids.shape[1] / len(calls))
     return len(calls)
 
 
@@ -402,19 +403,16 @@ def _mass_table(lost: dict[tuple[str, int, int], Tensor], queries: int, settings
 
 
 def _loss_table(
-    nats: Mapping[Setting | None, Sequence[float]],
-    tokens: Sequence[int],
-    costs: Mapping[Setting | None, tuple[float, float]],
+    nats: Mapping[Setting | None, list[float]], tokens: list[int], costs: Mapping[Any, Any]
 ) -> pd.DataFrame:
     import pandas as pd
 
     rows = []
     for setting, sums in nats.items():
-        rise, low, high = confidence([a - b for a, b in zip(sums, nats[None], strict=True)], sizes=tokens)
+        ends = confidence([a - b for a, b in zip(sums, nats[None], strict=True)], sizes=tokens)
         if setting is None or len(tokens) == 1:
-            low = high = math.nan
-        policy, budget = setting or ("full", None)
-        rows.append((policy, budget, sum(sums) / sum(tokens), rise, low, high, *costs[setting]))
+            ends = ends[0], math.nan, math.nan
+        rows.append((*(setting or ("full", None)), sum(sums) / sum(tokens), *ends, *costs[setting]))
     columns = ["policy", "budget", "nats", "delta_nats", "low", "high", "seconds", "bytes"]
     return pd.DataFrame(rows, columns=columns).astype({"budget": "Int64", "bytes": "Int64"})
 
@@ -449,17 +447,12 @@ def nats_of(
             made = iter(_own(cache) for cache in caches) if caches else (Full(ids.shape[1]) for _ in itertools.count())
             online = caches is not None and caches[0].mask() is None
             chunk, begin = (1, min(cache.keys for cache in caches)) if caches and online else (64, 0)
-
-            def read(tokens: int) -> None:
-                on_tokens(tokens * len(ids))
-
-            return token_loss(model, ids, made.__next__, chunk=chunk, begin=begin, on_chunk=read).sum(1).tolist()
+            found = token_loss(model, ids, made.__next__, chunk=chunk, begin=begin, on_chunk=on_tokens)
+            return found.sum(1).tolist()
         logits = _under_masks(model, ids, caches)
-    on_tokens(ids.numel())
-    return [
-        float(nn.functional.cross_entropy(one[:-1].double(), text[1:], reduction="sum"))
-        for one, text in zip(logits, ids, strict=True)
-    ]
+    on_tokens(ids.shape[1])
+    loss = nn.functional.cross_entropy
+    return [float(loss(x[:-1].double(), text[1:], reduction="sum")) for x, text in zip(logits, ids, strict=True)]
 
 
 @torch.no_grad()
@@ -471,14 +464,9 @@ def _costs(
     All caches read a token before the next one, so that a slow moment of the machine affects all. Both numbers are NaN
     where a model of Hugging Face cannot generate with a cache.
     """
-    caches: dict[Any, Evicting] = {None: LastKeys(ids.shape[1]), **settings}
-    own, first = isinstance(model, DecoderLM), ids[:, : -min(ALONE, ids.shape[1] // 2)]
-    held: dict[Any, list[Any]] = {
-        key: [_own(one) if own else one for one in cache.for_layers(layers)] for key, cache in caches.items()
-    }
-    states = {key: model.start(cache=iter(some).__next__) if own else None for key, some in held.items()}
-    if not own:
+    if not (own := isinstance(model, DecoderLM)):
         from qkv.huggingface.generation import attending_through
+    held, states, seconds = dict[Any, list[Any]](), dict[Any, Any](), dict[Any, list[float]]()
 
     def read(key: Setting | None, tokens: Tensor) -> float:
         with nullcontext() if own else attending_through(model, held[key]) as cache:
@@ -487,19 +475,19 @@ def _costs(
             int(logits[0, -1:].argmax())  # waits for the device
             return time.perf_counter() - started
 
-    found, seconds = dict.fromkeys(caches, (math.nan, math.nan)), dict[Any, list[float]]()
+    found, alone = dict[Setting | None, tuple[float, float]](), min(ALONE, ids.shape[1] // 2)
     with evaluation_mode(model):
-        for key in caches:
+        for key, cache in ((None, LastKeys(ids.shape[1])), *settings.items()):
+            held[key] = [_own(one) if own else one for one in cache.for_layers(layers)]
+            states[key], found[key] = model.start(cache=iter(held[key]).__next__) if own else None, (math.nan, math.nan)
             with suppress(InputError):
-                read(key, first)
+                read(key, ids[:, :-alone])
                 seconds[key] = []
             step(ids.shape[1])
-        for token in ids[:, first.shape[1] :].split(1, 1):
+        for token in ids[:, -alone:].split(1, 1):
             for key, some in seconds.items():
                 some.append(read(key, token))
-    return found | {
-        key: (statistics.median(some), sum(cache.nbytes for cache in held[key])) for key, some in seconds.items()
-    }
+    return found | {key: (statistics.median(x), sum(c.nbytes for c in held[key])) for key, x in seconds.items()}
 
 
 def _own(cache: Evicting) -> Cache:

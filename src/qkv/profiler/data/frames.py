@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
+import operator
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -221,24 +223,19 @@ def confidence(
 
     if not values:
         raise InputError("values is empty, expected at least one number")
-    of = np.ones(len(values)) if sizes is None else np.array(sizes, float)
-    mean, freedom = float(np.sum(values) / of.sum()), len(values) - 1
+    of, freedom = np.array([1.0] * len(values) if sizes is None else sizes), len(values) - 1
+    mean = float(np.sum(values) / of.sum())
     if not freedom:
         return mean, -math.inf, math.inf
     error = np.sqrt(((np.array(values) - mean * of) ** 2).sum() / freedom / len(values)) / of.mean()
-    low, high = (
-        0.0,
-        math.pi / 2,
-    )  # of atan(t / √freedom), in whose sine P(|T| < t) is a sum (Abramowitz & Stegun 26.7.3)
+    low, high = 0.0, math.pi / 2  # bounds of atan(t / √freedom); P(|T| < t): Abramowitz & Stegun 1964, eq. 26.7.3-4
     for _ in range(60):
         angle = (low + high) / 2
-        term = share = math.cos(angle) if freedom % 2 else 1.0
-        for i in range(2 + freedom % 2, freedom, 2):
-            term *= math.cos(angle) ** 2 * (i - 1) / i
-            share += term
-        share *= math.sin(angle)
+        factors = (math.cos(angle) ** 2 * (i - 1) / i for i in range(2 + freedom % 2, freedom, 2))
+        terms = itertools.accumulate(factors, operator.mul, initial=math.cos(angle) if freedom % 2 else 1.0)
+        share = math.sin(angle) * sum(terms) if freedom > 1 else 0.0
         if freedom % 2:
-            share = 2 / math.pi * (angle + (share if freedom > 1 else 0))
+            share = 2 / math.pi * (angle + share)
         low, high = (angle, high) if share < level else (low, angle)
     half = float(math.sqrt(freedom) * math.tan(low) * error)
     return mean, mean - half, mean + half
