@@ -160,7 +160,8 @@ def _show(found: Eviction) -> None:
 
     loss, several = found.loss, found.attrs["texts"] > 1
     measured = () if loss is None else (">loss,\nnats", ">increase" + "\n± 95 %" * several, ">ms a\ntoken", ">MB")
-    rows = table("policy", ">keys", ">attention\nlost", *measured, title=TITLE.format(**found.attrs))
+    title = TITLE.format(**found.attrs) + f" in {found.attrs['texts']} texts" * several
+    rows = table("policy", ">keys", ">attention\nlost", *measured, title=title)
     lost = {("full", None): 0.0, **found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean()}
     for at, ((policy, budget), share) in enumerate(lost.items()):
         if loss is None:
