@@ -66,8 +66,6 @@ def evict(
 
     qkv evict                           (the small model that comes with qkv, on 8 texts of 512 tokens)
 
-    qkv evict --budgets 16,64 --policies window,sinks
-
     qkv evict smollm2 --policies sinks,heavy,snapkv,tova,keydiff,knorm    (a language model)
 
     qkv evict smollm2 "$(cat one.txt)" "$(cat two.txt)" "$(cat three.txt)"    (texts of your own)
@@ -108,7 +106,7 @@ def evict(
         loaded, inputs = given.load(passage, head=run or needle)
         if given.more:
             inputs = [passage, *given.more]
-        elif several:
+        elif several and loaded.tokenizer is not None and loaded.sample is None:
             inputs = _library(loaded.tokenizer, DEFAULT_TOKENS, inputs)
         options: dict[str, Any] = {
             "budgets": sorted({int(part) for part in sizes}), "first": first, "tokenizer": loaded.tokenizer,
