@@ -107,7 +107,7 @@ def evict(
         if given.more:
             inputs = [passage, *given.more]
         elif several and loaded.tokenizer is not None and loaded.sample is None:
-            inputs = _library(loaded.tokenizer, DEFAULT_TOKENS, inputs)
+            inputs = _library(loaded.tokenizer, inputs)
         options: dict[str, Any] = {
             "budgets": sorted({int(part) for part in sizes}), "first": first, "tokenizer": loaded.tokenizer,
             "policies": [part.strip() for part in policies.split(",")], "name": loaded.name,
@@ -140,16 +140,15 @@ def _show_needle(found: pd.DataFrame) -> None:
     Console().print(rows)
 
 
-def _library(tokenizer: Any, tokens: int, other: Any) -> Any:
-    """The first tokens of some files of Python's standard library, (texts, tokens); `other` if no file has so many."""
+def _library(tokenizer: Any, other: Any) -> Any:
+    """The first tokens of some files of Python's standard library; `other` if no file has so many."""
     import torch
 
     from qkv.profiler import corpora
 
-    texts = (tokenizer(text[: 16 * tokens], return_tensors="pt") for text in corpora.load("library").documents)
-    long = (ids for text in texts if (ids := text["input_ids"][:, :tokens]).shape[1] == tokens)
-    found = list(itertools.islice(long, FILES))
-    return torch.cat(found) if found else other
+    texts = (tokenizer(text[:8192], return_tensors="pt")["input_ids"] for text in corpora.load("library").documents)
+    long = (ids[:, :DEFAULT_TOKENS] for ids in texts if ids.shape[1] >= DEFAULT_TOKENS)
+    return torch.cat(found) if (found := list(itertools.islice(long, FILES))) else other
 
 
 def _show(found: Eviction) -> None:

@@ -150,7 +150,7 @@ def eviction(
     model, tokenizer = loaded.model, loaded.tokenizer
     mode = run_mode(model) if run else None  # raises before anything is computed
     tell_rotary(model, settings.values())
-    texts = _together(_texts(model, inputs, tokenizer), vocabulary(model) or 1)
+    texts = list(_texts(model, inputs, tokenizer))
     lengths = [ids.shape[1] for ids in texts for _ in ids]
     lost: dict[tuple[str, int, int], Tensor] = {}
     nats: dict[Setting | None, list[float]] = {setting: [] for setting in (None, *settings)}
@@ -187,33 +187,21 @@ def _settings(budgets: Sequence[int], policies: Sequence[str | type[Evicting]], 
     return {(name, budget): made[budget][name] for name in made[budgets[0]] for budget in budgets}
 
 
-def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor, "1 n"]]:
-    """Token ids of each text, without padding."""
+def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor, "b n"]]:
+    """Token ids of the texts, without padding; consecutive texts of one length together, as their logits allow."""
     for batch in batches(model, inputs, tokenizer, None):
-        sequences = sequences_of(model, batch)
+        sequences, rows = sequences_of(model, batch), []
         if sequences.source is None or sequences.two:
             raise InputError(
                 f"model {type(model).__name__} does not read one sequence of tokens, expected a language model"
             )
         for item, ids in enumerate(sequences.source):
             keep = sequences.real_source.get(len(ids))
-            kept = ids if keep is None else ids[keep[item]]
-            if len(kept) < 2:
-                raise InputError(
-                    f"inputs has a text of {len(kept)} token, expected at least 2, to predict the last one"
-                )
-            yield kept[None]
-
-
-def _together(texts: Iterator[Int[Tensor, "1 n"]], vocabulary: int) -> list[Int[Tensor, "b n"]]:
-    """Consecutive texts of one length as batches, as many as their logits allow."""
-    found: list[Tensor] = []
-    for ids in texts:
-        if found and ids.shape[1] == found[-1].shape[1] and (found[-1].numel() + ids.numel()) * vocabulary <= NUMBERS:
-            found[-1] = torch.cat([found[-1], ids])
-        else:
-            found.append(ids)
-    return found
+            rows.append(ids if keep is None else ids[keep[item]])
+            if (n := len(rows[-1])) < 2:
+                raise InputError(f"inputs has a text of {n} token, expected at least 2, to predict the last one")
+        for n, same in itertools.groupby(rows, len):
+            yield from torch.stack([*same]).split(max(1, NUMBERS // n // (vocabulary(model) or 1)))
 
 
 # --- a fact hidden in a text ------------------------------------------------------------------------------------------
@@ -269,7 +257,7 @@ def needle(
     layers = layers_of(model)
     run_mode(model)  # raises without an output head
     tell_rotary(model, settings.values())
-    text = next(_texts(model, inputs, tokenizer))
+    text = next(_texts(model, inputs, tokenizer))[:1]
     if (n := text.shape[1]) < 64:
         raise InputError(f"inputs has a text of {n} tokens, expected at least 64, to hide a fact in")
     caches: dict[Any, Evicting] = {("full", None): LastKeys(n + 64), **settings}
