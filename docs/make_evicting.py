@@ -97,7 +97,7 @@ def page() -> str:
         "bytes of the keys and values of all layers, with what the policy needs to choose. With all keys a token takes",
         f"{1e3 * loss['seconds'][0]:.0f} ms and the cache {loss['bytes'][0] / 1e6:.1f} MB.",
         f"({on['cpu']}, {on['threads']} thread{'s' * (on['threads'] != '1')}.)",
-        "`snapkv` also holds the weights of the last 32 queries; `expected` multiplies each key with covariances of queries.",
+        "`snapkv` also holds the weights of the last 32 queries; `expected` multiplies keys with covariances.",
         "",
         "| policy | " + " | ".join(f"ms a token with {b} keys | MB" for b in budgets) + " |",
         "|---|" + "---:|---:|" * len(budgets),

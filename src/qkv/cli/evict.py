@@ -159,16 +159,16 @@ def _show(found: Eviction) -> None:
     measured = () if loss is None else (">loss,\nnats", ">increase" + "\n± 95 %" * several, ">ms a\ntoken", ">MB")
     title = TITLE.format(**found.attrs) + f" in {found.attrs['texts']} texts" * several
     rows = table("policy", ">keys", ">attention\nlost", *measured, title=title)
-    lost = {("full", None): 0.0, **found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean()}
+    lost = {} if loss is None else {("full", None): 0.0}
+    lost |= found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().to_dict()
     for at, ((policy, budget), share) in enumerate(lost.items()):
-        if loss is None:
-            cells = []
-        else:
+        cells = [policy, f"{budget:,}" if budget else "all", f"{share:.1%}"]
+        if loss is not None:
             row = loss.iloc[at]
             rise = f"{row['delta_nats']:+.3f}" + f" ± {row['high'] - row['delta_nats']:.3f}" * several
-            cost = f"{1e3 * row['seconds']:.1f}", f"{row['bytes'] / 1e6:.1f}"
-            cells = [f"{row['nats']:.3f}", rise if at else "", *cost]
-        rows.add_row(policy, f"{budget:,}" if budget else "all", f"{share:.1%}", *cells)
+            cost = [f"{1e3 * row['seconds']:.1f}", f"{row['bytes'] / 1e6:.1f}"] if row["seconds"] > 0 else ["–", "–"]
+            cells += [f"{row['nats']:.3f}", rise if at else "", *cost]
+        rows.add_row(*cells)
     console = Console()
     console.print(rows)
     if loss is not None and not several:
