@@ -155,11 +155,11 @@ def _streaming(model: Any, ids: Tensor) -> dict[str, Any]:
         rounds = [{name: one(token) for name, one in read.items()} for token in alone]
         for name, some in seconds.items():
             some.append(statistics.median(times[name] for times in rounds))
-    sums = {name: sum(some) for name, some in seconds.items()}
-    return {
-        f"time: {STREAM:,} tokens through {name} / transformers' own cache (≤ 1.15)": x / sums["transformers"]
-        for name, x in sums.items() if name != "transformers"
-    } | {f"seconds of a token, by {BLOCK} tokens": seconds}  # fmt: skip
+    result: dict[str, Any] = {f"seconds of a token, by {BLOCK} tokens": seconds}
+    for name in list(seconds)[1:]:
+        what = f"time: {STREAM:,} tokens through {name} / transformers' own cache (≤ 1.15)"
+        result[what] = median_ratio(seconds, name, "transformers")
+    return result
 
 
 def _timed(forward: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
