@@ -1,5 +1,5 @@
 """What qkv costs on SmolLM2-135M-Instruct, a real language model, float32: profiles, a watch, ablation, eviction, a
-survey, and generation through the caches. Half an hour on two cores."""
+survey, and generation through the caches. About three quarters of an hour on two cores."""
 
 from __future__ import annotations
 
