@@ -220,6 +220,7 @@ def confidence(
     [2.333, 0.143, 4.524]
     """
     import numpy as np
+    from scipy.special import stdtrit
 
     if not values:
         raise InputError("values is empty, expected at least one number")
@@ -228,16 +229,7 @@ def confidence(
     if not freedom:
         return mean, -math.inf, math.inf
     error = np.sqrt(((np.array(values) - mean * of) ** 2).sum() / freedom / len(values)) / of.mean()
-    low, high = 0.0, math.pi / 2  # bounds of atan(t / √freedom); P(|T| < t): Abramowitz & Stegun 1964, eq. 26.7.3-4
-    for _ in range(60):
-        angle = (low + high) / 2
-        factors = (math.cos(angle) ** 2 * (i - 1) / i for i in range(2 + freedom % 2, freedom, 2))
-        terms = itertools.accumulate(factors, operator.mul, initial=math.cos(angle) if freedom % 2 else 1.0)
-        share = math.sin(angle) * sum(terms) if freedom > 1 else 0.0
-        if freedom % 2:
-            share = 2 / math.pi * (angle + share)
-        low, high = (angle, high) if share < level else (low, angle)
-    half = float(math.sqrt(freedom) * math.tan(low) * error)
+    half = float(stdtrit(freedom, (1 + level) / 2) * error)
     return mean, mean - half, mean + half
 
 
