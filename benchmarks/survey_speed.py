@@ -31,26 +31,26 @@ from qkv.profiler.surveys.survey import Piece, batches_of, pieces, survey
 LENGTH, BATCH = 512, 4096
 
 
-def against_plain(texts: int = 1000, turns: int = 10) -> dict[str, Any]:
-    """MiniLM, float32: the survey of texts of 512 tokens, with tokenizing and writing, / their plain forward in the
-    same batches. The two alternate, each on a share of the texts."""
+def against_plain(texts: int = 1000, turns: int = 10, model: str = "minilm", length: int = LENGTH) -> dict[str, Any]:
+    """Float32: the survey of texts of one length, with tokenizing and writing, / their plain forward in the same
+    batches. The two alternate, each on a share of the texts."""
     torch.set_num_threads(THREADS)
-    minilm = load_model("minilm")
-    parts = _parts(minilm, texts, turns)
+    loaded = load_model(model)
+    parts = _parts(loaded, texts, turns, length)
     plain, surveyed = (itertools.cycle(parts) for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:
         seconds = alternating(
             {
-                "plain": lambda: _plain(minilm, next(plain)),
-                "survey": lambda: _survey(minilm, of_texts(next(surveyed)), Path(folder)),
+                "plain": lambda: _plain(loaded, next(plain), length),
+                "survey": lambda: _survey(loaded, of_texts(next(surveyed)), Path(folder)),
             },
             turns,
         )
     return {
         "texts": texts,
-        "tokens in a text": LENGTH,
+        "tokens in a text": length,
         "throughput: survey / plain": 1 / median_ratio(seconds, "survey", "plain"),
-        "tokens a second": {job: texts / turns * LENGTH / statistics.median(s) for job, s in seconds.items()},
+        "tokens a second": {job: texts / turns * length / statistics.median(s) for job, s in seconds.items()},
         "seconds": seconds,
     }
 
@@ -68,43 +68,43 @@ def of_processes(texts: int = 48, turns: int = 3) -> dict[str, Any]:
     }
 
 
-def _parts(minilm: Loaded, texts: int, turns: int) -> list[list[str]]:
+def _parts(loaded: Loaded, texts: int, turns: int, length: int = LENGTH) -> list[list[str]]:
     """Texts that are each exactly one full sequence."""
-    special = Special.of(minilm.tokenizer)
-    made = list(itertools.islice(_full_texts(minilm, special), texts))
+    special = Special.of(loaded.tokenizer)
+    made = list(itertools.islice(_full_texts(loaded, special, length), texts))
     size = -(-texts // turns)
     return [made[i : i + size] for i in range(0, texts, size)]
 
 
-def _full_texts(minilm: Loaded, special: Special) -> Iterator[str]:
-    capacity = LENGTH - len(special.before) - len(special.after)
+def _full_texts(loaded: Loaded, special: Special, length: int) -> Iterator[str]:
+    capacity = length - len(special.before) - len(special.after)
     text = library_text(3_000_000)
     ids = [
-        i for start in range(0, len(text), 20_000) for i in tokens_of(minilm.tokenizer, text[start : start + 20_000])
+        i for start in range(0, len(text), 20_000) for i in tokens_of(loaded.tokenizer, text[start : start + 20_000])
     ]
     for start in range(0, len(ids) - capacity, capacity):
-        made = minilm.tokenizer.decode(ids[start : start + capacity])
-        if len(tokens_of(minilm.tokenizer, made)) >= capacity:  # tokenized again it may be longer, hardly shorter
-            kept = tokens_of(minilm.tokenizer, made)[:capacity]
-            again = minilm.tokenizer.decode(kept)
-            if len(tokens_of(minilm.tokenizer, again)) == capacity:
+        made = loaded.tokenizer.decode(ids[start : start + capacity])
+        if len(tokens_of(loaded.tokenizer, made)) >= capacity:  # tokenized again it may be longer, hardly shorter
+            kept = tokens_of(loaded.tokenizer, made)[:capacity]
+            again = loaded.tokenizer.decode(kept)
+            if len(tokens_of(loaded.tokenizer, again)) == capacity:
                 yield again
 
 
-def _plain(minilm: Loaded, texts: list[str]) -> None:
-    special = Special.of(minilm.tokenizer)
+def _plain(loaded: Loaded, texts: list[str], length: int) -> None:
+    special = Special.of(loaded.tokenizer)
     found: list[Piece] = []
     for text in texts:
-        found += pieces(tokens_of(minilm.tokenizer, text), special, LENGTH, 0)
+        found += pieces(tokens_of(loaded.tokenizer, text), special, length, 0)
     with torch.no_grad():
         for batch in batches_of(found, BATCH, pad=0):
-            minilm.model(input_ids=batch.ids, attention_mask=batch.real.long())
+            loaded.model(input_ids=batch.ids, attention_mask=batch.real.long())
 
 
-def _survey(minilm: Loaded, corpus: Corpus, folder: Path) -> None:
+def _survey(loaded: Loaded, corpus: Corpus, folder: Path) -> None:
     shutil.rmtree(folder / "survey", ignore_errors=True)
     survey(
-        minilm.model, corpus, tokenizer=minilm.tokenizer, out=folder / "survey", shards=1, batch_tokens=BATCH, overlap=0
+        loaded.model, corpus, tokenizer=loaded.tokenizer, out=folder / "survey", shards=1, batch_tokens=BATCH, overlap=0
     )
 
 

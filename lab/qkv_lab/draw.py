@@ -62,7 +62,7 @@ def curves(
     axes: Axes, x: Sequence[float], by_name: Mapping[str, Any], *, markers: bool = False, level: float = 0.95
 ) -> None:
     """Plot one line per name over x. Values (seeds, x) become their mean, with its confidence interval as a band."""
-    from qkv_lab.experiments.evidence import confidence
+    from qkv.profiler.data.frames import confidence
 
     for at, (name, values) in enumerate(by_name.items()):
         y = np.atleast_2d(np.asarray(values, float))

@@ -15,11 +15,11 @@ from qkv.edits import AtTokens, HideFirst, Values, Zero
 from qkv.engine import Call
 from qkv.kernels import serve
 from qkv.masks import Region
-from qkv.profiler.analyses.ablation import next_token_loss, predicts_next_token
+from qkv.profiler.analyses.ablation import given_outputs, next_token_loss, predicts_next_token
 from qkv.profiler.editing import edit
 from qkv.statistics.measure import measured
 from research.sinks.criteria import HEAVY, LIGHT, PEAK, SINK
-from research.sinks.subject import Recording, Subject, hidden_of
+from research.sinks.subject import Outputs, Recording, Subject, hidden_of
 
 
 def visible(call: Call) -> Bool[Tensor, "b h n n"]:
@@ -120,7 +120,7 @@ class Magnitudes(NamedTuple):
     @staticmethod
     def of(states: Float[Tensor, "n d"]) -> Magnitudes:
         """Measure hidden states."""
-        size = states.double().abs()
+        size = states.abs()  # without rounding
         return Magnitudes(float(size[0].max()), float(size[1:].max()), float(size.median()))
 
 
@@ -285,19 +285,24 @@ CASES = {"masked": (True, False), "value zero": (False, True), "both": (True, Tr
 
 
 @contextmanager
-def removed(subject: Subject, heads: Sequence[HeadNumber], *, masked: bool, zero_value: bool) -> Iterator[None]:
+def removed(
+    subject: Subject, heads: Sequence[HeadNumber], outputs: Outputs | None = None, *, masked: bool, zero_value: bool
+) -> Iterator[None]:
     """Inside, these heads compute without the sink.
 
     Args:
         subject: the model.
         heads: which, as (layer, head).
+        outputs: of the blocks with the sink, for the ids that follow: blocks before these heads do not run again.
         masked: the first key has no weight for any query but its own, so that the rest of the row is renormalised.
         zero_value: the first value is zero, while all weights stay as they are.
     """
     with ExitStack() as stack:
+        earlier = subject.blocks[: min(layer for layer, _ in heads)] if outputs else ()
+        stack.enter_context(given_outputs({block: (outputs or {})[block] for block in earlier}))
         for one, wanted in {HideFirst(): masked, Values(AtTokens([0], Zero())): zero_value}.items():
             if wanted:
-                stack.enter_context(edit(subject.model, dict.fromkeys(heads, one)))
+                stack.enter_context(edit(subject.model, {(subject.modules[n], head): one for n, head in heads}))
         yield
 
 
@@ -327,11 +332,12 @@ def cost(subject: Subject, ids: Int[Tensor, "1 n"], heads: Sequence[HeadNumber])
     """
     ids = ids.to(next(subject.model.parameters()).device)
     predicts = subject.causal and predicts_next_token(subject.model)
-    before = subject.states(ids)[-1].double()
-    found = {"kept": next_token_loss(subject.model, ids)} if predicts else {}
+    with subject.keeping() as outputs:
+        found = {"kept": next_token_loss(subject.model, ids)} if predicts else {}
+        before = None if predicts else subject.states(ids)[-1].double()
     for name, (masked, zero_value) in CASES.items():
-        with removed(subject, heads, masked=masked, zero_value=zero_value):
-            if predicts:
+        with removed(subject, heads, outputs, masked=masked, zero_value=zero_value):
+            if before is None:
                 found[name] = next_token_loss(subject.model, ids)
             else:
                 after = subject.states(ids)[-1].double()

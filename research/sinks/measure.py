@@ -161,7 +161,8 @@ def of_text(
     found["random"] = _weights(subject, texts.random(n, generator)[text][None], chosen.heads)[0]
     if chosen.later_heads:
         kept = torch.stack([rows[layer].alpha[0, head] for layer, head in chosen.later_heads]).mean()
-        found["peaks"] = {"kept": float(kept), **_without_peaks(subject, chosen, ids, generator)}
+        width = recording.states[0].shape[-1]
+        found["peaks"] = {"kept": float(kept), **_without_peaks(subject, chosen, ids, width, generator)}
     if chosen.all_peaks:
         with replaced(subject, chosen.all_peaks, "mean"):
             found["all_peaks"] = _weights(subject, ids, chosen.heads)[0]
@@ -191,14 +192,13 @@ def _weights(subject: Subject, ids: Int[Tensor, "b n"], heads: Sequence[HeadNumb
     return torch.stack([rows[layer].alpha[:, head] for layer, head in heads]).mean(0).tolist()
 
 
-def _without_peaks(subject: Subject, chosen: Chosen, ids: Tensor, generator: torch.Generator) -> Found:
+def _without_peaks(subject: Subject, chosen: Chosen, ids: Tensor, width: int, generator: torch.Generator) -> Found:
     """The mean α of the later sink heads without the peaks, and without random dimensions."""
 
     def weight(dimensions: Dimensions, by: By) -> float:
         with replaced(subject, dimensions, by):
             return _weights(subject, ids, chosen.later_heads)[0]
 
-    width = subject.states(ids)[0].shape[-1]
     control = [weight(others(chosen.peaks, width, generator), "mean") for _ in range(DRAWS)]
     return {
         "heads": len(chosen.later_heads),
@@ -216,6 +216,7 @@ def _moved(
     changed = ids.repeat(1 + CHANGES, 1)
     ordinary = texts.ordinary[texts.ordinary != ids[0, position]]
     changed[1:, position] = ordinary[torch.randint(len(ordinary), (CHANGES,), generator=generator)]
-    with_sink = movement(subject, changed, position)
-    with removed(subject, heads, masked=True, zero_value=False):
+    with subject.keeping() as outputs:
+        with_sink = movement(subject, changed, position)
+    with removed(subject, heads, outputs, masked=True, zero_value=False):
         return {"with": with_sink, "without": movement(subject, changed, position)}

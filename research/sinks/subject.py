@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,10 @@ class Recording:
     calls: list[ObservedCall]
 
 
+Outputs = dict[nn.Module, Any]
+"""What each block gives."""
+
+
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A model in which each block of one stack has one softmax self-attention, and reads the output of the last one."""
@@ -190,9 +194,19 @@ class Subject:
     def states(self, ids: Int[Tensor, "b n"]) -> list[Float[Tensor, "b n d"]]:
         """The residual stream by depth, as the model computes it now, with any edits that are active."""
         (batch,) = batches(self.model, ids, None, None)
-        with self._recorded() as states, torch.no_grad():
+        last = self.blocks[-1]
+        with self._recorded() as states, torch.no_grad(), suppress(_Done), last.register_forward_hook(_Done.now):
             self.model(**batch)
         return states
+
+    @contextmanager
+    def keeping(self) -> Iterator[Outputs]:
+        """Inside, what every block gave last is kept."""
+        kept: Outputs = {}
+        with ExitStack() as hooks:
+            for block in self.blocks:
+                hooks.enter_context(block.register_forward_hook(lambda block, _, out: kept.update({block: out})))
+            yield kept
 
     def record(self, ids: Int[Tensor, "b n"]) -> Recording:
         """The residual stream and the attention calls."""
@@ -222,6 +236,14 @@ class Subject:
                 f"model {type(self.model).__name__} changes the residual stream between its blocks, or runs a block "
                 "more than once; expected blocks that each read the output of the one before"
             )
+
+
+class _Done(Exception):  # noqa: N818  (not an error)
+    """The last block has run; the output head would take as long as ten blocks."""
+
+    @classmethod
+    def now(cls, *_: Any) -> None:
+        raise cls
 
 
 def self_attention(model: nn.Module, ids: Int[Tensor, "b n"]) -> list[ObservedCall]:

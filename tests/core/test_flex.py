@@ -181,9 +181,7 @@ def test_levels_far_from_zero_and_many_keys() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("normalizer", "bias"),
-    [
-        ("softmax", "relative"), ("sigmoid of heads", "t5"), ("softplus, sink", "cap after dense"),
-    ],
+    [("softmax", "relative"), ("sigmoid of heads", "t5"), ("softplus, sink", "cap after dense")],
 )  # fmt: skip
 @pytest.mark.usefixtures("as_on_a_card")
 def test_gradients_as_compiled(normalizer: str, bias: str) -> None:

@@ -174,9 +174,9 @@ def test_a_forward_under_masks_equals_a_run_with_the_caches(policy: Any) -> None
     ours = from_weights(theirs.config.to_dict(), theirs.state_dict())
     [cache] = policies_of([policy], 9).values()
     tell_rotary(theirs, [cache])
-    nats = [nats_of(lm, ids, cache.for_layers(ours.config.layers), lambda tokens: None) for lm in (theirs, ours)]
+    nats = [nats_of(lm, ids, cache.for_layers(ours.config.layers), lambda tokens: None)[0] for lm in (theirs, ours)]
     assert nats[0] == pytest.approx(nats[1], rel=1e-9)
-    assert abs(nats[0] - nats_of(ours, ids, None, lambda tokens: None)) > 1e-4
+    assert abs(nats[0] - nats_of(ours, ids, None, lambda tokens: None)[0]) > 1e-4
 
 
 @pytest.mark.parametrize("policy", ["window", "sinks", *ONLINE])
@@ -242,7 +242,7 @@ def test_a_hidden_fact_is_asked_for_after_the_text_was_evicted() -> None:
         assert set(here[~few]["right"]) == {bool((logits.argmax(-1) == text[0, -5:]).all())}
 
 
-def test_the_loss_of_a_full_budget_is_that_of_the_model_and_a_mean_over_tokens() -> None:
+def test_the_loss_of_a_full_budget_is_that_of_the_model_and_a_mean_with_an_interval() -> None:
     lm = model(positions="rotary")
     with qkv.edit(lm, {(0, 0): "zero"}):
         edited = eviction(lm, text(27), budgets=(6, 27), policies=POLICIES, first=FIRST).loss
@@ -254,6 +254,8 @@ def test_the_loss_of_a_full_budget_is_that_of_the_model_and_a_mean_over_tokens()
     pair = text(19, batch=2)
     both, *ones = (eviction(lm, x, budgets=(5,), policies=("window",)).loss for x in (pair, pair[:1], pair[1:]))
     np.testing.assert_allclose(both["nats"], (ones[0]["nats"] + ones[1]["nats"]) / 2, rtol=1e-12)  # type: ignore[index]
+    rises = [one["delta_nats"][1] for one in ones]  # type: ignore[index]
+    assert both["high"][1] == pytest.approx(np.mean(rises) + 12.7062 * np.ptp(rises) / 2, rel=1e-5)  # type: ignore[index]
 
 
 def test_hugging_face_models_run_with_masks_also_from_a_folder(tmp_path: Path) -> None:
@@ -270,12 +272,9 @@ def test_hugging_face_models_run_with_masks_also_from_a_folder(tmp_path: Path) -
         assert found.loss is not None
         np.testing.assert_allclose(found.loss["nats"], expected, rtol=1e-5)
         assert found.attrs["run"] == "masks"
+        assert found.loss["bytes"][1] == lm.config.n_layer * 6 * (8 * lm.config.n_embd + 8 * lm.config.n_head)
     assert len({round(float(x), 3) for x in expected}) == 3
     assert lm.config._attn_implementation == "eager"
-
-
-class Own(MeanAttention):
-    name = "heavy"
 
 
 def of_hf(name: str, suffix: str | None = "ForCausalLM", **settings: Any) -> Eviction:
@@ -288,11 +287,12 @@ def generated(name: str, **inputs: Any) -> object:
         return lm(**{"input_ids": torch.arange(9)[None], "past_key_values": cache, **inputs})
 
 
+OWN = type("Own", (MeanAttention,), {"name": "heavy"})
 REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("policies", "'newest'", lambda: eviction(model(), text(9), policies=("window", "newest"))),
     ("policies", "empty", lambda: eviction(model(), text(9), policies=())),
     ("policies", "once", lambda: eviction(model(), text(9), policies=("heavy", "heavy"))),
-    ("policies", "built-in", lambda: eviction(model(), text(9), policies=(HeavyHitters, Own))),
+    ("policies", "built-in", lambda: eviction(model(), text(9), policies=(HeavyHitters, OWN))),
     ("policies", "Window", lambda: eviction(model(), text(9), policies=(Window,))),  # type: ignore[arg-type]
     ("attention", "products", lambda: eviction(model(normalizer="sigmoid"), text(9), policies=("expected",))),
     ("policies", "not known", lambda: of_hf("gemma2", policies=("expected",))),

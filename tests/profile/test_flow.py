@@ -85,8 +85,7 @@ def check(
     """Rollout and flow of three tokens of every text, at every depth, against the dense product."""
     chosen = [-1, 0, 3]
     down, up = rollouts(weights, residual)
-    back = rollout(model, batch, chosen, residual=residual, **settings)
-    forth = rollout(model, batch, keys=chosen, residual=residual, **settings)
+    back, forth = (rollout(model, batch, chosen, keys=keys, residual=residual, **settings) for keys in (None, chosen))
     for item, real in enumerate(keep):
         n = int(real.sum())
         assert back["n_tokens"].values[item] == n

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from qkv.errors import InputError
+from qkv.profiler.data.frames import confidence
 
 Holds = Literal["holds", "does not hold", "holds only when", "undecided", "not seen at this scale"]
 HOLDS: Holds = "holds"
@@ -136,28 +136,6 @@ def judge(
         holds = HOLDS
     text = " ".join(filter(None, [_text(criterion, [i for _, i in found], level, unit), remark]))
     return Verdict(criterion.claim, holds, text, tuple(i for _, i in found), criterion)
-
-
-def confidence(values: Sequence[float], level: float = 1 - ERROR) -> tuple[float, float, float]:
-    """The mean, and the ends of its confidence interval by Student's t distribution; infinite for one value.
-
-    Raises:
-        InputError: without values.
-
-    >>> [round(x, 3) for x in confidence([1.0, 2.0, 3.0])]
-    [2.0, -0.484, 4.484]
-    """
-    import numpy as np
-    from scipy.special import stdtrit  # scipy.stats takes seconds to import
-
-    if not values:
-        raise InputError("values is empty, expected at least one number")
-    mean = float(np.mean(values))
-    if len(values) == 1:
-        return mean, -math.inf, math.inf
-    error = np.std(values, ddof=1) / math.sqrt(len(values))
-    half = float(stdtrit(len(values) - 1, (1 + level) / 2) * error)
-    return mean, mean - half, mean + half
 
 
 def _interval(criterion: Criterion, effect: Effect, level: float) -> Interval:

@@ -228,8 +228,10 @@ class Evicting(Cache):
         if "received" in held and n == 1:
             held["received"] += _of_key_heads(weights[:, :, 0].to(held["received"]), heads)
         if "rows" in held:
-            last = torch.arange(self.seen + n - few, self.seen + n, device=weights.device) % self._window
-            rows = held["rows"].unflatten(3, (-1, self._window))
+            rows, at = held["rows"].unflatten(3, (-1, self._window)), (self.seen + n - 1) % self._window
+            last: Any = slice(at, at + 1)  # of one query, without a search for indices
+            if few > 1:
+                last = torch.arange(self.seen + n - few, self.seen + n, device=weights.device) % self._window
             rows[..., last] = weights.to(rows).unflatten(1, (heads, -1)).permute(0, 1, 4, 2, 3)
 
     def _joined(self, k: Tensor, v: Tensor, query_heads: int) -> dict[str, Tensor]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from tyro.conf import Positional, arg
 
 from qkv._files import write_atomically
 from qkv._untrusted import allow
-from qkv.cli.shared import INPUT, Input, folder, table
+from qkv.cli.shared import Input, folder, table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,24 +21,41 @@ if TYPE_CHECKING:
     from qkv.profiler.analyses.eviction import Eviction
 
 DEFAULT_TOKENS = 512  # as many as qkv-mini read in training
+FILES = 8
+"""How many files of Python's standard library are read if no text is given."""
 NEEDLE_TOKENS = 4096
 TITLE = "{model} · {tokens:,} tokens"
 
 
+@dataclass(frozen=True)
+class Texts(Input):
+    """The model of a command, and the texts that it runs on.
+
+    Args:
+        more: Further texts. If you give neither a text nor --tokens: 512 tokens of 8 files of the standard library.
+    """
+
+    more: Annotated[tuple[str, ...], Positional, arg(metavar="[TEXT …]", help_behavior_hint="")] = ()
+
+
+TEXTS = Texts()
+
+
 def evict(
-    given: Annotated[Input, tyro.conf.arg(name="")] = INPUT,
+    given: Annotated[Texts, arg(name="")] = TEXTS,
     *,
-    budgets: Annotated[str, tyro.conf.arg(metavar="32,64,128")] = "32,64,128,256",
-    policies: Annotated[str, tyro.conf.arg(metavar="window,sinks,…")] = "window,sinks,heavy",
-    first: Annotated[int, tyro.conf.arg(metavar="N")] = 4,
+    budgets: Annotated[str, arg(metavar="32,64,128")] = "32,64,128,256",
+    policies: Annotated[str, arg(metavar="window,sinks,…")] = "window,sinks,heavy",
+    first: Annotated[int, arg(metavar="N")] = 4,
     run: bool = True,
     needle: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-evict"),
+    out: Annotated[Path, arg(metavar="DIR")] = Path("qkv-evict"),
 ) -> None:
     """Measure what a language model loses when its key-value cache evicts keys.
 
     For each eviction policy and cache size, the command reports how much attention every head puts on evicted keys,
-    and how much the model's loss rises when it runs with such a cache. It writes tables (CSV, JSON) and figures to DIR.
+    how much the model's loss rises when it runs with such a cache (with several texts ± a 95 % confidence interval over
+    them), and the time of a token and the memory of the cache. It writes tables (CSV, JSON) and figures to DIR.
 
     Policies: window keeps the last keys. sinks keeps the first few and the last keys (StreamingLLM). heavy keeps the
     keys that received most attention, half of the cache, and the last keys (H2O). tova keeps the keys that the last
@@ -45,11 +64,11 @@ def evict(
     that later queries should attend to most. An installed package can add policies (subclasses of qkv.cache.Evicting,
     in the group of entry points qkv.policies).
 
-    qkv evict                                      (the small model that comes with qkv, on 512 tokens)
-
-    qkv evict --budgets 16,64 --policies window,sinks
+    qkv evict                           (the small model that comes with qkv, on 8 texts of 512 tokens)
 
     qkv evict smollm2 --policies sinks,heavy,snapkv,tova,keydiff,knorm    (a language model)
+
+    qkv evict smollm2 "$(cat one.txt)" "$(cat two.txt)" "$(cat three.txt)"    (texts of your own)
 
     qkv evict smollm2 --needle --policies sinks,snapkv,expected --budgets 512,1024
 
@@ -58,7 +77,7 @@ def evict(
     qkv evict gpt2 --no-run                        (attention only, without running the model again)
 
     Args:
-        given: Model and text.
+        given: Model and texts.
         budgets: Cache sizes: numbers of keys kept in each layer.
         policies: Eviction policies to compare.
         first: How many keys at the start of the text the policy "sinks" keeps.
@@ -77,11 +96,18 @@ def evict(
     sizes = [part.strip() for part in budgets.split(",")]
     if not all(part.isdecimal() and len(part) <= 9 for part in sizes):
         raise InputError(f"--budgets is {budgets!r}, expected numbers of keys, such as 32,64,128")
+    several = given.is_default and not needle
     if given.is_default:
         given = replace(given, tokens=NEEDLE_TOKENS if needle else DEFAULT_TOKENS)
     passage = given.passage(least=2)
+    if given.more and (needle or given.tokens is not None):
+        raise InputError(f"several texts and {'--needle' if needle else '--tokens'} are given, expected one of them")
     with folder(out):
         loaded, inputs = given.load(passage, head=run or needle)
+        if given.more:
+            inputs = [passage, *given.more]
+        elif several and loaded.tokenizer is not None and loaded.sample is None:
+            inputs = _library(loaded.tokenizer, inputs)
         options: dict[str, Any] = {
             "budgets": sorted({int(part) for part in sizes}), "first": first, "tokenizer": loaded.tokenizer,
             "policies": [part.strip() for part in policies.split(",")], "name": loaded.name,
@@ -114,16 +140,36 @@ def _show_needle(found: pd.DataFrame) -> None:
     Console().print(rows)
 
 
+def _library(tokenizer: Any, other: Any) -> Any:
+    """The first tokens of some files of Python's standard library; `other` if no file has so many."""
+    import torch
+
+    from qkv.profiler import corpora
+
+    texts = (tokenizer(text[:8192], return_tensors="pt")["input_ids"] for text in corpora.load("library").documents)
+    long = (ids[:, :DEFAULT_TOKENS] for ids in texts if ids.shape[1] >= DEFAULT_TOKENS)
+    return torch.cat(found) if (found := list(itertools.islice(long, FILES))) else other
+
+
 def _show(found: Eviction) -> None:
     """Print a row for each policy and budget."""
     from rich.console import Console
 
-    measured = () if found.loss is None else (">loss, nats", ">increase")
-    rows = table("policy", ">keys", ">attention on evicted keys", *measured, title=TITLE.format(**found.attrs))
-    lost = found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean()
-    if found.loss is not None:
-        rows.add_row("full", "all", "0.0%", f"{found.loss['nats'][0]:.3f}", "")
-    for at, ((policy, budget), share) in enumerate(lost.items(), 1):
-        nats = () if found.loss is None else (f"{found.loss['nats'][at]:.3f}", f"{found.loss['delta_nats'][at]:+.3f}")
-        rows.add_row(policy, f"{budget:,}", f"{share:.1%}", *nats)
-    Console().print(rows)
+    loss, several = found.loss, found.attrs["texts"] > 1
+    measured = () if loss is None else (">loss,\nnats", ">increase" + "\n± 95 %" * several, ">ms a\ntoken", ">MB")
+    title = TITLE.format(**found.attrs) + f" in {found.attrs['texts']} texts" * several
+    rows = table("policy", ">keys", ">attention\nlost", *measured, title=title)
+    lost = {} if loss is None else {("full", None): 0.0}
+    lost |= found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().to_dict()
+    for at, ((policy, budget), share) in enumerate(lost.items()):
+        cells = [policy, f"{budget:,}" if budget else "all", f"{share:.1%}"]
+        if loss is not None:
+            row = loss.iloc[at]
+            rise = f"{row['delta_nats']:+.3f}" + f" ± {row['high'] - row['delta_nats']:.3f}" * several
+            cost = [f"{1e3 * row['seconds']:.1f}", f"{row['bytes'] / 1e6:.1f}"] if row["seconds"] > 0 else ["–", "–"]
+            cells += [f"{row['nats']:.3f}", rise if at else "", *cost]
+        rows.add_row(*cells)
+    console = Console()
+    console.print(rows)
+    if loss is not None and not several:
+        console.print("One text gives no interval: pass several, or none, which reads files of the standard library.")

@@ -93,9 +93,8 @@ def budget_figure(eviction: Eviction) -> Figure:
     mean = eviction.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().reset_index()
     panels = [(mean, "mass_lost", "Attention on evicted keys, mean of all heads")]
     if eviction.loss is not None:
-        panels.insert(
-            0, (eviction.loss[eviction.loss["policy"] != "full"], "delta_nats", "Increase of the loss, nats per token")
-        )
+        label = "Increase of the loss, nats per token" + " (bars: 95 %)" * (eviction.attrs["texts"] > 1)
+        panels.insert(0, (eviction.loss[eviction.loss["policy"] != "full"], "delta_nats", label))
     wide, gap = (4.0, 0.95) if len(panels) > 1 else (6.4, 0)
     many = len(eviction.attrs["policies"]) > 4  # too many for a legend between the lines
     width = max(0.85 + len(panels) * (wide + gap), 7.4) + (3.7 if many else 0)
@@ -163,9 +162,13 @@ def _lines(axes: Axes, table: pd.DataFrame, column: str, meanings: dict[str, str
     looks = {policy: LINES.get(policy) or next(others) for policy in meanings}
     labels = {policy: f"{policy}: {meaning}" for policy, meaning in meanings.items()}
     budgets = sorted(int(b) for b in set(table["budget"]))
-    for policy, rows in table.groupby("policy", sort=False):
+    ends = table[[column, "low", "high"] if column == "delta_nats" else [column]]
+    for at, (policy, rows) in enumerate(table.groupby("policy", sort=False)):
         colour, marker = looks[str(policy)]
         budget = rows["budget"].astype(float)
+        if column == "delta_nats":
+            budget *= 2 ** (0.03 * (at - (len(meanings) - 1) / 2))  # beside one another
+            axes.vlines(budget, rows["low"], rows["high"], color=colour, lw=1, alpha=0.6)
         style: dict[str, Any] = {"color": colour, "marker": marker, "ms": 5, "lw": 1.6}
         axes.plot(budget, rows[column], **style, label=labels[str(policy)], clip_on=False, zorder=3)
     axes.set_xscale("log", base=2)
@@ -173,7 +176,7 @@ def _lines(axes: Axes, table: pd.DataFrame, column: str, meanings: dict[str, str
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_xlabel("keys cached in each layer")
-    low, high = float(table[column].min()), float(table[column].max())
+    low, high = float(ends.min(axis=None)), float(ends.max(axis=None))
     axes.set_ylim(min(0.0, low) - (0.03 * (high - low) if low < 0 else 0), max(high, 1e-6) * 1.12)
     axes.axhline(0, color=MUTED, lw=0.6)
 

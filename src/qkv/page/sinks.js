@@ -128,11 +128,12 @@ function dotChart({ group, series, columns, title, note, unit, nameOf, axis = ""
   const point = (dot) => { current = dot; show(dot); };
 
   const draw = (width) => {
-    const height = 214, left = unit === "×" || !unit ? 38 : 44, right = 8, top = 8, bottom = axis || below ? 34 : 20;
-    const inner = width - left - right, tall = height - top - bottom, step = inner / columns.length;
     let low = 0, high = Math.max(...all, unit === "%" ? 0.4 : 0, reference ?? 0, 1e-9);
     if (log) { low = Math.min(...all, reference ?? Infinity) / 1.25; high *= 1.25; }
     const ticks = log ? decades(low, high) : niceTicks(high, 4);
+    const wordOf = (tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en", { maximumSignificantDigits: 3 }));
+    const height = 214, left = Math.max(38, 12 + 6.4 * Math.max(...ticks.map((tick) => wordOf(tick).length))), right = 8, top = 8, bottom = axis || below ? 34 : 20;
+    const inner = width - left - right, tall = height - top - bottom, step = inner / columns.length;
     if (!log) high = Math.max(high, ticks.at(-1));
     const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / high));
     const single = series.every((one) => one.columns.every((column) => column.length <= 1));
@@ -165,7 +166,7 @@ function dotChart({ group, series, columns, title, note, unit, nameOf, axis = ""
     };
     current = null;
     return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
-      rules(ticks, { left, right: width - right, y, words: (tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en", { maximumSignificantDigits: 3 })) }),
+      rules(ticks, { left, right: width - right, y, words: wordOf }),
       reference === null ? null : svg("line", { ...REFERENCE, x1: left, x2: width - right, y1: y(reference), y2: y(reference) }),
       marks,
       columns.map((column, c) => (c % every ? null : svg("text", { ...TICK, x: left + step * (c + 0.5), y: top + tall + 15, "text-anchor": "middle" }, column))),

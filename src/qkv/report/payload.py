@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from qkv.profiler.profiles import Profile
 
 
-RECEIVED_CELLS = 1_200_000  # largest number of values of received attention of all heads; more are binned
-CURVE_CELLS = 600_000  # the same for entropy, distance and sink along the text, together
+CELLS = 590_000  # largest number of values along the texts: 8,192 tokens of 270 heads take 3 MB; more are binned
 CURVE_BINS = 256  # charts are not wider
 MAP_CELLS = 24_000_000  # dense maps, about half a byte per weight in the page
 POOLED_CHARACTERS = 3_000_000  # largest size of the pooled maps of all texts, in characters
@@ -143,10 +142,9 @@ def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any],
     n_heads = len(heads)
     n_queries, n_keys = one.sizes["query"], one.sizes["key"]
     received = tables.received_share(one)[0]
-    bins = {
-        "received": min(n_keys, max(64, RECEIVED_CELLS // (views * n_heads))),
-        "curve": min(n_queries, CURVE_BINS, max(32, CURVE_CELLS // (3 * views * n_heads))),
-    }
+    curve = min(n_queries, CURVE_BINS, max(32, CELLS // (3 * views * n_heads)))
+    left = CELLS // views - (len(received) + 1) * n_keys - 3 * curve * n_heads  # those of layers are kept by token
+    bins = {"received": min(n_keys, max(64, left // n_heads)), "curve": curve}
     packed = _Packed()
     packed.add("received", layout.bins(received, bins["received"])[0], "log")
     packed.add("layers", received.mean(1), "log")

@@ -225,7 +225,7 @@ class _Removing:
         earlier = {other: self.outputs[other] for other in self.blocks[: self.blocks.index(block)]}
         module = self.places[layer][1]
         try:
-            with _given(earlier, items), edit(self.model, {(module, head): one for head in every}):
+            with given_outputs(earlier, items), edit(self.model, {(module, head): one for head in every}):
                 logits = _logits(self.model, self.ids.expand(items, -1))
             far = (logits[-1] - self.logits).abs().max() / self.logits.abs().max()
         except Exception:  # the model may need what the earlier layers compute inside; the whole model tells
@@ -250,8 +250,8 @@ class _InItems(Edit):
 
 
 @contextmanager
-def _given(outputs: Mapping[nn.Module, Any], items: int) -> Iterator[None]:
-    """Inside, modules give known outputs of one batch item, repeated, instead of computing them."""
+def given_outputs(outputs: Mapping[nn.Module, Any], items: int = -1) -> Iterator[None]:
+    """Inside, modules give known outputs, those of one batch item repeated `items` times, instead of computing them."""
     own = {module: vars(module).get("forward") for module in outputs}
     for module, output in outputs.items():
         repeated = mapped(output, lambda x: x.expand(items, *x.shape[1:]))

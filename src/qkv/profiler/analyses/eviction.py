@@ -11,13 +11,19 @@ that the policy would have evicted, averaged over queries. It does not include t
 **By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache.
 Models of qkv run with caches (`qkv.cache.Sliding` for ``window``, `qkv.cache.Sinks` for ``sinks``). Otherwise one
 forward runs under the masks that a policy makes from the queries, keys and values of each layer.
+
+Time and memory are those of the caches themselves, at the end of the first text, where tokens are read one by one.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +49,9 @@ from qkv.models.loading import load_if_named
 from qkv.models.loss import token_loss
 from qkv.models.pretrained import tell_rotary
 from qkv.profiler.capture.datasets import calls_of, without_values
-from qkv.profiler.capture.inputs import batches, sequences_of
+from qkv.profiler.capture.inputs import batches, sequences_of, vocabulary
 from qkv.profiler.capture.record import ObservedCall
+from qkv.profiler.data.frames import confidence
 from qkv.statistics.measure import in_shares, row_state, sweep
 
 if TYPE_CHECKING:
@@ -52,6 +59,10 @@ if TYPE_CHECKING:
 
 
 BUILT_IN = ("window", "sinks", "heavy")
+ALONE = 16
+"""How many tokens at the end of the first text are read one by one, to measure their time."""
+NUMBERS = 2**28
+"""The logits of a batch have at most so many numbers: 1 GB in float32."""
 Setting = tuple[str, int]
 """The name of a policy, and its budget."""
 
@@ -73,8 +84,10 @@ class Eviction:
     mass: pd.DataFrame
     """A row for each policy, budget, layer and head: ``mass_lost``, the mean share of a row on evicted keys."""
     loss: pd.DataFrame | None
-    """A row for each policy and budget: ``nats``, the loss on the next token, and ``delta_nats``, its rise over the
-    policy "full", which keeps all keys. None if the model was not run."""
+    """A row for each policy and budget: ``nats``, the loss on the next token; ``delta_nats``, its rise over the policy
+    "full", which keeps all keys, and ``low`` and ``high``, the ends of its 95 % confidence interval over texts (NaN for
+    one text); ``seconds``, the median for a token that is read alone; ``bytes`` of the caches of all layers. Both are
+    NaN where the model cannot generate with the policy. None if the model was not run."""
     attrs: dict[str, Any]
     """Model, tokens, texts, first, and whether it was run with caches or masks."""
 
@@ -112,7 +125,7 @@ def eviction(
 
     Args:
         model: a causal language model as in `qkv.profile`, or a name for `qkv.load`.
-        inputs: as in `qkv.profile`. Every text is run separately, without its padding.
+        inputs: as in `qkv.profile`. Every text is run without its padding. With several texts there is an interval.
         budgets: numbers of keys in the cache of each layer, at least 2 and more than `first`.
         policies: some of ``window``, ``sinks``, ``heavy``, ``snapkv``, ``pyramid``, ``tova``, ``keydiff``, ``knorm``,
             ``expected``, names registered by installed packages, and subclasses of `qkv.cache.Evicting`.
@@ -128,8 +141,8 @@ def eviction(
     >>> found = eviction("qkv-mini", "def f(x):\\n    return x", budgets=[6], policies=["window"], progress=False)
     >>> found.mass.columns.tolist()
     ['policy', 'budget', 'layer', 'head', 'mass_lost']
-    >>> found.loss["policy"].tolist()
-    ['full', 'window']
+    >>> found.loss.columns.tolist()
+    ['policy', 'budget', 'nats', 'delta_nats', 'low', 'high', 'seconds', 'bytes']
     """
     settings = _settings(budgets, policies, first)
     loaded = load_if_named(model, tokenizer, name, inputs=inputs, head=run)
@@ -137,21 +150,24 @@ def eviction(
     mode = run_mode(model) if run else None  # raises before anything is computed
     tell_rotary(model, settings.values())
     texts = list(_texts(model, inputs, tokenizer))
-    lengths = [ids.shape[1] for ids in texts]
+    lengths = [ids.shape[1] for ids in texts for _ in ids]
     lost: dict[tuple[str, int, int], Tensor] = {}
-    nats: dict[Setting | None, float] = dict.fromkeys([None, *settings], 0.0)
-    with bar("evicting", "tokens", sum(lengths) * (1 + (len(nats) if run else 0)), show=progress) as step:
+    nats: dict[Setting | None, list[float]] = {setting: [] for setting in (None, *settings)}
+    work = [ids.shape[1] for ids in texts]
+    work += [*work, lengths[0]] * len(nats) if run else []
+    with bar("evicting", "tokens", sum(work), show=progress) as step:
         for ids in texts:
             layers = _add_lost(lost, model, ids, settings, step)
-            for setting, total in nats.items() if mode else ():
+            for setting in nats if mode else ():
                 caches = settings[setting].for_layers(layers) if setting else None
-                nats[setting] = total + nats_of(model, ids, caches, step)
+                nats[setting] += nats_of(model, ids, caches, step)
+        if mode:
+            costs = _costs(model, texts[0][:1], settings, layers, step)
     attrs: dict[str, Any] = {
-        "model": loaded.name, "texts": len(texts), "tokens": sum(lengths),
+        "model": loaded.name, "texts": len(lengths), "tokens": sum(lengths),
         "longest": max(lengths), "first": first, "run": mode,
     }  # fmt: skip
-    predicted = sum(lengths) - len(lengths)
-    loss = _loss_table({key: value / predicted for key, value in nats.items()}) if run else None
+    loss = _loss_table(nats, [n - 1 for n in lengths], costs) if run else None
     attrs["policies"] = {name: cache.meaning for (name, _), cache in settings.items()}
     return Eviction(_mass_table(lost, sum(lengths), list(settings)), loss, attrs)
 
@@ -170,22 +186,21 @@ def _settings(budgets: Sequence[int], policies: Sequence[str | type[Evicting]], 
     return {(name, budget): made[budget][name] for name in made[budgets[0]] for budget in budgets}
 
 
-def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor, "1 n"]]:
-    """Token ids of each text, without padding."""
+def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor, "b n"]]:
+    """Token ids of the texts, without padding; consecutive texts of one length together, as their logits allow."""
     for batch in batches(model, inputs, tokenizer, None):
-        sequences = sequences_of(model, batch)
+        sequences, rows = sequences_of(model, batch), []
         if sequences.source is None or sequences.two:
             raise InputError(
                 f"model {type(model).__name__} does not read one sequence of tokens, expected a language model"
             )
         for item, ids in enumerate(sequences.source):
             keep = sequences.real_source.get(len(ids))
-            kept = ids if keep is None else ids[keep[item]]
-            if len(kept) < 2:
-                raise InputError(
-                    f"inputs has a text of {len(kept)} token, expected at least 2, to predict the last one"
-                )
-            yield kept[None]
+            rows.append(ids if keep is None else ids[keep[item]])
+            if (n := len(rows[-1])) < 2:
+                raise InputError(f"inputs has a text of {n} token, expected at least 2, to predict the last one")
+        for n, same in itertools.groupby(rows, len):
+            yield from torch.stack([*same]).split(max(1, NUMBERS // n // (vocabulary(model) or 1)))
 
 
 # --- a fact hidden in a text ------------------------------------------------------------------------------------------
@@ -241,7 +256,7 @@ def needle(
     layers = layers_of(model)
     run_mode(model)  # raises without an output head
     tell_rotary(model, settings.values())
-    text = next(_texts(model, inputs, tokenizer))
+    text = next(_texts(model, inputs, tokenizer))[:1]
     if (n := text.shape[1]) < 64:
         raise InputError(f"inputs has a text of {n} tokens, expected at least 64, to hide a fact in")
     caches: dict[Any, Evicting] = {("full", None): LastKeys(n + 64), **settings}
@@ -299,7 +314,7 @@ def _add_lost(
     lost: dict[tuple[str, int, int], Tensor], model: nn.Module, ids: Tensor, settings: Mapping[Setting, Evicting],
     step: Step,
 ) -> int:  # fmt: skip
-    """Add the lost mass of one text, summed over its queries, to `lost`: (heads,) for each policy, budget and layer.
+    """Add the lost mass of a batch, summed over its queries, to `lost`: (heads,) for each policy, budget and layer.
 
     Returns the number of layers.
     """
@@ -317,7 +332,7 @@ def _add_lost(
         here = {setting: caches[index] for setting, caches in made.items()}
         for (policy, budget), mass in mass_lost(observed, here).items():
             key = policy, budget, observed.layer
-            lost[key] = lost.get(key, 0) + mass[0].double().sum(-1).cpu()
+            lost[key] = lost.get(key, 0) + mass.double().sum((0, -1)).cpu()
         step(ids.shape[1] / len(calls))
     return len(calls)
 
@@ -374,14 +389,19 @@ def _mass_table(lost: dict[tuple[str, int, int], Tensor], queries: int, settings
     return pd.DataFrame(rows)
 
 
-def _loss_table(nats: dict[Setting | None, float]) -> pd.DataFrame:
+def _loss_table(
+    nats: Mapping[Setting | None, list[float]], tokens: list[int], costs: Mapping[Any, Any]
+) -> pd.DataFrame:
     import pandas as pd
 
-    rows = [
-        {"policy": policy, "budget": budget, "nats": nat, "delta_nats": nat - nats[None]}
-        for (policy, budget), nat in ((setting or ("full", None), nat) for setting, nat in nats.items())
-    ]
-    return pd.DataFrame(rows).astype({"budget": "Int64"})
+    rows = []
+    for setting, sums in nats.items():
+        ends = confidence([a - b for a, b in zip(sums, nats[None], strict=True)], sizes=tokens)
+        if setting is None or len(tokens) == 1:
+            ends = ends[0], math.nan, math.nan
+        rows.append((*(setting or ("full", None)), sum(sums) / sum(tokens), *ends, *costs[setting]))
+    columns = ["policy", "budget", "nats", "delta_nats", "low", "high", "seconds", "bytes"]
+    return pd.DataFrame(rows, columns=columns).astype({"budget": "Int64", "bytes": "Int64"})
 
 
 def run_mode(model: nn.Module) -> str:
@@ -405,19 +425,56 @@ def run_mode(model: nn.Module) -> str:
 
 @torch.no_grad()
 def nats_of(
-    model: nn.Module, ids: Int[Tensor, "1 n"], caches: Sequence[Evicting] | None, on_tokens: Callable[[float], None]
-) -> float:
-    """The sum of the loss over the n − 1 next tokens, in nats, with these caches of the layers; None keeps all keys."""
+    model: nn.Module, ids: Int[Tensor, "b n"], caches: Sequence[Evicting] | None, on_tokens: Callable[[float], None]
+) -> list[float]:
+    """For each text the sum of the loss over its n − 1 next tokens, in nats, with these caches of the layers; None
+    keeps all keys."""
     with evaluation_mode(model):
         if isinstance(model, DecoderLM):
             made = iter(_own(cache) for cache in caches) if caches else (Full(ids.shape[1]) for _ in itertools.count())
             online = caches is not None and caches[0].mask() is None
             chunk, begin = (1, min(cache.keys for cache in caches)) if caches and online else (64, 0)
             found = token_loss(model, ids, made.__next__, chunk=chunk, begin=begin, on_chunk=on_tokens)
-            return float(found.sum())
+            return found.sum(1).tolist()
         logits = _under_masks(model, ids, caches)
     on_tokens(ids.shape[1])
-    return float(nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:], reduction="sum"))
+    loss = nn.functional.cross_entropy
+    return [float(loss(x[:-1].double(), text[1:], reduction="sum")) for x, text in zip(logits, ids, strict=True)]
+
+
+@torch.no_grad()
+def _costs(
+    model: Any, ids: Int[Tensor, "1 n"], settings: Mapping[Setting, Evicting], layers: int, step: Step
+) -> dict[Setting | None, tuple[float, float]]:
+    """The median seconds of the last `ALONE` tokens of a text, read one by one, and the bytes of all caches.
+
+    All caches read a token before the next one, so that a slow moment of the machine affects all. Both numbers are NaN
+    where a model of Hugging Face cannot generate with a cache.
+    """
+    if not (own := isinstance(model, DecoderLM)):
+        from qkv.huggingface.generation import attending_through
+    held, states, seconds = dict[Any, list[Any]](), dict[Any, Any](), dict[Any, list[float]]()
+
+    def read(key: Setting | None, tokens: Tensor) -> float:
+        with nullcontext() if own else attending_through(model, held[key]) as cache:
+            started = time.perf_counter()
+            logits = model.step(tokens, states[key]) if own else model(input_ids=tokens, past_key_values=cache).logits
+            int(logits[0, -1:].argmax())  # waits for the device
+            return time.perf_counter() - started
+
+    found, alone = dict[Setting | None, tuple[float, float]](), min(ALONE, ids.shape[1] // 2)
+    with evaluation_mode(model):
+        for key, cache in ((None, LastKeys(ids.shape[1])), *settings.items()):
+            held[key] = [_own(one) if own else one for one in cache.for_layers(layers)]
+            states[key], found[key] = model.start(cache=iter(held[key]).__next__) if own else None, (math.nan, math.nan)
+            with suppress(InputError):
+                read(key, ids[:, :-alone])
+                seconds[key] = []
+            step(ids.shape[1])
+        for token in ids[:, -alone:].split(1, 1):
+            for key, some in seconds.items():
+                some.append(read(key, token))
+    return found | {key: (statistics.median(x), sum(c.nbytes for c in held[key])) for key, x in seconds.items()}
 
 
 def _own(cache: Evicting) -> Cache:
