@@ -146,7 +146,7 @@ def _library(tokenizer: Any, other: Any) -> Any:
 
     from qkv.profiler import corpora
 
-    texts = (tokenizer(text[:8192], return_tensors="pt")["input_ids"] for text in corpora.load("library").documents)
+    texts = (tokenizer(text[:8192], return_tensors="pt")["input_ids"] for text in corpora.load("library").texts)
     long = (ids[:, :DEFAULT_TOKENS] for ids in texts if ids.shape[1] >= DEFAULT_TOKENS)
     return torch.cat(found) if (found := list(itertools.islice(long, FILES))) else other
 

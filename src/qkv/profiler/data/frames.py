@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
-import operator
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
