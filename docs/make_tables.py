@@ -24,8 +24,10 @@ BOUNDS = {  # of the benchmarks with goals that are missed, what they are bound 
     "decode": "the elementwise operations on the weights of each head: grouped heads share keys, but not weights.",
     "llm": "at 73 tokens as `profile_short`. An ablated head changes all later layers and the output matrix, "
     "which are computed for each head: that is about half of a forward.",
+    "map": "the compiled library has made the forward faster; bins of a picture need not be powers of two, so they are "
+    "still filled from tiles of torch operations.",
     "own": "a normalizer of one's own is a formula of torch operations, and its level is found by search.",
-    "native": "at 64 tokens a call has too few tiles to share between threads evenly.",
+    "native": "calls of 64 tokens in bfloat16; by what was not measured.",
     "profile_cost": "the time and memory of eager attention differ between machines.",
     "profile_short": "the fixed cost of observing (hooks, geometry, data sets), and one reading of all parameters, "
     "which tells whether the model is still the one that was probed.",
