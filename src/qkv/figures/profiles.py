@@ -164,7 +164,7 @@ def types_figure(name: str, table: pd.DataFrame) -> Figure:
     key = 0.235 * (len(present) + len(shown) + (1 if shown else 0))
     left, top = 0.75, 1.05
     width = max(left + wide + 3.9, 7.2)
-    subtitle = f"{name} · {layers_and_heads(layers, heads)} · a head has the first type whose threshold it reaches"
+    subtitle = f"{name} · {layers_and_heads(layers, heads)} · the first type that a head reaches"
     figure = titled(width, top + max(tall, key) + 0.7, _sentence(table), subtitle)
     axes = place(figure, left, top, wide, tall)
     order = {kind: float(at) for at, kind in enumerate(KINDS)}
@@ -373,7 +373,7 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     left, top, gap = 0.75, 1.3, 0.45
     width = max(left + len(kinds) * (wide + gap) + 0.6, 9.2)
     lower = top + tall + 1.0
-    score = "α: mean weight on a token, of the queries that see it; above, of the first 64"
+    score = "α: mean weight on a token; above, of the first 64 queries"
     even = "" if np.isnan(mean := table["alpha_even"].mean()) else f" (even rows: {percent(mean)})"
     figure = titled(width, lower + 2.6 + 0.6, _sinks_sentence(data), f"{name} · {score}{even}")
     for index, (column, label) in enumerate(kinds.items()):
