@@ -404,8 +404,8 @@ def _hint(path: Path) -> str:
 
 @contextmanager
 def _status(corpus: Corpus) -> Iterator[None]:
-    """A spinner while a corpus is tokenized, and a remark on the files that were skipped."""
+    """A spinner while a corpus is tokenized, and a remark on the documents that were left out."""
     if skipped := [one.reason for one in corpus.documents if one.reason is not None]:
-        say(f"{corpus.name}: skipped {len(skipped):,} files: {', '.join(sorted(set(skipped)))}")
+        say(f"{corpus.name}: left out {len(skipped):,} documents: {', '.join(sorted(set(skipped)))}")
     with spinner(f"tokenizing {corpus.name}, once"):
         yield

@@ -138,7 +138,7 @@ def _shuffled(name: str, documents: Iterable[Document]) -> Corpus:
     """A corpus in the order of a hash of the names, without duplicates and blank texts."""
     found = sorted(documents, key=lambda one: hashlib.sha256(one.name.encode(errors="surrogateescape")).digest())
     texts = dict.fromkeys(one.text for one in found if one.reason is None and one.text is not None)
-    return of_texts(texts, name, unreadable=sum(one.reason not in (None, BLANK) for one in found))
+    return of_texts(texts, name, left_out=[one for one in found if one.reason not in (None, BLANK)])
 
 
 def _python_files(name: str, root: Path) -> Corpus:

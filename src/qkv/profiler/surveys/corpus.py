@@ -103,8 +103,8 @@ def checked_shards(number: int) -> None:
         raise InputError(f"shards is {number}, expected 1 to 9999")
 
 
-def of_texts(texts: Iterable[str], name: str = "texts", *, unreadable: int = 0) -> Corpus:
-    """A corpus of strings; `unreadable` further files count as documents that were left out.
+def of_texts(texts: Iterable[str], name: str = "texts", *, left_out: Iterable[Document] = ()) -> Corpus:
+    """A corpus of strings, and of documents that are none, each with its reason.
 
     >>> [d.reason for d in of_texts(["a", " "]).documents]
     [None, 'empty']
@@ -116,9 +116,9 @@ def of_texts(texts: Iterable[str], name: str = "texts", *, unreadable: int = 0) 
         data = text.encode(errors="surrogatepass")
         state.update(hashlib.sha256(data).digest())
         found.append(Document(f"{name} {at}", len(data), text=text, reason=None if text.strip() else BLANK))
-    for _ in range(unreadable):
+    for one in left_out:
         state.update(hashlib.sha256().digest())
-        found.append(Document(f"{name}: a file", 0, reason=BINARY))
+        found.append(Document(one.name, 0, reason=one.reason))
     if all(d.reason is not None for d in found):
         reasons = ", ".join(sorted({d.reason for d in found if d.reason}))
         skipped = f"; {len(found):,} left out: {reasons}" if reasons else ""
