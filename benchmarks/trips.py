@@ -3,7 +3,8 @@
     python -m benchmarks.trips [--list]
 
 Counted with sys.setprofile on the second call, when modules are imported and caches are filled. Only Python functions
-of `src/qkv` count; depth is the number of them on the stack at once.
+of `src/qkv` count; depth is the number of them on the stack at once. Comprehensions, generator expressions and lambdas
+belong to the function that has them: Python 3.12 runs most of them in its frame.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def trip(call: Callable[[], Any]) -> tuple[list[tuple[str, str]], int, int]:
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal depth, deepest, calls
-        if not frame.f_code.co_filename.startswith(SOURCE) or event not in ("call", "return"):
+        of_qkv = frame.f_code.co_filename.startswith(SOURCE) and not frame.f_code.co_name.startswith("<")
+        if not of_qkv or event not in ("call", "return"):
             return
         if event == "return":
             depth -= 1
