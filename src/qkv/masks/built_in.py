@@ -12,7 +12,18 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of, one_of
-from qkv.masks.base import Blockwise, Grid, Mask, Predicate, Region, TensorMask, Tiles, check_pairs, tile_status
+from qkv.masks.base import (
+    Blockwise,
+    Grid,
+    Mask,
+    Predicate,
+    Region,
+    TensorMask,
+    Tiles,
+    check_pairs,
+    full_and_empty,
+    tile_status,
+)
 
 
 class _Band(Mask):
@@ -168,11 +179,6 @@ class Prefix(Mask):
     def key_mask(self, grid: Grid) -> Tensor:
         return grid.columns(0, grid.n_keys)[None] < self.length
 
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        full = (tiles.k_last < self.length).expand(len(tiles.q_first), -1)
-        empty = (tiles.k_first >= self.length).expand(len(tiles.q_first), -1)
-        return tile_status(full, empty)
-
 
 @dataclass(frozen=True)
 class Global(Mask):
@@ -215,15 +221,12 @@ class Global(Mask):
         return Predicate(visible)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        before = torch.nn.functional.pad(_chosen(self.indices, grid.n_keys).cumsum(0), (1, 0))
-
-        def any_and_all(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-            counts = before[(last + 1).clamp(0, grid.n_keys)] - before[first.clamp(0, grid.n_keys)]
-            return counts > 0, counts == last - first + 1
-
-        any_q, all_q = any_and_all(tiles.q_first, tiles.q_last)
-        any_k, all_k = any_and_all(tiles.k_first, tiles.k_last)
-        return tile_status(all_q[:, None] | all_k, ~(any_q[:, None] | any_k))
+        chosen = _chosen(self.indices, grid.n_keys)[None]
+        (all_q, no_q), (all_k, no_k) = (
+            full_and_empty(chosen, first, last)
+            for first, last in ((tiles.q_first, tiles.q_last), (tiles.k_first, tiles.k_last))
+        )
+        return tile_status(all_q.T | all_k, no_q.T & no_k)
 
 
 @functools.lru_cache(maxsize=8)
@@ -384,11 +387,6 @@ class Padding(TensorMask):
         one_of("Padding: side", self.side, ("left", "right"))
         object.__setattr__(self, "lengths", lengths)
 
-    def _range(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """Return the first visible key and first key after them, shaped (b, 1, 1, 1)."""
-        lengths = torch.as_tensor(self.lengths)[:, None, None, None]
-        return (0 * lengths, lengths) if self.side == "right" else (grid.n_keys - lengths, 0 * lengths + grid.n_keys)
-
     def check(self, grid: Grid) -> None:
         lengths = torch.as_tensor(self.lengths)
         if len(lengths) not in (1, grid.batch):
@@ -405,16 +403,8 @@ class Padding(TensorMask):
         return (k < length) if self.side == "right" else (k >= grid.n_keys - length)
 
     def key_mask(self, grid: Grid) -> Tensor:
-        start, stop = (x[:, 0, 0].to(grid.device) for x in self._range(grid))
-        keys = grid.columns(0, grid.n_keys)
-        return (keys >= start) & (keys < stop)
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        start, stop = (x.cpu() for x in self._range(grid))
-        shape = (-1, -1, len(tiles.q_first), -1)
-        full = (tiles.k_first >= start) & (tiles.k_last < stop)
-        empty = (tiles.k_last < start) | (tiles.k_first >= stop)
-        return tile_status(full.expand(shape), empty.expand(shape))
+        lengths, keys = torch.as_tensor(self.lengths).to(grid.device)[:, None], grid.columns(0, grid.n_keys)
+        return keys < lengths if self.side == "right" else keys >= grid.n_keys - lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -518,6 +508,9 @@ class Dense(TensorMask):
         if h > 1 or n_queries > 1:
             return None
         return self.tensor[:, 0, 0].to(grid.device).expand(b, grid.n_keys)
+
+    def visible_keys(self, grid: Grid) -> Tensor:
+        return self.tensor.to(grid.device).expand(-1, -1, grid.n_queries, grid.n_keys).sum(-1)
 
     def visible(self, region: Region, grid: Grid) -> Tensor:
         visible = region.of(self.tensor.to(grid.device))  # a slice: much faster than looking up every pair
