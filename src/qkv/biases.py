@@ -102,7 +102,7 @@ class Bias(Definition):
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Return the score of query i (its row, not its position) and key j with the bias, as a ``score_mod``.
 
-        Used by FlexAttention, `choose_keys`, and the flash kernel on sparse masks.
+        Used by FlexAttention.
         """
         raise InputError(f"{type(self).__name__}: no method at(score, b, h, i, j)")
 
