@@ -26,31 +26,37 @@ from qkv.masks.base import (
 )
 
 
-class _Band(Mask):
-    """All pairs with low ≤ q − k ≤ high, where q and k are positions."""
+class _OfDistance(Mask):
+    """All pairs whose distance q − k is a multiple of `step` in low … high, where q and k are positions."""
+
+    @property
+    def _distances(self) -> tuple[float, float, int]:
+        """The low and the high end, multiples of the step or infinite, and the step."""
+        raise NotImplementedError
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        low, high, step = self._distances
+        return (low, high) if step == 1 else None
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        assert self.band is not None
-        low, high = self.band
-        back = q - k
-        if high == math.inf:
-            return back >= low
-        return (back >= low) & (back <= high)
+        (low, high, step), back = self._distances, q - k
+        visible = back >= low
+        if high < math.inf:
+            visible = visible & (back <= high)
+        return visible & (back % step == 0) if step > 1 else visible
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        assert self.band is not None
-        low, high = self.band
-        least, most = _distances(tiles)
-        return tile_status((least >= low) & (most <= high), (most < low) | (least > high))
-
-
-def _distances(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Return the least and greatest q − k of each tile, (rows, cols)."""
-    return tiles.q_first[:, None] - tiles.k_last, tiles.q_last[:, None] - tiles.k_first
+        low, high, step = self._distances
+        least = (tiles.q_first[:, None] - tiles.k_last).double()
+        most = (tiles.q_last[:, None] - tiles.k_first).double()
+        last = most.clamp(max=high).div(step, rounding_mode="floor") * step  # the greatest visible distance, if any
+        full = (least >= low) & (most <= high) & (last >= least) & ((least == most) | (step == 1))
+        return tile_status(full, last < least.clamp(min=low))
 
 
 @dataclass(frozen=True)
-class Causal(_Band):
+class Causal(_OfDistance):
     """A query attends to its own position and all earlier ones.
 
     >>> Causal().dense(3, 3)[0, 0].int().tolist()
@@ -58,12 +64,12 @@ class Causal(_Band):
     """
 
     @property
-    def band(self) -> tuple[float, float]:
-        return 0, math.inf
+    def _distances(self) -> tuple[float, float, int]:
+        return 0, math.inf, 1
 
 
 @dataclass(frozen=True)
-class Window(_Band):
+class Window(_OfDistance):
     """A query attends to `size` keys ending with its own, and to `ahead` keys after it.
 
     ``Window(w)`` is the sliding window of a causal model; ``Window(r + 1, ahead=r)`` is the symmetric
@@ -80,8 +86,8 @@ class Window(_Band):
         _check_window("Window", self.size, self.ahead)
 
     @property
-    def band(self) -> tuple[float, float]:
-        return -self.ahead, self.size - 1
+    def _distances(self) -> tuple[float, float, int]:
+        return -self.ahead, self.size - 1, 1
 
 
 def _check_window(name: str, size: int, ahead: int) -> None:
@@ -97,7 +103,7 @@ def _check_step(name: str, step: int) -> None:
 
 
 @dataclass(frozen=True)
-class Strided(Mask):
+class Strided(_OfDistance):
     """A query attends to every `step`-th key, counted from its own in both directions.
 
     The strided pattern of Child et al. 2019 (arXiv:1904.10509, §4.3) is ``(Strided(l) | Window(l)) & Causal()``, with
@@ -112,22 +118,13 @@ class Strided(Mask):
     def __post_init__(self) -> None:
         _check_step("Strided", self.step)
 
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return (q - k) % self.step == 0
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        return _step_status(*_distances(tiles), self.step)
-
-
-def _step_status(least: Tensor, most: Tensor, step: int) -> Tensor:
-    """Return the block status of tiles of distances least … most when every `step`-th distance is visible."""
-    multiple = most.div(step, rounding_mode="floor") * step  # the greatest multiple that is at most `most`
-    full = (multiple >= least) & ((least == most) | (step == 1))
-    return tile_status(full, multiple < least)
+    @property
+    def _distances(self) -> tuple[float, float, int]:
+        return -math.inf, math.inf, self.step
 
 
 @dataclass(frozen=True)
-class Dilated(Mask):
+class Dilated(_OfDistance):
     """A window with gaps: `size` keys `step` positions apart, ending with the query's own, and `ahead` keys after it.
 
     (Beltagy et al. 2020, arXiv:2004.05150, fig. 2c.)
@@ -144,17 +141,9 @@ class Dilated(Mask):
         _check_window("Dilated", self.size, self.ahead)
         _check_step("Dilated", self.step)
 
-    def _window(self) -> Window:
-        return Window((self.size - 1) * self.step + 1, self.ahead * self.step)
-
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self._window().sees(b, h, q, k, grid) & ((q - k) % self.step == 0)
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        least, most = _distances(tiles)
-        low, high = -self.ahead * self.step, (self.size - 1) * self.step  # both multiples of the step
-        inside = _step_status(least.clamp(low, high), most.clamp(low, high), self.step)
-        return torch.minimum(inside, self._window().classify(tiles, grid))
+    @property
+    def _distances(self) -> tuple[float, float, int]:
+        return -self.ahead * self.step, (self.size - 1) * self.step, self.step
 
 
 @dataclass(frozen=True)
