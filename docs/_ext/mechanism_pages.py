@@ -91,7 +91,7 @@ def _cost(arguments: str | None) -> str:
         x = torch.zeros(1).expand(1, 8, n, 64)
         plan = qkv.plan(x, x, x, **eval(f"dict({arguments})", {"n": n, **NAMES}))
         work = f"{plan.flops / 1e9:,.3g} GFLOP over {plan.share:.1%} of the pairs"
-        lines += [f"  - {n:,} tokens: `{plan.kernel}`, {work}, {plan.peak / 2**20:,.0f} MiB beside the inputs"]
+        lines += [f"  - {n:,} tokens: `{plan.kernel}`, {work}, {plan.peak_bytes / 2**20:,.0f} MiB beside the inputs"]
     return "\n".join(lines)
 
 

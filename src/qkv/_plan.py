@@ -47,16 +47,16 @@ class Plan:
     """Pairs of query and key that are computed; a partial tile counts half of its pairs."""
     flops: int
     """Multiplications and additions of the two matrix products: q·k and weights·v."""
-    bytes: int
+    traffic_bytes: int
     """Minimum memory traffic: q, k, v, the output, the log-sum-exp, and the weights if they are formed."""
-    peak: int
-    """Estimated memory in bytes beyond the inputs: outputs, copies, tiles."""
+    peak_bytes: int
+    """Estimated memory beyond the inputs: outputs, copies, tiles."""
     share: float
     """Fraction of all query-key pairs that are computed."""
-    steps: tuple[Step, ...]
-    """The tensors of the call from queries to output, with their shapes, and the operations between them."""
     statistics: str
     """What computes the statistics of the weights, if they are requested."""
+    drawing: str
+    """The text of `diagram`."""
 
     def diagram(self) -> str:
         """Return the way from queries, keys and values to the output, with the shapes of this call.
@@ -75,21 +75,15 @@ class Plan:
           │ weighted sum of the values
         output   1 × 4 × 100 × 8
         """
-        width = max(len(step.name) for step in self.steps)
-        shapes = [" × ".join(map(str, step.shape)) for step in self.steps]
-        wide, lines = max(map(len, shapes)), []
-        for step, shape in zip(self.steps, shapes, strict=True):
-            lines += [f"  │ {operation}" for operation in step.operations]
-            lines.append(f"{step.name:<{width}}  {shape:<{wide}}  {step.note}".rstrip())
-        return "\n".join(lines)
+        return self.drawing
 
     def __str__(self) -> str:
         width = max(map(len, (self.kernel, *self.rejected)))
         lines = [
             f"{self.kernel:<{width}}  {self.reason}",
             f"{'':<{width}}  work    {_amount(self.flops, 'FLOP', 1000)} over {self.share:.0%} of the pairs",
-            f"{'':<{width}}  memory  {_amount(self.peak, 'B', 1024)} beside the inputs (estimate), "
-            f"{_amount(self.bytes, 'B', 1024)} read and written",
+            f"{'':<{width}}  memory  {_amount(self.peak_bytes, 'B', 1024)} beside the inputs (estimate), "
+            f"{_amount(self.traffic_bytes, 'B', 1024)} read and written",
             f"{'':<{width}}  statistics, if requested: {self.statistics}",
             *(f"{name:<{width}}  not: {why}" for name, why in self.rejected.items()),
         ]
@@ -130,7 +124,7 @@ def plan(
     pairs, flops, moved, peak = cost(name, call)
     b, h, n_queries, _ = call.q.shape
     share = pairs / (b * h * n_queries * call.k.shape[2])
-    return Plan(name, reason, rejected, pairs, flops, moved, peak, share, steps_of(call, name), engine(call))
+    return Plan(name, reason, rejected, pairs, flops, moved, peak, share, engine(call), diagram(call, name))
 
 
 def cost(kernel: str, call: Call) -> tuple[int, int, int, int]:
@@ -183,46 +177,45 @@ def visible_pairs(call: Call) -> int:
 SHOWN = 4  # the longest sequence that is written out in the name of an object
 
 
-@dataclass(frozen=True)
-class Step:
-    """A tensor of an attention call."""
-
-    name: str
-    shape: tuple[int, ...]
-    operations: tuple[str, ...] = ()
-    """The operations that make it from the tensors before it, in order; none for an argument of the call."""
-    note: str = ""
-
-
-def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
-    """Return the tensors of a call, in the order in which they are computed."""
+def diagram(call: Call, kernel: str) -> str:
+    """Return the tensors of a call with their shapes, in the order in which they are computed, and the operations."""
     user = call.user
     b, h, n_queries, _ = call.q.shape
-    pairs = (b, h, n_queries, call.k.shape[2])
-    shared = h // call.k.shape[1]
-    group = f"each of their heads serves {shared} heads of queries" if shared > 1 else ""
-    steps, score = [], named(user.score)
-    for name, before, after in (("queries", user.q, call.q), ("keys", user.k, call.k)):
-        steps.append(Step(name, tuple(before.shape), note=group if name == "keys" else ""))
-        if after is not before and overrides(user.score, Score, "project"):
-            steps.append(Step(f"projected {name}", tuple(after.shape), (f"projection of {score}",)))
-    steps.append(Step("values", tuple(user.v.shape), note=group))
     if kernel in FORM_WEIGHTS:
         formed = f"formed by the kernel {kernel!r}"
     elif kernel == "linear":
         formed = "never formed: the linear kernel first sums keys × values"
     else:
         formed = f"never formed whole: the kernel {kernel!r} computes them in blocks"
-    product = f"dot products × {call.factor:.4g}" if call.pairwise is None else score
-    biases = tuple(f"bias {named(bias)}" for bias in user.biases)
-    steps.append(Step("scores", pairs, (product, *biases), formed))
-    mask = () if user.mask is None else (f"mask {named(user.mask)}",)
-    weigh = named(user.normalizer) + (", with a sink that has no value" if call.sink is not None else "")
-    drop = (f"dropout of {call.dropout_p:g}",) if call.dropout_p else ()
-    steps.append(Step("weights", pairs, (*mask, weigh, *drop), formed))
-    added = "weighted sum of the values" + (" and of the vectors by distance" if call.values is not None else "")
-    steps.append(Step("output", (b, h, n_queries, user.v.shape[3]), (added,)))
-    return tuple(steps)
+    queries_per_key_head = h // call.k.shape[1]
+    group = f"each of their heads serves {queries_per_key_head} heads of queries" if queries_per_key_head > 1 else ""
+    rows: list[tuple[str, str, str]] = []  # the name, shape and note of a tensor; or "", an operation and ""
+
+    def add(name: str, shape: Sequence[int], note: str = "") -> None:
+        rows.append((name, " × ".join(map(str, shape)), note))
+
+    def apply(*operations: str) -> None:
+        rows.extend(("", operation, "") for operation in operations)
+
+    for name, before, after in (("queries", user.q, call.q), ("keys", user.k, call.k)):
+        add(name, before.shape, group if name == "keys" else "")
+        if after is not before and overrides(user.score, Score, "project"):
+            apply(f"projection of {named(user.score)}")
+            add(f"projected {name}", after.shape)
+    add("values", user.v.shape, group)
+    apply(f"dot products × {call.factor:.4g}" if call.pairwise is None else named(user.score))
+    apply(*(f"bias {named(bias)}" for bias in user.biases))
+    add("scores", (b, h, n_queries, call.k.shape[2]), formed)
+    apply(*([] if user.mask is None else [f"mask {named(user.mask)}"]))
+    apply(named(user.normalizer) + (", with a sink that has no value" if call.sink is not None else ""))
+    apply(*([f"dropout of {call.dropout_p:g}"] if call.dropout_p else []))
+    add("weights", (b, h, n_queries, call.k.shape[2]), formed)
+    apply("weighted sum of the values" + (" and of the vectors by distance" if call.values is not None else ""))
+    add("output", (b, h, n_queries, user.v.shape[3]))
+    width, across = max(len(name) for name, _, _ in rows), max(len(shape) for name, shape, _ in rows if name)
+    return "\n".join(
+        f"{name:<{width}}  {text:<{across}}  {note}".rstrip() if name else f"  │ {text}" for name, text, note in rows
+    )
 
 
 def named(thing: object) -> str:

@@ -49,7 +49,7 @@ class Bias(Definition):
     (2.0, 1.0)
     """
 
-    definitions: ClassVar = {"apply": ("apply_", "at", "gradients", "position_free", "by_head", "part", "form")}
+    definitions: ClassVar = {"apply": ("at", "gradients", "position_free", "by_head", "part", "form")}
     position_free = False
     """Whether the bias depends on the score alone, not on the positions of its query and key."""
     by_head = True
@@ -91,10 +91,6 @@ class Bias(Definition):
 
     # --- optional shortcuts; a subclass that overrides `apply` loses the inherited ones -------------------------------
 
-    def apply_(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
-        """Return `apply` without gradients; it may overwrite the scores."""
-        return self.apply(scores, region)
-
     def gradients(
         self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
@@ -106,7 +102,7 @@ class Bias(Definition):
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Return the score of query i (its row, not its position) and key j with the bias, as a ``score_mod``.
 
-        Used by FlexAttention, `choose_keys`, and the flash kernel on sparse masks.
+        Used by FlexAttention.
         """
         raise InputError(f"{type(self).__name__}: no method at(score, b, h, i, j)")
 
@@ -192,9 +188,6 @@ class AdditiveBias(Bias):
 
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
         return scores + self.added(region).to(scores)
-
-    def apply_(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
-        return scores.add_(self.added(region).to(scores))
 
     def gradients(
         self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
@@ -401,24 +394,6 @@ class SoftCap(Bias):
 
     def apply(self, scores: Tensor, region: Region) -> Tensor:
         return torch.tanh(scores / self.cap) * self.cap
-
-    def apply_(self, scores: Tensor, region: Region) -> Tensor:
-        return self._tanh_(scores).mul_(self.cap)
-
-    def gradients(
-        self, before: Tensor, region: Region, slope: Tensor, learned: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
-        tanh = self._tanh_(before.clone())
-        return (slope * tanh.square_().neg_().add_(1),)
-
-    def _tanh_(self, scores: Tensor) -> Tensor:
-        """Return tanh(score / cap), overwriting the scores; computed as m / (m + 2) with m = exp(2 score / cap) − 1.
-
-        As exact as torch's tanh, and faster on CPU. The exponent is clamped at 60, where tanh is 1 in any dtype, so
-        that m cannot overflow.
-        """
-        m = scores.mul_(2 / self.cap).clamp_(max=60).expm1_()
-        return m.div_(m + 2)
 
     def part(self, region: Region) -> SoftCap:
         return self

@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._contract import overrides
 from qkv.biases import Bias
-from qkv.engine.call import Call, as_biases, as_mask, at_least_float32, detached
+from qkv.engine.call import Call, as_biases, as_mask, detached
 from qkv.errors import InputError
-from qkv.kernels import eager, pick, serve, tiled
-from qkv.masks import Mask
+from qkv.kernels import attention, eager, pick, serve, tiled
+from qkv.masks import Mask, Predicate
 from qkv.normalizers import Hard, Softmax
 from qkv.scores import Score
 
@@ -79,18 +78,22 @@ def choose_keys(
     (1, 1.0, 9.0)
     """
     mask, given = as_mask(mask), as_biases(bias)
-    drawn = _chosen(Call.of(q, k, k, mask, given, score, Hard(sample, temperature), seed=seed))
+    chosen = _chosen(Call.of(q, k, k, mask, given, score, Hard(sample, temperature), seed=seed))
     call = Call.of(q, k, k, mask, given, score, Softmax(temperature))
     if call.values is not None:
         raise InputError(
             "choose_keys: bias is RelativePosition with values, which have no effect on the choice; pass "
             "RelativePosition(keys)"
         )
-    lse = serve(call).lse
+    lse, none, grid = serve(call).lse, chosen < 0, call.grid
+    # The log-sum-exp over the chosen key alone is its score.
+    key = chosen.clamp(min=0)
+    alone = Predicate(lambda b, h, q, k: key[b, h, q - grid.offset] == k)
+    score_of_key = attention(Call.of(q, k, k, alone, given, score, Softmax(temperature))).lse
     assert lse is not None
-    none = drawn < 0
-    log_prob = torch.where(none, 0.0, _score(call, drawn.clamp(min=0)) - lse.masked_fill(none, 0))
-    return Choice(drawn, log_prob)
+    assert score_of_key is not None
+    log_prob = torch.where(none, 0.0, score_of_key.masked_fill(none, 0) - lse.masked_fill(none, 0))
+    return Choice(chosen, log_prob)
 
 
 def _chosen(call: Call) -> Int[Tensor, "b h nq"]:
@@ -103,27 +106,3 @@ def _chosen(call: Call) -> Int[Tensor, "b h nq"]:
     chosen = tiled.row_state(call).chosen
     assert chosen is not None
     return chosen
-
-
-def _score(call: Call, index: Tensor) -> Tensor:
-    """Final score of each query with its chosen key."""
-    wide = at_least_float32(call.q.dtype)
-    b, h, n_queries, d = call.q.shape
-    folded = index.view(b, call.k.shape[1], -1, 1).expand(-1, -1, -1, d)
-    q, k = call.q.to(wide), call.k.to(wide).gather(2, folded).view(b, h, n_queries, d)
-    if call.pairwise is None:
-        score = call.factor * (q * k).sum(-1)
-    else:  # one query and one key at a time: rows are folded into the batch
-        q, k = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in (q, k))
-        score = call.pairwise.scores(q, k)[..., 0, 0].unflatten(0, (b, n_queries)).transpose(1, 2)
-    device = index.device
-    item, head = torch.arange(b, device=device)[:, None, None], torch.arange(h, device=device)[:, None]
-    row = torch.arange(n_queries, device=device)
-    for bias in call.biases:
-        if not overrides(bias, Bias, "at"):
-            raise InputError(
-                f"choose_keys: bias is {type(bias).__name__}, which has no method at(score, b, h, i, j); expected one "
-                "that can be applied to a single score"
-            )
-        score = bias.at(score, item, head, row, index)
-    return score / call.normalizer.temperature

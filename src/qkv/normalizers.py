@@ -65,17 +65,18 @@ class Normalizer(Definition):
         """Return `weight` of scores at the level of their rows, which a `Pointwise` normalizer does not have."""
         raise NotImplementedError
 
-    def weigh_(self, scores: Scores, level: Level | None) -> Scores:
-        """Return `weigh`; it may overwrite `scores`."""
-        raise NotImplementedError
+    # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
 
     def slope_from_weights(self, weights: Scores) -> Scores:
-        """Return ∂ weight / ∂ score as a function of the weights, if they determine it."""
-        raise NotImplementedError
+        """Return ∂ weight / ∂ score as a function of the weights, if they determine it.
+
+        A weight with a level must depend on score − level alone.
+        """
+        raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
 
     def level_of(self, scores: Scores) -> Float[Tensor, "*n"]:
-        """Return the level of whole rows, −inf where masked, in closed form."""
-        raise NotImplementedError
+        """Return the level of whole rows, −inf where masked, in closed form; 0 for fully masked rows."""
+        raise InputError(f"{type(self).__name__}: no method level_of(scores)")
 
     def tensors(self) -> dict[str, Tensor]:
         """Return learned tensors that `weight` uses, by name."""
@@ -122,8 +123,8 @@ class Pointwise(Normalizer):
 
     definitions: ClassVar = {
         "weight": (
-            "weight_", "slope_from_weights", "log_weight", "slope_of_log", "is_identity", "nonnegative", "by_head",
-            "zero_at_minus_infinity", "tensors",
+            "slope_from_weights", "log_weight", "is_identity", "nonnegative", "by_head", "zero_at_minus_infinity",
+            "tensors",
         )
     }  # fmt: skip
     is_identity = False
@@ -142,28 +143,11 @@ class Pointwise(Normalizer):
     def weigh(self, scores: Scores, level: Level | None) -> Scores:
         return self.weight(scores)
 
-    def weigh_(self, scores: Scores, level: Level | None) -> Scores:
-        return self.weight_(scores)
-
-    # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
-
-    def weight_(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """Return `weight`; it may overwrite `scores`."""
-        return self.weight(scores)
-
-    def slope_from_weights(self, weights: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """Return the derivative of `weight`, as a function of the weights; only if they determine it."""
-        raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
+    # --- optional parts of a definition -------------------------------------------------------------------------------
 
     def log_weight(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
         """Return the logarithm of `weight`, for ``divide="sum"``: avoids underflow in rows of tiny weights."""
         raise InputError(f"{type(self).__name__}: no method log_weight(scores)")
-
-    def slope_of_log(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """Return the derivative of `log_weight`."""
-        raise InputError(f"{type(self).__name__}: no method slope_of_log(scores)")
-
-    # --- optional parts of a definition -------------------------------------------------------------------------------
 
     def shift(
         self, visible: Callable[[], Float[Tensor, "#b #h nq"]], like: Float[Tensor, "..."]
@@ -208,10 +192,8 @@ class SumToOne(Normalizer):
     """
 
     definitions: ClassVar = {
-        "weight": (
-            "weight_", "level_of", "slope_from_weights", "has_lse", "by_head", "zero_at_minus_infinity", "tensors",
-        )
-    }  # fmt: skip
+        "weight": ("level_of", "slope_from_weights", "has_lse", "by_head", "zero_at_minus_infinity", "tensors")
+    }
 
     def __init__(
         self, *, temperature: float = 1.0, sink: SinkLogits = None, key: Float[Tensor, "heads d"] | None = None
@@ -236,27 +218,8 @@ class SumToOne(Normalizer):
     def weigh(self, scores: Scores, level: Level | None) -> Scores:
         return self.weight(scores, level)  # type: ignore[arg-type]  # such a normalizer always has one
 
-    def weigh_(self, scores: Scores, level: Level | None) -> Scores:
-        return self.weight_(scores, level)  # type: ignore[arg-type]
-
-    # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
-
-    def weight_(self, scores: Float[Tensor, "*n k"], level: Float[Tensor, "*n #k"]) -> Float[Tensor, "*n k"]:
-        """Return `weight`; it may overwrite `scores`."""
-        return self.weight(scores, level)
-
-    def level_of(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n"]:
-        """Return the level of whole rows, −inf where masked, in closed form; 0 for fully masked rows."""
-        raise InputError(f"{type(self).__name__}: no method level_of(scores)")
-
-    def slope_from_weights(self, weights: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """Return ∂ weight / ∂ score as a function of the weights; only if a weight depends on score − level alone."""
-        raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
-
     def tensors(self) -> dict[str, Tensor]:
         return {name: x for name, x in learned_tensors(self).items() if x is not self.sink and x is not self.key}
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def check(self, heads: int) -> None:
         require(self, SumToOne, "weight", "scores, level", "the weight of each score at its row's level")
@@ -334,8 +297,8 @@ def log_sum_exp(scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n"]:
     return torch.where(visible, top[..., 0] + torch.log(torch.where(visible, total, 1.0)), -torch.inf)
 
 
-class Exponential(SumToOne):
-    """Base of normalizers with softmax weights exp(s − level), where the level is the log-sum-exp of the scores."""
+class _SameForAllHeads(SumToOne):
+    """A weight without learned tensors, the same function for all heads."""
 
     by_head = False
     zero_at_minus_infinity = True
@@ -343,11 +306,12 @@ class Exponential(SumToOne):
     def tensors(self) -> dict[str, Tensor]:
         return {}
 
+
+class Exponential(_SameForAllHeads):
+    """Base of normalizers with softmax weights exp(s − level), where the level is the log-sum-exp of the scores."""
+
     def weight(self, scores: Tensor, level: Tensor) -> Tensor:
         return torch.exp(scores - level)
-
-    def weight_(self, scores: Tensor, level: Tensor) -> Tensor:
-        return scores.sub_(level).mul_(LOG2_E).exp2_()  # base 2: MKL's exp is slow on some processors
 
     def level_of(self, scores: Tensor) -> Tensor:
         lse = log_sum_exp(scores)
@@ -411,7 +375,7 @@ STEPS = 100  # most Newton steps for a threshold
 
 
 @dataclass(frozen=True, eq=False)
-class Entmax(SumToOne):
+class Entmax(_SameForAllHeads):
     """α-entmax: [(α − 1) (s − level)]₊^(1/(α−1)), which sum to one; exact zeros for low scores.
 
     1 < α ≤ 2; α = 1.5 by default, α = 2 is `Sparsemax`, and α → 1 is softmax (Peters et al. 2019, arXiv:1905.05702,
@@ -427,24 +391,14 @@ class Entmax(SumToOne):
     temperature: float = 1.0
     sink: SinkLogits = None
     key: Float[Tensor, "heads d"] | None = None
-    by_head = False
-    zero_at_minus_infinity = True
 
     def __post_init__(self) -> None:
         if not 1 < self.alpha <= 2:
             raise InputError(f"Entmax: alpha is {self.alpha}, expected 1 < alpha ≤ 2 (for alpha = 1 use Softmax)")
         self.check(0)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
     def weight(self, scores: Tensor, level: Tensor) -> Tensor:
         return _powers((self.alpha - 1) * (scores - level), 1 / (self.alpha - 1))
-
-    def weight_(self, scores: Tensor, level: Tensor) -> Tensor:
-        p = 1 / (self.alpha - 1)
-        above = scores.sub_(level).mul_(self.alpha - 1).relu_()
-        return above if p == 1 else above.square_() if p == 2 else _powers(above, p)
 
     def level_of(self, scores: Tensor) -> Tensor:
         """Solve ‖[z − τ]₊‖_p = 1 with z = (α − 1) s by Newton's method: convex and falling in τ, from τ = max z − 1.
@@ -493,9 +447,11 @@ def _powers(x: Tensor, p: float) -> Tensor:
 
 
 class _OfScore(Pointwise):
-    """A weight that depends on the score alone, the same function for all heads."""
+    """A weight that depends on the score alone, the same function for all heads; 0 or more, and 0 at −inf."""
 
     by_head = False
+    zero_at_minus_infinity = True
+    nonnegative = True
 
     def __post_init__(self) -> None:
         self.check(0)
@@ -520,8 +476,6 @@ class Sigmoid(_OfScore):
 
     bias: Float[Tensor, " heads"] | float | None = None
     divide: str | None = None
-    zero_at_minus_infinity = True
-    nonnegative = True
 
     def check(self, heads: int) -> None:
         super().check(heads)
@@ -537,17 +491,11 @@ class Sigmoid(_OfScore):
     def weight(self, scores: Tensor) -> Tensor:
         return torch.sigmoid(scores)
 
-    def weight_(self, scores: Tensor) -> Tensor:
-        return scores.sigmoid_()
-
     def slope_from_weights(self, weights: Tensor) -> Tensor:
         return weights * (1 - weights)
 
     def log_weight(self, scores: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(scores)
-
-    def slope_of_log(self, scores: Tensor) -> Tensor:
-        return torch.sigmoid(-scores)
 
 
 @dataclass(frozen=True, eq=False)
@@ -561,26 +509,17 @@ class EluPlusOne(_OfScore):
     """
 
     divide: str | None = None
-    zero_at_minus_infinity = True
-    nonnegative = True
 
     # exp(min(s, 0)) + max(s, 0): the sum elu(s) + 1 would cancel for s ≪ 0.
 
     def weight(self, scores: Tensor) -> Tensor:
         return torch.exp(scores.clamp(max=0)) + torch.relu(scores)
 
-    def weight_(self, scores: Tensor) -> Tensor:
-        above = torch.relu(scores)
-        return scores.clamp_(max=0).mul_(LOG2_E).exp2_().add_(above)  # base 2: MKL's exp is slow on some processors
-
     def slope_from_weights(self, weights: Tensor) -> Tensor:
         return weights.clamp(max=1)
 
     def log_weight(self, scores: Tensor) -> Tensor:
         return torch.log1p(torch.relu(scores)) + scores.clamp(max=0)
-
-    def slope_of_log(self, scores: Tensor) -> Tensor:
-        return 1 / (1 + torch.relu(scores))
 
 
 @dataclass(frozen=True, eq=False)
@@ -592,14 +531,9 @@ class ReLU(_OfScore):
     """
 
     divide: str | None = "keys"
-    zero_at_minus_infinity = True
-    nonnegative = True
 
     def weight(self, scores: Tensor) -> Tensor:
         return torch.relu(scores)
-
-    def weight_(self, scores: Tensor) -> Tensor:
-        return scores.relu_()
 
     def slope_from_weights(self, weights: Tensor) -> Tensor:
         return (weights > 0).to(weights)
@@ -615,11 +549,10 @@ class Identity(_OfScore):
 
     divide: str | None = None
     is_identity = True
+    zero_at_minus_infinity = False
+    nonnegative = False
 
     def weight(self, scores: Tensor) -> Tensor:
-        return scores
-
-    def weight_(self, scores: Tensor) -> Tensor:
         return scores
 
     def slope_from_weights(self, weights: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv._contract import Definition, check_by_head, gradients_of, learned_tensors, overrides, require
+from qkv._contract import Definition, check_by_head, learned_tensors, overrides, require
 from qkv.errors import InputError, kind_of
 
 __all__ = ["Additive", "Concat", "Cosine", "Dot", "Features", "General", "Pairwise", "Product", "Score"]
@@ -94,7 +94,7 @@ class Pairwise(Score):
     [0.7310585975646973, 0.2689414322376251]
     """
 
-    definitions: ClassVar = {"scores": ("gradients", "tensors", "by_head", "rotation_invariant")}
+    definitions: ClassVar = {"scores": ("tensors", "by_head", "rotation_invariant")}
     by_head = True
 
     def check(self) -> None:
@@ -113,20 +113,9 @@ class Pairwise(Score):
         """
         raise InputError(f"{type(self).__name__}: no method scores(q, k)")
 
-    # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
-
     def tensors(self) -> dict[str, Tensor]:
         """Return learned tensors that `scores` uses, by name."""
         return learned_tensors(self)
-
-    def gradients(
-        self, q: Float[Tensor, "b h nq dq"], k: Float[Tensor, "b h nk dk"], slope: Float[Tensor, "b h nq nk"],
-        learned: list[Tensor],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Return gradients of Σ slope · scores by q, k and `learned`; a shortcut for autograd on `scores`."""
-        q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
-        with torch.enable_grad():
-            return gradients_of(self.scores(q, k), (q, k, *learned), slope)
 
 
 @dataclass(frozen=True)
@@ -253,27 +242,13 @@ class Additive(Pairwise):
             raise InputError(f"Additive: vector has {len(self.vector)} rows for {q.shape[1]} query heads")
         return (q if self.bias is None else q + self.bias.to(q)), k
 
-    def _squashed(self, q: Tensor, k: Tensor) -> tuple[Float[Tensor, "b h q k a"], Float[Tensor, "#h 1 1 a"]]:
-        """Return tanh(q + k) of a tile, and the vector of each head."""
-        vector = self.vector.to(q)
-        return torch.tanh(q[:, :, :, None] + k[:, :, None]), vector.reshape(-1, 1, 1, vector.shape[-1])
-
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        squashed, vector = self._squashed(q, k)
-        return (squashed @ vector.transpose(-1, -2))[..., 0]
+        vector = self.vector.to(q)
+        squashed = torch.tanh(q[:, :, :, None] + k[:, :, None])
+        return (squashed @ vector.reshape(-1, 1, vector.shape[-1], 1))[..., 0]
 
     def tensors(self) -> dict[str, Tensor]:
         return {"vector": self.vector} if self.vector.requires_grad else {}  # `project` applies the other tensors
-
-    def gradients(self, q: Tensor, k: Tensor, slope: Tensor, learned: list[Tensor]) -> tuple[Tensor | None, ...]:
-        squashed, vector = self._squashed(q, k)
-        slope = slope[..., None]
-        inside = slope * vector * (1 - squashed * squashed)
-        gradients = [inside.sum(3), inside.sum(2)]
-        if learned:
-            of_vector = (slope * squashed).sum((0, 2, 3))
-            gradients.append(of_vector if self.vector.ndim == 2 else of_vector.sum(0))
-        return tuple(gradients)
 
 
 def Concat(  # noqa: N802  (named like a class because it constructs a score)

@@ -319,16 +319,16 @@ def test_plan_reports_flops_and_bytes() -> None:
     q, k, v = triple(b, h, hkv, n, n, d, dv, dtype=torch.float32)
     whole = 2 * b * h * n * n * (d + dv)
     moved = 4 * (b * h * n * d + b * hkv * n * (d + dv) + b * h * n * dv + b * h * n)
-    assert (qkv.plan(q, k, v).flops, qkv.plan(q, k, v).bytes) == (whole, moved)
+    assert (qkv.plan(q, k, v).flops, qkv.plan(q, k, v).traffic_bytes) == (whole, moved)
     for mask, flops in (
         (Causal(), whole // 2), (Padding([256]), whole // 2),
         (Window(2), whole * 15 // 128),  # 8 diagonal tiles of 64 and the 7 beside them, halved
     ):  # fmt: skip
         assert qkv.plan(q, k, v, mask=mask).flops == flops
     eager = qkv.plan(q, k, v, mask=Causal(), kernel="eager")
-    assert (eager.flops, eager.bytes) == (whole, moved + 4 * b * h * n * n)
+    assert (eager.flops, eager.traffic_bytes) == (whole, moved + 4 * b * h * n * n)
     half = [x.bfloat16() for x in (q, k, v)]
-    assert qkv.plan(*half).bytes == moved // 2 + 2 * b * h * n  # the lse stays float32
+    assert qkv.plan(*half).traffic_bytes == moved // 2 + 2 * b * h * n  # the lse stays float32
 
 
 @pytest.mark.parametrize("part", [{"normalizer": Sigmoid()}, {"normalizer": Hard()},
@@ -337,7 +337,7 @@ def test_calls_that_docs_comparison_md_names_plan_linear_memory(part: dict[str, 
     q = torch.zeros(1, 2, 4096, 8)
     few, many = (qkv.plan(*[q[:, :, :n]] * 3, mask=Causal(), **part) for n in (2048, 4096))
     assert many.kernel not in ("eager", "reference")
-    assert many.bytes < 3 * few.bytes, "four times would be quadratic"
+    assert many.traffic_bytes < 3 * few.traffic_bytes, "four times would be quadratic"
 
 
 # --- draws and dropout ------------------------------------------------------------------------------------------------

@@ -83,7 +83,6 @@ def test_elu_plus_one_keeps_the_digits_of_small_weights() -> None:
     at = torch.tensor([-30.0, -17.0, -1.0, 0.0, 2.0])
     want = [math.exp(x) if x < 0 else x + 1 for x in at.tolist()]
     assert normalizers.EluPlusOne().weight(at).tolist() == pytest.approx(want, rel=1e-6)
-    assert normalizers.EluPlusOne().weight_(at.clone()).tolist() == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("low", [-20.0, -44.0, -60.0, -80.0])

@@ -244,7 +244,7 @@ def estimated(n: int, heads: int, kernel: str) -> tuple[int, int]:
     """Operations and peak memory by `qkv.plan`."""
     q = torch.empty(1, heads, n, 64)
     plan = qkv.plan(q, q, q, kernel=kernel)
-    return plan.flops, plan.peak
+    return plan.flops, plan.peak_bytes
 
 
 @claim("C055", "chapter", "7.1", "The space of attention is O(n²), for the attention matrix.")

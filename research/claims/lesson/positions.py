@@ -111,7 +111,7 @@ def c233() -> Verdict:
     ]
     off = (qkv.merge(*tiles).out - (q @ k.mT / 32**0.5).softmax(-1) @ v).abs().max().item()
     long = torch.empty(3, 1, 8, 16_384, 64)
-    tiled, eager = (qkv.plan(*long, kernel=name).peak for name in ("tiled", "eager"))
+    tiled, eager = (qkv.plan(*long, kernel=name).peak_bytes for name in ("tiled", "eager"))
     return holds(
         off < 1e-14 and eager > 50 * tiled,
         f"Eight tiles of keys, merged, agree with the plain formula within {off:.0e} in float64: the same up to "

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qkv._contract import gradients_of
 from qkv.biases import AdditiveBias
 from qkv.engine.call import Call, at_least_float32
 from qkv.engine.level import TileWeights
@@ -178,7 +179,10 @@ class WeightGradients(Reducer[RowSlopes]):
             q = q.masked_fill(masked.all(-1, keepdim=True), 0)
             k = k.masked_fill(masked.all(-2)[..., None], 0)
         names = self._learned(tiles.call, "score")
-        of_q, of_k, *gradients = score.gradients(q, k, slope, [tiles.call.learned[name] for name in names])
+        learned = [tiles.call.learned[name] for name in names]
+        with torch.enable_grad():
+            q, k = (x.detach().requires_grad_() for x in (q, k))
+            of_q, of_k, *gradients = gradients_of(score.scores(q, k), (q, k, *learned), slope)
         if of_q is not None:
             rows.q += of_q.view(rows.q.shape)
         if of_k is not None and total is not None:

@@ -275,14 +275,6 @@ class LogWeight(Bias):
         logs = self.normalizer.log_weight(scores.masked_fill(masked, 0) / self.normalizer.temperature)
         return logs.masked_fill(masked, -torch.inf)
 
-    def gradients(
-        self, before: Tensor, region: Region, slope: Tensor, learned: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
-        if learned or not overrides(self.normalizer, Pointwise, "slope_of_log"):
-            return super().gradients(before, region, slope, learned)
-        temperature = self.normalizer.temperature
-        return (slope * self.normalizer.slope_of_log(before / temperature) / temperature,)
-
     def tensors(self) -> dict[str, Tensor]:
         return self.normalizer.tensors()
 

@@ -197,13 +197,11 @@ class _Level(torch.autograd.Function):
         return None, *gradients
 
 
-CACHED = 2**17  # scores per call of a user-defined function, so that its temporaries fit in cache
+CACHED = 2**17  # scores per call of a weight function, so that its temporaries fit in cache
 
 
 def pointwise(normalizer: Pointwise, scores: Tensor) -> Tensor:
     """Return weights of a tile, which overwrite its scores."""
-    if overrides(normalizer, Pointwise, "weight_"):
-        return checked_shape(normalizer, normalizer.weight_(scores), scores)
     rows = max(1, CACHED * scores.shape[-2] // scores.numel())
     for some in scores.split(rows, -2):
         some.copy_(checked_shape(normalizer, normalizer.weight(some), some))
@@ -248,7 +246,7 @@ def sink_slope(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
 class TileWeights:
     """The weights of one tile, and then the vector-Jacobian product from weights to scores, at a fixed level.
 
-    Uses a normalizer's shortcut if it has one, overwriting the scores; else autograd on its definition.
+    Uses a normalizer's shortcut if it has one, else autograd on its definition.
     """
 
     def __init__(self, normalizer: Normalizer, learned: list[Tensor]) -> None:
@@ -258,10 +256,10 @@ class TileWeights:
         self.evaluated: tuple[Tensor, Tensor] | Tensor
 
     def weights(self, scores: Tensor, level: Tensor | None, masked: Tensor | None) -> Tensor:
-        """Return weights of scores at the level of their rows, 0 where masked. May overwrite the scores."""
+        """Return weights of scores at the level of their rows, 0 where masked."""
         normalizer, row = self.normalizer, None if level is None else level[..., None]
         if self.shortcut:
-            weights = normalizer.weigh_(scores, row)
+            weights = normalizer.weigh(scores, row)
             self.evaluated = weights if masked is None else weights.masked_fill_(masked, 0)
             return self.evaluated
         s = (scores if masked is None else unmasked(scores, masked, row)).detach().requires_grad_()

@@ -168,11 +168,11 @@ class ScoreTiles:
             parts.append(scores.to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def apply(self, bias: Bias, scores: Scores, rows: slice, columns: slice, *, in_place: bool = False) -> Scores:
-        """Apply one bias to the scores of a tile; `in_place` allows it to overwrite them."""
+    def apply(self, bias: Bias, scores: Scores, rows: slice, columns: slice) -> Scores:
+        """Apply one bias to the scores of a tile."""
         region = self.region(rows, columns)
         if not bias.by_head:
-            return bias.apply_(scores, region) if in_place else bias.apply(scores, region)
+            return bias.apply(scores, region)
         region = replace(region, heads=slice(0, self.call.q.shape[1]))
         biased = self.with_all_heads(lambda x: bias.apply(x, region), scores)
         return checked_shape(bias, biased, scores, "apply")
@@ -189,15 +189,15 @@ class ScoreTiles:
     def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Scores:
         """Return final scores of the tile: with biases, divided by the temperature, with the shift; not masked.
 
-        They are in `out`, if it is given, the score is a product, and no gradient is wanted.
+        `out` may hold the products.
         """
-        scores, in_place = self.product(rows, columns, out), not torch.is_grad_enabled() and not torch._C._is_tracing()
+        scores = self.product(rows, columns, out)
         for bias in self.call.biases:
-            scores = self.apply(bias, scores, rows, columns, in_place=in_place)
+            scores = self.apply(bias, scores, rows, columns)
         if self.call.normalizer.temperature != 1 and not self.linear:
             scores = scores / self.call.normalizer.temperature
         if (shift := along(self.of(self.call.shift), rows)) is not None:
-            scores = scores.add_(shift[..., None]) if in_place else scores + shift[..., None]
+            scores = scores + shift[..., None]
         return scores
 
     def log2_weights(self, rows: slice, columns: slice, lse: PerRow, out: Scores) -> Scores:

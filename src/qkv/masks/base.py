@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -167,8 +167,16 @@ class Mask(Definition):
     # --- optional shortcuts; a subclass that overrides `sees` loses the inherited ones --------------------------------
 
     def classify(self, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h rows cols"]:
-        """Return the block status (EMPTY, PARTIAL or FULL) of each tile (b and h may be 1); PARTIAL is always right."""
-        return torch.full((1, 1, len(tiles.q_first), len(tiles.k_first)), PARTIAL, dtype=torch.int8)
+        """Return the block status (EMPTY, PARTIAL or FULL) of each tile (b and h may be 1); PARTIAL is always right.
+
+        That of a `key_mask` follows from it; all tiles of other masks are PARTIAL by default.
+        """
+        rows, columns = len(tiles.q_first), len(tiles.k_first)
+        keys = self.key_mask(replace(grid, device=torch.device("cpu")))
+        if keys is None:
+            return torch.full((1, 1, rows, columns), PARTIAL, dtype=torch.int8)
+        full, empty = (x[:, None, None] for x in full_and_empty(keys, tiles.k_first, tiles.k_last))
+        return tile_status(full, empty).expand(-1, -1, rows, -1)
 
     @property
     def band(self) -> tuple[float, float] | None:
@@ -318,29 +326,59 @@ def in_reach(band: tuple[float, float], far: int) -> tuple[int, int]:
     return low, max(high, low - 1)
 
 
-def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:
-    tiles = Tiles.of(grid, tile, tile)
-    status = mask.classify(tiles, grid)
-    widths = tiles.k_last - tiles.k_first + 1
-    full = ((status == FULL) * widths).sum(-1).repeat_interleave(tiles.q_last - tiles.q_first + 1, -1)
-    total = full.to(grid.device)
-    partial = (status == PARTIAL).any(0).any(0)
-    for row, column in partial.nonzero().tolist():
-        rows = slice(row * tile, min((row + 1) * tile, grid.n_queries))
-        region = Region(rows, slice(column * tile, min((column + 1) * tile, grid.n_keys)))
-        visible = mask.visible(region, grid).sum(-1)
-        visible = visible * (status[:, :, row, column, None] == PARTIAL).to(grid.device)
-        if visible.shape[:2] != total.shape[:2]:
-            shape = torch.broadcast_shapes(visible.shape[:2], total.shape[:2])
-            total = total.expand(*shape, -1).clone()
-        total[:, :, rows] += visible
-    return total
+def whole_status(mask: Mask, grid: Grid, size: int) -> Int[Tensor, "b h rows cols"]:
+    """Return `classify` for all tiles of `size` × `size`; b and h are 1 where all are the same."""
+    status = mask.classify(Tiles.of(grid, size, size), grid).to(grid.device)
+    probe = mask.visible(Region(slice(0, 1), slice(0, 1)), grid)
+    return status.expand(*torch.broadcast_shapes(status.shape[:2], probe.shape[:2]), -1, -1).clone()
+
+
+def partial_rows(
+    mask: Mask, grid: Grid, size: int, status: Int[Tensor, "b h rows cols"]
+) -> Iterator[tuple[int, Int[Tensor, " n"], Bool[Tensor, "b h n {size} {size}"]]]:
+    """Evaluate the PARTIAL tiles of `status`, one row of tiles at a time, and make their status exact.
+
+    Yields the number of the row, the columns with a PARTIAL tile, and the pairs of the tiles in these columns: True
+    where visible, False beyond the last query or key.
+    """
+    ready, partial = mask.ready(grid), (status == PARTIAL).any(0).any(0)
+    b, h, *_ = Region(slice(0, 1), slice(0, 1)).indices(grid)
+    b, h = b[: len(status)], h[: status.shape[1]]  # the others are equal
+    inside = torch.arange(size, device=grid.device)
+    for row in partial.any(1).nonzero()[:, 0].tolist():
+        columns = partial[row].nonzero()[:, 0]
+        queries, keys = row * size + inside, (columns[:, None] * size + inside).flatten()
+        real = (queries < grid.n_queries)[:, None] & (keys < grid.n_keys)
+        positions = queries.clamp(max=grid.n_queries - 1)[:, None] + grid.offset
+        pairs = ready.is_visible(b, h, positions, keys.clamp(max=grid.n_keys - 1), grid)
+        pairs = pairs[(None,) * (4 - pairs.ndim)].expand(*status.shape[:2], size, len(keys))
+        visible, full = (x.unflatten(3, (-1, size)).transpose(2, 3) for x in (pairs & real, pairs | ~real))
+        exact = torch.where(full.all(4).all(3), FULL, torch.where(visible.any(4).any(3), PARTIAL, EMPTY))
+        status[:, :, row, columns] = exact.to(status)
+        yield row, columns, visible
+
+
+def _count(mask: Mask, grid: Grid, tile: int = 256) -> Int[Tensor, "b h nq"]:
+    status, widths = whole_status(mask, grid, tile), grid.columns(0, grid.n_keys).split(tile)
+    total = torch.zeros(*status.shape[:3], tile, dtype=torch.long, device=grid.device)
+    for row, columns, visible in partial_rows(mask, grid, tile, status):
+        total[:, :, row] = visible.sum(4).masked_fill_(status[:, :, row, columns, None] == FULL, 0).sum(2)
+    full = (status == FULL) * torch.tensor([len(keys) for keys in widths], device=grid.device)
+    return (total + full.sum(-1, keepdim=True)).flatten(2)[..., : grid.n_queries]
 
 
 def tile_status(full: Tensor, empty: Tensor) -> Tensor:
     """Return the block status of tiles, (rows, cols) or (b, h, rows, cols): PARTIAL unless `full` or `empty`."""
     out = torch.where(empty, EMPTY, torch.where(full, FULL, PARTIAL)).to(torch.int8)
     return out if out.ndim == 4 else out[None, None]
+
+
+def full_and_empty(positions: Bool[Tensor, "b n"], first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of each span of positions, (b, spans), whether all of them are True, and whether none is."""
+    n = positions.shape[1]
+    before = torch.nn.functional.pad(positions.cumsum(1), (1, 0))
+    count = before[:, (last + 1).clamp(0, n)] - before[:, first.clamp(0, n)]
+    return count == last - first + 1, count == 0
 
 
 @dataclass(frozen=True)

@@ -12,34 +12,51 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of, one_of
-from qkv.masks.base import Blockwise, Grid, Mask, Predicate, Region, TensorMask, Tiles, check_pairs, tile_status
+from qkv.masks.base import (
+    Blockwise,
+    Grid,
+    Mask,
+    Predicate,
+    Region,
+    TensorMask,
+    Tiles,
+    check_pairs,
+    full_and_empty,
+    tile_status,
+)
 
 
-class _Band(Mask):
-    """All pairs with low ≤ q − k ≤ high, where q and k are positions."""
+class _OfDistance(Mask):
+    """All pairs whose distance q − k is a multiple of `step` in low … high, where q and k are positions."""
+
+    @property
+    def _distances(self) -> tuple[float, float, int]:
+        """The low and the high end, multiples of the step or infinite, and the step."""
+        raise NotImplementedError
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        low, high, step = self._distances
+        return (low, high) if step == 1 else None
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        assert self.band is not None
-        low, high = self.band
-        back = q - k
-        if high == math.inf:
-            return back >= low
-        return (back >= low) & (back <= high)
+        (low, high, step), back = self._distances, q - k
+        visible = back >= low
+        if high < math.inf:
+            visible = visible & (back <= high)
+        return visible & (back % step == 0) if step > 1 else visible
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        assert self.band is not None
-        low, high = self.band
-        least, most = _distances(tiles)
-        return tile_status((least >= low) & (most <= high), (most < low) | (least > high))
-
-
-def _distances(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Return the least and greatest q − k of each tile, (rows, cols)."""
-    return tiles.q_first[:, None] - tiles.k_last, tiles.q_last[:, None] - tiles.k_first
+        low, high, step = self._distances
+        least = (tiles.q_first[:, None] - tiles.k_last).double()
+        most = (tiles.q_last[:, None] - tiles.k_first).double()
+        last = most.clamp(max=high).div(step, rounding_mode="floor") * step  # the greatest visible distance, if any
+        full = (least >= low) & (most <= high) & (last >= least) & ((least == most) | (step == 1))
+        return tile_status(full, last < least.clamp(min=low))
 
 
 @dataclass(frozen=True)
-class Causal(_Band):
+class Causal(_OfDistance):
     """A query attends to its own position and all earlier ones.
 
     >>> Causal().dense(3, 3)[0, 0].int().tolist()
@@ -47,12 +64,12 @@ class Causal(_Band):
     """
 
     @property
-    def band(self) -> tuple[float, float]:
-        return 0, math.inf
+    def _distances(self) -> tuple[float, float, int]:
+        return 0, math.inf, 1
 
 
 @dataclass(frozen=True)
-class Window(_Band):
+class Window(_OfDistance):
     """A query attends to `size` keys ending with its own, and to `ahead` keys after it.
 
     ``Window(w)`` is the sliding window of a causal model; ``Window(r + 1, ahead=r)`` is the symmetric
@@ -69,8 +86,8 @@ class Window(_Band):
         _check_window("Window", self.size, self.ahead)
 
     @property
-    def band(self) -> tuple[float, float]:
-        return -self.ahead, self.size - 1
+    def _distances(self) -> tuple[float, float, int]:
+        return -self.ahead, self.size - 1, 1
 
 
 def _check_window(name: str, size: int, ahead: int) -> None:
@@ -86,7 +103,7 @@ def _check_step(name: str, step: int) -> None:
 
 
 @dataclass(frozen=True)
-class Strided(Mask):
+class Strided(_OfDistance):
     """A query attends to every `step`-th key, counted from its own in both directions.
 
     The strided pattern of Child et al. 2019 (arXiv:1904.10509, §4.3) is ``(Strided(l) | Window(l)) & Causal()``, with
@@ -101,22 +118,13 @@ class Strided(Mask):
     def __post_init__(self) -> None:
         _check_step("Strided", self.step)
 
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return (q - k) % self.step == 0
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        return _step_status(*_distances(tiles), self.step)
-
-
-def _step_status(least: Tensor, most: Tensor, step: int) -> Tensor:
-    """Return the block status of tiles of distances least … most when every `step`-th distance is visible."""
-    multiple = most.div(step, rounding_mode="floor") * step  # the greatest multiple that is at most `most`
-    full = (multiple >= least) & ((least == most) | (step == 1))
-    return tile_status(full, multiple < least)
+    @property
+    def _distances(self) -> tuple[float, float, int]:
+        return -math.inf, math.inf, self.step
 
 
 @dataclass(frozen=True)
-class Dilated(Mask):
+class Dilated(_OfDistance):
     """A window with gaps: `size` keys `step` positions apart, ending with the query's own, and `ahead` keys after it.
 
     (Beltagy et al. 2020, arXiv:2004.05150, fig. 2c.)
@@ -133,17 +141,9 @@ class Dilated(Mask):
         _check_window("Dilated", self.size, self.ahead)
         _check_step("Dilated", self.step)
 
-    def _window(self) -> Window:
-        return Window((self.size - 1) * self.step + 1, self.ahead * self.step)
-
-    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self._window().sees(b, h, q, k, grid) & ((q - k) % self.step == 0)
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        least, most = _distances(tiles)
-        low, high = -self.ahead * self.step, (self.size - 1) * self.step  # both multiples of the step
-        inside = _step_status(least.clamp(low, high), most.clamp(low, high), self.step)
-        return torch.minimum(inside, self._window().classify(tiles, grid))
+    @property
+    def _distances(self) -> tuple[float, float, int]:
+        return -self.ahead * self.step, (self.size - 1) * self.step, self.step
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,6 @@ class Prefix(Mask):
 
     def key_mask(self, grid: Grid) -> Tensor:
         return grid.columns(0, grid.n_keys)[None] < self.length
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        full = (tiles.k_last < self.length).expand(len(tiles.q_first), -1)
-        empty = (tiles.k_first >= self.length).expand(len(tiles.q_first), -1)
-        return tile_status(full, empty)
 
 
 @dataclass(frozen=True)
@@ -215,15 +210,12 @@ class Global(Mask):
         return Predicate(visible)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        before = torch.nn.functional.pad(_chosen(self.indices, grid.n_keys).cumsum(0), (1, 0))
-
-        def any_and_all(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-            counts = before[(last + 1).clamp(0, grid.n_keys)] - before[first.clamp(0, grid.n_keys)]
-            return counts > 0, counts == last - first + 1
-
-        any_q, all_q = any_and_all(tiles.q_first, tiles.q_last)
-        any_k, all_k = any_and_all(tiles.k_first, tiles.k_last)
-        return tile_status(all_q[:, None] | all_k, ~(any_q[:, None] | any_k))
+        chosen = _chosen(self.indices, grid.n_keys)[None]
+        (all_q, no_q), (all_k, no_k) = (
+            full_and_empty(chosen, first, last)
+            for first, last in ((tiles.q_first, tiles.q_last), (tiles.k_first, tiles.k_last))
+        )
+        return tile_status(all_q.T | all_k, no_q.T & no_k)
 
 
 @functools.lru_cache(maxsize=8)
@@ -384,11 +376,6 @@ class Padding(TensorMask):
         one_of("Padding: side", self.side, ("left", "right"))
         object.__setattr__(self, "lengths", lengths)
 
-    def _range(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """Return the first visible key and first key after them, shaped (b, 1, 1, 1)."""
-        lengths = torch.as_tensor(self.lengths)[:, None, None, None]
-        return (0 * lengths, lengths) if self.side == "right" else (grid.n_keys - lengths, 0 * lengths + grid.n_keys)
-
     def check(self, grid: Grid) -> None:
         lengths = torch.as_tensor(self.lengths)
         if len(lengths) not in (1, grid.batch):
@@ -405,16 +392,8 @@ class Padding(TensorMask):
         return (k < length) if self.side == "right" else (k >= grid.n_keys - length)
 
     def key_mask(self, grid: Grid) -> Tensor:
-        start, stop = (x[:, 0, 0].to(grid.device) for x in self._range(grid))
-        keys = grid.columns(0, grid.n_keys)
-        return (keys >= start) & (keys < stop)
-
-    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        start, stop = (x.cpu() for x in self._range(grid))
-        shape = (-1, -1, len(tiles.q_first), -1)
-        full = (tiles.k_first >= start) & (tiles.k_last < stop)
-        empty = (tiles.k_last < start) | (tiles.k_first >= stop)
-        return tile_status(full.expand(shape), empty.expand(shape))
+        lengths, keys = torch.as_tensor(self.lengths).to(grid.device)[:, None], grid.columns(0, grid.n_keys)
+        return keys < lengths if self.side == "right" else keys >= grid.n_keys - lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -518,6 +497,9 @@ class Dense(TensorMask):
         if h > 1 or n_queries > 1:
             return None
         return self.tensor[:, 0, 0].to(grid.device).expand(b, grid.n_keys)
+
+    def visible_keys(self, grid: Grid) -> Tensor:
+        return self.tensor.to(grid.device).expand(-1, -1, grid.n_queries, grid.n_keys).sum(-1)
 
     def visible(self, region: Region, grid: Grid) -> Tensor:
         visible = region.of(self.tensor.to(grid.device))  # a slice: much faster than looking up every pair

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of
-from qkv.masks.base import EMPTY, FULL, PARTIAL, Grid, Mask, Predicate, Region, Shifted, Tiles
+from qkv.masks.base import FULL, PARTIAL, Grid, Mask, Predicate, Shifted, partial_rows, whole_status
 from qkv.masks.built_in import Causal, Dense, Prefix
 
 if TYPE_CHECKING:
@@ -197,28 +197,14 @@ def block_visibility(
 
     Returns the block status (b and h may be 1), which queries have a visible key, and which keys are visible to any.
     """
-    ready = mask.ready(grid)
-    by_tile = mask.classify(Tiles.of(grid, size, size), grid)
-    probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
-    shape = torch.broadcast_shapes(by_tile.shape[:2], probe.shape[:2])
-    status = by_tile.to(grid.device).expand(*shape, -1, -1).clone()
-    partial = (by_tile == PARTIAL).any(0).any(0)
-    queries = (status == FULL).any(-1).repeat_interleave(size, -1)[..., : grid.n_queries]
-    keys = (status == FULL).any(2).any(1).repeat_interleave(size, -1)[..., : grid.n_keys]
-    for row in partial.any(1).nonzero()[:, 0].tolist():
-        mixed = partial[row].nonzero()
-        first, stop = int(mixed[0]), int(mixed[-1]) + 1
-        rows = slice(row * size, min((row + 1) * size, grid.n_queries))
-        columns = slice(first * size, min(stop * size, grid.n_keys))
-        visible = ready.visible(Region(rows, columns), grid)
-        queries[:, :, rows] |= visible.any(-1)
-        keys[:, columns] |= visible.any(2).any(1)
-        spare = (stop - first) * size - visible.shape[3]
-        some, every = visible.any(2), visible.all(2)
-        some = torch.nn.functional.pad(some, (0, spare), value=False).unflatten(-1, (-1, size)).any(-1)
-        every = torch.nn.functional.pad(every, (0, spare), value=True).unflatten(-1, (-1, size)).all(-1)
-        status[:, :, row, first:stop] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(status)
-    return status, queries, keys
+    status = whole_status(mask, grid, size)
+    full = status == FULL
+    queries = full.any(-1, keepdim=True).repeat(1, 1, 1, size)
+    keys = full.any(2).any(1)[..., None].repeat(1, 1, size)
+    for row, columns, visible in partial_rows(mask, grid, size, status):
+        queries[:, :, row] |= visible.any(4).any(2)
+        keys[:, columns] |= visible.any(3).any(1)
+    return status, queries.flatten(2)[..., : grid.n_queries], keys.flatten(1)[..., : grid.n_keys]
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,37 +224,19 @@ class MaskBits:
 
 def mask_bits(mask: Mask, grid: Grid, limit: int) -> MaskBits | None:
     """Return the bits of a mask, evaluated in `classify`'s partial tiles alone; None if they exceed `limit` bytes."""
-    ready, size = mask.ready(grid), MaskBits.CELL
-    by_tile = mask.classify(Tiles.of(grid, size, size), grid)
-    probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
-    status = by_tile.expand(*torch.broadcast_shapes(by_tile.shape[:2], probe.shape[:2]), -1, -1).int()
+    size = MaskBits.CELL
+    status = whole_status(mask, grid, size)
     if int((status == PARTIAL).sum()) * size * 8 > limit:
         return None
-    status = torch.where(status == FULL, 1, torch.where(status == PARTIAL, -1, 0)).int()
-    every, total = [torch.empty(0, size, dtype=torch.int64)], 2
-    for row in (status == -1).any(3).any(1).any(0).nonzero()[:, 0].tolist():
-        columns = (status[:, :, row] == -1).any(1).any(0).nonzero()[:, 0]
-        keys = (columns[:, None] * size + torch.arange(size)).flatten()
-        rows = slice(row * size, min((row + 1) * size, grid.n_queries))
-        b, h, q, _ = Region(rows, slice(0, 1)).indices(grid)
-        b, h = b[: len(status)], h[: status.shape[1]]  # the others are equal
-        pairs = ready.is_visible(b, h, q, keys.clamp(max=grid.n_keys - 1), grid)
-        pairs = pairs[(None,) * (4 - pairs.ndim)].expand(*status.shape[:2], len(q), len(keys))
-        real = keys < grid.n_keys
-        cells = torch.zeros(*status.shape[:2], size, len(keys), dtype=torch.bool)
-        cells[:, :, : len(q)] = pairs & real
-        of_cells = cells.unflatten(3, (-1, size)).transpose(2, 3)  # (b, h, columns, queries, keys)
-        full = (pairs | ~real).unflatten(3, (-1, size)).all(4).all(2)
-        bits = torch.from_numpy(np.packbits(of_cells.numpy(), axis=-1, bitorder="little")).view(torch.int64)[..., 0]
-        partial = (status[:, :, row, columns] == -1) & ~full & (bits != 0).any(-1)
-        numbers = torch.zeros_like(partial, dtype=torch.int32)
-        numbers[partial] = torch.arange(total, total + int(partial.sum()), dtype=torch.int32)
-        status[:, :, row, columns] = torch.where(
-            status[:, :, row, columns] == -1, torch.where(full, 1, numbers), status[:, :, row, columns]
-        ).int()
-        every.append(bits[partial])
-        total += len(every[-1])
-    return MaskBits(status.contiguous(), torch.cat(every))
+    bits = [torch.empty(0, size, dtype=torch.int64)]
+    for row, columns, visible in partial_rows(mask, grid, size, status):
+        packed = torch.from_numpy(np.packbits(visible.numpy(), axis=-1, bitorder="little")).view(torch.int64)[..., 0]
+        bits.append(packed[status[:, :, row, columns] == PARTIAL])
+    cells = torch.cat(bits)
+    by_row = status.movedim(2, 0)  # in the order of the cells
+    numbers = (by_row == FULL).int()
+    numbers[by_row == PARTIAL] = torch.arange(2, 2 + len(cells), dtype=torch.int32)
+    return MaskBits(numbers.movedim(0, 2).contiguous(), cells)
 
 
 def block_mask(mask: Mask, grid: Grid, status: Int[Tensor, "b h rows cols"], size: int) -> BlockMask:

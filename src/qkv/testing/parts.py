@@ -127,9 +127,6 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
     if bound.position_free:
         moved = replace(whole, offset=whole.offset + 3, rows=slice(2, size.queries + 2))
         agree("position_free", _apply(bound, before, moved), what="is True, but elsewhere ")
-    if overrides(bound, Bias, "apply_"):
-        with torch.no_grad(), calling(bound, "apply_", "called"):
-            agree("apply_", bound.apply_(before.clone(), whole))
     if overrides(bound, Bias, "at"):
         indices = torch.meshgrid(*(torch.arange(n) for n in before.shape), indexing="ij")
         with calling(bound, "at", "called"):
@@ -308,14 +305,6 @@ def _check_pairs(score: Pairwise, q: Tensor, k: Tensor, size: Size) -> None:
     if not score.by_head:
         got = _scores(score, q[:, -1:], k[:, -1:])
         same(score, "by_head", "is False, but for the last head alone ", got, whole[:, -1:], rounding)
-    if not overrides(score, Pairwise, "gradients"):
-        return
-    inputs = {"q": q.requires_grad_(), "k": k.requires_grad_(), **score.tensors()}
-    slope, learned = normal(*q.shape[:3], k.shape[2], seed=9), list(score.tensors().values())
-    want = torch.autograd.grad(_scores(score, q, k), list(inputs.values()), slope, allow_unused=True)
-    with torch.no_grad(), calling(score, "gradients", "called"):
-        gradients = score.gradients(q.detach(), k.detach(), slope.clone(), learned)
-        _same_gradients(score, "gradients", inputs, gradients, want, "scores")
 
 
 def _check_rotation(score: Score, size: Size) -> None:
@@ -386,7 +375,7 @@ def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | N
     if isinstance(exact, SumToOne):
         _check_level_of(points)
     else:
-        _check_pointwise(points, slope)
+        _check_pointwise(points)
     key = normalizer.key if isinstance(normalizer, SumToOne) else None
     dim = 8 if key is None else key.shape[1]
     computed = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim)
@@ -485,13 +474,10 @@ def _check_derivatives(points: _Points) -> Tensor:
 
 
 def _check_shortcuts(points: _Points, slope: Tensor) -> None:
-    """`weight_`, `slope_from_weights` and `zero_at_minus_infinity`; `slope` are the derivatives at the points."""
+    """`slope_from_weights` and `zero_at_minus_infinity`; `slope` are the derivatives at the points."""
     normalizer, scores, level = points.normalizer, points.scores, points.level
     base = Pointwise if isinstance(normalizer, Pointwise) else SumToOne
     weights = points.weights()
-    if overrides(normalizer, base, "weight_"):
-        with torch.no_grad(), calling(normalizer, "weight_", "called"):
-            points.compare("weight_", normalizer.weight_(scores.clone(), *points.rows), weights, ", as weight returns")
     if overrides(normalizer, base, "slope_from_weights"):
         if level is not None:
             moved = _weigh(normalizer, scores + 0.37, level + 0.37).detach()
@@ -512,8 +498,8 @@ def _check_shortcuts(points: _Points, slope: Tensor) -> None:
                 forbid(normalizer, "zero_at_minus_infinity", x != 0, x, "0", what=what)
 
 
-def _check_pointwise(points: _Points, slope: Tensor) -> None:
-    """What only `Pointwise` has: `is_identity`, `nonnegative`, `log_weight`, `slope_of_log` and `shift`."""
+def _check_pointwise(points: _Points) -> None:
+    """What only `Pointwise` has: `is_identity`, `nonnegative`, `log_weight` and `shift`."""
     normalizer, scores, weights = points.normalizer, points.scores, points.weights()
     assert isinstance(normalizer, Pointwise)
     if normalizer.has_lse:
@@ -525,16 +511,12 @@ def _check_pointwise(points: _Points, slope: Tensor) -> None:
         if claimed:
             wrong, what = weights < 0, "does not hold: the weight "
             forbid(normalizer, method, wrong, weights, "0 or more", what=what, where=points.where)
-    some = (weights > 1e-300).all(2).all(1)[0]
-    at = _Points(normalizer, points.heads, *scores[0, 0, 0, some].tolist())
-    weights, slope = weights[..., some], slope[..., some]
-    for method, want, what in (
-        ("log_weight", weights.clamp(min=1e-300).log(), ", the logarithm of weight"),
-        ("slope_of_log", slope / weights, ", the derivative of the logarithm of weight"),
-    ):
-        if overrides(normalizer, Pointwise, method):
-            with torch.no_grad(), calling(normalizer, method, "called"):
-                at.compare(method, getattr(normalizer, method)(at.scores.clone()), want, what)
+    if logarithm:
+        some = (weights > 1e-300).all(2).all(1)[0]
+        at = _Points(normalizer, points.heads, *scores[0, 0, 0, some].tolist())
+        with torch.no_grad(), calling(normalizer, "log_weight", "called"):
+            logs = normalizer.log_weight(at.scores.clone())
+        at.compare("log_weight", logs, weights[..., some].log(), ", the logarithm of weight")
     if overrides(normalizer, Pointwise, "shift"):
         shape = (2, points.heads, 5)
         for dtype in (torch.float64, torch.float32):

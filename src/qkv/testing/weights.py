@@ -152,6 +152,11 @@ def _check_tiles(mask: Mask, size: Size, visible: Tensor) -> None:
 def _check_status(mask: Mask, size: Size, visible: Tensor) -> None:
     """`classify` returns EMPTY only for tiles without visible pairs, and FULL only for tiles without masked pairs."""
     grid = size.grid
+    if (keys := mask.key_mask(grid)) is not None:  # the block status follows from it by default
+        if keys.dtype != torch.bool or keys.ndim != 2:
+            fail(mask, "key_mask", f"returned {kind_of(keys)}, expected booleans (1 or {size.batch}, {size.keys})")
+        pairs = keys[:, None, None].expand_as(visible)
+        same(mask, "key_mask", "says: ", pairs, visible, expected=" as sees says")
     for rows, columns in TILES:
         if (size.queries // rows) * (size.keys // columns) > 4096:
             continue
@@ -193,10 +198,6 @@ def _check_shortcuts(mask: Mask, size: Size, visible: Tensor) -> None:
     if (band := mask.band) is not None:
         back = grid.rows(0, size.queries)[:, None] - grid.columns(0, size.keys)
         agree("band", f"{band} says: ", (back >= band[0]) & (back <= band[1]))
-    if (keys := mask.key_mask(grid)) is not None:
-        if keys.dtype != torch.bool or keys.ndim != 2:
-            fail(mask, "key_mask", f"returned {kind_of(keys)}, expected booleans (1 or {size.batch}, {size.keys})")
-        agree("key_mask", "says: ", keys[:, None, None])
     agree("ready", "for this grid says: ", _visible(mask.ready(grid), size.whole, grid))
     counts = mask.visible_keys(grid)
     if counts.ndim != 3:
