@@ -117,41 +117,20 @@ def load(folder: str | Path) -> nn.Module:
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):
         raise InputError(f"{CONFIG} in {folder} has model {kind!r}, expected one of {', '.join(KINDS)} with its config")
     config_class, model_class = class_of(kind)
+    unreadable = f"{WEIGHTS} in {folder} cannot be read ({{}}), expected weights as safetensors"
+    with refusing(unreadable, OSError, ValueError):
+        declared = declared_tensors(folder / WEIGHTS)
+        stored = (folder / WEIGHTS).stat().st_size
     with valid_config(folder):
         check_version(described, VERSION)
         config = configs.from_dict(config_class, entries)
-    model: nn.Module = read_model(folder, [WEIGHTS], lambda: model_class(config))
-    return model.float() if own else model
-
-
-def read_model(
-    folder: Path, names: list[str], build: Callable[[], M], renamed: Callable[[Weights], Weights] = dict
-) -> M:
-    """Build a model and fill it with the tensors of safetensors files; what does not fit is refused before it is read.
-
-    `renamed` gives the tensors of the files the names that the model has for them.
-    """
-    declared: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        with readable(folder, name):
-            declared |= declared_tensors(folder / name)
-    stored = sum((folder / name).stat().st_size for name in names)
+        empty = build_without_memory(lambda: model_class(config), len(declared), stored)
+    check_fit(empty, declared)  # before its weights are read
     with valid_config(folder):
-        empty = build_without_memory(build, len(declared), stored)
-    check_fit(empty, renamed(declared))
-    with valid_config(folder):
-        model = build()
-    for name in names:
-        with readable(folder, name):
-            weights |= read_tensors(folder / name)
-    fill(model, renamed(weights))
-    return model.eval()
-
-
-def readable(folder: Path, name: str) -> AbstractContextManager[None]:
-    """Inside, OSError and ValueError mean that a file of weights cannot be read."""
-    return refusing(f"{name} in {folder} cannot be read ({{}}), expected weights as safetensors", OSError, ValueError)
+        model = model_class(config)
+    with refusing(unreadable, OSError, ValueError):
+        fill(model, read_tensors(folder / WEIGHTS))
+    return (model.float() if own else model).eval()
 
 
 def valid_config(folder: Path) -> AbstractContextManager[None]:
