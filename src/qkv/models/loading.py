@@ -250,7 +250,10 @@ def _load_hugging_face(
         if local:
             check_json_files(folder := Path(path))
             files = [file for one in checkpoint.files_of(folder, checkpoint.WEIGHTS) if (file := folder / one).exists()]
-            number, stored = sum(len(checkpoint.header(x)) for x in files), sum(x.stat().st_size for x in files)
+            number, stored = (
+                sum(len(checkpoint.declared_tensors(x)) for x in files),
+                sum(x.stat().st_size for x in files),
+            )
         config = AutoConfig.from_pretrained(path, **options)
         if kinds:
             one_of(f"model: {name}: model_type", config.model_type, kinds)
