@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qkv._files import write_atomically
 from qkv._packages import LAB, explain, from_lab, lab_is_missing
 from qkv._untrusted import Budget, SizeError, check_version, load_json
 from qkv.errors import InputError, first_line, refusing
@@ -89,7 +89,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     ...     print(sorted(p.name for p in save(model, folder).iterdir()))
     ['config.json', 'model.safetensors']
     """
-    from safetensors.torch import save_file
+    import safetensors.torch
 
     kind = type(model).__name__
     if kind not in KINDS or not isinstance(model, class_of(kind)[1]):
@@ -98,13 +98,8 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: x.contiguous() for name, x in _unique_tensors(model).items()}
-    unfinished = folder / f".{WEIGHTS}.part"
-    save_file(weights, unfinished)
-    unfinished_config = folder / f".{CONFIG}.part"
-    unfinished_config.write_text(json.dumps(described, indent=1) + "\n")
-    shutil.copymode(unfinished_config, unfinished)  # safetensors lets the owner alone read its files
-    unfinished.replace(folder / WEIGHTS)
-    unfinished_config.replace(folder / CONFIG)
+    write_atomically(folder / WEIGHTS, safetensors.torch.save(weights))
+    write_atomically(folder / CONFIG, json.dumps(described, indent=1) + "\n")
     return folder
 
 
