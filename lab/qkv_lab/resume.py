@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError, first_line
-from qkv.models.checkpoint import header, read_tensors
+from qkv.models.checkpoint import read_tensors
 
 STATE, TENSORS = "state.json", "state.safetensors"
 VERSION = 1
@@ -81,7 +81,6 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         step, digest = described["step"], described["sha256"]
         if type(step) is not int or step < 0 or checkpoint.name != _name(step):
             raise ValueError(f"{STATE} has step {step!r}")
-        header(checkpoint / TENSORS)
         found = _digest(checkpoint / TENSORS)
         weights = read_tensors(checkpoint / TENSORS)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

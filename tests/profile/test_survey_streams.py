@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from conftest import refused
 from qkv.profiler.surveys import corpus
-from qkv.profiler.surveys.corpus import Document, Stream, of_addresses
+from qkv.profiler.surveys.corpus import Corpus, Document, of_addresses
 from qkv.profiler.surveys.folder import merge_folders
 from survey_process import TEXTS, own, own_survey
 
@@ -70,7 +70,7 @@ FORMATS: dict[str, Callable[[Sequence[Any]], bytes]] = {
 }  # fmt: skip
 
 
-def texts_of(found: Stream, shards: int) -> list[list[str | None]]:
+def texts_of(found: Corpus, shards: int) -> list[list[str | None]]:
     return [[d.text for chunk in part.chunks() for d in chunk if d.reason is None] for part in found.shards(shards)]
 
 

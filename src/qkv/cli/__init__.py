@@ -40,6 +40,7 @@ SUBCOMMANDS: dict[str, Callable[..., None]] = {"survey merge": survey.merge}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `qkv`. For bad input it prints one sentence to standard error and returns exit code 2."""
     if arguments is None:  # the process ends with the command
+        gc.set_threshold(100_000, 50, 50)  # importing libraries and drawing make many objects and little garbage
         atexit.register(_freeze)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments == ["--version"]:

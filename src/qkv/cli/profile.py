@@ -19,7 +19,6 @@ from qkv.cli.shared import (
     Input,
     Stopwatch,
     folder,
-    no_garbage_collection,
     numbers,
     print_line,
     saved_profile,
@@ -169,9 +168,8 @@ def profile(
 
     allow(given.max_size)
     clock = Stopwatch()
-    with no_garbage_collection():
-        from qkv.models import loading
-        from qkv.profiler import corpora, run
+    from qkv.models import loading
+    from qkv.profiler import corpora, run
 
     clock.lap("importing libraries")
     wanted = None if layers is None else numbers(layers)
@@ -217,8 +215,7 @@ def profile(
         if comparison is not None:
             show_comparison(comparison)
         clock.lap("summary")
-        with no_garbage_collection():
-            files = _figures(result, out)
+        files = _figures(result, out)
         if comparison is not None:
             files += write_comparison(comparison, out)
         clock.lap("figures")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from tyro.conf import Positional, arg
 from qkv._files import scheme_of, write_atomically
 from qkv._progress import spinner
 from qkv._untrusted import read_bytes
-from qkv.errors import InputError, refusing, renamed
+from qkv.errors import InputError, first_line, refusing, renamed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,8 +40,8 @@ def read(file: Path, called: str = "--file") -> str:
 def folder(path: Path, *, resumes: bool = False) -> Iterator[None]:
     """Create a folder for results and check that it is writable before the work starts.
 
-    If the work fails, the folder is removed if it is new and empty. If the disk is full or lost, the error is one
-    sentence, and the files that the command has written so far are removed, unless it `resumes` an interrupted call.
+    If the work fails, the folder is removed if it is new and empty. If the disk is full or lost, the files that the
+    command has written so far are removed, unless it `resumes` an interrupted call.
     """
     if scheme_of(path) is not None:
         raise InputError(f"--out is {str(path)!r}, expected a folder on this machine; only qkv survey takes addresses")
@@ -55,32 +54,16 @@ def folder(path: Path, *, resumes: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        failed = error if isinstance(error, OSError) and not isinstance(error, BrokenPipeError) else None
-        lost = failed is not None and _is_in(failed.filename, path)
-        if lost and not resumes:
-            _remove(path, before)
-        if created:
-            with suppress(OSError):  # it is not empty, or lost
+        lost = isinstance(error, OSError) and Path(error.filename or path).absolute().is_relative_to(path.absolute())
+        with suppress(OSError):  # it is not empty, or lost
+            for file in () if resumes or not lost else {*path.iterdir()} - before:
+                file.unlink()
+            if created:
                 path.rmdir()
-        if failed is None or not lost:
+        if not lost or isinstance(error, BrokenPipeError):
             raise
         kept = "; what is finished is kept, and the same command continues" if resumes else ""
-        raise InputError(f"--out: cannot write to {path} ({failed.strerror}){kept}") from error
-
-
-def _is_in(name: object, path: Path) -> bool:
-    """Whether the file of an OSError is in a folder; True if the error names none, as when a disk is full."""
-    return name is None or (
-        isinstance(name, str | os.PathLike) and Path(name).absolute().is_relative_to(path.absolute())
-    )
-
-
-def _remove(path: Path, before: set[Path]) -> None:
-    """Remove the files in a folder that were not there before, if it still exists."""
-    with suppress(OSError):
-        for file in set(path.iterdir()) - before:
-            if file.is_file():
-                file.unlink()
+        raise InputError(f"--out: cannot write to {path} ({first_line(error)}){kept}") from error
 
 
 def discard_output() -> None:
@@ -271,21 +254,6 @@ def token_table(tokens: pd.DataFrame) -> Table:
             name = f"token {row.id}"  # a survey names only some
         rows.add_row(Text(name), percent(row.share), f"{row.lift:.1f}", f"{row.count:,}")
     return rows
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector, for code that makes many objects and little garbage.
-
-    Importing the libraries and drawing figures takes a fifth less time with it.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Stopwatch:

@@ -20,7 +20,7 @@ from qkv.cli.shared import print_line, statistics_of, table, token_table
 from qkv.errors import InputError, refusing, renamed
 
 if TYPE_CHECKING:
-    from qkv.profiler.surveys.corpus import Source
+    from qkv.profiler.surveys.corpus import Corpus
     from qkv.profiler.surveys.data import Survey
     from qkv.profiler.surveys.folder import Folder
 
@@ -226,7 +226,7 @@ def survey(
             print(f"When all parts are finished: qkv survey merge {out}")
 
 
-def _corpus(names: tuple[str, ...], stream: bool) -> Source:
+def _corpus(names: tuple[str, ...], stream: bool) -> Corpus:
     """The corpus of these files, folders and addresses, or a named corpus of the lab."""
     from qkv.profiler import corpora
     from qkv.profiler.surveys import corpus
@@ -282,7 +282,7 @@ def _stoppable(folder: Folder, numbers: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(corpus: Source, folder: Folder, settings: Settings) -> Iterator[Callable[[int, int, int], None]]:
+def _progress(corpus: Corpus, folder: Folder, settings: Settings) -> Iterator[Callable[[int, int, int], None]]:
     """A progress bar over the bytes of the shards that this process has still to survey."""
 
     total = 0

@@ -8,8 +8,8 @@ from qkv._packages import from_lab
 from qkv.models.checkpoint import folder_of, save
 from qkv.models.decoder import DecoderConfig, DecoderLM, DecoderState
 from qkv.models.generation import Hypothesis, Sampler, beam_search, generate, pad_left, stream, text_stream
+from qkv.models.loading import from_hugging_face
 from qkv.models.loading import load_own as load
-from qkv.models.pretrained import from_hugging_face
 from qkv.models.tokenizers import ByteTokenizer
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Saving and loading models: a folder with config.json and model.safetensors, and the models that come with qkv.
 
-The sizes that a safetensors file declares are checked before its weights are read.
+What a safetensors file declares is compared with the model before its weights are read.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qkv._files import write_atomically
 from qkv._packages import LAB, explain, from_lab, lab_is_missing
-from qkv._untrusted import Budget, SizeError, check_version, load_json, parse_json
+from qkv._untrusted import Budget, SizeError, check_version, load_json
 from qkv.errors import InputError, first_line, refusing
 from qkv.models import config as configs
 from qkv.models.decoder import DecoderConfig, DecoderLM
@@ -89,7 +89,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     ...     print(sorted(p.name for p in save(model, folder).iterdir()))
     ['config.json', 'model.safetensors']
     """
-    from safetensors.torch import save_file
+    import safetensors.torch
 
     kind = type(model).__name__
     if kind not in KINDS or not isinstance(model, class_of(kind)[1]):
@@ -98,13 +98,8 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: x.contiguous() for name, x in _unique_tensors(model).items()}
-    unfinished = folder / f".{WEIGHTS}.part"
-    save_file(weights, unfinished)
-    unfinished_config = folder / f".{CONFIG}.part"
-    unfinished_config.write_text(json.dumps(described, indent=1) + "\n")
-    shutil.copymode(unfinished_config, unfinished)  # safetensors lets the owner alone read its files
-    unfinished.replace(folder / WEIGHTS)
-    unfinished_config.replace(folder / CONFIG)
+    write_atomically(folder / WEIGHTS, safetensors.torch.save(weights))
+    write_atomically(folder / CONFIG, json.dumps(described, indent=1) + "\n")
     return folder
 
 
@@ -117,41 +112,20 @@ def load(folder: str | Path) -> nn.Module:
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):
         raise InputError(f"{CONFIG} in {folder} has model {kind!r}, expected one of {', '.join(KINDS)} with its config")
     config_class, model_class = class_of(kind)
+    unreadable = f"{WEIGHTS} in {folder} cannot be read ({{}}), expected weights as safetensors"
+    with refusing(unreadable, OSError, ValueError):
+        declared = declared_tensors(folder / WEIGHTS)
+        stored = (folder / WEIGHTS).stat().st_size
     with valid_config(folder):
         check_version(described, VERSION)
         config = configs.from_dict(config_class, entries)
-    model: nn.Module = read_model(folder, [WEIGHTS], lambda: model_class(config))
-    return model.float() if own else model
-
-
-def read_model(
-    folder: Path, names: list[str], build: Callable[[], M], renamed: Callable[[Weights], Weights] = dict
-) -> M:
-    """Build a model and fill it with the tensors of safetensors files; what does not fit is refused before it is read.
-
-    `renamed` gives the tensors of the files the names that the model has for them.
-    """
-    declared: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        with readable(folder, name):
-            declared |= declared_tensors(folder / name)
-    stored = sum((folder / name).stat().st_size for name in names)
+        empty = build_without_memory(lambda: model_class(config), len(declared), stored)
+    check_fit(empty, declared)  # before its weights are read
     with valid_config(folder):
-        empty = build_without_memory(build, len(declared), stored)
-    check_fit(empty, renamed(declared))
-    with valid_config(folder):
-        model = build()
-    for name in names:
-        with readable(folder, name):
-            weights |= read_tensors(folder / name)
-    fill(model, renamed(weights))
-    return model.eval()
-
-
-def readable(folder: Path, name: str) -> AbstractContextManager[None]:
-    """Inside, OSError and ValueError mean that a file of weights cannot be read."""
-    return refusing(f"{name} in {folder} cannot be read ({{}}), expected weights as safetensors", OSError, ValueError)
+        model = model_class(config)
+    with refusing(unreadable, OSError, ValueError):
+        fill(model, read_tensors(folder / WEIGHTS))
+    return (model.float() if own else model).eval()
 
 
 def valid_config(folder: Path) -> AbstractContextManager[None]:
@@ -216,62 +190,39 @@ HEADER = 16 * 2**20
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 RANDOM = (nn.init.normal_, nn.init.uniform_, Tensor.normal_, Tensor.uniform_)
 SPARE_PARAMETERS = 1000
 """Parameters that a model may have beside two for each tensor of its file, such as tied and new ones."""
 
 
-def header(path: Path) -> dict[str, Any]:
-    """The entries of a safetensors file's header: the dtype, shape and place of each tensor by name."""
-    with path.open("rb") as file:
-        stored = path.stat().st_size
-        Budget(stored).take(stored)
-        size = int.from_bytes(file.read(8), "little")
-        if not 2 <= size <= min(HEADER, stored - 8):
-            raise ValueError("it is not a safetensors file, or is truncated")
-        found = parse_json(file.read(size))
-    if not isinstance(found, dict):
-        raise ValueError("its header is not a JSON object")
-    found.pop("__metadata__", None)
-    end = 0
-    for name, entry in found.items():
-        match entry:
-            case {"dtype": str(), "shape": [*shape], "data_offsets": [int(), int(stop)]} if all(
-                type(n) is int and n >= 0 for n in shape
-            ):
-                end = max(end, stop)
-            case _:
-                raise ValueError(f"its header has a wrong entry for {name[:80]!r}")
-    if 8 + size + end != stored:
-        raise ValueError(f"it is {stored:,} bytes long, but declares {8 + size + end:,}: it is truncated or damaged")
-    return found
-
-
 def declared_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file without their data, on torch's meta device."""
-    found = {}
-    for name, entry in header(path).items():
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name[:80]!r} has the dtype {entry['dtype'][:20]}, expected one of {', '.join(DTYPES)}")
-        try:
-            found[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
-        except (RuntimeError, TypeError) as error:  # TypeError for numbers of more than 63 bits
-            raise ValueError(f"{name[:80]!r} is too large ({first_line(error)})") from error
-    return found
+    """The tensors of a safetensors file without their data, on torch's meta device; ValueError if it is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    stored = path.stat().st_size
+    Budget(stored).take(stored)
+    with path.open("rb") as file:
+        if int.from_bytes(file.read(8), "little") > HEADER:
+            raise ValueError("it is not a safetensors file, or its header is too long")
+    try:
+        with safe_open(path, "pt") as opened:
+            found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
+            kinds = {name: DTYPES.get(x.get_dtype()) for name, x in found.items()}
+            if None in kinds.values():
+                raise ValueError(f"a tensor has another dtype than {', '.join(DTYPES)}")
+            return {name: torch.empty(x.get_shape(), dtype=kinds[name], device="meta") for name, x in found.items()}
+    except (SafetensorError, RuntimeError, TypeError) as error:  # of torch: for numbers of more than 63 bits
+        raise ValueError(first_line(error)) from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file."""
     from safetensors.torch import load_file
 
-    header(path)
-    try:
-        return dict(load_file(path))
-    except OSError:
-        raise
-    except Exception as error:  # errors of safetensors, and of torch for dtypes that it does not have
-        raise ValueError(first_line(error)) from error
+    declared_tensors(path)
+    return dict(load_file(path))
 
 
 def build_without_memory(build: Callable[[], M], tensors: int, stored: int) -> M:

@@ -354,7 +354,8 @@ class DecoderLM(nn.Module):
     def _check_mask(self, padding: Tensor | None) -> None:
         """Raise `InputError` if the mask of the composition would change from one step to the next."""
         mask = as_mask(_attention(self.config).mask)
-        assert mask is not None
+        if mask is None or mask.band is not None:  # distances alone never change
+            return
         if depends_on_length(mask, self.config.context, self.config.heads):
             raise InputError(
                 "attention has a mask that changes with the number of tokens, so a cache would hold keys of another "
@@ -506,16 +507,15 @@ def depends_on_length(mask: Mask, longest: int, heads: int) -> bool:
     >>> [depends_on_length(Window(4) | Global([token]), 64, heads=1) for token in (0, -1)]
     [False, True]
     """
-    if mask.band is not None:
-        return False
     longest = min(longest, LONGEST)
+    whole = Grid.of(longest, longest, heads=heads)
     try:
         for n in {longest - 1, longest // 2 + 1, longest // 3 + 1} & set(range(1, longest)):
-            positions = _sample(n)
-            short = _visible(mask, positions, positions, Grid.of(n, n, heads=heads))
-            long = _visible(mask, positions, positions, Grid.of(longest, longest, heads=heads))
-            last = _visible(mask, positions[-1:], positions, Grid.of(1, n, heads=heads))
-            if not torch.equal(short, long) or not torch.equal(short[:, -1:], last):
+            at = _sample(n)
+            visible = _visible(mask, at, at, whole)
+            last = _visible(mask, at[-1:], at, Grid.of(1, n, heads=heads))
+            short = _visible(mask, at, at, Grid.of(n, n, heads=heads))
+            if not torch.equal(short, visible) or not torch.equal(visible[:, -1:], last):
                 return True
     except InputError:  # a mask of tensors that fits one length only
         return True
@@ -529,14 +529,11 @@ def depends_on_start(mask: Mask, longest: int, heads: int) -> bool:
     >>> depends_on_start(Window(4), 64, heads=1), depends_on_start(Prefix(4), 64, heads=1)
     (False, True)
     """
-    if mask.band is not None:
-        return False
     longest = min(longest, LONGEST)
     grid = Grid.of(longest, longest, heads=heads)
     for move in {1, 2, longest // 2} & set(range(1, longest)):
-        positions = _sample(longest - move)
-        moved = positions + move
-        if not torch.equal(_visible(mask, positions, positions, grid), _visible(mask, moved, moved, grid)):
+        at = _sample(longest - move)
+        if not torch.equal(_visible(mask, at, at, grid), _visible(mask, at + move, at + move, grid)):
             return True
     return False
 

@@ -35,7 +35,6 @@ SAMPLE = "sample.json"
 BUILT_IN = ("minilm", "random-gpt2")
 MOST_TENSORS = 20_000  # of a model on the hub, whose files are not there yet
 UNTRUSTING = {"trust_remote_code": False}  # without it, transformers asks on standard input whether to run remote code
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "tokenizer.model"]
 
 
 @dataclass(frozen=True)
@@ -196,15 +195,47 @@ def load_own(folder: str | Path) -> nn.Module:
         InputError: if the folder has no model, the kind of model or a key of its configuration is unknown, or weights
             do not fit the model; the message lists all of them.
     """
-    if gguf_files.find(str(folder)) is not None:
-        return load_text_model(str(folder)).model
-    return checkpoint.load(folder)
+    return from_hugging_face(folder, "float32") if gguf_files.find(str(folder)) is not None else checkpoint.load(folder)
+
+
+def from_hugging_face(name: str | Path, dtype: str = "auto") -> DecoderLM:
+    """Load a GPT-2 or Llama checkpoint, a GGUF file of one, or one of the hub as a `DecoderLM` in evaluation mode.
+
+    Args:
+        name: the folder, the GGUF file, or the name on the Hugging Face hub.
+        dtype: dtype of the weights; if ``"auto"``, that of the checkpoint, or float32 for a GGUF file.
+
+    Raises:
+        InputError: for another architecture, a setting that `DecoderLM` does not support, or weights that do not fit.
+    """
+    return _as_decoder(_load_foreign(str(name), dtype))
+
+
+def _load_foreign(name: str, dtype: str) -> Loaded:
+    """Load a causal language model that `pretrained` converts with transformers; no other kind is ever downloaded."""
+    one_of("dtype", dtype, (*DTYPES, "auto"))
+    if (file := gguf_files.find(name)) is not None:
+        return _load_gguf(file, name, DTYPES.get(dtype, torch.float32), head=True)
+    if Path(name).is_file():
+        raise InputError(f"model: {name} is a file, expected a folder")
+    require(f"model {name!r}", "transformers")
+    _quiet()
+    kind = DTYPES.get(dtype, dtype)
+    return _load_hugging_face(os.path.expanduser(name), name, kind, head=True, kinds=tuple(pretrained.KINDS))
+
+
+def _as_decoder(loaded: Loaded) -> DecoderLM:
+    theirs: Any = loaded.model
+    return pretrained.from_weights(theirs.config.to_dict(), theirs.state_dict())
 
 
 # --- models of Hugging Face -------------------------------------------------------------------------------------------
 
 
-def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool | None = False) -> Loaded:
+def _load_hugging_face(
+    path: str, name: str, dtype: torch.dtype | str, *, head: bool | None = False, kinds: tuple[str, ...] = ()
+) -> Loaded:
+    """Load a model with transformers; with `kinds`, one of these types only, and all of its weights must be there."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     local = Path(path).is_dir()
@@ -219,13 +250,24 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
         if local:
             check_json_files(folder := Path(path))
             files = [file for one in checkpoint.files_of(folder, checkpoint.WEIGHTS) if (file := folder / one).exists()]
-            number, stored = sum(len(checkpoint.header(x)) for x in files), sum(x.stat().st_size for x in files)
+            number, stored = (
+                sum(len(checkpoint.declared_tensors(x)) for x in files),
+                sum(x.stat().st_size for x in files),
+            )
         config = AutoConfig.from_pretrained(path, **options)
+        if kinds:
+            one_of(f"model: {name}: model_type", config.model_type, kinds)
         if head is None:
             head = any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in config.architectures or ())
         kind = AutoModelForCausalLM if head else AutoModel
-        _check_size(lambda: kind.from_config(config, dtype=dtype, trust_remote_code=False), number, stored)
-        model: PreTrainedModel = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **options)
+        built_in = config.dtype if dtype == "auto" else dtype
+        _check_size(lambda: kind.from_config(config, dtype=built_in, trust_remote_code=False), number, stored)
+        model: PreTrainedModel
+        model, report = kind.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        )
+        if kinds and (wrong := sorted(report["missing_keys"] | report["unexpected_keys"])):
+            raise ValueError(f"its weights are not those of its configuration: {', '.join(wrong[:3])}")
     return Loaded(name, model.eval(), _tokenizer(path, name, **options))
 
 
@@ -456,29 +498,19 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     ([72, 105, 33], ())
     """
     one_of("dtype", dtype, DTYPES)
-    model: nn.Module
-    ends: Any = None
-    if (file := gguf_files.find(name)) is not None:
-        loaded = _load_gguf(file, name, DTYPES[dtype], head=True)
-        settings: Any = loaded.model.config
-        config = settings.to_dict()
-        one_of(f"model: {name}: model_type", config["model_type"], tuple(pretrained.KINDS))
-        model, tokenizer = pretrained.from_weights(config, loaded.model.state_dict()), loaded.tokenizer
-        name, ends = loaded.name, config.get("eos_token_id")
+    if name in WITHOUT_TEXT:
+        raise InputError(f"model is {name!r}, {WITHOUT_TEXT[name]}; expected a trained decoder, such as 'qkv-mini'")
+    folder, ends = checkpoint.folder_of(name) or Path(name).expanduser(), None
+    file = gguf_files.find(name)
+    if file is None and folder.is_dir() and "model_type" not in checkpoint.read_config(folder):
+        loaded = _load_qkv(folder, name, DTYPES[dtype])
+        model, tokenizer = loaded.model, loaded.tokenizer
     else:
-        folder = _folder_of_decoder(name)
-        config = checkpoint.read_config(folder)
-        if "model_type" in config:
-            one_of(f"model: {name}: model_type", config["model_type"], tuple(pretrained.KINDS))
-            require(f"model: the tokenizer of {name}", "transformers")
-            _quiet()
-            with checkpoint.valid_config(folder):
-                check_json_files(folder)
-            tokenizer = _tokenizer(folder, name, local_files_only=True, **UNTRUSTING)
-            model, ends = pretrained.from_hugging_face(folder).to(DTYPES[dtype]), _declared_ends(folder, config)
-        else:
-            loaded = _load_qkv(folder, name, DTYPES[dtype])
-            model, tokenizer = loaded.model, loaded.tokenizer
+        loaded = _load_foreign(name, dtype)
+        model, tokenizer, name = _as_decoder(loaded), loaded.tokenizer, loaded.name
+        settings: Any = loaded.model
+        ends = settings.generation_config.eos_token_id
+        ends = settings.config.eos_token_id if ends is None else ends
     if not isinstance(model, DecoderLM):
         raise InputError(f"model: {name} is {type(model).__name__}, expected a DecoderLM")
     if tokenizer is None:
@@ -490,48 +522,9 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     return TextModel(model, TextTokenizer(tokenizer.encode, decode, tokenizer), name, _ends(ends, model.vocabulary))
 
 
-def _declared_ends(folder: Path, config: dict[str, Any]) -> Any:
-    """The end tokens in generation_config.json, else those in config.json."""
-    found = config.get("eos_token_id")
-    file = folder / "generation_config.json"
-    if file.exists():
-        with refusing(f"{file.name} in {folder} is not a JSON object ({{}})"):
-            generation = load_json(file)
-            found = found if generation.get("eos_token_id") is None else generation["eos_token_id"]
-    return found
-
-
 def _ends(found: Any, vocabulary: int) -> tuple[int, ...]:
     """End tokens of a configuration (one, a list, or None) that are in the vocabulary."""
     tokens = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(token, int) for token in tokens):
         raise InputError(f"model: eos_token_id is {found!r}, expected a token or a list of tokens")
     return tuple(token for token in tokens if 0 <= token < vocabulary)
-
-
-def _folder_of_decoder(name: str) -> Path:
-    """The folder of a model. Of one on the hub, the configuration comes first: no other kind is ever downloaded."""
-    folder = checkpoint.folder_of(name) or Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise InputError(f"model: {name} is a file, expected a folder")
-    if _is_path(name):
-        raise InputError(f"model: no folder {name}")
-    if name in WITHOUT_TEXT:
-        raise InputError(f"model is {name!r}, {WITHOUT_TEXT[name]}; expected a trained decoder, such as 'qkv-mini'")
-    require(f"model {name!r}", "transformers")
-    import huggingface_hub
-
-    _quiet()
-    cached = _only_cached(name, ("qkv-mini",))
-    expected = "a folder with a model, or the name of a GPT-2 or Llama on the Hugging Face hub"
-    with refusing(f"model: cannot load {name!r} ({{}}); expected {expected}"):  # the HTTP library has errors of its own
-        config = huggingface_hub.hf_hub_download(name, checkpoint.CONFIG, local_files_only=cached)
-        kind = checkpoint.read_config(Path(config).parent).get("model_type")
-        one_of(f"model: {name}: model_type", kind, tuple(pretrained.KINDS))
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, allow_patterns=HUB_FILES, ignore_patterns="*/*", local_files_only=cached
-            )
-        )

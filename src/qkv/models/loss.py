@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from qkv.cache import Cache
+from qkv.engine import at_least_float32
 from qkv.errors import InputError, at_least_one
 
 if TYPE_CHECKING:
@@ -26,9 +27,8 @@ def linear_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy in nats of x·weightᵀ against `targets`; targets of −100 are ignored.
 
-    The rows are processed in pieces: the logits of a piece are overwritten by their own gradient, which is then used
-    for both matrix products.
-    (After the idea of "cut cross-entropy", Wijmans et al. 2024, arXiv:2411.09009.)
+    If there are more than `MAX_LOGITS` logits, the rows are processed in pieces, whose logits are computed again for
+    the gradient.
 
     >>> import torch
     >>> x, weight = torch.randn(5, 8), torch.randn(11, 8)
@@ -43,47 +43,16 @@ def linear_cross_entropy(
     low, high = (int(i) for i in targets[targets != -100].aminmax())
     if low < 0 or high >= len(weight):
         raise InputError(f"targets lie in {low}..{high}, expected 0..{len(weight) - 1} (or −100)")
-    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _Loss.apply(x, weight, targets, count, wanted)  # type: ignore[no-untyped-call]
-    return loss
 
+    def total(part: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(part, weight)
+        return F.cross_entropy(logits.to(at_least_float32(logits.dtype)), target, reduction="sum")
 
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, count: int, wanted: bool) -> Tensor:
-        pieces = -(-len(x) * len(weight) // MAX_LOGITS)
-        total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        dxs: list[Tensor] = []
-        dw: Tensor | None = None
-        weight = weight.detach().requires_grad_(wanted)
-        for part, target in zip(x.detach().chunk(pieces), targets.chunk(pieces), strict=True):
-            counts, index = target != -100, target.clamp(min=0)[:, None]
-            part.requires_grad_(wanted)
-            with torch.set_grad_enabled(wanted):
-                made = F.linear(part, weight)
-            logits = made.detach().to(total.dtype)
-            lse = logits.logsumexp(-1, keepdim=True)
-            total += (lse - logits.gather(1, index))[:, 0][counts].sum()
-            if wanted:
-                slope = logits.sub_(lse).exp_()
-                slope.scatter_add_(1, index, slope.new_full((), -1.0).expand(index.shape))
-                slope.mul_(counts[:, None])
-                dx, more = torch.autograd.grad(made, (part, weight), slope.to(made.dtype))
-                dxs.append(dx)
-                dw = more if dw is None else dw.add_(more)
-        if wanted:
-            ctx.count = count
-            ctx.save_for_backward(torch.cat(dxs), dw)
-        return total / count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # The division by the count waits until here: in float16, small probabilities divided by a large count would
-        # underflow, and a scaled loss would overflow.
-        scale = grad / ctx.count
-        dx, dw = ((x.to(grad.dtype) * scale).to(x.dtype) for x in ctx.saved_tensors)
-        return dx, dw, None, None, None
+    pieces = -(-len(x) * len(weight) // MAX_LOGITS)
+    if pieces == 1:
+        return total(x, targets) / count
+    parts = zip(x.chunk(pieces), targets.chunk(pieces), strict=True)
+    return torch.stack([checkpoint(total, *part, use_reentrant=False) for part in parts]).sum() / count
 
 
 @torch.no_grad()

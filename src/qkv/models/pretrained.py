@@ -1,14 +1,10 @@
-"""Convert GPT-2 and Llama checkpoints of Hugging Face to `DecoderLM`, with the same weights and the same logits.
-
-Only the configuration and the safetensors files are read; transformers is not needed.
-"""
+"""Convert GPT-2 and Llama models of Hugging Face to `DecoderLM`, with the same weights and the same logits."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,35 +12,10 @@ from torch import Tensor, nn
 
 from qkv.cache import Evicting
 from qkv.errors import InputError, one_of
-from qkv.models.checkpoint import (
-    CONFIG,
-    WEIGHTS,
-    Weights,
-    files_of,
-    fill,
-    read_config,
-    read_model,
-    readable,
-    valid_config,
-)
+from qkv.models.checkpoint import CONFIG, Weights, fill
 from qkv.models.decoder import DecoderConfig, DecoderLM, rotary_of
 
 Config = Mapping[str, Any]
-
-
-def from_hugging_face(folder: str | Path) -> DecoderLM:
-    """Load a folder with a GPT-2 or Llama checkpoint as a `DecoderLM`, in evaluation mode and the checkpoint's dtype.
-
-    Raises:
-        InputError: for another architecture, a setting that `DecoderLM` does not support, or weights that do not fit.
-    """
-    folder = Path(folder)
-    config = read_config(folder)
-    with readable(folder, WEIGHTS):
-        files = files_of(folder, WEIGHTS)
-    with valid_config(folder):
-        decoder = _decoder(config)
-    return read_model(folder, files, lambda: DecoderLM(decoder), lambda weights: _renamed(decoder, weights))
 
 
 def from_weights(config: Config, weights: Weights) -> DecoderLM:
@@ -57,11 +28,7 @@ def from_weights(config: Config, weights: Weights) -> DecoderLM:
 def _decoder(config: Config) -> DecoderConfig:
     """The configuration of the same model as a `DecoderLM`."""
     one_of("model_type", config.get("model_type"), tuple(KINDS))
-    try:
-        return KINDS[config["model_type"]](config)
-    except KeyError as error:
-        missing = f"{error.args[0]} is missing, expected a configuration of {config['model_type']}"
-        raise InputError(f"{CONFIG}: {missing}") from error
+    return KINDS[config["model_type"]](config)
 
 
 ROTATE_AS_LLAMA = ("mistral", "qwen2", "qwen2_moe", "qwen3")
@@ -79,8 +46,7 @@ def tell_rotary(model: nn.Module, caches: Iterable[Evicting]) -> None:
         try:
             if not isinstance(model, DecoderLM):
                 given = config.to_dict()
-                as_llama = given["model_type"] in ROTATE_AS_LLAMA
-                config = _llama(given) if as_llama else _decoder(given)
+                config = _llama(given) if given["model_type"] in ROTATE_AS_LLAMA else _decoder(given)
             cache.rotary = rotary_of(config)
         except InputError as error:
             raise InputError(
@@ -93,36 +59,30 @@ NAMES = {
     "wte": "embedding", "wpe": "positions", "ln_f": "norm", "lm_head": "output", "ln_1": "attention_norm",
     "attn.c_attn": "attention.in_proj", "attn.c_proj": "attention.out_proj", "ln_2": "feed_forward_norm",
     "mlp.c_fc": "feed_forward.up", "mlp.c_proj": "feed_forward.down",
-    # Llama, in which some tensors of ours are parts, in the order of `PARTS`
+    # Llama, in which some tensors of ours are parts, in the order of its modules
     "embed_tokens": "embedding", "input_layernorm": "attention_norm", "self_attn.o_proj": "attention.out_proj",
     "post_attention_layernorm": "feed_forward_norm", "mlp.down_proj": "feed_forward.down",
     "self_attn.q_proj": "attention.in_proj", "self_attn.k_proj": "attention.in_proj",
     "self_attn.v_proj": "attention.in_proj", "mlp.gate_proj": "feed_forward.up", "mlp.up_proj": "feed_forward.up",
 }  # fmt: skip
 """Modules of the checkpoints, and their names in `DecoderLM`."""
-PARTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-NO_WEIGHTS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq")  # such as the mask as a table
 
 
 def _renamed(config: DecoderConfig, weights: Weights) -> dict[str, Tensor]:
-    """The tensors of a checkpoint under their names in `DecoderLM`, in the widest of their dtypes."""
-    found: dict[str, list[tuple[int, Tensor]]] = {}
+    """The tensors of a state dict under their names in `DecoderLM`, in the widest of their dtypes."""
+    dtype = functools.reduce(torch.promote_types, {x.dtype for x in weights.values()} or {torch.float32})
+    parts: dict[str, list[Tensor]] = {}
     for full, tensor in weights.items():
         name = re.sub(r"^(transformer|model)\.", "", full)
-        if NO_WEIGHTS.fullmatch(name) or (name == "lm_head.weight" and config.tied):
+        if name == "lm_head.weight" and config.tied:
             continue
         place = re.fullmatch(r"(?:(h|layers)\.(\d+)\.)?(?:(.+)\.)?([^.]+)", name)
         assert place is not None
         stack, layer, module, end = place.groups()
         x = tensor.T if stack == "h" and end == "weight" and tensor.ndim == 2 else tensor  # GPT-2 has them transposed
         new = [*((f"blocks.{layer}",) if stack else ()), *((NAMES.get(module, module),) if module else ()), end]
-        part = (module or "").rpartition(".")[2]
-        found.setdefault(".".join(new), []).append((PARTS.index(part) if part in PARTS else 0, x))
-    dtypes = {x.dtype for parts in found.values() for _, x in parts if x.is_floating_point()}
-    dtype = functools.reduce(torch.promote_types, dtypes or {torch.float32})
-    joined = {name: [x for _, x in sorted(parts, key=lambda part: part[0])] for name, parts in found.items()}
-    whole = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in joined.items()}
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in whole.items()}
+        parts.setdefault(".".join(new), []).append(x.to(dtype))
+    return {name: torch.cat(found) for name, found in parts.items()}
 
 
 def _expect(config: Config, **settings: Any) -> None:
@@ -139,57 +99,52 @@ GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "
 def _gpt2(config: Config) -> DecoderConfig:
     """GPT-2 (Radford et al. 2019)."""
     _expect(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    activation = config.get("activation_function", "gelu_new")
+    activation = config["activation_function"]
     one_of(f"{CONFIG}: activation_function", activation, tuple(GPT2_ACTIVATIONS))
     return DecoderConfig.gpt2(
         vocab_size=config["vocab_size"], context=config["n_positions"], d_model=config["n_embd"],
-        layers=config["n_layer"], heads=config["n_head"], d_hidden=config.get("n_inner"),
-        activation=GPT2_ACTIVATIONS[activation], norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        tied=config.get("tie_word_embeddings", True),
+        layers=config["n_layer"], heads=config["n_head"], d_hidden=config["n_inner"],
+        activation=GPT2_ACTIVATIONS[activation], norm_eps=config["layer_norm_epsilon"],
+        tied=config["tie_word_embeddings"],
     )  # fmt: skip
 
 
 def _llama(config: Config) -> DecoderConfig:
     """Llama (Touvron et al. 2023; Grattafiori et al. 2024)."""
     _expect(config, hidden_act="silu", pretraining_tp=1, original_max_position_embeddings=None)
-    rope = dict(config.get("rope_parameters") or {}) or dict(config.get("rope_scaling") or {})
+    rope, context = config["rope_parameters"], config["max_position_embeddings"]
     return DecoderConfig.llama(
-        vocab_size=config["vocab_size"], context=config["max_position_embeddings"], d_model=config["hidden_size"],
+        vocab_size=config["vocab_size"], context=context, d_model=config["hidden_size"],
         layers=config["num_hidden_layers"], heads=config["num_attention_heads"],
-        kv_heads=config.get("num_key_value_heads"), head_dim=config.get("head_dim"),
-        d_hidden=config["intermediate_size"], norm_eps=config.get("rms_norm_eps", 1e-6),
-        bias=bool(config.get("mlp_bias", False)), attention_bias=bool(config.get("attention_bias", False)),
-        tied=config.get("tie_word_embeddings", False),
-        rotary_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        **_rope(rope, config["max_position_embeddings"]),
+        kv_heads=config["num_key_value_heads"], head_dim=config.get("head_dim"),
+        d_hidden=config["intermediate_size"], norm_eps=config["rms_norm_eps"], tied=config["tie_word_embeddings"],
+        bias=bool(config.get("mlp_bias")), attention_bias=bool(config.get("attention_bias")),
+        rotary_base=float(rope["rope_theta"]), **_rope(rope, context),
     )  # fmt: skip
 
 
-ROPE_NEUTRAL = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-ROPE_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}  # YaRN settings that qkv fixes
 ROPE_KEYS = {
     "factor": "rotary_factor", "original_max_position_embeddings": "rotary_original", "low_freq_factor": "rotary_low",
     "high_freq_factor": "rotary_high",
 }  # fmt: skip
 ROPE_KINDS = {"linear": 1, "dynamic": 1, "yarn": 2, "llama3": 4}
 """How many of `ROPE_KEYS` each kind of scaling has; the dynamic one always starts at max_position_embeddings."""
+ROPE_FIXED = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1}
+"""Settings of which qkv has one value."""
 
 
 def _rope(rope: Config, context: int) -> dict[str, Any]:
-    """Entries of `DecoderConfig` for Hugging Face's rope_parameters."""
-    _expect(rope, partial_rotary_factor=1.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    """Entries of `DecoderConfig` for the rope_parameters of transformers."""
+    _expect(rope, **ROPE_FIXED)
+    kind, left = rope["rope_type"], {k: x for k, x in rope.items() if x is not None and k not in ROPE_FIXED}
+    one_of(f"{CONFIG}: rope_type", kind, ("default", *ROPE_KINDS))
     if kind == "default":
         return {}
-    one_of(f"{CONFIG}: rope_type", kind, ("default", *ROPE_KINDS))
     keys = dict([*ROPE_KEYS.items()][: ROPE_KINDS[kind]])
-    known = keys.keys() | ROPE_NEUTRAL
-    unknown = [k for k, x in rope.items() if k not in known and x is not None and x != ROPE_DEFAULTS.get(k)]
-    if unknown:
+    if unknown := left.keys() - keys.keys() - {"rope_theta", "rope_type"}:
         raise InputError(f"{CONFIG}: rope_parameters has {', '.join(unknown)}, which DecoderLM does not support")
-    settings = {new: rope[old] for old, new in keys.items() if rope.get(old) is not None}
+    settings = {new: left[old] for old, new in keys.items() if old in left}
     return {"rotary_scaling": kind, "rotary_original": context, **settings}
 
 
-KINDS = {"gpt2": _gpt2, "llama": _llama}
-"""The architectures, by Hugging Face's ``model_type``."""
+KINDS = {"gpt2": _gpt2, "llama": _llama}  # by Hugging Face's ``model_type``

@@ -116,12 +116,8 @@ def compare(a: Profile, b: Profile) -> Comparison:
     >>> compare(profile, profile).summary()
     ['Nothing changed: all 72 heads attend exactly as before.']
     """
-    for own, other, x, y in ((a, b, "a", "b"), (b, a, "b", "a")):
-        missing = next((name for name in own.groups if name not in other.groups), None)
-        if missing is not None:
-            raise InputError(
-                f"{y}: the group {missing!r} of {x} is missing; expected the same groups, got {', '.join(other.groups)}"
-            )
+    if set(a.groups) != set(b.groups):
+        raise InputError(f"b has the groups {', '.join(b.groups)}; expected the same as a, {', '.join(a.groups)}")
     for name in a.groups:
         if (difference := next(_mismatches(a.groups[name], b.groups[name]), None)) is not None:
             raise InputError(f"b: the group {name!r} {difference}; expected two profiles of the same texts and heads")
@@ -156,10 +152,9 @@ def _differences(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     variables: dict[Any, Any] = {}
     for name in shared:
         in_a, in_b = a[name].values, b[name].values
-        with np.errstate(invalid="ignore"):  # −inf − (−inf), at queries without a visible key
-            variables[name] = (a[name].dims, in_b - in_a, a[name].attrs)
-        if np.isneginf(in_a).any():
-            variables[name][1][np.isneginf(in_a) & np.isneginf(in_b)] = 0
+        with np.errstate(invalid="ignore"):  # at queries without a visible key both are −∞
+            difference = np.where(np.isneginf(in_a) & np.isneginf(in_b), 0, in_b - in_a)
+        variables[name] = (a[name].dims, difference, a[name].attrs)
     change = 0.5 * np.abs(_shares(b) - _shares(a)).sum(-1)
     variables["change"] = (by_head, change, {"units": "1", "definition": "total variation of the received shares"})
     only = {f"only_in_{x}": [str(v) for v in own.data_vars if v not in shared] for x, own in (("a", a), ("b", b))}
@@ -178,12 +173,11 @@ def _shares(data: xr.Dataset) -> np.ndarray:
 
 def _entropies(heads: pd.DataFrame) -> list[str]:
     before, after = heads["entropy_a"].mean(), heads["entropy_b"].mean()
-    if np.isnan(after - before):
-        return []
-    way = "rises" if after > before else "falls"
     if abs(after - before) < 0.005:  # nats: smaller than the last digit that is printed
         return [f"Mean entropy stays at {before:.2f} nats."]
-    return [f"Mean entropy {way} by {abs(after - before):.2f} nats, from {before:.2f} to {after:.2f}."]
+    way = "rises" if after > before else "falls"
+    changed = f"Mean entropy {way} by {abs(after - before):.2f} nats, from {before:.2f} to {after:.2f}."
+    return [] if np.isnan(after - before) else [changed]
 
 
 def _sinks(heads: pd.DataFrame) -> list[str]:

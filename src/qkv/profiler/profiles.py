@@ -96,16 +96,15 @@ class Profile:
     ) -> pd.DataFrame | pl.DataFrame:
         """One row per layer and head, averaged over each text's queries and then over the texts.
 
-        Columns: layer, head, module; the mean of every statistic of a query (`qkv.statistics.BUILT_IN`, such as
-        entropy in nats and sink, a share of the weight) and of local; entropy_ratio; sink_share; top_key,
-        top_key_token, top_key_share (the key that receives the most weight, in the text where its share is largest);
-        target, target_share and goes_to (where the head sends its weight, in words); and each custom statistic,
-        averaged by its `by_head`.
+        Columns: layer, head, module; the mean of every statistic of a query (`qkv.statistics.BUILT_IN`) and of local;
+        entropy_ratio; sink_share; top_key, top_key_token, top_key_share (the key that receives the most weight, in the
+        text where its share is largest); target, target_share and goes_to (where the head sends its weight, in words);
+        and each custom statistic, averaged by its `by_head`. The frame's ``attrs`` have the unit and definition of
+        each. ``frame="polars"`` gives a polars frame.
 
         Shares of the row are comparable between normalizers: a weight is divided by the sum of its row, in which a
         learned sink counts as a key. `sink` and `previous` leave the first query of a text out, in causal models
-        because it can attend only to itself, and in others so that both compare. The unit and definition of each column
-        are in the frame's ``attrs``. ``frame="polars"`` gives a polars frame.
+        because it can attend only to itself, and in others so that both compare.
         """
         data = self.group(group)
         table = frames.described(tables.head_table(data), variables.custom_variables(data))
@@ -127,18 +126,13 @@ class Profile:
 
         Four measures stand side by side, each a mean over the queries after the first: weight_first (the model's own
         weight on the first token), share_first (its share of the row, by which sinks are judged), learned_sink (weight
-        on a learned sink or another null key, whose value is 0), and contribution_first (‖a v‖ of the first token
-        divided by the sum of ‖a v‖ over all keys: Kobayashi et al. 2020, arXiv:2004.10102, before the output
-        projection). even_share is the floor, the share that a row of even weights would give each key: in short texts
-        it is large.
+        on a null key, whose value is 0), and contribution_first (the first token's part of what the values add:
+        Kobayashi et al. 2020, arXiv:2004.10102). even_share is the floor, that of even weights, large in short texts.
 
-        Further columns: layer, head; sink_share (part of the queries from the second with a share of more than
-        `threshold` on the first token); alpha_first (sink score α₁ of Gu et al. 2025, arXiv:2410.10781: share of the
-        row on the first token, averaged over the first 64 queries), alpha_even (of rows of even weights), alpha_whole
-        (over all queries), alpha_random and alpha_repeated (on synthetic texts); alpha_best (the largest α of any
-        token), with best_text, best_key and best_token; norms of the first and of that token's vectors, and cosines and
-        angle of the first key. The frame's ``attrs`` define each. Quantities that were not measured are NaN, or have no
-        column.
+        Further columns: sink_share (of queries with a share above `threshold`); alpha_first, alpha_even, alpha_whole,
+        alpha_random and alpha_repeated (sink scores of the first token: Gu et al. 2025, arXiv:2410.10781); alpha_best,
+        best_text, best_key and best_token (the token of the largest score); norms, cosines and angles of keys and
+        values. The frame's ``attrs`` define each. Quantities that were not measured are NaN, or have no column.
 
         Raises:
             InputError: if the threshold is not between 0 and 1, or the profile lacks the statistics that are needed.
@@ -222,18 +216,14 @@ class Profile:
         A number is 1 − the mean over queries of the Jensen-Shannon divergence between the rows of the two heads, in
         bits (Clark et al. 2019, arXiv:1906.04341, section 6): 1 for equal maps, 0 for maps that share no key. Rows are
         shares: a learned sink counts as one more key, and so does the absence of any weight. Queries that may attend to
-        one key only are left out. Rows and columns are labelled with (layer, head).
+        one key only are left out. Rows and columns are labelled with (layer, head); ``attrs`` name the maps.
 
         Args:
             text: index of one text; the mean over all texts if None.
             group: the kind of attention; the main one if None.
-            maps: ``"weights"``, all weights, which is exact; or ``"pooled"``, the small maps that a profile keeps of
-                any text. Pooled rows lose what distinguishes heads within a bin, so that for rows that sum to 1 the
-                similarity is never less than the exact one. If None, the weights if all texts have them. 832 heads of
-                256 tokens take minutes with all weights, and seconds with pooled maps of 64 bins.
-
-        Returns:
-            The table; its ``attrs`` hold the definition and the maps that were compared.
+            maps: ``"weights"``, all weights, which is exact; ``"pooled"``, the small maps that a profile keeps of any
+                text, by which no similarity is less (if rows sum to 1); or None for the most exact that there are. 832
+                heads of 256 tokens take minutes with all weights, and seconds with pooled maps of 64 bins.
 
         Raises:
             InputError: if the profile does not hold the maps, or for negative weights, which have no divergence.
@@ -316,11 +306,11 @@ class Profile:
         one profile return the same object.
 
         Args:
-            model: the model of the profile, as in `qkv.profile`, or an `Explorer`. Then a map of a long text is exact
-                at any zoom; the model runs when the map is first drawn. Without a model, it is the pooled map.
-            inputs: as in `qkv.profile`.
-            tokenizer: as in `qkv.profile`.
-            target: as in `qkv.profile`.
+            model: the model of the profile, as in `qkv.profile`, or an `Explorer`; the model runs when a map is first
+                drawn, which is then exact at any zoom. Without a model, maps of long texts are pooled.
+            inputs: as in `qkv.profile`, like `tokenizer` and `target`.
+            tokenizer: see there.
+            target: see there.
 
         Raises:
             InputError: if anywidget is not installed, or there is a model without inputs.

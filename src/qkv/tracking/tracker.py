@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
-import io
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv._files import write_atomically
-from qkv.errors import InputError, at_least_one
+from qkv.errors import InputError, at_least_one, refusing
 from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN, attention_modules, observe_residual
 from qkv.profiler.data.tables import SINK_THRESHOLD
@@ -145,25 +143,21 @@ class CSVLog:
 
     def __call__(self, numbers: Mapping[str, float], *, step: int) -> None:
         """Write the numbers of a step."""
-        if self._rows is None:
-            self._rows = [row for row in self._read() if int(row["step"]) < step]
-        self._rows.append({"step": step, **numbers})
-        names = list(dict.fromkeys(name for row in self._rows for name in row))
-        text = io.StringIO()
-        table = csv.DictWriter(text, names, restval="", lineterminator="\n")
-        table.writeheader()
-        table.writerows(self._rows)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.file, text.getvalue())
+        import pandas as pd
 
-    def _read(self) -> list[dict[str, Any]]:
-        if not self.file.exists():
-            return []
-        with self.file.open(newline="") as lines:
-            rows = list(csv.DictReader(lines))
-        if rows and not all((row.get("step") or "").isdigit() for row in rows):
-            raise InputError(f"file {self.file} is not a table with a column step; expected a new file, or one of qkv")
-        return rows
+        if self._rows is None:
+            self._rows = self._read(step) if self.file.exists() else []
+        self._rows.append({"step": step, **numbers})
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.file, pd.DataFrame(self._rows).to_csv(index=False, lineterminator="\n"))
+
+    def _read(self, before: int) -> list[dict[str, Any]]:
+        import pandas as pd
+
+        wrong = f"file {self.file} is not a table with a column step; expected a new file, or one of qkv"
+        with refusing(wrong, ValueError, KeyError, TypeError):
+            table = pd.read_csv(self.file)
+            return table[table["step"] < before].to_dict("records")
 
 
 class Callback:

@@ -1,6 +1,7 @@
 """Read and write profiles on disk: one zip file with a zarr hierarchy, written atomically.
 
-All that a file declares is checked before anything is allocated: it may be a stranger's.
+A file may be a stranger's, so zarr only writes it. It is read here, and only as qkv writes it: all that it declares is
+checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import io
 import math
 import struct
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,11 @@ VERSION = 2  # increase it when an older qkv could misread a file that this vers
 
 
 PARTS = ("groups", "residual")  # folders of data sets; the header has a list of names under each
-AS_STORED: dict[str, Any] = {"mask_and_scale": False, "decode_times": False, "decode_timedelta": False}
-
 META = "zarr.json"
-REQUIRED = {"shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"}
-NUMBERS = {"bool"} | {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-NUMBERS |= {"float16", "float32", "float64"}
+NUMBERS = {"bool", "float16", "float32", "float64"}
+NUMBERS |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 STRING = "string"
 STRING_BYTES = 64  # a pointer and a short string
-SPARE_CHUNKS = 4096
-"""Chunks that a file may leave out, besides four for each member: zarr visits them all."""
 KEYS = {"name": "default", "configuration": {"separator": "/"}}
 ZSTD_MAGIC = 0xFD2FB528
 
@@ -68,127 +63,89 @@ def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: di
 
 def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str, Any]]:
     """Read a file that `write_archive` wrote; raises `InputError` for any other file."""
-    check_tested("zarr")
-    from zarr.core.buffer import default_buffer_prototype
-    from zarr.storage import MemoryStore
-
     if not path.exists():
         raise InputError(f"path: no file at {str(path)!r}; expected a profile written by Profile.save")
     if path.is_dir():
         raise InputError(f"path: {str(path)!r} is a folder; expected a profile written by Profile.save")
-    parts: dict[str, dict[str, xr.Dataset]] = {part: {} for part in PARTS}
+    parts: dict[str, dict[str, xr.Dataset]] = {}
     with reading(path, "a profile written by Profile.save"):
         members, budget = read_zip(path, META)
-        header = parse_json(members[META])["attributes"]
+        header = parse_json(members.pop(META))["attributes"]
         if header.get("format") != FORMAT:
             raise ValueError(f"its format is {str(header.get('format'))[:80]!r}, expected {FORMAT!r}")
         check_version(header, VERSION)
-        names = [name for part in PARTS for name in header.get(part, [])]
-        if not all(isinstance(name, str) and "/" not in name for name in names) or len(names) > len(members):
-            raise ValueError("its groups have no names")
-        check_hierarchy(members, budget)
-        buffer = default_buffer_prototype().buffer
-        store = MemoryStore({name: buffer.from_bytes(data) for name, data in members.items()}, read_only=True)
-        for part, datasets in parts.items():
-            for name in header.get(part, []):
-                with xr.open_zarr(store, group=f"{part}/{name}", consolidated=False, chunks=None, **AS_STORED) as data:
-                    datasets[name] = data.load()
-                for variable in datasets[name].variables.values():
-                    variable.attrs.pop("_FillValue", None)  # of zarr: NaN
-                arrays = {member.split("/")[2] for member in members if member.startswith(f"{part}/{name}/")}
-                if len(arrays - {META}) != len(datasets[name].variables):
-                    raise ValueError(f"some of the arrays of {name!r} cannot be read")
+        for part in PARTS:
+            members.pop(f"{part}/{META}", None)
+            names = header.get(part, [])
+            parts[part] = {name: _read_dataset(members, f"{part}/{name}/", budget) for name in names}
+        if members:
+            raise ValueError(f"{next(iter(members))[:80]} belongs to no array")
         return parts, dict(header["profile"])
 
 
-def check_hierarchy(members: Mapping[str, bytes], budget: Budget) -> None:
-    """Check all groups and arrays of a zarr hierarchy, given its files by name, before any of them is allocated."""
-    left = SPARE_CHUNKS + 4 * len(members)
-    chunks: dict[str, list[str]] = {}
-    for name in members:
-        if not name.endswith(META):
-            chunks.setdefault(name.rpartition("/c/")[0] or name.removesuffix("/c"), []).append(name)
-    for name, data in members.items():
-        if name.rpartition("/")[2] != META:
-            continue
-        found = parse_json(data)
-        if not isinstance(found, dict) or found.get("zarr_format") != 3:
-            raise ValueError(f"{name} is not the metadata of zarr 3")
-        if found.get("node_type") == "array":
-            own = chunks.pop(name.removesuffix(f"/{META}"), [])
-            left -= _check_array(name, found, {chunk: members[chunk] for chunk in own}, budget)
-            if left < 0:
-                raise ValueError("it declares too many chunks")
-        elif found.get("node_type") != "group" or found.get("consolidated_metadata") is not None:
-            raise ValueError(f"{name} is not the metadata of a group or an array")
-    if chunks:
-        raise ValueError(f"{next(iter(chunks.values()))[0][:80]} belongs to no array")
+def _read_dataset(members: dict[str, bytes], base: str, budget: Budget) -> xr.Dataset:
+    """Take the data set in a folder out of the files of a zarr hierarchy."""
+    attrs, variables = _metadata(members, base, "group")["attributes"], {}
+    for member in [one for one in members if one.startswith(base)]:
+        name, _, file = member.removeprefix(base).partition("/")
+        if file == META:
+            variables[name] = _read_array(members, f"{base}{name}/", budget)
+    return xr.decode_cf(xr.Dataset(variables, attrs=attrs), mask_and_scale=False, decode_times=False)
 
 
-def _check_array(name: str, found: Mapping[str, Any], stored: Mapping[str, bytes], budget: Budget) -> int:
-    """Check an array and its chunks; returns the number of its chunks, those that are not stored included."""
-    missing = REQUIRED - set(found)
-    if missing:
-        raise ValueError(f"{name} has no {', '.join(sorted(missing))}")
-    shape, kind = _sizes(name, found["shape"]), found["data_type"]
-    names = found.get("dimension_names")
-    if names is not None and not (isinstance(names, list) and len(set(map(str, names))) == len(names) == len(shape)):
-        raise ValueError(f"{name} has the dimensions {str(names)[:80]!r}, expected {len(shape)} different names")
-    grid, keys = found["chunk_grid"], found["chunk_key_encoding"]
-    if not isinstance(grid, dict) or grid.get("name") != "regular" or keys != KEYS or found.get("storage_transformers"):
-        raise ValueError(f"{name} has chunks in another order than qkv writes them")
-    chunk = _sizes(name, grid["configuration"]["chunk_shape"])
-    if len(chunk) != len(shape) or 0 in chunk:
-        raise ValueError(f"{name} has chunks of shape {chunk} for an array of shape {shape}")
-    if kind != STRING and kind not in NUMBERS:
-        raise ValueError(f"{name} has the data type {str(kind)[:80]!r}, expected numbers or strings")
-    _check_fill_value(name, kind, found["fill_value"])
-    counts = [math.ceil(n / m) for n, m in zip(shape, chunk, strict=True)]
-    number, items = math.prod(counts), math.prod(chunk)
-    item = STRING_BYTES if kind == STRING else np.dtype(kind).itemsize
-    budget.take(number * items * item)
-    zstd = _compressed(name, found["codecs"], "vlen-utf8" if kind == STRING else "bytes")
-    base = name.removesuffix(META)
-    for member, data in stored.items():
-        at = member.removeprefix(base).removeprefix("c").removeprefix("/")
+def _metadata(members: dict[str, bytes], base: str, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = parse_json(members.pop(base + META))
+    if (found["zarr_format"], found["node_type"]) != (3, kind) or found.get("consolidated_metadata") is not None:
+        raise ValueError(f"{base}{META} is not the metadata of this {kind}")
+    return found
+
+
+def _read_array(members: dict[str, bytes], base: str, budget: Budget) -> xr.Variable:
+    """Take an array and its chunks out of the files of a zarr hierarchy, as far as qkv writes such arrays."""
+    from numcodecs.vlen import VLenUTF8  # type: ignore[import-untyped]
+    from numcodecs.zstd import decompress  # type: ignore[import-untyped]
+
+    found = _metadata(members, base, "array")
+    grid, kind, codecs = found["chunk_grid"], found["data_type"], [codec["name"] for codec in found["codecs"]]
+    shape, chunk = _sizes(base, found["shape"]), _sizes(base, grid["configuration"]["chunk_shape"])
+    first = "vlen-utf8" if kind == STRING else "bytes"
+    little = found["codecs"][0].get("configuration", {}).get("endian", "little") == "little"
+    if (
+        (kind != STRING and kind not in NUMBERS) or codecs not in ([first], [first, "zstd"]) or not little
+        or len(chunk) != len(shape) or 0 in chunk or grid["name"] != "regular"
+        or found["chunk_key_encoding"] != KEYS or found.get("storage_transformers")
+    ):  # fmt: skip
+        raise ValueError(f"{base}{META} has a data type, codecs or chunks that qkv does not write")
+    dtype = np.dtype(object if kind == STRING else kind)
+    items, item = math.prod(chunk), STRING_BYTES if kind == STRING else dtype.itemsize
+    budget.take((math.prod(shape) + items) * item)
+    with np.errstate(over="raise"):
+        values = np.full(shape, found["fill_value"], dtype)
+    for member in [one for one in members if one.startswith(base)]:
+        data, at = members.pop(member), member.removeprefix(base).removeprefix("c").removeprefix("/")
         index = [int(part) for part in at.split("/")] if at else []
-        if (
-            "/".join(map(str, index)) != at
-            or len(index) != len(counts)
-            or any(i >= n for i, n in zip(index, counts, strict=True))
-        ):
+        start = [i * m for i, m in zip(index, chunk, strict=True)]
+        if "/".join(map(str, index)) != at or not all(0 <= i < n for i, n in zip(start, shape, strict=True)):
             raise ValueError(f"{member[:80]} is not a chunk of its array")
-        size = frame_size(data) if zstd else len(data)
+        size = frame_size(data) if "zstd" in codecs else len(data)
         if kind == STRING:
             budget.take(size)
-            _check_strings(member, data, items, zstd)
         elif size != items * item:
             raise ValueError(f"{member[:80]} has {size} bytes, expected {items * item}")
-    return number
-
-
-def _check_fill_value(name: str, kind: str, value: Any) -> None:
-    """Raise ValueError for a number that the data type cannot hold, of which numpy would only warn."""
-    if kind.startswith("float") and isinstance(value, int | float | str):
-        try:
-            with np.errstate(over="raise"):
-                np.dtype(kind).type(value)
-        except (FloatingPointError, OverflowError, ValueError):
-            raise ValueError(f"{name} has the fill value {str(value)[:80]!r}, expected a {kind}") from None
+        plain = bytes(decompress(data)) if "zstd" in codecs else data
+        if kind == STRING and (len(plain) < 4 or struct.unpack_from("<I", plain)[0] != items):
+            raise ValueError(f"{member[:80]} does not have {items} strings")
+        decoded = VLenUTF8().decode(plain) if kind == STRING else np.frombuffer(plain, dtype.newbyteorder("<"))
+        whole, place = decoded.reshape(chunk), tuple(slice(i, i + m) for i, m in zip(start, chunk, strict=True))
+        values[place] = whole[tuple(slice(0, n - i) for i, n in zip(start, shape, strict=True))]
+    attrs = {name: x for name, x in found.get("attributes", {}).items() if name != "_FillValue"}  # of zarr: NaN
+    return xr.Variable(found["dimension_names"] or (), values, attrs)
 
 
 def _sizes(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > 32 or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"{name} has the shape {str(value)[:80]}, expected a list of whole numbers")
     return tuple(value)
-
-
-def _compressed(name: str, codecs: Any, first: str) -> bool:
-    """Whether the chunks are compressed by Zstandard; raises ValueError for any other codec."""
-    names = [codec["name"] for codec in codecs]
-    if names not in ([first], [first, "zstd"]):
-        raise ValueError(f"{name} has the codecs {str(names)[:80]}, expected {first!r} and 'zstd'")
-    return len(names) == 2
 
 
 def frame_size(data: bytes) -> int:
@@ -203,12 +160,3 @@ def frame_size(data: bytes) -> int:
     if magic != ZSTD_MAGIC or (kind == 0 and not single):
         raise ValueError("a chunk is not compressed by Zstandard, or does not declare its size")
     return int(size)
-
-
-def _check_strings(member: str, data: bytes, items: int, zstd: bool) -> None:
-    """Raise ValueError if a chunk of strings has another number of strings than its array declares."""
-    from numcodecs.zstd import decompress  # type: ignore[import-untyped]
-
-    plain = bytes(decompress(data)) if zstd else data
-    if len(plain) < 4 or struct.unpack_from("<I", plain)[0] != items:
-        raise ValueError(f"{member[:80]} does not have {items} strings")

@@ -36,36 +36,6 @@ class Step(NamedTuple):
     head: int | None = None
 
 
-def steps_of(kind: str, data: xr.Dataset, attrs: Mapping[str, Any], group: str, head: pd.Series) -> tuple[Step, ...]:
-    """The steps after a finding of one kind, about the head of a row of a table.
-
-    Profiles made by a command get commands; other profiles get Python, in which `model`, `inputs` and `tokenizer` are
-    those of `qkv.profile`. Eviction and ablation need a causal language model.
-    """
-    layer, number = int(head["layer"]), int(head["head"])
-
-    def step(purpose: str, python: str, name: str, *options: str) -> Step:
-        return Step(purpose, _command(attrs["arguments"], name, options) if "arguments" in attrs else python)
-
-    def evict(purpose: str, *policies: str) -> Step:
-        python = f"qkv.profiler.eviction(model, inputs, policies={list(policies)!r}, tokenizer=tokenizer)"
-        return step(purpose, python, "evict", "--policies", ",".join(policies))
-
-    other = group not in ("self", "decoder")
-    python = f"profile.plot.map({layer}, {number}{f', group={group!r}' if other else ''})"
-    options = ["--layer", str(layer), "--head", str(number), *(["--group", group] if other else [])]
-    shown = step(f"see L{layer} · H{number}", python, "map", *options)._replace(layer=layer, head=number)
-    if not data.attrs["causal"] or group != "self":
-        return (shown,)
-    if kind == "distance":
-        return shown, evict("keep only the last keys in the cache", "window")
-    if kind == "sinks":
-        python = 'qkv.profiler.ablation(model, inputs, what="sinks", tokenizer=tokenizer)'
-        hide = step("hide the first token from one head at a time", python, "ablate", "--what", "sinks")
-        return shown, hide, evict("evict the first tokens from the cache", "window", "sinks")
-    return (shown,)
-
-
 def _command(given: Mapping[str, Any], name: str, options: Iterable[str]) -> str:
     """A command on the model and text of an earlier command, whose arguments are `given`."""
     words = ["qkv", name]
@@ -175,14 +145,12 @@ class Findings:
             return f"{plain}."
         if self._is_too_short:
             return f"{plain}; too short to tell sinks at {first_token(self._data)}: {self.window}."
-        return f"{self._sink_clause(*self._sink_counts, total)}{'; ' if rest else ''}{rest}."
-
-    def _sink_clause(self, prefix: int, whole: int, total: int) -> str:
-        where = f"at {first_token(self._data)}"
+        prefix, whole = self._sink_counts
+        sinks = f"{prefix:,} of {counted(total, 'head')} {_has(prefix)} an attention sink at {first_token(self._data)}"
+        sinks = f"{sinks} in {self.window}{self.whole_clause}"
         if not prefix and not whole:
-            return f"None of {counted(total, 'head')} has an attention sink {where}"
-        first = f"{prefix:,} of {counted(total, 'head')} {_has(prefix)} an attention sink {where} in {self.window}"
-        return first + self.whole_clause
+            sinks = f"None of {counted(total, 'head')} has an attention sink at {first_token(self._data)}"
+        return f"{sinks}{'; ' if rest else ''}{rest}."
 
     @property
     def whole_clause(self) -> str:
@@ -269,7 +237,31 @@ class Findings:
         return Finding(f"{prefix:,} of {total:,}", label, _sentences(details), self._steps(kind, strongest))
 
     def _steps(self, kind: str, head: pd.Series) -> tuple[Step, ...]:
-        return steps_of(kind, self._data, self._attrs, self._group, head)
+        """The steps after a finding of one kind, about the head of a row of a table.
+
+        Profiles made by a command get commands; other profiles get Python, in which `model`, `inputs` and `tokenizer`
+        are those of `qkv.profile`. Eviction and ablation need a causal language model.
+        """
+        layer, number, given = int(head["layer"]), int(head["head"]), self._attrs.get("arguments")
+
+        def step(purpose: str, python: str, name: str, *options: str) -> Step:
+            return Step(purpose, python if given is None else _command(given, name, options))
+
+        def evict(purpose: str, *policies: str) -> Step:
+            python = f"qkv.profiler.eviction(model, inputs, policies={list(policies)!r}, tokenizer=tokenizer)"
+            return step(purpose, python, "evict", "--policies", ",".join(policies))
+
+        other = self._group not in ("self", "decoder")
+        python = f"profile.plot.map({layer}, {number}{f', group={self._group!r}' if other else ''})"
+        options = ["--layer", str(layer), "--head", str(number), *(["--group", self._group] if other else [])]
+        shown = step(f"see L{layer} · H{number}", python, "map", *options)._replace(layer=layer, head=number)
+        if not self._data.attrs["causal"] or self._group != "self" or kind == "map":
+            return (shown,)
+        if kind == "distance":
+            return shown, evict("keep only the last keys in the cache", "window")
+        python = 'qkv.profiler.ablation(model, inputs, what="sinks", tokenizer=tokenizer)'
+        hide = step("hide the first token from one head at a time", python, "ablate", "--what", "sinks")
+        return shown, hide, evict("evict the first tokens from the cache", "window", "sinks")
 
     def _added(self) -> str:
         """What the value of the first token adds in the heads with a sink there, as measured; "" if it was not."""
@@ -511,19 +503,15 @@ def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
     True
     """
     tables = [sink_table(data) for data in (before, after)]
-    counts = [int((table["alpha_first"] > EPSILON).sum()) for table in tables]
-    had, has = counts
-    verdict = (
-        "There was no sink to remove"
-        if had == has == 0
-        else "It worked"
-        if has <= WORKED * had
-        else "It helped a little"
-        if has < had
-        else "It made no difference"
-        if has == had
-        else "It did not work"
-    )
+    had, has = ((table["alpha_first"] > EPSILON).sum() for table in tables)
+    verdicts = {
+        "There was no sink to remove": had == has == 0,
+        "It worked": has <= WORKED * had,
+        "It helped a little": has < had,
+        "It made no difference": has == had,
+        "It did not work": True,
+    }
+    verdict = next(words for words, holds in verdicts.items() if holds)
     found = Findings(before)
     parts = [
         f"{verdict}: {counted(had, 'head')} had a sink at {first_token(before)} in {found.window}, {has:,} with it"

@@ -8,9 +8,11 @@ pass over the weights, and a pass that was cancelled resumes from the tiles in t
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from typing import Generic, TypeVar
 
@@ -223,39 +225,38 @@ class Pyramid:
             on_progress: progress callback with the finished share of the work, from 0 to 1; called from any thread.
         """
         edges(zoom, i, j, self.lengths)  # raises if the tile is out of range
-        work = _Progress(stopped, on_progress)
-        return self._tile((zoom, i, j), work, requested=True)
+        return self._tile((zoom, i, j), _Progress(stopped, on_progress), requested=True)
 
     def _tile(self, at: TileIndex, work: _Progress, *, requested: bool = False) -> Picture | None:
         def compute() -> Picture | None:
             if requested:  # the total is needed only if the tile is not cached
                 work.total = sum(self._pairs(part) for part in self._missing(at))
-            return self._computed(at, work)
+            if self._is_masked(at):
+                return None
+            picture = self._pooled(at, work) if at[0] < self.base else self._from_weights(at, work)
+            # Some masks are known pair by pair only. (`any` in NumPy does not wait for torch's threads.)
+            return picture if picture.visible.cpu().numpy().any() else None
 
         return self.cache.get_or_compute((self.name, at), compute, work.stopped)
 
-    def _computed(self, at: TileIndex, work: _Progress) -> Picture | None:
-        if self._is_masked(at):
-            return None
-        picture = self._pooled(at, work) if at[0] < self.base else self._from_weights(at, work)
-        # Some masks are only known pair by pair. (`any` in NumPy does not wait for torch's threads on a busy machine.)
-        return picture if picture.visible.cpu().numpy().any() else None
+    @cached_property
+    def _map(self) -> HeadMap:
+        return HeadMap(replace(self.call, values=None), self.known, item=self.item, head=self.head)
+
+    def _edges(self, at: TileIndex) -> list[list[int]]:
+        """Edges of the bins of a tile, in the queries and keys of the call."""
+        return [[start + x for x in side] for start, side in zip(self.starts, edges(*at, self.lengths), strict=True)]
 
     def _from_weights(self, at: TileIndex, work: _Progress) -> Picture:
         """Compute a tile from the attention weights."""
         work.check()
-        rows, columns = self._spans(at)
-        call, known = replace(self.call, values=None).part(rows, columns), self.known.part(rows, columns)
-        head = HeadMap(call, known, item=self.item, head=self.head)
-        step, width = 2 ** (self.deepest - at[0]), _length(columns)
-        down, across = ([*range(0, _length(side), step), _length(side)] for side in (rows, columns))
-        made = head.binned(down, across, lambda n: work.add(n * width))
-        return replace(made, row_edges=made.row_edges + rows.start, column_edges=made.column_edges + columns.start)
+        down, across = self._edges(at)
+        return self._map.binned(down, across, lambda n: work.add(n * (across[-1] - across[0])))
 
     def _pooled(self, at: TileIndex, work: _Progress) -> Picture:
         """Compute a tile from its children at the next zoom: 2 × 2 of their bins are one bin here."""
-        step, device = 2 ** (self.deepest - at[0]), self.call.q.device
-        edges = [torch.tensor([*range(x.start, x.stop, step), x.stop], device=device) for x in self._spans(at)]
+        device = self.call.q.device
+        edges = [torch.tensor(side, device=device) for side in self._edges(at)]
         shape, dtype = [len(x) - 1 for x in edges], at_least_float32(self.call.q.dtype)
         maximum, mean, visible = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(3))
         for corner, index in self._children(at):
@@ -276,7 +277,8 @@ class Pyramid:
         zoom, i, j = at
         for a, b in product((0, 1), repeat=2):
             part = (zoom + 1, 2 * i + a, 2 * j + b)
-            if all(n * TILE < self._pixels(side, zoom + 1) for side, n in enumerate(part[1:])):
+            step = 2 ** (self.deepest - zoom - 1)
+            if all(n * TILE * step < length for n, length in zip(part[1:], self.lengths, strict=True)):
                 yield (a, b), part
 
     def _missing(self, at: TileIndex) -> Iterator[TileIndex]:
@@ -290,25 +292,11 @@ class Pyramid:
             yield from self._missing(part)
 
     def _is_masked(self, at: TileIndex) -> bool:
-        rows, columns = self._spans(at)
+        rows, columns = (slice(side[0], side[-1]) for side in self._edges(at))
         return is_masked(self.call, rows, columns, item=self.item, head=self.head)
 
     def _pairs(self, at: TileIndex) -> int:
-        rows, columns = self._spans(at)
-        return _length(rows) * _length(columns)
-
-    def _pixels(self, side: int, zoom: int) -> int:
-        """Pixels along a side of the whole map at a zoom."""
-        return pixels(self.lengths[side], self.deepest - zoom)
-
-    def _spans(self, at: TileIndex) -> tuple[slice, slice]:
-        """The queries and keys of the call that a tile covers."""
-        wide = TILE * 2 ** (self.deepest - at[0])
-        rows, columns = (
-            slice(start + n * wide, start + min((n + 1) * wide, length))
-            for start, n, length in zip(self.starts, at[1:], self.lengths, strict=True)
-        )
-        return rows, columns
+        return math.prod(side[-1] - side[0] for side in self._edges(at))
 
 
 class _Progress:
@@ -327,10 +315,6 @@ class _Progress:
         self.done += pairs
         self.on_progress(min(1.0, self.done / max(1, self.total)))
         self.check()
-
-
-def _length(span: slice) -> int:
-    return int(span.stop - span.start)
 
 
 def _pair_maxima(x: Float[Tensor, "n m"]) -> Float[Tensor, "half m"]:

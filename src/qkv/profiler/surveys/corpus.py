@@ -1,4 +1,4 @@
-"""Corpora that can be split into shards: `Corpus` of strings, `Stream` of files and folders, `Dataset` of the hub.
+"""Corpora that can be split into shards: strings (`of_texts`), files (`of_addresses`), datasets (`of_dataset`).
 
 The last two are read as a stream: each shard reads its own part, and no process lists or holds all texts. Files are
 plain text, JSON lines, Parquet or WebDataset tar, each also compressed; texts that cannot be read are sorted out.
@@ -15,10 +15,9 @@ import itertools
 import json
 import os
 import tarfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
 from typing import IO, Any, TypeVar
@@ -54,53 +53,32 @@ class Part:
     """Reads the texts, in lists of those that are batched together."""
 
 
-class Source(ABC):
-    """A corpus that can be split into shards."""
+@dataclass(frozen=True)
+class Corpus:
+    """Texts that can be split into shards; documents that cannot be surveyed are included, with the reason."""
 
     name: str
     fingerprint: str
     """Tells whether two corpora have the same texts."""
+    split: Callable[[int], Sequence[Part]] = field(compare=False, repr=False)
+    """Splits the texts into so many shards, the same in every process."""
 
-    @abstractmethod
     def shards(self, number: int) -> Sequence[Part]:
-        """Split the texts into `number` shards, the same in every process."""
+        """Split the texts into `number` shards; `InputError` for a number that is out of range."""
+        if not 1 <= number <= 9999:
+            raise InputError(f"shards is {number}, expected 1 to 9999")
+        return self.split(number)
 
     def __iter__(self) -> Iterator[Document]:
         return (document for part in self.shards(1) for chunk in part.chunks() for document in chunk)
 
-
-@dataclass(frozen=True)
-class Corpus(Source):
-    """Strings in a reproducible order; documents that cannot be surveyed are included, with the reason."""
-
-    name: str
-    documents: tuple[Document, ...]
-    fingerprint: str
-    """SHA-256 of the texts in their order."""
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        return tuple(self)
 
     @property
     def texts(self) -> list[str]:
-        return [document.text for document in self.documents if document.text is not None]
-
-    def shards(self, number: int) -> list[Part]:
-        """Split the documents into `number` shards of about the same size: each is added to the smallest shard.
-
-        All texts of a shard are batched together.
-        """
-        checked_shards(number)
-        parts: list[list[Document]] = [[] for _ in range(number)]
-        filled = [(0, i) for i in range(number)]
-        for document in self.documents:
-            size, least = heapq.heappop(filled)
-            parts[least].append(document)
-            heapq.heappush(filled, (size + document.size, least))
-        return [Part(sum(d.size for d in part), partial(iter, (tuple(part),))) for part in parts]
-
-
-def checked_shards(number: int) -> None:
-    """Raise `InputError` if a corpus cannot be split into so many shards."""
-    if not 1 <= number <= 9999:
-        raise InputError(f"shards is {number}, expected 1 to 9999")
+        return [document.text for document in self if document.text is not None]
 
 
 def of_texts(texts: Iterable[str], name: str = "texts", *, left_out: Iterable[Document] = ()) -> Corpus:
@@ -123,7 +101,18 @@ def of_texts(texts: Iterable[str], name: str = "texts", *, left_out: Iterable[Do
         reasons = ", ".join(sorted({d.reason for d in found if d.reason}))
         skipped = f"; {len(found):,} left out: {reasons}" if reasons else ""
         raise InputError(f"corpus has no text, expected at least one in {name or 'it'}{skipped}")
-    return Corpus(name, tuple(found), state.hexdigest())
+    return Corpus(name, state.hexdigest(), partial(_even, found))
+
+
+def _even(documents: Sequence[Document], number: int) -> list[Part]:
+    """Shards of about the same size: each document is added to the smallest. All of a shard are batched together."""
+    parts: list[list[Document]] = [[] for _ in range(number)]
+    filled = [(0, i) for i in range(number)]
+    for document in documents:
+        size, least = heapq.heappop(filled)
+        parts[least].append(document)
+        heapq.heappush(filled, (size + document.size, least))
+    return [Part(sum(d.size for d in part), partial(iter, (tuple(part),))) for part in parts]
 
 
 def document_of_line(name: str, line: bytes) -> Iterator[Document]:
@@ -305,44 +294,28 @@ class File:
     """The reason why it is left out."""
 
 
-@dataclass(frozen=True)
-class Stream(Source):
-    """Files and folders at paths and addresses, in a reproducible order.
+def _by_bytes(addresses: Sequence[str], stamp: str, extent: int, number: int) -> list[Part]:
+    """Shards of the files at these addresses, which are laid end to end: shard i has the texts that begin in its bytes.
 
-    The files are laid end to end, and shard i of N has the texts that begin in the i-th N-th of all bytes. So no
-    process has to know where the texts of other shards begin. Only the names of the files are read in advance.
+    So no process has to know where the texts of other shards begin. Texts that can only be read from the start of a
+    file are in one shard. Compressed files hold more text than their bytes say.
     """
+    borders = [extent * i // number for i in range(number + 1)]
+    return [Part(high - low, partial(_chunks, partial(_texts, addresses, stamp, low, high)))
+            for low, high in itertools.pairwise(borders)]  # fmt: skip
 
-    name: str
-    addresses: tuple[str, ...]
-    fingerprint: str
-    """SHA-256 of the names, sizes and contents of all files; of the contents perhaps as far as `SAMPLE` says."""
-    stamp: str
-    """SHA-256 of names, sizes and stamps of all files."""
-    extent: int
-    """The position after the last file."""
 
-    def shards(self, number: int) -> Sequence[Part]:
-        """`number` parts of equal size. Texts that can only be read from the start of a file are in the same one.
-
-        Compressed files hold more text than their bytes say.
-        """
-        checked_shards(number)
-        borders = [self.extent * i // number for i in range(number + 1)]
-        return [Part(high - low, partial(_chunks, partial(self._texts, low, high)))
-                for low, high in itertools.pairwise(borders)]  # fmt: skip
-
-    def _texts(self, low: int, high: int) -> Iterator[Document]:
-        """The texts that begin in a range of positions."""
-        state, own = hashlib.sha256(), list[File]()
-        for file in _files(self.addresses):
-            _add(state, file, file.stamp)
-            if file.at < high and low <= file.at + file.size:
-                own.append(file)
-        if state.hexdigest() != self.stamp:
-            raise InputError("corpus has files that changed since the survey began; run the same command again")
-        for file in own:
-            yield from _read(file, low - file.at, high - file.at)
+def _texts(addresses: Sequence[str], stamp: str, low: int, high: int) -> Iterator[Document]:
+    """The texts that begin in a range of positions; `stamp` is the SHA-256 of names, sizes and stamps of all files."""
+    state, own = hashlib.sha256(), list[File]()
+    for file in _files(addresses):
+        _add(state, file, file.stamp)
+        if file.at < high and low <= file.at + file.size:
+            own.append(file)
+    if state.hexdigest() != stamp:
+        raise InputError("corpus has files that changed since the survey began; run the same command again")
+    for file in own:
+        yield from _read(file, low - file.at, high - file.at)
 
 
 def _chunks(texts: Callable[[], Iterable[Document]]) -> Iterator[Sequence[Document]]:
@@ -357,8 +330,8 @@ def _chunks(texts: Callable[[], Iterable[Document]]) -> Iterator[Sequence[Docume
     yield found
 
 
-def of_addresses(addresses: Sequence[str | os.PathLike[str]], *, whole: bool = False) -> Stream:
-    """A corpus at paths and addresses, which is read as a stream.
+def of_addresses(addresses: Sequence[str | os.PathLike[str]], *, whole: bool = False) -> Corpus:
+    """A corpus at paths and addresses, which is read as a stream. Only the names of the files are read in advance.
 
     Args:
         addresses: files and folders, on this machine or for example at ``s3://``, ``gs://`` or ``hf://``. Folders are
@@ -385,7 +358,7 @@ def of_addresses(addresses: Sequence[str | os.PathLike[str]], *, whole: bool = F
         extent = file.at + file.size + 1
     if not extent:
         raise InputError(f"corpus has no file, expected at least one in {', '.join(texts) or 'it'}")
-    return Stream(", ".join(texts), texts, content.hexdigest(), stamps.hexdigest(), extent)
+    return Corpus(", ".join(texts), content.hexdigest(), partial(_by_bytes, texts, stamps.hexdigest(), extent))
 
 
 def _add(state: hashlib._Hash, file: File, about: str) -> None:
@@ -475,32 +448,12 @@ def _hash(file: File, *, whole: bool) -> str:
             return _unreadable(error)
 
 
-@dataclass(frozen=True)
-class Dataset(Source):
-    """The train split of a dataset, which is downloaded while it is read."""
+def of_dataset(name: str) -> Corpus:
+    """The train split of a dataset ``"hf:NAME"`` or ``"hf:NAME:COLUMN"``, which is downloaded while it is read.
 
-    name: str
-    dataset: str
-    column: str
-    fingerprint: str
-    """SHA-256 of the names of dataset and column, and of the versions of its files."""
-
-    def shards(self, number: int) -> Sequence[Part]:
-        """`number` shares: files of the dataset if `number` divides their number, else every n-th row."""
-        checked_shards(number)
-        return [Part(0, partial(_chunks, partial(self._texts, i, number))) for i in range(number)]
-
-    def _texts(self, share: int, of: int) -> Iterator[Document]:
-        """The rows of one of `of` shares."""
-        from datasets.distributed import split_dataset_by_node
-
-        with refusing(f"corpus: cannot read the dataset {self.dataset!r} ({{}})"):
-            for at, row in enumerate(split_dataset_by_node(_streamed(self.dataset, self.column), share, of)):
-                yield of_value(f"{self.name} share {share} row {at}", row[self.column], self.column)
-
-
-def of_dataset(name: str) -> Dataset:
-    """The dataset of a name ``"hf:NAME"`` or ``"hf:NAME:COLUMN"``. Only its description is downloaded now."""
+    Only its description is downloaded now. Shards are files of the dataset if their number divides that of the files,
+    else every n-th row.
+    """
 
     def described(dataset: str) -> tuple[str, list[str]]:
         import datasets
@@ -512,7 +465,21 @@ def of_dataset(name: str) -> Dataset:
 
     dataset, column, version = opened_dataset(name, described)
     version = f"{dataset}\0{column}\0{version}\0batched by {CHUNK} bytes"
-    return Dataset(name, dataset, column, hashlib.sha256(version.encode()).hexdigest())
+    rows = partial(_rows_of_dataset, name, dataset, column)
+    return Corpus(name, hashlib.sha256(version.encode()).hexdigest(), partial(_by_rows, rows))
+
+
+def _by_rows(rows: Callable[[int, int], Iterator[Document]], number: int) -> list[Part]:
+    return [Part(0, partial(_chunks, partial(rows, i, number))) for i in range(number)]
+
+
+def _rows_of_dataset(name: str, dataset: str, column: str, share: int, of: int) -> Iterator[Document]:
+    """The rows of one of `of` shares."""
+    from datasets.distributed import split_dataset_by_node
+
+    with refusing(f"corpus: cannot read the dataset {dataset!r} ({{}})"):
+        for at, row in enumerate(split_dataset_by_node(_streamed(dataset, column), share, of)):
+            yield of_value(f"{name} share {share} row {at}", row[column], column)
 
 
 def opened_dataset(name: str, load: Callable[[str], tuple[T, list[str]]]) -> tuple[str, str, T]:

@@ -1,15 +1,16 @@
 """The folder of a survey, on a disk or as objects through fsspec: settings, finished shards, and their merged result.
 
-A file is whole or not there. Merged shards have the same bytes, whoever computed them.
+Files are written under another name, then renamed, so a file is whole or not there. Merged shards have the same bytes,
+whoever computed them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
 import re
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -19,75 +20,6 @@ from qkv._files import filesystem, local, scheme_of, write_atomically
 from qkv._untrusted import parse_json
 from qkv.errors import InputError, first_line, refusing, renamed
 from qkv.profiler.surveys.data import Survey, differing
-
-COMPLETE = ".complete"
-"""The ending of the marker of an object, which is written after it: JSON with its size and SHA-256."""
-
-
-class Disk:
-    """A folder of this machine. Files are written under another name, then renamed.
-
-    Names of files are relative to the folder, with "/" between folders.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.root = Path(local(address))
-
-    def names(self, folder: str) -> list[str]:
-        """The names of the whole files in a folder, relative to it; none if it does not exist."""
-        return [path.name for path in (self.root / folder).glob("[!.]*")]
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file; None if there is no whole one."""
-        try:
-            return (self.root / name).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write or replace a file, so that it is never seen in part."""
-        write_atomically(self.root / name, data)
-
-
-class Objects:
-    """A prefix of an object store, or of another storage that fsspec knows.
-
-    Stores cannot rename atomically, and not all show an object only when it is whole. So a marker is written after each
-    object, and an object without a marker does not exist.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.files, root = filesystem(address, "out")
-        self.root = root.rstrip("/")
-
-    def names(self, folder: str) -> list[str]:
-        self.files.invalidate_cache()  # other processes write, too
-        try:
-            found = self.files.ls(f"{self.root}/{folder}", detail=False)
-        except FileNotFoundError:
-            return []
-        every = {path.rstrip("/").rpartition("/")[2] for path in found}
-        return sorted(name for name in every if name + COMPLETE in every)
-
-    def read(self, name: str) -> bytes | None:
-        self.files.invalidate_cache()
-        try:
-            marker = json.loads(self.files.cat_file(f"{self.root}/{name}{COMPLETE}"))
-            data: bytes = self.files.cat_file(f"{self.root}/{name}")
-        except FileNotFoundError:
-            return None
-        if marker != _marker(data):
-            raise ValueError(f"its content differs from {name}{COMPLETE}; delete both and run the same command again")
-        return data
-
-    def write(self, name: str, data: bytes) -> None:
-        self.files.pipe_file(f"{self.root}/{name}", data)
-        self.files.pipe_file(f"{self.root}/{name}{COMPLETE}", json.dumps(_marker(data)).encode())
-
-
-def _marker(data: bytes) -> dict[str, int | str]:
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
 
 SETTINGS, SHARDS, RESULT = "survey.json", "shards", "survey.qkv.zip"
 _SHARD = re.compile(r"(\d{4})\.qkv\.zip")
@@ -105,21 +37,21 @@ class Folder:
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
         self.address = os.fspath(address)
-        self.storage: Disk | Objects = Disk(self.address) if scheme_of(address) is None else Objects(self.address)
+        self.path = Path(local(address)) if scheme_of(address) is None else None
+        """The folder, if it is on this machine."""
+        self._files, root = filesystem(address, "out")
+        self._root = root.rstrip("/")
 
     def __str__(self) -> str:
         return self.address
 
-    @property
-    def path(self) -> Path | None:
-        """The folder, if it is on this machine."""
-        return self.storage.root if isinstance(self.storage, Disk) else None
-
     def finished(self) -> set[int]:
         """Numbers of the finished shards."""
-        with self._failing("read the folder"):
-            names = self.storage.names(SHARDS)
-        return {int(found[1]) for found in map(_SHARD.fullmatch, names) if found}
+        with self._failing("read the folder"), suppress(FileNotFoundError):
+            self._files.invalidate_cache()  # other processes write, too
+            names = (path.rpartition("/")[2] for path in self._files.ls(f"{self._root}/{SHARDS}", detail=False))
+            return {int(found[1]) for found in map(_SHARD.fullmatch, names) if found}
+        return set()
 
     def settings(self) -> dict[str, Any] | None:
         """The settings of the survey in this folder; None if it has none."""
@@ -138,8 +70,7 @@ class Folder:
             if self.path is not None:
                 (self.path / SHARDS).mkdir(parents=True, exist_ok=True)
             if new:
-                text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
-                self.storage.write(SETTINGS, text.encode())
+                self._write(SETTINGS, (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode())
         before = self.settings()  # another process may have written it at the same time
         if (found := differing(before or {}, settings)) is not None:
             name, was, now = found
@@ -150,10 +81,7 @@ class Folder:
         return self
 
     def discard_unfinished(self) -> None:
-        """Remove what killed processes left; called while no other process writes.
-
-        Objects without a marker are replaced when they are written again.
-        """
+        """Remove what killed processes left in a folder of this machine; called while no other process writes."""
         for unfinished in () if self.path is None else (self.path / SHARDS).glob(".*.tmp"):
             with suppress(OSError):
                 unfinished.unlink()
@@ -178,16 +106,26 @@ class Folder:
     def write(self, name: str, data: bytes, what: str) -> None:
         """Write a file; `what` it is goes into the error."""
         try:
-            self.storage.write(name, data)
+            self._write(name, data)
         except Exception as error:  # each backend has its own types of errors
             raise InputError(
                 f"out: cannot write {what} to {self.address} ({first_line(error)}); {len(self.finished())} shards are "
                 "finished and kept: run the same command again when it can be written"
             ) from error
 
+    def _write(self, name: str, data: bytes) -> None:
+        if self.path is not None:
+            return write_atomically(self.path / name, data)
+        unfinished = f"{self._root}/.{uuid.uuid4().hex}.tmp"
+        self._files.pipe_file(unfinished, data)
+        return self._files.mv(unfinished, f"{self._root}/{name}")
+
     def _read(self, name: str) -> bytes | None:
-        with self._failing(f"read {name} in"):
-            return self.storage.read(name)
+        with self._failing(f"read {name} in"), suppress(FileNotFoundError):
+            self._files.invalidate_cache()
+            data: bytes = self._files.cat_file(f"{self._root}/{name}")
+            return data
+        return None
 
     def _failing(self, to: str, of: str = "") -> AbstractContextManager[None]:
         """Inside, any error means that one cannot do this: each backend has its own types of errors."""

@@ -34,7 +34,7 @@ from qkv.profiler.capture.record import Measures, ObservedCall
 from qkv.profiler.data.tables import SINK_THRESHOLD, is_delimiter
 from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.surveys import corpus, data, on_ray
-from qkv.profiler.surveys.corpus import Document, Part, Source
+from qkv.profiler.surveys.corpus import Corpus, Document, Part
 from qkv.profiler.surveys.data import (
     EXAMPLES,
     PREFIX,
@@ -332,7 +332,7 @@ __all__ = ["Incomplete", "Survey", "survey"]
 @takes_settings
 def survey(
     model: nn.Module | str,
-    texts: Source | Sequence[str],
+    texts: Corpus | Sequence[str],
     *,
     tokenizer: Any = None,
     out: str | Path,
@@ -378,7 +378,7 @@ def survey(
     loaded = load_if_named(model, tokenizer, how.name, dtype=how.dtype)
     if loaded.tokenizer is None:
         raise InputError("tokenizer is None, but a survey reads texts; pass tokenizer=…")
-    source = texts if isinstance(texts, Source) else corpus.of_texts(texts)
+    source = texts if isinstance(texts, Corpus) else corpus.of_texts(texts)
     statistics = checked_custom(how.statistics, (*QUANTITIES, *TAKEN), over="query")
     definition = definition_of(loaded.model, loaded.tokenizer, replace(how, name=loaded.name, statistics=statistics))
     kept = {
