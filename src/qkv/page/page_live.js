@@ -118,7 +118,7 @@ class LivePage {
   /** Request the answer for the text. `keepStep`: keep showing the last sampled token; only heads and maps are updated. */
   async #ask({ keepStep = false } = {}) {
     const writing = this.#writing, { text, ids } = writing, at = this.#heads.shown, edited = this.#heads.edits.size > 0;
-    writing.cancel();
+    writing.halt();
     this.#cancel();
     if (!text) return this.#showTrouble("Type some text for the model to read.");
     const request = (this.#request = new AbortController());
