@@ -644,7 +644,7 @@ def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> Non
     rested(page)
     assert "query “wards” (position 9) in L2 · H3" in page.inner_text("#reading .readout")
     assert page.get_attribute(".flow-token.pinned", "data-at") == "9"
-    page.focus("#big-map canvas")
+    page.focus("#big-map .map-canvas")
     for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
         page.keyboard.press(key)
     said = plain(page.inner_text(".map-readout"))

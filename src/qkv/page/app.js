@@ -74,7 +74,7 @@ class App {
     return this.#shell.onTheme(callback);
   }
 
-  /** {name, svg, csv} of the shown page for export, or null while it is not drawn. */
+  /** What the shown page exports, or null while it is not drawn: {name, elements, title, note} as of `pictureOf`, and csv(). */
   picture() {
     return this.#mounted?.handle?.picture?.() ?? null;
   }

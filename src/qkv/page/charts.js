@@ -1,6 +1,6 @@
 // Charts: stacked bars, curves along the text, maps on a canvas. Each function returns an element and keeps no state.
 
-import { css, destinationColour, inkOn, looks, ramp, rgbOf } from "./colour.js";
+import { destinationColour, inkOn, looks, ramp, rgbOf } from "./colour.js";
 import { h, svg } from "./dom.js";
 import { binStart, integer, meanOf, named, percent, written } from "./numbers.js";
 
@@ -117,7 +117,7 @@ export function decades(low, high) {
 }
 
 /** Round positions along a text of n tokens. */
-export function axisTicks(n) {
+function axisTicks(n) {
   const ticks = n > 4 ? niceTicks(n - 1, 6) : [0];
   return ticks.filter((position) => position <= n - 1 && Number.isInteger(position));
 }
@@ -178,14 +178,10 @@ export function markCell(box, cell, rows, columns) {
 }
 
 /** A colour bar with labels at both ends. */
-export function legend({ low, high, note }) {
-  const stops = Array.from({ length: 9 }, (_, k) => css(ramp(k / 8))).join(", ");
-  return h(
-    "span",
-    { class: "legend" },
-    h("span", {}, low), h("i", { style: { background: `linear-gradient(to right, ${stops})` } }), h("span", {}, high),
-    note ? h("small", {}, note) : null,
-  );
+export function legend({ low, high, note = null, colourOf = ramp }) {
+  const bar = h("canvas", {}), columns = 96;
+  paint(bar, 1, columns, (_, column) => (column + 0.5) / columns, colourOf);
+  return h("span", { class: "legend" }, h("span", {}, low), bar, h("span", {}, high), note ? h("small", {}, note) : null);
 }
 
 /** A row of radio buttons styled as one control; `options`: a list of [value, text]. */

@@ -28,6 +28,9 @@ export function ramp(x) {
   return stops[low].map((channel, i) => Math.round(channel + (stops[high][i] - channel) * (place - low)));
 }
 
+/** The colour of a CSS variable in the current theme: colourOf("--ink"). */
+export const colourOf = (variable) => getComputedStyle(document.documentElement).getPropertyValue(variable).trim();
+
 /** [r, g, b] as CSS writes it. */
 export const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
 

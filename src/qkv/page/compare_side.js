@@ -1,12 +1,10 @@
 // The sides of a comparison, their weights and curves, the difference of their maps, and the export of both.
 
 import { paint } from "./charts.js";
-import { css, destinationColour, looks, ramp, rgbOf } from "./colour.js";
+import { colourOf, rgbOf } from "./colour.js";
 import { rowOfCurve } from "./data.js";
-import { svg } from "./dom.js";
-import { colourOf, csvOf, svgImage, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
-import { headName, rowOf, sharesOf } from "./heads.js";
-import { percent, weightWords } from "./numbers.js";
+import { csvOf } from "./export.js";
+import { rowOf } from "./heads.js";
 import { TILE } from "./tiles.js";
 
 // One side of a comparison: {name: "left" or "right", source, at: {source, group, text, layer, head}, view, matrix, curves}.
@@ -37,49 +35,12 @@ export function paintDifference(canvas, left, right) {
   }, (level) => signedColour(2 * level - 1));
 }
 
-// Export of the compare page as SVG and CSV.
+// Export of the compare page as CSV.
 
 /** A file name that names both heads. */
 export function comparedName({ left, right }) {
   const short = (side) => `${side.source.name}-t${side.at.text}-L${groupOf(side).layers[side.at.layer]}-H${groupOf(side).heads[side.at.head]}`;
   return `${short(left)}-and-${short(right)}`;
-}
-
-/** Both maps, their difference if there is one, and the destinations of the weight. */
-export function comparedPicture({ left, right, variation, difference, scale }) {
-  const size = 360, gap = 28, parts = [];
-  const pictures = [[left, left.canvas], ...(variation ? [[null, difference]] : []), [right, right.canvas]];
-  let tall = size;
-  pictures.forEach(([side, canvas], index) => {
-    const x = index * (size + gap);
-    const words = side ? `${LABEL[side.name]} · ${side.source.name}, ${headName(groupOf(side), side.at.layer, side.at.head)}` : "B − A";
-    parts.push(svgText(x, 10, words, { "font-weight": 600 }));
-    if (!canvas) { parts.push(svgText(x, 40, "no map", { fill: "var(--soft)" })); return; }
-    const height = (size * canvas.height) / canvas.width;
-    tall = Math.max(tall, height);
-    parts.push(svgImage(canvas, { x, y: 20, width: size, height }), svg("rect", { x, y: 20, width: size, height, fill: "none", stroke: "var(--line)" }));
-  });
-  let y = 20 + tall + 22;
-  const colours = Array.from({ length: 24 }, (_, k) => css(ramp(k / 23)));
-  if (left.canvas || right.canvas) parts.push(svgRamp(0, y, colours, `≤ ${weightWords(scale.low)}`, percent(scale.top)));
-  if (variation) parts.push(svgKey(size + gap, y, [["A more", css(signedColour(-1))], ["B more", css(signedColour(1))]]));
-  const width = pictures.length * (size + gap) - gap;
-  const shares = [left, right].map((side) => sharesOf(groupOf(side), side.view, side.at.layer, side.at.head));
-  [left, right].forEach(({ name }, index) => {
-    y += 24;
-    const used = looks.destinations.filter((part) => shares[index][part.name] > 0.0005), whole = used.reduce((sum, part) => sum + shares[index][part.name], 0) || 1;
-    let x = 18;
-    parts.push(svgText(0, y + 8, LABEL[name], { "font-weight": 600 }));
-    for (const part of used) {
-      const wide = ((width - 18) * shares[index][part.name]) / whole;
-      parts.push(svg("rect", { x, y: y - 4, width: Math.max(wide - 1, 0.5), height: 16, fill: destinationColour(part) }));
-      x += wide;
-    }
-  });
-  y += 36;
-  parts.push(svgKey(18, y, looks.destinations.filter(({ name }) => shares.some((one) => one[name] > 0.0005)).map((part) => [part.label, destinationColour(part)])));
-  const goes = [left, right].map((side) => `${LABEL[side.name]}: ${side.view.heads.goes_to[rowOf(groupOf(side), side.at.layer, side.at.head)]}`).join(" · ");
-  return svgPicture({ width, height: y + 8, title: "Two heads compared", note: `${goes}. Rows are queries, columns are keys.`, parts });
 }
 
 /**

@@ -1,74 +1,121 @@
-// Export: self-contained SVG files, PNG rendered from them, and CSV.
+// Export: what is on the screen as self-contained SVG files, PNG rendered from them, and CSV.
 
+import { colourOf } from "./colour.js";
 import { svg } from "./dom.js";
 import { visible } from "./numbers.js";
 
-const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif';
-const MARGIN = 24;
+const MARGIN = 24, GAP = 18; // around the picture, and between its elements
 const LARGEST = 16_000; // pixels a side that every browser's canvas can hold
-
-/** The colour of a CSS variable in the current theme: colourOf("--ink"). */
-export function colourOf(variable) {
-  return getComputedStyle(document.documentElement).getPropertyValue(variable).trim();
-}
+const CONTROLS = "select, input, textarea, .quiet"; // are left out
+const PAINT = [ // properties that style sheets may give to the parts of a drawing
+  "fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "visibility", "text-anchor", "font-family", "font-size", "font-weight",
+];
+const EDGES = { // the ends of the borders of a box
+  Top: ({ left, top, right }) => [left, top, right, top], Bottom: ({ left, bottom, right }) => [left, bottom, right, bottom],
+  Left: ({ left, top, bottom }) => [left, top, left, bottom], Right: ({ right, top, bottom }) => [right, top, right, bottom],
+};
+const EVERYWHERE = { left: -Infinity, top: -Infinity, right: Infinity, bottom: Infinity };
+const ruler = document.createElement("canvas").getContext("2d");
 
 /**
- * An SVG file as a string: a title and a note above `parts`, which are elements of `svg()` in a box of width × height.
- * Colours such as "var(--ink)" are replaced by their values, so that the file needs no style sheet.
+ * An SVG file as a string: a title and a note above `elements` of the page as they look on the screen, one below the other.
+ * Boxes, texts and drawings are vectors, and canvases are images; the file needs no style sheet.
  */
-export function svgPicture({ width, height, title, note = "", parts }) {
-  const perLine = Math.max(Math.floor(width / 6.4), 24);
-  const notes = note ? wrapped(note, perLine) : [], titles = wrapped(title, Math.max(Math.floor(width / 9), 18));
-  const head = titles.length * 21 + notes.length * 17 + 14;
-  const whole = { width: width + 2 * MARGIN, height: height + head + 2 * MARGIN };
-  const drawing = svg("svg", { ...whole, viewBox: `0 0 ${whole.width} ${whole.height}`, "font-family": FONT, "font-size": 12, fill: "var(--ink)" },
-    svg("title", {}, title),
-    note ? svg("desc", {}, note) : null,
-    svg("rect", { ...whole, fill: "var(--paper)" }),
-    titles.map((line, index) => svgText(MARGIN, MARGIN + 14 + 21 * index, line, { "font-size": 16, "font-weight": 600 })),
-    notes.map((line, index) => svgText(MARGIN, MARGIN + 14 + 21 * titles.length + 17 * index, line, { "font-size": 12.5, fill: "var(--soft)" })),
-    svg("g", { transform: `translate(${MARGIN} ${MARGIN + head})` }, parts));
-  selfContained(drawing);
+export function pictureOf({ elements, title, note = "" }) {
+  const boxes = elements.map((element) => element.getBoundingClientRect());
+  const width = Math.ceil(Math.max(...boxes.map((box) => box.width))), height = Math.ceil(boxes.reduce((sum, box) => sum + box.height + GAP, -GAP));
+  const titles = wrapped(title, Math.max(Math.floor(width / 9.8), 18)), notes = note ? wrapped(note, Math.max(Math.floor(width / 6.4), 24)) : [];
+  const head = titles.length * 21 + notes.length * 17 + 14, whole = { width: width + 2 * MARGIN, height: height + head + 2 * MARGIN };
+  const line = (words, y, attributes) => svg("text", { x: MARGIN, y: MARGIN + 14 + y, ...attributes }, words);
+  let top = MARGIN + head;
+  const parts = elements.map((element, at) => {
+    const part = svg("g", { transform: `translate(${MARGIN - boxes[at].left} ${top - boxes[at].top})` }, [...drawn(element, EVERYWHERE)]);
+    top += boxes[at].height + GAP;
+    return part;
+  });
+  const drawing = svg("svg", { ...whole, viewBox: `0 0 ${whole.width} ${whole.height}`, "font-family": getComputedStyle(document.body).fontFamily },
+    svg("title", {}, printable(title)), note ? svg("desc", {}, printable(note)) : null, svg("rect", { ...whole, fill: colourOf("--paper") }),
+    titles.map((words, at) => line(words, 21 * at, { "font-size": 16, "font-weight": 600, fill: colourOf("--ink") })),
+    notes.map((words, at) => line(words, 21 * titles.length + 17 * at, { "font-size": 12.5, fill: colourOf("--soft") })), parts);
   return `<?xml version="1.0" encoding="UTF-8"?>\n${new XMLSerializer().serializeToString(drawing)}\n`;
 }
 
-/** One line of text whose baseline starts at (x, y). */
-export function svgText(x, y, text, attributes = {}) {
-  return svg("text", { x, y, ...attributes }, String(text));
+/** An element and what it holds as SVG, where they are in the window. `seen`: the part of the window that no ancestor hides. */
+function* drawn(element, seen) {
+  const style = getComputedStyle(element), frame = element.getBoundingClientRect();
+  if (style.display === "none" || style.visibility === "hidden" || element.matches(CONTROLS)) return;
+  if (element.matches("canvas, svg")) {
+    if (overlap(frame, seen)) yield element.matches("svg") ? copied(element, frame) : imageOf(element, frame, style.imageRendering);
+    return;
+  }
+  for (const box of element.getClientRects()) yield* boxed(overlap(box, seen), style);
+  const inside = style.overflowX === "visible" ? seen : overlap(frame, seen);
+  if (!inside) return;
+  for (const node of element.childNodes) {
+    if (node.nodeType === Node.TEXT_NODE) yield* printed(node, style, inside);
+    else if (node.nodeType === Node.ELEMENT_NODE) yield* drawn(node, inside);
+  }
 }
 
-/** A canvas as an image of width × height at (x, y) whose pixels stay sharp when enlarged. */
-export function svgImage(canvas, { x = 0, y = 0, width = canvas.width, height = canvas.height } = {}) {
-  return svg("image", { x, y, width, height, href: canvas.toDataURL("image/png"), preserveAspectRatio: "none", "image-rendering": "pixelated" });
+/** The part of a box that is seen, or null. */
+function overlap(box, seen) {
+  const left = Math.max(box.left, seen.left), top = Math.max(box.top, seen.top), right = Math.min(box.right, seen.right), bottom = Math.min(box.bottom, seen.bottom);
+  return right > left && bottom > top ? { left, top, right, bottom } : null;
 }
 
-/** A copy of a drawing at (x, y). */
-export function svgCopy(element, { x, y }) {
-  const copy = element.cloneNode(true);
-  copy.setAttribute("x", x);
-  copy.setAttribute("y", y);
+/** The background of a box, its borders, the line along its lower edge that an inset shadow makes, and its outline. */
+function* boxed(box, style) {
+  if (!box) return;
+  const { left: x, top: y, right, bottom } = box, area = { x, y, width: right - x, height: bottom - y, rx: parseFloat(style.borderTopLeftRadius) || 0 };
+  if (style.backgroundColor !== "rgba(0, 0, 0, 0)") yield svg("rect", { ...area, fill: style.backgroundColor });
+  const [, shade, up] = /^(rgba?\([^)]*\)) 0px -([\d.]+)px 0px 0px inset$/.exec(style.boxShadow) ?? [];
+  if (shade) yield svg("rect", { ...area, y: bottom - up, height: Number(up), rx: 0, fill: shade });
+  for (const [edge, ends] of Object.entries(EDGES)) {
+    const [x1, y1, x2, y2] = ends(box), width = parseFloat(style[`border${edge}Width`]);
+    if (width) yield svg("line", { x1, y1, x2, y2, stroke: style[`border${edge}Color`], "stroke-width": width });
+  }
+  if (style.outlineStyle === "solid") yield svg("rect", { ...area, fill: "none", stroke: style.outlineColor, "stroke-width": parseFloat(style.outlineWidth) });
+}
+
+/** The lines of a text, without the words that are hidden. */
+function* printed(node, style, seen) {
+  const range = document.createRange(), lines = [], turned = style.writingMode !== "horizontal-tb"; // then it reads upwards
+  for (const { 0: word, index } of node.data.matchAll(/\S+/g)) {
+    range.setStart(node, index);
+    range.setEnd(node, index + word.length);
+    const { left, top, right, bottom, width } = range.getBoundingClientRect(), last = lines.at(-1);
+    if (!width || left < seen.left - 1 || right > seen.right + 1 || top < seen.top - 2 || bottom > seen.bottom + 2) continue;
+    if (last?.top === top) Object.assign(last, { text: `${last.text} ${word}`, left: Math.min(last.left, left), right: Math.max(last.right, right) });
+    else lines.push({ text: word, left, top, right, bottom });
+  }
+  ruler.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+  const ascent = ruler.measureText("x").fontBoundingBoxAscent;
+  const font = { fill: style.color, "font-family": style.fontFamily, "font-size": style.fontSize, "font-weight": style.fontWeight, "font-style": style.fontStyle };
+  for (const { text, left, top, right, bottom } of lines)
+    yield turned
+      ? svg("text", { ...font, transform: `translate(${left + ascent} ${bottom}) rotate(-90)` }, printable(text))
+      : svg("text", { ...font, x: left, y: top + ascent, textLength: right - left, lengthAdjust: "spacingAndGlyphs" }, printable(text));
+}
+
+/** A canvas as an image. */
+function imageOf(canvas, { left: x, top: y, width, height }, rendering) {
+  return svg("image", { x, y, width, height, href: canvas.toDataURL("image/png"), preserveAspectRatio: "none", "image-rendering": rendering });
+}
+
+/** A copy of a drawing with the colours and fonts that style sheets give it. */
+function copied(drawing, { left: x, top: y, width, height }) {
+  const copy = drawing.cloneNode(true), parts = (root) => [root, ...root.querySelectorAll("*")], originals = parts(drawing);
+  parts(copy).forEach((part, at) => {
+    const style = getComputedStyle(originals[at]);
+    for (const name of ["class", "style"]) part.removeAttribute(name);
+    for (const name of PAINT) part.setAttribute(name, style.getPropertyValue(name));
+  });
+  for (const [name, value] of Object.entries({ x, y, width, height })) copy.setAttribute(name, value);
   return copy;
 }
 
-/** A legend in a drawing: a row of swatches with labels that starts at (x, y); entries are [label, colour]. */
-export function svgKey(x, y, entries) {
-  let at = x;
-  return entries.map(([word, colour]) => {
-    const parts = [svg("rect", { x: at, y: y - 9, width: 11, height: 11, rx: 2, fill: colour }), svgText(at + 17, y, word, { fill: "var(--soft)" })];
-    at += 34 + 6.6 * word.length;
-    return parts;
-  });
-}
-
-/** A colour bar that starts at (x, y), with labels at both ends; `colours` from low to high. */
-export function svgRamp(x, y, colours, low, high) {
-  const width = 96 / colours.length;
-  return [
-    svgText(x, y, low, { fill: "var(--soft)" }),
-    colours.map((colour, index) => svg("rect", { x: x + 7 * low.length + 6 + index * width, y: y - 9, width: width + 0.3, height: 10, fill: colour })),
-    svgText(x + 7 * low.length + 110, y, high, { fill: "var(--soft)" }),
-  ];
-}
+/** A text without the characters that XML forbids. */
+const printable = (text) => visible(text).toWellFormed();
 
 /** Render an SVG file as PNG at `scale` pixels per unit. */
 export async function pngOf(drawing, scale = 2) {
@@ -116,23 +163,9 @@ export function csvOf(columns, rows) {
 /** Break a text into lines of about `most` characters. */
 function wrapped(text, most) {
   const lines = [""];
-  for (const word of text.split(/\s+/)) {
+  for (const word of printable(text).split(/\s+/)) {
     if (lines.at(-1) && lines.at(-1).length + word.length + 1 > most) lines.push(word);
     else lines[lines.length - 1] += `${lines.at(-1) ? " " : ""}${word}`;
   }
   return lines;
-}
-
-/** Replace CSS variables by colours, and characters that XML forbids by visible marks. */
-function selfContained(drawing) {
-  for (const element of [drawing, ...drawing.querySelectorAll("*")]) {
-    for (const { name, value } of [...element.attributes]) {
-      if (value.includes("var(--")) element.setAttribute(name, value.replace(/var\((--[\w-]+)\)/g, (_, variable) => colourOf(variable)));
-      else if (name !== "href" && name !== "d") element.setAttribute(name, written(value));
-    }
-    for (const node of element.childNodes) if (node.nodeType === Node.TEXT_NODE) node.data = written(node.data);
-  }
-  function written(text) {
-    return visible(text).toWellFormed();
-  }
 }

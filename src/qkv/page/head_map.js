@@ -14,7 +14,6 @@ const HOLD = 250; // milliseconds that the previous head may stay on the stage, 
 const WAIT = 200; // milliseconds after which missing tiles are announced
 const EXACT_AFTER = 80; // milliseconds that the crosshair rests before more about it is requested
 const SPOKEN_AFTER = 350; // milliseconds that it rests before a screen reader announces the readout
-const COLOURS = ["panel", "ink", "soft", "line", "accent", "area", "masked"];
 const HINT = ["Point at the map to read a weight; a click pins it. Drag to move; zoom with + and −, or Ctrl and the wheel."];
 
 /** Curves beside the map for all tokens, from the decoded curves of a text, whose bins may hold several tokens. */
@@ -43,7 +42,7 @@ export class HeadMap {
     });
     const button = (mark, name, act) => h("button", { type: "button", class: "quiet", "aria-label": name, title: name, onclick: () => { if (this.map.content) act(); } }, mark);
     this.status = h("p", { class: "map-status", role: "status", hidden: true }, "computing …");
-    this.stage = h("div", { class: "map-stage" }, this.canvas, this.status,
+    this.stage = h("div", { class: "map-stage" }, this.canvas, this.map.overlay, this.status,
       h("div", { class: "map-zoom", role: "group", "aria-label": "Zoom" },
         button("+", "Zoom in (+)", () => this.map.zoom(1, this.map.middle, true)), button("−", "Zoom out (−)", () => this.map.zoom(-1, this.map.middle, true)),
         button("Fit", "Whole map (0)", () => this.map.look(this.map.fit))));
@@ -128,9 +127,10 @@ export class HeadMap {
 
   // ---- colours and controls ----
 
+  /** The colours of the canvas: around the map, of masked pairs, and of the mark on the overview. */
   colours() {
-    const style = getComputedStyle(this.stage), found = Object.fromEntries(COLOURS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-    return { ...found, paper: found.panel, empty: found.masked };
+    const style = getComputedStyle(this.stage), [paper, empty, ink] = ["panel", "masked", "ink"].map((name) => style.getPropertyValue(`--${name}`).trim());
+    return { paper, empty, ink };
   }
 
   recolour() {

@@ -8,7 +8,7 @@ import { h } from "./dom.js";
 import { binPeaks, integer, named, visible, written } from "./numbers.js";
 import { nextFrame } from "./state.js";
 
-export const MANY = 16; // with more heads or layers, cells are too small for text
+const MANY = 16; // with more heads or layers, cells are too small for text
 
 /** The row of a head in the table of heads. */
 export const rowOf = (group, layer, head) => layer * group.heads.length + head;
@@ -56,16 +56,16 @@ export const labelOf = (group, name) => (name === "local" ? `Local ±${group.win
 export const meaningOf = (group, name) => looks.statistics[name].meaning.replace("`local_window`", group.window);
 
 /** The value of a statistic at the upper end of the colour ramp. */
-export function topOf(view, statistic) {
+function topOf(view, statistic) {
   const values = view.heads[statistic].filter((x) => x !== null), { unit } = looks.statistics[statistic];
   return Math.max(...values, { ratio: 1, "%": 0.1 }[unit] ?? 1e-9); // so that negligible values look negligible
 }
 
 /** The value at the lower end of the colour ramp: 0, or the smallest value if some are negative. */
-export const bottomOf = (view, statistic) => Math.min(0, ...view.heads[statistic].filter((x) => x !== null));
+const bottomOf = (view, statistic) => Math.min(0, ...view.heads[statistic].filter((x) => x !== null));
 
 /** The ends of the colour ramp of a statistic in words, for a legend. */
-export function scaleOf(view, statistic) {
+function scaleOf(view, statistic) {
   const { unit } = looks.statistics[statistic], bottom = bottomOf(view, statistic);
   return { low: bottom ? written(bottom, unit) : "0", high: written(topOf(view, statistic), unit) };
 }
@@ -195,7 +195,6 @@ export function allHeads({ page, group, view, statistic, layer, head, choose, se
   const kinds = statistic === KIND, name = (one) => (one === KIND ? "Type of head" : labelOf(group, one));
   const cells = kinds ? kindCells(page, group, view) : cellsOf(group, view, statistic), label = kinds ? "Type of every head" : `${name(statistic)} of every head`;
   return {
-    cells,
     controls: [
       h("label", {}, "Colour by ", h("select", { "data-key": "statistic", onchange: (event) => choose(event.target.value) },
         [...statisticsOf(view), KIND].map((one) => h("option", { value: one, selected: one === statistic }, name(one))))),

@@ -118,7 +118,7 @@ export class LiveHeads {
         "aria-selected": this.selected.has(at) ? "true" : "false", "aria-current": at === this.shown ? "true" : null,
         "aria-label": `${longName(at)}: ${weight} on the first token${edit ? `; ${settingWords(edit)}` : ""}`,
         "data-tip": `${longName(at)}\n${weight} on the first token${edit ? `\n${settingWords(edit)}` : ""}`,
-        style: { background: `linear-gradient(to right, ${then} 0 26%, ${now} 26%)`, color: inkOn(ramp(Math.min(is, 1))) },
+        style: { background: `${now} linear-gradient(to right, ${then} 26%, transparent 26%)`, color: inkOn(ramp(Math.min(is, 1))) },
         onclick: (event) => this.#select(at, event.shiftKey || event.ctrlKey || event.metaKey),
       }, h("span", {}, single ? "–" : String(Math.round(100 * is))), mark ? h("sup", {}, mark) : null);
     };

@@ -2,10 +2,10 @@
 
 import { cellMap, legend, markCell, paint } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
-import { h, svg } from "./dom.js";
-import { csvOf, svgImage, svgPicture, svgText } from "./export.js";
-import { editWords, headAt, headlineOf, longName, nextRows, quoted, spaced } from "./live_words.js";
-import { named, percent, truncated, visible, written } from "./numbers.js";
+import { h } from "./dom.js";
+import { csvOf } from "./export.js";
+import { headAt, longName, quoted } from "./live_words.js";
+import { named, percent, visible, written } from "./numbers.js";
 
 /** Two maps that share a crosshair, and the statistics beside them. */
 export function liveMaps(answer) {
@@ -72,37 +72,7 @@ export class LiveTokens {
 /** A token in the text: a line break is marked and breaks the line. */
 const lines = (token) => token.split("\n").map(visible).join("⏎\n");
 
-// Export of the live page as SVG and CSV.
-
-const SIDE = 260; // side of a map in pixels
-const WIDE = 300; // width of the bars
-
-const plainText = (parts) => parts.map((part) => part.textContent ?? part).join("");
-
-/** The probabilities of the next token, and the two maps; `canvases`: those of the page. */
-export function liveSvg(answer, { live, edits, canvases }) {
-  const [headline, likeliest] = headlineOf(answer).map(plainText), rows = nextRows(answer), { edited } = answer;
-  const bars = rows.flatMap(({ token, before, after }, i) => {
-    const y = 22 + i * 26;
-    return [
-      svgText(96, y + 12, truncated(spaced(token), 13), { "text-anchor": "end", "font-family": "monospace" }),
-      svg("rect", { x: 104, y, width: Math.max(130 * before, 0.5), height: 7, fill: "var(--soft)" }), svg("rect", { x: 104, y: y + 8, width: Math.max(130 * after, 0.5), height: 7, fill: "var(--accent)" }),
-      svgText(110 + 130 * Math.max(before, after), y + 12, edited ? `${percent(before)} → ${percent(after)}` : percent(after), { "font-size": 11 }),
-    ];
-  });
-  const maps = canvases.flatMap((canvas, i) => {
-    const x = WIDE + 40 + i * (SIDE + 20);
-    return [
-      svgText(x, 10, `${i ? "With the edits" : "As trained"}: ${longName(answer.at)}`, { "font-weight": 600 }), svgImage(canvas, { x, y: 22, width: SIDE, height: SIDE }),
-      svg("rect", { x, y: 22, width: SIDE, height: SIDE, fill: "none", stroke: "var(--line)" }),
-    ];
-  });
-  return svgPicture({
-    width: WIDE + 2 * SIDE + 60, height: Math.max(SIDE + 24, 24 + rows.length * 26), title: edited ? headline : `${live.model} as trained`,
-    note: `${likeliest} Text: “${visible(answer.text.slice(-120))}”. ${editWords(edits, live)}`,
-    parts: [svgText(0, 10, edited ? "Next token: as trained (grey), edited (blue)" : "Next token", { "font-weight": 600 }), bars, maps],
-  });
-}
+// Export of the live page as CSV.
 
 /** Probabilities, head statistics and weights before and after the edits. */
 export function liveCsv(answer) {

@@ -92,6 +92,6 @@ export function nextBars(rows, paired) {
 }
 
 /** A token with visible spaces, because several candidates may differ only in these. */
-export const spaced = (token) => visible(token.replace(/ +/g, (spaces) => (spaces.length > 2 ? `␣×${spaces.length}` : "␣".repeat(spaces.length))));
+const spaced = (token) => visible(token.replace(/ +/g, (spaces) => (spaces.length > 2 ? `␣×${spaces.length}` : "␣".repeat(spaces.length))));
 
 const nats = (divergence) => `KL divergence ${divergence === 0 ? "0" : divergence < 0.001 ? "under 0.001" : divergence.toPrecision(2)} nats`;

@@ -13,8 +13,7 @@ export class LiveWriting {
   temperature = 1; // sampling temperature
   #speed = 4; // tokens a second
   #history = []; // {text, ids} before each generated token
-  #singleStep = null; // AbortController
-  #play = null; // AbortController while tokens are generated continuously
+  #run = null; // while tokens are generated: an AbortController, and whether it is a single one
   #app;
   #requestOptions;
   #listeners;
@@ -31,8 +30,8 @@ export class LiveWriting {
       h("input", { type: "range", "data-key": key, ...attributes, value, oninput: (event) => { oninput(Number(event.target.value)); this.draw(); } }), h("output", { "data-of": key }));
     this.element = h("div", { class: "live-generation" },
       h("div", { class: "live-buttons" },
-        h("button", { type: "button", class: "quiet live-play", onclick: () => (this.#play ? this.#stop() : counted(this.#start())) }, "Play"),
-        h("button", { type: "button", class: "quiet", onclick: () => this.#stepOnce() }, "Step"),
+        h("button", { type: "button", class: "quiet live-play", onclick: () => (this.playing ? this.#stop() : counted(this.#generate({ single: false }))) }, "Play"),
+        h("button", { type: "button", class: "quiet", onclick: () => this.#generate({ single: true }) }, "Step"),
         h("button", { type: "button", class: "quiet", onclick: () => this.#undo() }, "Undo")),
       h("div", { class: "live-sliders" },
         slider("heat", "Sampling temperature", { min: 0, max: 2, step: 0.1 }, this.temperature, (temperature) => { this.temperature = temperature; listeners.ontemperature(); }),
@@ -41,7 +40,7 @@ export class LiveWriting {
   }
 
   get playing() {
-    return this.#play !== null;
+    return this.#run?.single === false;
   }
 
   /** Set a text that the user typed; it no longer has generated tokens. */
@@ -51,17 +50,12 @@ export class LiveWriting {
     this.draw();
   }
 
-  /** Cancel a single step. */
-  cancel() {
-    this.#singleStep?.abort();
-  }
-
-  /** Cancel a single step and stop play. */
+  /** Cancel a single step, or stop play. */
   halt() {
-    this.cancel();
-    if (!this.#play) return;
-    this.#play.abort();
-    this.#play = null;
+    const { playing } = this;
+    this.#run?.controller.abort();
+    this.#run = null;
+    if (!playing) return;
     this.draw();
     this.#listeners.onplay();
   }
@@ -78,37 +72,24 @@ export class LiveWriting {
     this.#listeners.onstep();
   }
 
-  async #stepOnce() {
+  /** Generate a single token, or tokens until `halt`. */
+  async #generate({ single }) {
     this.halt();
     if (!this.text) return this.#listeners.ontrouble("Type some text for the model to continue.");
     this.#listeners.onbegin();
-    const step = (this.#singleStep = new AbortController());
+    const controller = new AbortController(), { signal } = controller;
+    this.#run = { controller, single };
+    if (!single) this.draw(), this.#listeners.onplay();
     try {
-      await this.#one(step.signal);
-      if (!step.signal.aborted) this.#listeners.onend();
-    } catch (error) {
-      if (error.name !== "AbortError") this.#listeners.ontrouble(error.message);
-    } finally {
-      if (this.#singleStep === step) this.#singleStep = null;
-    }
-  }
-
-  async #start() {
-    this.halt();
-    if (!this.text) return this.#listeners.ontrouble("Type some text for the model to continue.");
-    this.#listeners.onbegin();
-    const play = (this.#play = new AbortController());
-    this.draw();
-    this.#listeners.onplay();
-    try {
-      while (!play.signal.aborted) {
+      do {
         const due = performance.now() + 1000 / this.#speed;
-        await this.#one(play.signal);
-        await new Promise((resolve) => setTimeout(resolve, Math.max(due - performance.now(), 0)));
-      }
+        await this.#one(signal);
+        if (!single) await new Promise((resolve) => setTimeout(resolve, Math.max(due - performance.now(), 0)));
+      } while (!single && !signal.aborted);
+      if (!signal.aborted) this.#stop();
     } catch (error) {
-      if (play.signal.aborted) return;
-      this.#stop();
+      if (signal.aborted) return;
+      if (single) this.halt(); else this.#stop();
       this.#listeners.ontrouble(error.message);
     }
   }

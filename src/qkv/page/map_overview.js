@@ -1,9 +1,7 @@
 // Around the map page: a small overview of the whole map, and the export.
 
-import { css, ramp } from "./colour.js";
 import { h } from "./dom.js";
-import { csvOf, svgImage, svgPicture, svgRamp } from "./export.js";
-import { shapesAsSvg } from "./map_scene.js";
+import { csvOf } from "./export.js";
 import { FIRST, painted, TILE } from "./tiles.js";
 
 const MAX_SIZE = { w: 216, h: 150 }; // pixels
@@ -55,25 +53,9 @@ export class MapOverview {
   }
 }
 
-// Export of the visible part of a map as SVG, with its pixels embedded, and as CSV.
+// Export of the visible part of a map as CSV.
 
 const MAX_ROWS = 250_000;
-const SHARP = 2; // pixels of the embedded picture per pixel of the stage
-
-/** The view as an SVG file: the map as an embedded PNG, all else as vectors; `low` and `high` label the colour scale. */
-export function mapSvg(map, { title, note, low, high }) {
-  const { layout } = map, { frame, width, height } = layout, { store } = map.content;
-  const canvas = document.createElement("canvas");
-  Object.assign(canvas, { width: Math.round(frame.w * SHARP), height: Math.round(frame.h * SHARP) });
-  const shifted = { ...layout, frame: { ...frame, x: 0, y: 0 }, origin: { x: layout.origin.x - frame.x, y: layout.origin.y - frame.y } };
-  if (store) map.tiles(canvas.getContext("2d"), shifted, SHARP);
-  const colours = Array.from({ length: 32 }, (_, at) => css(ramp(at / 31)));
-  return svgPicture({ width, height: height + 26, title, note, parts: [
-    svgImage(canvas, { x: frame.x, y: frame.y, width: frame.w, height: frame.h }),
-    shapesAsSvg(map.shapes(layout)),
-    svgRamp(frame.x, height + 20, colours, low, high),
-  ] });
-}
 
 /**
  * The view as a table: one row per pair of tokens, or per bin if these would be too many. `tileOf(pool, place)` returns a

@@ -1,4 +1,4 @@
-// Axes, labels, edge curves and crosshair of a map, as shapes that can be drawn on a canvas or as SVG.
+// Axes, labels, edge curves and crosshair of a map, as SVG elements over its canvas.
 
 import { svg } from "./dom.js";
 import { integer, named, visible } from "./numbers.js";
@@ -46,43 +46,39 @@ export function fitted({ width, height, queries, keys }) {
 }
 
 /**
- * Shapes of the axes: token labels if they fit, otherwise positions. `tokens`: {queries, keys}; `pointed`: the pair under
- * the crosshair, whose tags replace nearby positions.
+ * The axes: token labels if they fit, otherwise positions. `tokens`: {queries, keys}; `pointed`: the pair under the
+ * crosshair, whose tags replace nearby positions.
  */
-export function axes(layout, tokens, colours, pointed = null) {
-  const { frame, scale, origin, margin, narrow } = layout, shapes = [];
+export function axes(layout, tokens, pointed = null) {
+  const { frame, scale, origin, margin, narrow } = layout, parts = [];
   const size = scale >= 15 ? 12 : 10.5;
   if (scale >= LABELLED) {
     for (let q = layout.rows[0]; q <= layout.rows[1]; q++) {
       const y = origin.y + (q + 0.5) * scale;
-      if (y < frame.y || y > frame.y + frame.h) continue;
-      shapes.push({ text: fitting(named(tokens.queries[q]), margin.left - 16, size), x: frame.x - 7, y: y + size * 0.35, anchor: "end", size, fill: colours.ink });
+      if (y >= frame.y && y <= frame.y + frame.h) parts.push(text(frame.x - 7, y + size * 0.35, fitting(named(tokens.queries[q]), margin.left - 16, size), { anchor: "end", size, fill: INK }));
     }
     for (let k = layout.columns[0]; k <= layout.columns[1]; k++) {
       const x = origin.x + (k + 0.5) * scale;
-      if (x < frame.x || x > frame.x + frame.w) continue;
-      shapes.push({ text: fitting(named(tokens.keys[k]), margin.top - 26, size), x: x + size * 0.35, y: frame.y - 7, turn: true, size, fill: colours.ink });
+      if (x >= frame.x && x <= frame.x + frame.w) parts.push(text(x + size * 0.35, frame.y - 7, fitting(named(tokens.keys[k]), margin.top - 26, size), { turn: true, size, fill: INK }));
     }
   } else {
     for (const q of positions(layout.rows, frame.h / 56)) {
       const y = Math.round(origin.y + (q + 0.5) * scale) + 0.5;
-      shapes.push({ line: [frame.x - 5, y, frame.x, y], stroke: colours.soft });
-      if (!pointed || Math.abs(q - pointed.query) * scale > 15) shapes.push({ text: integer(q), x: frame.x - 9, y: y + 4, anchor: "end", fill: colours.soft });
+      parts.push(line(frame.x - 5, y, frame.x, y, SOFT));
+      if (!pointed || Math.abs(q - pointed.query) * scale > 15) parts.push(text(frame.x - 9, y + 4, integer(q), { anchor: "end" }));
     }
     for (const k of positions(layout.columns, frame.w / 84)) {
       const x = Math.round(origin.x + (k + 0.5) * scale) + 0.5;
       const anchor = x + 3.4 * integer(k).length > frame.x + frame.w ? "end" : "middle"; // the entropy's label is beside
-      shapes.push({ line: [x, frame.y - 5, x, frame.y], stroke: colours.soft });
-      if (!pointed || Math.abs(k - pointed.key) * scale > 14 + 3.6 * (integer(k).length + integer(pointed.key).length)) shapes.push({ text: integer(k), x, y: frame.y - 10, anchor, fill: colours.soft });
+      parts.push(line(x, frame.y - 5, x, frame.y, SOFT));
+      if (!pointed || Math.abs(k - pointed.key) * scale > 14 + 3.6 * (integer(k).length + integer(pointed.key).length)) parts.push(text(x, frame.y - 10, integer(k), { anchor }));
     }
   }
   const rise = scale >= LABELLED ? margin.top - 12 : 28;
-  shapes.push(
-    { text: "keys →", x: frame.x, y: frame.y - rise, fill: colours.soft, size: 12, bold: true },
-    { text: narrow ? "query ↓" : "queries ↓", x: frame.x - 9, y: frame.y - 10, anchor: "end", fill: colours.soft, size: narrow ? 11 : 12, bold: true },
-    { rect: [Math.round(frame.x) - 0.5, Math.round(frame.y) - 0.5, Math.round(frame.w) + 1, Math.round(frame.h) + 1], stroke: colours.line },
-  );
-  return shapes;
+  return [...parts,
+    text(frame.x, frame.y - rise, "keys →", { size: 12, bold: true }),
+    text(frame.x - 9, frame.y - 10, narrow ? "query ↓" : "queries ↓", { anchor: "end", size: narrow ? 11 : 12, bold: true }),
+    rect(Math.round(frame.x) - 0.5, Math.round(frame.y) - 0.5, Math.round(frame.w) + 1, Math.round(frame.h) + 1, { stroke: LINE })];
 }
 
 /** Round positions in a range, about `most` of them. */
@@ -104,40 +100,35 @@ export function edgeScales({ received, entropy }) {
   return { received: { low: Math.max(low / 2, most * 1e-6), high: most }, entropy: { high } };
 }
 
-/** Shapes of the edge curves: the share that each key receives (bottom) and the entropy of each query (right). */
-export function edges(layout, { received, entropy, scales }, colours) {
-  const { frame, scale, origin, margin, narrow } = layout, shapes = [];
+/** The edge curves: the share that each key receives (bottom) and the entropy of each query (right). */
+export function edges(layout, { received, entropy, scales }) {
+  const { frame, scale, origin, margin, narrow } = layout;
   const base = frame.y + frame.h + margin.bottom - 8, tall = margin.bottom - 34;
   const { low, high } = scales.received;
   const up = (share) => (share > low ? (tall * Math.log(share / low)) / Math.log(high / low) : 0);
   const below = steps(received, frame.x, frame.w, origin.x, scale, largest).map(([at, share]) => [at, base - up(share)]);
-  if (below.length) {
-    const line = stairs(below, frame.x + frame.w, ([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`);
-    shapes.push({ path: `${line}V${base}H${frame.x.toFixed(1)}Z`, fill: colours.area }, { path: line, stroke: colours.accent, width: 1.1 });
-  }
-  shapes.push({ line: [frame.x, base + 0.5, frame.x + frame.w, base + 0.5], stroke: colours.line });
+  const ticks = [];
   let free = Infinity; // labels are placed from the top down without overlap
   for (const tick of decades(low, high).reverse()) {
     const y = base - up(tick);
     if (y < base - tall - 1 || y > base + 1 || free - (base - y) < 12) continue;
     free = base - y;
-    shapes.push({ text: `${Number((100 * tick).toPrecision(1))}\u00a0%`, x: frame.x - 9, y: y + 4, anchor: "end", fill: colours.soft, size: 10.5 }, { line: [frame.x - 4, Math.round(y) + 0.5, frame.x, Math.round(y) + 0.5], stroke: colours.soft });
+    ticks.push(text(frame.x - 9, y + 4, `${Number((100 * tick).toPrecision(1))}\u00a0%`, { anchor: "end", size: 10.5 }), line(frame.x - 4, Math.round(y) + 0.5, frame.x, Math.round(y) + 0.5, SOFT));
   }
-  shapes.push({ text: "received by key", x: frame.x, y: frame.y + frame.h + 17, fill: colours.soft, size: 11 });
-
   const from = frame.x + frame.w + 8, wide = margin.right - (narrow ? 12 : 22);
   const beside = steps(entropy, frame.y, frame.h, origin.y, scale, mean).map(([at, nats]) => [at, from + (wide * nats) / scales.entropy.high]);
-  if (beside.length) {
-    const line = stairs(beside, frame.y + frame.h, ([y, x]) => `${x.toFixed(1)} ${y.toFixed(1)}`, true);
-    shapes.push({ path: `${line}H${from}V${frame.y.toFixed(1)}Z`, fill: colours.area }, { path: line, stroke: colours.accent, width: 1.1 });
-  }
-  shapes.push(
-    { line: [from - 0.5, frame.y, from - 0.5, frame.y + frame.h], stroke: colours.line },
-    { text: "entropy", x: from, y: frame.y - 22, fill: colours.soft, size: narrow ? 10.5 : 11 },
-    { text: `${upTo(scales.entropy.high)} ${narrow ? "" : "nats"}`, x: from, y: frame.y - 8, fill: colours.soft, size: 11 },
-  );
-  return shapes;
+  return [
+    area(stairs(below, frame.x + frame.w, ([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`), `V${base}H${frame.x.toFixed(1)}Z`),
+    line(frame.x, base + 0.5, frame.x + frame.w, base + 0.5), ticks,
+    text(frame.x, frame.y + frame.h + 17, "received by key"),
+    area(stairs(beside, frame.y + frame.h, ([y, x]) => `${x.toFixed(1)} ${y.toFixed(1)}`, true), `H${from}V${frame.y.toFixed(1)}Z`),
+    line(from - 0.5, frame.y, from - 0.5, frame.y + frame.h),
+    text(from, frame.y - 22, "entropy", { size: narrow ? 10.5 : 11 }), text(from, frame.y - 8, `${upTo(scales.entropy.high)} ${narrow ? "" : "nats"}`),
+  ].flat();
 }
+
+/** A filled curve; `rest` closes the path. */
+const area = (curve, rest) => (curve ? [svg("path", { d: curve + rest, fill: "var(--area)" }), svg("path", { d: curve, fill: "none", stroke: "var(--accent)", "stroke-width": 1.1 })] : []);
 
 /** [[pixel, value], …] along an axis: one entry per token if tokens are at least a pixel wide, else one per pixel. */
 function steps(values, start, length, origin, scale, pooled) {
@@ -166,8 +157,9 @@ function mean(values, from, to) {
   return sum / (to - from);
 }
 
-/** A step function as an SVG path. */
+/** A step function as an SVG path; empty without points. */
 function stairs(points, end, written, downwards = false) {
+  if (!points.length) return "";
   const [first] = points;
   let path = `M${written(first)}`;
   for (let at = 0; at < points.length; at++) {
@@ -178,36 +170,47 @@ function stairs(points, end, written, downwards = false) {
   return path;
 }
 
-/** Shapes of a crosshair on a pair of tokens and its bin {queries: [first, last], keys: …}. `pinned` is drawn dashed. */
-export function crosshair(layout, pair, bin, tokens, colours, pinned = false) {
+/** A crosshair on a pair of tokens and its bin {queries: [first, last], keys: …}. `pinned` is drawn dashed, without tags. */
+export function crosshair(layout, pair, bin, tokens, pinned = false) {
   const { frame, scale, origin, margin } = layout;
-  const cell = {
-    x: origin.x + bin.keys[0] * scale, y: origin.y + bin.queries[0] * scale,
-    w: (bin.keys[1] - bin.keys[0] + 1) * scale, h: (bin.queries[1] - bin.queries[0] + 1) * scale,
-  };
-  const x = cell.x + cell.w / 2, y = cell.y + cell.h / 2, shapes = [];
+  const wide = (bin.keys[1] - bin.keys[0] + 1) * scale, high = (bin.queries[1] - bin.queries[0] + 1) * scale;
+  const x = origin.x + bin.keys[0] * scale + wide / 2, y = origin.y + bin.queries[0] * scale + high / 2;
   const inside = { x: x >= frame.x && x <= frame.x + frame.w, y: y >= frame.y && y <= frame.y + frame.h };
-  const gap = Math.max(cell.w, cell.h, 9) / 2 + 1, dash = pinned ? [4, 3] : null;
-  const line = (x1, y1, x2, y2) => { if (x2 > x1 || y2 > y1) shapes.push({ line: [x1, y1, x2, y2], stroke: colours.ink, dash }); };
+  const gap = Math.max(wide, high, 9) / 2 + 1, parts = [];
+  const arm = (x1, y1, x2, y2) => { if (x2 > x1 || y2 > y1) parts.push(line(x1, y1, x2, y2, INK, pinned ? "4 3" : null)); };
   const sharp = (at) => Math.round(at) + 0.5, right = frame.x + frame.w + margin.right - 8, bottom = frame.y + frame.h + margin.bottom - 8;
-  if (inside.y) line(frame.x, sharp(y), Math.min(x - gap, frame.x + frame.w), sharp(y)), line(Math.max(x + gap, frame.x), sharp(y), right, sharp(y));
-  if (inside.x) line(sharp(x), frame.y, sharp(x), Math.min(y - gap, frame.y + frame.h)), line(sharp(x), Math.max(y + gap, frame.y), sharp(x), bottom);
+  if (inside.y) arm(frame.x, sharp(y), Math.min(x - gap, frame.x + frame.w), sharp(y)), arm(Math.max(x + gap, frame.x), sharp(y), right, sharp(y));
+  if (inside.x) arm(sharp(x), frame.y, sharp(x), Math.min(y - gap, frame.y + frame.h)), arm(sharp(x), Math.max(y + gap, frame.y), sharp(x), bottom);
   if (inside.x && inside.y) {
-    const side = (length) => Math.max(length, 7);
-    shapes.push({ rect: [x - side(cell.w) / 2 - 0.5, y - side(cell.h) / 2 - 0.5, side(cell.w) + 1, side(cell.h) + 1], stroke: colours.ink, width: 2 });
+    const [w, h] = [Math.max(wide, 7) + 1, Math.max(high, 7) + 1];
+    parts.push(rect(x - w / 2, y - h / 2, w, h, { stroke: INK, "stroke-width": 2 }));
   }
-  // Tags cover the axis labels behind them.
-  if (pinned) return shapes;
-  const size = 12, labelled = scale >= LABELLED;
-  const say = (at, names, room) => (labelled ? fitting(named(names[at]), room, size, true) : integer(at));
-  if (inside.y) shapes.push({ tag: say(pair.query, tokens.queries, margin.left - 18), x: frame.x - 4, y, anchor: "end", size, fill: colours.paper, back: colours.ink });
-  if (inside.x) shapes.push({ tag: say(pair.key, tokens.keys, margin.top - 28), x, y: frame.y - 4, turn: labelled, anchor: "middle", size, fill: colours.paper, back: colours.ink });
-  return shapes;
+  if (pinned) return parts;
+  const labelled = scale >= LABELLED, say = (at, names, room) => (labelled ? fitting(named(names[at]), room, TAG, true) : integer(at));
+  if (inside.y) parts.push(...tag(frame.x - 4, y, say(pair.query, tokens.queries, margin.left - 18), "end"));
+  if (inside.x) parts.push(...tag(x, frame.y - 4, say(pair.key, tokens.keys, margin.top - 28), labelled ? "turned" : "middle"));
+  return parts;
 }
 
-// ---- drawing ---------------------------------------------------------------------------------------------
+// ---- text and lines ----------------------------------------------------------------------------------------
 
-const font = ({ size = 11, bold = false }) => `${bold ? "600 " : ""}${size}px ${SANS}`;
+const INK = "var(--ink)", SOFT = "var(--soft)", LINE = "var(--line)";
+const TAG = 12; // size of the text of a tag
+
+const text = (x, y, words, { anchor = null, turn = false, size = 11, bold = false, fill = SOFT } = {}) => svg("text", {
+  x, y, transform: turn ? `rotate(-90 ${x} ${y})` : null, fill, "font-size": size, "font-weight": bold ? 600 : null, "text-anchor": anchor,
+}, words);
+const line = (x1, y1, x2, y2, stroke = LINE, dash = null) => svg("line", { x1, y1, x2, y2, stroke, "stroke-dasharray": dash });
+const rect = (x, y, width, height, looks) => svg("rect", { x, y, width, height, fill: "none", ...looks });
+
+/** A label on a background that covers the axis labels behind it; `place`: "end" left of (x, y), "middle" or "turned" above. */
+function tag(x, y, words, place) {
+  const wide = widthOf(words, { size: TAG, bold: true }) + 10, high = TAG + 6, looks = { fill: INK, rx: 3 }, style = { size: TAG, bold: true, fill: "var(--panel)" };
+  if (place === "turned") return [rect(x - high / 2, y - wide, high, wide, looks), text(x + TAG * 0.35, y - 5, words, { ...style, turn: true })];
+  if (place === "end") return [rect(x - wide, y - high / 2, wide, high, looks), text(x - 5, y + TAG * 0.36, words, { ...style, anchor: "end" })];
+  return [rect(x - wide / 2, y - high, wide, high, looks), text(x, y - high / 2 + TAG * 0.36, words, { ...style, anchor: "middle" })];
+}
+
 const ruler = document.createElement("canvas").getContext("2d");
 const measured = new Map(); // cache of text widths and truncations, which every frame needs
 
@@ -215,7 +218,7 @@ function widthOf(text, style) {
   const key = `${style.size ?? 11}/${style.bold ? 1 : 0}/${text}`;
   if (!measured.has(key)) {
     if (measured.size > 20_000) measured.clear();
-    ruler.font = font(style);
+    ruler.font = `${style.bold ? "600 " : ""}${style.size ?? 11}px ${SANS}`;
     measured.set(key, ruler.measureText(text).width);
   }
   return measured.get(key);
@@ -231,71 +234,6 @@ function fitting(token, room, size, bold = false) {
     measured.set(key, fits < characters.length ? `${characters.slice(0, fits).join("")}…` : text);
   }
   return measured.get(key);
-}
-
-/** The box and the text of a tag, which is a label with a background. */
-function tagged({ tag, x, y, anchor, turn, size, fill, back }) {
-  const wide = widthOf(tag, { size, bold: true }) + 10, high = size + 6;
-  const style = { text: tag, size, bold: true, fill };
-  if (turn) return [{ rect: [x - high / 2, y - wide, high, wide], fill: back, round: 3 }, { ...style, x: x + size * 0.35, y: y - 5, turn: true }];
-  if (anchor === "end") return [{ rect: [x - wide, y - high / 2, wide, high], fill: back, round: 3 }, { ...style, x: x - 5, y: y + size * 0.36, anchor: "end" }];
-  return [{ rect: [x - wide / 2, y - high, wide, high], fill: back, round: 3 }, { ...style, x, y: y - high / 2 + size * 0.36, anchor: "middle" }];
-}
-
-const flat = (shapes) => shapes.flatMap((shape) => (shape.tag === undefined ? [shape] : tagged(shape)));
-
-/** Draw shapes on a canvas in units of CSS pixels. */
-export function drawShapes(context, shapes) {
-  for (const shape of flat(shapes)) {
-    context.lineWidth = shape.width ?? 1;
-    context.strokeStyle = shape.stroke ?? "transparent";
-    context.fillStyle = shape.fill ?? "transparent";
-    if (shape.line) {
-      context.setLineDash(shape.dash ?? []);
-      context.beginPath();
-      context.moveTo(shape.line[0], shape.line[1]);
-      context.lineTo(shape.line[2], shape.line[3]);
-      context.stroke();
-      context.setLineDash([]);
-    } else if (shape.rect) {
-      context.beginPath();
-      context.roundRect(...shape.rect, shape.round ?? 0);
-      if (shape.fill) context.fill();
-      if (shape.stroke) context.stroke();
-    } else if (shape.path) {
-      const path = new Path2D(shape.path);
-      if (shape.fill) context.fill(path);
-      if (shape.stroke) context.stroke(path);
-    } else {
-      context.font = font(shape);
-      context.textAlign = { middle: "center", end: "right" }[shape.anchor] ?? "left";
-      context.save();
-      context.translate(shape.x, shape.y);
-      if (shape.turn) context.rotate(-Math.PI / 2);
-      context.fillText(shape.text, 0, 0);
-      context.restore();
-    }
-  }
-}
-
-/** The same shapes as SVG elements. */
-export function shapesAsSvg(shapes) {
-  return flat(shapes).map((shape) => {
-    const paint = { fill: shape.fill ?? "none", stroke: shape.stroke, "stroke-width": shape.stroke && (shape.width ?? 1) };
-    if (shape.line) {
-      const [x1, y1, x2, y2] = shape.line;
-      return svg("line", { x1, y1, x2, y2, ...paint, "stroke-dasharray": shape.dash?.join(" ") });
-    }
-    if (shape.rect) {
-      const [x, y, width, height] = shape.rect;
-      return svg("rect", { x, y, width, height, rx: shape.round, ...paint });
-    }
-    if (shape.path) return svg("path", { d: shape.path, ...paint });
-    return svg("text", {
-      x: shape.turn ? 0 : shape.x, y: shape.turn ? 0 : shape.y, transform: shape.turn ? `translate(${shape.x} ${shape.y}) rotate(-90)` : null,
-      fill: shape.fill, "font-size": shape.size ?? 11, "font-weight": shape.bold ? 600 : null, "text-anchor": shape.anchor,
-    }, shape.text);
-  });
 }
 
 /** A range from 0, which is not written as 0–0.0. */

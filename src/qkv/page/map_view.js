@@ -1,7 +1,8 @@
 // A map on a canvas, its tiles and its colours.
 
 import { ramp } from "./colour.js";
-import { axes, crosshair, drawShapes, edges, fitted, LABELLED, layoutOf } from "./map_scene.js";
+import { svg } from "./dom.js";
+import { axes, crosshair, edges, fitted, LABELLED, layoutOf } from "./map_scene.js";
 import { weightWords } from "./numbers.js";
 import { cancel, nextFrame } from "./state.js";
 import { FIRST, Look, painted, TILE } from "./tiles.js";
@@ -58,7 +59,7 @@ export class MapColours {
  * Paint tiles into `layout.frame` of a canvas with `ratio` pixels per pixel of the stage. `content` as in MapView;
  * `places`: the visible tiles of `zoom`.
  */
-export function paintTiles(context, { layout, content, ratio, zoom, places }) {
+function paintTiles(context, { layout, content, ratio, zoom, places }) {
   const { frame, origin, scale } = layout, { pyramid, store, pool, lookOf, colours } = content;
   const edge = (at) => Math.round(at * ratio);
   context.save();
@@ -109,7 +110,7 @@ export function paintTiles(context, { layout, content, ratio, zoom, places }) {
   }
 }
 
-// A map on a canvas: drawn from tiles once a frame at most, panned and zoomed by pointer, touch, wheel and keys.
+// A map on a canvas, and its axes as SVG over it: drawn once a frame at most, panned and zoomed by pointer, touch, wheel and keys.
 
 const NEAREST = Math.log2(40); // a token is never wider than 40 pixels
 const GLIDE = 170; // milliseconds of the animation of a zoom step; drags and trackpads are not animated
@@ -125,6 +126,7 @@ export class MapView {
   constructor(canvas, listeners) {
     Object.assign(this, { canvas, listeners });
     this.context = canvas.getContext("2d", { alpha: false });
+    this.overlay = svg("svg", { class: "map-axes", "aria-hidden": "true" }); // in a box with the canvas
     this.content = null;
     this.view = { x: 0, y: 0, z: 0 };
     this.point = this.pin = null;
@@ -155,9 +157,9 @@ export class MapView {
   /** Remove the content and clear the canvas. */
   clear() {
     this.content = this.point = this.pin = this.glide = null;
-    this.context.setTransform(1, 0, 0, 1, 0, 0);
     this.context.fillStyle = getComputedStyle(this.canvas).getPropertyValue("--paper");
     this.context.fillRect(0, 0, this.canvas.width, this.canvas.height);
+    this.overlay.replaceChildren();
   }
 
   /** Change parts of the content and redraw. */
@@ -422,28 +424,25 @@ export class MapView {
     if (!this.content || !this.width) return;
     if (this.glide) this.step(now);
     const { context, layout, content } = this, { colours, store } = content;
-    context.setTransform(1, 0, 0, 1, 0, 0);
     context.fillStyle = colours.paper;
     context.fillRect(0, 0, this.canvas.width, this.canvas.height);
     if (store) {
       store.want(this.wanted(layout), this.level);
-      this.tiles(context, layout, this.ratio);
+      paintTiles(context, { layout, content, ratio: this.ratio, zoom: this.level, places: this.inView(layout) });
     }
-    context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    drawShapes(context, this.shapes(layout));
+    this.overlay.replaceChildren(...this.marks(layout));
     this.listeners.onframe(layout);
   }
 
   /** Axes, edge curves and crosshairs. */
-  shapes(layout) {
-    const { tokens, profiles, colours, pyramid } = this.content, shapes = [];
+  marks(layout) {
+    const { tokens, profiles, pyramid } = this.content;
     const followed = this.point ?? this.pin, same = this.pin?.query === followed?.query && this.pin?.key === followed?.key;
-    const cross = (pair, pinned) => shapes.push(...crosshair(layout, pair, pyramid.bin(this.level, pair.query, pair.key), tokens, colours, pinned));
-    shapes.push(...axes(layout, tokens, colours, followed));
-    if (profiles) shapes.push(...edges(layout, profiles, colours));
-    if (this.pin && !same) cross(this.pin, true);
-    if (followed) cross(followed, false);
-    return shapes;
+    const cross = (pair, pinned) => crosshair(layout, pair, pyramid.bin(this.level, pair.query, pair.key), tokens, pinned);
+    return [
+      ...axes(layout, tokens, followed), ...(profiles ? edges(layout, profiles) : []),
+      ...(this.pin && !same ? cross(this.pin, true) : []), ...(followed ? cross(followed, false) : []),
+    ];
   }
 
   /** The visible tiles of the current zoom, from the middle outwards. */
@@ -457,10 +456,5 @@ export class MapView {
     const { pyramid, pool } = this.content, near = [...this.extra, ...this.inView(layout).map((place) => [pool, place])];
     const whole = pool === "max" ? [["max", FIRST]] : [["max", FIRST], ["mean", FIRST]];
     return pyramid.deepest >= DEEP && !this.whole ? [...near, ...whole] : [...whole, ...near];
-  }
-
-  /** Paint the visible tiles into `layout.frame` of a canvas with `ratio` pixels per pixel of the stage. */
-  tiles(context, layout, ratio) {
-    paintTiles(context, { layout, content: this.content, ratio, zoom: this.level, places: this.inView(layout) });
   }
 }

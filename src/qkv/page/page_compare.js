@@ -3,8 +3,8 @@
 
 import { lengthWords, validHead } from "./address.js";
 import { cellMap, chooser, curve, keyOf, legend, markCell, paint, stack } from "./charts.js";
-import { css, destinationColour, looks } from "./colour.js";
-import { comparedName, comparedPicture, comparedTable, curveOf, groupOf, LABEL, matrixOf, MAX_EXACT, paintDifference, signedColour, totalVariation } from "./compare_side.js";
+import { destinationColour, looks } from "./colour.js";
+import { comparedName, comparedTable, curveOf, groupOf, LABEL, matrixOf, MAX_EXACT, paintDifference, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
 import { headName, labelOf, meaningOf, mostSimilar, rowOf, sharesOf, similarityMeaning, statisticsOf, textChoosers } from "./heads.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
@@ -221,7 +221,7 @@ class Compare {
     const { left, right, variation } = this.#shown;
     const top = Math.max(...[left, right].map(({ matrix }) => (matrix?.values ? matrix.values.reduce((most, value) => Math.max(most, value), 0) : 0)), 1e-6);
     // One logarithmic scale for both maps, as on the map page: it begins at a fifth of the uniform weight or lower.
-    const scale = (this.#shown.scale = { low: Math.min(top / 100, 0.2 / Math.max(left.view.n_keys, right.view.n_keys)), top });
+    const scale = { low: Math.min(top / 100, 0.2 / Math.max(left.view.n_keys, right.view.n_keys)), top };
     this.#readout.textContent = [left, right].some(({ matrix }) => matrix?.values) ? "Point at a cell, or focus a map and use the arrow keys." : "";
     replace(this.#maps, this.#map(left, scale), variation ? this.#difference() : three ? h("div", { class: "compare-blank" }) : null, this.#map(right, scale));
   }
@@ -243,12 +243,11 @@ class Compare {
   }
 
   #difference() {
-    const { left, right } = this.#shown, canvas = (this.#shown.difference = h("canvas", {}));
+    const { left, right } = this.#shown, canvas = h("canvas", {});
     paintDifference(canvas, left.matrix, right.matrix);
-    const stops = Array.from({ length: 9 }, (_, k) => css(signedColour(k / 4 - 1))).join(", ");
     return h("figure", { class: "compare-figure" },
       h("figcaption", {}, h("span", {}, "Difference"),
-        h("span", { class: "legend" }, h("span", {}, "A more"), h("i", { style: { background: `linear-gradient(to right, ${stops})` } }), h("span", {}, "B more"))),
+        legend({ low: "A more", high: "B more", colourOf: (level) => signedColour(2 * level - 1) })),
       this.#box(canvas, left.matrix, "Difference of A and B"));
   }
 
@@ -318,7 +317,11 @@ class Compare {
     const shown = this.#shown;
     if (!shown?.left.curves || !shown.right.curves) return null;
     const statistics = this.#statistics();
-    return { name: comparedName(shown), svg: () => comparedPicture(shown), csv: () => comparedTable(shown, statistics) };
+    const goes = [shown.left, shown.right].map((side) => `${LABEL[side.name]}: ${side.view.heads.goes_to[rowOf(groupOf(side), side.at.layer, side.at.head)]}`);
+    return {
+      name: comparedName(shown), title: "Two heads compared", note: `${goes.join(" · ")}. Rows are queries, columns are keys.`,
+      elements: [this.#maps, this.#shares], csv: () => comparedTable(shown, statistics),
+    };
   }
 }
 

@@ -2,8 +2,8 @@
 
 import { bytesOf } from "./data.js";
 import { h } from "./dom.js";
-import { headlineOf, isHead, nextBars, nextRows, quoted, sampledRows, SHOWN } from "./live_words.js";
-import { liveCsv, liveFileName, liveMaps, liveSvg, LiveTokens } from "./live_maps.js";
+import { editWords, headlineOf, isHead, nextBars, nextRows, quoted, sampledRows, SHOWN } from "./live_words.js";
+import { liveCsv, liveFileName, liveMaps, LiveTokens } from "./live_maps.js";
 import { LiveHeads } from "./live_heads.js";
 import { LiveWriting, temperatureWords } from "./live_writing.js";
 import { named, percent } from "./numbers.js";
@@ -62,13 +62,14 @@ class LivePage {
       text, trouble: h("p", { id: "live-trouble", class: "live-trouble", role: "status", hidden: true }),
       headline: h("p", { class: "live-headline" }), likeliest: h("p", { class: "note" }), next: h("div", { class: "live-next" }), maps: h("div", { class: "live-maps" }),
     });
+    parts.effect = h("div", { class: "live-column live-effect" }, h("h2", {}, "The next token"), parts.headline, parts.likeliest, parts.next);
     root.classList.add("live");
     root.append(
       h("div", { class: "live-column" },
         h("label", { for: "live-text", class: "live-label" }, h("h2", {}, "Text"), h("small", {}, `${live.model} reads the text as you type, at most ${live.most_tokens} tokens`)),
         text, parts.trouble, this.#writing.element, this.#tokens.element),
       this.#heads.element,
-      h("div", { class: "live-column live-effect" }, h("h2", {}, "The next token"), parts.headline, parts.likeliest, parts.next),
+      parts.effect,
       parts.maps,
     );
   }
@@ -117,7 +118,7 @@ class LivePage {
   /** Request the answer for the text. `keepStep`: keep showing the last sampled token; only heads and maps are updated. */
   async #ask({ keepStep = false } = {}) {
     const writing = this.#writing, { text, ids } = writing, at = this.#heads.shown, edited = this.#heads.edits.size > 0;
-    writing.cancel();
+    writing.halt();
     this.#cancel();
     if (!text) return this.#showTrouble("Type some text for the model to read.");
     const request = (this.#request = new AbortController());
@@ -226,8 +227,9 @@ class LivePage {
     if (!answer) return null;
     return {
       name: liveFileName(answer, live),
-      svg: () => liveSvg(answer, { live, edits: this.#heads.edits, canvases: [...this.#parts.maps.querySelectorAll("canvas")] }),
-      csv: () => liveCsv(answer),
+      title: `${live.model} ${answer.edited ? "with edits" : "as trained"}`,
+      note: `Text: “${answer.text.slice(-120)}”. ${editWords(this.#heads.edits, live)}`,
+      elements: [this.#parts.effect, this.#parts.maps], csv: () => liveCsv(answer),
     };
   }
 }

@@ -4,7 +4,7 @@ import { h, replace } from "./dom.js";
 import { HeadMap } from "./head_map.js";
 import { headTitle } from "./heads.js";
 import { DEEP, SCALES } from "./map_view.js";
-import { mapCsv, MapOverview, mapSvg } from "./map_overview.js";
+import { mapCsv, MapOverview } from "./map_overview.js";
 import { edgeScales } from "./map_scene.js";
 import { integer } from "./numbers.js";
 import { cancel, later } from "./state.js";
@@ -219,11 +219,8 @@ class MapPage {
     if (!this.map.content) return null;
     const { source, place, title, name } = this.head;
     return {
-      name,
-      svg: () => mapSvg(this.map, {
-        title, ...this.large.hues.ends(this.pool, this.scale, this.map.level),
-        note: `Queries down, keys across. ${this.pixelWords()}. Colours: ${this.scale === "root" ? "square root" : this.scale}.`,
-      }),
+      name, title, elements: [this.large.stage, this.large.controls.querySelector(".map-key")],
+      note: `Queries down, keys across. ${this.pixelWords()}. Colours: ${this.scale === "root" ? "square root" : this.scale}.`,
       csv: () => {
         if (!this.map.content.store) throw new Error("There is no map to save: the profile has no map of this text.");
         return mapCsv(this.map, (pool, { zoom, i, j }) => source.tile(...place, pool, zoom, i, j));

@@ -1,10 +1,10 @@
 // Overview: the main findings, the grid of all heads, and the card of the selected head.
 
-import { css, inkOn, looks, ramp } from "./colour.js";
-import { h, replace, svg } from "./dom.js";
+import { looks } from "./colour.js";
+import { h, replace } from "./dom.js";
 import { findingTiles } from "./findings.js";
-import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
-import { KIND, MANY, allHeads, HeadCurves, headCard, headName, headTitle, kindsOf, labelOf, markHead, mostSimilar, rowOf, scaleOf, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
+import { csvOf } from "./export.js";
+import { KIND, allHeads, HeadCurves, headCard, headName, headTitle, labelOf, markHead, mostSimilar, rowOf, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
 import { short } from "./numbers.js";
 
 const SIMILAR = 3; // heads that the card names
@@ -21,7 +21,6 @@ class Overview {
   #card = h("article", { class: "card overview-card", "aria-label": "Selected head" });
   #similar = h("p", { class: "overview-similar" });
   #curves = new HeadCurves("overview-curves");
-  #cells = []; // of the grid, as `cellsOf`
   #stopTheme;
   #drawings = 0; // counts drawings of the curves, so that a slow one cannot replace a later one
 
@@ -96,11 +95,10 @@ class Overview {
 
   #heads() {
     const app = this.#app, { layer, head } = app.state;
-    const { cells, controls, grid, layers } = allHeads({
+    const { controls, grid, layers } = allHeads({
       page: this.#page, group: this.#group, view: this.#view, statistic: this.#statistic, layer, head, choose: (statistic) => app.go({ statistic }),
       select: (l, k) => app.go({ layer: l, head: k }), open: (l, k) => app.go({ page: "map", layer: l, head: k }),
     });
-    this.#cells = cells;
     replace(this.#controls, ...controls);
     replace(this.#grid, ...grid);
     replace(this.#layers, ...layers);
@@ -148,33 +146,11 @@ class Overview {
   // ---- export --------------------------------------------------------------------------------------------
 
   picture() {
-    const name = `${this.#app.opened().name}-overview-${this.#statistic}`;
-    return { name, svg: () => this.#svg(), csv: () => this.#csv() };
-  }
-
-  #svg() {
-    const group = this.#group, statistic = this.#statistic, cells = this.#cells;
-    const size = group.heads.length > MANY ? 18 : 36, gap = 2, across = group.heads.length, parts = [];
-    const step = size + gap, wide = 30 + across * step;
-    let bottom = 16;
-    group.heads.forEach((id, k) => { if (size > 20 || k % 4 === 0) parts.push(svgText(30 + k * step + size / 2, 10, id, { "text-anchor": "middle", fill: "var(--soft)" })); });
-    group.layers.forEach((id, l) => {
-      parts.push(svgText(22, bottom + size / 2 + 4, id, { "text-anchor": "end", fill: "var(--soft)" }));
-      group.heads.forEach((_, k) => {
-        const { colour, text } = cells[rowOf(group, l, k)], x = 30 + k * step;
-        parts.push(svg("rect", { x, y: bottom, width: size, height: size, rx: 3, fill: css(colour) }));
-        if (size > 20) parts.push(svgText(x + size / 2, bottom + size / 2 + 4, text, { "text-anchor": "middle", fill: inkOn(colour) }));
-      });
-      bottom += step;
-    });
-    if (statistic === KIND) kindsOf(this.#page, group).forEach(({ name, colour, count }, index) => parts.push(svgKey(30, bottom + 22 + 18 * index, [[`${name} ${count}`, css(colour)]])));
-    else {
-      const { low, high } = scaleOf(this.#view, statistic);
-      parts.push(svgRamp(30, bottom + 22, Array.from({ length: 24 }, (_, k) => css(ramp(k / 23))), low, high));
-    }
-    const height = bottom + 22 + (statistic === KIND ? 18 * kindsOf(this.#page, group).length : 18);
-    const title = `${this.#app.opened().name} · ${statistic === KIND ? "kind of head" : labelOf(group, statistic)}`;
-    return svgPicture({ width: Math.max(wide, 420), height, title, note: this.#view.headline, parts });
+    const statistic = this.#statistic, { name } = this.#app.opened(), legend = this.#controls.querySelector(".legend");
+    return {
+      name: `${name}-overview-${statistic}`, title: `${name} · ${statistic === KIND ? "kind of head" : labelOf(this.#group, statistic)}`, note: this.#view.headline,
+      elements: [this.#grid, legend].filter(Boolean), csv: () => this.#csv(),
+    };
   }
 
   #csv() {

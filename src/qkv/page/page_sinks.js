@@ -1,12 +1,11 @@
 // Sinks: attention sinks at the first token, their values, and the effect of interventions on the normalizer.
 
 import { sameSize, firstTokenWeight, sinkFigures } from "./sinks.js";
-import { csvOf, svgCopy, svgKey, svgPicture, svgText } from "./export.js";
+import { csvOf } from "./export.js";
 import { h, replace } from "./dom.js";
 import { sizeWords } from "./heads.js";
 
 const INTERVENTIONS = [["off-by-one", "Off by one"], ["sigmoid", "Sigmoid"]];
-const ACROSS = 3, FIGURE_GAP = 34; // of the exported picture
 
 /** Key of its state: `after`, the id of the source to compare with. */
 export function mount(root, app) {
@@ -78,7 +77,7 @@ export function mount(root, app) {
     picture() {
       return shown && {
         name: ["sinks", shown.name, shown.other?.name].filter(Boolean).join("-"),
-        svg: () => pictureOf(figures, shown),
+        title: `Attention sinks of ${shown.name}${shown.other ? ` and ${shown.other.name}` : ""}`, elements: [figures],
         csv: () => csvOfSinks(shown),
       };
     },
@@ -87,22 +86,6 @@ export function mount(root, app) {
       stop.abort();
     },
   };
-}
-
-/** All charts of the page in one drawing. */
-function pictureOf(figures, { name, other }) {
-  const charts = [...figures.querySelectorAll(".sink-figure")].map((figure) => ({ title: figure.querySelector(".sink-title").textContent, drawing: figure.querySelector("svg") })).filter(({ drawing }) => drawing);
-  const wide = Math.max(...charts.map(({ drawing }) => drawing.clientWidth)), tall = Math.max(...charts.map(({ drawing }) => drawing.clientHeight)) + 30;
-  const across = Math.min(ACROSS, charts.length), above = other?.overlaid ? 30 : 0;
-  const parts = charts.map(({ title, drawing }, index) => {
-    const x = (index % across) * (wide + FIGURE_GAP), y = above + Math.floor(index / across) * (tall + FIGURE_GAP / 2);
-    return [svgText(x, y + 12, title, { "font-size": 12.5, "font-weight": 600 }), svgCopy(drawing, { x, y: y + 22 })];
-  });
-  return svgPicture({
-    width: across * (wide + FIGURE_GAP) - FIGURE_GAP, height: above + Math.ceil(charts.length / across) * (tall + FIGURE_GAP / 2),
-    title: `Attention sinks of ${name}${other ? ` and ${other.name}` : ""}`, note: [...figures.querySelectorAll(".sink-lead p")].map((p) => p.textContent).join(" "),
-    parts: other?.overlaid ? [svgKey(0, 10, [[name, "var(--accent)"], [other.name, "var(--second)"]]), parts] : parts,
-  });
 }
 
 /** One row per head, then one per depth of the residual stream, for one or both sources. */

@@ -5,7 +5,7 @@ import { h, replace } from "./dom.js";
 import { headName } from "./heads.js";
 import { integer, named, weightWords } from "./numbers.js";
 import { cancel, later } from "./state.js";
-import { textCsv, textSvg, TextWeights } from "./text_weights.js";
+import { textCsv, TextWeights } from "./text_weights.js";
 import { TextFind, TextLinks, tokenPanel, tokenSentence } from "./text_panel.js";
 import { receivedLook, receivedShades, stripColumns, TextStrip, tonesOf, weightLook, weightShades } from "./text_shades.js";
 import { TokenFlow } from "./token_flow.js";
@@ -331,11 +331,9 @@ class TextPage {
     const { queries, crossed, received, text } = weights;
     return {
       name: weights.fileName,
-      svg: () => textSvg({
-        box: this.box, flows: Object.values(this.flows).map(({ flow }) => flow), weights: shades,
-        title: `${weights.source.name}: ${weights.at.of === "model" && !shades ? "all heads" : weights.whose}`,
-        note: shades ? `Outlined: ${this.shown.map(({ side, at }) => `“${named(weights.tokensOf(side)[at])}” at ${at}`).join(", ")}` : "Shaded by the attention that each token receives.",
-      }),
+      title: `${weights.source.name}: ${weights.at.of === "model" && !shades ? "all heads" : weights.whose}`,
+      note: shades ? `Outlined: ${this.shown.map(({ side, at }) => `“${named(weights.tokensOf(side)[at])}” at ${at}`).join(", ")}` : "Shaded by the attention that each token receives.",
+      elements: [this.box, this.key],
       csv: () => textCsv({ keys: text.keys, queries, crossed, received, weights: shades }),
     };
   }

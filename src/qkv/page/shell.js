@@ -4,7 +4,7 @@ import { h, replace, tooltips } from "./dom.js";
 import { isDark } from "./colour.js";
 import { PAGES, lengthWords, missingReason } from "./address.js";
 import { chooser } from "./charts.js";
-import { download, pngOf } from "./export.js";
+import { download, pictureOf, pngOf } from "./export.js";
 import { headName, openingWords, stepped, textChoosers } from "./heads.js";
 import { counted } from "./state.js";
 
@@ -163,7 +163,7 @@ export class Shell {
     const name = picture.name.replace(/[^\w.-]+/g, "-");
     if (kind === "csv") download(`${name}.csv`, new Blob([await picture.csv()], { type: "text/csv;charset=utf-8" }));
     else {
-      const drawing = await picture.svg();
+      const drawing = pictureOf(picture);
       download(`${name}.${kind}`, kind === "svg" ? new Blob([drawing], { type: "image/svg+xml" }) : await pngOf(drawing));
     }
     this.announce(`${name}.${kind} is saved.`);

@@ -63,7 +63,7 @@ export function tokenSentence(token, weights) {
  * The key with the largest weight of a query in each head of a layer. `links`: {keys, weights}; `heads`: the numbers of the
  * heads; `onfollow(head, position)` is null if there is no layer below; `ongo(position)` scrolls to a key.
  */
-export function linkList({ links, heads, tokens, onfollow, ongo }) {
+function linkList({ links, heads, tokens, onfollow, ongo }) {
   return h("ul", { class: "text-links" }, links.keys.map((position, head) => [position, head, links.weights[head]]).map(([position, head, weight]) =>
     h("li", {}, h("span", {}, `H${heads[head]}`),
       h("button", { type: "button", class: "text-go", "data-key": `link-${head}`, onclick: () => ongo(position), "aria-label": `Head ${heads[head]}: ${named(tokens[position])}, token ${position}, ${weightWords(weight)}; go there` },

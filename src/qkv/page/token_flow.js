@@ -50,10 +50,9 @@ export class TokenFlow {
     this.starts = blockStarts(tokens);
     this.code = isCode(tokens);
     this.current = null;
-    this.blocks = new Map(); // block → its element, for blocks in the document
-    this.heights = new Float64Array(this.starts.length);
-    this.known = new Uint8Array(this.starts.length); // whether a height was measured
-    this.space = h("div", { class: this.code ? "flow-space code" : "flow-space", role: "presentation" });
+    this.top = { block: 0, above: 0 }; // the block at the upper edge of the view, and how much of it is above
+    this.boxes = this.starts.map(() => h("div", { class: "flow-block", role: "presentation" })); // empty, unless near the view
+    this.space = h("div", { class: this.code ? "flow-space code" : "flow-space", role: "presentation" }, this.boxes);
     this.element = h("div", { class: "flow", tabindex: 0, role: "listbox", "aria-multiselectable": "true", "aria-label": label }, this.space);
     this.listen();
     this.sizes = new ResizeObserver(() => this.resize());
@@ -72,86 +71,72 @@ export class TokenFlow {
   }
 
   blockOf(token) {
-    let low = 0, high = this.starts.length - 1;
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (this.starts[middle] <= token) low = middle; else high = middle - 1;
-    }
-    return low;
+    return this.starts.findLastIndex((start) => start <= token);
   }
 
-  /** Estimate heights that are not measured yet from the number of characters of each line. */
+  /** Give empty blocks the height that the number of characters of each line suggests. */
   estimate() {
     const width = Math.max(this.element.clientWidth - 70, 120), style = getComputedStyle(this.space);
     const line = parseFloat(style.lineHeight) || 30, letter = 0.5 * parseFloat(style.fontSize);
-    for (let block = 0; block < this.starts.length; block++) {
-      if (this.known[block]) continue;
+    this.boxes.forEach((box, block) => {
+      if (box.tokens) return;
       const text = this.tokens.slice(this.starts[block], this.end(block)).join("").replace(/\n$/, "");
-      this.heights[block] = line * text.split("\n").reduce((sum, part) => sum + Math.max(1, Math.ceil((part.length * letter) / width)), 0);
-    }
+      box.style.height = `${line * text.split("\n").reduce((sum, part) => sum + Math.max(1, Math.ceil((part.length * letter) / width)), 0)}px`;
+    });
   }
 
   resize() {
     if (!this.element.clientWidth) return;
-    const anchor = this.width ? this.anchor() : null;
     if (this.element.clientWidth !== this.width) {
       this.width = this.element.clientWidth;
-      this.known.fill(0);
       this.estimate();
-      for (const block of this.blocks.values()) block.remove();
-      this.blocks.clear();
+      this.hold();
     }
-    if (anchor) this.hold(anchor);
     if (this.wanted !== undefined) this.reveal(this.wanted); else this.render();
   }
 
-  /** The block at the top of the view, and the distance of its top above the view. */
-  anchor() {
-    let top = 0, block = 0;
-    while (block < this.heights.length - 1 && top + this.heights[block] <= this.element.scrollTop) top += this.heights[block++];
-    return { block, above: this.element.scrollTop - top };
+  /** Scroll so that the block at the upper edge stays there after heights changed. */
+  hold() {
+    const scroll = this.boxes[this.top.block].offsetTop + this.top.above;
+    if (Math.abs(this.element.scrollTop - scroll) > 0.5) this.element.scrollTop = scroll;
   }
 
-  /** Scroll so that the anchor keeps its position after heights changed. */
-  hold({ block, above }) {
-    let top = 0;
-    for (let before = 0; before < block; before++) top += this.heights[before];
-    this.space.style.height = `${this.heights.reduce((sum, height) => sum + height, 0)}px`;
-    if (Math.abs(this.element.scrollTop - top - above) > 0.5) this.element.scrollTop = top + above;
-  }
-
-  /** Put the blocks near the view into the document and remove the others. */
+  /** Fill the blocks near the view and empty the others. */
   render() {
     if (!this.width) return;
-    for (let round = 0; round < 4; round++) {
-      const anchor = this.anchor(), from = this.element.scrollTop - MARGIN, to = this.element.scrollTop + this.element.clientHeight + MARGIN;
-      const wanted = new Map();
-      for (let block = 0, top = 0; block < this.heights.length && top < to; top += this.heights[block++])
-        if (top + this.heights[block] > from) wanted.set(block, top);
-      for (const [block, element] of this.blocks) if (!wanted.has(block)) element.remove(), this.blocks.delete(block);
-      const fresh = [];
-      for (const [block, top] of wanted) {
-        if (!this.blocks.has(block)) this.blocks.set(block, this.made(block)), fresh.push(this.blocks.get(block));
-        this.blocks.get(block).style.top = `${top}px`;
+    for (let round = 0, changed = true; changed && round < 4; round++) {
+      const { scrollTop, clientHeight } = this.element, block = this.blockAt(scrollTop);
+      this.top = { block, above: scrollTop - this.boxes[block].offsetTop };
+      const wrong = this.boxes.flatMap((box, at) => {
+        const near = box.offsetTop + box.offsetHeight > scrollTop - MARGIN && box.offsetTop < scrollTop + clientHeight + MARGIN;
+        return near === Boolean(box.tokens) ? [] : [[at, near, box.getBoundingClientRect().height]];
+      });
+      for (const [at, near, height] of wrong) {
+        if (near) this.fill(at); else this.empty(at, height);
       }
-      this.space.append(...fresh);
-      let changed = false;
-      for (const [block, element] of this.blocks) {
-        if (this.known[block]) continue;
-        const { height } = element.getBoundingClientRect();
-        this.known[block] = 1;
-        if (Math.abs(height - this.heights[block]) > 0.01) this.heights[block] = height, changed = true;
-      }
-      this.hold(anchor);
-      if (!changed) break;
+      this.hold();
+      changed = wrong.length > 0;
     }
     this.element.setAttribute("aria-activedescendant", this.current === null ? "" : `${this.name}-${this.current}`);
     this.onscroll();
   }
 
-  made(block) {
-    const first = this.starts[block];
-    const box = h("div", { class: "flow-block", role: "presentation" }, h("span", { class: "flow-position", "aria-hidden": "true" }, integer(first)));
+  /** The last block that begins at or above a height of the text. */
+  blockAt(y) {
+    return Math.max(this.boxes.findLastIndex((box) => box.offsetTop <= y), 0);
+  }
+
+  empty(block, height) {
+    const box = this.boxes[block];
+    box.replaceChildren();
+    box.tokens = null;
+    box.style.height = `${height}px`;
+  }
+
+  fill(block) {
+    const first = this.starts[block], box = this.boxes[block];
+    box.style.height = "";
+    box.append(h("span", { class: "flow-position", "aria-hidden": "true" }, integer(first)));
     // A token may end with a line break and the indent of the next line, which belongs to the next block.
     const indent = /\n([ \t]+)$/;
     if (first) box.append(indent.exec(this.tokens[first - 1])?.[1] ?? "");
@@ -170,7 +155,6 @@ export class TokenFlow {
       box.append(token);
       if (breaks && !last) box.append("\n"); // the end of the block already breaks the line
     }
-    return box;
   }
 
   applyLook(token, at) {
@@ -187,20 +171,18 @@ export class TokenFlow {
 
   /** Update the look of all tokens in the document. */
   repaint() {
-    for (const [block, box] of this.blocks) box.tokens.forEach((token, index) => this.applyLook(token, this.starts[block] + index));
+    this.boxes.forEach((box, block) => box.tokens?.forEach((token, index) => this.applyLook(token, this.starts[block] + index)));
   }
 
   // ---- places ----
 
   /** The first and the last visible token. */
   get view() {
-    const { scrollTop, clientHeight } = this.element, found = [0, this.tokens.length - 1];
-    for (let block = 0, top = 0; block < this.heights.length; top += this.heights[block++]) {
-      const bottom = top + this.heights[block], count = this.end(block) - this.starts[block];
-      if (top <= scrollTop && bottom > scrollTop) found[0] = this.starts[block] + Math.floor((count * (scrollTop - top)) / this.heights[block]);
-      if (top < scrollTop + clientHeight && bottom >= scrollTop + clientHeight) found[1] = this.starts[block] + Math.min(Math.floor((count * (scrollTop + clientHeight - top)) / this.heights[block]), count - 1);
-    }
-    return found;
+    const { scrollTop, clientHeight } = this.element;
+    return [scrollTop, scrollTop + clientHeight].map((y) => {
+      const block = this.blockAt(y), { offsetTop, offsetHeight } = this.boxes[block], count = this.end(block) - this.starts[block];
+      return this.starts[block] + Math.min(Math.max(Math.floor((count * (y - offsetTop)) / offsetHeight), 0), count - 1);
+    });
   }
 
   /** Scroll a token to a third from the top, unless it is visible. */
@@ -208,25 +190,18 @@ export class TokenFlow {
     this.wanted = at;
     if (!this.width) return; // not laid out yet: resize calls this again
     this.wanted = undefined;
-    const block = this.blockOf(at), inView = () => {
-      const box = this.tokenAt(at)?.getBoundingClientRect(), frame = this.element.getBoundingClientRect();
-      return box && box.top >= frame.top + 4 && box.bottom <= frame.bottom - 4;
-    };
-    if (inView()) return this.render();
+    if (!this.tokenAt(at)) this.fill(this.blockOf(at));
     for (let round = 0; round < 3; round++) {
-      const box = this.tokenAt(at)?.getBoundingClientRect(), frame = this.element.getBoundingClientRect();
-      let top = 0;
-      for (let before = 0; before < block; before++) top += this.heights[before];
-      const part = (at - this.starts[block]) / (this.end(block) - this.starts[block]);
-      const aim = box ? this.element.scrollTop + box.top - frame.top : top + part * this.heights[block];
-      this.element.scrollTop = aim - this.element.clientHeight / 3;
+      const box = this.tokenAt(at).getBoundingClientRect(), frame = this.element.getBoundingClientRect();
+      if (round === 0 && box.top >= frame.top + 4 && box.bottom <= frame.bottom - 4) return this.render();
+      this.element.scrollTop += box.top - frame.top - this.element.clientHeight / 3;
       this.render();
     }
   }
 
   tokenAt(at) {
     const block = this.blockOf(at);
-    return this.blocks.get(block)?.tokens[at - this.starts[block]];
+    return this.boxes[block].tokens?.[at - this.starts[block]];
   }
 
   /** Set the token from which the arrow keys move. */

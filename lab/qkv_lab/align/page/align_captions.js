@@ -5,7 +5,7 @@ import { drawScene } from "./align_scene.js";
 import { choice } from "./charts.js";
 import { bytesOf } from "./data.js";
 import { h, replace } from "./dom.js";
-import { csvOf, svgImage, svgPicture, svgText } from "./export.js";
+import { csvOf } from "./export.js";
 import { integer, percent } from "./numbers.js";
 
 const STRIP = 9; // scenes in the strip
@@ -191,18 +191,8 @@ export class AlignCaptions {
     if (!answer) return null;
     return {
       name: `${alignment(this.#app).captioner.name}-scene${this.#scene}`,
-      svg: () => {
-        const side = 120, gap = 14;
-        const images = [["image", null], ...answer.words.map((word, i) => [word, this.#light(i)])].map(([word, light], i) => {
-          const canvas = document.createElement("canvas");
-          drawScene(canvas, answer, SMALL, light);
-          return [svgText(i * (side + gap) + side / 2, 12, word, { "text-anchor": "middle", "font-style": i ? "normal" : "italic" }), svgImage(canvas, { x: i * (side + gap), y: 20, width: side, height: side })];
-        });
-        return svgPicture({
-          width: Math.max((answer.words.length + 1) * (side + gap) - gap, 400), height: side + 20, title: answer.words.join(" ") || "(empty)",
-          note: `Held-out scene ${this.#scene}; truth: ${answer.truth}. Brightness shows the attention weights when each word was generated.`, parts: images,
-        });
-      },
+      title: answer.words.join(" ") || "(empty)", elements: [this.#parts.words],
+      note: `Held-out scene ${this.#scene}; truth: ${answer.truth}. Brightness shows the attention weights when each word was generated.`,
       csv: () => csvOf(["word", "row", "column", "weight"], answer.words.flatMap((word, w) => answer.weights[w].flatMap((row, i) => row.map((weight, j) => [`${w} ${word}`, i, j, weight])))),
     };
   }

@@ -1,6 +1,6 @@
 // Translation or reversal: an input field, the output of the model, and the matrix of attention weights between them.
 
-import { alignCsv, alignSvg } from "./align_export.js";
+import { alignCsv } from "./align_export.js";
 import { drawHeads } from "./align_heads.js";
 import { restOf, strongest, weightsOf } from "./align_weights.js";
 import { legend } from "./charts.js";
@@ -209,7 +209,8 @@ export class AlignWords {
     const answer = this.#answer, shown = this.#shown, { name, kind } = this.#model;
     return {
       name: `${name}${shown ? `-layer${shown[0]}-head${shown[1]}` : ""}`,
-      svg: () => alignSvg(answer, shown, name),
+      title: `${answer.source.join(" ")} → ${answer.target.join(" ")}`, elements: [this.#parts.matrix],
+      note: `Attention of ${name}${shown ? `, layer ${shown[0]}, head ${shown[1]}` : ""}: the weight in % of each output word (rows) on each input word (columns).`,
       csv: () => alignCsv(answer, shown, kind === "reversal"),
     };
   }
