@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qkv_lab.experiments.evidence import Interval, shown
+from qkv_lab.experiments.evidence import own_bound, shown, side
 from research.claims.claim import KINDS, Finding, Verdict
 from research.claims.evidence import interval
 from research.claims.results import result, verdict_in
@@ -99,23 +99,14 @@ def numbers(verdict: Mapping[str, Any], unit: str) -> str:
     if not counted:
         return "; ".join(dict.fromkeys(one.unless for one in intervals if one.unless))
     sizes = sorted({one.n for one in counted})
-    each = [f"{one.condition} {shown(one)}{_own_bound(one, verdict['criterion'])}".strip() for one in counted]
+    bound, above = verdict["criterion"]["bound"], verdict["criterion"]["above"]
+    each = [f"{one.condition} {shown(one)}{own_bound(one, bound, above)}".strip() for one in counted]
     each += [
-        f"{one.condition} {shown(one)} [must be {_side(one.above)} {one.bound:g}]"
+        f"{one.condition} {shown(one)} [must be {side(one.above)} {one.bound:g}]"
         for one in intervals
         if one.premise and not one.clears
     ]
     return f"{', '.join(each)}; {'–'.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))} {unit}s"
-
-
-def _own_bound(one: Interval, criterion: Mapping[str, Any]) -> str:
-    if (one.bound, one.above) == (criterion["bound"], criterion["above"]):
-        return ""
-    return f" [must be {_side(one.above)} {one.bound:g}]"
-
-
-def _side(above: bool) -> str:
-    return "above" if above else "below"
 
 
 def _criterion(id_: str) -> str:
@@ -123,7 +114,7 @@ def _criterion(id_: str) -> str:
     from research.sinks.criteria import Sinks
 
     one = next(criterion for criterion in Sinks.criteria if criterion.claim == id_)
-    return f"{one.effect}. It holds {_side(one.above)} {one.bound:g}."
+    return f"{one.effect}. It holds {side(one.above)} {one.bound:g}."
 
 
 def _summary(small: Sequence[Finding], real: Sequence[Finding]) -> str:

@@ -10,9 +10,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from qkv_lab.experiments.evidence import Interval
-from research.claims.claim import CLAIMS, KINDS, SOURCES, Claim, Finding, Verdict, find
+from research.claims.claim import CLAIMS, KINDS, SOURCES, Claim, Finding, Verdict
 from research.claims.evidence import evidence_of
 from research.claims.settled import Entry
 
@@ -106,17 +107,16 @@ def can_fail(file: Path) -> list[str]:
     """A paragraph: how many checks notice a wrong answer; no lines if the file does not exist.
 
     Args:
-        file: JSON with the number of `computed` checks, how many of them `can_fail`, and the claims that `cannot`.
+        file: JSON with the claims whose checks are `computed`, and those whose checks `cannot` fail.
     """
     if not file.exists():
         return []
     found = json.loads(file.read_text(encoding="utf-8"))
-    computed, able, unable = found["computed"], found["can_fail"], found["cannot"]
-    rest = f" The others are {', '.join(link(find(id_)) for id_ in unable)}." if unable else ""
-    share = f"{able} of {computed} ({100 * able / computed:.1f} %)"
+    computed, able = len(found["computed"]), len(found["computed"]) - len(found["cannot"])
+    rest = f" The others are {', '.join(link(CLAIMS[id_]) for id_ in found['cannot'])}." if found["cannot"] else ""
     return [
         "A check is worth something only if it can fail. Wrong answers were injected into what each computed check",
-        f"computes: {share} then contradict their verdict.{rest}",
+        f"computes: {able} of {computed} ({100 * able / computed:.1f} %) then contradict their verdict.{rest}",
         "",
     ]
 
@@ -200,7 +200,11 @@ def pages(found: Mapping[str, Verdict]) -> dict[str, str]:
 
 def published() -> dict[str, Verdict]:
     """The verdicts in claims.json, from which the documentation is built without running a check."""
-    entries = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    return verdicts(json.loads(PUBLISHED.read_text(encoding="utf-8")))
+
+
+def verdicts(entries: Iterable[Mapping[str, Any]]) -> dict[str, Verdict]:
+    """The verdicts in entries of claims.json, by the number of the claim."""
     return {
         one["claim"]: Verdict(
             one["verdict"], one["because"], tuple(one["links"]), tuple(Finding(**finding) for finding in one["models"])
