@@ -59,8 +59,7 @@ def everywhere(id_: str, computed: Verdict | None = None) -> Verdict:
     [('MiniLM', '64 tokens'), ('MiniLM', '512 tokens')]
     """
     toy = {name: experiment(id_, name) for name in TOY[id_]}
-    real = [finding for name in TRAINED for finding in trained_findings(study_of(name), id_, TRAINED[name])]
-    findings = [toy_finding(id_, name) for name in toy]
+    findings, real = findings_on(id_)
     parts = [_summary(findings, real), f"Computed, {KINDS[computed.kind]}: {computed.text}" if computed else ""]
     parts += [f"Toy models (`{name}`): {verdict.text}" for name, verdict in toy.items()]
     parts.append(f"Trained models: {_criterion(id_)}")
@@ -70,10 +69,13 @@ def everywhere(id_: str, computed: Verdict | None = None) -> Verdict:
     return Verdict(common(f.kind for f in findings), " ".join(filter(None, parts)), tuple(links), tuple(findings))
 
 
-def toy_finding(id_: str, name: str) -> Finding:
-    """The verdict of an experiment on toy models."""
-    verdict = verdict_in(result(name), name, id_)
-    return Finding(f"toy models (`{name}`)", "", KIND_OF[verdict["holds"]], numbers(verdict, "seed"))
+def findings_on(id_: str) -> tuple[list[Finding], list[Finding]]:
+    """The verdicts of the experiments on toy models, and those of the stored studies of trained models."""
+    toy = []
+    for name in TOY[id_]:
+        verdict = verdict_in(result(name), name, id_)
+        toy.append(Finding(f"toy models (`{name}`)", "", KIND_OF[verdict["holds"]], numbers(verdict, "seed")))
+    return toy, [one for name, label in TRAINED.items() for one in trained_findings(study_of(name), id_, label)]
 
 
 def trained_findings(study: Mapping[str, Any], id_: str, model: str) -> list[Finding]:

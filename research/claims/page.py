@@ -225,20 +225,8 @@ def _part(section: str) -> str:
     return section.replace("App. ", "Appendix ")
 
 
-def _parts(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
-    found: dict[str, list[Claim]] = {}
-    for c in claims:
-        found.setdefault(_part(c.section), []).append(c)
-    return found
-
-
 def _anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-
-
-def _page_counts(claims: Iterable[Claim], found: Mapping[str, Verdict]) -> str:
-    counts = Counter(found[c.id].kind for c in claims)
-    return " · ".join(f"{mark(kind)} {counts[kind]}" for kind in KINDS)
 
 
 def _settled(id_: str, verdict: Verdict) -> list[str]:
@@ -265,9 +253,10 @@ def _table(findings: Sequence[Finding]) -> list[str]:
 
 def _page(source: str, found: Mapping[str, Verdict]) -> str:
     claims = claims_of(source)
-    parts = _parts(claims)
+    parts = {_part(c.section): [other for other in claims if _part(other.section) == _part(c.section)] for c in claims}
+    counts = Counter(found[c.id].kind for c in claims)
     lines = [f"# Claims of the {source}", "", MADE, "", f"*{SOURCES[source]}*. [All sources](index.md)", ""]
-    lines += [f"{len(claims)} claims: {_page_counts(claims, found)}", ""]
+    lines += [f"{len(claims)} claims: {' · '.join(f'{mark(kind)} {counts[kind]}' for kind in KINDS)}", ""]
     lines += [" · ".join(f"[{part}](#{_anchor(part)})" for part in parts), ""]
     for part, of_part in parts.items():
         lines += [f"## {part}", ""]

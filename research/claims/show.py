@@ -62,10 +62,6 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-SHORT = {"only when": "only when", "unseen": "not seen"}
-"""Kinds of verdicts, as narrow as a column."""
-
-
 def run_model(model: str, text: Path | None, out: Path | None, ids: Sequence[str] = (), as_json: bool = False) -> None:
     """Study a model, and print its verdicts beside those of toy models, qkv-mini, MiniLM and SmolLM2.
 
@@ -97,32 +93,24 @@ def run_model(model: str, text: Path | None, out: Path | None, ids: Sequence[str
                 print("\n".join(map(str, files)))
 
 
-def _others(id_: str) -> list[Finding]:
-    """The verdicts on a claim on toy models and on the models with a stored study."""
-    from research.claims.models import TOY, TRAINED, toy_finding, trained_findings
-    from research.sinks import result
-
-    found = [toy_finding(id_, name) for name in TOY[id_]]
-    return found + [one for name, label in TRAINED.items() for one in trained_findings(result(name), id_, label)]
-
-
 def _print_json(study: Study, ids: Sequence[str]) -> None:
+    from research.claims.models import findings_on
+
     verdicts = [one for one in study.as_dict()["verdicts"] if one["claim"] in ids]
-    others: dict[str, list[dict[str, Any]]] = {id_: [asdict(one) for one in _others(id_)] for id_ in ids}
+    others = {id_: [asdict(one) for some in findings_on(id_) for one in some] for id_ in ids}
     print(text({"attrs": dict(study.attrs), "verdicts": verdicts, "others": others}), end="")
 
 
 def _show(study: Study, ids: Sequence[str]) -> None:
     """Print a table of the verdicts on all models, and for each length one with the numbers of this model."""
-    from research.claims.models import TRAINED, trained_findings
+    from research.claims.models import TRAINED, findings_on, trained_findings
 
     console = _console()
     name, data = study.attrs["model"], study.as_dict()
     table = Table("claim", "toy models", *TRAINED.values(), escape(name), box=box.SIMPLE_HEAD, pad_edge=False)
     for id_ in ids:
-        others = _others(id_)
-        columns = [[one for one in others if one.model.startswith("toy")]]
-        columns += [[one for one in others if one.model == label] for label in TRAINED.values()]
+        toy, real = findings_on(id_)
+        columns = [toy, *([one for one in real if one.model == label] for label in TRAINED.values())]
         columns.append(trained_findings(data, id_, name))
         table.add_row(Text(id_, no_wrap=True), *(Text(_kinds(column)) for column in columns))
     console.print(table)
@@ -138,7 +126,7 @@ def _show(study: Study, ids: Sequence[str]) -> None:
 
 def _kinds(findings: Sequence[Finding]) -> str:
     """The kinds of verdicts, with the number of tokens where they differ: "64: holds, 512: false"."""
-    kinds = [SHORT.get(one.kind, one.kind) for one in findings]
+    kinds = ["not seen" if one.kind == "unseen" else one.kind for one in findings]
     if len(set(kinds)) <= 1:
         return kinds[0] if kinds else "–"
     lengths = (one.length.removesuffix(" tokens") for one in findings)

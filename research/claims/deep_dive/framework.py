@@ -236,8 +236,7 @@ def c321() -> Verdict:
     )
 
 
-def row(x: torch.Tensor, digits: int = 4) -> str:
-    return ", ".join(f"{value:.{digits}f}" for value in x.tolist())
+row = as_text
 
 
 @claim("C262", "Varieties", "In self-attention a token's new representation sums over all other tokens.")

@@ -14,13 +14,10 @@ from qkv.masks import Causal, Dense
 from qkv.normalizers import Hard
 from research.claims import Verdict, claim, false, holds, only_when
 from research.claims.deep_dive.framework import CLARK, after_earlier, previous, strongest
+from research.claims.deep_dive.framework import as_text as shown
 
 SECTION = "3"
 SCORES = torch.tensor([2.5, 0.8, 0.3, 0.2], dtype=torch.float64)
-
-
-def shown(x: torch.Tensor, digits: int) -> str:
-    return ", ".join(f"{value:.{digits}f}" for value in x.tolist())
 
 
 @claim("C344", SECTION, "softmax(2.5, 0.8, 0.3, 0.2) is about 0.77, 0.14, 0.05, 0.04.")
