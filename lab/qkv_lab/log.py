@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from qkv._files import write_atomically
 from qkv._untrusted import parse_json, read_bytes
-from qkv.errors import InputError, first_line
+from qkv.errors import InputError, refusing
 from qkv_lab.draw import COLOURS, panels
 
 METRICS = "metrics.jsonl"
@@ -76,10 +76,8 @@ def writers(folder: Path, step: int, *, tensorboard: bool) -> tuple[TextIO, Any]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise InputError("tensorboard needs tensorboard, which is not installed: pip install 'qkv-lab[tensorboard]'")
-    try:
+    with refusing(f"folder: cannot write {path} ({{}})", OSError):
         file = path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"folder: cannot write {path} ({error.strerror})") from error
     if not tensorboard:
         return file, None
     from torch.utils.tensorboard import SummaryWriter
@@ -92,10 +90,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if not path.exists():
         return found
-    try:
+    with refusing(f"folder: cannot read {path} ({{}})", OSError, ValueError):
         lines = read_bytes(path).decode("utf-8", errors="replace").splitlines()
-    except (OSError, ValueError) as error:
-        raise InputError(f"folder: cannot read {path} ({first_line(error)})") from error
     for text in lines:
         try:
             line = parse_json(text)

@@ -21,7 +21,7 @@ from torch import nn
 from qkv._files import write_atomically
 from qkv._progress import Bar, bar
 from qkv._untrusted import SizeError, free_memory
-from qkv.errors import InputError
+from qkv.errors import InputError, refusing
 from qkv.models import checkpoint
 from qkv.models.loading import SAMPLE
 from qkv_lab import log, resume, settings
@@ -193,11 +193,9 @@ class _Writer:
 
     def _write(self, line: dict[str, Any]) -> None:
         """Append a line and flush it, so that it survives a crash of this process."""
-        try:
+        with refusing(f"folder: cannot write {self._file.name} ({{}})", OSError):
             self._file.write(json.dumps(log.finite(line), allow_nan=False) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise InputError(f"folder: cannot write {self._file.name} ({error.strerror})") from error
         if self._board is not None:
             for name, value in log.scalars(line):
                 self._board.add_scalar(name, value, line["step"])
@@ -272,22 +270,18 @@ def _step(
 
 def _claim_folder(folder: Path, task: Task, training: Training) -> None:
     """Write run.toml; `InputError` if the folder holds a run with other settings."""
-    try:
+    with refusing(f"folder: cannot write to {folder} ({{}})", OSError):
         text = settings.to_toml(task, training)
         file = folder / settings.RUN
-        if file.exists():
-            differs = settings.difference(
-                {"format_version": 1, **settings.read_toml(file, "folder")}, settings.parse_toml(text)
-            )
-            if differs:
-                raise InputError(
-                    f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"
-                )
+        if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, text)
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text)
-    except OSError as error:
-        raise InputError(f"folder: cannot write to {folder} ({error.strerror})") from error
+        found = {"format_version": 1, **settings.read_toml(file, "folder")}
+        if differs := settings.difference(found, settings.parse_toml(text)):
+            raise InputError(
+                f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"
+            )
 
 
 @torch.no_grad()
@@ -298,7 +292,7 @@ def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
 
     model.eval()
     unfinished = folder / f".{MODEL}.part"
-    try:
+    with refusing(f"folder: cannot write to {folder} ({{}}); the checkpoints are complete", OSError):
         shutil.rmtree(unfinished, ignore_errors=True)
         checkpoint.save(model, unfinished)
         for name, text in {SAMPLE: sample(task, model), **task.files()}.items():
@@ -315,10 +309,6 @@ def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
         parameters = sum(p.numel() for p in model.parameters())
         result = {"task": task.name, **metrics[-1], "parameters": parameters}
         write_atomically(folder / RESULT, json.dumps(log.finite(result), indent=1) + "\n")
-    except OSError as error:
-        raise InputError(
-            f"folder: cannot write to {folder} ({error.strerror}); the checkpoints are complete"
-        ) from error
 
 
 def sample(task: Task, model: nn.Module) -> str:
