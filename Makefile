@@ -157,7 +157,7 @@ docs-serve: docs  ## build the documentation and serve it on http://127.0.0.1:80
 claims: venv  ## run every check of the ledger of claims; writes lab/qkv_lab/claims.json and docs/claims
 	$(BIN)/python -m research.claims --out docs/claims
 
-mutants: venv  ## test the ledger's checks: give them wrong answers, and count those that notice; about five minutes on one core
+mutants: venv  ## test the ledger's checks: give them wrong answers, and count those that notice; about two minutes on one core
 	OMP_NUM_THREADS=1 $(BIN)/python -m research.claims.mutation
 
 figures: venv  ## make the figures and numbers in README.md and docs/ again, about ten minutes

@@ -7,15 +7,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from qkv._files import write_atomically
 from qkv._untrusted import parse_json, read_bytes
-from qkv.errors import InputError, first_line
+from qkv.errors import InputError, refusing
 from qkv_lab.draw import COLOURS, panels
+
+METRICS = "metrics.jsonl"
+"""The file of a run's metrics: each line is a JSON object with a ``step``."""
 
 
 def loss_figure(name: str, metrics: Sequence[Mapping[str, Any]]) -> Figure:
@@ -65,43 +68,21 @@ def heads_figure(name: str, metrics: Sequence[Mapping[str, Any]]) -> Figure | No
     return figure
 
 
-class Log:
-    """A file of metrics: each line is a JSON object with a ``step``. Scalars can also go to TensorBoard.
+def writers(folder: Path, step: int, *, tensorboard: bool) -> tuple[TextIO, Any]:
+    """The open file of a run's metrics, and its TensorBoard writer or None; the run goes on after `step`."""
+    path = folder / METRICS
+    lines = [line for line in read(path) if line["step"] <= step] if step else []
+    if path.exists():  # lines after the step are written again
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise InputError("tensorboard needs tensorboard, which is not installed: pip install 'qkv-lab[tensorboard]'")
+    with refusing(f"folder: cannot write {path} ({{}})", OSError):
+        file = path.open("a", encoding="utf-8")
+    if not tensorboard:
+        return file, None
+    from torch.utils.tensorboard import SummaryWriter
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     log = Log(Path(folder) / "metrics.jsonl")
-    ...     log.write({"step": 3, "loss": 2.5})
-    ...     log.close()
-    ...     read(log.path)
-    [{'step': 3, 'loss': 2.5}]
-    """
-
-    def __init__(self, path: Path, *, resume_at: int = 0, tensorboard: Path | None = None) -> None:
-        self.path = path
-        _drop_after(path, resume_at)
-        try:
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"folder: cannot write {path} ({error.strerror})") from error
-        self._board = None if tensorboard is None else _tensorboard_writer(tensorboard, resume_at)
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line and flush it, so that it survives a crash of this process."""
-        try:
-            self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise InputError(f"folder: cannot write {self.path} ({error.strerror})") from error
-        if self._board is not None:
-            for name, value in scalars(line):
-                self._board.add_scalar(name, value, line["step"])
-
-    def close(self) -> None:
-        """Close the file and the TensorBoard writer."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+    return file, SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -109,10 +90,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if not path.exists():
         return found
-    try:
+    with refusing(f"folder: cannot read {path} ({{}})", OSError, ValueError):
         lines = read_bytes(path).decode("utf-8", errors="replace").splitlines()
-    except (OSError, ValueError) as error:
-        raise InputError(f"folder: cannot read {path} ({first_line(error)})") from error
     for text in lines:
         try:
             line = parse_json(text)
@@ -142,19 +121,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _drop_after(path: Path, step: int) -> None:
-    """Delete the lines after `step`, because the run resumes there and writes them again."""
-    lines = [line for line in read(path) if line["step"] <= step] if step else []
-    if not path.exists():
-        return
-    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _tensorboard_writer(folder: Path, step: int) -> Any:
-    if importlib.util.find_spec("tensorboard") is None:
-        raise InputError("tensorboard needs tensorboard, which is not installed: pip install 'qkv-lab[tensorboard]'")
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=step or None)

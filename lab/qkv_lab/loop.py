@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 from qkv._files import write_atomically
 from qkv._progress import Bar, bar
 from qkv._untrusted import SizeError, free_memory
-from qkv.errors import InputError
+from qkv.errors import InputError, refusing
 from qkv.models import checkpoint
 from qkv.models.loading import SAMPLE
 from qkv_lab import log, resume, settings
@@ -32,7 +32,7 @@ __all__ = ["Diverged", "Interrupted", "Trained", "train"]
 LEAST_PER_TOKEN = 256
 """Bytes that a token of a batch takes at least, as ids and in the layers of the smallest model."""
 MOST_TENSORS = 2000  # of a model
-METRICS, RESULT, MODEL, FIGURES = "metrics.jsonl", "result.json", "model", "figures"
+RESULT, MODEL, FIGURES = "result.json", "model", "figures"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def train(
     _claim_folder(folder, task, training)
     if (folder / RESULT).exists():
         finished = checkpoint.load(folder / MODEL).to(device)
-        return Trained(finished, folder, log.read(folder / METRICS))
+        return Trained(finished, folder, log.read(folder / log.METRICS))
 
     torch.manual_seed(training.seed)
     model = task.build().to(device)
@@ -123,7 +123,7 @@ def train(
     with ExitStack() as stack:
         requests = stack.enter_context(_stop_requests())
         shown = stack.enter_context(bar(task.name, "steps", training.steps, done=done, show=progress))
-        writer = stack.enter_context(_Writer(folder, task, training, done, shown, tensorboard))
+        writer = stack.enter_context(closing(_Writer(folder, task, training, done, shown, tensorboard)))
         if done == 0:
             writer.evaluation(model, 0)
         for step in range(done, training.steps):
@@ -131,7 +131,7 @@ def train(
             loss, norm = _step(model, optimizer, task, training, batch, step)
             now = step + 1
             _check_finite(loss, norm, now, training, folder)
-            stop = requests.count > 0 and now < training.steps
+            stop = bool(requests) and now < training.steps
             writer.step(now, loss, norm, task.count(batch))
             if now % training.evaluate_every == 0 or now == training.steps:
                 writer.evaluation(model, now)
@@ -142,7 +142,7 @@ def train(
                     f"stopped at step {now} after saving a checkpoint; run the same command again to resume"
                 )
     _finish(folder, task, model, figures)
-    return Trained(model.eval(), folder, log.read(folder / METRICS))
+    return Trained(model.eval(), folder, log.read(folder / log.METRICS))
 
 
 def _check_size(task: Task) -> None:
@@ -176,23 +176,29 @@ def _check_finite(loss: float, norm: float, step: int, training: Training, folde
 
 
 class _Writer:
-    """Writes metrics to the file and the progress bar, and measures predictions per second between evaluations."""
+    """Writes metrics to files and to the progress bar, and measures predictions per second between evaluations."""
 
     def __init__(
         self, folder: Path, task: Task, training: Training, done: int, progress: Bar, tensorboard: bool
     ) -> None:
         self._task, self._training = task, training
-        self._log = log.Log(
-            folder / METRICS, resume_at=done, tensorboard=folder / "tensorboard" if tensorboard else None
-        )
+        self._file, self._board = log.writers(folder, done, tensorboard=tensorboard)
         self._bar, self._shown_step = progress, done
         self._restart_clock()
 
-    def __enter__(self) -> _Writer:
-        return self
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
 
-    def __exit__(self, *error: object) -> None:
-        self._log.close()
+    def _write(self, line: dict[str, Any]) -> None:
+        """Append a line and flush it, so that it survives a crash of this process."""
+        with refusing(f"folder: cannot write {self._file.name} ({{}})", OSError):
+            self._file.write(json.dumps(log.finite(line), allow_nan=False) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in log.scalars(line):
+                self._board.add_scalar(name, value, line["step"])
 
     def _restart_clock(self) -> None:
         self._predictions, self._began = 0, time.perf_counter()
@@ -203,7 +209,7 @@ class _Writer:
             return
         rate = self._predictions / (time.perf_counter() - self._began)
         line = {"step": step, "loss": loss, "lr": self._training.lr_at(step - 1)}
-        self._log.write({**line, "gradient_norm": norm, "tokens_per_second": rate})
+        self._write({**line, "gradient_norm": norm, "tokens_per_second": rate})
         self._bar(step - self._shown_step, note=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
         self._shown_step = step
         self._restart_clock()
@@ -217,7 +223,7 @@ class _Writer:
             line = {"step": step, "evaluation": found, "check": self._task.check(model)}
         finally:
             model.train(training)
-        self._log.write(line)
+        self._write(line)
         scores = "  ".join(f"{name} {value:.4g}" for name, value in log.scalars(found)[:4])
         self._bar.say(f"step {step:>6}  {scores}")
         self._restart_clock()
@@ -264,22 +270,18 @@ def _step(
 
 def _claim_folder(folder: Path, task: Task, training: Training) -> None:
     """Write run.toml; `InputError` if the folder holds a run with other settings."""
-    try:
+    with refusing(f"folder: cannot write to {folder} ({{}})", OSError):
         text = settings.to_toml(task, training)
         file = folder / settings.RUN
-        if file.exists():
-            differs = settings.difference(
-                {"format_version": 1, **settings.read_toml(file, "folder")}, settings.parse_toml(text)
-            )
-            if differs:
-                raise InputError(
-                    f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"
-                )
+        if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, text)
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text)
-    except OSError as error:
-        raise InputError(f"folder: cannot write to {folder} ({error.strerror})") from error
+        found = {"format_version": 1, **settings.read_toml(file, "folder")}
+        if differs := settings.difference(found, settings.parse_toml(text)):
+            raise InputError(
+                f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"
+            )
 
 
 @torch.no_grad()
@@ -290,14 +292,14 @@ def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
 
     model.eval()
     unfinished = folder / f".{MODEL}.part"
-    try:
+    with refusing(f"folder: cannot write to {folder} ({{}}); the checkpoints are complete", OSError):
         shutil.rmtree(unfinished, ignore_errors=True)
         checkpoint.save(model, unfinished)
         for name, text in {SAMPLE: sample(task, model), **task.files()}.items():
             (unfinished / name).write_text(text, encoding="utf-8")
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         unfinished.replace(folder / MODEL)
-        metrics = log.read(folder / METRICS)
+        metrics = log.read(folder / log.METRICS)
         if figures:
             (folder / FIGURES).mkdir(exist_ok=True)
             drawn = {"loss": loss_figure(task.name, metrics), "heads": heads_figure(task.name, metrics)}
@@ -307,10 +309,6 @@ def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
         parameters = sum(p.numel() for p in model.parameters())
         result = {"task": task.name, **metrics[-1], "parameters": parameters}
         write_atomically(folder / RESULT, json.dumps(log.finite(result), indent=1) + "\n")
-    except OSError as error:
-        raise InputError(
-            f"folder: cannot write to {folder} ({error.strerror}); the checkpoints are complete"
-        ) from error
 
 
 def sample(task: Task, model: nn.Module) -> str:
@@ -321,25 +319,19 @@ def sample(task: Task, model: nn.Module) -> str:
     return json.dumps({name: x.tolist() for name, x in short.items()}) + "\n"
 
 
-class _StopRequests:
-    """Counts SIGINT and SIGTERM; the second one interrupts at once."""
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """Defer the first SIGINT or SIGTERM to the end of the step, in a list; a second one interrupts at once."""
+    requests: list[int] = []
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def handle(self, number: int, frame: Any) -> None:
-        self.count += 1
-        if self.count > 1:
+    def handle(number: int, frame: Any) -> None:
+        requests.append(number)
+        if len(requests) > 1:
             raise KeyboardInterrupt
 
-
-@contextmanager
-def _stop_requests() -> Iterator[_StopRequests]:
-    """Defer the first SIGINT or SIGTERM to the end of the step; a second one interrupts at once."""
-    requests = _StopRequests()
     signals = (signal.SIGINT, signal.SIGTERM)
     try:
-        before = {s: signal.signal(s, requests.handle) for s in signals}
+        before = {s: signal.signal(s, handle) for s in signals}
     except ValueError:  # signals reach the main thread only
         before = {}
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv._untrusted import check_version, load_json
-from qkv.errors import InputError, first_line
+from qkv.errors import InputError, refusing
 from qkv.models.checkpoint import read_tensors
 
 STATE, TENSORS = "state.json", "state.safetensors"
@@ -75,7 +75,7 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     """
     before = [p for p in checkpoints(checkpoint.parent) if p < checkpoint]
     hint = f"; remove it to resume from {before[-1].name}" if before else "; remove it to start again"
-    try:
+    with refusing(f"checkpoint {checkpoint} cannot be read ({{}}){hint}"):
         described = load_json(checkpoint / STATE)
         check_version(described, VERSION)
         step, digest = described["step"], described["sha256"]
@@ -83,8 +83,6 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
             raise ValueError(f"{STATE} has step {step!r}")
         found = _digest(checkpoint / TENSORS)
         weights = read_tensors(checkpoint / TENSORS)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"checkpoint {checkpoint} cannot be read ({first_line(error)}){hint}") from error
     if found != digest:
         raise InputError(f"checkpoint {checkpoint} is damaged: its checksum is not the one written with it{hint}")
     own = model.state_dict(keep_vars=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from qkv._untrusted import TEXT, check_nested, check_version, read_bytes
 from qkv.attention import Attention
-from qkv.errors import InputError, first_line, nearest
+from qkv.errors import InputError, nearest, refusing
 from qkv_lab.task import Task, Training
 
 C = TypeVar("C")
@@ -67,17 +67,15 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def read_toml(path: Path, argument: str = "config") -> dict[str, Any]:
     """The contents of a TOML file; `InputError`, which names the caller's `argument`, if it cannot be read."""
-    try:
+    with (
+        refusing(f"{argument}: cannot read {path} ({{}})", OSError),
+        # tomllib raises ValueError also for numbers and dates that do not exist
+        refusing(f"{argument}: the file {path} is not TOML ({{}})", ValueError, RecursionError),
+    ):
         found = parse_toml(read_bytes(path, TEXT).decode("utf-8"))
         check_nested(found)
-    except OSError as error:
-        raise InputError(f"{argument}: cannot read {path} ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:  # of tomllib, also for numbers and dates that do not exist
-        raise InputError(f"{argument}: the file {path} is not TOML ({first_line(error)})") from error
-    try:
+    with refusing(f"{argument}: cannot read {path}: {{}}", ValueError):
         check_version(found, VERSION)
-    except ValueError as error:
-        raise InputError(f"{argument}: cannot read {path}: {error}") from error
     return found
 
 
@@ -97,11 +95,7 @@ def from_toml(path: Path) -> tuple[Task, Training]:
         path = CONFIGS / f"{path}.toml"
     found = read_toml(path)
     name = found.get("task")
-    if not isinstance(name, str):
-        raise InputError(
-            f"task is {name!r} in {path}, expected one of {', '.join(names())}{nearest(str(name), names())}"
-        )
-    if name not in names():
+    if not isinstance(name, str) or name not in names():
         raise InputError(
             f"task is {name!r} in {path}, expected one of {', '.join(names())}{nearest(str(name), names())}"
         )

@@ -184,7 +184,7 @@ def _check_training(task: Task) -> None:
             if _json(task, "evaluate", task.evaluate(saved)) != _json(task, "evaluate", trained.evaluation):
                 fail(task, "build", "does not follow from configuration and weights: the saved model has other metrics")
         resumed.mkdir()
-        for file in (settings.RUN, loop.METRICS):
+        for file in (settings.RUN, log.METRICS):
             shutil.copy(whole / file, resumed / file)
         first = resume.checkpoints(whole)[0]
         shutil.copytree(first, resumed / first.name)

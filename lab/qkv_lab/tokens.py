@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, Integer
 
 from qkv._progress import say, spinner
 from qkv._untrusted import check_version, load_json
-from qkv.errors import InputError, one_of
+from qkv.errors import InputError, one_of, refusing
 from qkv.models.loading import TextTokenizer
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler import corpora
@@ -267,6 +267,8 @@ VERSION = 1
 BETWEEN = "\n\n"
 """The text between two documents."""
 DTYPES = ("<u2", "<u4")
+DAMAGE = (KeyError, TypeError, AttributeError, ValueError)
+"""Errors of a reader of JSON that is not what it expects."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,18 +378,15 @@ def open_tokens(path: Path, settings: str) -> Integer[np.ndarray, " n"]:
     ...     open_tokens(Path(folder, "x.bin"), "bytes").tolist()
     [5, 6, 7]
     """
-    try:
+    with (
+        refusing(f"corpus: cannot read {path} and {_sidecar(path).name} ({{}}); {_hint(path)}", OSError),
+        refusing(f"corpus: the file {_sidecar(path)} is damaged ({{}}); {_hint(path)}", *DAMAGE),
+    ):
         described = load_json(_sidecar(path))
         check_version(described, VERSION)
         count, dtype, length = described["count"], described["dtype"], path.stat().st_size
         if dtype not in DTYPES or described["settings"] != settings or type(count) is not int or count < 1:
             raise InputError(f"corpus: the file {_sidecar(path)} does not describe these tokens; {_hint(path)}")
-    except OSError as error:
-        raise InputError(f"corpus: cannot read {error.filename} ({error.strerror}); {_hint(path)}") from error
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"corpus: the file {_sidecar(path)} is damaged ({error}); {_hint(path)}") from error
     expected = count * np.dtype(dtype).itemsize
     if length != expected:
         raise InputError(f"corpus: the file {path} has {length:,} bytes, expected {expected:,}; {_hint(path)}")

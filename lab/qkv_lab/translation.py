@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv._untrusted import check_version, load_json
-from qkv.errors import InputError, first_line, nearest
+from qkv.errors import InputError, nearest, refusing
 from qkv.models import Sampler, checkpoint, generate, load
 from qkv_lab import grammar, lexicon
 from qkv_lab.grammar import (
@@ -413,15 +413,14 @@ def translate(
 def read_vocabulary(folder: Path) -> tuple[Vocabulary, Vocabulary]:
     """The vocabularies of source and target in a model's folder, from the file of `vocabulary_file`."""
     file = folder / VOCABULARY
-    try:
+    with (
+        refusing(f"model: no {VOCABULARY} in {folder} ({{}})", OSError),
+        refusing(f"model: the file {file} is not a vocabulary ({{}})", ValueError, TypeError, KeyError, AttributeError),
+    ):
         found = load_json(file)
         check_version(found, VERSION)
         source, target = (Vocabulary(_words(found[half])) for half in ("source", "target"))
         return source, target
-    except OSError as error:
-        raise InputError(f"model: no {VOCABULARY} in {folder} ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"model: the file {file} is not a vocabulary ({first_line(error)})") from error
 
 
 def _words(found: Any) -> list[str]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
+from qkv._files import write_atomically
 from qkv._untrusted import allow
 from qkv.cli.shared import folder
 from qkv.errors import InputError, renamed
-from qkv_lab.cli.claims import count, print_claims
-
-if TYPE_CHECKING:
-    from research.claims.run import Checked
+from qkv_lab.cli.claims import count, numbers, print_claims
 
 
 def claims(
@@ -62,94 +61,59 @@ def claims(
         as_json: Print the verdicts as JSON.
         max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
-    from research.claims.claim import CLAIMS, find
+    from qkv._progress import bar
+    from research.claims import page, show
+    from research.claims.claim import CLAIMS
+    from research.claims.results import claims_in, results_in
+    from research.claims.run import check
     from research.claims.settled import load
 
     allow(max_size)
     load()
-    ids = tuple(dict.fromkeys(id_.upper() for id_ in ids))
-    for id_ in ids:
-        find(id_)
+    ids = numbers(ids, CLAIMS)
     if model is None and text is not None:
         raise InputError("--text is for --model, expected --model MODEL, or no --text")
     if model is not None:
         if results is not None:
             raise InputError("--results is for experiments, expected no --results with --model")
-        from research.claims.show import run_model
-
-        run_model(model, text, out, ids, as_json)
+        show.run_model(model, text, out, ids, as_json)
         return
     if ids and out is not None:
         raise InputError(f"--out writes the pages of all claims, expected no numbers of claims beside it, got {ids[0]}")
-    if results is not None and out is None:
-        _compare(results, ids, as_json)
-    else:
-        _run(ids or tuple(sorted(CLAIMS)), results, out, as_json, short=not ids)
-
-
-def _run(ids: tuple[str, ...], results: Path | None, out: Path | None, as_json: bool, *, short: bool) -> None:
-    """Run checks, print what they find, and write the pages."""
-    from qkv._files import write_atomically
-    from research.claims import show
-    from research.claims.page import PUBLISHED, pages
-    from research.claims.results import results_in
-
+    began = time.perf_counter()
     with (
         renamed(results="--results"),
         results_in(results) if results else nullcontext(),
         folder(out) if out else nullcontext(),
     ):
-        found = _check(ids)
-        failed = [one for one in found.values() if one.error is not None]
-        described = [show.described(one) for one in found.values()]
+        chosen = ids or sorted(CLAIMS)
+        if results is not None and not ids and out is None:
+            chosen = [id_ for id_ in claims_in(results) if id_ in CLAIMS]
+            if not chosen:
+                raise InputError(f"--results is {str(results)!r}, whose experiments judge no claim of the ledger")
+        with bar("claims", "checks", len(chosen), show=len(chosen) > 5) as step:
+            found = check(chosen, progress=step)
+        if results is not None:
+            shipped = page.published()
+            found = [one | {"shipped": shipped[one["claim"]].kind} for one in found]
+        failed = any(one["verdict"] is None for one in found)
         if as_json:
-            print(show.text(described), end="")
-        elif short:
-            count(described)
-        else:
-            print_claims(described)
+            print(show.text(found), end="")
+        elif ids:
+            print_claims(found)
+        elif results is None or out is not None:
+            count(found)
         if out is not None and not failed:
-            verdicts = {id_: one.verdict for id_, one in found.items() if one.verdict is not None}
-            for name, text in pages(verdicts).items():
-                write_atomically(out / name, text)
+            for name, made in page.pages(page.verdicts(found)).items():
+                write_atomically(out / name, made)
             if results is None:
-                write_atomically(PUBLISHED, show.text(described))
-        if short and not as_json:
-            show.summary(found, out)
+                write_atomically(page.PUBLISHED, show.text(found))
+        if results is not None and out is None and not as_json:
+            show.compared(found, results)
+        elif not ids and not as_json:
+            show.summary(found, time.perf_counter() - began, out)
         if failed:
             raise SystemExit(1)
-
-
-def _compare(results: Path, ids: tuple[str, ...], as_json: bool) -> None:
-    """Run checks with the results in a folder and with those of the package, and print both."""
-    from research.claims import show
-    from research.claims.claim import CLAIMS
-    from research.claims.results import claims_in, results_in
-
-    with renamed(results="--results"):
-        chosen = ids or tuple(id_ for id_ in claims_in(results) if id_ in CLAIMS)
-        if not chosen:
-            raise InputError(f"--results is {str(results)!r}, whose experiments judge no claim of the ledger")
-        with results_in(results):
-            found = _check(chosen)
-            described = [show.described(one) for one in found.values()]
-            if ids and not as_json:
-                print_claims(described)
-    shipped = _check(chosen)
-    if as_json:
-        print(show.text([one | {"shipped": show.kind(shipped[str(one["claim"])])} for one in described]), end="")
-    else:
-        show.compared(found, shipped, results)
-    if any(one.error is not None for one in found.values()):
-        raise SystemExit(1)
-
-
-def _check(ids: tuple[str, ...]) -> dict[str, Checked]:
-    from qkv._progress import bar
-    from research.claims.run import check
-
-    with bar("claims", "checks", len(ids), show=len(ids) > 5) as step:
-        return check(ids, progress=step)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from qkv.errors import InputError, nearest
+from qkv.errors import InputError
+from qkv_lab.cli.claims import KINDS
+
+__all__ = ["CLAIMS", "KINDS", "SOURCES", "Claim", "Drifted", "Finding", "Verdict", "claim", "register"]
 
 SOURCES = {
     "chapter": "Attention Mechanisms in Deep Learning: From First Principles to Attention Sinks",
@@ -13,13 +16,6 @@ SOURCES = {
     "lesson": "2.3 Attention Mechanisms (with a build-along)",
     "deep dive": "Attention Mechanism Deep Dive (with interview questions)",
     "overview": "Attention Mechanisms: Learning Where to Focus",
-}
-KINDS = {
-    "holds": "holds",
-    "false": "false",
-    "only when": "holds only when …",
-    "undecided": "undecided",
-    "unseen": "cannot be settled here",
 }
 
 
@@ -48,9 +44,9 @@ class Verdict:
     """One of `KINDS`."""
     text: str
     """The computed numbers. For a false claim also the correct value, for a conditional one the condition. Markdown."""
-    by: tuple[str, ...] = field(default=())
+    by: tuple[str, ...] = ()
     """Markdown links to further evidence: experiments, studies, publications. The code of the check is always shown."""
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Finding, ...] = ()
     """The verdicts on single models, if the claim is judged on several."""
 
 
@@ -68,30 +64,27 @@ class Claim:
 CLAIMS: dict[str, Claim] = {}
 
 
-def claim(id_: str, source: str, section: str, text: str) -> Callable[[Callable[[], Verdict]], Callable[[], Verdict]]:
-    """Register the decorated function as the check of a claim.
+def register(one: Claim) -> None:
+    """Enter a claim in the ledger."""
+    if one.source not in SOURCES or one.id in CLAIMS:
+        raise InputError(
+            f"claim {one.id}: source is {one.source!r}, expected one of {', '.join(SOURCES)}, each id once"
+        )
+    CLAIMS[one.id] = one
+
+
+def claim(id_: str, section: str, text: str) -> Callable[[Callable[[], Verdict]], Callable[[], Verdict]]:
+    """Register the decorated function as the check of a claim, whose source is the folder of the function's file.
 
     Args:
         id_: the number of the claim, such as C014.
-        source: a key of `SOURCES`.
         section: the section of the source.
         text: the claim in one sentence, paraphrased. Markdown.
     """
-    if source not in SOURCES or id_ in CLAIMS:
-        raise InputError(f"claim {id_}: source is {source!r}, expected one of {', '.join(SOURCES)}, each id once")
 
-    def register(check: Callable[[], Verdict]) -> Callable[[], Verdict]:
-        CLAIMS[id_] = Claim(id_, source, section, text, check)
+    def registered(check: Callable[[], Verdict]) -> Callable[[], Verdict]:
+        folder = check.__module__.split(".")[-2]
+        register(Claim(id_, folder.replace("_", " "), section, text, check))
         return check
 
-    return register
-
-
-def find(id_: str) -> Claim:
-    """The claim of a number."""
-    if id_ not in CLAIMS:
-        known = f"{min(CLAIMS)} to {max(CLAIMS)}" if CLAIMS else "a claim that is loaded"
-        padded = "C" + id_.lstrip("Cc").zfill(3)  # of C14, whose characters are nearer to C314
-        hint = f"; did you mean {padded!r}?" if padded in CLAIMS else nearest(id_, CLAIMS)
-        raise InputError(f"claim is {id_!r}, expected {known}{hint}")
-    return CLAIMS[id_]
+    return registered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qkv_lab.experiments.evidence import Interval, shown
+from qkv_lab.experiments.evidence import own_bound, shown, side
 from research.claims.claim import KINDS, Finding, Verdict
 from research.claims.evidence import interval
 from research.claims.results import result, verdict_in
@@ -59,8 +59,7 @@ def everywhere(id_: str, computed: Verdict | None = None) -> Verdict:
     [('MiniLM', '64 tokens'), ('MiniLM', '512 tokens')]
     """
     toy = {name: experiment(id_, name) for name in TOY[id_]}
-    real = [finding for name in TRAINED for finding in trained_findings(study_of(name), id_, TRAINED[name])]
-    findings = [toy_finding(id_, name) for name in toy]
+    findings, real = findings_on(id_)
     parts = [_summary(findings, real), f"Computed, {KINDS[computed.kind]}: {computed.text}" if computed else ""]
     parts += [f"Toy models (`{name}`): {verdict.text}" for name, verdict in toy.items()]
     parts.append(f"Trained models: {_criterion(id_)}")
@@ -70,10 +69,13 @@ def everywhere(id_: str, computed: Verdict | None = None) -> Verdict:
     return Verdict(common(f.kind for f in findings), " ".join(filter(None, parts)), tuple(links), tuple(findings))
 
 
-def toy_finding(id_: str, name: str) -> Finding:
-    """The verdict of an experiment on toy models."""
-    verdict = verdict_in(result(name), name, id_)
-    return Finding(f"toy models (`{name}`)", "", KIND_OF[verdict["holds"]], numbers(verdict, "seed"))
+def findings_on(id_: str) -> tuple[list[Finding], list[Finding]]:
+    """The verdicts of the experiments on toy models, and those of the stored studies of trained models."""
+    toy = []
+    for name in TOY[id_]:
+        verdict = verdict_in(result(name), name, id_)
+        toy.append(Finding(f"toy models (`{name}`)", "", KIND_OF[verdict["holds"]], numbers(verdict, "seed")))
+    return toy, [one for name, label in TRAINED.items() for one in trained_findings(study_of(name), id_, label)]
 
 
 def trained_findings(study: Mapping[str, Any], id_: str, model: str) -> list[Finding]:
@@ -99,23 +101,14 @@ def numbers(verdict: Mapping[str, Any], unit: str) -> str:
     if not counted:
         return "; ".join(dict.fromkeys(one.unless for one in intervals if one.unless))
     sizes = sorted({one.n for one in counted})
-    each = [f"{one.condition} {shown(one)}{_own_bound(one, verdict['criterion'])}".strip() for one in counted]
+    bound, above = verdict["criterion"]["bound"], verdict["criterion"]["above"]
+    each = [f"{one.condition} {shown(one)}{own_bound(one, bound, above)}".strip() for one in counted]
     each += [
-        f"{one.condition} {shown(one)} [must be {_side(one.above)} {one.bound:g}]"
+        f"{one.condition} {shown(one)} [must be {side(one.above)} {one.bound:g}]"
         for one in intervals
         if one.premise and not one.clears
     ]
     return f"{', '.join(each)}; {'–'.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))} {unit}s"
-
-
-def _own_bound(one: Interval, criterion: Mapping[str, Any]) -> str:
-    if (one.bound, one.above) == (criterion["bound"], criterion["above"]):
-        return ""
-    return f" [must be {_side(one.above)} {one.bound:g}]"
-
-
-def _side(above: bool) -> str:
-    return "above" if above else "below"
 
 
 def _criterion(id_: str) -> str:
@@ -123,7 +116,7 @@ def _criterion(id_: str) -> str:
     from research.sinks.criteria import Sinks
 
     one = next(criterion for criterion in Sinks.criteria if criterion.claim == id_)
-    return f"{one.effect}. It holds {_side(one.above)} {one.bound:g}."
+    return f"{one.effect}. It holds {side(one.above)} {one.bound:g}."
 
 
 def _summary(small: Sequence[Finding], real: Sequence[Finding]) -> str:

@@ -10,9 +10,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from qkv_lab.experiments.evidence import Interval
-from research.claims.claim import CLAIMS, KINDS, SOURCES, Claim, Finding, Verdict, find
+from research.claims.claim import CLAIMS, KINDS, SOURCES, Claim, Finding, Verdict
 from research.claims.evidence import evidence_of
 from research.claims.settled import Entry
 
@@ -106,17 +107,16 @@ def can_fail(file: Path) -> list[str]:
     """A paragraph: how many checks notice a wrong answer; no lines if the file does not exist.
 
     Args:
-        file: JSON with the number of `computed` checks, how many of them `can_fail`, and the claims that `cannot`.
+        file: JSON with the claims whose checks are `computed`, and those whose checks `cannot` fail.
     """
     if not file.exists():
         return []
     found = json.loads(file.read_text(encoding="utf-8"))
-    computed, able, unable = found["computed"], found["can_fail"], found["cannot"]
-    rest = f" The others are {', '.join(link(find(id_)) for id_ in unable)}." if unable else ""
-    share = f"{able} of {computed} ({100 * able / computed:.1f} %)"
+    computed, able = len(found["computed"]), len(found["computed"]) - len(found["cannot"])
+    rest = f" The others are {', '.join(link(CLAIMS[id_]) for id_ in found['cannot'])}." if found["cannot"] else ""
     return [
         "A check is worth something only if it can fail. Wrong answers were injected into what each computed check",
-        f"computes: {share} then contradict their verdict.{rest}",
+        f"computes: {able} of {computed} ({100 * able / computed:.1f} %) then contradict their verdict.{rest}",
         "",
     ]
 
@@ -200,7 +200,11 @@ def pages(found: Mapping[str, Verdict]) -> dict[str, str]:
 
 def published() -> dict[str, Verdict]:
     """The verdicts in claims.json, from which the documentation is built without running a check."""
-    entries = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    return verdicts(json.loads(PUBLISHED.read_text(encoding="utf-8")))
+
+
+def verdicts(entries: Iterable[Mapping[str, Any]]) -> dict[str, Verdict]:
+    """The verdicts in entries of claims.json, by the number of the claim."""
     return {
         one["claim"]: Verdict(
             one["verdict"], one["because"], tuple(one["links"]), tuple(Finding(**finding) for finding in one["models"])
@@ -221,20 +225,8 @@ def _part(section: str) -> str:
     return section.replace("App. ", "Appendix ")
 
 
-def _parts(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
-    found: dict[str, list[Claim]] = {}
-    for c in claims:
-        found.setdefault(_part(c.section), []).append(c)
-    return found
-
-
 def _anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-
-
-def _page_counts(claims: Iterable[Claim], found: Mapping[str, Verdict]) -> str:
-    counts = Counter(found[c.id].kind for c in claims)
-    return " · ".join(f"{mark(kind)} {counts[kind]}" for kind in KINDS)
 
 
 def _settled(id_: str, verdict: Verdict) -> list[str]:
@@ -261,9 +253,10 @@ def _table(findings: Sequence[Finding]) -> list[str]:
 
 def _page(source: str, found: Mapping[str, Verdict]) -> str:
     claims = claims_of(source)
-    parts = _parts(claims)
+    parts = {_part(c.section): [other for other in claims if _part(other.section) == _part(c.section)] for c in claims}
+    counts = Counter(found[c.id].kind for c in claims)
     lines = [f"# Claims of the {source}", "", MADE, "", f"*{SOURCES[source]}*. [All sources](index.md)", ""]
-    lines += [f"{len(claims)} claims: {_page_counts(claims, found)}", ""]
+    lines += [f"{len(claims)} claims: {' · '.join(f'{mark(kind)} {counts[kind]}' for kind in KINDS)}", ""]
     lines += [" · ".join(f"[{part}](#{_anchor(part)})" for part in parts), ""]
     for part, of_part in parts.items():
         lines += [f"## {part}", ""]

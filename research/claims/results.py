@@ -49,9 +49,7 @@ def result(name: str) -> dict[str, Any]:
     folder = _folder.get()
     file = (folder or SHIPPED) / f"{name}.json"
     if not file.exists():
-        if folder is None:
-            raise MissingResult(f"results of the experiment {name!r} do not come with qkv; {_command(name)} makes them")
-        raise MissingResult(f"results: {folder} has no {name}.json; {_command(name, folder)} makes it")
+        raise MissingResult(f"results: {folder or 'qkv-lab'} has no {name}.json; {_command(name)} makes it")
     with renamed(out="results"):
         return load(file)
 
@@ -62,7 +60,7 @@ def verdict_in(found: Mapping[str, Any], name: str, id_: str) -> dict[str, Any]:
     if id_ not in verdicts:
         raise MissingResult(
             f"results of the experiment {name!r} have verdicts on {', '.join(verdicts) or 'no claim'}, expected one on "
-            f"{id_}; {_command(name, _folder.get())} makes it"
+            f"{id_}; {_command(name)} makes it"
         )
     return dict(verdicts[id_])
 
@@ -95,5 +93,6 @@ def benchmark(path: str) -> dict[str, Any]:
     raise MissingResult(f"results: there is no benchmark {path!r}; `make bench` in the repository makes it")
 
 
-def _command(name: str, folder: Path | None = None) -> str:
+def _command(name: str) -> str:
+    folder = _folder.get()
     return f"`qkv experiment {name}`" if folder is None else f"`qkv experiment {name} --out {folder}`"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from qkv._packages import require
 from qkv._progress import Step
-from research.claims.claim import CLAIMS, Claim, Drifted, Verdict, find
+from qkv_lab.cli.claims import numbers
+from research.claims.claim import CLAIMS, Claim, Drifted
+from research.claims.evidence import evidence_of
 from research.claims.results import MissingResult
 from research.claims.settled import load
 
@@ -18,58 +20,51 @@ NEEDED = ("transformers",)
 """Optional packages that checks import."""
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What the check of a claim found."""
-
-    claim: Claim
-    verdict: Verdict | None
-    """None if there is an error."""
-    error: Drifted | MissingResult | None
-    """`Drifted` if what is computed contradicts the verdict, `MissingResult` if the check has nothing to read."""
-    seconds: float
-
-    @property
-    def drifted(self) -> bool:
-        """True if what the check computes contradicts its verdict."""
-        return isinstance(self.error, Drifted)
-
-
-def check(ids: Iterable[str] | None = None, *, progress: Step | None = None) -> dict[str, Checked]:
+def check(ids: Iterable[str] | None = None, *, progress: Step | None = None) -> list[dict[str, Any]]:
     """Run the checks of claims, on one thread.
 
     Args:
         ids: numbers of claims; all if None.
         progress: called after each check, with its number as the note.
 
+    Returns:
+        What claims.json says of each claim. Without a verdict, its ``state`` is "drifted" if what is computed
+        contradicts it, and "not checked" if there is no result to read.
+
     Raises:
         InputError: for an unknown claim, before the first check runs, or if a package that checks need is missing.
 
-    >>> found = check(["C014"])["C014"]
-    >>> found.verdict.kind, found.error
-    ('holds', None)
+    >>> check(["C014"])[0]["verdict"]
+    'holds'
     """
     require("the check of a claim", *NEEDED)
     load()
-    claims = [find(id_) for id_ in (sorted(CLAIMS) if ids is None else ids)]
+    chosen = sorted(CLAIMS) if ids is None else numbers(ids, CLAIMS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = {}
-        for one in claims:
-            found[one.id] = _checked(one)
+        found = []
+        for id_ in chosen:
+            found.append(_entry(CLAIMS[id_]))
             if progress is not None:
-                progress(1, note=one.id)
+                progress(1, note=id_)
         return found
     finally:
         torch.set_num_threads(threads)
 
 
-def _checked(one: Claim) -> Checked:
-    start = time.perf_counter()
-    verdict, error = None, None
+def _entry(one: Claim) -> dict[str, Any]:
+    stated = {"claim": one.id, "source": one.source, "section": one.section, "text": one.text}
     try:
         verdict = one.check()
-    except (Drifted, MissingResult) as raised:
-        error = raised
-    return Checked(one, verdict, error, time.perf_counter() - start)
+    except (Drifted, MissingResult) as error:
+        state = "drifted" if isinstance(error, Drifted) else "not checked"
+        return {**stated, "verdict": None, "because": str(error), "state": state}
+    return {
+        **stated,
+        "verdict": verdict.kind,
+        "because": verdict.text,
+        "links": list(verdict.by),
+        "models": [asdict(finding) for finding in verdict.findings],
+        "evidence": [{"summary": str(x), **asdict(x)} for x in evidence_of(one.id, verdict)],
+    }

@@ -9,11 +9,10 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from research.claims.claim import Verdict, claim
+from research.claims.claim import SOURCES, Claim, Verdict, register
 from research.claims.models import everywhere
 from research.claims.settle import cited, experiment, together, unseen
 
-SOURCES = ("chapter", "notebook", "lesson", "deep_dive", "overview")
 DATA = Path(__file__).parent / "claims.toml"
 
 
@@ -21,13 +20,12 @@ DATA = Path(__file__).parent / "claims.toml"
 def load() -> None:
     """Register all claims."""
     for source in SOURCES:
-        package = importlib.import_module(f"research.claims.{source}")
+        package = importlib.import_module(f"research.claims.{source.replace(' ', '_')}")
         for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"research.claims.{source}.{module.name}")
+            importlib.import_module(f"{package.__name__}.{module.name}")
     for text in DATA.read_text(encoding="utf-8").split("[[claim]]")[1:]:
         fields = tomllib.loads(text)
-        register = claim(*(fields.pop(name) for name in ("id", "source", "section", "text")))
-        register(Entry(tomllib.loads(text), text.strip()))
+        register(Claim(fields["id"], fields["source"], fields["section"], fields["text"], Entry(fields, text.strip())))
 
 
 @dataclass(frozen=True)

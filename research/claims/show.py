@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -19,38 +19,9 @@ from qkv.cli.shared import folder, read
 from qkv.errors import InputError, renamed
 from qkv_lab.cli.claims import word
 from research.claims.claim import Finding
-from research.claims.evidence import evidence_of
-from research.claims.run import Checked
 
 if TYPE_CHECKING:
-    from research.claims.claim import Finding
     from research.sinks import Study
-
-
-def kind(one: Checked) -> str | None:
-    """The kind of the verdict; None if the check gives none."""
-    return None if one.verdict is None else one.verdict.kind
-
-
-def described(one: Checked) -> dict[str, Any]:
-    """A checked claim as plain data, with its evidence."""
-    found: dict[str, Any] = {
-        "claim": one.claim.id,
-        "source": one.claim.source,
-        "section": one.claim.section,
-        "text": one.claim.text,
-        "verdict": kind(one),
-        "because": str(one.error) if one.verdict is None else one.verdict.text,
-    }
-    if one.verdict is None:
-        found["state"] = _state(one)
-    else:
-        found["links"] = list(one.verdict.by)
-        found["models"] = [asdict(finding) for finding in one.verdict.findings]
-        found["evidence"] = [
-            {"summary": str(evidence), **asdict(evidence)} for evidence in evidence_of(one.claim.id, one.verdict)
-        ]
-    return found
 
 
 def text(entries: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> str:
@@ -60,52 +31,35 @@ def text(entries: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> str:
     return json.dumps(finite(entries), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def compared(found: Mapping[str, Checked], shipped: Mapping[str, Checked], folder: Path) -> None:
-    """Print the verdicts with the results in a folder beside those with the results of the package."""
+def compared(entries: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Print verdicts with the results in a folder beside the published ones, which entries have as ``shipped``."""
     table = Table("claim", escape(str(folder)), "results of qkv", "because", box=box.SIMPLE_HEAD, pad_edge=False)
-    for id_, one in found.items():
-        because = str(one.error) if one.verdict is None else one.verdict.text
-        table.add_row(Text(id_, no_wrap=True), _outcome(one), _outcome(shipped[id_]), Text(because))
+    for one in entries:
+        own = Text(one["state"], "red") if one["verdict"] is None else word(one["verdict"])
+        table.add_row(Text(one["claim"], no_wrap=True), own, word(one["shipped"]), Text(one["because"]))
     _console().print(table)
-    changed = [id_ for id_, one in found.items() if kind(one) != kind(shipped[id_])]
+    changed = [one["claim"] for one in entries if one["verdict"] != one["shipped"]]
     if changed:
-        print(f"{len(changed)} of {len(found)} verdicts not as with the results of qkv: {', '.join(changed)}")
+        print(f"{len(changed)} of {len(entries)} verdicts not as with the results of qkv: {', '.join(changed)}")
     else:
         print("All verdicts are those with the results of qkv.")
 
 
-def summary(found: Mapping[str, Checked], out: Path | None) -> None:
+def summary(entries: Sequence[Mapping[str, Any]], seconds: float, out: Path | None) -> None:
     """Print the checks without a verdict, and where the pages are."""
     console = _console()
-    failed = [one for one in found.values() if one.error is not None]
+    failed = [one for one in entries if one["verdict"] is None]
     for one in failed:
-        console.print(Text(f"{one.claim.id} {_state(one)}: {one.error}", "red"))
-    seconds = sum(one.seconds for one in found.values())
-    console.print(f"{len(found)} checks in {seconds:.0f} s, {_numbers(failed)}", markup=False)
+        console.print(Text(f"{one['claim']} {one['state']}: {one['because']}", "red"))
+    drifted = sum(one["state"] == "drifted" for one in failed)
+    missing = f", {len(failed) - drifted} without a result to read" if len(failed) > drifted else ""
+    console.print(f"{len(entries)} checks in {seconds:.0f} s, {drifted} drifted{missing}", markup=False)
     if out is not None:
         console.print(f"No pages were written to {out}." if failed else f"Pages  {out}", markup=False, soft_wrap=True)
 
 
-def _numbers(failed: Collection[Checked]) -> str:
-    drifted = sum(one.drifted for one in failed)
-    missing = len(failed) - drifted
-    return f"{drifted} drifted" + (f", {missing} without a result to read" if missing else "")
-
-
-def _state(one: Checked) -> str:
-    return "drifted" if one.drifted else "not checked"
-
-
-def _outcome(one: Checked) -> Text:
-    return Text(_state(one), "red") if one.verdict is None else word(one.verdict.kind)
-
-
 def _console() -> Console:
     return Console(highlight=False)
-
-
-SHORT = {"only when": "only when", "unseen": "not seen"}
-"""Kinds of verdicts, as narrow as a column."""
 
 
 def run_model(model: str, text: Path | None, out: Path | None, ids: Sequence[str] = (), as_json: bool = False) -> None:
@@ -139,32 +93,24 @@ def run_model(model: str, text: Path | None, out: Path | None, ids: Sequence[str
                 print("\n".join(map(str, files)))
 
 
-def _others(id_: str) -> list[Finding]:
-    """The verdicts on a claim on toy models and on the models with a stored study."""
-    from research.claims.models import TOY, TRAINED, toy_finding, trained_findings
-    from research.sinks import result
-
-    found = [toy_finding(id_, name) for name in TOY[id_]]
-    return found + [one for name, label in TRAINED.items() for one in trained_findings(result(name), id_, label)]
-
-
 def _print_json(study: Study, ids: Sequence[str]) -> None:
+    from research.claims.models import findings_on
+
     verdicts = [one for one in study.as_dict()["verdicts"] if one["claim"] in ids]
-    others: dict[str, list[dict[str, Any]]] = {id_: [asdict(one) for one in _others(id_)] for id_ in ids}
+    others = {id_: [asdict(one) for some in findings_on(id_) for one in some] for id_ in ids}
     print(text({"attrs": dict(study.attrs), "verdicts": verdicts, "others": others}), end="")
 
 
 def _show(study: Study, ids: Sequence[str]) -> None:
     """Print a table of the verdicts on all models, and for each length one with the numbers of this model."""
-    from research.claims.models import TRAINED, trained_findings
+    from research.claims.models import TRAINED, findings_on, trained_findings
 
     console = _console()
     name, data = study.attrs["model"], study.as_dict()
     table = Table("claim", "toy models", *TRAINED.values(), escape(name), box=box.SIMPLE_HEAD, pad_edge=False)
     for id_ in ids:
-        others = _others(id_)
-        columns = [[one for one in others if one.model.startswith("toy")]]
-        columns += [[one for one in others if one.model == label] for label in TRAINED.values()]
+        toy, real = findings_on(id_)
+        columns = [toy, *([one for one in real if one.model == label] for label in TRAINED.values())]
         columns.append(trained_findings(data, id_, name))
         table.add_row(Text(id_, no_wrap=True), *(Text(_kinds(column)) for column in columns))
     console.print(table)
@@ -180,7 +126,7 @@ def _show(study: Study, ids: Sequence[str]) -> None:
 
 def _kinds(findings: Sequence[Finding]) -> str:
     """The kinds of verdicts, with the number of tokens where they differ: "64: holds, 512: false"."""
-    kinds = [SHORT.get(one.kind, one.kind) for one in findings]
+    kinds = ["not seen" if one.kind == "unseen" else one.kind for one in findings]
     if len(set(kinds)) <= 1:
         return kinds[0] if kinds else "–"
     lengths = (one.length.removesuffix(" tokens") for one in findings)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import load_json
-from qkv.errors import InputError, first_line, nearest
+from qkv.errors import InputError, nearest, refusing
 from qkv.models.loading import load_model
 from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.run import versions
@@ -69,19 +69,15 @@ class Study:
     @staticmethod
     def load(file: str | Path) -> Study:
         """Read a file of `save`; the verdicts follow from its measurements."""
-        try:
+        with refusing(f"file: cannot read {file} as JSON ({{}})", OSError, ValueError):
             data = load_json(Path(file))
-        except (OSError, ValueError) as error:
-            raise InputError(f"file: cannot read {file} as JSON ({first_line(error)})") from error
         if not isinstance(data, dict) or data.get("form") != FORM:
             raise InputError(f"file is {str(file)!r}, expected one that Study.save wrote, of the form {FORM!r}")
-        try:
+        with refusing(f"file: {str(file)!r} is a damaged study ({{}})"):
             found = Study(data["attrs"], {one["tokens"]: one for one in data["lengths"]})
             with np.errstate(invalid="raise", over="raise"):  # a measurement that is infinite or no number
-                _ = found.verdicts
-        except Exception as error:  # the verdicts read all measurements
-            raise InputError(f"file: {str(file)!r} is a damaged study ({first_line(error)})") from error
-        return found
+                _ = found.verdicts  # they read all measurements
+            return found
 
     def figure(self) -> Figure:
         """The effects of every claim at the first length, and the magnitudes by depth."""

@@ -89,8 +89,5 @@ def test_page_of_larger_models_is_up_to_date_with_a_word_for_each_outcome(made: 
 def test_published_shares_of_checks_that_can_fail_are_of_the_present_checks() -> None:
     """If it fails: `make mutants`."""
     found = json.loads(SHARES.read_text(encoding="utf-8"))
-    assert list(found["by"]) == [c.id for c in computed()]
-    assert found["computed"] == len(found["by"])
-    assert found["cannot"] == [id_ for id_, x in found["by"].items() if x["noticed"] == 0]
-    assert found["can_fail"] == found["computed"] - len(found["cannot"])
-    assert found["can_fail"] >= 0.95 * found["computed"]
+    assert found["computed"] == [c.id for c in computed()]
+    assert len(found["cannot"]) <= 0.05 * len(found["computed"])

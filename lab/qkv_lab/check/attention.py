@@ -12,10 +12,11 @@ from torch import Tensor
 
 import qkv
 from qkv import reference, scores
-from qkv_lab.check.hints import Wrong, draw, expect, judge, pair, same
+from qkv_lab.check.hints import Wrong, draw, exercise, expect, expect_pair, pair, same, trial
 
 
-def additive_score(answer: Callable[..., Float64[Tensor, "b nq nk"]]) -> bool:
+@exercise
+def additive_score(answer: Callable[..., Float64[Tensor, "b nq nk"]]) -> None:
     """Exercise of the Bahdanau lab: the score v · tanh(W q + U k) of every query and key.
 
     Args:
@@ -23,14 +24,45 @@ def additive_score(answer: Callable[..., Float64[Tensor, "b nq nk"]]) -> bool:
             U (a, dk) and v (a,). Returns scores (b, nq, nk), before any softmax.
     """
     trials = {
-        "2 queries, 3 keys": lambda: _check_additive(answer, 2, 2, 3, 5, 4, 6),
-        "3 queries, 1 key, a batch of one": lambda: _check_additive(answer, 1, 3, 1, 2, 7, 4),
-        "large states": lambda: _check_additive(answer, 1, 2, 4, 3, 2, 5, times=1e3),
+        "2 queries, 3 keys": (2, 2, 3, 5, 4, 6, 1.0),
+        "3 queries, 1 key, a batch of one": (1, 3, 1, 2, 7, 4, 1.0),
+        "large states": (1, 2, 4, 3, 2, 5, 1e3),
     }
-    return judge(answer, trials)
+    for name, (b, nq, nk, dq, dk, a, times) in trials.items():
+        shapes = ((b, nq, dq), (b, nk, dk), (a, dq), (a, dk), (a,))
+        query, keys, w_q, w_k, vector = (draw(*shape, seed=i).double() for i, shape in enumerate(shapes))
+        query, keys = times * query, times * keys
+        score = scores.Additive(vector, w_q, w_k)
+        loops = [
+            [[reference.compare(score, q.numpy(), k.numpy(), 0, 0) for k in keys[i]] for q in query[i]]
+            for i in range(b)
+        ]
+        expected = torch.tensor(loops, dtype=torch.float64)
+        from_query, from_key = (query @ w_q.T)[:, :, None], (keys @ w_k.T)[:, None]
+        mixed, product = torch.tanh(from_query + from_key), torch.tanh(from_query * from_key)
+        mistakes = {
+            "there is no tanh: without it a query adds the same number to all its scores, and the weights ignore it": (
+                (from_query + from_key) @ vector
+            ),
+            "the tanh must come before the product with v, on every entry of the sum, not after it": (
+                torch.tanh((from_query + from_key) @ vector)
+            ),
+            "W q and U k are multiplied; add them: this is the additive score": product @ vector,
+            "the entries of tanh(…) are summed without weights; v weights them: @ vector": mixed.sum(-1),
+            "the tanh is taken of W q and U k separately; then the weights do not depend on the query: add first": (
+                (torch.tanh(from_query) + torch.tanh(from_key)) @ vector
+            ),
+            "these are weights; expected the scores before the softmax": expected.softmax(-1),
+            "the scores are divided by √a; the additive score has no such factor": expected / a**0.5,
+            "rows are keys, expected queries are rows and keys are columns: (b, nq, nk)": expected.mT,
+            "this is tanh(W q + U k), a vector for every pair; multiply by v to get one number: @ vector": mixed,
+        }
+        with trial(name):
+            expect(answer(query, keys, w_q, w_k, vector), expected, "the answer", mistakes, 1e-9)
 
 
-def alignment_accuracy(answer: Callable[[Tensor, Sequence[tuple[int, ...]]], float]) -> bool:
+@exercise
+def alignment_accuracy(answer: Callable[[Tensor, Sequence[tuple[int, ...]]], float]) -> None:
     """Exercise of the Bahdanau lab: how often the strongest source word is a true counterpart.
 
     Args:
@@ -39,7 +71,7 @@ def alignment_accuracy(answer: Callable[[Tensor, Sequence[tuple[int, ...]]], flo
             counterpart are left out. Returns a number from 0 to 1; 0.0 if all words are left out.
     """
 
-    def one() -> None:
+    with trial("one counterpart each"):
         weights = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.1, 0.7], [0.1, 0.15, 0.75], [0.4, 0.35, 0.25]])
         columns = (
             "this uses the strongest target word of each source word; take argmax over the last dimension, for each "
@@ -53,7 +85,7 @@ def alignment_accuracy(answer: Callable[[Tensor, Sequence[tuple[int, ...]]], flo
         }
         _expect_share(answer(weights, [(0,), (2,), (1,), (0,)]), 0.75, mistakes)
 
-    def several() -> None:
+    with trial("several counterparts"):
         weights = torch.tensor([[0.1, 0.9, 0.0], [0.0, 0.3, 0.7], [0.8, 0.1, 0.1]])
         mistakes = {
             1 / 3: "only the first counterpart of a word was compared; any of them is correct",
@@ -61,7 +93,7 @@ def alignment_accuracy(answer: Callable[[Tensor, Sequence[tuple[int, ...]]], flo
         }
         _expect_share(answer(weights, [(0, 1), (2,), (1, 2)]), 2 / 3, mistakes)
 
-    def without() -> None:
+    with trial("words without a counterpart"):
         weights = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.7, 0.3], [0.2, 0.8], [0.9, 0.1]])
         mistakes = {
             1 / 5: "words without a counterpart are counted as wrong; leave them out of both numbers",
@@ -69,50 +101,8 @@ def alignment_accuracy(answer: Callable[[Tensor, Sequence[tuple[int, ...]]], flo
         }
         _expect_share(answer(weights, [(0,), (), (1,), (), ()]), 1 / 2, mistakes)
 
-    def nothing() -> None:
+    with trial("no word with a counterpart"):
         _expect_share(answer(torch.tensor([[0.5, 0.5]]), [()]), 0.0, {1.0: "no word has a counterpart: expected 0.0"})
-
-    trials = {
-        "one counterpart each": one,
-        "several counterparts": several,
-        "words without a counterpart": without,
-        "no word with a counterpart": nothing,
-    }
-    return judge(answer, trials)
-
-
-def _check_additive(
-    answer: Callable[..., object], b: int, nq: int, nk: int, dq: int, dk: int, a: int, times: float = 1.0
-) -> None:
-    """One trial of `additive_score`."""
-    shapes = ((b, nq, dq), (b, nk, dk), (a, dq), (a, dk), (a,))
-    query, keys, w_q, w_k, vector = (draw(*shape, seed=i).double() for i, shape in enumerate(shapes))
-    query, keys = times * query, times * keys
-    score = scores.Additive(vector, w_q, w_k)
-    loops = [
-        [[reference.compare(score, q.numpy(), k.numpy(), 0, 0) for k in keys[i]] for q in query[i]] for i in range(b)
-    ]
-    expected = torch.tensor(loops, dtype=torch.float64)
-    from_query, from_key = (query @ w_q.T)[:, :, None], (keys @ w_k.T)[:, None]
-    mixed, product = torch.tanh(from_query + from_key), torch.tanh(from_query * from_key)
-    mistakes = {
-        "there is no tanh: without it a query adds the same number to all its scores, and the weights ignore it": (
-            (from_query + from_key) @ vector
-        ),
-        "the tanh must come before the product with v, on every entry of the sum, not after it": (
-            torch.tanh((from_query + from_key) @ vector)
-        ),
-        "W q and U k are multiplied; add them: this is the additive score": product @ vector,
-        "the entries of tanh(…) are summed without weights; v weights them: @ vector": mixed.sum(-1),
-        "the tanh is taken of W q and U k separately; then the weights do not depend on the query: add first": (
-            (torch.tanh(from_query) + torch.tanh(from_key)) @ vector
-        ),
-        "these are weights; expected the scores before the softmax": expected.softmax(-1),
-        "the scores are divided by √a; the additive score has no such factor": expected / a**0.5,
-        "rows are keys, expected queries are rows and keys are columns: (b, nq, nk)": expected.mT,
-        "this is tanh(W q + U k), a vector for every pair; multiply by v to get one number: @ vector": mixed,
-    }
-    expect(answer(query, keys, w_q, w_k, vector), expected, "the answer", mistakes, 1e-9)
 
 
 def _expect_share(got: object, expected: float, mistakes: dict[float, str]) -> None:
@@ -134,7 +124,8 @@ AXIS = (
 )
 
 
-def attention(answer: Callable[..., Attended]) -> bool:
+@exercise
+def attention(answer: Callable[..., Attended]) -> None:
     """Exercise of Lab 1: scaled dot-product attention of one head, with a mask.
 
     Args:
@@ -145,22 +136,21 @@ def attention(answer: Callable[..., Attended]) -> bool:
     q, k, v = draw(2, 3, 4), draw(2, 5, 4, seed=1), draw(2, 5, 7, seed=2)
     mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0], [1, 1, 0, 1, 1]]).bool()
 
-    def shapes() -> None:
+    with trial("shapes"):
         out, weights = pair(answer(q, k, v))
         _has_shape(weights, (2, 3, 5), "weights", "(b, nq, nk): a row for each query, a column for each key")
         _has_shape(out, (2, 3, 7), "out", "(b, nq, dv): a mean of values for each query")
 
-    def rows() -> None:
+    with trial("rows of weights"):
         weights = pair(answer(q, k, v))[1].detach()
-        if _ones(weights.sum(-1)):
-            return
-        if _ones(weights.sum(-2)):
-            raise Wrong(AXIS)
-        if _ones(weights.sum((-1, -2))):
-            raise Wrong("all weights of a text sum to 1: the softmax must be taken row by row, softmax(dim=-1)")
-        raise Wrong("the rows of weights do not sum to 1: is the softmax missing, or not the last step?")
+        if not _ones(weights.sum(-1)):
+            if _ones(weights.sum(-2)):
+                raise Wrong(AXIS)
+            if _ones(weights.sum((-1, -2))):
+                raise Wrong("all weights of a text sum to 1: the softmax must be taken row by row, softmax(dim=-1)")
+            raise Wrong("the rows of weights do not sum to 1: is the softmax missing, or not the last step?")
 
-    def scores() -> None:
+    with trial("scores"):
         raw = q.double() @ k.double().mT
         mistakes = {
             "the scores are not scaled: divide q · k by √d, where d is the size of a query": raw.softmax(-1),
@@ -176,10 +166,10 @@ def attention(answer: Callable[..., Attended]) -> bool:
         }
         expect(pair(answer(q, k, v))[1], _truth(q, k, v)[1], "weights", mistakes)
 
-    def output() -> None:
+    with trial("output"):
         expect(pair(answer(q, k, v))[0], _truth(q, k, v)[0], "out, which is weights @ v,")
 
-    def masked() -> None:
+    with trial("mask"):
         s = q.double() @ k.double().mT / 2
         plain = s.softmax(-1)
         mistakes = {
@@ -197,12 +187,9 @@ def attention(answer: Callable[..., Attended]) -> bool:
             ),
             "the mask is added to the scores as 0 and 1; expected −inf for masked keys": (s + mask).softmax(-1),
         }
-        out, weights = pair(answer(q, k, v, mask))
-        right = _truth(q, k, v, mask)
-        expect(weights, right[1], "weights", mistakes)
-        expect(out, right[0], "out")
+        expect_pair(answer(q, k, v, mask), _truth(q, k, v, mask), mistakes)
 
-    def large() -> None:
+    with trial("large scores"):
         weights = pair(answer(200 * q, 200 * k, v))[1]
         if not bool(weights.isfinite().all()):
             raise Wrong(
@@ -211,7 +198,7 @@ def attention(answer: Callable[..., Attended]) -> bool:
             )
         expect(weights, _truth(200 * q, 200 * k, v)[1], "weights")
 
-    def no_visible_key() -> None:
+    with trial("a query with no visible key"):
         visible = mask.clone()
         visible[1] = False
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -226,9 +213,7 @@ def attention(answer: Callable[..., Attended]) -> bool:
             raise Wrong(
                 "a query with no visible key attends to all keys equally, though all are masked; expected weights 0"
             )
-        right = _truth(q, k, v, visible)
-        expect(weights, right[1], "weights")
-        expect(out, right[0], "out")
+        expect_pair((out, weights), _truth(q, k, v, visible))
         if out.requires_grad:
             out[:, [0, 2]].sum().backward()
             for name, x in zip("vqk", (inputs[2], *inputs[:2]), strict=True):
@@ -243,21 +228,9 @@ def attention(answer: Callable[..., Attended]) -> bool:
                         f"too late, and 0 × NaN is NaN in the backward pass; {late}"
                     )
 
-    return judge(
-        answer,
-        {
-            "shapes": shapes,
-            "rows of weights": rows,
-            "scores": scores,
-            "output": output,
-            "mask": masked,
-            "large scores": large,
-            "a query with no visible key": no_visible_key,
-        },
-    )
 
-
-def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"]]) -> bool:
+@exercise
+def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"]]) -> None:
     """Exercise 1.1: the entropy of every row of weights, −Σ a ln a, in nats.
 
     Args:
@@ -268,7 +241,7 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
     terms = -torch.special.xlogy(weights.double(), weights.double())
     right = terms.sum(-1)
 
-    def shape() -> None:
+    with trial("a number for each row"):
         mistakes = {
             "the sum runs over queries: the entropy of a row is a sum over keys, the last dimension": terms.sum(-2),
             "it is one number, expected one for each row: sum over keys only": right.mean(),
@@ -280,7 +253,7 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
         if not isinstance(got, Tensor) or got.shape != right.shape:
             expect(got, right, "the entropy", mistakes)
 
-    def values() -> None:
+    with trial("nats"):
         mistakes = {
             "it is negative: ln a is at most 0, so the sum of a ln a needs a minus sign": -right,
             "it is the mean over keys, expected the sum": terms.mean(-1),
@@ -291,7 +264,7 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
         }
         expect(answer(weights), right, "the entropy", mistakes)
 
-    def zeros() -> None:
+    with trial("weights of 0"):
         got = answer(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]))
         if isinstance(got, Tensor) and not bool(got.isfinite().all()):
             raise Wrong(
@@ -300,16 +273,14 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
             )
         expect(got, torch.tensor([math.log(2), 0.0]), "the entropy of rows (½, ½, 0) and (0, 0, 0)")
 
-    def ends() -> None:
+    with trial("least and greatest"):
         expect(answer(torch.eye(6)), torch.zeros(6), "the entropy where all weight is on one key, expected 0,")
         even = torch.full((4, 9), 1 / 9)
         expect(answer(even), torch.full((4,), math.log(9)), "the entropy of nine equal weights, expected ln 9,")
 
-    trials = {"a number for each row": shape, "nats": values, "weights of 0": zeros, "least and greatest": ends}
-    return judge(answer, trials)
 
-
-def temperature(answer: Callable[..., Attended]) -> bool:
+@exercise
+def temperature(answer: Callable[..., Attended]) -> None:
     """Exercise 1.2: attention whose scores are divided by √d · temperature.
 
     Args:
@@ -320,11 +291,11 @@ def temperature(answer: Callable[..., Attended]) -> bool:
     raw = q.double() @ k.double().mT
     s = raw / math.sqrt(5)
 
-    def one() -> None:
+    with trial("temperature 1"):
         mistakes = {"the scores are not scaled: 1/√d stays, in addition to the temperature": raw.softmax(-1)}
-        expect_temperature(answer(q, k, v), 1.0, mistakes)
+        expect_pair(answer(q, k, v), _truth(q, k, v), mistakes)
 
-    def at(t: float) -> Callable[[], None]:
+    for name, t in (("temperature 2", 2.0), ("temperature ½", 0.5)):
         mistakes = {
             "a high temperature sharpens: the scores are multiplied by it, expected divided": (s * t).softmax(-1),
             "the weights are divided by the temperature: then rows do not sum to 1; divide the scores, before the "
@@ -334,25 +305,17 @@ def temperature(answer: Callable[..., Attended]) -> bool:
             "1/√d is missing: expected both √d and the temperature": (raw / t).softmax(-1),
             "temperature is added to √d, expected times √d": (raw / (math.sqrt(5) + t)).softmax(-1),
         }
-        return lambda: expect_temperature(answer(q, k, v, t), t, mistakes)
+        with trial(name):
+            expect_pair(answer(q, k, v, t), _truth(q, k, v, temperature=t), mistakes)
 
-    def cold() -> None:
+    with trial("very cold"):
         got = pair(answer(q, k, v, 1e-3))
         if not all(bool(x.isfinite().all()) for x in got):
             raise Wrong("at temperature 0.001 it overflows: subtract each row's largest score, or use torch.softmax")
-        expect_temperature(got, 1e-3, {})
+        expect_pair(got, _truth(q, k, v, temperature=1e-3))
 
-    def hot() -> None:
-        expect_temperature(answer(q, k, v, 1e6), 1e6, {})
-
-    def expect_temperature(got: object, t: float, mistakes: dict[str, Tensor]) -> None:
-        out, weights = pair(got)
-        right = _truth(q, k, v, temperature=t)
-        expect(weights, right[1], "weights", mistakes)
-        expect(out, right[0], "out")
-
-    trials = {"temperature 1": one, "temperature 2": at(2.0), "temperature ½": at(0.5)}
-    return judge(answer, {**trials, "very cold": cold, "very hot": hot})
+    with trial("very hot"):
+        expect_pair(answer(q, k, v, 1e6), _truth(q, k, v, temperature=1e6))
 
 
 def _truth(

@@ -10,12 +10,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 import qkv
-from qkv_lab.check.hints import Wrong, draw, expect, judge, pair, same
+from qkv_lab.check.hints import Wrong, draw, exercise, expect, expect_pair, pair, same, trial
 
 Heads = tuple[Float[Tensor, "b n d_model"], Float[Tensor, "b heads n m"]]
 
 
-def causal_mask(answer: Callable[[int], Bool[Tensor, "n n"]]) -> bool:
+@exercise
+def causal_mask(answer: Callable[[int], Bool[Tensor, "n n"]]) -> None:
     """Lab 2: the causal mask.
 
     Args:
@@ -23,7 +24,7 @@ def causal_mask(answer: Callable[[int], Bool[Tensor, "n n"]]) -> bool:
             query's position or before it.
     """
 
-    def booleans() -> None:
+    with trial("booleans"):
         got = answer(5)
         if not isinstance(got, Tensor):
             raise Wrong(f"it returns {type(got).__name__}, expected a tensor")
@@ -37,24 +38,25 @@ def causal_mask(answer: Callable[[int], Bool[Tensor, "n n"]]) -> bool:
                 "nothing"
             )
 
-    def visible_keys(n: int) -> Callable[[], None]:
-        ones = torch.ones(n, n, dtype=torch.double)
-        mistakes = {
-            "queries see later keys instead of earlier ones: rows are queries, so use the lower triangle": ones.triu(),
-            "a query must see itself, or the first one has no visible key: the diagonal must be True": ones.tril(-1),
-            "True marks masked keys (as in torch.nn.MultiheadAttention); expected visible keys": (ones.triu(1)),
-            "every query sees one key too many, the one after it": ones.tril(1),
-        }
-        return lambda: expect(answer(n).double(), ones.tril(), "the mask", mistakes)
+    for name, lengths in (("visible keys", (5,)), ("other lengths", (1, 2, 9))):
+        with trial(name):
+            for n in lengths:
+                ones = torch.ones(n, n, dtype=torch.double)
+                mistakes = {
+                    "queries see later keys instead of earlier ones: rows are queries, so use the lower triangle": (
+                        ones.triu()
+                    ),
+                    "a query must see itself, or the first one has no visible key: the diagonal must be True": (
+                        ones.tril(-1)
+                    ),
+                    "True marks masked keys (as in torch.nn.MultiheadAttention); expected visible keys": ones.triu(1),
+                    "every query sees one key too many, the one after it": ones.tril(1),
+                }
+                expect(answer(n).double(), ones.tril(), "the mask", mistakes)
 
-    def lengths() -> None:
-        for n in (1, 2, 9):
-            visible_keys(n)()
 
-    return judge(answer, {"booleans": booleans, "visible keys": visible_keys(5), "other lengths": lengths})
-
-
-def multi_head(answer: Callable[..., Heads]) -> bool:
+@exercise
+def multi_head(answer: Callable[..., Heads]) -> None:
     """Lab 2: self-attention in several heads over four matrices.
 
     Args:
@@ -68,22 +70,19 @@ def multi_head(answer: Callable[..., Heads]) -> bool:
     matrices = [draw(12, 12, seed=i) / math.sqrt(12) for i in (1, 2, 3, 4)]
     w_o = matrices[3].double()
 
-    def merged(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).flatten(2)
-
-    def one() -> None:
+    with trial("one head"):
         out, weights = pair(answer(x, *matrices, 1))
         right_out, right_weights, inner = _heads(x, x, matrices, 1)
         transposed = [m.T for m in matrices]
         wrong = _heads(x, x, transposed, 1)
         _check_weights(weights, right_weights, {"the matrices are transposed: expected x @ w_q": wrong[1]})
         mistakes = {
-            "the output matrix is missing: multiply the merged heads by w_o": merged(inner),
-            "the output matrix is transposed: expected … @ w_o": merged(inner) @ w_o.T,
+            "the output matrix is missing: multiply the merged heads by w_o": _merged(inner),
+            "the output matrix is transposed: expected … @ w_o": _merged(inner) @ w_o.T,
         }
         expect(out, right_out, "out", mistakes)
 
-    def weights_of() -> None:
+    with trial("weights of three heads"):
         right = _heads(x, x, matrices, 3)[1]
         q, k = (x.double() @ m.double() for m in matrices[:2])
 
@@ -110,7 +109,7 @@ def multi_head(answer: Callable[..., Heads]) -> bool:
         }
         _check_weights(pair(answer(x, *matrices, 3))[1], right, mistakes)
 
-    def output() -> None:
+    with trial("output of three heads"):
         right, _, inner = _heads(x, x, matrices, 3)
         mistakes = {
             "heads are merged without moving them back behind the length: transpose(1, 2), then flatten": (
@@ -119,13 +118,12 @@ def multi_head(answer: Callable[..., Heads]) -> bool:
             "heads are merged in the wrong order: concatenate each token's heads, head 0 first": (
                 inner.permute(0, 2, 3, 1).flatten(2) @ w_o
             ),
-            "the output matrix is missing: multiply the merged heads by w_o": merged(inner),
+            "the output matrix is missing: multiply the merged heads by w_o": _merged(inner),
         }
         expect(pair(answer(x, *matrices, 3))[0], right, "out", mistakes)
 
-    def masked() -> None:
+    with trial("mask"):
         out, weights = pair(answer(x, *matrices, 3, mask))
-        right_out, right, _ = _heads(x, x, matrices, 3, mask)
         free = _heads(x, x, matrices, 3)[1]
         mistakes = {
             "the mask is ignored": free,
@@ -134,14 +132,11 @@ def multi_head(answer: Callable[..., Heads]) -> bool:
         }
         if same(weights * mask, torch.zeros_like(weights)):
             raise Wrong("the mask is the wrong way round: True is where a query may attend")
-        expect(weights, right, "weights", mistakes)
-        expect(out, right_out, "out")
-
-    trials = {"one head": one, "weights of three heads": weights_of, "output of three heads": output, "mask": masked}
-    return judge(answer, trials)
+        expect_pair((out, weights), _heads(x, x, matrices, 3, mask)[:2], mistakes)
 
 
-def dropout(answer: Callable[..., tuple[Float[Tensor, "b n dv"], Float[Tensor, "b n m"]]]) -> bool:
+@exercise
+def dropout(answer: Callable[..., tuple[Float[Tensor, "b n dv"], Float[Tensor, "b n m"]]]) -> None:
     """Exercise 2.1: attention with dropout of its weights.
 
     Args:
@@ -160,7 +155,7 @@ def dropout(answer: Callable[..., tuple[Float[Tensor, "b n dv"], Float[Tensor, "
             raise Wrong(f"weights has shape {tuple(weights.shape)}, expected {tuple(plain.shape)}, (b, n, m)")
         return out.detach().double(), weights.detach().double()
 
-    def evaluation() -> None:
+    with trial("in evaluation"):
         out, weights = run(False)
         if bool((weights == 0).any()) or same(weights.sum(-1), torch.full((2, 40), 1 - p)):
             raise Wrong(
@@ -170,7 +165,7 @@ def dropout(answer: Callable[..., tuple[Float[Tensor, "b n dv"], Float[Tensor, "
         if not same(out, plain @ v.double()):
             raise Wrong("out is not weights @ v in evaluation, where nothing is dropped")
 
-    def training() -> None:
+    with trial("in training"):
         _, weights = run(True)
         ratio = weights / plain
         kept = ratio[weights != 0]
@@ -195,20 +190,18 @@ def dropout(answer: Callable[..., tuple[Float[Tensor, "b n dv"], Float[Tensor, "
             raise Wrong(f"{dropped:.0%} of the weights are dropped, expected {p:.0%}")
         expect(kept, torch.full_like(kept, 1 / (1 - p)), "the ratio of remaining to plain weights", tolerance=1e-4)
 
-    def output() -> None:
+    with trial("the output"):
         out, weights = run(True)
         if same(out, plain @ v.double(), 1e-4):
             raise Wrong("out uses the plain weights: dropout comes before weights @ v")
         expect(out, weights @ v.double(), "out, which is the dropped weights @ v,", tolerance=1e-4)
 
-    def nothing() -> None:
+    with trial("nothing to drop"):
         expect(run(True, 0.0)[1], plain, "weights with p = 0, in training,")
 
-    trials = {"in evaluation": evaluation, "in training": training, "the output": output, "nothing to drop": nothing}
-    return judge(answer, trials)
 
-
-def cross_attention(answer: Callable[..., Heads]) -> bool:
+@exercise
+def cross_attention(answer: Callable[..., Heads]) -> None:
     """Exercise 2.2: queries of one sequence, keys and values of another.
 
     Args:
@@ -222,7 +215,7 @@ def cross_attention(answer: Callable[..., Heads]) -> bool:
         widths = (12, width, width, 12)
         return draw(2, m, width, seed=1), [draw(w, 12, seed=2 + i) / math.sqrt(w) for i, w in enumerate(widths)]
 
-    def sides() -> None:
+    with trial("queries, keys and values"):
         context, matrices = made(5, 12)
         out, weights = pair(answer(x, context, *matrices, 3))
         right_out, right, _ = _heads(x, context, matrices, 3)
@@ -241,34 +234,19 @@ def cross_attention(answer: Callable[..., Heads]) -> bool:
         values = _merged(right @ _split(x.double() @ matrices[2].double(), 3)) @ matrices[3].double()
         expect(out, right_out, "out", {"values come from x, expected from the context, as the keys do": values})
 
-    def other(m: int, width: int, hint: str) -> Callable[[], None]:
-        def trial() -> None:
-            context, matrices = made(m, width)
+    trials = {
+        "other lengths": (7, 12, "for a context of 7 tokens and 5 queries: weights are (b, heads, n, m); n and m can "
+                          "differ"),
+        "other widths": (4, 10, "for a context 10 wide: the context has its own width before w_k and w_v"),
+    }  # fmt: skip
+    for name, (m, width, hint) in trials.items():
+        context, matrices = made(m, width)
+        with trial(name):
             try:
                 got = answer(x, context, *matrices, 3)
             except RuntimeError as error:
-                raise Wrong(f"{hint} ({str(error).splitlines()[0]})") from None
-            out, weights = pair(got)
-            right_out, right, _ = _heads(x, context, matrices, 3)
-            expect(weights, right, "weights")
-            expect(out, right_out, "out")
-
-        return trial
-
-    return judge(
-        answer,
-        {
-            "queries, keys and values": sides,
-            "other lengths": other(
-                7,
-                12,
-                "it fails for a context of 7 tokens and 5 queries: weights are (b, heads, n, m); n and m can differ",
-            ),
-            "other widths": other(
-                4, 10, "it fails for a context 10 wide: the context has its own width before w_k and w_v"
-            ),
-        },
-    )
+                raise Wrong(f"it fails {hint} ({str(error).splitlines()[0]})") from None
+            expect_pair(got, _heads(x, context, matrices, 3)[:2])
 
 
 def _heads(
@@ -296,7 +274,8 @@ def _check_weights(got: Tensor, right: Tensor, mistakes: dict[str, Tensor]) -> N
     expect(got, right, "weights", mistakes)
 
 
-def parameter_count(answer: Callable[..., int]) -> bool:
+@exercise
+def parameter_count(answer: Callable[..., int]) -> None:
     """Lab 5: a formula for the number of parameters of the chapter's Transformer.
 
     Attention has four matrices without biases, the feed-forward layer two matrices with biases. Each block has two
@@ -306,48 +285,45 @@ def parameter_count(answer: Callable[..., int]) -> bool:
     Args:
         answer: ``answer(vocab, d_model, layers, d_ff, context, tied=True)`` returns an int.
     """
-
-    def check(vocab: int, d: int, layers: int, d_ff: int, context: int, tied: bool) -> None:
-        right = _count(vocab, d, layers, d_ff, context, tied)
-        passed = (vocab, d, layers, d_ff, context) if tied else (vocab, d, layers, d_ff, context, tied)
-        got = answer(*passed)
-        if isinstance(got, bool) or not isinstance(got, int):
-            raise Wrong(f"it returns {type(got).__name__}, expected a whole number (int)")
-        missing = {
-            "the biases of the feed-forward layers are missing, d_ff + d_model a block": layers * (d_ff + d),
-            "the last layer norm is missing, 2 · d_model": 2 * d,
-            "the layer norms have no biases: each has a gain and a bias, 2 · d_model": (2 * layers + 1) * d,
-            "the layer norms of the blocks are missing, two a block": 4 * layers * d,
-            "the layer norms are missing: two a block and one at the end": 4 * layers * d + 2 * d,
-            "a block has two layer norms, not one": 2 * layers * d,
-            "the table of positions is missing, context · d_model": context * d,
-            "the attention's output matrix is missing: there are four matrices, not three": layers * d * d,
-            "the feed-forward layer has two matrices, up and down": layers * d * d_ff,
-            "the output matrix is counted, although it is the table of tokens": -vocab * d if tied else 0,
-            "the output matrix is missing: it is not the table of tokens here": 0 if tied else vocab * d,
-            "the output matrix has no bias": -vocab,
-            "the attention's matrices have no biases": -4 * layers * d,
-            "all but one block are missing: times layers": (layers - 1) * (4 * d * d + 2 * d * d_ff + d_ff + 5 * d),
-            "d_ff is taken to be 4 · d_model": layers * (d_ff - 4 * d) * (2 * d + 1),
-        }
-        for hint, count in missing.items():
-            if count and got == right - count:
-                raise Wrong(hint)
-        if got != right:
-            way = "too many" if got > right else "too few"
-            raise Wrong(f"{got:,} for {(vocab, d, layers, d_ff, context)}, {abs(got - right):,} {way}")
-
-    return judge(
-        answer,
-        {
-            "the defaults of the chapter": lambda: check(1000, 256, 4, 1024, 512, True),
-            "other sizes": lambda: check(101, 30, 3, 47, 53, True),
-            "an untied output matrix": lambda: check(101, 30, 3, 47, 53, False),
-        },
-    )
+    trials = {
+        "the defaults of the chapter": (1000, 256, 4, 1024, 512, True),
+        "other sizes": (101, 30, 3, 47, 53, True),
+        "an untied output matrix": (101, 30, 3, 47, 53, False),
+    }
+    for name, (vocab, d, layers, d_ff, context, tied) in trials.items():
+        with trial(name):
+            right = _count(vocab, d, layers, d_ff, context, tied)
+            passed = (vocab, d, layers, d_ff, context) if tied else (vocab, d, layers, d_ff, context, tied)
+            got = answer(*passed)
+            if isinstance(got, bool) or not isinstance(got, int):
+                raise Wrong(f"it returns {type(got).__name__}, expected a whole number (int)")
+            missing = {
+                "the biases of the feed-forward layers are missing, d_ff + d_model a block": layers * (d_ff + d),
+                "the last layer norm is missing, 2 · d_model": 2 * d,
+                "the layer norms have no biases: each has a gain and a bias, 2 · d_model": (2 * layers + 1) * d,
+                "the layer norms of the blocks are missing, two a block": 4 * layers * d,
+                "the layer norms are missing: two a block and one at the end": 4 * layers * d + 2 * d,
+                "a block has two layer norms, not one": 2 * layers * d,
+                "the table of positions is missing, context · d_model": context * d,
+                "the attention's output matrix is missing: there are four matrices, not three": layers * d * d,
+                "the feed-forward layer has two matrices, up and down": layers * d * d_ff,
+                "the output matrix is counted, although it is the table of tokens": -vocab * d if tied else 0,
+                "the output matrix is missing: it is not the table of tokens here": 0 if tied else vocab * d,
+                "the output matrix has no bias": -vocab,
+                "the attention's matrices have no biases": -4 * layers * d,
+                "all but one block are missing: times layers": (layers - 1) * (4 * d * d + 2 * d * d_ff + d_ff + 5 * d),
+                "d_ff is taken to be 4 · d_model": layers * (d_ff - 4 * d) * (2 * d + 1),
+            }
+            for hint, count in missing.items():
+                if count and got == right - count:
+                    raise Wrong(hint)
+            if got != right:
+                way = "too many" if got > right else "too few"
+                raise Wrong(f"{got:,} for {(vocab, d, layers, d_ff, context)}, {abs(got - right):,} {way}")
 
 
-def sink_token(answer: Callable[[int], nn.Module]) -> bool:
+@exercise
+def sink_token(answer: Callable[[int], nn.Module]) -> None:
     """Exercise 5.2: a learnt token before every text.
 
     Args:
@@ -363,7 +339,7 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
             raise Wrong(f"it returns {type(module).__name__}, expected a torch.nn.Module")
         return module
 
-    def one() -> None:
+    with trial("one more token"):
         got = made()(x)
         if not isinstance(got, Tensor):
             raise Wrong(f"it returns {type(got).__name__}, expected a tensor (b, n + 1, d_model)")
@@ -374,7 +350,7 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
         if got.shape != (3, 6, 8):
             raise Wrong(f"for x of shape {tuple(x.shape)} it returns {tuple(got.shape)}, expected (3, 6, 8)")
 
-    def before() -> None:
+    with trial("before the text"):
         got = made()(x).detach()
         if torch.equal(got[:, :-1], x):
             raise Wrong(
@@ -382,7 +358,7 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
             )
         expect(got[:, 1:], x, "the output after the first token, which is x,")
 
-    def same_for_all() -> None:
+    with trial("the same for every text"):
         module = made()
         first = module(x).detach()[:, 0]
         if not torch.equal(first, first[:1].expand_as(first)):
@@ -392,7 +368,7 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
         if not torch.equal(first, module(2 * x + 1).detach()[:, 0]):
             raise Wrong("the vector depends on the text, expected a parameter of its own")
 
-    def learns() -> None:
+    with trial("it learns"):
         module = made()
         count = sum(p.numel() for p in module.parameters())
         if count != 8:
@@ -403,9 +379,6 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
         module(x)[:, 0].sum().backward()
         if any(p.grad is None or not bool((p.grad != 0).any()) for p in module.parameters()):
             raise Wrong("the vector gets no gradient: is it detached, or its .data used?")
-
-    names = "one more token", "before the text", "the same for every text", "it learns"
-    return judge(answer, dict(zip(names, (one, before, same_for_all, learns), strict=True)))
 
 
 def _count(vocab: int, d: int, layers: int, d_ff: int, context: int, tied: bool) -> int:

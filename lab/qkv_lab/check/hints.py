@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,25 +18,40 @@ class Wrong(Exception):  # noqa: N818  # a verdict on an answer, not an error of
     """An answer fails a trial; the message is the hint: the expected and the actual result, and the likely mistake."""
 
 
-def judge(candidate: object, trials: dict[str, Callable[[], None]]) -> bool:
-    """Run the trials of a learner's answer and return True if all pass.
+class _Failed(Exception):  # noqa: N818
+    """Ends a check after its first ✗."""
 
-    Prints ✓ or ✗ for each trial, and stops at the first ✗ with its hint. A trial raises `Wrong` to give a hint; any
-    other exception also fails the trial and is printed in one line.
+
+def exercise(check: Callable[[Any], None]) -> Callable[[Any], bool]:
+    """Make a check of a function that runs trials of an answer: it returns True if all pass, else False at the first ✗.
+
+    The check raises `InputError` for an answer that is no function or class.
     """
-    if not callable(candidate):
-        raise InputError(f"answer is {type(candidate).__name__}, expected a function or class")
-    for name, trial in trials.items():
+
+    @functools.wraps(check)
+    def judged(answer: Any) -> bool:
+        if not callable(answer):
+            raise InputError(f"answer is {type(answer).__name__}, expected a function or class")
         try:
-            trial()
-        except Wrong as hint:
-            print(f"✗ {name}: {hint}")
+            check(answer)
+        except _Failed:
             return False
-        except Exception as error:
-            print(f"✗ {name}: it raises {type(error).__name__}: {error}")
-            return False
-        print(f"✓ {name}")
-    return True
+        return True
+
+    judged.__signature__ = inspect.signature(check).replace(return_annotation="bool")  # type: ignore[attr-defined]
+    return judged
+
+
+@contextmanager
+def trial(name: str) -> Iterator[None]:
+    """Print ✓ if the code inside passes, else ✗ with the hint of `Wrong`, or with any other exception in one line."""
+    try:
+        yield
+    except Exception as error:
+        hint = error if isinstance(error, Wrong) else f"it raises {type(error).__name__}: {error}"
+        print(f"✗ {name}: {hint}")
+        raise _Failed from None
+    print(f"✓ {name}")
 
 
 def near(got: object, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
@@ -74,6 +93,13 @@ def expect(
         if got.shape == expected.shape and bool(got.detach().isnan().any()):
             raise Wrong(f"{what} contains NaN") from None
         raise
+
+
+def expect_pair(got: object, expected: tuple[Tensor, Tensor], mistakes: Mapping[str, Tensor] | None = None) -> None:
+    """Raise `Wrong` unless an answer is the expected pair (out, weights); the mistakes are those of the weights."""
+    out, weights = pair(got)
+    expect(weights, expected[1], "weights", mistakes)
+    expect(out, expected[0], "out")
 
 
 def same(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:

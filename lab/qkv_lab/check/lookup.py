@@ -11,14 +11,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv import masks, reference
-from qkv_lab.check.hints import Wrong, draw, expect, judge, pair
+from qkv_lab.check.hints import Wrong, draw, exercise, expect, pair, trial
 
 Array = np.ndarray
 Blocks = list[tuple[Array, Array]]
 MASKED = -np.inf
 
 
-def stable_softmax(answer: Callable[[Array], Array]) -> bool:
+@exercise
+def stable_softmax(answer: Callable[[Array], Array]) -> None:
     """Exercise of the NumPy lab: the softmax of every row, without overflow.
 
     Args:
@@ -26,7 +27,7 @@ def stable_softmax(answer: Callable[[Array], Array]) -> bool:
             row may be −∞, but not all. Returns weights (…, n); each row sums to one.
     """
 
-    def small() -> None:
+    with trial("small scores"):
         scores = np.random.default_rng(0).normal(size=(2, 3, 5))
         given = scores.copy()
         got = _tensor(_with_shape_hint(lambda: answer(given), "a maximum or sum"), "the answer")
@@ -49,7 +50,7 @@ def stable_softmax(answer: Callable[[Array], Array]) -> bool:
         }
         _expect(got, _softmax(scores), "the answer", mistakes)
 
-    def large() -> None:
+    with trial("scores of 1,000 and −1,000"):
         for scores in (np.array([[1000.0, 1001.0, 999.0]]), np.array([[-1000.0, -1001.0, -1003.0]])):
             got = _quietly(partial(answer, scores))
             if not got.isfinite().all():
@@ -63,7 +64,7 @@ def stable_softmax(answer: Callable[[Array], Array]) -> bool:
                 ),
             })  # fmt: skip
 
-    def far() -> None:
+    with trial("rows far from each other"):
         scores = np.array([[2000.0, 2001.0], [0.0, 1.0]])
         got = _quietly(lambda: answer(scores))
         if not got.isfinite().all():
@@ -73,7 +74,7 @@ def stable_softmax(answer: Callable[[Array], Array]) -> bool:
             )
         _expect(got, _softmax(scores), "the answer")
 
-    def masked() -> None:
+    with trial("keys of score −∞"):
         scores = np.array([[0.0, MASKED, 1.0], [MASKED, MASKED, -4.0]])
         got = _quietly(lambda: answer(scores))
         if not got.isfinite().all():
@@ -83,23 +84,16 @@ def stable_softmax(answer: Callable[[Array], Array]) -> bool:
             )
         _expect(got, _softmax(scores), "the answer")
 
-    trials = {
-        "small scores": small,
-        "scores of 1,000 and −1,000": large,
-        "rows far from each other": far,
-        "keys of score −∞": masked,
-    }
-    return judge(answer, trials)
 
-
-def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> bool:
+@exercise
+def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> None:
     """Exercise of the NumPy lab: scaled dot-product attention.
 
     Args:
         answer: ``answer(q, k, v)`` for float64 queries (nq, d), keys (nk, d) and values (nk, dv). Returns (nq, dv).
     """
 
-    def sizes() -> None:
+    with trial("3 queries, 5 keys"):
         rng = np.random.default_rng(1)
         q, k, v = rng.normal(size=(3, 4)), rng.normal(size=(5, 4)), rng.normal(size=(5, 2))
         scores = q @ k.T
@@ -126,7 +120,7 @@ def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> bool:
         got = _with_shape_hint(lambda: answer(q, k, v), "a row's maximum or sum")
         _expect(_tensor(got, "the answer"), _attention(q, k, v), "the answer", mistakes)
 
-    def one() -> None:
+    with trial("one key"):
         rng = np.random.default_rng(2)
         q, k, v = rng.normal(size=(2, 3)), rng.normal(size=(1, 3)), rng.normal(size=(1, 4))
         _expect(
@@ -135,7 +129,7 @@ def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> bool:
             "the answer (expected the value of the only key)",
         )
 
-    def large() -> None:
+    with trial("large queries"):
         rng = np.random.default_rng(3)
         q, k, v = 1e4 * rng.normal(size=(2, 3)), rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
         got = _quietly(lambda: answer(q, k, v))
@@ -143,10 +137,9 @@ def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> bool:
             raise Wrong("large scores overflow in exp; subtract the largest of each row first")
         _expect(got, _attention(q, k, v), "the answer")
 
-    return judge(answer, {"3 queries, 5 keys": sizes, "one key": one, "large queries": large})
 
-
-def online_softmax(answer: Callable[[Iterator[tuple[Array, Array]]], tuple[Array, float]]) -> bool:
+@exercise
+def online_softmax(answer: Callable[[Iterator[tuple[Array, Array]]], tuple[Array, float]]) -> None:
     """Exercise of the NumPy lab: attention of one query whose keys arrive in blocks.
 
     Args:
@@ -155,18 +148,17 @@ def online_softmax(answer: Callable[[Iterator[tuple[Array, Array]]], tuple[Array
             log-sum-exp of all scores.
     """
 
-    def trial(seed: int, sizes: tuple[int, ...], lifts: tuple[float, ...]) -> Callable[[], None]:
+    trials = {
+        "one block": (4, (3,), (2.0,)),
+        "scores that rise": (5, (4, 1, 3), (0.0, 2.0, 4.0)),
+        "scores of 1,000": (6, (3, 2, 4), (0.0, 1000.0, 999.0)),
+        "a first block of masked keys": (7, (2, 3), (MASKED, 0.0)),
+    }
+    for name, (seed, sizes, lifts) in trials.items():
         rng = np.random.default_rng(seed)
         blocks = [(rng.normal(size=m) + lift, rng.normal(size=(m, 3))) for m, lift in zip(sizes, lifts, strict=True)]
-        return lambda: _check_online(answer, blocks)
-
-    trials = {
-        "one block": trial(4, (3,), (2.0,)),
-        "scores that rise": trial(5, (4, 1, 3), (0.0, 2.0, 4.0)),
-        "scores of 1,000": trial(6, (3, 2, 4), (0.0, 1000.0, 999.0)),
-        "a first block of masked keys": trial(7, (2, 3), (MASKED, 0.0)),
-    }
-    return judge(answer, trials)
+        with trial(name):
+            _check_online(answer, blocks)
 
 
 def _check_online(answer: Callable[..., object], blocks: Blocks) -> None:
@@ -287,7 +279,8 @@ def _expect(got: Tensor, expected: Array, what: str, mistakes: dict[str, Array] 
 OutWeights = tuple[Float[Tensor, "b n m"], Float[Tensor, "b h n n"]]
 
 
-def einsum_attention(answer: Callable[..., OutWeights]) -> bool:
+@exercise
+def einsum_attention(answer: Callable[..., OutWeights]) -> None:
     """Exercise of the reversal lab: multi-head self-attention, written as einsums.
 
     Args:
@@ -296,16 +289,19 @@ def einsum_attention(answer: Callable[..., OutWeights]) -> bool:
             None. Returns out (b, n, m) and weights (b, h, n, n).
     """
     odd = torch.tensor([[1, 0, 1, 0, 0], [1, 1, 0, 0, 1], [0, 0, 1, 1, 0], [1, 1, 1, 1, 0], [0, 1, 0, 0, 0]]).bool()
-    trials = {
-        "without a mask": lambda: _check_attention(answer, 2, 5, 6, 3, 4, None),
-        "under a causal mask": lambda: _check_attention(answer, 2, 4, 6, 2, 5, torch.ones(4, 4).tril().bool()),
-        "under a mask that is not causal": lambda: _check_attention(answer, 1, 5, 4, 3, 2, odd),
-        "one head, one token": lambda: _check_attention(answer, 1, 1, 3, 1, 2, torch.ones(1, 1).bool()),
+    trials: dict[str, tuple[int, int, int, int, int, Tensor | None]] = {
+        "without a mask": (2, 5, 6, 3, 4, None),
+        "under a causal mask": (2, 4, 6, 2, 5, torch.ones(4, 4).tril().bool()),
+        "under a mask that is not causal": (1, 5, 4, 3, 2, odd),
+        "one head, one token": (1, 1, 3, 1, 2, torch.ones(1, 1).bool()),
     }
-    return judge(answer, trials)
+    for name, sizes in trials.items():
+        with trial(name):
+            _check_attention(answer, *sizes)
 
 
-def reversal_score(answer: Callable[[Tensor, int], Float[Tensor, " h"]]) -> bool:
+@exercise
+def reversal_score(answer: Callable[[Tensor, int], Float[Tensor, " h"]]) -> None:
     """Exercise of the reversal lab: how often each head's strongest key is the mirrored position.
 
     A sequence is `length` symbols, a separator, and the symbols again, last one first. Reversed symbol p is predicted
@@ -315,28 +311,20 @@ def reversal_score(answer: Callable[[Tensor, int], Float[Tensor, " h"]]) -> bool
         answer: ``answer(weights, length)`` for weights (b, h, n, n) of b sequences; n is 2 · length, or
             2 · length + 1 if the input includes the last token. Returns (h,) numbers from 0 to 1.
     """
-
-    def mirrors() -> None:
-        _check_score(
-            answer, torch.stack([_head_weights(5, 10, 9), _head_weights(5, 10, 10)])[None].repeat(2, 1, 1, 1), 5
-        )
-
-    def sometimes() -> None:
-        weights = (3 * draw(3, 4, 8, 8)).softmax(-1)
-        weights[:, 1] += _head_weights(4, 8, 7)
-        weights[1:, 2, 5] += _head_weights(4, 8, 7)[5]
-        weights[:, 2, 4] += _head_weights(4, 8, 7)[4]
-        _check_score(answer, weights, 4)
-
-    def whole() -> None:
-        _check_score(answer, torch.stack([_head_weights(3, 7, 5), _head_weights(3, 7, 6)])[None], 3)
-
+    sometimes = (3 * draw(3, 4, 8, 8)).softmax(-1)
+    sometimes[:, 1] += _head_weights(4, 8, 7)
+    sometimes[1:, 2, 5] += _head_weights(4, 8, 7)[5]
+    sometimes[:, 2, 4] += _head_weights(4, 8, 7)[4]
+    both = torch.stack([_head_weights(5, 10, 9), _head_weights(5, 10, 10)])[None].repeat(2, 1, 1, 1)
+    whole = torch.stack([_head_weights(3, 7, 5), _head_weights(3, 7, 6)])[None]
     trials = {
-        "a head that mirrors, and one that does not": mirrors,
-        "heads that mirror sometimes": sometimes,
-        "with the last token": whole,
+        "a head that mirrors, and one that does not": (both, 5),
+        "heads that mirror sometimes": (sometimes, 4),
+        "with the last token": (whole, 3),
     }
-    return judge(answer, trials)
+    for name, (weights, length) in trials.items():
+        with trial(name):
+            _check_score(answer, weights, length)
 
 
 def _check_attention(

@@ -10,10 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 import qkv
-from qkv_lab.check.hints import Wrong, draw, expect, judge, pair
+from qkv_lab.check.hints import Wrong, draw, exercise, expect, expect_pair, pair, trial
 
 
-def first_token(answer: Callable[[Float[Tensor, "layers heads n n"]], Float[Tensor, " layers"]]) -> bool:
+@exercise
+def first_token(answer: Callable[[Float[Tensor, "layers heads n n"]], Float[Tensor, " layers"]]) -> None:
     """Lab 3: the mean weight on the first token, layer by layer.
 
     Args:
@@ -24,7 +25,7 @@ def first_token(answer: Callable[[Float[Tensor, "layers heads n n"]], Float[Tens
     column = weights[..., 0]
     right = column[..., 1:].mean((1, 2))
 
-    def shape() -> None:
+    with trial("a number for each layer"):
         mistakes = {
             "it is one number, expected one for each layer": right.mean(),
             "it is one number for each head: take the mean over heads, too": column[..., 1:].mean(-1),
@@ -35,7 +36,7 @@ def first_token(answer: Callable[[Float[Tensor, "layers heads n n"]], Float[Tens
         if not isinstance(got, Tensor) or got.shape != right.shape:
             expect(got, right, "the measure", mistakes)
 
-    def values() -> None:
+    with trial("the column, without the first query"):
         mistakes = {
             "the first query is included: it sees only itself, so its weight is always 1; leave it out": column.mean(
                 (1, 2)
@@ -54,10 +55,9 @@ def first_token(answer: Callable[[Float[Tensor, "layers heads n n"]], Float[Tens
         }
         expect(answer(weights), right, "the measure", mistakes)
 
-    return judge(answer, {"a number for each layer": shape, "the column, without the first query": values})
 
-
-def sink_rate(answer: Callable[..., float | Float[Tensor, ""]]) -> bool:
+@exercise
+def sink_rate(answer: Callable[..., float | Float[Tensor, ""]]) -> None:
     """Lab 4: the share of heads with a sink on the first token, as Gu et al. define it (2025, arXiv:2410.10781, eq. 4).
 
     Args:
@@ -99,17 +99,17 @@ def sink_rate(answer: Callable[..., float | Float[Tensor, ""]]) -> bool:
             raise Wrong(f"it returns {type(found).__name__}, expected a number")
         return torch.as_tensor(found, dtype=torch.double)
 
-    def once() -> None:
+    with trial("a head counts once"):
         right, mistakes = share(0.3)
         expect(got(weights), right, "the share of heads", mistakes)
 
-    def threshold() -> None:
+    with trial("the threshold"):
         right, mistakes = share(0.55)
         own, _ = share(0.3)
         ignored = {"the threshold that was passed is ignored": own}
         expect(got(weights, 0.55), right, "the share of heads at threshold 0.55", {**mistakes, **ignored})
 
-    def ends() -> None:
+    with trial("nothing and everything"):
         even = _causal(torch.zeros(2, 3, 64, 64))
         expect(
             got(even), torch.tensor(0.0), "the share of heads for uniform causal rows of 64 tokens, which have no sink,"
@@ -118,10 +118,9 @@ def sink_rate(answer: Callable[..., float | Float[Tensor, ""]]) -> bool:
         full[..., 0] = 1
         expect(got(full), torch.tensor(1.0), "the share of heads if all attend to the first key only")
 
-    return judge(answer, {"a head counts once": once, "the threshold": threshold, "nothing and everything": ends})
 
-
-def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor, "b nq nk"]]]) -> bool:
+@exercise
+def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor, "b nq nk"]]]) -> None:
     """Exercise 4.1: attention with an additional learnt key, whose value is 0.
 
     Args:
@@ -136,7 +135,7 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
     whole = torch.cat([s, extra], -1).softmax(-1)
     right = whole[..., :-1]
 
-    def weights() -> None:
+    with trial("weights"):
         raw = torch.cat([s, extra * math.sqrt(6)], -1).softmax(-1)[..., :-1]
         mistakes = {
             "the learnt key takes no weight: rows still sum to 1. Include it in the softmax and drop its column "
@@ -152,7 +151,7 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
         }
         expect(pair(answer(q, k, v, key))[1], right, "weights", mistakes)
 
-    def output() -> None:
+    with trial("output"):
         plain = right @ v.double()
         mistakes = {
             "the learnt key's value is the key itself: its value must be 0, so that its weight adds nothing": (
@@ -168,31 +167,26 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
         }
         expect(pair(answer(q, k, v, key))[0], plain, "out", mistakes)
 
-    def masked() -> None:
-        out, got = pair(answer(q, k, v, key, mask))
-        want_out, want = _with_key(q, k, v, key, mask)
+    with trial("mask"):
         masked_scores = s.masked_fill(~mask, -torch.inf)
         mistakes = {
             "the mask is ignored": right,
             "the learnt key is masked: it must be visible to all queries": masked_scores.softmax(-1),
             "the mask comes after the softmax: mask the scores": right * mask,
         }
-        expect(got, want, "weights", mistakes)
-        expect(out, want_out, "out")
+        expect_pair(answer(q, k, v, key, mask), _with_key(q, k, v, key, mask), mistakes)
 
-    def nothing() -> None:
+    with trial("a query with no visible key of the text"):
         visible = mask.clone()
         visible[1] = False
-        out, got = pair(answer(q, k, v, key, visible))
-        want_out, want = _with_key(q, k, v, key, visible)
-        if bool(got.isnan().any()):
+        got = pair(answer(q, k, v, key, visible))
+        if bool(got[1].isnan().any()):
             raise Wrong(
                 "weights are NaN: with the learnt key in the softmax every row has a visible key; is that key masked?"
             )
-        expect(got, want, "weights")
-        expect(out, want_out, "out")
+        expect_pair(got, _with_key(q, k, v, key, visible))
 
-    def learns() -> None:
+    with trial("the key learns"):
         own = key.clone().requires_grad_()
         out = pair(answer(q, k, v, own))[0]
         if not out.requires_grad:
@@ -203,11 +197,9 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
         if own.grad is None or not bool((own.grad != 0).any()):
             raise Wrong("the key gets no gradient, so it cannot be trained")
 
-    names = "weights", "output", "mask", "a query with no visible key of the text", "the key learns"
-    return judge(answer, dict(zip(names, (weights, output, masked, nothing, learns), strict=True)))
 
-
-def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows n"]]) -> bool:
+@exercise
+def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows n"]]) -> None:
     """Exercise 4.2: softmax off by one, eˢ / (1 + Σ eˢ): softmax with a column of zeros that is dropped afterwards.
 
     Args:
@@ -220,7 +212,7 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
         s = s.double()
         return (s - torch.cat([s, torch.zeros_like(s[..., :1])], -1).logsumexp(-1, keepdim=True)).exp()
 
-    def weights() -> None:
+    with trial("weights"):
         s, right = scores.double(), truth(scores)
         shifted = (s - s.amax(-1, keepdim=True)).exp()
         rest = 1 - right.sum(-1, keepdim=True)
@@ -243,7 +235,7 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
         }
         expect(answer(scores), right, "weights", mistakes)
 
-    def large() -> None:
+    with trial("large scores"):
         got = answer(scores * 100 + 300)
         if isinstance(got, Tensor) and not bool(got.isfinite().all()):
             raise Wrong(
@@ -252,7 +244,7 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
             )
         expect(got, truth(scores * 100 + 300), "weights of large scores")
 
-    def low() -> None:
+    with trial("very low scores"):
         low_scores = scores - 50
         mistakes = {
             "the weights of scores near −50 are large: the 1 in the denominator must be rescaled with the largest "
@@ -260,15 +252,13 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
         }
         expect(answer(low_scores), truth(low_scores), "weights of scores near −50, which are all about 0,", mistakes)
 
-    def masked() -> None:
+    with trial("masked keys"):
         s = scores.clone()
         s[0, 1], s[1, :, 2:] = -torch.inf, -torch.inf
         got = answer(s)
         if isinstance(got, Tensor) and bool(got.isnan().any()):
             raise Wrong("a row of −inf gives NaN: −inf − (−inf) is NaN; with the 0 among the scores the largest is ≥ 0")
         expect(got, truth(s), "weights of masked keys")
-
-    return judge(answer, {"weights": weights, "large scores": large, "very low scores": low, "masked keys": masked})
 
 
 def _causal(scores: Float[Tensor, "*b n n"]) -> Float[Tensor, "*b n n"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -63,12 +63,7 @@ def claims(
         as_json: Print the claims as JSON.
     """
     every = {one["claim"]: one for one in json.loads(VERDICTS.read_text(encoding="utf-8"))}
-    ids = tuple(dict.fromkeys(id_.upper() for id_ in ids))
-    for id_ in ids:
-        if id_ not in every:
-            padded = "C" + id_.lstrip("C").zfill(3)  # of C14, whose characters are nearer to C314
-            hint = f"; did you mean {padded!r}?" if padded in every else nearest(id_, every)
-            raise InputError(f"claim is {id_!r}, expected {min(every)} to {max(every)}{hint}")
+    ids = numbers(ids, every)
     chosen = [
         one
         for one in (every[id_] for id_ in ids or every)
@@ -80,6 +75,17 @@ def claims(
         print_claims(chosen)
     else:
         count(chosen)
+
+
+def numbers(ids: Iterable[str], every: Collection[str]) -> tuple[str, ...]:
+    """The numbers of claims in upper case, each once; `InputError` for one that is not among `every`."""
+    found = tuple(dict.fromkeys(id_.upper() for id_ in ids))
+    for id_ in found:
+        if id_ not in every:
+            padded = "C" + id_.lstrip("C").zfill(3)  # of C14, whose characters are nearer to C314
+            hint = f"; did you mean {padded!r}?" if padded in every else nearest(id_, every)
+            raise InputError(f"claim is {id_!r}, expected {min(every)} to {max(every)}{hint}")
+    return found
 
 
 def count(entries: Sequence[Mapping[str, Any]]) -> None:

@@ -188,24 +188,28 @@ def _text(criterion: Criterion, found: Sequence[Interval], level: float, unit: s
             inside = f"{how} {number(one.low)} to {number(one.high)}, {seeds}" if one.n > 1 else seeds
             parts.append(f"{criterion.effect}: {number(one.mean)} ({inside}).")
         else:
-            each = ", ".join(f"{i.condition} {shown(i)}{_own_bound(criterion, i)}" for i in counted)
+            each = ", ".join(
+                f"{i.condition} {shown(i)}{own_bound(i, criterion.bound, criterion.above)}" for i in counted
+            )
             parts.append(f"{criterion.effect} (mean, {how}, {seeds}): {each}.")
     else:
         parts.append(f"{criterion.effect}.")
-    parts.append(f"The claim holds {_side(criterion.above)} {criterion.bound:g}.")
+    parts.append(f"The claim holds {side(criterion.above)} {criterion.bound:g}.")
     parts += [
-        f"It presupposes {i.condition} {_side(i.above)} {i.bound:g}, which is {shown(i)}." for i in premises if i.n
+        f"It presupposes {i.condition} {side(i.above)} {i.bound:g}, which is {shown(i)}." for i in premises if i.n
     ]
     if left := [f"{i.condition} ({i.unless})" if i.condition else i.unless for i in found if i.unless]:
         parts.append(f"Not counted: {', '.join(left)}.")
     return " ".join(parts)
 
 
-def _side(above: bool) -> str:
+def side(above: bool) -> str:
+    """The side of a bound in words."""
     return "above" if above else "below"
 
 
-def _own_bound(criterion: Criterion, one: Interval) -> str:
-    if (one.bound, one.above) == (criterion.bound, criterion.above):
+def own_bound(one: Interval, bound: float, above: bool) -> str:
+    """The bound of an interval in words if it is not that of the criterion."""
+    if (one.bound, one.above) == (bound, above):
         return ""
-    return f" [must be {_side(one.above)} {one.bound:g}]"
+    return f" [must be {side(one.above)} {one.bound:g}]"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from qkv._untrusted import check_version, load_json
-from qkv.errors import InputError, first_line
+from qkv.errors import refusing
 from qkv_lab import log, settings
 from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import Verdict
@@ -87,7 +87,7 @@ def key(*of: Setting) -> str:
 
 def load(file: Path) -> dict[str, Any]:
     """The contents of a result file; `InputError` if it is missing or is no result of an experiment."""
-    try:
+    with refusing(f"out: no result of an experiment in {file} ({{}})"):
         found = load_json(file)
         check_version(found, VERSION)
         missing = ENTRIES.keys() - set(found)
@@ -102,9 +102,7 @@ def load(file: Path) -> dict[str, Any]:
                 Outcome(**row)
         if wrong:
             raise ValueError(f"{wrong[0]} is not what an experiment writes")
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise InputError(f"out: no result of an experiment in {file} ({first_line(error)})") from error
-    return dict(found)
+        return dict(found)
 
 
 def seconds_in(found: Mapping[str, Any]) -> float:

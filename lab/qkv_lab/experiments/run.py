@@ -16,7 +16,7 @@ import torch
 from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import load_json
-from qkv.errors import InputError, first_line
+from qkv.errors import InputError, refusing
 from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import ERROR, UNSEEN, Verdict
 from qkv_lab.experiments.record import conclusion_fields, described, key, load, rounded, seconds_in, text_of
@@ -81,20 +81,17 @@ def run(
         raise InputError(f"seeds is {seeds}, expected at least 2: one seed has no interval")
     made = experiment(name) if isinstance(name, str) else name
     out = Path(out)
-    try:
-        with _only_writer(out):
-            part = out / f"{made.name}.json.part"
-            rows = _measured(made, 1 if quick else seeds or made.seeds, quick, part, out / RUNS, jobs, progress)
-            variants: dict[str, list[Outcome]] = {}
-            for row in rows:
-                for variant, entries in row.items():
-                    variants.setdefault(variant, []).append(Outcome(**entries))
-            results = Results(variants, quick)
-            found = _write(made, out, results, described(made, results, len(rows), jobs))
-            part.unlink(missing_ok=True)
-            return found
-    except OSError as error:
-        raise InputError(f"out: cannot write to {out} ({error.strerror})") from error
+    with refusing(f"out: cannot write to {out} ({{}})", OSError), _only_writer(out):
+        part = out / f"{made.name}.json.part"
+        rows = _measured(made, 1 if quick else seeds or made.seeds, quick, part, out / RUNS, jobs, progress)
+        variants: dict[str, list[Outcome]] = {}
+        for row in rows:
+            for variant, entries in row.items():
+                variants.setdefault(variant, []).append(Outcome(**entries))
+        results = Results(variants, quick)
+        found = _write(made, out, results, described(made, results, len(rows), jobs))
+        part.unlink(missing_ok=True)
+        return found
 
 
 def redraw(name: str | Experiment, out: str | Path) -> Result:
@@ -106,10 +103,8 @@ def redraw(name: str | Experiment, out: str | Path) -> Result:
     made = experiment(name) if isinstance(name, str) else name
     kept = load(Path(out) / f"{made.name}.json")
     rows = {v: [Outcome(**row) for row in kept["variants"][v]["results"]] for v in kept["variants"]}
-    try:
+    with refusing(f"out: cannot write to {out} ({{}})", OSError):
         return _write(made, Path(out), Results(rows, kept["quick"], kept.get("level", 1 - ERROR)), kept)
-    except OSError as error:
-        raise InputError(f"out: cannot write to {out} ({error.strerror})") from error
 
 
 @contextmanager
@@ -150,15 +145,11 @@ def read_part(path: Path) -> dict[str, Rows]:
     """The seeds that an interrupted call has measured, by a name that changes with the settings of their runs."""
     if not path.exists():
         return {}
-    try:
+    with refusing(f"out: cannot read {path} ({{}}); delete it to measure its runs again"):
         found = load_json(path)["seeds"]
         for row in (row for rows in found.values() for row in rows.values()):
             Outcome(**row)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"out: cannot read {path} ({first_line(error)}); delete it to measure its runs again"
-        ) from error
-    return dict(found)
+        return dict(found)
 
 
 def _measured(
