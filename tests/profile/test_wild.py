@@ -19,7 +19,7 @@ import torch
 from test_watch import OF_WHOLE_FORWARDS, causal_lm, same, tokens, whole
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, OpenAIGPTConfig, OpenAIGPTLMHeadModel, StaticCache
 
 import hf_models as hf
 import hf_zoo
@@ -359,6 +359,15 @@ def test_forwards_besides_a_generation_are_not_what_it_returned(beams: int) -> N
     names = watched.profile().data["query_token"].values
     for text, out in zip(watched.profile().attrs["returned"], outs, strict=True):
         assert [int(x) for x in names[text] if x] == out[0, :-1].tolist()
+
+
+def test_a_cache_that_the_model_does_not_use_joins_no_texts() -> None:
+    config = OpenAIGPTConfig(vocab_size=97, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    model = OpenAIGPTLMHeadModel(config).eval()
+    with qkv.watch(model) as watched:
+        out = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    assert watched.profile().attrs["returned"] == [4, 5]
+    same(watched.profile(2), whole(model, out[:, :-1]), but=set())
 
 
 # --- runs that end in another way -------------------------------------------------------------------------------------
