@@ -363,6 +363,9 @@ def test_weights_that_an_unknown_function_returns_are_recorded(registered: Calla
         torch.testing.assert_close(record.statistics.row_sum, w.sum(-1), atol=1e-5, rtol=1e-5)
         entropy = -(share * share.clamp(min=1e-30).log()).sum(-1)
         torch.testing.assert_close(record.statistics.entropy, entropy, atol=1e-4, rtol=0)
+    with qkv.watch(model) as watched:
+        assert torch.equal(model(**hf.inputs("llama"))[0], want)
+    assert watched.profile().attrs["sources"] == observer.sources
 
 
 @torch.no_grad()

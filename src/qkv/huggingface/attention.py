@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from qkv import biases
 from qkv._packages import check_tested, require
+from qkv.compat import autocast_dtype
 from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.kernels import opaque, serve
@@ -77,6 +78,8 @@ def call_of(
                 f"{argument} is {_brief(passed)}, which {name} passes to its attention; expected only arguments that "
                 "qkv supports"
             )
+    if (dtype := autocast_dtype(query)) is not None:  # as for torch's attention: rotary leaves q and k in float32
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     mask, bias, keys = read_mask(attention_mask, query.shape[2], key.shape[2])
     if attention_mask is None and query.shape[2] > 1:  # `lazy_mask` is never None: it is dense unless stated otherwise
         causal = others.get("is_causal")
@@ -485,11 +488,8 @@ def attend(
     **arguments: Any,
 ) -> tuple[Float[Tensor, "b nq h dv"], Float[Tensor, "b h nq nk"] | None]:
     """The attention function for transformers. It also returns the weights if `output_attentions` is set."""
-    device = query.device.type
-    if torch.is_autocast_enabled(device):  # cast as for torch's attention: rotary leaves q and k in float32
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    with torch.autocast(device, enabled=False):  # the kernels use float32 where they need it
-        call, _ = call_of(module, type(module).__name__, query, key, value, attention_mask, **arguments)
+    call, _ = call_of(module, type(module).__name__, query, key, value, attention_mask, **arguments)
+    with torch.autocast(query.device.type, enabled=False):  # the kernels use float32 where they need it
         result = serve(call, weights=bool(arguments.get("output_attentions")))
     return result.out.transpose(1, 2).contiguous(), result.weights
 

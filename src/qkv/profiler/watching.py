@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -65,7 +66,14 @@ class Watched:
         unrecorded = self._texts.unrecorded
         chosen = self.sequences if sequence is None else self.sequences[sequence]
         chosen = chosen if isinstance(chosen, list) else [chosen]
-        chosen = [s for s in chosen if s.layers]
+        every = {s: s.places for s in chosen if s.layers}
+        whole = set().union(*every.values())
+        ended = {s: {x for x in whole - own if x[0] in {group for group, _, _ in own}} for s, own in every.items()}
+        chosen = [s for s, missing in ended.items() if not missing]
+        left_out = {
+            f"sequence {self.sequences.index(s)}": f"it did not reach {min(missing)[1]}, and profile(…) has it alone"
+            for s, missing in ended.items() if missing
+        }  # fmt: skip
         if not chosen:
             missing = "; ".join(f"{where}: {reason}" for where, reason in unrecorded.items())
             raise InputError(
@@ -74,8 +82,8 @@ class Watched:
             )
         with self._texts.measuring():
             groups = datasets([self._recorded(s) for s in chosen], self._tokenizer, self._measures.local_window)
-        if unrecorded:
-            missing = "; ".join(f"{where}: {reason}" for where, reason in unrecorded.items())
+        if found := unrecorded | left_out:
+            missing = "; ".join(f"{where}: {reason}" for where, reason in found.items())
             warnings.warn(f"not recorded: {missing}", stacklevel=2)
         before = [sum(s.items for s in chosen[:i]) for i in range(len(chosen))]
         ids = chosen[0].ids(chosen[0].source or chosen[0].target)
@@ -116,35 +124,43 @@ def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int
     Args:
         ids: (b, n), padded at the end.
         texts: gets a copy of a text as it was, where the model has read on.
-        sequences: what was read meanwhile.
+        sequences: what was read meanwhile, also by other threads and by functions that call the model besides.
         pad: ids of tokens that may be padding.
     """
-    for sequence in sequences[-1:]:
-        if not any(part.ndim == 1 for part in sequence.read):
+    ids, beams = ids.cpu(), [s for s in sequences if any(part.ndim == 1 for part in s.read)]
+    if not beams:
+        begin = [s for s in sequences if (x := s.ids(s.read)) is not None and torch.equal(x, ids[:, : x.shape[1]])]
+        begin = begin or (sequences if len(sequences) == 1 else [])
+        for sequence in sorted(begin, key=lambda s: -s.tokens)[:1]:
             yield from ((sequence, i) for i in range(min(len(ids), sequence.items)))
-            continue
-        found: dict[tuple[int, int], Sequence] = {}
-        for row in ids.cpu():
-            n = len(row)
-            while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
-                n -= 1
-            for length in range(len(row) - 1, max(0, n - 3), -1):  # the last token is not read
-                read = sequence.at(length)
-                same = [] if read is None or read.shape[1] != length else (read == row[:length]).all(1).nonzero()
-                if len(same):
-                    item = int(same[0])
-                    if length == sequence.tokens:
-                        now = sequence.ids(sequence.read)
-                        final = [] if now is None else (now == row[:length]).all(1).nonzero().tolist()
-                        if final:
-                            yield sequence, final[0][0]
-                            break
-                    if (length, item) not in found and (copy := sequence.as_of(length, item)) is not None:
-                        found[length, item] = copy
-                        texts.sequences.append(copy)
-                    if (length, item) in found:
-                        yield found[length, item], 0
-                    break
+    found: dict[tuple[int, int, int], Sequence] = {}
+    for number, row in enumerate(ids if beams else ()):
+        n = len(row)
+        while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
+            n -= 1
+        lengths = range(len(row) - 1, max(0, n - 3), -1)  # the last token is not read
+        for length, sequence in itertools.product(lengths, reversed(beams)):
+            read = sequence.at(length)
+            if read is None or read.shape[1] != length:
+                continue
+            sources = sequence.sources_read  # those of a decoder may begin alike, and its beams stay with their source
+            mine = torch.arange(len(read)) * sources // len(read) == number * sources // len(ids)
+            same = ((read == row[:length]).all(1) & mine).nonzero()
+            if len(same):
+                item = int(same[0])
+                if length == sequence.tokens:
+                    now = sequence.ids(sequence.read)
+                    final = [] if now is None else ((now == row[:length]).all(1) & mine).nonzero().tolist()
+                    if final:
+                        yield sequence, final[0][0]
+                        break
+                key = id(sequence), length, item
+                if key not in found and (copy := sequence.as_of(length, item)) is not None:
+                    found[key] = copy
+                    texts.sequences.append(copy)
+                if key in found:
+                    yield found[key], 0
+                break
 
 
 @contextmanager
@@ -214,14 +230,15 @@ def _generating(model: nn.Module, texts: Texts, returned: list[tuple[Sequence, i
         return nullcontext()
 
     def generate(*args: Any, **named: Any) -> Any:
-        before = len(texts.sequences)
+        before = {id(s): s.reads for s in texts.sequences}
         made = own(*args, **named)
         ids = getattr(made, "sequences", made)
         if isinstance(ids, Tensor) and ids.ndim == 2:
-            config: Any = model.generation_config
-            ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-            pad = {x for x in (config.pad_token_id, *ends) if x is not None}
-            returned.extend(_returned(ids, texts, texts.sequences[before:], pad))
+            config: Any = named.get("generation_config") or model.generation_config
+            pad, ends = (named.get(name, getattr(config, name)) for name in ("pad_token_id", "eos_token_id"))
+            padding = {x for x in (pad, *(ends if isinstance(ends, list) else [ends])) if x is not None}
+            read = [s for s in texts.sequences if s.reads != before.get(id(s))]
+            returned.extend(_returned(ids, texts, read, padding))
         return made
 
     return overridden(model, {"generate": generate})

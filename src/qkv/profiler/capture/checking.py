@@ -183,8 +183,9 @@ class Checks(list[Checked]):
         if self or result.lse is None:
             return
         if SDPA not in self.known:
+            made = own()  # under the autocast of the user
             with unwatched():
-                self.known[SDPA] = compared(name, SDPA, own(), result.out, result.lse > -torch.inf)
+                self.known[SDPA] = compared(name, SDPA, made, result.out, result.lse > -torch.inf)
         self.append(self.known[SDPA])
 
     def of_function(

@@ -249,6 +249,13 @@ def joined(parts: list[xr.Dataset]) -> xr.Dataset:
     """Concatenate data sets along `text`; shorter texts are padded with NaN and empty names."""
     if len(parts) == 1:
         return parts[0]
+    for part in parts[1:]:
+        if "module" in part.coords and list(part["module"].values) != list(parts[0]["module"].values):
+            have = [", ".join(map(str, one["layer"].values)) for one in (parts[0], part)]
+            raise InputError(
+                f"model attends in layers {have[0]} of the group for one text, and in {have[1]} for another; expected "
+                "the same layers, or a profile of each"
+            )
     common = set.intersection(*({str(name) for name in part.data_vars} for part in parts))
     parts = [part.drop_vars([name for name in part.data_vars if name not in common]) for part in parts]
     longest = {dim: max(part.sizes[dim] for part in parts) for dim in parts[0].dims if dim in PADDED}
@@ -261,4 +268,5 @@ def joined(parts: list[xr.Dataset]) -> xr.Dataset:
         for part in parts
     ]
     found = xr.concat(padded, "text", data_vars="all", coords="minimal", compat="override", join="exact")
-    return found.set_coords(names).assign_attrs(parts[0].attrs)
+    causal = {"causal": all(part.attrs["causal"] for part in parts)} if "causal" in parts[0].attrs else {}
+    return found.set_coords(names).assign_attrs(parts[0].attrs | causal)

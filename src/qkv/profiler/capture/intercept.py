@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,10 +39,18 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile("softmax", re.IGNORECASE)
 
 
-def unwatched() -> AbstractContextManager[object]:
-    """Inside, torch's functions are called directly: passing them through an `Intercept`, which only needs those of
-    the model, takes longer than most of them take on short texts."""
-    return torch._C.DisableTorchFunction()
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, torch's functions are called directly, and without the autocast of the user.
+
+    Passing them through an `Intercept`, which only needs those of the model, takes longer than most of them take on
+    short texts.
+    """
+    with torch._C.DisableTorchFunction(), ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 NO_HEADS = "it has no attribute num_heads; set one"

@@ -46,6 +46,7 @@ from qkv.statistics import PrefixSinkScores
 from qkv.statistics.measure import sweep
 
 T = TypeVar("T")
+_CALL = nn.Module._call_impl.__code__  # calls the hooks of a module and its forward
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Run:
     intercept: Intercept | None = None
     sequences: Sequences = field(default_factory=Sequences)
     forward: Forward | None = None  # whose text is known
+    outer: Run | None = None  # the run inside of which a hook has called the model
 
 
 @dataclass(eq=False)
@@ -168,7 +170,8 @@ class Observer:
                     raise wrong from error
                 self.unreadable[name] = str(wrong)
                 return returned
-            self.intercepted(name, "returned", of_weights(weights))
+            call = of_weights(weights)
+            self.intercepted(name, "returned", call, call.v[:, :, :0] if self.beside else None)
             return returned
         self.sources[name] = "interface"
         mine = Result(out.transpose(1, 2), None)
@@ -228,6 +231,8 @@ class Observer:
         """Called at the start of a module's forward."""
         if self.foreign():
             return
+        if self.names[id(module)] in self.run.running and torch._C._current_graph_task_id() < 0:
+            self._runs_again(module)
         run = self.run
         if module is self.model and not self.beside and len(self.inputs) < 2:
             self.inputs.append((args, named))
@@ -239,7 +244,8 @@ class Observer:
             if self.texts is not None:
                 self.begins(module, arguments_of(module, args, named))
             known = bool(self.fired) and not {"sdpa", "softmax"} & set(self.sources.values())
-            if self.beside and not known and not self._skips():  # reading every torch function takes time
+            known |= run.outer is not None or self._skips()
+            if self.beside and not known:  # reading every torch function takes time
                 run.opened.enter_context(self.intercept())
         self.ran.add(id(module))
         run.running.append(self.names[id(module)])
@@ -257,6 +263,37 @@ class Observer:
                 run.steps.clear()
                 run.opened.close()
                 self.ends(module, output)
+                if run.outer is not None:
+                    self.runs[threading.get_ident()] = run.outer
+
+    def _runs_again(self, module: nn.Module) -> None:
+        """A module begins that is running: inside itself, called by a hook; or it was interrupted from the keyboard."""
+        frame, calls = sys._getframe(2), 0
+        while frame is not None:
+            calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+            frame = frame.f_back  # type: ignore[assignment]
+        if calls < 2:
+            self.interrupted()
+        elif not self.beside:
+            raise InputError(
+                f"model runs {self.names[id(module)]} inside of itself, such as in a hook; expected one forward, or "
+                "qkv.watch, which records both"
+            )
+        else:
+            run = self.run
+            again = Run(sequences=self.sequences, intercept=run.intercept, outer=run)
+            self.runs[threading.get_ident()] = again
+
+    def interrupted(self) -> None:
+        """What runs in this thread has ended, though torch has called no hook."""
+        run = self.run
+        while run.running or run.outer is not None:
+            run.running.clear()
+            run.steps.clear()
+            run.opened.close()
+            if run.forward is not None and isinstance(run.forward.owner, nn.Module):
+                self.ends(run.forward.owner, None)
+            run = self.runs[threading.get_ident()] = run.outer or run
 
     def begins(self, owner: Any, batch: Mapping[str, Any]) -> None:
         """A forward begins: find the text that it reads. It may be part of another forward, which reads the text."""
@@ -622,6 +659,7 @@ def _hooked(observer: Observer) -> Iterator[None]:
             if not name or not observer.routed or name in observer.around:
                 hooks.enter_context(module.register_forward_pre_hook(observer.enter, prepend=True, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+        hooks.callback(observer.interrupted)
         yield
 
 

@@ -72,6 +72,18 @@ class Sequence:
         """The tokens of the text that grows."""
         return self.target if self.two else self.source
 
+    @property
+    def sources_read(self) -> int:
+        """The number of texts or sounds of the encoder."""
+        read = [len(x) for x in self.source] if self.two else []
+        made = [len(x.made.statistics.entropy) for x in self.layers.values() if x.group == "encoder" and x.made]
+        return max(read + made, default=1)
+
+    @property
+    def places(self) -> set[tuple[str, str, int]]:
+        """Group, module and number of the layers in which the text attended to itself."""
+        return {(x.group, x.module, x.number) for x in self._chosen(None) if x.group in OF_TEXT}
+
     # --- what a forward reads -----------------------------------------------------------------------------------------
 
     def reads_tokens(self, n: int, batch: int) -> None:

@@ -259,8 +259,9 @@ class Texts:
             raise reason
         found, known = stored(cache), self.sequence_of(cache)
         if known is not None:
-            if known.held and not found:
-                del self._followed[id(cache)]  # it was reset
+            holds = getattr(cache, "get_seq_length", None)  # of transformers
+            if not found and (known.held or (holds is not None and not holds())):
+                del self._followed[id(cache)]  # it was reset, or the model does not use it
                 return None
             known.follow(found, positions)
             return known
