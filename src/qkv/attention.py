@@ -19,7 +19,7 @@ from qkv._plan import Plan, plan
 from qkv.biases import Bias
 from qkv.compat import Form, composition_of
 from qkv.engine.call import A, Call, Result, dot_softmax
-from qkv.engine.sizes import LARGEST_HEAD, readable
+from qkv.engine.sizes import LARGEST_HEAD, dense, readable
 from qkv.engine.tiles import all_finite
 from qkv.engine.transforms import transformed, transforming
 from qkv.errors import InputError
@@ -210,11 +210,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
     """Make one call of torch's SDPA, or None if its result might differ; `Call.of` reports wrong arguments."""
     if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type in ("cpu", "cuda") for x in (q, k, v)):
         return None
+    if not dense(q, k, v):
+        return None
     (b, h, n_queries, d), (_, hkv, n_keys, _) = q.shape, k.shape
     if q.is_cuda and (n_keys < SHORT or d > LARGEST_HEAD or q.dtype not in (torch.bfloat16, torch.float16)):
         return None  # on a card torch chooses between libraries, all of linear memory for these
     fits = k.shape == v.shape and k.shape[0] == b and k.shape[3] == d and h % max(hkv, 1) == 0
-    if not fits or 0 in q.shape or 0 in k.shape or not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+    if not fits or 0 in q.shape or 0 in k.shape or not q.dtype == k.dtype == v.dtype:
+        return None
+    if not q.is_floating_point() or q.dtype.itemsize < 2:
         return None
     if (causal and n_queries not in (1, n_keys)) or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -228,8 +228,8 @@ class TensorBias(SingleTensorBias):
     """
 
     form = "tensor"
-    tensor: Float[Tensor, "..."]
-    ndim: int = field(init=False, repr=False)  # number of dimensions of the tensor as passed
+    tensor: Float[Tensor, "..."]  # as passed, so that a module finds the parameter; (#b, #h, #nq, #nk) if bound
+    depends_on_query = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or not self.tensor.dtype.is_floating_point:
@@ -241,14 +241,19 @@ class TensorBias(SingleTensorBias):
             raise InputError(
                 f"bias has {self.tensor.ndim} dimensions, expected (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk)"
             )
-        object.__setattr__(self, "ndim", self.tensor.ndim)
-        object.__setattr__(self, "tensor", self.tensor[(None,) * (4 - self.tensor.ndim)])
 
     def check(self, grid: Grid) -> None:
-        check_pairs("bias", self.ndim, self.tensor, grid)
+        check_pairs("bias", self.tensor.ndim, self._pairs, grid)
+
+    @property
+    def _pairs(self) -> Float[Tensor, "#b #h #nq #nk"]:
+        return self.tensor[(None,) * (4 - self.tensor.ndim)]
+
+    def bound(self, q: Tensor, grid: Grid, scale: float) -> TensorBias:
+        return self if self.tensor.ndim == 4 else TensorBias(self._pairs)
 
     def tile(self, region: Region) -> Tensor:
-        return region.of(self.tensor)
+        return region.of(self._pairs)
 
     def part(self, region: Region) -> TensorBias:
         return TensorBias(region.of(self.tensor))

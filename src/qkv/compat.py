@@ -7,7 +7,7 @@ Inputs are tensors or NumPy arrays of shape (batch, heads, length, head_dim), (b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qkv import masks
 from qkv.biases import Bias, TensorBias
-from qkv.engine.call import Result, as_biases, as_mask
+from qkv.engine.call import Result, as_biases, as_mask, tensor_of
 from qkv.errors import InputError, nearest
 from qkv.masks import Mask, from_sdpa
 from qkv.scores import Dot, Score
@@ -131,7 +131,8 @@ def composition_of(
 ) -> dict[str, Any]:  # fmt: skip
     """Return mask, bias and score with torch's arguments of attention added; other names are refused."""
     refuse_unknown(function, {name: x for name, x in names.items() if name not in TORCH})
-    attn_mask, is_causal, scale, blocked = (names.get(name) for name in TORCH)
+    given: Iterator[Any] = (tensor_of(name, x) if isinstance(x := names.get(name), np.ndarray) else x for name in TORCH)
+    attn_mask, is_causal, scale, blocked = given
     mask = with_blocked(mask, blocked)
     if scale is not None:
         if score is not None:
@@ -173,7 +174,7 @@ class Form:
             arrays = [isinstance(x, np.ndarray) for x in given]
             if any(arrays) and not all(arrays):
                 raise InputError("q, k and v mix tensors and NumPy arrays, expected all of one type")
-            tensors = [torch.from_numpy(x) if array else x for x, array in zip(given, arrays, strict=True)]
+            tensors = [tensor_of(name, x) for name, x in zip("qkv", given, strict=False)] if all(arrays) else [*given]
             sizes = {x.ndim if isinstance(x, Tensor) else 4 for x in tensors}
             ndim = sizes.pop() if len(sizes) == 1 else 4  # `Call.of` rejects mixed shapes
             if ndim in (2, 3):

@@ -148,8 +148,9 @@ def apply_bias(
         case biases.SoftCap(cap):
             return cap * math.tanh(score / cap)
         case biases.TensorBias(tensor):
-            where = tuple(x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True))
-            return score + float(tensor.detach()[where])
+            pairs = tensor.detach()[(None,) * (4 - tensor.ndim)]
+            where = tuple(x if size > 1 else 0 for x, size in zip((b, h, i, j), pairs.shape, strict=True))
+            return score + float(pairs[where])
         case biases.ByDistance(tensor):
             return score + float(tensor.detach()[h if len(tensor) > 1 else 0, i - j + n_keys - 1])
         case biases.ALiBi(slopes):

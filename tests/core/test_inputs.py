@@ -6,6 +6,7 @@ Bad input raises `InputError` in one line that names the argument.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,18 @@ def test_numpy_inputs_give_numpy_results(shape: tuple[int, ...]) -> None:
         attend(x, x, torch.from_numpy(x))
     with refused("k" if x.ndim == 4 else "q", "shape"):
         attend(x, x[0], x)
+
+
+def test_layouts_of_arrays_change_the_result_or_are_refused() -> None:
+    q, k, v = (x.numpy() for x in rand(3, 9, 8))
+    visible = np.tril(np.ones((9, 9), dtype=bool))
+    expected = attend(q, k, v, mask=visible)
+    foreign, constant = q.astype(q.dtype.newbyteorder(">")), v.copy()
+    constant.flags.writeable = False
+    backwards = k[::-1].copy()[::-1]
+    for hidden in ({"mask": visible}, {"attn_mask": visible}, {"blocked": ~visible}):
+        with warnings.catch_warnings(action="error"):
+            assert np.array_equal(attend(foreign, backwards, constant, **hidden), expected)
 
 
 def test_numpy_inputs_under_autocast_give_the_numbers_of_tensors() -> None:
@@ -193,6 +206,11 @@ TENSORS = [
     (Q.float(), K, V, "q", "dtype or device"),
     (Q, K, V.half(), "q", "dtype or device"),
     (Q, K, V.to("meta"), "q", "dtype or device"),
+    (*(x[..., :0] for x in (Q, K, V)), "q", "at least 1"),
+    (*(x.to(torch.float8_e4m3fn) for x in (Q, K, V)), "q", "float8"),
+    (*(x.float().to_sparse() for x in (Q, K, V)), "q", "dense"),
+    (*(torch.nested.nested_tensor([*x.float()], layout=torch.jagged) for x in (Q, K, V)), "q", "nested"),
+    (*(x.numpy().astype(object) for x in (Q, K, V)), "q", "object"),
 ]
 
 

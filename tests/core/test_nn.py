@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qkv
 from conftest import close, rand, refused
 from qkv import Attention, masks, normalizers, scores
-from qkv.biases import T5Bias
+from qkv.biases import T5Bias, TensorBias
 from qkv.nn import (
     Composition,
     FeedForward,
@@ -158,6 +158,34 @@ def test_learned_tensors_of_a_composition_are_parameters() -> None:
         copied.composition.score_weight.zero_()
     assert not torch.allclose(copied(x), layer(x))  # the copy's own
     assert layer.float()(x.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(9, 9), (6, 9, 9), (1, 6, 9, 9)])
+def test_a_learned_tensor_of_pairs_is_not_trained(shape: tuple[int, ...]) -> None:
+    pairs = nn.Parameter(rand(*shape))
+    layer = layer_of(24, 6, attention=Attention(bias=TensorBias(pairs)))
+    assert dict(layer.named_parameters())["composition.bias_tensor"] is pairs
+    layer = copy.deepcopy(layer)
+    q, k, v = rand(3, 2, 6, 9, 4)
+    out = layer.composition(q, k, v)
+    own = dict(layer.composition.named_parameters())["bias_tensor"]
+    expected = ((q @ k.mT / 2 + own).softmax(-1)) @ v
+    close(out, expected)
+    for one, other in zip(*(torch.autograd.grad(x.square().sum(), own) for x in (out, expected)), strict=True):
+        close(one, other)
+
+
+def test_a_module_holds_a_learned_tensor_that_it_does_not_train() -> None:
+    class Scaled(scores.Product):
+        def __init__(self) -> None:
+            self.by_name = {"scale": nn.Parameter(rand(4))}
+
+        def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            return q * self.by_name["scale"], k
+
+    for score in (scores.Concat(nn.Parameter(rand(4, 8)), rand(4), query_size=4), Scaled()):
+        with refused("attention"):
+            Composition(Attention(score=score))
 
 
 # --- others -----------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from typing_extensions import TypeVar
 
 from qkv._contract import overrides, unlisted_tensor
 from qkv.biases import Bias, TensorBias
-from qkv.engine.sizes import readable
-from qkv.errors import InputError, kind_of
+from qkv.engine.sizes import dense, readable
+from qkv.errors import InputError, kind_of, refusing
 from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.base import mask_of_part
 from qkv.masks.convert import block_visibility
@@ -326,9 +326,14 @@ def zero_masked_nonfinite(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+        if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.dtype.itemsize < 2:
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"{name} is {kind}, expected a float tensor (batch, heads, length, head_dim)")
+            raise InputError(f"{name} is {kind}, expected floats of 16 bits or more (batch, heads, length, head_dim)")
+        if not dense(x):
+            raise InputError(
+                f"{name} is a {'nested tensor' if x.is_nested else x.layout}, expected a dense one; pack texts of "
+                "several lengths into one and pass mask=qkv.masks.Document(ids)"
+            )
         if x.ndim != 4:
             raise InputError(
                 f"{name} has shape {tuple(x.shape)}, expected (batch, heads, length, head_dim), or q, k and v of "
@@ -458,6 +463,15 @@ def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
     return tuple(biases)
 
 
+def tensor_of(name: str, array: np.ndarray) -> Tensor:
+    """Return an array as a tensor: on its memory, or a copy if it is read-only, reversed or of another byte order."""
+    steps = [step < 0 or step % max(array.itemsize, 1) for step in array.strides]
+    if any(steps) or not (array.flags.writeable and array.dtype.isnative):
+        array = np.array(array, array.dtype.newbyteorder("="), order="C")
+    with refusing(f"{name} is an array of {array.dtype}, expected numbers of a type that torch has", TypeError):
+        return torch.from_numpy(array)
+
+
 METHODS = dict.fromkeys(("visible", "check", "classify", "band")).keys()  # of masks, in the order of their mention
 
 
@@ -475,8 +489,7 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
         return mask
     if isinstance(mask, type) and issubclass(mask, Mask):
         raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")
-    tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
-    dense = Dense(tensor)
+    dense = Dense(tensor_of("mask", mask) if isinstance(mask, np.ndarray) else mask)
     if (how := inverted(dense.tensor)) is not None:
         raise InputError(
             f"mask is {how}, as where True means masked, but in qkv True means may attend; expected ~mask, or "

@@ -60,6 +60,11 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def dense(*tensors: Tensor) -> bool:
+    """Return whether tensors are neither sparse nor nested."""
+    return all(x.layout == torch.strided and not x.is_nested for x in tensors)
+
+
 def recorded() -> bool:
     """Return whether torch.compile, torch.export or torch.jit.trace records: numbers cannot be read."""
     return torch.compiler.is_compiling() or torch._C._is_tracing()

@@ -35,10 +35,12 @@ def transformed(call: Call) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in call.tensors().values())
 
 
-def mapped() -> bool:
-    """Return whether torch.func.vmap is among the active transforms."""
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
+def mapped(call: Call) -> bool:
+    """Return whether torch.func.vmap maps a tensor of the call, and not its tangents alone, as in jacfwd."""
+    functorch, tensors = torch._C._functorch, [*call.tensors().values()]
+    while tensors and not any(map(functorch.is_batchedtensor, tensors)):
+        tensors = [functorch.get_unwrapped(x) for x in tensors if functorch.is_functorch_wrapped_tensor(x)]
+    return bool(tensors)
 
 
 Need = Literal[

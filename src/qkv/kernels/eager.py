@@ -18,7 +18,7 @@ OFFERS: tuple[Need, ...] = tuple(NEEDS)
 
 def unsupported_reason(call: Call) -> str | None:
     """Return why this kernel cannot serve the call, or None if it can."""
-    if mapped():
+    if mapped(call):
         return "torch.func.vmap maps it; put the mapped dimension into the batch or the heads"
     solved = isinstance(call.normalizer, SumToOne) and not call.normalizer.has_lse
     if transformed(call) and solved:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkv._contract import Definition
+from qkv._contract import Definition, learned_tensors
 from qkv.attention import Attention, compute
 from qkv.compat import INPUTS, SIZES, renamed, with_blocked
 from qkv.engine import as_mask
@@ -60,6 +60,14 @@ class Composition(nn.Module):
             else:
                 self._places[name] = place
                 self.register_parameter(name, learned)
+        held = set(map(id, self.parameters()))
+        for name, x in learned_tensors(attention).items():
+            if id(x) not in held and (isinstance(x, nn.Parameter) or not x.is_leaf):
+                raise InputError(
+                    f"attention has the learned tensor {name}, which a module cannot register: it is computed from "
+                    "another, or held in a dictionary or an object; expected an nn.Parameter that is an attribute of a "
+                    "part of the composition, and the parts of a concatenated weight as Additive(vector, w_q, w_k)"
+                )
 
     @property
     def attention(self) -> Attention:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qkv.biases import Bias
 from qkv.compat import Form, refuse_unknown
-from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax
+from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax, tensor_of
 from qkv.engine.level import sink_weight
 from qkv.engine.sharded import RingAccumulator, Shared, blocks, positions
 from qkv.engine.tiles import Group, Tile
@@ -452,7 +452,7 @@ class _Form(Form):
                 array = array.astype(np.float32)
             if array.dtype.kind != "f":
                 raise InputError(f"w is {array.dtype}, expected weights in floating point")
-            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+            tensor = tensor_of("w", array)
         if tensor.ndim not in (2, 3, 4) or 0 in tensor.shape:
             raise InputError(
                 f"w has shape {tuple(tensor.shape)}, expected the weights of one layer: (b, h, nq, nk), (h, nq, nk) "
