@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkv._contract import Definition, check_by_head, gradients_of, learned_tensors, overrides, require
+from qkv._contract import Definition, check_by_head, learned_tensors, overrides, require
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Region
 from qkv.masks.base import check_pairs
@@ -49,7 +49,7 @@ class Bias(Definition):
     (2.0, 1.0)
     """
 
-    definitions: ClassVar = {"apply": ("at", "gradients", "position_free", "by_head", "part", "form")}
+    definitions: ClassVar = {"apply": ("at", "position_free", "by_head", "part", "form")}
     position_free = False
     """Whether the bias depends on the score alone, not on the positions of its query and key."""
     by_head = True
@@ -90,14 +90,6 @@ class Bias(Definition):
         raise InputError(f"{type(self).__name__}: no method apply(scores, region)")
 
     # --- optional shortcuts; a subclass that overrides `apply` loses the inherited ones -------------------------------
-
-    def gradients(
-        self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
-        """Return gradients of Σ slope · apply(before) with respect to the scores `before` and to `learned`."""
-        before = before.detach().requires_grad_()
-        with torch.enable_grad():
-            return gradients_of(self.apply(before, region), (before, *learned), slope)
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Return the score of query i (its row, not its position) and key j with the bias, as a ``score_mod``.
@@ -155,11 +147,7 @@ class AdditiveBias(Bias):
     [0.7310585975646973, 0.2689414322376251]
     """
 
-    definitions: ClassVar = {
-        "tile": (
-            "at", "gradients", "by_head", "part", "form", "tensors", "with_tensors", "add_gradient",
-        )
-    }  # fmt: skip
+    definitions: ClassVar = {"tile": ("at", "by_head", "part", "form", "tensors", "with_tensors", "add_gradient")}
     add_gradient: Callable[[Tensor, Region, Tensor], None] | None = None
     """``add_gradient(total, region, slope)`` adds the gradient of the bias's only tensor to `total`, of its shape."""
 
@@ -188,15 +176,6 @@ class AdditiveBias(Bias):
 
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
         return scores + self.added(region).to(scores)
-
-    def gradients(
-        self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
-        if not learned:
-            return (slope,)
-        with torch.enable_grad():
-            added = self.added(region)
-            return slope, *gradients_of(added, learned, slope.sum_to_size(added.shape))
 
 
 class SingleTensorBias(AdditiveBias):

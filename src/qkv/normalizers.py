@@ -65,13 +65,10 @@ class Normalizer(Definition):
         """Return `weight` of scores at the level of their rows, which a `Pointwise` normalizer does not have."""
         raise NotImplementedError
 
-    # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
+    # --- optional shortcuts of `SumToOne`: the same numbers, faster ---------------------------------------------------
 
     def slope_from_weights(self, weights: Scores) -> Scores:
-        """Return ∂ weight / ∂ score as a function of the weights, if they determine it.
-
-        A weight with a level must depend on score − level alone.
-        """
+        """Return ∂ weight / ∂ score as a function of the weights; only if a weight depends on score − level alone."""
         raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
 
     def level_of(self, scores: Scores) -> Float[Tensor, "*n"]:
@@ -122,11 +119,8 @@ class Pointwise(Normalizer):
     """
 
     definitions: ClassVar = {
-        "weight": (
-            "slope_from_weights", "log_weight", "is_identity", "nonnegative", "by_head", "zero_at_minus_infinity",
-            "tensors",
-        )
-    }  # fmt: skip
+        "weight": ("log_weight", "is_identity", "nonnegative", "by_head", "zero_at_minus_infinity", "tensors")
+    }
     is_identity = False
     """Whether the weights are the scores themselves: linear attention."""
     nonnegative = False
@@ -491,9 +485,6 @@ class Sigmoid(_OfScore):
     def weight(self, scores: Tensor) -> Tensor:
         return torch.sigmoid(scores)
 
-    def slope_from_weights(self, weights: Tensor) -> Tensor:
-        return weights * (1 - weights)
-
     def log_weight(self, scores: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(scores)
 
@@ -515,9 +506,6 @@ class EluPlusOne(_OfScore):
     def weight(self, scores: Tensor) -> Tensor:
         return torch.exp(scores.clamp(max=0)) + torch.relu(scores)
 
-    def slope_from_weights(self, weights: Tensor) -> Tensor:
-        return weights.clamp(max=1)
-
     def log_weight(self, scores: Tensor) -> Tensor:
         return torch.log1p(torch.relu(scores)) + scores.clamp(max=0)
 
@@ -535,9 +523,6 @@ class ReLU(_OfScore):
     def weight(self, scores: Tensor) -> Tensor:
         return torch.relu(scores)
 
-    def slope_from_weights(self, weights: Tensor) -> Tensor:
-        return (weights > 0).to(weights)
-
 
 @dataclass(frozen=True, eq=False)
 class Identity(_OfScore):
@@ -554,6 +539,3 @@ class Identity(_OfScore):
 
     def weight(self, scores: Tensor) -> Tensor:
         return scores
-
-    def slope_from_weights(self, weights: Tensor) -> Tensor:
-        return torch.ones_like(weights)
