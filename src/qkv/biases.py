@@ -1,7 +1,7 @@
 """Biases: functions of the score, applied after the score function and before the mask.
 
 Each bias maps a tile of scores to a tile of scores (`apply`). Several biases are passed as a tuple and apply in that
-order. An `AdditiveBias` adds a tensor (`tile`), which fused kernels support. Every call binds its biases (`bound`):
+order. An `AdditiveBias` adds a tensor (`tile`), which fused kernels support. Every call binds its biases (`bind`):
 those of this package then become tensors by pair, by distance, or by query and distance.
 """
 
@@ -65,7 +65,7 @@ class Bias(Definition):
     @property
     def depends_on_query(self) -> bool:
         """Whether the bias depends on the vector of the query."""
-        return overrides(self, Bias, "bound")
+        return overrides(self, Bias, "bind")
 
     def check(self, grid: Grid) -> None:
         """Raise `InputError` if the bias does not fit `grid`."""
@@ -74,7 +74,7 @@ class Bias(Definition):
         """Raise `InputError` if the bias is incomplete."""
         require(self, Bias, "apply", "scores, region", "the scores of a region of the matrix with the bias in them")
 
-    def bound(self, q: Float[Tensor, "b h nq d"], grid: Grid, scale: float) -> Bias:
+    def bind(self, q: Float[Tensor, "b h nq d"], grid: Grid, scale: float) -> Bias:
         """Return the bias for these projected queries on this grid; differentiable. `scale` is the factor of q·k."""
         return self
 
@@ -254,7 +254,7 @@ class ByDistance(SingleTensorBias):
 
     form = "distance"
     tensor: Float[Tensor, "h distances"]
-    n_keys: int | None = None  # set by `bound`
+    n_keys: int | None = None  # set by `bind`
     depends_on_query = False
 
     def part(self, region: Region) -> ByDistance:
@@ -272,9 +272,9 @@ class ByDistance(SingleTensorBias):
                 f"− 1) = {expected}"
             )
 
-    def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
-        wide = torch.promote_types(torch.promote_types(q.dtype, self.tensor.dtype), torch.float32)
-        return replace(self, tensor=self.tensor.to(q.device, wide), n_keys=grid.n_keys)
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
+        dtype = torch.promote_types(torch.promote_types(q.dtype, self.tensor.dtype), torch.float32)
+        return replace(self, tensor=self.tensor.to(q.device, dtype), n_keys=grid.n_keys)
 
     def span(self, region: Region) -> slice:
         """Return the entries of a region's distances, from its top right corner to its bottom left."""
@@ -423,13 +423,13 @@ class ALiBi(Bias):
         if self.slopes is not None:
             check_by_head("ALiBi: slopes", self.slopes, grid.heads)
 
-    def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
-        wide = torch.promote_types(q.dtype, torch.float32)
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
+        dtype = torch.promote_types(q.dtype, torch.float32)
         if self.slopes is not None:
-            return _alibi(self.slopes.to(q.device, wide), grid)
+            return _alibi(self.slopes.to(q.device, dtype), grid)
         other = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
         short = grid.n_queries > 1 and grid.heads * (grid.n_queries + grid.n_keys) <= LARGEST_TABLE
-        return _of_paper(grid, wide) if short and not other else _of_paper.__wrapped__(grid, wide)
+        return _of_paper(grid, dtype) if short and not other else _of_paper.__wrapped__(grid, dtype)
 
 
 LARGEST_TABLE = (
@@ -497,10 +497,10 @@ class T5Bias(Bias):
         if self.table.shape[1] != grid.heads:
             raise InputError(f"T5Bias: table has {self.table.shape[1]} columns for {grid.heads} query heads")
 
-    def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
         bucket = t5_bucket(distances(grid), len(self.table), self.max_distance, bidirectional=self.bidirectional)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return ByDistance(self.table.to(q.device, wide)[bucket].T.contiguous(), grid.n_keys)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return ByDistance(self.table.to(q.device, dtype)[bucket].T.contiguous(), grid.n_keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -546,10 +546,10 @@ class RelativePosition(Bias):
             if table is not None and table.ndim == 3 and len(table) != grid.heads:
                 raise InputError(f"RelativePosition: {name} has {len(table)} tables for {grid.heads} query heads")
 
-    def bound(self, q: Tensor, grid: Grid, scale: float) -> ByQuery:
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> ByQuery:
         if self.keys.shape[-1] != q.shape[3]:
             raise InputError(
                 f"RelativePosition: keys has vectors of {self.keys.shape[-1]} entries, expected {q.shape[3]} as in q"
             )
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return ByQuery(scale * q.to(wide) @ self.keys.to(q.device, wide).transpose(-1, -2), grid.offset)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return ByQuery(scale * q.to(dtype) @ self.keys.to(q.device, dtype).transpose(-1, -2), grid.offset)

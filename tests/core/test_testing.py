@@ -176,7 +176,7 @@ MASKS: list[tuple[str, Any]] = [
     ("visible: of a tile", bad(Even, visible=lambda self, region, grid: Causal().visible(region, grid))),
     ("factors: all", bad(Even, factors=lambda self: (Even(), Causal()))),
     ("alternatives: one", bad(Even, alternatives=lambda self: (Even(), Causal()))),
-    ("by_value: ", bad(Even, by_value=True)),  # but compared by identity
+    ("cacheable: ", bad(Even, cacheable=True)),  # but compared by identity
     ("check: called", bad(Even, check=refuses)),
 ]  # fmt: skip
 

@@ -85,9 +85,9 @@ def check_bias(
     with calling(bias, method_of(bias), "checked"):
         for size in chosen_sizes:
             bias.check(size.grid)
-        bound = exact.bound(q, first.grid, 0.5)
+        bound = exact.bind(q, first.grid, 0.5)
         if not isinstance(bound, Bias):
-            fail(bias, "bound", f"returned {type(bound).__name__}, expected a bias")
+            fail(bias, "bind", f"returned {type(bound).__name__}, expected a bias")
         bound.require()
     eps = _check_scores(exact, bound, first, q)
     plain = Composition(subject="bias", bias=bias, normalizer=Softmax(0.7), eps=eps)
@@ -121,7 +121,7 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
         one = replace(whole, heads=slice(size.heads - 1, size.heads))
         agree("by_head", _apply(bound, one.of(before), one), one.of(after), "is False, but for the last head alone ")
     if not bias.depends_on_query:
-        other = _apply(bias.bound(3 * q, size.grid, 0.5), before, whole)
+        other = _apply(bias.bind(3 * q, size.grid, 0.5), before, whole)
         agree("depends_on_query", other, what="is False, but with other q ")
     if bound.position_free:
         moved = replace(whole, offset=whole.offset + 3, rows=slice(2, size.queries + 2))
