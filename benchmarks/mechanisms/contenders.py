@@ -130,7 +130,7 @@ def biased_sdpa(bias: Callable[[Case], biases.Bias]) -> Contender:
             return None
         n, grid = case.n, masks.Grid(1, case.heads, case.n_queries, case.n, case.n - case.n_queries, q.device)
         whole = masks.Region(slice(0, case.n_queries), slice(0, n), offset=grid.offset, device=q.device)
-        bound = bias(case).bound(q.detach(), grid, 0.125)
+        bound = bias(case).bind(q.detach(), grid, 0.125)
         assert isinstance(bound, biases.AdditiveBias)
         added = bound.tile(whole).to(q.dtype)
         added = added.masked_fill(~case.visible(masks.Causal()), -torch.inf)

@@ -71,7 +71,7 @@ def base(thing: Any) -> str:
     if not bases:
         return ""
     base = bases[0]
-    bound = base is biases.Bias and overrides(thing.__new__(thing), base, "bound")
+    bound = base is biases.Bias and overrides(thing.__new__(thing), base, "bind")
     owner = biases.AdditiveBias if bound else base
     [method] = owner.definitions
     arguments = ", ".join(list(inspect.signature(getattr(owner, method)).parameters)[1:])

@@ -131,35 +131,35 @@ def cost(kernel: str, call: Call) -> tuple[int, int, int, int]:
     """Return the pairs, FLOPs, memory traffic and peak memory of `call` on the kernel of that name; see `Plan`."""
     b, h, n_queries, d = call.q.shape
     n_keys, dv = call.v.shape[2:]
-    own, wide = call.q.element_size(), at_least_float32(call.q.dtype).itemsize
+    own_bytes, sum_bytes = call.q.element_size(), at_least_float32(call.q.dtype).itemsize
     pairs = b * h * n_queries * n_keys if kernel in FORM_WEIGHTS else visible_pairs(call)
     inputs = call.q.numel() + call.k.numel() + call.v.numel()
     out = b * h * n_queries * dv
-    moved = own * (inputs + out) + wide * b * h * n_queries
+    moved = own_bytes * (inputs + out) + sum_bytes * b * h * n_queries
     score_flops = 2 * d if call.pairwise is None else 4 * d  # an addition, a function, a product and a sum
     flops = pairs * (score_flops + 2 * dv)
-    result = own * out + wide * b * h * n_queries
+    result = own_bytes * out + sum_bytes * b * h * n_queries
     if kernel == "linear":
         chunks = -(-n_keys // linear.CHUNK)
         causal = linear.causal(call)
         inside = b * h * n_queries * linear.CHUNK if causal else 0
         pairs = inside
         flops = inside * 2 * (d + dv) + 2 * d * (dv + 1) * (b * h * n_queries + b * call.k.shape[1] * n_keys)
-        peak = result + wide * (inputs + out + inside + (b * call.k.shape[1] * chunks * d * dv if causal else 0))
+        peak = result + sum_bytes * (inputs + out + inside + (b * call.k.shape[1] * chunks * d * dv if causal else 0))
     elif kernel == "eager":
-        peak = result + 4 * wide * b * h * n_queries * n_keys
+        peak = result + 4 * sum_bytes * b * h * n_queries * n_keys
     elif kernel == "reference":
         peak = result + 8 * b * h * n_queries * n_keys
     elif kernel == "tiled":
         table = sizes(call.q.device)
-        peak = result + wide * (inputs + 2 * out) + 3 * wide * min(table.heads, h) * table.tile**2
+        peak = result + sum_bytes * (inputs + 2 * out) + 3 * sum_bytes * min(table.heads, h) * table.tile**2
     elif kernel == "native":
         packed = 4 * (n_keys + 64) * (d + dv)  # the keys and values of a head, and a block of queries
-        peak = result + torch.get_num_threads() * packed + (4 * (inputs + out) if own < 4 else 0)
+        peak = result + torch.get_num_threads() * packed + (4 * (inputs + out) if own_bytes < 4 else 0)
     else:  # flex
         padded = b * h * n_queries * max(d, dv) + b * call.k.shape[1] * n_keys * 2 * max(d, dv) if d != dv else 0
-        peak = result + own * padded + torch.get_num_threads() * wide * 2 * 256 * (512 + dv)
-    moved += own * b * h * n_queries * n_keys if kernel in FORM_WEIGHTS else 0
+        peak = result + own_bytes * padded + torch.get_num_threads() * sum_bytes * 2 * 256 * (512 + dv)
+    moved += own_bytes * b * h * n_queries * n_keys if kernel in FORM_WEIGHTS else 0
     return pairs, flops, moved, peak
 
 
@@ -200,14 +200,14 @@ def diagram(call: Call, kernel: str) -> str:
     for name, before, after in (("queries", user.q, call.q), ("keys", user.k, call.k)):
         add(name, before.shape, group if name == "keys" else "")
         if after is not before and overrides(user.score, Score, "project"):
-            apply(f"projection of {named(user.score)}")
+            apply(f"projection of {describe(user.score)}")
             add(f"projected {name}", after.shape)
     add("values", user.v.shape, group)
-    apply(f"dot products × {call.factor:.4g}" if call.pairwise is None else named(user.score))
-    apply(*(f"bias {named(bias)}" for bias in user.biases))
+    apply(f"dot products × {call.factor:.4g}" if call.pairwise is None else describe(user.score))
+    apply(*(f"bias {describe(bias)}" for bias in user.biases))
     add("scores", (b, h, n_queries, call.k.shape[2]), formed)
-    apply(*([] if user.mask is None else [f"mask {named(user.mask)}"]))
-    apply(named(user.normalizer) + (", with a sink that has no value" if call.sink is not None else ""))
+    apply(*([] if user.mask is None else [f"mask {describe(user.mask)}"]))
+    apply(describe(user.normalizer) + (", with a sink that has no value" if call.sink is not None else ""))
     apply(*([f"dropout of {call.dropout_p:g}"] if call.dropout_p else []))
     add("weights", (b, h, n_queries, call.k.shape[2]), formed)
     apply("weighted sum of the values" + (" and of the vectors by distance" if call.values is not None else ""))
@@ -218,11 +218,11 @@ def diagram(call: Call, kernel: str) -> str:
     )
 
 
-def named(thing: object) -> str:
+def describe(thing: object) -> str:
     """Return an object of a composition by its class and those of its fields that differ from their default.
 
     >>> from qkv.masks import Causal, Window
-    >>> named(Window(64)), named(Causal())
+    >>> describe(Window(64)), describe(Causal())
     ('Window(size=64)', 'Causal')
     """
     if not is_dataclass(thing):
@@ -231,15 +231,15 @@ def named(thing: object) -> str:
     for field in (field for field in fields(thing) if field.init):
         value = getattr(thing, field.name)
         if field.default is MISSING or value is not field.default:
-            shown.append(f"{field.name}={_written(value)}")
+            shown.append(f"{field.name}={_describe_value(value)}")
     return type(thing).__name__ + (f"({', '.join(shown)})" if shown else "")
 
 
-def _written(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"tensor {' × '.join(map(str, value.shape)) or 'of one number'}"
     if isinstance(value, Number | str | None):
         return repr(value)
     if isinstance(value, Sequence):
-        return f"[{', '.join(map(_written, value))}]" if len(value) <= SHOWN else f"{len(value)} values"
-    return named(value) if not callable(value) else getattr(value, "__name__", type(value).__name__)
+        return f"[{', '.join(map(_describe_value, value))}]" if len(value) <= SHOWN else f"{len(value)} values"
+    return describe(value) if not callable(value) else getattr(value, "__name__", type(value).__name__)

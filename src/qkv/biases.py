@@ -1,7 +1,7 @@
 """Biases: functions of the score, applied after the score function and before the mask.
 
 Each bias maps a tile of scores to a tile of scores (`apply`). Several biases are passed as a tuple and apply in that
-order. An `AdditiveBias` adds a tensor (`tile`), which fused kernels support. Every call binds its biases (`bound`):
+order. An `AdditiveBias` adds a tensor (`tile`), which fused kernels support. Every call binds its biases (`bind`):
 those of this package then become tensors by pair, by distance, or by query and distance.
 """
 
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkv._contract import Definition, check_by_head, gradients_of, learned_tensors, overrides, require
+from qkv._contract import Definition, check_by_head, learned_tensors, overrides, require
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Region
 from qkv.masks.base import check_pairs
@@ -49,7 +49,7 @@ class Bias(Definition):
     (2.0, 1.0)
     """
 
-    definitions: ClassVar = {"apply": ("at", "gradients", "position_free", "by_head", "part", "form")}
+    definitions: ClassVar = {"apply": ("at", "position_free", "by_head", "part", "form")}
     position_free = False
     """Whether the bias depends on the score alone, not on the positions of its query and key."""
     by_head = True
@@ -65,7 +65,7 @@ class Bias(Definition):
     @property
     def depends_on_query(self) -> bool:
         """Whether the bias depends on the vector of the query."""
-        return overrides(self, Bias, "bound")
+        return overrides(self, Bias, "bind")
 
     def check(self, grid: Grid) -> None:
         """Raise `InputError` if the bias does not fit `grid`."""
@@ -74,7 +74,7 @@ class Bias(Definition):
         """Raise `InputError` if the bias is incomplete."""
         require(self, Bias, "apply", "scores, region", "the scores of a region of the matrix with the bias in them")
 
-    def bound(self, q: Float[Tensor, "b h nq d"], grid: Grid, scale: float) -> Bias:
+    def bind(self, q: Float[Tensor, "b h nq d"], grid: Grid, scale: float) -> Bias:
         """Return the bias for these projected queries on this grid; differentiable. `scale` is the factor of q·k."""
         return self
 
@@ -90,14 +90,6 @@ class Bias(Definition):
         raise InputError(f"{type(self).__name__}: no method apply(scores, region)")
 
     # --- optional shortcuts; a subclass that overrides `apply` loses the inherited ones -------------------------------
-
-    def gradients(
-        self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
-        """Return gradients of Σ slope · apply(before) with respect to the scores `before` and to `learned`."""
-        before = before.detach().requires_grad_()
-        with torch.enable_grad():
-            return gradients_of(self.apply(before, region), (before, *learned), slope)
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Return the score of query i (its row, not its position) and key j with the bias, as a ``score_mod``.
@@ -155,11 +147,7 @@ class AdditiveBias(Bias):
     [0.7310585975646973, 0.2689414322376251]
     """
 
-    definitions: ClassVar = {
-        "tile": (
-            "at", "gradients", "by_head", "part", "form", "tensors", "with_tensors", "add_gradient",
-        )
-    }  # fmt: skip
+    definitions: ClassVar = {"tile": ("at", "by_head", "part", "form", "tensors", "with_tensors", "add_gradient")}
     add_gradient: Callable[[Tensor, Region, Tensor], None] | None = None
     """``add_gradient(total, region, slope)`` adds the gradient of the bias's only tensor to `total`, of its shape."""
 
@@ -188,15 +176,6 @@ class AdditiveBias(Bias):
 
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
         return scores + self.added(region).to(scores)
-
-    def gradients(
-        self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
-        if not learned:
-            return (slope,)
-        with torch.enable_grad():
-            added = self.added(region)
-            return slope, *gradients_of(added, learned, slope.sum_to_size(added.shape))
 
 
 class SingleTensorBias(AdditiveBias):
@@ -280,7 +259,7 @@ class ByDistance(SingleTensorBias):
 
     form = "distance"
     tensor: Float[Tensor, "h distances"]
-    n_keys: int | None = None  # set by `bound`
+    n_keys: int | None = None  # set by `bind`
     depends_on_query = False
 
     def part(self, region: Region) -> ByDistance:
@@ -298,9 +277,9 @@ class ByDistance(SingleTensorBias):
                 f"− 1) = {expected}"
             )
 
-    def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
-        wide = torch.promote_types(torch.promote_types(q.dtype, self.tensor.dtype), torch.float32)
-        return replace(self, tensor=self.tensor.to(q.device, wide), n_keys=grid.n_keys)
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
+        dtype = torch.promote_types(torch.promote_types(q.dtype, self.tensor.dtype), torch.float32)
+        return replace(self, tensor=self.tensor.to(q.device, dtype), n_keys=grid.n_keys)
 
     def span(self, region: Region) -> slice:
         """Return the entries of a region's distances, from its top right corner to its bottom left."""
@@ -449,13 +428,13 @@ class ALiBi(Bias):
         if self.slopes is not None:
             check_by_head("ALiBi: slopes", self.slopes, grid.heads)
 
-    def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
-        wide = torch.promote_types(q.dtype, torch.float32)
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
+        dtype = torch.promote_types(q.dtype, torch.float32)
         if self.slopes is not None:
-            return _alibi(self.slopes.to(q.device, wide), grid)
+            return _alibi(self.slopes.to(q.device, dtype), grid)
         other = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
         short = grid.n_queries > 1 and grid.heads * (grid.n_queries + grid.n_keys) <= LARGEST_TABLE
-        return _of_paper(grid, wide) if short and not other else _of_paper.__wrapped__(grid, wide)
+        return _of_paper(grid, dtype) if short and not other else _of_paper.__wrapped__(grid, dtype)
 
 
 LARGEST_TABLE = (
@@ -523,10 +502,10 @@ class T5Bias(Bias):
         if self.table.shape[1] != grid.heads:
             raise InputError(f"T5Bias: table has {self.table.shape[1]} columns for {grid.heads} query heads")
 
-    def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
         bucket = t5_bucket(distances(grid), len(self.table), self.max_distance, bidirectional=self.bidirectional)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return ByDistance(self.table.to(q.device, wide)[bucket].T.contiguous(), grid.n_keys)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return ByDistance(self.table.to(q.device, dtype)[bucket].T.contiguous(), grid.n_keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -572,10 +551,10 @@ class RelativePosition(Bias):
             if table is not None and table.ndim == 3 and len(table) != grid.heads:
                 raise InputError(f"RelativePosition: {name} has {len(table)} tables for {grid.heads} query heads")
 
-    def bound(self, q: Tensor, grid: Grid, scale: float) -> ByQuery:
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> ByQuery:
         if self.keys.shape[-1] != q.shape[3]:
             raise InputError(
                 f"RelativePosition: keys has vectors of {self.keys.shape[-1]} entries, expected {q.shape[3]} as in q"
             )
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return ByQuery(scale * q.to(wide) @ self.keys.to(q.device, wide).transpose(-1, -2), grid.offset)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return ByQuery(scale * q.to(dtype) @ self.keys.to(q.device, dtype).transpose(-1, -2), grid.offset)

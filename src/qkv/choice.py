@@ -77,9 +77,9 @@ def choose_keys(
     >>> choice.index.item(), round(choice.log_prob.exp().item(), 4), choice.take(k)[0, 0, 0, 0].item()
     (1, 1.0, 9.0)
     """
-    mask, given = as_mask(mask), as_biases(bias)
-    chosen = _chosen(Call.of(q, k, k, mask, given, score, Hard(sample, temperature), seed=seed))
-    call = Call.of(q, k, k, mask, given, score, Softmax(temperature))
+    mask, biases = as_mask(mask), as_biases(bias)
+    chosen = _chosen(Call.of(q, k, k, mask, biases, score, Hard(sample, temperature), seed=seed))
+    call = Call.of(q, k, k, mask, biases, score, Softmax(temperature))
     if call.values is not None:
         raise InputError(
             "choose_keys: bias is RelativePosition with values, which have no effect on the choice; pass "
@@ -89,7 +89,7 @@ def choose_keys(
     # The log-sum-exp over the chosen key alone is its score.
     key = chosen.clamp(min=0)
     alone = Predicate(lambda b, h, q, k: key[b, h, q - grid.offset] == k)
-    score_of_key = attention(Call.of(q, k, k, alone, given, score, Softmax(temperature))).lse
+    score_of_key = attention(Call.of(q, k, k, alone, biases, score, Softmax(temperature))).lse
     assert lse is not None
     assert score_of_key is not None
     log_prob = torch.where(none, 0.0, score_of_key.masked_fill(none, 0) - lse.masked_fill(none, 0))

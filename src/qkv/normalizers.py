@@ -65,13 +65,10 @@ class Normalizer(Definition):
         """Return `weight` of scores at the level of their rows, which a `Pointwise` normalizer does not have."""
         raise NotImplementedError
 
-    # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
+    # --- optional shortcuts of `SumToOne`: the same numbers, faster ---------------------------------------------------
 
     def slope_from_weights(self, weights: Scores) -> Scores:
-        """Return ∂ weight / ∂ score as a function of the weights, if they determine it.
-
-        A weight with a level must depend on score − level alone.
-        """
+        """Return ∂ weight / ∂ score as a function of the weights; only if a weight depends on score − level alone."""
         raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
 
     def level_of(self, scores: Scores) -> Float[Tensor, "*n"]:
@@ -122,11 +119,8 @@ class Pointwise(Normalizer):
     """
 
     definitions: ClassVar = {
-        "weight": (
-            "slope_from_weights", "log_weight", "is_identity", "nonnegative", "by_head", "zero_at_minus_infinity",
-            "tensors",
-        )
-    }  # fmt: skip
+        "weight": ("log_weight", "is_identity", "nonnegative", "by_head", "zero_at_minus_infinity", "tensors")
+    }
     is_identity = False
     """Whether the weights are the scores themselves: linear attention."""
     nonnegative = False
@@ -297,18 +291,14 @@ def log_sum_exp(scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n"]:
     return torch.where(visible, top[..., 0] + torch.log(torch.where(visible, total, 1.0)), -torch.inf)
 
 
-class _SameForAllHeads(SumToOne):
-    """A weight without learned tensors, the same function for all heads."""
+class Exponential(SumToOne):
+    """Base of normalizers with softmax weights exp(s − level), where the level is the log-sum-exp of the scores."""
 
     by_head = False
     zero_at_minus_infinity = True
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
-
-
-class Exponential(_SameForAllHeads):
-    """Base of normalizers with softmax weights exp(s − level), where the level is the log-sum-exp of the scores."""
 
     def weight(self, scores: Tensor, level: Tensor) -> Tensor:
         return torch.exp(scores - level)
@@ -375,7 +365,7 @@ STEPS = 100  # most Newton steps for a threshold
 
 
 @dataclass(frozen=True, eq=False)
-class Entmax(_SameForAllHeads):
+class Entmax(SumToOne):
     """α-entmax: [(α − 1) (s − level)]₊^(1/(α−1)), which sum to one; exact zeros for low scores.
 
     1 < α ≤ 2; α = 1.5 by default, α = 2 is `Sparsemax`, and α → 1 is softmax (Peters et al. 2019, arXiv:1905.05702,
@@ -391,11 +381,16 @@ class Entmax(_SameForAllHeads):
     temperature: float = 1.0
     sink: SinkLogits = None
     key: Float[Tensor, "heads d"] | None = None
+    by_head = False
+    zero_at_minus_infinity = True
 
     def __post_init__(self) -> None:
         if not 1 < self.alpha <= 2:
             raise InputError(f"Entmax: alpha is {self.alpha}, expected 1 < alpha ≤ 2 (for alpha = 1 use Softmax)")
         self.check(0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
 
     def weight(self, scores: Tensor, level: Tensor) -> Tensor:
         return _powers((self.alpha - 1) * (scores - level), 1 / (self.alpha - 1))
@@ -447,11 +442,9 @@ def _powers(x: Tensor, p: float) -> Tensor:
 
 
 class _OfScore(Pointwise):
-    """A weight that depends on the score alone, the same function for all heads; 0 or more, and 0 at −inf."""
+    """A weight that depends on the score alone, the same function for all heads."""
 
     by_head = False
-    zero_at_minus_infinity = True
-    nonnegative = True
 
     def __post_init__(self) -> None:
         self.check(0)
@@ -476,6 +469,8 @@ class Sigmoid(_OfScore):
 
     bias: Float[Tensor, " heads"] | float | None = None
     divide: str | None = None
+    zero_at_minus_infinity = True
+    nonnegative = True
 
     def check(self, heads: int) -> None:
         super().check(heads)
@@ -490,9 +485,6 @@ class Sigmoid(_OfScore):
 
     def weight(self, scores: Tensor) -> Tensor:
         return torch.sigmoid(scores)
-
-    def slope_from_weights(self, weights: Tensor) -> Tensor:
-        return weights * (1 - weights)
 
     def log_weight(self, scores: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(scores)
@@ -509,14 +501,13 @@ class EluPlusOne(_OfScore):
     """
 
     divide: str | None = None
+    zero_at_minus_infinity = True
+    nonnegative = True
 
     # exp(min(s, 0)) + max(s, 0): the sum elu(s) + 1 would cancel for s ≪ 0.
 
     def weight(self, scores: Tensor) -> Tensor:
         return torch.exp(scores.clamp(max=0)) + torch.relu(scores)
-
-    def slope_from_weights(self, weights: Tensor) -> Tensor:
-        return weights.clamp(max=1)
 
     def log_weight(self, scores: Tensor) -> Tensor:
         return torch.log1p(torch.relu(scores)) + scores.clamp(max=0)
@@ -531,12 +522,11 @@ class ReLU(_OfScore):
     """
 
     divide: str | None = "keys"
+    zero_at_minus_infinity = True
+    nonnegative = True
 
     def weight(self, scores: Tensor) -> Tensor:
         return torch.relu(scores)
-
-    def slope_from_weights(self, weights: Tensor) -> Tensor:
-        return (weights > 0).to(weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -549,11 +539,6 @@ class Identity(_OfScore):
 
     divide: str | None = None
     is_identity = True
-    zero_at_minus_infinity = False
-    nonnegative = False
 
     def weight(self, scores: Tensor) -> Tensor:
         return scores
-
-    def slope_from_weights(self, weights: Tensor) -> Tensor:
-        return torch.ones_like(weights)

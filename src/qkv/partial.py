@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.errors import InputError
+from qkv.normalizers import log_sum_exp
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,15 +37,14 @@ class Partial:
 
         `in_place` overwrites the output; there is no gradient then.
         """
-        if in_place:
-            share = torch.sigmoid(self.lse - sink).nan_to_num_(0.0)  # NaN from ∞ − ∞: no visible key, and no sink
-            return Partial(self.out.mul_(share[..., None].to(self.out.dtype)), torch.logaddexp(self.lse, sink))
-        empty = self.lse == -torch.inf
-        nothing = empty & (sink == -torch.inf)  # for these rows ∞ − ∞ would be NaN, also in the gradient
-        both = torch.logaddexp(self.lse.masked_fill(nothing, 0), torch.where(nothing, 0.0, sink))
-        share = torch.exp(self.lse - both).masked_fill(empty, 0)
-        lse = both.masked_fill(nothing, -torch.inf)
-        return Partial(self.out * share[..., None].to(self.out.dtype), lse)
+        lse = log_sum_exp(torch.stack(torch.broadcast_tensors(self.lse, sink), -1))
+        share = _share(self.lse, lse)[..., None].to(self.out.dtype)
+        return Partial(self.out.mul_(share) if in_place else self.out * share, lse)
+
+
+def _share(part: Float[Tensor, "*#n"], whole: Float[Tensor, "*#n"]) -> Float[Tensor, "*n"]:
+    """Return e^(part − whole), the share of a part's log-sum-exp in that of the whole; 0 if both are −inf."""
+    return torch.exp(part - whole.masked_fill(whole == -torch.inf, 0))
 
 
 def merge(*parts: Partial) -> Partial:
@@ -68,17 +68,11 @@ def merge(*parts: Partial) -> Partial:
         raise InputError("merge: parts is empty, expected at least one Partial")
     if len(parts) == 1:
         return parts[0]
-    logs = torch.stack(torch.broadcast_tensors(*[p.lse for p in parts]))
-    # A row that is fully masked in all parts has lse −inf everywhere; subtracting a finite number avoids NaN, forward
-    # and backward.
-    top = logs.detach().amax(0).clamp(min=torch.finfo(logs.dtype).min)
-    shares = torch.exp(logs - top)
-    total = shares.sum(0)
-    empty = total == 0
-    safe = torch.where(empty, 1.0, total)
-    out = sum((p.out.to(logs.dtype) * (share / safe)[..., None] for p, share in zip(parts, shares, strict=True)))
+    logs = torch.stack(torch.broadcast_tensors(*[p.lse for p in parts]), -1)
+    lse = log_sum_exp(logs)
+    shares = _share(logs, lse[..., None]).unbind(-1)
+    out = sum(p.out.to(lse.dtype) * share[..., None] for p, share in zip(parts, shares, strict=True))
     assert isinstance(out, Tensor)
-    lse = torch.where(empty, -torch.inf, top + torch.log(safe))
     return Partial(out.to(parts[0].out.dtype), lse)
 
 
@@ -92,5 +86,4 @@ def sink_gradient(
     lse = part.lse
     inner = (grad.to(lse.dtype) * part.out.to(lse.dtype)).sum(-1)
     inner = inner if grad_lse is None else inner - grad_lse
-    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink - lse))  # −inf: no visible key and no sink
-    return -(share * inner).sum_to_size(sink.shape)
+    return -(_share(sink, lse) * inner).sum_to_size(sink.shape)

@@ -307,11 +307,11 @@ def rotate(
 ) -> Float[Tensor, "b h n d"]:
     """Rotate the first 2 · pairs dimensions of x by tables of cos and sin, in float32 or better; same dtype as x."""
     dim = 2 * cos.shape[-1]
-    wide = x[..., :dim].to(_rotation_dtype(x))
+    rotated = x[..., :dim].to(_rotation_dtype(x))
     if interleaved:
-        a, b = wide[..., 0::2], wide[..., 1::2]
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
         out = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     else:
-        a, b = wide.chunk(2, -1)
+        a, b = rotated.chunk(2, -1)
         out = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
     return out.to(x.dtype) if dim == x.shape[-1] else torch.cat([out.to(x.dtype), x[..., dim:]], -1)

@@ -196,8 +196,8 @@ class Cosine(Product):
 
 
 def _unit(x: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.nn.functional.normalize(wide, dim=-1, eps=torch.finfo(wide.dtype).tiny ** 0.5).to(x.dtype)
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.nn.functional.normalize(exact, dim=-1, eps=torch.finfo(exact.dtype).tiny ** 0.5).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -159,8 +159,14 @@ class WeightGradients(Reducer[RowSlopes]):
                     bias.add_gradient(self.totals[f"bias {i} {name}"], region, slope)
                 continue
             learned = [tensors[name] for name in names]
-            slope, *gradients = bias.gradients(before[i] if before else slope, region, slope, learned)  # type: ignore[assignment]
-            slope = torch.zeros_like(before[i]) if slope is None else slope
+            with torch.enable_grad():
+                if isinstance(bias, AdditiveBias):
+                    added = bias.added(region)
+                    gradients = gradients_of(added, learned, slope.sum_to_size(added.shape))
+                else:
+                    score = before[i].detach().requires_grad_()
+                    of_score, *of_learned = gradients_of(bias.apply(score, region), (score, *learned), slope)
+                    slope, gradients = torch.zeros_like(score) if of_score is None else of_score, tuple(of_learned)
             _add(self.totals, [f"bias {i} {name}" for name in names], gradients)
             slope = slope if masked is None else slope.masked_fill(masked, 0)
         return slope

@@ -103,7 +103,7 @@ class Call:
             random = dropout_p > 0 or (normalizer.one_key and normalizer.sample)
             seed = int(torch.randint(2**31, ())) if random else 0
         factor = score.factor(projected.shape[3])
-        biases = tuple(one.bound(projected, grid, factor) for one in user.biases)
+        biases = tuple(one.bind(projected, grid, factor) for one in user.biases)
         for one in biases:
             one.require()
         shift = divisor = None

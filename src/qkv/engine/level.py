@@ -251,8 +251,7 @@ class TileWeights:
 
     def __init__(self, normalizer: Normalizer, learned: list[Tensor]) -> None:
         self.normalizer, self.learned = normalizer, learned
-        base = SumToOne if isinstance(normalizer, SumToOne) else Pointwise
-        self.shortcut = overrides(normalizer, base, "slope_from_weights") and not normalizer.tensors()
+        self.shortcut = overrides(normalizer, SumToOne, "slope_from_weights") and not normalizer.tensors()
         self.evaluated: tuple[Tensor, Tensor] | Tensor
 
     def weights(self, scores: Tensor, level: Tensor | None, masked: Tensor | None) -> Tensor:

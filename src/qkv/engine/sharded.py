@@ -182,7 +182,7 @@ class Shared:
             mask.check(grid)
         for one in biases:
             one.check(grid)
-        bound = tuple(one.bound(call.q, grid, call.factor) for one in biases)
+        bound = tuple(one.bind(call.q, grid, call.factor) for one in biases)
         for one, whole in zip(biases, bound, strict=True):
             whole.require()
             if not overrides(whole, Bias, "part"):

@@ -46,7 +46,7 @@ def cached_for_mask(
     Only masks that compare by value have entries, as tensors and functions inside of a mask may change. Decoding has
     none, since each step has another grid. `nbytes` is the memory of a result.
     """
-    if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
+    if grid.n_queries == 1 or not mask.cacheable or transforming() or _other_tensors():
         return make()
     place = mask, grid, key
     with _LOCK:

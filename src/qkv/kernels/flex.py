@@ -80,7 +80,7 @@ def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
     q, k, v, dv = call.q, call.k, call.v, call.v.shape[3]
     blocks = empty_rows = masked_keys = None
     if call.mask is not None:
-        lasting = call.mask.by_value or is_dataclass(call.mask)  # others may change unseen
+        lasting = call.mask.cacheable or is_dataclass(call.mask)  # others may change unseen
         lay = _blocked_mask if lasting else _blocked_mask.__wrapped__
         blocks, empty_rows, masked_keys = lay(call.mask, call.grid, _versions(call.mask), BLOCK)
     if masked_keys is not None:  # NaN in padding must not spread

@@ -149,7 +149,8 @@ class Mask(Definition):
 
     definitions: ClassVar = {
         "sees": (
-            "classify", "band", "by_value", "visible", "visible_keys", "key_mask", "factors", "alternatives", "ready",
+            "classify", "band", "cacheable", "visible", "visible_keys", "key_mask", "factors", "alternatives",
+            "specialize",
         )
     }  # fmt: skip
 
@@ -184,7 +185,7 @@ class Mask(Definition):
         return None
 
     @property
-    def by_value(self) -> bool:
+    def cacheable(self) -> bool:
         """Whether the mask is immutable and compares by value, so that results computed from it may be cached.
 
         True for a frozen dataclass of numbers, strings and such masks; tensors and functions may change.
@@ -206,7 +207,7 @@ class Mask(Definition):
         """Return the masks of which this one is the union (`Or`); only the mask itself by default."""
         return (self,)
 
-    def ready(self, grid: Grid) -> Mask:
+    def specialize(self, grid: Grid) -> Mask:
         """Return the mask for this grid alone, with a `sees` that can be traced: no transfers, draws or caches."""
         return self
 
@@ -314,7 +315,7 @@ def check_pairs(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
 
 def _is_value(x: object) -> bool:
     if isinstance(x, Mask):
-        return x.by_value
+        return x.cacheable
     if isinstance(x, tuple):
         return all(map(_is_value, x))
     return x is None or isinstance(x, int | float | str)
@@ -341,7 +342,7 @@ def partial_rows(
     Yields the number of the row, the columns with a PARTIAL tile, and the pairs of the tiles in these columns: True
     where visible, False beyond the last query or key.
     """
-    ready, partial = mask.ready(grid), (status == PARTIAL).any(0).any(0)
+    specialized, partial = mask.specialize(grid), (status == PARTIAL).any(0).any(0)
     b, h, *_ = Region(slice(0, 1), slice(0, 1)).indices(grid)
     b, h = b[: len(status)], h[: status.shape[1]]  # the others are equal
     inside = torch.arange(size, device=grid.device)
@@ -350,7 +351,7 @@ def partial_rows(
         queries, keys = row * size + inside, (columns[:, None] * size + inside).flatten()
         real = (queries < grid.n_queries)[:, None] & (keys < grid.n_keys)
         positions = queries.clamp(max=grid.n_queries - 1)[:, None] + grid.offset
-        pairs = ready.is_visible(b, h, positions, keys.clamp(max=grid.n_keys - 1), grid)
+        pairs = specialized.is_visible(b, h, positions, keys.clamp(max=grid.n_keys - 1), grid)
         pairs = pairs[(None,) * (4 - pairs.ndim)].expand(*status.shape[:2], size, len(keys))
         visible, full = (x.unflatten(3, (-1, size)).transpose(2, 3) for x in (pairs & real, pairs | ~real))
         exact = torch.where(full.all(4).all(3), FULL, torch.where(visible.any(4).any(3), PARTIAL, EMPTY))
@@ -392,8 +393,8 @@ class _Two(Mask):
         self.left.check(grid)
         self.right.check(grid)
 
-    def ready(self, grid: Grid) -> Mask:
-        return type(self)(self.left.ready(grid), self.right.ready(grid))
+    def specialize(self, grid: Grid) -> Mask:
+        return type(self)(self.left.specialize(grid), self.right.specialize(grid))
 
 
 class OtherGrid(Mask):
@@ -412,9 +413,9 @@ class OtherGrid(Mask):
     def check(self, grid: Grid) -> None:
         self.mask.check(self._grid(grid))
 
-    def ready(self, grid: Grid) -> Mask:
+    def specialize(self, grid: Grid) -> Mask:
         whole = self._grid(grid)
-        mask = self.mask.ready(whole)
+        mask = self.mask.specialize(whole)
         return Predicate(lambda b, h, q, k: mask.sees(b, h, *self._at(q, k, grid), whole))
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
@@ -539,8 +540,8 @@ class Not(Mask):
     def check(self, grid: Grid) -> None:
         self.mask.check(grid)
 
-    def ready(self, grid: Grid) -> Mask:
-        return Not(self.mask.ready(grid))
+    def specialize(self, grid: Grid) -> Mask:
+        return Not(self.mask.specialize(grid))
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return ~self.mask.is_visible(b, h, q, k, grid)
@@ -581,10 +582,10 @@ class TensorMask(Mask):
     __hash__ = object.__hash__
 
     @property
-    def by_value(self) -> bool:
+    def cacheable(self) -> bool:
         return False
 
-    def ready(self, grid: Grid) -> Mask:
+    def specialize(self, grid: Grid) -> Mask:
         moved = copy(self)
         for name, x in vars(self).items():
             if isinstance(x, Tensor):
@@ -610,11 +611,11 @@ class Predicate(TensorMask):
         return self.function(b, h, q, k)
 
 
-def _written(mask: Mask) -> str:
+def _expression(mask: Mask) -> str:
     """Return a mask as an expression, such as Causal() & Window(size=4)."""
     if isinstance(mask, And | Or):
-        return f"{_written(mask.left)} {'&' if isinstance(mask, And) else '|'} {_written(mask.right)}"
-    return f"~{_written(mask.mask)}" if isinstance(mask, Not) else repr(mask)
+        return f"{_expression(mask.left)} {'&' if isinstance(mask, And) else '|'} {_expression(mask.right)}"
+    return f"~{_expression(mask.mask)}" if isinstance(mask, Not) else repr(mask)
 
 
 PAIRS = 512  # up to this many tokens, one cell per pair
@@ -642,7 +643,7 @@ def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, til
     share = shares(mask, grid)
     fade = LinearSegmentedColormap.from_list("visible", [(1, 1, 1, 0), INK])
     ax.imshow(share, cmap=fade, vmin=0, vmax=1, extent=extent, interpolation="nearest")
-    title = textwrap.shorten(_written(mask), 48, placeholder=" …")
+    title = textwrap.shorten(_expression(mask), 48, placeholder=" …")
     ax.set(xlabel="key", ylabel="query")
     ax.set_title(f"{title}\n{1 - share.mean():.0%} of pairs masked", fontsize=9)
     parts = {"may attend": INK, "masked": "white"}

@@ -198,9 +198,9 @@ class Global(Mask):
             )
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.ready(grid).sees(b, h, q, k, grid)
+        return self.specialize(grid).sees(b, h, q, k, grid)
 
-    def ready(self, grid: Grid) -> Mask:
+    def specialize(self, grid: Grid) -> Mask:
         chosen, n_keys = _chosen(self.indices, grid.n_keys).to(grid.device), grid.n_keys
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class RandomKeys(Mask):
     def __post_init__(self) -> None:
         if self.size < 0:
             raise InputError(f"RandomKeys: size is {self.size}, expected 0 or more keys per query")
-        if self.besides is not None and not self.besides.by_value:
+        if self.besides is not None and not self.besides.cacheable:
             raise InputError(
                 "RandomKeys: besides depends on data or a function, which may differ between batch items and heads; "
                 "expected a mask of positions alone"
@@ -263,9 +263,9 @@ class RandomKeys(Mask):
             self.besides.check(grid)
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.ready(grid).sees(b, h, q, k, grid)
+        return self.specialize(grid).sees(b, h, q, k, grid)
 
-    def ready(self, grid: Grid) -> Mask:
+    def specialize(self, grid: Grid) -> Mask:
         columns = [x.to(grid.device) for x in _columns(self.size, self.seed, self.besides, grid.n_keys)]
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

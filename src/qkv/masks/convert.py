@@ -169,8 +169,8 @@ def mask_mod(
 
 def grid_mod(mask: Mask, grid: Grid) -> Visible:
     """Return `mask_mod` for a mask that has been checked against the grid."""
-    ready, offset = mask.ready(grid), grid.offset
-    return lambda b, h, q, k: ready.sees(b, h, q + offset, k, grid)
+    specialized, offset = mask.specialize(grid), grid.offset
+    return lambda b, h, q, k: specialized.sees(b, h, q + offset, k, grid)
 
 
 def parts(mask: Mask | None, grid: Grid) -> tuple[tuple[float, float], Bool[Tensor, "#b nk"] | None, tuple[Mask, ...]]:

@@ -93,7 +93,7 @@ def directly(
         return None
     grid = Grid.of(n_queries, n_keys, q.shape[0], q.shape[1], CPU)
     bias.check(grid)
-    bound = bias.bound(q, grid, scale)
+    bound = bias.bind(q, grid, scale)
     if type(bound) is not ByDistance or (tracked(bound.tensor) and not no_grad) or not binding.bias_is_finite(bound):
         return None
     arguments.with_biases((bound,))

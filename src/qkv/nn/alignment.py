@@ -254,11 +254,11 @@ class LuongAttention(nn.Module):
 
     def _distance_from_centre(self, query: Tensor, keys: Tensor, lengths: Tensor | None) -> Float[Tensor, "b 1 nq nk"]:
         """The signed distance of each key from p_t."""
-        wide = at_least_float32(query.dtype)
-        share = torch.sigmoid(torch.tanh(query @ self.position_weight.T) @ self.position_vector).to(wide)
+        dtype = at_least_float32(query.dtype)
+        share = torch.sigmoid(torch.tanh(query @ self.position_weight.T) @ self.position_vector).to(dtype)
         length = keys.shape[1] if lengths is None else lengths.to(share)[:, None]
         centre = length * share
-        return (torch.arange(keys.shape[1], dtype=wide, device=keys.device) - centre[..., None])[:, None]
+        return (torch.arange(keys.shape[1], dtype=dtype, device=keys.device) - centre[..., None])[:, None]
 
     def _gaussian(
         self, q: Tensor, k: Tensor, exponent: Float[Tensor, "b 1 nq nk"], visible: Mask

@@ -323,7 +323,7 @@ class Composition(Attention):
 def method_of(thing: object) -> str:
     """The method that defines an object."""
     if isinstance(thing, Bias) and not isinstance(thing, AdditiveBias):
-        return "apply" if type(thing).apply is not Bias.apply else "bound"
+        return "apply" if type(thing).apply is not Bias.apply else "bind"
     kinds = {Mask: "sees", Pairwise: "scores", Score: "project", AdditiveBias: "tile"}
     return next((method for kind, method in kinds.items() if isinstance(thing, kind)), "weight")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,7 +50,7 @@ def check_bias(
     """Check that a bias fulfils the contract of its base class; for use in your own tests.
 
     It checks: what ``apply`` or ``tile`` returns; that each score is a function of itself and its position only, so
-    that tiles do not change scores; the shortcuts ``gradients``, ``add_gradient``, ``at``, ``part``, ``position_free``
+    that tiles do not change scores; the shortcuts ``add_gradient``, ``at``, ``part``, ``position_free``
     and ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64,
     with masks and queries without visible keys; finite differences; bfloat16 and float16; NaN in masked keys;
     `measure`; pickle and copy.deepcopy.
@@ -86,9 +85,9 @@ def check_bias(
     with calling(bias, method_of(bias), "checked"):
         for size in chosen_sizes:
             bias.check(size.grid)
-        bound = exact.bound(q, first.grid, 0.5)
+        bound = exact.bind(q, first.grid, 0.5)
         if not isinstance(bound, Bias):
-            fail(bias, "bound", f"returned {type(bound).__name__}, expected a bias")
+            fail(bias, "bind", f"returned {type(bound).__name__}, expected a bias")
         bound.require()
     eps = _check_scores(exact, bound, first, q)
     plain = Composition(subject="bias", bias=bias, normalizer=Softmax(0.7), eps=eps)
@@ -122,7 +121,7 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
         one = replace(whole, heads=slice(size.heads - 1, size.heads))
         agree("by_head", _apply(bound, one.of(before), one), one.of(after), "is False, but for the last head alone ")
     if not bias.depends_on_query:
-        other = _apply(bias.bound(3 * q, size.grid, 0.5), before, whole)
+        other = _apply(bias.bind(3 * q, size.grid, 0.5), before, whole)
         agree("depends_on_query", other, what="is False, but with other q ")
     if bound.position_free:
         moved = replace(whole, offset=whole.offset + 3, rows=slice(2, size.queries + 2))
@@ -137,41 +136,27 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
         some = region.of(before)
         moved = Region(slice(0, some.shape[2]), slice(0, some.shape[3]))
         agree("part", _apply(part, some, moved), region.of(after), f"of a tile of {name}: ")
-    _check_bias_gradients(bound, before.requires_grad_(), whole)
+    _check_bias_gradients(bound, before, whole)
     return float(eps)
 
 
 def _check_bias_gradients(bound: Bias, before: Tensor, whole: Region) -> None:
-    """The shortcuts `gradients` and `add_gradient` agree with autograd through the defining method."""
+    """The shortcut `add_gradient` agrees with autograd through the defining method."""
     learned = {name: x for name, x in bound.tensors().items() if x.requires_grad}
+    if not (isinstance(bound, AdditiveBias) and bound.add_gradient is not None and learned):
+        return
+    ((name, tensor),) = learned.items()
     after = _apply(bound, before, whole)
     slope = torch.where(after.detach().isfinite(), normal(*before.shape, seed=9), 0.0)
-    tensors, definition = {"the scores": before, **learned}, method_of(bound)
-    want = torch.autograd.grad(after, list(tensors.values()), slope, allow_unused=True)
-    if overrides(bound, AdditiveBias if isinstance(bound, AdditiveBias) else Bias, "gradients"):
-        with torch.no_grad(), calling(bound, "gradients", "called"):
-            got = bound.gradients(before.detach(), whole, slope.clone(), list(learned.values()))
-            _same_gradients(bound, "gradients", tensors, got if learned else got[:1], want, definition)
-    if isinstance(bound, AdditiveBias) and bound.add_gradient is not None and learned:
-        ((name, tensor),) = learned.items()
-        total = torch.zeros_like(tensor, dtype=torch.float64)
-        for rows in (slice(0, 2), slice(2, whole.rows.stop)):
-            for columns in (slice(0, 3), slice(3, whole.columns.stop)):
-                region = replace(whole, rows=rows, columns=columns)
-                with torch.no_grad(), calling(bound, "add_gradient", "called"):
-                    bound.add_gradient(total, region, region.of(slope).clone())
-        _same_gradients(bound, "add_gradient", {name: tensor}, [total], want[1:], definition)
-
-
-def _same_gradients(
-    thing: object, method: str, tensors: Mapping[str, Tensor], got: Sequence[Tensor | None],
-    want: Sequence[Tensor | None], definition: str,
-) -> None:  # fmt: skip
-    """Fail unless a shortcut gives the gradients of these tensors that autograd gives; None is 0."""
-    for (name, x), mine, theirs in zip(tensors.items(), got, want, strict=True):
-        made, exact = (torch.zeros_like(x) if g is None else g for g in (mine, theirs))
-        rounding = ROUNDINGS * torch.finfo(exact.dtype).eps * largest(exact)
-        same(thing, method, f"of {name}: ", made, exact, rounding, expected=f" by autograd on {definition}")
+    (want,) = torch.autograd.grad(after, tensor, slope)
+    total = torch.zeros_like(tensor, dtype=torch.float64)
+    for rows in (slice(0, 2), slice(2, whole.rows.stop)):
+        for columns in (slice(0, 3), slice(3, whole.columns.stop)):
+            region = replace(whole, rows=rows, columns=columns)
+            with torch.no_grad(), calling(bound, "add_gradient", "called"):
+                bound.add_gradient(total, region, region.of(slope).clone())
+    rounding, expected = ROUNDINGS * torch.finfo(want.dtype).eps * largest(want), f" by autograd on {method_of(bound)}"
+    same(bound, "add_gradient", f"of {name}: ", total, want, rounding, expected=expected)
 
 
 def check_score(
@@ -187,7 +172,7 @@ def check_score(
     """Check that a score fulfils the contract of its base class; for use in your own tests.
 
     It checks: what ``project`` and ``scores`` return; that ``project`` treats each token independently, and a pairwise
-    score depends on its query and key only, so that tiles do not change scores; ``gradients``, ``rotation_invariant``
+    score depends on its query and key only, so that tiles do not change scores; ``rotation_invariant``
     and ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64,
     with masks, queries without visible keys and learned keys; finite differences; bfloat16 and float16; NaN in masked
     keys; `measure`; pickle and copy.deepcopy.
@@ -354,13 +339,13 @@ def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | N
     >>> class Square(Pointwise):
     ...     def weight(self, scores):
     ...         return scores**2
-    ...     def slope_from_weights(self, weights):
-    ...         return 2 * weights.sqrt()
+    ...     def log_weight(self, scores):
+    ...         return scores.log()
     >>> try:
     ...     check_normalizer(Square())
     ... except AssertionError as error:
     ...     print(error)
-    Square.slope_from_weights: got 158.6 at score -79.3, expected -158.6, the derivative of weight
+    Square.log_weight: got nan at score -79.3, expected 8.7464763, the logarithm of weight
     """
     check_class("check_normalizer", normalizer, (Pointwise, SumToOne), "qkv.normalizers.Pointwise or from SumToOne")
     with calling(normalizer, "weight", f"checked for {heads} heads"):
@@ -476,15 +461,13 @@ def _check_derivatives(points: _Points) -> Tensor:
 def _check_shortcuts(points: _Points, slope: Tensor) -> None:
     """`slope_from_weights` and `zero_at_minus_infinity`; `slope` are the derivatives at the points."""
     normalizer, scores, level = points.normalizer, points.scores, points.level
-    base = Pointwise if isinstance(normalizer, Pointwise) else SumToOne
     weights = points.weights()
-    if overrides(normalizer, base, "slope_from_weights"):
-        if level is not None:
-            moved = _weigh(normalizer, scores + 0.37, level + 0.37).detach()
-            same(
-                normalizer, "slope_from_weights", "needs a weight of score − level alone, but with both 0.37 larger ",
-                moved, weights, CLOSE * max(1.0, float(weights.abs().max())), where=points.where,
-            )  # fmt: skip
+    if level is not None and overrides(normalizer, SumToOne, "slope_from_weights"):
+        moved = _weigh(normalizer, scores + 0.37, level + 0.37).detach()
+        same(
+            normalizer, "slope_from_weights", "needs a weight of score − level alone, but with both 0.37 larger ",
+            moved, weights, CLOSE * max(1.0, float(weights.abs().max())), where=points.where,
+        )  # fmt: skip
         with torch.no_grad(), calling(normalizer, "slope_from_weights", "called"):
             made = normalizer.slope_from_weights(weights.clone())
             points.compare("slope_from_weights", made, slope, ", the derivative of weight")

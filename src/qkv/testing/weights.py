@@ -63,8 +63,8 @@ def check_mask(mask: Mask, *, sizes: Sizes | None = None, batch: int = 2, heads:
 
     It checks: that ``sees`` returns booleans that broadcast and depend only on its positions, not on the tile; each
     shortcut (``classify`` on tiles of many sizes, ``band``, ``key_mask``, ``visible_keys``, ``factors``,
-    ``alternatives``, ``ready``, ``visible``, ``by_value``) against ``sees``; output, weights and gradients of `attend`
-    on every kernel against a dense definition in float64, where queries without visible keys give 0; finite
+    ``alternatives``, ``specialize``, ``visible``, ``cacheable``) against ``sees``; output, weights and gradients of
+    `attend` on every kernel against a dense definition in float64, where queries without visible keys give 0; finite
     differences; bfloat16 and float16; NaN in masked keys; `measure`; pickle and copy.deepcopy.
 
     Args:
@@ -99,10 +99,10 @@ def check_mask(mask: Mask, *, sizes: Sizes | None = None, batch: int = 2, heads:
         _check_status(mask, size, visible)
         with calling(mask, "shortcuts", f"read for {size}"):
             _check_shortcuts(mask, size, visible)
-    with calling(mask, "by_value", "is True, but the mask has no hash"):
+    with calling(mask, "cacheable", "is True, but the mask has no hash"):
         copy = deepcopy(mask)
-        if mask.by_value and not (hash(copy) == hash(mask) and copy == mask):
-            fail(mask, "by_value", "is True, but a copy of the mask is not equal to it, or has another hash")
+        if mask.cacheable and not (hash(copy) == hash(mask) and copy == mask):
+            fail(mask, "cacheable", "is True, but a copy of the mask is not equal to it, or has another hash")
     _check_attend(mask, fitting)
 
 
@@ -198,7 +198,7 @@ def _check_shortcuts(mask: Mask, size: Size, visible: Tensor) -> None:
     if (band := mask.band) is not None:
         back = grid.rows(0, size.queries)[:, None] - grid.columns(0, size.keys)
         agree("band", f"{band} says: ", (back >= band[0]) & (back <= band[1]))
-    agree("ready", "for this grid says: ", _visible(mask.ready(grid), size.whole, grid))
+    agree("specialize", "for this grid says: ", _visible(mask.specialize(grid), size.whole, grid))
     counts = mask.visible_keys(grid)
     if counts.ndim != 3:
         fail(mask, "visible_keys", f"returned {kind_of(counts)}, expected numbers (batch, heads, queries)")

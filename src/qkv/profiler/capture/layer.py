@@ -402,7 +402,7 @@ class Piece:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for pieces of other layers whose queries see the same keys."""
-        mask = self.mask if self.mask is None or self.mask.by_value else id(self.mask)
+        mask = self.mask if self.mask is None or self.mask.cacheable else id(self.mask)
         at = self.keys_at if isinstance(self.keys_at, int) else id(self.keys_at)
         items = None if self.items is None else tuple(self.items.tolist())
         return self.start, self.count, mask, at, self.grid.n_keys, items
