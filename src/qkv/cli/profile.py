@@ -12,7 +12,6 @@ import tyro
 
 from qkv._files import write_atomically
 from qkv._progress import bar, spinner
-from qkv._untrusted import allow
 from qkv.cli.shared import (
     INPUT,
     PROFILE,
@@ -166,7 +165,6 @@ def profile(
         partial: Continue even if some attention of the model cannot be observed.
     """
 
-    allow(given.max_size)
     clock = Stopwatch()
     from qkv.models import loading
     from qkv.profiler import corpora, run
