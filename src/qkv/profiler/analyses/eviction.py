@@ -397,19 +397,16 @@ def _loss_table(
 
 def run_mode(model: nn.Module) -> str:
     """The way to run a model: "caches", or "masks" on its own attention."""
-    kind = type(model).__name__
     if isinstance(model, DecoderLM):
         return "caches"
-    if not any(map(routes, model.modules())):
+    problem = None if any(map(routes, model.modules())) else "cannot be run with a cache of qkv"
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        problem = problem or "has no output head, so it has no loss"
+    if problem is not None:
         raise InputError(
-            f"model {kind} cannot be run with a cache of qkv; expected a qkv.models.DecoderLM or a causal language "
-            "model of Hugging Face; run=False (--no-run) estimates from its attention weights alone"
-        )
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None:
-        raise InputError(
-            f"model {kind} has no output head, so it has no loss; expected a causal language model, such as "
-            "AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention weights alone"
+            f"model {type(model).__name__} {problem}; expected a qkv.models.DecoderLM or a causal language model of "
+            "Hugging Face, such as AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention "
+            "weights alone"
         )
     return "masks"
 
