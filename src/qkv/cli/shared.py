@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -257,31 +256,6 @@ def token_table(tokens: pd.DataFrame) -> Table:
             name = f"token {row.id}"  # a survey names only some
         rows.add_row(Text(name), percent(row.share), f"{row.lift:.1f}", f"{row.count:,}")
     return rows
-
-
-class Stopwatch:
-    """Wall-clock seconds of the parts of a command, each from the end of the part before.
-
-    >>> watch = Stopwatch()
-    >>> watch.lap("loading")
-    >>> watch.lap("measuring")
-    >>> print(watch)
-    0.0 s: loading 0.0, measuring 0.0
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        """Add the seconds since the last call to `part`."""
-        now = time.perf_counter()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
-        self._last = now
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
-        return f"{sum(self.seconds.values()):.1f} s: {parts}"
 
 
 MENU: dict[str, dict[str, str]] = {
