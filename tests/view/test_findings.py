@@ -35,7 +35,7 @@ def test_numbers_of_the_findings_are_those_of_the_tables(mini: qkv.Profile, bert
         assert trend["heads"].iloc[0] == above
         assert by_label["heads have one clear type"].value == f"{(types != 'mixed').sum()} of {len(types)}"
         rows = Findings(profile.data).by_type()
-        assert {row.type: row.heads for row in rows} == types.value_counts().to_dict()
+        assert {row[0]: row[1] for row in rows} == types.value_counts().to_dict()
 
 
 def test_trend_splits_the_text_into_ranges_whose_mean_is_that_of_the_text(mini: qkv.Profile) -> None:

@@ -141,10 +141,7 @@ class Cache:
         self._in_call = True
         token = _ATTENDING.set(self)
         try:
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    out = self._attend(step)
-            else:
+            with torch.no_grad():
                 out = self._attend(step)
         finally:
             _ATTENDING.reset(token)

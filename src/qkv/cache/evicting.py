@@ -539,15 +539,11 @@ def policies_of(chosen: Sequence[str | type[Evicting]], keys: int, first: int = 
     if not chosen:
         raise InputError(f"policies is empty, expected some of {', '.join(known)}")
     for policy in chosen:
-        made: Any = policy
-        if isinstance(policy, str):
-            if policy not in known:
-                raise InputError(
-                    f"policies has {policy!r}, expected some of {', '.join(known)}{nearest(policy, known)}"
-                )
-            made = POLICIES.load(policy)
-        elif not (isinstance(policy, type) and issubclass(policy, Evicting)):
-            raise InputError(f"policies has {policy!r}, expected names and subclasses of qkv.cache.Evicting")
+        of_class = isinstance(policy, type) and issubclass(policy, Evicting)
+        if not of_class and policy not in known:
+            hint = nearest(policy, known) if isinstance(policy, str) else ", and subclasses of qkv.cache.Evicting"
+            raise InputError(f"policies has {policy!r}, expected some of {', '.join(known)}{hint}")
+        made: Any = POLICIES.load(policy) if isinstance(policy, str) else policy
         name = policy if isinstance(policy, str) else getattr(policy, "name", policy.__name__)
         if name in POLICIES.built_in and not made.__module__.startswith("qkv.cache."):
             raise InputError(f"policies has a class with the name {name!r}, which is a built-in policy")

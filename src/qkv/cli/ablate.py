@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from qkv._untrusted import allow
 from qkv.cli.shared import INPUT, Input, folder, numbers, table
 
 if TYPE_CHECKING:
@@ -47,10 +46,9 @@ def ablate(
     from qkv.figures.layout import save_figure
     from qkv.profiler.analyses.ablation import ablation
 
-    allow(given.max_size)
+    chosen = None if layers is None else numbers(layers)
     if given.is_default:
         given = replace(given, tokens=DEFAULT_TOKENS)
-    chosen = None if layers is None else numbers(layers)
     passage = given.passage(least=2)
     with folder(out, resumes=True):
         loaded, inputs = given.load(passage, head=True)

@@ -11,8 +11,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from qkv._files import write_atomically
-from qkv._untrusted import allow
-from qkv.cli.shared import Input, folder, table
+from qkv.cli.shared import Input, folder, numbers, table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -92,10 +91,7 @@ def evict(
     from qkv.figures.layout import save_figure
     from qkv.profiler.analyses import eviction
 
-    allow(given.max_size)
-    sizes = [part.strip() for part in budgets.split(",")]
-    if not all(part.isdecimal() and len(part) <= 9 for part in sizes):
-        raise InputError(f"--budgets is {budgets!r}, expected numbers of keys, such as 32,64,128")
+    sizes = numbers(budgets, "--budgets")
     several = given.is_default and not needle
     if given.is_default:
         given = replace(given, tokens=NEEDLE_TOKENS if needle else DEFAULT_TOKENS)
@@ -109,7 +105,7 @@ def evict(
         elif several and loaded.tokenizer is not None and loaded.sample is None:
             inputs = _library(loaded.tokenizer, inputs)
         options: dict[str, Any] = {
-            "budgets": sorted({int(part) for part in sizes}), "first": first, "tokenizer": loaded.tokenizer,
+            "budgets": sorted({*sizes}), "first": first, "tokenizer": loaded.tokenizer,
             "policies": [part.strip() for part in policies.split(",")], "name": loaded.name,
         }  # fmt: skip
         if needle:

@@ -10,7 +10,6 @@ import tyro
 
 from qkv._files import write_atomically
 from qkv._progress import bar
-from qkv._untrusted import allow
 from qkv.cli.shared import INPUT, Input, folder, print_line, table
 from qkv.errors import renamed
 
@@ -61,7 +60,6 @@ def flow(
     from qkv.figures.layout import save_figure
     from qkv.profiler.analyses.flow import rollout
 
-    allow(given.max_size)
     backward, forward = from_ if from_ or to else (-1,), to
     passage = given.passage()
     console = Console()

@@ -17,7 +17,6 @@ import tyro
 from qkv._files import write_atomically
 from qkv._packages import from_lab
 from qkv._progress import spinner
-from qkv._untrusted import allow
 from qkv.cli.shared import PROFILE, Input, discard_output, folder, table
 from qkv.errors import InputError, renamed
 
@@ -106,7 +105,6 @@ def generate(
     from qkv.models.generation import Sampler, text_stream
     from qkv.models.loading import is_translator, load_text_model
 
-    allow(given.max_size)
     if given.text is None and given.file is None and given.chat is None:
         raise InputError("prompt is missing, expected a text, --file with a text file, or --chat with a question")
     if profile and cache != "full":

@@ -11,7 +11,6 @@ import tyro
 
 from qkv._files import write_atomically
 from qkv._progress import bar, spinner
-from qkv._untrusted import allow
 from qkv.cli.shared import Input, folder, print_line, read
 from qkv.errors import InputError, renamed
 
@@ -85,7 +84,6 @@ def head_map(
     from qkv.profiler.explore import attention_map as maps
     from qkv.statistics.maps import checked_slice
 
-    allow(given.max_size)
     window = {"--rows": _slice("--rows", rows), "--cols": _slice("--cols", cols)}
     if size < 1:
         raise InputError(f"--size is {size}, expected at least 1 pixel")

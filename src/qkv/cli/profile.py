@@ -12,12 +12,10 @@ import tyro
 
 from qkv._files import write_atomically
 from qkv._progress import bar, spinner
-from qkv._untrusted import allow
 from qkv.cli.shared import (
     INPUT,
     PROFILE,
     Input,
-    Stopwatch,
     folder,
     numbers,
     print_line,
@@ -166,12 +164,9 @@ def profile(
         partial: Continue even if some attention of the model cannot be observed.
     """
 
-    allow(given.max_size)
-    clock = Stopwatch()
     from qkv.models import loading
     from qkv.profiler import corpora, run
 
-    clock.lap("importing libraries")
     wanted = None if layers is None else numbers(layers)
     own = statistics_of(statistics)
     if perturb is not None and perturb < 0:
@@ -203,25 +198,19 @@ def profile(
     with folder(out):
         other = None if against is None else saved_profile(against, "--against")
         loaded, inputs = given.load(passage)
-        clock.lap("loading the model")
         result = profiled(loaded, inputs)
         result.attrs["arguments"] = given.arguments(passage, out, target)
         comparison = None
         if against is not None:
             comparison = (other or profiled(*given.load(passage, model=against))).compare(result)
         mixed = [] if perturb is None else write_mixing(loaded, inputs, perturb, out)
-        clock.lap("measuring")
         _show(result)
         if comparison is not None:
             show_comparison(comparison)
-        clock.lap("summary")
         files = _figures(result, out)
         if comparison is not None:
             files += write_comparison(comparison, out)
-        clock.lap("figures")
         _write(result, out, [*files, *mixed])
-        clock.lap("report and data")
-        print_line("Time", str(clock))
 
 
 def _figures(result: Profile, out: Path) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from tyro.conf import Positional, arg
 
 from qkv._files import scheme_of, write_atomically
 from qkv._progress import spinner
-from qkv._untrusted import read_bytes
+from qkv._untrusted import allow, read_bytes
 from qkv.errors import InputError, first_line, refusing, renamed
 
 if TYPE_CHECKING:
@@ -94,14 +93,14 @@ def saved_profile(name: str, called: str) -> Profile | None:
     return Profile.load(path) if path.is_file() and not is_gguf(path) else None
 
 
-def numbers(text: str) -> list[int]:
-    """Parse 0,3,8-11 as a list of numbers."""
+def numbers(text: str, called: str = "--layers") -> list[int]:
+    """Parse 0,3,8-11 as a list of numbers. Errors name the option `called`."""
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         bad = not first.isdecimal() or (dash and not last.isdecimal()) or len(first + last) > 8
         if bad or (dash and int(last) < int(first)):
-            raise InputError(f"--layers is {text!r}, expected numbers and ranges such as 0,3,8-11")
+            raise InputError(f"{called} is {text!r}, expected numbers and ranges such as 0,3,8-11")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
 
@@ -138,6 +137,9 @@ class Input:
     tokens: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     max_size: Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="")] = None
+
+    def __post_init__(self) -> None:
+        allow(self.max_size)
 
     @property
     def is_default(self) -> bool:
@@ -254,31 +256,6 @@ def token_table(tokens: pd.DataFrame) -> Table:
             name = f"token {row.id}"  # a survey names only some
         rows.add_row(Text(name), percent(row.share), f"{row.lift:.1f}", f"{row.count:,}")
     return rows
-
-
-class Stopwatch:
-    """Wall-clock seconds of the parts of a command, each from the end of the part before.
-
-    >>> watch = Stopwatch()
-    >>> watch.lap("loading")
-    >>> watch.lap("measuring")
-    >>> print(watch)
-    0.0 s: loading 0.0, measuring 0.0
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        """Add the seconds since the last call to `part`."""
-        now = time.perf_counter()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
-        self._last = now
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
-        return f"{sum(self.seconds.values()):.1f} s: {parts}"
 
 
 MENU: dict[str, dict[str, str]] = {

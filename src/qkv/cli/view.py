@@ -14,7 +14,6 @@ from typing import Annotated
 import tyro
 
 from qkv._packages import require
-from qkv._untrusted import allow
 from qkv.cli.shared import Input, print_line, saved_profile
 from qkv.errors import InputError
 
@@ -62,7 +61,6 @@ def view(
         port: Port of the server; 0 chooses a free port.
         no_browser: Print the address without opening a browser.
     """
-    allow(given.max_size)
     source = given.model
     require("qkv view", "fastapi", "uvicorn")
     if not 0 <= port <= 65535:

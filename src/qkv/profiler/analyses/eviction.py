@@ -1,9 +1,7 @@
 """What a model loses when its cache evicts keys: attention on evicted keys, and loss.
 
-Policies (of `qkv.cache.evicting`, or your own) are subclasses of `qkv.cache.Evicting` with one method, `worth`, which
-serves this analysis, qkv's caches and `qkv.huggingface.evicting` alike. A budget counts keys of a layer and key head.
-
-There are two estimates, which answer different questions. In both a policy decides at every query, as a cache does.
+A policy is a subclass of `qkv.cache.Evicting`, and decides at every query, as in a cache. Two estimates answer
+different questions.
 
 **From the profile.** ``mass_lost`` is the share of its row that a query of the model with a full cache puts on keys
 that the policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens.
@@ -11,8 +9,6 @@ that the policy would have evicted, averaged over queries. It does not include t
 **By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache.
 Models of qkv run with caches (`qkv.cache.Sliding` for ``window``, `qkv.cache.Sinks` for ``sinks``). Otherwise one
 forward runs under the masks that a policy makes from the queries, keys and values of each layer.
-
-Time and memory are those of the caches themselves, at the end of the first text, where tokens are read one by one.
 """
 
 from __future__ import annotations
@@ -119,9 +115,9 @@ def eviction(
 ) -> Eviction:
     """Measure the cost of each eviction policy at each budget, from the attention weights and by running the model.
 
-    Models of qkv (`DecoderLM`) are run with the caches themselves; ``sinks`` then rotates keys by their slot in the
-    cache, as StreamingLLM does. Causal language models of Hugging Face are run with masks on their own attention: the
-    same keys, but in ``sinks`` not rotated by slot.
+    In models of qkv (`DecoderLM`), ``sinks`` rotates keys by their slot in the cache, as StreamingLLM does. Causal
+    language models of Hugging Face are run with masks: the same keys, but in ``sinks`` not rotated by slot. Time and
+    memory are those of the caches themselves, at the end of the first text, where tokens are read one by one.
 
     Args:
         model: a causal language model as in `qkv.profile`, or a name for `qkv.load`.
@@ -339,11 +335,10 @@ def _add_lost(
 
 def mass_lost(observed: ObservedCall, caches: Mapping[Setting, Evicting]) -> dict[Setting, Float[Tensor, "b h nq"]]:
     """The share of every query's row on keys that each policy, at a budget, would have evicted."""
-    names = {f"{policy} {budget}": (policy, budget) for policy, budget in caches}
-    hidden = {name: ~held_keys(observed.call, caches[setting]) for name, setting in names.items()}
+    hidden = {str(setting): ~held_keys(observed.call, cache) for setting, cache in caches.items()}
     call = without_values(observed).call
-    found = sweep(call, row_state(call, observed.lse), mass=hidden)
-    return {names[name]: mass for name, mass in in_shares(call, found, mass=hidden).mass.items()}
+    found = in_shares(call, sweep(call, row_state(call, observed.lse), mass=hidden), mass=hidden).mass
+    return {setting: found[str(setting)] for setting in caches}
 
 
 def held_keys(call: Call, cache: Evicting) -> Mask:
@@ -381,12 +376,8 @@ def _mass_table(lost: dict[tuple[str, int, int], Tensor], queries: int, settings
     import pandas as pd
 
     by_setting = sorted(lost.items(), key=lambda one: (settings.index(one[0][:2]), one[0][2]))
-    rows = [
-        {"policy": policy, "budget": budget, "layer": layer, "head": head, "mass_lost": value / queries}
-        for (policy, budget, layer), values in by_setting
-        for head, value in enumerate(values.tolist())
-    ]
-    return pd.DataFrame(rows)
+    rows = [(*at, head, value / queries) for at, values in by_setting for head, value in enumerate(values.tolist())]
+    return pd.DataFrame(rows, columns=["policy", "budget", "layer", "head", "mass_lost"])
 
 
 def _loss_table(
@@ -406,19 +397,16 @@ def _loss_table(
 
 def run_mode(model: nn.Module) -> str:
     """The way to run a model: "caches", or "masks" on its own attention."""
-    kind = type(model).__name__
     if isinstance(model, DecoderLM):
         return "caches"
-    if not any(map(routes, model.modules())):
+    problem = None if any(map(routes, model.modules())) else "cannot be run with a cache of qkv"
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        problem = problem or "has no output head, so it has no loss"
+    if problem is not None:
         raise InputError(
-            f"model {kind} cannot be run with a cache of qkv; expected a qkv.models.DecoderLM or a causal language "
-            "model of Hugging Face; run=False (--no-run) estimates from its attention weights alone"
-        )
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None:
-        raise InputError(
-            f"model {kind} has no output head, so it has no loss; expected a causal language model, such as "
-            "AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention weights alone"
+            f"model {type(model).__name__} {problem}; expected a qkv.models.DecoderLM or a causal language model of "
+            "Hugging Face, such as AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention "
+            "weights alone"
         )
     return "masks"
 

@@ -82,15 +82,6 @@ class Finding(NamedTuple):
         return f"{self.value} {self.label}. {self.detail}"
 
 
-class TypeRow(NamedTuple):
-    """A type of heads: how many there are, the threshold of its score, and the heads of the largest scores."""
-
-    type: str
-    heads: int
-    threshold: str
-    strongest: tuple[tuple[str, float], ...]
-
-
 class Findings:
     """The sentences about one group of a profile, or about one of its texts.
 
@@ -426,16 +417,14 @@ class Findings:
             self._steps("distance", far),
         )
 
-    def by_type(self) -> list[TypeRow]:
-        """The types of heads that occur, with the strongest heads of each."""
-        rows: list[TypeRow] = []
+    def by_type(self) -> list[tuple[str, int, str, list[tuple[str, float]]]]:
+        """The types of heads that occur, their numbers, the thresholds of their scores, and the strongest heads."""
+        rows = []
         for kind, number in self.kinds.items():
-            if kind == MIXED:
-                rows.append(TypeRow(kind, number, "", ()))
-                continue
-            of = self.types[self.types["type"] == kind].sort_values(kind, ascending=False, kind="stable").head(3)
-            best = tuple((f"{row['layer']}.{row['head']}", float(row[kind])) for _, row in of.iterrows())
-            rows.append(TypeRow(kind, number, f"≥ {ROLES[kind].threshold:g}", best))
+            of = self.types[self.types["type"] == kind]
+            of = of.iloc[:0] if kind == MIXED else of.sort_values(kind, ascending=False, kind="stable").head(3)
+            best = [(f"{row['layer']}.{row['head']}", float(row[kind])) for _, row in of.iterrows()]
+            rows.append((kind, number, "" if kind == MIXED else f"≥ {ROLES[kind].threshold:g}", best))
         return rows
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -74,16 +74,23 @@ class Info:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of a profile's group, and which of its tokens are real."""
+    """A layer of a profile's group."""
 
     group: str
     layer: int
     module: str
     shape: tuple[int, int, int, int]
     """Batch items, query heads, queries, keys."""
-    queries: list[slice | None]
-    """The real queries of each batch item; None if padding lies between them."""
-    keys: list[slice | None]
+    spans: list[tuple[slice, slice] | None]
+    """The real queries and keys of each batch item; None if padding lies between them."""
+
+    @classmethod
+    def of(cls, observed: ObservedCall) -> _Layer:
+        batch, heads, n_queries, _ = observed.call.q.shape
+        shape = batch, heads, n_queries, observed.call.k.shape[2]
+        queries, keys = _real(observed.queries, batch, n_queries), _real(observed.keys, batch, shape[3])
+        spans = [None if a is None or b is None else (a, b) for a, b in zip(queries, keys, strict=True)]
+        return cls(observed.group, observed.layer, observed.module, shape, spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,14 +185,14 @@ class Explorer(Maps):
         Raises:
             InputError: if an index is out of range, or weights are NaN.
         """
-        at = self._find(group, text, layer, head, stopped)
+        found, cached, item, queries, keys = self._find(group, text, layer, head, stopped)
         pyramid = Pyramid(
-            at.cached.call, at.cached.rows, at.item, head, self._tiles, (self._id, text, group, layer, head),
-            queries=at.queries, keys=at.keys,
+            cached.call, cached.rows, item, head, self._tiles, (self._id, text, group, layer, head),
+            queries=queries, keys=keys,
         )  # fmt: skip
         picture = pyramid.tile(zoom, i, j, stopped=stopped, on_progress=on_progress)
         if picture is not None and np.isnan(picture.maximum.cpu().numpy()).any():
-            raise nan_error(at.module)
+            raise nan_error(found.module)
         return picture
 
     def weights(
@@ -193,31 +200,33 @@ class Explorer(Maps):
         stopped: Stopped = never,
     ) -> Float[np.ndarray, "h q k"]:  # fmt: skip
         """The weights of one head, or of every head, by query and key; None selects all of them."""
-        at, spans = self._find(group, text, layer, head, stopped), []
-        for name, index, whole in (("query", query, at.queries), ("key", key, at.keys)):
-            length = whole.stop - whole.start
+        found, cached, item, *whole = self._find(group, text, layer, head, stopped)
+        spans = []
+        for name, index, span in zip(("query", "key"), (query, key), whole, strict=True):
+            length = span.stop - span.start
             if index is not None and not 0 <= index < length:
                 raise InputError(f"{name} is {index}, expected 0..{length - 1} for this text")
-            spans.append(whole if index is None else slice(whole.start + index, whole.start + index + 1))
-        weights = rectangle(at.cached.call, at.cached.rows, *spans, item=at.item, head=head)
+            spans.append(span if index is None else slice(span.start + index, span.start + index + 1))
+        weights = rectangle(cached.call, cached.rows, *spans, item=item, head=head)
         if bool(weights.isnan().any()):
-            raise nan_error(at.module)
-        found: np.ndarray = weights.float().cpu().numpy()
-        return found
+            raise nan_error(found.module)
+        return np.asarray(weights.float().cpu().numpy())
 
     # --- implementation -----------------------------------------------------------------------------------------------
 
-    def _find(self, group: str, text: int, layer: int, head: int | None, stopped: Stopped) -> _Location:
+    def _find(
+        self, group: str, text: int, layer: int, head: int | None, stopped: Stopped
+    ) -> tuple[_Layer, _CachedCall, int, slice, slice]:
+        """The layer, its call, and the batch item, queries and keys of the text in it."""
         run, item = self._run_of(text)
         layers = self._layers(run, group, layer, stopped)
         if not 0 <= layer < len(layers):
             raise InputError(f"layer is {layer}, expected 0..{len(layers) - 1}")
         found = layers[layer]
         queries, keys = self._spans(found, item, text)
-        heads = found.shape[1]
-        if head is not None and not 0 <= head < heads:
-            raise InputError(f"head is {head}, expected 0..{heads - 1}, or None for the mean of all")
-        return _Location(self._cached_call(run, found, stopped), item, queries, keys, found.module)
+        if head is not None and not 0 <= head < found.shape[1]:
+            raise InputError(f"head is {head}, expected 0..{found.shape[1] - 1}, or None for the mean of all")
+        return found, self._cached_call(run, found, stopped), item, queries, keys
 
     def _run_of(self, text: int) -> tuple[int, int]:
         """The run of the model that reads a text, and the text's index in its batch."""
@@ -229,14 +238,13 @@ class Explorer(Maps):
 
     def _spans(self, layer: _Layer, item: int, text: int) -> tuple[slice, slice]:
         """The real queries and keys of a text."""
-        if not 0 <= item < len(layer.queries):
-            raise InputError(f"text is {text}, expected 0..{len(layer.queries) - 1}")
-        queries, keys = layer.queries[item], layer.keys[item]
-        if queries is None or keys is None:
+        if not 0 <= item < len(layer.spans):
+            raise InputError(f"text is {text}, expected 0..{len(layer.spans) - 1}")
+        if (found := layer.spans[item]) is None:
             raise InputError(
                 f"text is {text}, which has padding between its tokens; expected padding at its start or end only"
             )
-        return queries, keys
+        return found
 
     def _layers(self, run: int, group: str, wanted: int, stopped: Stopped) -> list[_Layer]:
         """The layers of a group. If the model has to run for that, the `wanted` layer is cached in any case."""
@@ -266,7 +274,7 @@ class Explorer(Maps):
         def collect(observed: ObservedCall) -> None:
             put = self._calls.put if (observed.group, observed.layer) == wanted else self._calls.put_if_it_fits
             put((self._id, run, observed.group, observed.layer), _cached(observed))
-            found.append(_layer(observed))
+            found.append(_Layer.of(observed))
 
         observer = Observer(
             self.model, sequences=sequences_of(self.model, batch), receive=collecting(collect),
@@ -277,16 +285,6 @@ class Explorer(Maps):
         if not found:
             raise InputError(f"model {type(self.model).__name__} has no attention that qkv can observe")
         return grouped(observer.in_order(found))
-
-
-class _Location(NamedTuple):
-    """A layer's call, and the batch item, queries and keys of one text in it."""
-
-    cached: _CachedCall
-    item: int
-    queries: slice
-    keys: slice
-    module: str
 
 
 def of(
@@ -325,13 +323,6 @@ def of(
     loaded = load_if_named(model, tokenizer, name, inputs=inputs)
     runs_on = list(batches(loaded.model, inputs, loaded.tokenizer, target))
     return Explorer(loaded.model, runs_on, loaded.name, caches or CacheBudget())
-
-
-def _layer(observed: ObservedCall) -> _Layer:
-    batch, heads, n_queries, _ = observed.call.q.shape
-    shape = batch, heads, n_queries, observed.call.k.shape[2]
-    queries, keys = _real(observed.queries, batch, n_queries), _real(observed.keys, batch, shape[3])
-    return _Layer(observed.group, observed.layer, observed.module, shape, queries, keys)
 
 
 def _real(mask: Tensor | None, batch: int, length: int) -> list[slice | None]:

@@ -117,31 +117,41 @@ def _even(documents: Sequence[Document], number: int) -> list[Part]:
 
 def document_of_line(name: str, line: bytes) -> Iterator[Document]:
     """The text in a line of JSON, or the reason why there is none; nothing for a blank line."""
-    fault, text = _fault(line), None
-    if fault is None:
+    text, missing = _decoded(line), BINARY
+    if text is not None:
+        found, missing = None, f"no JSON object with {FIELD!r}"
         with suppress(ValueError, RecursionError):
-            found = json.loads(line.decode("utf-8-sig"))
-            value = found.get(FIELD) if isinstance(found, dict) else None
-            if isinstance(value, str):
-                value.encode()  # JSON may hold lone surrogates, which are not text (UnicodeEncodeError is a ValueError)
-                text = value
-        fault = f"no JSON object with {FIELD!r}" if text is None else None if text.strip() else BLANK
+            found = json.loads(text)
+        text = found.get(FIELD) if isinstance(found, dict) else None
     if line.strip():
-        yield Document(name, len(line), text=text, reason=fault)
+        yield _document(name, len(line), text, missing)
 
 
 def document_of_bytes(name: str, data: bytes) -> Document:
     """The text that bytes are, or the reason why they are none."""
-    fault = _fault(data)
-    return Document(name, len(data), text=data.decode("utf-8-sig") if fault is None else None, reason=fault)
+    return _document(name, len(data), _decoded(data), BINARY)
 
 
-def _fault(data: bytes) -> str | None:
-    """The reason why bytes are not a text to survey; None if they are one."""
-    try:
-        return BINARY if b"\0" in data else None if data.decode().strip() else BLANK
-    except UnicodeDecodeError:
-        return BINARY
+def of_value(name: str, text: Any, column: str = FIELD) -> Document:
+    """The text that is the value of a row in this column, or the reason why it is none."""
+    size = len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
+    return _document(name, size, text, f"no text in {column!r}")
+
+
+def _decoded(data: bytes) -> str | None:
+    """Bytes as UTF-8 text; None if they are binary."""
+    with suppress(UnicodeDecodeError):
+        return None if b"\0" in data else data.decode("utf-8-sig")
+    return None
+
+
+def _document(name: str, size: int, text: Any, missing: str) -> Document:
+    """A text, or the reason why there is none to survey: that it is blank, or what is `missing`."""
+    with suppress(UnicodeEncodeError):  # JSON may hold lone surrogates, which are not text
+        if isinstance(text, str):
+            text.encode()
+            return Document(name, size, text=text, reason=None if text.strip() else BLANK)
+    return Document(name, size, reason=missing)
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
@@ -242,13 +252,6 @@ def _members(file: IO[bytes], name: str) -> Iterator[Document]:
                 yield document_of_bytes(inner, data)
             else:
                 yield from document_of_line(inner, data or b"{}")
-
-
-def of_value(name: str, text: Any, column: str = FIELD) -> Document:
-    """The text that is the value of a row in this column, or the reason why it is none."""
-    if not isinstance(text, str):
-        return Document(name, 0, reason=f"no text in {column!r}")
-    return Document(name, len(text.encode()), text=text, reason=None if text.strip() else BLANK)
 
 
 def _decompressed(file: IO[bytes], ending: str, name: str) -> IO[bytes]:
